@@ -1,0 +1,67 @@
+# Everything a fresh clone needs: `make demo` and `make test` build the environment by themselves.
+#
+#   make install    create .venv and install the package with its development tools
+#   make demo       the main job on CPU with two processes
+#   make test       the tests that need no GPU
+#   make test-gpu   the tests that need one
+#   make check      formatting, lint, types
+#   make clean      remove build output and caches (remove .venv by hand to start over)
+#
+# PYTHON=python3.12 chooses the interpreter, TORCH='torch==2.12.0' another build of torch.
+
+PYTHON ?= python3
+TORCH ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CPU_TORCH := torch==2.13.0+cpu
+CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
+TYPED := $(sort $(dir $(wildcard longctx_patch/*.py cli/*.py recipes/*.py examples/*.py)))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: install demo test test-gpu check clean
+
+install: $(STAMP)
+
+$(STAMP): setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "$(PYTHON) is $$($(PYTHON) --version 2>&1): longctx-patch needs Python 3.11 or newer." \
+	         "Choose one with: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@BIN=$(BIN) TORCH="$(TORCH)" CPU_TORCH=$(CPU_TORCH) CPU_TORCH_INDEX=$(CPU_TORCH_INDEX); \
+	if [ -n "$$TORCH" ]; then \
+	    echo "torch: $$TORCH, as asked"; \
+	    $$BIN/python -m pip install "$$TORCH"; \
+	elif nvidia-smi -L 2>/dev/null | grep -q GPU; then \
+	    echo "torch: an NVIDIA GPU is here, so the ordinary build"; \
+	elif [ "$$(uname -s)" != Linux ]; then \
+	    echo "torch: the ordinary build for $$(uname -s)"; \
+	else \
+	    echo "torch: no NVIDIA GPU here, so the CPU build $$CPU_TORCH (no CUDA to download)"; \
+	    : "--no-deps: only torch itself is looked up at the second index"; \
+	    $$BIN/python -m pip install --no-deps --retries 1 --timeout 15 \
+	        --extra-index-url $$CPU_TORCH_INDEX "$$CPU_TORCH" || { \
+	        echo "$$CPU_TORCH could not be had from $$CPU_TORCH_INDEX nor from pip's find-links." \
+	             "To take another build: make TORCH='torch>=2.11' $(MAKECMDGOALS)" >&2; exit 1; }; \
+	fi
+	$(BIN)/python -m pip install -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q -m gpu
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(TYPED)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,73 @@
+"""Packaging of longctx-patch.
+
+The folders `cli` and `recipes` stand at the top of the repository, where people look for them, and
+are installed as `longctx_patch.cli` and `longctx_patch.recipes`: no top-level module of a common
+name is ever installed.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+MOVED_FOLDERS = {"cli": "longctx_patch.cli", "recipes": "longctx_patch.recipes"}
+
+DATA = ["datasets"]
+DEV = [
+    "hypothesis",
+    "mypy",
+    "pytest",
+    "pytest-timeout",
+    "ruff",
+    "types-PyYAML",
+    *DATA,
+]
+
+
+def all_packages() -> list[str]:
+    """Names of all packages to install, those of the moved folders under their new names."""
+    packages = find_packages(include=["longctx_patch", "longctx_patch.*"])
+    for folder, name in MOVED_FOLDERS.items():
+        packages.append(name)
+        packages.extend(f"{name}.{child}" for child in find_packages(folder))
+    return packages
+
+
+def long_description() -> str:
+    """The README, empty while there is none (a source checkout may be partial)."""
+    readme = ROOT / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+setup(
+    name="longctx-patch",
+    version="0.1.0",
+    description="Train Hugging Face models on sequences cut over several GPUs, with exact numbers",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=all_packages(),
+    package_dir={name: folder for folder, name in MOVED_FOLDERS.items()},
+    package_data={"longctx_patch.recipes": ["accelerate/*.yaml"]},
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.17,<6",
+        "accelerate>=1.15",
+        "peft",
+        "click",
+    ],
+    extras_require={
+        "data": DATA,
+        "dev": DEV,
+        "flash-attn": ["flash-attn-4>=4.0.0b3"],
+        "liger": ["liger-kernel"],
+    },
+    entry_points={"console_scripts": ["longctx = longctx_patch.cli.main:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
