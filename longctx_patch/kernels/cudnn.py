@@ -1,0 +1,74 @@
+"""cuDNN's flash attention through torch. It takes GQA as it is and a merged out and lse."""
+
+import torch
+from torch import Tensor
+
+from longctx_patch.kernels.base import KernelRequest, unsupported
+
+_aten = torch.ops.aten
+
+
+class CudnnKernel:
+    name = "cudnn"
+
+    def refuses(self, request: KernelRequest) -> str | None:
+        reason = unsupported(
+            request,
+            device_type="cuda",
+            dtypes=(torch.bfloat16, torch.float16),
+            max_head_dim=128,
+        )
+        if reason is None and torch.cuda.get_device_capability() < (8, 0):
+            return "needs compute capability 8.0 or higher"
+        return reason
+
+    def forward(
+        self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out_BHLD, lse_BHL1, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q_BLHD.transpose(1, 2),
+            k_BMGD.transpose(1, 2),
+            v_BMGD.transpose(1, 2),
+            None,
+            True,
+            0.0,
+            causal,
+            False,
+            scale=scale,
+        )
+        return out_BHLD.transpose(1, 2), lse_BHL1.squeeze(-1)
+
+    def backward(
+        self,
+        dout_BLHD: Tensor,
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        out_BLHD: Tensor,
+        lse_BHL: Tensor,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Without dropout the random state is not read, but the op wants tensors.
+        philox = torch.zeros((), dtype=torch.int64, device=q_BLHD.device)
+        grads_BHLD = _aten._scaled_dot_product_cudnn_attention_backward(
+            dout_BLHD.transpose(1, 2),
+            q_BLHD.transpose(1, 2),
+            k_BMGD.transpose(1, 2),
+            v_BMGD.transpose(1, 2),
+            out_BLHD.transpose(1, 2),
+            lse_BHL.contiguous()[..., None],
+            philox,
+            philox,
+            None,
+            None,
+            None,
+            q_BLHD.shape[1],
+            k_BMGD.shape[1],
+            0.0,
+            causal,
+            scale=scale,
+        )
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads_BHLD)
+        return dq, dk, dv

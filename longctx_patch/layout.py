@@ -1,0 +1,147 @@
+"""Which global token sits in which slot of which rank.
+
+A `Layout` holds, for every rank of a group, the half-open intervals of global tokens that fill
+its slots in order. Shares may be uneven or empty, so any length works on any number of ranks.
+Positions, sharding and unsharding all follow from it; nothing else in the package computes them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx_patch.config import LayoutName
+
+
+class Interval(NamedTuple):
+    """Half-open range of tokens or slots."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def intersect(self, other: "Interval") -> "Interval":
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, offset: int) -> "Interval":
+        return Interval(self.start + offset, self.stop + offset)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Placement of `num_tokens` global tokens over `num_ranks` ranks."""
+
+    intervals: tuple[tuple[Interval, ...], ...]
+    """Per rank: the global tokens in its slots, in slot order. Empty intervals are dropped."""
+
+    def __post_init__(self) -> None:
+        kept = tuple(tuple(i for i in rank if i.size > 0) for rank in self.intervals)
+        object.__setattr__(self, "intervals", kept)
+        covered = sorted(i for rank in kept for i in rank)
+        edges = [0, *(i.stop for i in covered)]
+        assert all(i.start == stop for i, stop in zip(covered, edges, strict=False)), covered
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.intervals)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of slots of each rank."""
+        return tuple(sum(i.size for i in rank) for rank in self.intervals)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.sizes)
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """Global positions of one rank's slots: int64 `[size]`."""
+        parts = [torch.arange(i.start, i.stop, device=device) for i in self.intervals[rank]]
+        return torch.cat(parts) if parts else torch.arange(0, device=device)
+
+    def shard(self, tensor: Tensor, rank: int, dim: int) -> Tensor:
+        """One rank's slots of a tensor that holds all tokens along `dim`."""
+        if tensor.shape[dim] != self.num_tokens:
+            raise ValueError(
+                f"tensor has {tensor.shape[dim]} tokens along dim {dim}, but the layout places "
+                f"{self.num_tokens}. Build the layout for this length."
+            )
+        parts = [tensor.narrow(dim, i.start, i.size) for i in self.intervals[rank]]
+        return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+    def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """All tokens in global order, from every rank's shard."""
+        shape = list(shards[0].shape)
+        shape[dim] = self.num_tokens
+        full = shards[0].new_empty(shape)
+        for rank, shard in enumerate(shards):
+            full.index_copy_(dim, self.positions(rank, shard.device), shard)
+        return full
+
+    def split_each(self, parts: int) -> "Layout":
+        """Cut every rank's slots into `parts` runs: the product with Ulysses.
+
+        Rank `r * parts + u` of the result holds run `u` of rank `r`, so the runs of `parts`
+        consecutive ranks, joined in order, are the slots that rank `r` had.
+        """
+        ranks = [
+            _slice_slots(intervals, cut)
+            for intervals, size in zip(self.intervals, self.sizes, strict=True)
+            for cut in even_cuts(size, parts)
+        ]
+        return Layout(tuple(ranks))
+
+
+def even_cuts(size: int, parts: int) -> list[Interval]:
+    """Cut `[0, size)` into `parts` runs whose sizes differ by one at most."""
+    edges = [size * part // parts for part in range(parts + 1)]
+    return [Interval(a, b) for a, b in pairwise(edges)]
+
+
+def contiguous(num_tokens: int, num_ranks: int) -> Layout:
+    """Rank `r` holds the `r`-th run of tokens."""
+    return Layout(tuple((cut,) for cut in even_cuts(num_tokens, num_ranks)))
+
+
+def zigzag(num_tokens: int, num_ranks: int) -> Layout:
+    """Of `2 * num_ranks` runs, rank `r` holds the `r`-th from the front and from the back.
+
+    Every rank then has the same share of a causal mask (the placement of zigzag ring attention).
+    """
+    cuts = even_cuts(num_tokens, 2 * num_ranks)
+    return Layout(tuple((cuts[rank], cuts[-1 - rank]) for rank in range(num_ranks)))
+
+
+def make_layout(name: LayoutName, num_tokens: int, *, ring: int, ulysses: int = 1) -> Layout:
+    """The layout of a (ring x Ulysses) group; Ulysses ranks are consecutive."""
+    constructors = {"contiguous": contiguous, "zigzag": zigzag}
+    return constructors[name](num_tokens, ring).split_each(ulysses)
+
+
+def length_multiple(name: LayoutName, *, ring: int, ulysses: int = 1) -> int:
+    """Lengths that are a multiple of this give every rank the same number of tokens."""
+    return (2 if name == "zigzag" and ring > 1 else 1) * ring * ulysses
+
+
+def slots_of(intervals: Iterable[Interval]) -> list[tuple[Interval, Interval]]:
+    """Pairs (global tokens, slots) of one rank's intervals."""
+    pairs, slot = [], 0
+    for tokens in intervals:
+        pairs.append((tokens, Interval(slot, slot + tokens.size)))
+        slot += tokens.size
+    return pairs
+
+
+def _slice_slots(intervals: Iterable[Interval], cut: Interval) -> tuple[Interval, ...]:
+    return tuple(
+        slots.intersect(cut).shift(tokens.start - slots.start)
+        for tokens, slots in slots_of(intervals)
+    )

@@ -1,0 +1,22 @@
+"""Schedules of distributed attention as data: built, checked and costed without any device."""
+
+from longctx_patch.plans.ring import ring_backward, ring_forward
+from longctx_patch.plans.traffic import AttentionShape, plan_traffic
+from longctx_patch.plans.types import Block, Direction, Operand, Plan, Step, Transfer, Work
+from longctx_patch.plans.verify import PlanReport, verify_plan
+
+__all__ = [
+    "AttentionShape",
+    "Block",
+    "Direction",
+    "Operand",
+    "Plan",
+    "PlanReport",
+    "Step",
+    "Transfer",
+    "Work",
+    "plan_traffic",
+    "ring_backward",
+    "ring_forward",
+    "verify_plan",
+]

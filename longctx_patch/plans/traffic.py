@@ -1,0 +1,55 @@
+"""Messages and bytes that a plan sends, in closed form; transports count the real ones."""
+
+from dataclasses import dataclass
+
+from longctx_patch.plans.types import Block, Operand, Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """The sizes, besides the number of tokens, that decide how many bytes a block has."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize_bytes: int
+    """Of the model's dtype."""
+
+    @property
+    def sum_itemsize_bytes(self) -> int:
+        """Of partial sums, which are float32 or wider."""
+        return max(4, self.itemsize_bytes)
+
+    def block_bytes(self, block: Block) -> int:
+        """Size of one block on the wire."""
+        per_token = 2 * self.batch * self.num_kv_heads * self.head_dim
+        itemsize = {
+            Operand.KV: self.itemsize_bytes,
+            Operand.DKV: self.sum_itemsize_bytes,
+        }[block.operand]
+        return block.rows.size * per_token * itemsize
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.messages + other.messages, self.bytes + other.bytes)
+
+    def __sub__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.messages - other.messages, self.bytes - other.bytes)
+
+
+def plan_traffic(plan: Plan, shape: AttentionShape) -> tuple[Traffic, ...]:
+    """What each rank sends in one run of the plan."""
+    totals = [Traffic()] * plan.num_ranks
+    for step in plan.steps:
+        for transfer in step.transfers:
+            sent = Traffic(1, shape.block_bytes(transfer.block))
+            totals[transfer.source] += sent
+    return tuple(totals)

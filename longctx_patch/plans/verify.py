@@ -1,0 +1,243 @@
+"""Prove a plan right before it runs: a symbolic walk through its steps, no device, no processes.
+
+The walk checks that every allowed (query, key) pair is computed exactly once, that a rank uses
+and sends only what it holds, that no buffer is overwritten in a step that still reads it, and
+that every partial gradient is at its owner at the end. `verify_plan` raises `PlanError` with all
+complaints, each starting with the name of the broken rule.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+
+from longctx_patch.layout import Interval, Layout, slots_of
+from longctx_patch.masks import Mask, Piece
+from longctx_patch.plans.types import Block, Direction, Operand, Plan, Step, Transfer, Work
+
+
+class PlanError(ValueError):
+    """A plan that would give wrong numbers, hang, or read what is not there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """What the walk measured."""
+
+    area: int
+    """Allowed (query, key) pairs."""
+    idle_fraction: float
+    """Share of rank-time without work, if a step takes as long as its busiest rank's area."""
+    messages: tuple[int, ...]
+    """Messages sent by each rank."""
+    links: dict[tuple[int, int], int]
+    """Messages of each (source, destination)."""
+
+
+def verify_plan(plan: Plan) -> PlanReport:
+    """Check every rule; return the report or raise `PlanError`."""
+    complaints = [*_check_coverage(plan), *_Walk(plan).run()]
+    if complaints:
+        raise PlanError(
+            f"plan {plan.name!r} ({plan.direction.value}, {plan.num_ranks} ranks) is wrong:\n"
+            + "\n".join(complaints)
+        )
+    transfers = [transfer for step in plan.steps for transfer in step.transfers]
+    links = Counter((transfer.source, transfer.destination) for transfer in transfers)
+    sent = Counter(transfer.source for transfer in transfers)
+    area = sum(work.area for step in plan.steps for work in step.works)
+    return PlanReport(
+        area=area,
+        idle_fraction=_idle_fraction(plan, area),
+        messages=tuple(sent[rank] for rank in range(plan.num_ranks)),
+        links=dict(links),
+    )
+
+
+def _idle_fraction(plan: Plan, area: int) -> float:
+    makespan = 0
+    for step in plan.steps:
+        busy: Counter[int] = Counter()
+        for work in step.works:
+            busy[work.rank] += work.area
+        makespan += max(busy.values(), default=0)
+    return 1 - area / (makespan * plan.num_ranks) if makespan else 0.0
+
+
+def _check_coverage(plan: Plan) -> list[str]:
+    """Every allowed pair once: pieces are allowed, disjoint, and their area is the mask's."""
+    complaints = []
+    pieces: dict[tuple[int, int], list[Piece]] = {}
+    for step in plan.steps:
+        for work in step.works:
+            pieces.setdefault((work.q_owner, work.kv_owner), []).extend(work.pieces)
+    for q_owner in range(plan.num_ranks):
+        for kv_owner in range(plan.num_ranks):
+            here = pieces.get((q_owner, kv_owner), [])
+            where = f"coverage: queries of rank {q_owner}, keys of rank {kv_owner}"
+            complaints += [
+                f"{where}: {piece} is not allowed by the mask"
+                for piece in here
+                if not _is_allowed(piece, plan.layout, plan.mask, q_owner, kv_owner)
+            ]
+            complaints += [
+                f"{where}: {a} and {b} overlap"
+                for i, a in enumerate(here)
+                for b in here[i + 1 :]
+                if a.q.intersect(b.q).size and a.kv.intersect(b.kv).size
+            ]
+            wanted = _allowed_area(plan.layout, plan.mask, q_owner, kv_owner)
+            computed = sum(piece.area for piece in here)
+            if computed != wanted:
+                complaints.append(f"{where}: {computed} pairs computed of {wanted} allowed")
+    return complaints
+
+
+def _allowed_area(layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> int:
+    return sum(
+        mask.area(q, kv) for q in layout.intervals[q_owner] for kv in layout.intervals[kv_owner]
+    )
+
+
+def _is_allowed(piece: Piece, layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> bool:
+    """Cut the piece where its tokens are not contiguous and ask the mask about each part."""
+    q_pairs, kv_pairs = slots_of(layout.intervals[q_owner]), slots_of(layout.intervals[kv_owner])
+    rows = _cut_points(piece.q, q_pairs)
+    columns = _cut_points(piece.kv, kv_pairs)
+    if piece.causal:
+        rows = columns = sorted({*rows, *columns})
+    for row in (Interval(a, b) for a, b in pairwise(rows)):
+        for column in (Interval(a, b) for a, b in pairwise(columns)):
+            if piece.causal and column.start > row.start:
+                continue
+            q = _tokens(row.shift(piece.q.start), q_pairs)
+            kv = _tokens(column.shift(piece.kv.start), kv_pairs)
+            if q is None or kv is None:
+                return False
+            if piece.causal and column == row:
+                if mask.pieces(q, kv) != (Piece(q, kv, causal=True),):
+                    return False
+            elif mask.area(q, kv) != q.size * kv.size:
+                return False
+    return True
+
+
+def _cut_points(rows: Interval, pairs: list[tuple[Interval, Interval]]) -> list[int]:
+    """Edges of the runs of contiguous tokens inside `rows`, relative to its start."""
+    edges = {edge for _, slots in pairs for edge in slots}
+    inner = {edge - rows.start for edge in edges if rows.start < edge < rows.stop}
+    return sorted({0, rows.size} | inner)
+
+
+def _tokens(rows: Interval, pairs: list[tuple[Interval, Interval]]) -> Interval | None:
+    for tokens, slots in pairs:
+        if slots.start <= rows.start and rows.stop <= slots.stop:
+            return rows.shift(tokens.start - slots.start)
+    return None
+
+
+class _Walk:
+    """Walks the steps and keeps what each rank holds."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.complaints: list[str] = []
+        self.buffers: dict[tuple[int, int], Block] = {}
+        # (rank, owner) -> works whose dK and dV are in the partial sum that rank holds
+        self.sums: dict[tuple[int, int], list[Work]] = {}
+
+    def run(self) -> list[str]:
+        for number, step in enumerate(self.plan.steps):
+            self._check_ranks(number, step)
+            reads = self._check_reads(number, step)
+            self._check_overwrites(number, step, reads)
+            moved = self._take_sums(number, step)
+            self._add_works(step)
+            self._land(step, moved)
+        self._check_home()
+        return self.complaints
+
+    def _check_ranks(self, number: int, step: Step) -> None:
+        ranks = range(self.plan.num_ranks)
+        for transfer in step.transfers:
+            if transfer.source not in ranks or transfer.destination not in ranks:
+                self.complaints.append(f"transfer: step {number}: no such rank: {transfer}")
+            if transfer.source == transfer.destination:
+                self.complaints.append(f"transfer: step {number}: a rank sends to itself: {transfer}")
+            if not 0 < transfer.block.rows.size <= self.plan.layout.sizes[transfer.block.owner]:
+                self.complaints.append(f"transfer: step {number}: no such rows: {transfer}")
+
+    def _check_reads(self, number: int, step: Step) -> set[tuple[int, int]]:
+        """Check that operands are there; return the (rank, buffer) pairs that the step reads."""
+        wanted = [
+            (work.rank, Block(Operand.KV, work.kv_owner, piece.kv))
+            for work in step.works
+            for piece in work.pieces
+        ]
+        wanted += [(t.source, t.block) for t in step.transfers if t.block.operand is Operand.KV]
+        reads = set()
+        for rank, block in wanted:
+            if block.owner == rank:
+                continue
+            holders = [
+                key for key, held in self.buffers.items() if key[0] == rank and _holds(held, block)
+            ]
+            if not holders:
+                self.complaints.append(f"read: step {number}: rank {rank} does not hold {block}")
+            reads.update(holders[:1])
+        for work in step.works:
+            if work.q_owner != work.rank:
+                self.complaints.append(f"read: step {number}: queries do not travel: {work}")
+        return reads
+
+    def _check_overwrites(self, number: int, step: Step, reads: set[tuple[int, int]]) -> None:
+        writes = Counter(
+            (t.destination, t.buffer) for t in step.transfers if t.buffer is not None
+        )
+        for (rank, buffer), count in writes.items():
+            if (rank, buffer) in reads:
+                self.complaints.append(
+                    f"buffer: step {number}: rank {rank} overwrites buffer {buffer} while reading it"
+                )
+            if count > 1:
+                self.complaints.append(
+                    f"buffer: step {number}: {count} transfers land in buffer {buffer} of rank {rank}"
+                )
+
+    def _take_sums(self, number: int, step: Step) -> dict[Transfer, list[Work]]:
+        moved = {}
+        for transfer in step.transfers:
+            if transfer.block.operand is not Operand.DKV:
+                continue
+            total = self.sums.pop((transfer.source, transfer.block.owner), None)
+            if total is None:
+                self.complaints.append(f"read: step {number}: no partial sum to send: {transfer}")
+            moved[transfer] = total or []
+        return moved
+
+    def _add_works(self, step: Step) -> None:
+        if self.plan.direction is Direction.BACKWARD:
+            for work in step.works:
+                self.sums.setdefault((work.rank, work.kv_owner), []).append(work)
+
+    def _land(self, step: Step, moved: dict[Transfer, list[Work]]) -> None:
+        for transfer in step.transfers:
+            if transfer.buffer is not None:
+                self.buffers[transfer.destination, transfer.buffer] = transfer.block
+        for transfer, works in moved.items():
+            self.sums.setdefault((transfer.destination, transfer.block.owner), []).extend(works)
+
+    def _check_home(self) -> None:
+        self.complaints += [
+            f"home: rank {rank} still holds gradients of rank {owner}"
+            for rank, owner in self.sums
+            if rank != owner
+        ]
+
+
+def _holds(held: Block, wanted: Block) -> bool:
+    return (
+        held.operand is wanted.operand
+        and held.owner == wanted.owner
+        and held.rows.start <= wanted.rows.start
+        and wanted.rows.stop <= held.rows.stop
+    )

@@ -1,0 +1,17 @@
+"""Moving blocks between ranks: torch.distributed, or virtual ranks inside one process."""
+
+from longctx_patch.transport.base import Pending, Transport
+from longctx_patch.transport.counters import Counters
+from longctx_patch.transport.packets import Packet
+from longctx_patch.transport.process_group import ProcessGroupTransport
+from longctx_patch.transport.virtual import VirtualTransport, run_virtual_ranks
+
+__all__ = [
+    "Counters",
+    "Packet",
+    "Pending",
+    "ProcessGroupTransport",
+    "Transport",
+    "VirtualTransport",
+    "run_virtual_ranks",
+]

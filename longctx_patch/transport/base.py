@@ -1,0 +1,58 @@
+"""What attention asks of a transport. Only transports talk to torch.distributed."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from longctx_patch.transport.counters import Counters
+
+
+class Message(NamedTuple):
+    """A contiguous tensor to or from a rank of the group."""
+
+    group_rank: int
+    tensor: Tensor
+
+
+class Pending(Protocol):
+    """Messages on their way. Their tensors must not be touched before `wait` returns."""
+
+    def wait(self) -> None: ...
+
+
+class Transport(Protocol):
+    """One rank's end of a group."""
+
+    group_rank: int
+    num_ranks: int
+    counters: Counters
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Post point-to-point messages; those between two ranks match in order."""
+        ...
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_sizes: Sequence[int],
+        receive: Tensor,
+        receive_sizes: Sequence[int],
+    ) -> None:
+        """Send part `i` of `send` to rank `i` and fill part `i` of `receive` from it.
+
+        Both are one-dimensional uint8; sizes are in bytes, may differ and may be zero. A rank's
+        own part is copied. Returns when `receive` may be read on the current stream.
+        """
+        ...
+
+    def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """Every rank's numbers (as many on each), by rank. Not counted: it is control, not data."""
+        ...
+
+
+class Done:
+    """Pending with nothing to wait for."""
+
+    def wait(self) -> None:
+        return

@@ -1,0 +1,26 @@
+"""What was really sent and computed, to hold against a plan's prediction."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass
+class Counters:
+    """Running totals of one rank; shared by the transports and kernels of one patched model."""
+
+    messages: int = 0
+    bytes: int = 0
+    kernel_calls: int = 0
+
+    def sent(self, num_bytes: int) -> None:
+        self.messages += 1
+        self.bytes += num_bytes
+
+    def sent_to_others(self, sizes_bytes: Sequence[int], group_rank: int) -> None:
+        """Count an all-to-all: one message for each other rank that gets anything."""
+        for rank, size in enumerate(sizes_bytes):
+            if rank != group_rank and size:
+                self.sent(size)
+
+    def reset(self) -> None:
+        self.messages = self.bytes = self.kernel_calls = 0
