@@ -1,0 +1,7 @@
+"""Sequence parallelism inside Accelerate: its mesh, its launcher's world, its YAML."""
+
+from longctx_patch.plugin.accelerator import make_accelerator
+from longctx_patch.plugin.launch_yaml import accelerate_yaml
+from longctx_patch.plugin.parallelism import SequenceParallelismConfig
+
+__all__ = ["SequenceParallelismConfig", "accelerate_yaml", "make_accelerator"]

@@ -1,0 +1,230 @@
+"""`make_accelerator`: an Accelerator whose world is what the LongContextConfig needs, or an error.
+
+Everything is checked from what the launcher exported, before a process group starts: a world of
+the wrong size would otherwise train without sequence parallelism and say nothing.
+"""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.plugin.parallelism import SequenceParallelismConfig
+
+# torchrun and `accelerate launch` first, then the MPI launchers that Accelerate understands.
+_WORLD_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def make_accelerator(
+    config: LongContextConfig,
+    *,
+    dp_replicate_size: int | None = None,
+    dp_shard_size: int | None = None,
+    **accelerator_kwargs: Any,
+) -> Accelerator:
+    """The Accelerator for `config`, over all the processes that the launcher started.
+
+    Call it on every process, before any other Accelerator. Without sizes, the ranks that are left
+    beside the sequence axis shard parameters under FSDP2 and hold copies otherwise. Batches are
+    never dispatched from rank 0: the ranks of a sequence group would get different rows. Where
+    there is no NVIDIA GPU the processes talk through gloo on the CPU.
+
+    Under FSDP2 with mixed precision, gradients are reduced in float32 and outputs, the loss among
+    them, keep their dtype; Accelerate's default would round both to the low precision. Give your
+    own `fsdp_plugin` to decide otherwise.
+
+    Args:
+        config: degrees of sequence parallelism.
+        dp_replicate_size: ranks that hold copies of the model (HSDP, DDP).
+        dp_shard_size: ranks beside the sequence axis that shard the model (FSDP2).
+        accelerator_kwargs: passed on to `Accelerator`.
+
+    Raises:
+        ValueError: the world, the launch settings or the arguments do not fit `config`.
+
+    Example:
+        >>> config = LongContextConfig(ulysses_degree=2, ring_degree=2)
+        >>> accelerator = make_accelerator(config, gradient_accumulation_steps=4)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """
+    _refuse_other_engines(accelerator_kwargs)
+    num_processes = _num_processes()
+    _check_world(config, num_processes)
+    cpu = bool(accelerator_kwargs.pop("cpu", False)) or not _gpu_wanted()
+    fsdp2 = _uses_fsdp2(accelerator_kwargs.get("fsdp_plugin"), cpu)
+    sizes = _launched_sizes(config, dp_replicate_size, dp_shard_size)
+    parallelism = _parallelism(config, num_processes, fsdp2, *sizes)
+    parallelism.check_world(num_processes, fsdp2)
+    accelerator_kwargs["dataloader_config"] = _same_batches(accelerator_kwargs)
+    if fsdp2 and accelerator_kwargs.get("fsdp_plugin") is None:
+        accelerator_kwargs["fsdp_plugin"] = _exact_fsdp_plugin(accelerator_kwargs)
+    accelerator = Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
+    _check_ours(accelerator, parallelism)
+    return accelerator
+
+
+def _refuse_other_engines(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("parallelism_config") is not None:
+        raise ValueError(
+            "parallelism_config was given: make_accelerator builds it from the LongContextConfig. "
+            "Pass dp_replicate_size and dp_shard_size instead."
+        )
+    for engine in ("DEEPSPEED", "MEGATRON_LM"):
+        if _flag(f"ACCELERATE_USE_{engine}") or kwargs.get(f"{engine.lower()}_plugin") is not None:
+            raise ValueError(
+                f"{engine} is on: it brings its own attention and process groups. Use "
+                "distributed_type: FSDP (fsdp_version: 2) or MULTI_GPU in the YAML."
+            )
+
+
+def _num_processes() -> int:
+    """Processes that the launcher announced. Raises where Accelerate would see another number."""
+    announced = next((int(os.environ[name]) for name in _WORLD_VARIABLES if name in os.environ), 1)
+    seen = PartialState._shared_state.get("num_processes", announced)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        seen = torch.distributed.get_world_size()
+    if seen != announced:
+        raise ValueError(
+            f"the launcher announced {announced} processes (WORLD_SIZE), but the state set up "
+            f"before make_accelerator has {seen}. Call make_accelerator before anything else of "
+            "Accelerate (TrainingArguments and PartialState are too), and start the script with "
+            "`accelerate launch` or torchrun, which export RANK, LOCAL_RANK and WORLD_SIZE."
+        )
+    return announced
+
+
+def _check_world(config: LongContextConfig, num_processes: int) -> None:
+    degree = config.sequence_degree
+    degrees = f"ulysses_degree={config.ulysses_degree} x ring_degree={config.ring_degree}"
+    if num_processes % degree == 0:
+        return
+    if num_processes == 1:
+        raise ValueError(
+            f"{degrees} = {degree} ranks per sequence, but this script runs as 1 process. Start "
+            "it with `accelerate launch --config_file FILE` and put in FILE: distributed_type: "
+            f"MULTI_GPU (or FSDP), num_processes: {degree} or a multiple, use_cpu: false. On a "
+            "machine without a GPU it is the same; distributed_type: MULTI_CPU starts one "
+            "process only, unless MPI is used."
+        )
+    raise ValueError(
+        f"{degrees} = {degree} ranks per sequence, but {num_processes} processes run: the degree "
+        f"must divide their number. Put num_processes: {-(-num_processes // degree) * degree} in "
+        "the YAML, or choose degrees whose product divides "
+        f"{num_processes}."
+    )
+
+
+def _gpu_wanted() -> bool:
+    return torch.cuda.is_available() and not _flag("ACCELERATE_USE_CPU")
+
+
+def _uses_fsdp2(plugin: Any, cpu: bool) -> bool:
+    """Whether parameters will be sharded. Raises for FSDP1 and for FSDP on the CPU."""
+    if plugin is None and not _flag("ACCELERATE_USE_FSDP"):
+        return False
+    version = int(os.environ.get("FSDP_VERSION", "1") if plugin is None else plugin.fsdp_version)
+    if version != 2:
+        raise ValueError(
+            f"fsdp_version={version}: FSDP1 flattens parameters and knows no sequence axis. Put "
+            "fsdp_version: 2 under fsdp_config in the YAML."
+        )
+    if cpu:
+        raise ValueError(
+            "FSDP on the CPU: Accelerate ignores it there without a word. Put distributed_type: "
+            "MULTI_GPU and use_cpu: false in the YAML (every process then holds the whole model), "
+            "or run where there is a GPU."
+        )
+    return True
+
+
+def _launched_sizes(
+    config: LongContextConfig, dp_replicate_size: int | None, dp_shard_size: int | None
+) -> tuple[int | None, int | None]:
+    """(dp_replicate_size, dp_shard_size), as given or as in the launcher's parallelism_config.
+
+    The launcher exports 1 for every size that the YAML does not name, so 1 means "not given".
+    """
+    if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return dp_replicate_size, dp_shard_size
+    launched = SequenceParallelismConfig()  # refuses tp and sp
+    if launched.cp_size != config.sequence_degree:
+        raise ValueError(
+            f"parallelism_config_cp_size: {launched.cp_size} in the YAML, but ulysses_degree="
+            f"{config.ulysses_degree} x ring_degree={config.ring_degree} = "
+            f"{config.sequence_degree}: both must be the number of ranks that share a sequence. "
+            f"Put parallelism_config_cp_size: {config.sequence_degree} in the YAML, or change "
+            "the degrees."
+        )
+    return (
+        _above_one(launched.dp_replicate_size) if dp_replicate_size is None else dp_replicate_size,
+        _above_one(launched.dp_shard_size) if dp_shard_size is None else dp_shard_size,
+    )
+
+
+def _above_one(size: int | None) -> int | None:
+    return size if size and size > 1 else None
+
+
+def _parallelism(
+    config: LongContextConfig,
+    num_processes: int,
+    fsdp2: bool,
+    replicate: int | None,
+    shard: int | None,
+) -> SequenceParallelismConfig:
+    """The sizes with what is missing filled in; whether they fit is checked afterwards."""
+    data_parallel = num_processes // config.sequence_degree
+    if shard is None:
+        shard = max(1, data_parallel // (replicate or 1)) if fsdp2 else 1
+    if replicate is None:
+        replicate = max(1, data_parallel // shard)
+    return SequenceParallelismConfig(
+        dp_replicate_size=replicate,
+        dp_shard_size=shard,
+        cp_size=config.sequence_degree,
+        tp_size=1,
+        sp_size=1,
+    )
+
+
+def _same_batches(kwargs: dict[str, Any]) -> DataLoaderConfiguration:
+    """The data-loader settings under which all ranks of a sequence group get the same rows."""
+    given = kwargs.get("dataloader_config") or DataLoaderConfiguration()
+    split = given.split_batches or kwargs.get("split_batches") is True
+    for name, value in (("dispatch_batches", given.dispatch_batches), ("split_batches", split)):
+        if value:
+            raise ValueError(
+                f"{name}=True: the ranks that share a sequence would get different rows. "
+                f"Use {name}=False; batch_size then counts the rows of one sequence group."
+            )
+    return replace(given, dispatch_batches=False, split_batches=False)
+
+
+def _exact_fsdp_plugin(kwargs: dict[str, Any]) -> Any:
+    """The launcher's FSDP2 settings, with reductions in float32 and outputs left as they are."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    precision = kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if str(precision) not in dtypes:
+        return FullyShardedDataParallelPlugin(fsdp_version=2)
+    policy = MixedPrecisionPolicy(param_dtype=dtypes[str(precision)], reduce_dtype=torch.float32)
+    return FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
+
+
+def _check_ours(accelerator: Accelerator, parallelism: SequenceParallelismConfig) -> None:
+    # Accelerate's state is shared by the process: a second Accelerator keeps the first one's mesh.
+    if accelerator.state.parallelism_config != parallelism:
+        raise ValueError(
+            f"an Accelerator exists already in this process, made with "
+            f"{accelerator.state.parallelism_config}; it would go on without the sequence axis. "
+            "Call make_accelerator before any other Accelerator, and once per process."
+        )
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1", "yes", "on")

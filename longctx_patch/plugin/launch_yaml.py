@@ -1,0 +1,115 @@
+"""The YAML that `accelerate launch --config_file` reads, with Accelerate's own keys only."""
+
+from typing import Any
+
+# Replaced by the user, who alone knows it; kept unresolvable so that it cannot work by accident.
+MAIN_PROCESS_IP = "HOST-OF-MACHINE-0"
+
+
+def accelerate_yaml(
+    num_processes: int,
+    sequence_degree: int,
+    *,
+    fsdp: bool,
+    num_machines: int = 1,
+    cpu: bool = False,
+    mixed_precision: str = "bf16",
+) -> str:
+    """YAML text for `num_processes` processes, `sequence_degree` of which share a sequence.
+
+    With `fsdp` parameters are sharded over all ranks (FSDP2), otherwise each rank holds the model.
+    With `cpu` the processes run on the CPU even where there is a GPU.
+
+    Raises:
+        ValueError: degrees that do not fit the processes, or FSDP where it cannot work.
+
+    Example:
+        >>> Path("accelerate.yaml").write_text(accelerate_yaml(8, 4, fsdp=True))
+    """
+    import yaml
+
+    _check(num_processes, sequence_degree, num_machines, fsdp, cpu, mixed_precision)
+    settings: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": _distributed_type(num_processes, fsdp),
+        "num_machines": num_machines,
+        "num_processes": num_processes,
+        "machine_rank": 0,
+    }
+    if num_machines > 1:
+        settings |= {
+            "main_process_ip": MAIN_PROCESS_IP,
+            "main_process_port": 29500,
+            "rdzv_backend": "static",
+            "same_network": True,
+        }
+    settings |= {"mixed_precision": mixed_precision} | _device_settings(num_processes, cpu)
+    if fsdp:
+        settings["fsdp_config"] = _fsdp_settings()
+    if num_processes > 1:
+        data_parallel = num_processes // sequence_degree
+        settings["parallelism_config"] = {
+            "parallelism_config_cp_size": sequence_degree,
+            "parallelism_config_dp_replicate_size": 1 if fsdp else data_parallel,
+            "parallelism_config_dp_shard_size": data_parallel if fsdp else 1,
+        }
+    return yaml.safe_dump(settings, sort_keys=False)
+
+
+def _check(
+    num_processes: int,
+    sequence_degree: int,
+    num_machines: int,
+    fsdp: bool,
+    cpu: bool,
+    mixed_precision: str,
+) -> None:
+    if min(num_processes, sequence_degree, num_machines) < 1:
+        raise ValueError(
+            f"num_processes={num_processes}, sequence_degree={sequence_degree}, num_machines="
+            f"{num_machines}: each is 1 or more."
+        )
+    for name, value in (("sequence_degree", sequence_degree), ("num_machines", num_machines)):
+        if num_processes % value:
+            raise ValueError(
+                f"{name}={value} with num_processes={num_processes}: it must divide the number of "
+                f"processes. Use num_processes={-(-num_processes // value) * value}."
+            )
+    if fsdp and (cpu or num_processes == 1):
+        raise ValueError(
+            f"fsdp=True with num_processes={num_processes}, cpu={cpu}: Accelerate shards over 2 "
+            "or more GPUs only. Use fsdp=False."
+        )
+    if mixed_precision not in ("no", "bf16", "fp16"):
+        raise ValueError(f"mixed_precision={mixed_precision!r}: choose no, bf16 or fp16.")
+
+
+def _distributed_type(num_processes: int, fsdp: bool) -> str:
+    if num_processes == 1:
+        return "NO"
+    # MULTI_CPU would start a single process without MPI; MULTI_GPU starts as many as asked for,
+    # and make_accelerator takes the CPU where no GPU is visible.
+    return "FSDP" if fsdp else "MULTI_GPU"
+
+
+def _device_settings(num_processes: int, cpu: bool) -> dict[str, Any]:
+    if not cpu:
+        return {"use_cpu": False}
+    if num_processes == 1:
+        return {"use_cpu": True}
+    # use_cpu: true ends the launch of several processes; "-1" as the first id hides all GPUs.
+    return {"use_cpu": False, "gpu_ids": ",".join(["-1"] * num_processes)}
+
+
+def _fsdp_settings() -> dict[str, Any]:
+    return {
+        "fsdp_version": 2,
+        # No class is named: Accelerate wraps the model's own _no_split_modules.
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_offload_params": False,
+        "fsdp_cpu_ram_efficient_loading": False,
+        # The patch checkpoints activations itself (LongContextConfig.checkpoint).
+        "fsdp_activation_checkpointing": False,
+    }
