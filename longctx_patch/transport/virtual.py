@@ -1,10 +1,11 @@
 """Transport between virtual ranks: threads of one process, for tests and notebooks.
 
-    outs = run_virtual_ranks(4, lambda transport: attention(..., transport=transport))
+    config = LongContextConfig(ring_degree=4)
+    outs = run_virtual_ranks(4, lambda ranks: attention(..., group=virtual_group(ranks, config)))
 
 Every rank runs the same function in a thread of its own. Gradients work on the CPU, where autograd
 runs in the calling thread. On CUDA all backward passes share one thread, so ranks that wait for
-each other inside `backward` would hang; that case is refused.
+each other inside `backward` would hang; attention refuses that case.
 """
 
 import threading
@@ -20,29 +21,32 @@ from longctx_patch.transport.base import Message, Pending
 from longctx_patch.transport.counters import Counters
 
 T = TypeVar("T")
+_Address = tuple[tuple[int, ...], int, int]
 
 
-class VirtualGroup:
-    """Mailboxes between `num_ranks` virtual ranks."""
+class Mailboxes:
+    """Queues between virtual ranks; each subgroup has its own, as process groups do."""
 
-    def __init__(self, num_ranks: int, timeout_s: float) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._boxes: dict[tuple[int, int], Queue[object]] = {
-            (source, destination): Queue()
-            for source in range(num_ranks)
-            for destination in range(num_ranks)
-        }
+        self._boxes: dict[_Address, Queue[object]] = {}
+        self._lock = threading.Lock()
 
-    def put(self, source: int, destination: int, item: object) -> None:
-        self._boxes[source, destination].put(item)
+    def _box(self, address: _Address) -> "Queue[object]":
+        with self._lock:
+            return self._boxes.setdefault(address, Queue())
 
-    def take(self, source: int, destination: int) -> object:
+    def put(self, address: _Address, item: object) -> None:
+        self._box(address).put(item)
+
+    def take(self, address: _Address) -> object:
         try:
-            return self._boxes[source, destination].get(timeout=self.timeout_s)
+            return self._box(address).get(timeout=self.timeout_s)
         except Empty:
+            ranks, source, destination = address
             raise TimeoutError(
-                f"virtual rank {destination} waited {self.timeout_s} s for rank {source}"
+                f"virtual rank {ranks[destination]} waited {self.timeout_s} s "
+                f"for rank {ranks[source]}"
             ) from None
 
 
@@ -55,27 +59,40 @@ class _Receives:
 
     def wait(self) -> None:
         for message in self.receives:
-            arrived = self.transport.group.take(message.group_rank, self.transport.group_rank)
+            arrived = self.transport.take(message.group_rank)
             assert isinstance(arrived, Tensor)
             message.tensor.copy_(arrived)
 
 
 @dataclass
 class VirtualTransport:
-    """One virtual rank's end of the group."""
+    """One virtual rank's end of a group; `ranks` are the members among all virtual ranks."""
 
-    group: VirtualGroup
+    mailboxes: Mailboxes
+    ranks: tuple[int, ...]
     group_rank: int
     counters: Counters = field(default_factory=Counters)
 
     @property
     def num_ranks(self) -> int:
-        return self.group.num_ranks
+        return len(self.ranks)
+
+    def subgroup(self, group_ranks: Sequence[int]) -> "VirtualTransport":
+        """This rank's end of a smaller group that it is a member of; counters are shared."""
+        members = tuple(self.ranks[rank] for rank in group_ranks)
+        mine = members.index(self.ranks[self.group_rank])
+        return VirtualTransport(self.mailboxes, members, mine, self.counters)
+
+    def put(self, group_rank: int, item: object) -> None:
+        self.mailboxes.put((self.ranks, self.group_rank, group_rank), item)
+
+    def take(self, group_rank: int) -> object:
+        return self.mailboxes.take((self.ranks, group_rank, self.group_rank))
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         for message in sends:
             self.counters.sent(message.tensor.nbytes)
-            self.group.put(self.group_rank, message.group_rank, message.tensor.clone())
+            self.put(message.group_rank, message.tensor.clone())
         return _Receives(self, receives)
 
     def all_to_all(
@@ -87,14 +104,14 @@ class VirtualTransport:
     ) -> None:
         self.counters.sent_to_others(send_sizes, self.group_rank)
         for rank, part in enumerate(send.split(list(send_sizes))):
-            self.group.put(self.group_rank, rank, part.clone())
+            self.put(rank, part.clone())
         parts = receive.split(list(receive_sizes))
         _Receives(self, [Message(rank, part) for rank, part in enumerate(parts)]).wait()
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         for rank in range(self.num_ranks):
-            self.group.put(self.group_rank, rank, tuple(numbers))
-        rows = [self.group.take(rank, self.group_rank) for rank in range(self.num_ranks)]
+            self.put(rank, tuple(numbers))
+        rows = [self.take(rank) for rank in range(self.num_ranks)]
         return [row for row in rows if isinstance(row, tuple)]
 
 
@@ -103,10 +120,11 @@ def run_virtual_ranks(
 ) -> list[T]:
     """Run `function(transport)` on every virtual rank; return the results by rank.
 
-    The first rank that raises decides the error; the others are not waited for longer than
+    Raises RuntimeError from the first error of any rank; the ranks that wait for it give up after
     `timeout_s`.
     """
-    group = VirtualGroup(num_ranks, timeout_s)
+    mailboxes = Mailboxes(timeout_s)
+    ranks = tuple(range(num_ranks))
     results: dict[int, T] = {}
     errors: list[tuple[int, BaseException]] = []
     grad_enabled = torch.is_grad_enabled()
@@ -114,16 +132,16 @@ def run_virtual_ranks(
     def run(group_rank: int) -> None:
         try:
             with torch.set_grad_enabled(grad_enabled):
-                results[group_rank] = function(VirtualTransport(group, group_rank))
+                results[group_rank] = function(VirtualTransport(mailboxes, ranks, group_rank))
         except BaseException as error:
             errors.append((group_rank, error))
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         group_rank, error = errors[0]
-        raise RuntimeError(f"virtual rank {group_rank} failed") from error
-    return [results[rank] for rank in range(num_ranks)]
+        raise RuntimeError(f"virtual rank {group_rank} failed: {error}") from error
+    return [results[rank] for rank in ranks]

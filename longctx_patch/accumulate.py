@@ -1,0 +1,81 @@
+"""Sums of partial results in float32 or wider, so that each contribution is rounded once at most."""
+
+import torch
+from torch import Tensor
+
+from longctx_patch.layout import Interval
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which partial results of this dtype are summed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class SoftmaxMerge:
+    """Merges attention over several key blocks by their log-sum-exp (FlashAttention, section 3.1).
+
+    A first part that covers all rows is adopted as it is, so a single block stays bitwise what the
+    kernel returned.
+    """
+
+    def __init__(self, q_BLHD: Tensor) -> None:
+        self._q_BLHD = q_BLHD
+        self._out_BLHD: Tensor | None = None
+        self._lse_BHL: Tensor | None = None
+
+    def add(self, rows: Interval, out_BLHD: Tensor, lse_BHL: Tensor) -> None:
+        """Merge a part that covers `rows`."""
+        if self._out_BLHD is None and rows == Interval(0, self._q_BLHD.shape[1]):
+            self._out_BLHD, self._lse_BHL = out_BLHD, lse_BHL
+            return
+        total_out, total_lse = self._totals()
+        old_out = total_out[:, rows.start : rows.stop]
+        old_lse = total_lse[:, :, rows.start : rows.stop]
+        new_lse = torch.logaddexp(old_lse, lse_BHL)
+        # A row without any key so far has lse -inf on both sides; its weights must be 0, not NaN.
+        finite = new_lse.masked_fill(new_lse == -torch.inf, 0)
+        old_weight = torch.exp(old_lse - finite).transpose(1, 2)[..., None]
+        new_weight = torch.exp(lse_BHL - finite).transpose(1, 2)[..., None]
+        old_out.mul_(old_weight).addcmul_(out_BLHD.to(old_out.dtype), new_weight)
+        old_lse.copy_(new_lse)
+
+    def _totals(self) -> tuple[Tensor, Tensor]:
+        """What is merged so far, in a dtype that partial results can be added in."""
+        wide = sum_dtype(self._q_BLHD.dtype)
+        if self._out_BLHD is None or self._lse_BHL is None:
+            batch, rows, heads, _ = self._q_BLHD.shape
+            self._out_BLHD = torch.zeros_like(self._q_BLHD, dtype=wide)
+            self._lse_BHL = self._out_BLHD.new_full((batch, heads, rows), -torch.inf)
+        self._out_BLHD = self._out_BLHD.to(wide)
+        return self._out_BLHD, self._lse_BHL
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out_BLHD in q's dtype, lse_BHL); zeros and -inf for rows that saw no key."""
+        out, lse = self._totals() if self._out_BLHD is None else (self._out_BLHD, self._lse_BHL)
+        assert lse is not None
+        return out.to(self._q_BLHD.dtype), lse
+
+
+class RowSum:
+    """Sum of gradients over row ranges; a single part that covers all rows stays as it is."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._total: Tensor | None = None
+
+    def add(self, rows: Interval, part_BLHD: Tensor) -> None:
+        if self._total is None and rows == Interval(0, self._like.shape[1]):
+            self._total = part_BLHD
+            return
+        wide = sum_dtype(self._like.dtype)
+        if self._total is None:
+            self._total = torch.zeros_like(self._like, dtype=wide)
+        elif self._total.dtype != wide:
+            self._total = self._total.to(wide)
+        self._total[:, rows.start : rows.stop] += part_BLHD
+
+    def result(self) -> Tensor:
+        """The sum in the dtype of the tensor it is a gradient of."""
+        if self._total is None:
+            return torch.zeros_like(self._like)
+        return self._total.to(self._like.dtype)

@@ -1,0 +1,308 @@
+"""Exact attention over a sequence that is cut over ranks: the operator and its public function.
+
+Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head dim.
+
+The operator runs a forward plan, saves (q, k, v, out, lse) and runs a backward plan. Ulysses, if
+any, exchanges heads for tokens around the plan, so that the product of the two is USP (Fang and
+Zhao 2024). Inside a checkpointed region that keeps attention, the recompute takes (out, lse) from
+the frame, and neither the kernel nor communication runs again.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.executor import Executor
+from longctx_patch.groups import SequenceGroup
+from longctx_patch.kernels import KernelRequest, choose_kernel
+from longctx_patch.layout import Layout, make_layout
+from longctx_patch.masks import CausalMask
+from longctx_patch.plans import (
+    AttentionShape,
+    Direction,
+    Plan,
+    plan_traffic,
+    ring_backward,
+    ring_forward,
+)
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.replay import current_frame
+from longctx_patch.transport import VirtualTransport
+from longctx_patch.ulysses import (
+    Heads,
+    HeadSplit,
+    Resharder,
+    to_heads_traffic,
+    to_tokens_traffic,
+)
+
+_QKV = (Heads.QUERY, Heads.KEY_VALUE, Heads.KEY_VALUE)
+
+
+@lru_cache(maxsize=64)
+def make_plan(config: LongContextConfig, direction: Direction, num_tokens: int) -> Plan:
+    """The plan of the ring part: over `ring_degree` ranks and all tokens."""
+    name = {"contiguous": "ring", "zigzag": "zigzag"}[config.layout]
+    layout = make_layout(config.layout, num_tokens, ring=config.ring_degree)
+    generate = ring_forward if direction is Direction.FORWARD else ring_backward
+    return generate(layout, CausalMask(), name=name)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: SequenceGroup,
+    num_tokens: int | None = None,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of this rank's queries to the keys of the whole sequence.
+
+    Collective over the group. Every rank passes the tokens that `group.layout(num_tokens)` gives
+    it, with rotary embeddings (if any) already applied for their global positions.
+
+    Args:
+        q: `[B, L, H, D]`; L may differ between ranks as the layout says, and may be 0.
+        k, v: `[B, L, G, D]`, with H a multiple of G. float64, float32, bfloat16 or float16.
+        group: from `make_sequence_group(config)`, or `virtual_group` in one process.
+        num_tokens: length of the whole sequence; default: L times the number of ranks.
+        softmax_scale: default `D ** -0.5`.
+
+    Returns:
+        out: `[B, L, H, D]` in q's dtype; differentiable in q, k and v.
+        lse: `[B, H, L]`, natural-log sum of exponentials; float32 (float64 for float64 inputs);
+            not differentiable.
+
+    Raises:
+        ValueError: on every rank, if shapes or dtypes disagree or don't fit the layout.
+
+    Example (one process, so nothing is sent):
+        >>> group = make_sequence_group(LongContextConfig())
+        >>> out, lse = attention(*torch.randn(3, 1, 16, 4, 8), group=group)
+    """
+    total = num_tokens if num_tokens is not None else q.shape[1] * group.num_ranks
+    _check_shapes(q, k, v)
+    _check_agreement(q, k, v, total, group)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    call = AttentionCall(group, total, scale, q.shape[2], k.shape[2])
+    out, lse = call(q, k, v)
+    if call.resharder is not None:
+        # The operator leaves lse with the heads; it is a per-head column, so it travels like one.
+        (lse_BLH1,) = call.resharder.to_tokens(
+            [lse.detach().transpose(1, 2)[..., None]], [Heads.QUERY]
+        )
+        lse = lse_BLH1[..., 0].transpose(1, 2).contiguous()
+    return out, lse
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Everything about one call but the tensors."""
+
+    group: SequenceGroup
+    num_tokens: int
+    scale: float
+    num_heads: int
+    num_kv_heads: int
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out_BLHD, lse); under Ulysses lse is of this rank's heads and all its group's tokens."""
+        if q.is_cuda and q.requires_grad and isinstance(self.group.everyone, VirtualTransport):
+            raise ValueError(
+                "virtual ranks on CUDA can't run backward: autograd has one thread for the device, "
+                "and ranks that wait for each other in it would hang. Use CPU tensors, "
+                "torch.no_grad(), or real processes."
+            )
+        out, lse = _DistributedAttention.apply(q, k, v, self)
+        return out, lse
+
+    @property
+    def split(self) -> HeadSplit:
+        return HeadSplit(self.num_heads, self.num_kv_heads, self.group.ulysses.num_ranks)
+
+    @property
+    def resharder(self) -> Resharder | None:
+        """None where there is no Ulysses part."""
+        if self.group.ulysses.num_ranks == 1:
+            return None
+        return Resharder(self.group.ulysses, self.split, self._group_sizes)
+
+    @property
+    def _group_sizes(self) -> tuple[int, ...]:
+        """Tokens of each rank of this Ulysses group."""
+        degree = self.group.ulysses.num_ranks
+        first = self.group.ring.group_rank * degree
+        return self.group.layout(self.num_tokens).sizes[first : first + degree]
+
+    def plan(self, direction: Direction) -> Plan:
+        return make_plan(self.group.config, direction, self.num_tokens)
+
+    def executor(self, q: Tensor) -> Executor:
+        request = KernelRequest(q.device.type, q.dtype, q.shape[-1])
+        kernel = choose_kernel(self.group.config.kernel, request)
+        return Executor(self.group.ring, kernel, self.scale)
+
+    def predicted_traffic(self, batch: int, head_dim: int, itemsize_bytes: int) -> "CallTraffic":
+        """What this rank will send, from the plans alone."""
+        rank, ring_rank = self.group.ulysses.group_rank, self.group.ring.group_rank
+        split, sizes = self.split, self._group_sizes
+        shape = AttentionShape(
+            batch=batch,
+            num_heads=split.query[rank].size,
+            num_kv_heads=split.num_kv_computed(rank),
+            head_dim=head_dim,
+            itemsize_bytes=itemsize_bytes,
+        )
+        ring = {d: plan_traffic(self.plan(d), shape)[ring_rank] for d in Direction}
+        per_head = batch * head_dim * itemsize_bytes
+
+        def to_heads(*heads: Heads) -> Traffic:
+            return to_heads_traffic(
+                split, heads, rank, tokens=sizes[rank], bytes_per_head=per_head
+            )
+
+        def to_tokens(*heads: Heads) -> Traffic:
+            return to_tokens_traffic(split, heads, rank, sizes=sizes, bytes_per_head=per_head)
+
+        gradients = ring[Direction.BACKWARD] + to_tokens(*_QKV)
+        return CallTraffic(
+            forward=to_heads(*_QKV) + ring[Direction.FORWARD] + to_tokens(Heads.QUERY),
+            backward=to_heads(Heads.QUERY) + gradients,
+            backward_after_replay=to_heads(*_QKV, Heads.QUERY, Heads.QUERY) + gradients,
+        )
+
+
+@dataclass(frozen=True)
+class CallTraffic:
+    """Messages and bytes that one rank sends for one attention call."""
+
+    forward: Traffic
+    backward: Traffic
+    backward_after_replay: Traffic
+    """Where the recompute replayed (out, lse): under Ulysses, backward exchanges q, k, v again."""
+
+
+class _DistributedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        ctx.call = call
+        frame = current_frame()
+        ctx.replayed = frame is not None and frame.replaying
+        if frame is not None and frame.replaying:
+            out, lse = frame.take()
+            saved = (q, k, v, out, lse)
+        else:
+            saved, out = _run_forward(call, q, k, v)
+            lse = saved[-1]
+            if frame is not None:
+                frame.keep(out, lse)
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        dq, dk, dv = _run_backward(ctx.call, grads[0], ctx.saved_tensors, replayed=ctx.replayed)
+        return dq, dk, dv, None
+
+
+_Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _run_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[_Saved, Tensor]:
+    """((q, k, v, out, lse) as the plan saw them, this rank's out_BLHD)."""
+    resharder, executor = call.resharder, call.executor(q)
+    if resharder is not None:
+        q, k, v = resharder.to_heads([q, k, v], _QKV)
+    out, lse = executor.forward(call.plan(Direction.FORWARD), q, *_matched(call, k, v))
+    saved = (q, k, v, out, lse)
+    if resharder is not None:
+        (out,) = resharder.to_tokens([out], [Heads.QUERY])
+    return saved, out
+
+
+def _run_backward(
+    call: AttentionCall, dout: Tensor, saved: tuple[Tensor, ...], *, replayed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of this rank's tokens."""
+    q, k, v, out, lse = saved
+    resharder, executor = call.resharder, call.executor(q)
+    if resharder is not None and replayed:
+        heads = (*_QKV, Heads.QUERY, Heads.QUERY)
+        q, k, v, out, dout = resharder.to_heads([q, k, v, out, dout], heads)
+    elif resharder is not None:
+        (dout,) = resharder.to_heads([dout], [Heads.QUERY])
+    keys, values = _matched(call, k, v)
+    plan = call.plan(Direction.BACKWARD)
+    dq, dk, dv = executor.backward(plan, dout, q, keys, values, out, lse)
+    dk, dv = _unmatched(call, dk, like=k), _unmatched(call, dv, like=v)
+    if resharder is not None:
+        dq, dk, dv = resharder.to_tokens([dq, dk, dv], _QKV)
+    return dq, dk, dv
+
+
+def _matched(call: AttentionCall, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat key-value heads where this rank's query heads don't group evenly over them."""
+    index = call.split.kv_index(call.group.ulysses.group_rank)
+    if index is None:
+        return k, v
+    return k[:, :, index], v[:, :, index]
+
+
+def _unmatched(call: AttentionCall, grad: Tensor, like: Tensor) -> Tensor:
+    """Sum the gradients of repeated heads, in float32."""
+    index = call.split.kv_index(call.group.ulysses.group_rank)
+    if index is None:
+        return grad
+    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+    where = torch.tensor(index, device=grad.device)
+    return total.index_add_(2, where, grad.to(total.dtype)).to(like.dtype)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    fits = (
+        q.ndim == k.ndim == 4
+        and k.shape == v.shape
+        and (q.shape[:2], q.shape[3]) == (k.shape[:2], k.shape[3])
+        and q.shape[2] % k.shape[2] == 0
+        and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+    )
+    if not fits:
+        described = ", ".join(
+            f"{name} {list(t.shape)} {t.dtype} on {t.device}" for name, t in zip("qkv", (q, k, v))
+        )
+        raise ValueError(
+            f"{described}: expected q [B, L, H, D] and k, v [B, L, G, D] with H a multiple of G, "
+            "of one dtype and device. Transpose [B, H, L, D] tensors with .transpose(1, 2)."
+        )
+
+
+def _check_agreement(
+    q: Tensor, k: Tensor, v: Tensor, num_tokens: int, group: SequenceGroup
+) -> None:
+    """Compare across ranks before anything is sent that could hang."""
+    del v  # of k's shape
+    mine = (num_tokens, q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.itemsize)
+    rows = group.everyone.all_gather_numbers(mine)
+    sizes = group.layout(num_tokens).sizes
+    agree = all(row[:2] == mine[:2] and row[3:] == mine[3:] for row in rows)
+    if agree and tuple(row[2] for row in rows) == sizes:
+        return
+    table = "\n".join(
+        f"  rank {rank}: sequence {row[0]}, batch {row[1]}, tokens {row[2]}, heads {row[3]}, "
+        f"kv heads {row[4]}, head dim {row[5]}, {row[6]} bytes per number"
+        for rank, row in enumerate(rows)
+    )
+    raise ValueError(
+        f"the ranks of the group don't hold shards of one sequence:\n{table}\n"
+        f"The {group.config.layout} layout of {num_tokens} tokens gives the ranks {list(sizes)} "
+        "tokens. Cut the sequence with group.layout(num_tokens).shard(x, group.group_rank, dim)."
+    )

@@ -1,0 +1,151 @@
+"""Who shares a sequence with whom: the (data parallel, ring, Ulysses) cut of the world.
+
+Ulysses ranks are consecutive, so that their all-to-all stays inside a node; a ring rank is one
+Ulysses group; data-parallel replicas are outermost. The order is that of Accelerate's mesh.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.layout import Layout, make_layout
+from longctx_patch.transport import (
+    Counters,
+    ProcessGroupTransport,
+    SoloTransport,
+    Transport,
+    VirtualTransport,
+)
+
+
+class WorldPlace(NamedTuple):
+    """Where this process stands."""
+
+    data_parallel_rank: int
+    group_rank: int
+    """Rank within the group that shares a sequence."""
+    data_parallel_size: int
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """One rank's view of the group that shares its sequence."""
+
+    config: LongContextConfig
+    everyone: Transport
+    """All ranks of the group; for agreement, not for data."""
+    ring: Transport
+    ulysses: Transport
+    counters: Counters
+
+    @property
+    def num_ranks(self) -> int:
+        return self.config.sequence_degree
+
+    @property
+    def group_rank(self) -> int:
+        return self.ring.group_rank * self.ulysses.num_ranks + self.ulysses.group_rank
+
+    def layout(self, num_tokens: int) -> Layout:
+        """Placement of a sequence over all ranks of the group."""
+        return make_layout(
+            self.config.layout,
+            num_tokens,
+            ring=self.config.ring_degree,
+            ulysses=self.config.ulysses_degree,
+        )
+
+
+def world_place(config: LongContextConfig) -> WorldPlace:
+    """This process's place, from its global rank alone.
+
+    Raises ValueError if the degrees don't fit the world that was started.
+    """
+    rank, world_size = _world()
+    degree = config.sequence_degree
+    if world_size % degree:
+        raise ValueError(
+            f"ulysses_degree={config.ulysses_degree} x ring_degree={config.ring_degree} = {degree} "
+            f"ranks per sequence, but {world_size} process(es) were started: the world must be a "
+            f"multiple of {degree}. {_fix(degree, world_size)}"
+        )
+    return WorldPlace(rank // degree, rank % degree, world_size // degree)
+
+
+def make_sequence_group(config: LongContextConfig) -> SequenceGroup:
+    """Build this process's groups. Collective: every process of the world calls it."""
+    place = world_place(config)
+    counters = Counters()
+    if config.sequence_degree == 1:
+        solo = SoloTransport(counters)
+        return SequenceGroup(config, solo, solo, solo, counters)
+    shape = (place.data_parallel_size, config.ring_degree, config.ulysses_degree)
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    everyone = ranks.flatten(1)
+    ring = ranks.transpose(1, 2).flatten(0, 1)
+    ulysses = ranks.flatten(0, 1)
+    return SequenceGroup(
+        config,
+        _my_transport(everyone, counters),
+        _my_transport(ring, counters),
+        _my_transport(ulysses, counters),
+        counters,
+    )
+
+
+def virtual_group(transport: VirtualTransport, config: LongContextConfig) -> SequenceGroup:
+    """The groups of a virtual rank; all virtual ranks together share one sequence."""
+    if transport.num_ranks != config.sequence_degree:
+        raise ValueError(
+            f"{transport.num_ranks} virtual ranks, but ulysses_degree x ring_degree = "
+            f"{config.sequence_degree}. Run {config.sequence_degree} virtual ranks."
+        )
+    ring_rank, ulysses_rank = divmod(transport.group_rank, config.ulysses_degree)
+    grid = torch.arange(transport.num_ranks).view(config.ring_degree, config.ulysses_degree)
+    return SequenceGroup(
+        config,
+        transport,
+        _virtual_part(transport, grid[:, ulysses_rank]),
+        _virtual_part(transport, grid[ring_rank]),
+        transport.counters,
+    )
+
+
+def _virtual_part(transport: VirtualTransport, members: torch.Tensor) -> Transport:
+    if len(members) == 1:
+        return SoloTransport(transport.counters)
+    return transport.subgroup(members.tolist())
+
+
+def _my_transport(groups: torch.Tensor, counters: Counters) -> Transport:
+    """Create every group (torch wants all processes to take part); keep the one we are in."""
+    if groups.shape[1] == 1:
+        return SoloTransport(counters)
+    mine, _ = dist.new_subgroups_by_enumeration(groups.tolist())
+    return ProcessGroupTransport(mine, _control_device(), counters)
+
+
+def _control_device() -> torch.device:
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _world() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _fix(degree: int, world_size: int) -> str:
+    if world_size == 1:
+        return (
+            f"Start {degree} processes, e.g. `torchrun --nproc_per_node {degree} script.py`, and "
+            "initialise torch.distributed (Accelerator() does) before patching. `accelerate launch` "
+            "starts one process only for distributed_type: MULTI_CPU; use MULTI_GPU with "
+            "use_cpu: false, also on machines without a GPU."
+        )
+    return f"Start a multiple of {degree} processes, or choose degrees whose product divides {world_size}."

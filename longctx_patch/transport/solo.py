@@ -1,0 +1,34 @@
+"""Transport of a rank that is alone: nothing to send."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from longctx_patch.transport.base import Done, Message, Pending
+from longctx_patch.transport.counters import Counters
+
+
+@dataclass
+class SoloTransport:
+    """A group of one."""
+
+    counters: Counters = field(default_factory=Counters)
+    group_rank: int = 0
+    num_ranks: int = 1
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        assert not sends and not receives, "a rank that is alone has nobody to talk to"
+        return Done()
+
+    def all_to_all(
+        self,
+        send: Tensor,
+        send_sizes: Sequence[int],
+        receive: Tensor,
+        receive_sizes: Sequence[int],
+    ) -> None:
+        receive.copy_(send)
+
+    def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        return [tuple(numbers)]
