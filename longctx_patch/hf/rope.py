@@ -1,0 +1,169 @@
+"""RoPE scaling for long contexts, written into a copy of a transformers config.
+
+Every kind becomes a fixed set of frequencies. That matters for sequence parallelism: transformers'
+own "dynamic" type recomputes its frequencies in each forward from the largest position that the
+process sees (`modeling_rope_utils.dynamic_rope_update`: `seq_len = position_ids.max() + 1`), so
+ranks holding different parts of one sequence would rotate by different angles, silently.
+`scale_rope` therefore freezes "dynamic" at the target length, where it is an ordinary RoPE with a
+larger base.
+
+Imports nothing of ours.
+"""
+
+import copy
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+RopeKind = Literal["none", "linear", "dynamic", "yarn"]
+
+
+def scale_rope(
+    model_config: "PreTrainedConfig",
+    *,
+    kind: RopeKind,
+    target_length: int,
+    factor: float | None = None,
+) -> "PreTrainedConfig":
+    """Return a copy of `model_config` whose RoPE reaches `target_length`; the given one is kept.
+
+    With M the length that the model has now and L the target:
+
+    * `linear`: all frequencies divided by `factor` (default L / M).
+    * `yarn`: `factor` (default L / M) with `original_max_position_embeddings` M
+      (https://huggingface.co/papers/2309.00071).
+    * `dynamic`: transformers' dynamic NTK at length L with `factor` f (default 1), frozen: default
+      RoPE with `rope_theta * (f * L / M - (f - 1)) ** (d / (d - 2))`, d being the rotary dim.
+      f = 1 stretches the slowest wave by exactly L / M.
+    * `none`: nothing changes; L must be within what the model has.
+
+    `max_position_embeddings` becomes L (or `factor * M` where a larger factor was asked for).
+    A config that already carries this kind and reaches L comes back unchanged.
+
+    Raises ValueError for a model without RoPE, RoPE per layer type, RoPE already scaled by another
+    kind, a target that needs scaling (`none`) or does not (the others), or too small a factor.
+
+    >>> from transformers import LlamaConfig
+    >>> scale_rope(LlamaConfig(), kind="yarn", target_length=8192).rope_parameters["factor"]
+    4.0
+    """
+    _check_arguments(kind, target_length, factor)
+    rope = _current_rope(model_config)
+    if target_length <= reachable_length(model_config):
+        _refuse_unneeded(model_config, rope, kind, target_length)
+        return copy.deepcopy(model_config)
+    _refuse_unreachable(model_config, rope, kind, target_length, factor)
+    scaled = copy.deepcopy(model_config)
+    original_length = model_config.max_position_embeddings
+    needed = target_length / original_length
+    if kind == "dynamic":
+        scaled.rope_parameters = _frozen_dynamic(model_config, rope, target_length, factor or 1.0)
+        scaled.max_position_embeddings = target_length
+        return scaled
+    used = float(factor or needed)
+    scaled.rope_parameters = {**rope, "rope_type": kind, "factor": used}
+    if kind == "yarn":
+        scaled.rope_parameters["original_max_position_embeddings"] = original_length
+    scaled.max_position_embeddings = max(target_length, round(used * original_length))
+    return scaled
+
+
+def reachable_length(model_config: "PreTrainedConfig") -> int:
+    """Longest sequence that the config declares, its own scaling included."""
+    longest = int(model_config.max_position_embeddings)
+    rope = model_config.rope_parameters
+    if rope.get("rope_type") == "yarn" and rope.get("factor"):
+        # Published YaRN configs (Qwen2.5, say) keep max_position_embeddings at the original length.
+        longest = max(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return longest
+
+
+def _check_arguments(kind: str, target_length: int, factor: float | None) -> None:
+    if kind not in get_args(RopeKind):
+        raise ValueError(f"rope kind {kind!r}: choose one of {', '.join(get_args(RopeKind))}.")
+    if target_length < 1:
+        raise ValueError(f"target_length={target_length}: a length in tokens, 1 or more.")
+    if factor is None:
+        return
+    if kind == "none":
+        raise ValueError(
+            f"rope factor {factor} with rope kind 'none': a factor belongs to a kind of scaling. "
+            "Choose linear, dynamic or yarn, or leave the factor out."
+        )
+    if factor < 1:
+        raise ValueError(f"rope factor {factor}: scaling stretches positions, so 1 or more.")
+
+
+def _current_rope(model_config: "PreTrainedConfig") -> dict[str, Any]:
+    rope = getattr(model_config, "rope_parameters", None)
+    length = getattr(model_config, "max_position_embeddings", None)
+    if not rope or not length:
+        raise ValueError(
+            f"model type {model_config.model_type!r} declares no rope_parameters or no "
+            "max_position_embeddings: only models with rotary embeddings can be scaled."
+        )
+    if "rope_type" not in rope:
+        raise ValueError(
+            f"model type {model_config.model_type!r} has RoPE per layer type "
+            f"({', '.join(rope)}): scaling those is not supported. Use rope kind 'none'."
+        )
+    return dict(rope)
+
+
+def _refuse_unneeded(
+    model_config: "PreTrainedConfig", rope: dict[str, Any], kind: str, target_length: int
+) -> None:
+    if kind == "none" and rope["rope_type"] == "dynamic":
+        raise ValueError(
+            "the model's RoPE is of type 'dynamic': its frequencies depend on the largest position "
+            "that each process sees, so ranks would disagree. Set rope_type to 'default' in its "
+            "config.json and use rope kind 'dynamic', which freezes it at the target length."
+        )
+    if kind not in ("none", rope["rope_type"]) or rope["rope_type"] == "dynamic":
+        raise ValueError(
+            f"rope kind {kind!r} for {target_length} tokens: the model already reaches "
+            f"{reachable_length(model_config)} (rope_type {rope['rope_type']!r}). "
+            "Use rope kind 'none'."
+        )
+
+
+def _refuse_unreachable(
+    model_config: "PreTrainedConfig",
+    rope: dict[str, Any],
+    kind: str,
+    target_length: int,
+    factor: float | None,
+) -> None:
+    reach = reachable_length(model_config)
+    if kind == "none":
+        raise ValueError(
+            f"{target_length} tokens, but the model reaches {reach} (max_position_embeddings). "
+            "Use rope kind 'yarn' (or 'linear' or 'dynamic'), a shorter sequence, or, if the model "
+            "is fine with longer ones, raise max_position_embeddings in its config.json."
+        )
+    if rope["rope_type"] != "default":
+        raise ValueError(
+            f"the model's RoPE is already scaled (rope_type {rope['rope_type']!r}, reaching "
+            f"{reach} tokens) and {target_length} are wanted: scaling twice is not defined. Start from the "
+            "unscaled model, or edit rope_parameters in its config.json."
+        )
+    if kind != "dynamic" and factor is not None and factor * reach < target_length:
+        raise ValueError(
+            f"rope factor {factor} times {reach} tokens is {factor * reach:g}, less than the "
+            f"{target_length} wanted. Use {target_length / reach:g} or more, or leave it out."
+        )
+
+
+def _frozen_dynamic(
+    model_config: "PreTrainedConfig", rope: dict[str, Any], target_length: int, factor: float
+) -> dict[str, Any]:
+    """Default RoPE with the base that transformers' dynamic NTK has at `target_length`."""
+    head_dim = getattr(model_config, "head_dim", None)
+    head_dim = head_dim or model_config.hidden_size // model_config.num_attention_heads
+    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if dim <= 2:
+        raise ValueError(f"rope kind 'dynamic' needs a rotary dim above 2, this model has {dim}.")
+    stretch = factor * target_length / model_config.max_position_embeddings - (factor - 1)
+    base = rope["rope_theta"] * stretch ** (dim / (dim - 2))
+    return {**rope, "rope_type": "default", "rope_theta": base}

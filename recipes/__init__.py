@@ -1,0 +1,1 @@
+"""Training scripts started by `accelerate launch`, made to be read, copied and changed."""

@@ -1,0 +1,215 @@
+"""Checkpoints to go on from exactly, and models that plain transformers and peft load.
+
+`output/checkpoints/step_000010/` holds `model/` (loadable), `state/` (trained weights and
+optimizer, by torch.distributed.checkpoint: any world can read it), scheduler, random states and
+`run.json`, which is written last and makes the checkpoint complete. Several machines need one shared output folder.
+"""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from .settings import Settings
+from .texts import RowOrder, digest
+
+RUN_FILE = "run.json"
+# Settings that may differ between a run and its resumption without changing any number.
+FREE = {"text", "output", "resume", "save_every", "tokenizer", "text_field", "one_document_per_row"}
+WORLD = {"ulysses", "ring", "layout", "plan", "kernel", "checkpoint"}
+ROWS = {"batch_size", "gradient_accumulation_steps"}
+
+HOW_TO_LOAD = """\
+# Adapter trained with a context of {length} tokens
+
+`config.json` here is the base model's with the RoPE that the adapter was trained for. Load them
+together; loading the adapter alone would take the base model's own RoPE.
+
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained("{folder}")
+    model = AutoModelForCausalLM.{how}
+    model = PeftModel.from_pretrained(model, "{folder}")
+"""
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainState:
+    """What changes while training and has to be brought back."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    step: int = 0
+    """Optimizer steps done; with the row order this is also the position in the data."""
+
+
+def fingerprint(settings: Settings, order: RowOrder, processes: int) -> dict[str, Any]:
+    """What a resumed run must share with the run that it goes on with, and the world it had."""
+    values = dataclasses.asdict(settings)
+    return {
+        "exact": {
+            **{key: values[key] for key in values if key not in FREE | WORLD | ROWS},
+            "rows_per_step": order.rows_per_step,
+            "rows": digest(order.rows),
+        },
+        "world": {"processes": processes, **{key: values[key] for key in sorted(WORLD | ROWS)}},
+    }
+
+
+def check_output(settings: Settings) -> Path | None:
+    """Refuse an output folder that holds files, or one without checkpoint for `resume`.
+
+    Returns the checkpoint to go on from, None for a new run. Changes nothing.
+    """
+    output = Path(settings.output)
+    if settings.resume:
+        complete = sorted(output.glob(f"checkpoints/step_*/{RUN_FILE}"))
+        if not complete:
+            raise ValueError(
+                f"resume: there is no complete checkpoint under {output / 'checkpoints'}. "
+                "Start without --resume in an empty folder, with --save-every N."
+            )
+        return complete[-1].parent
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(
+            f"output {str(output)!r} holds files. Give an empty or new folder, or go on with the "
+            "run in it with --resume."
+        )
+    return None
+
+
+def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
+    """Refuse to go on where the numbers would differ from those of the run that was begun."""
+    then = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["fingerprint"]
+    free = {"max_steps"} if now["exact"]["scheduler"].startswith("constant") else set()
+    for key, value in now["exact"].items():
+        before = then["exact"].get(key)
+        if before != value and key not in free:
+            raise ValueError(
+                f"resume: {key} is {value!r}, the run at {checkpoint} has {before!r}, so the "
+                "numbers would not be those of one run. Use the old value, or start a new run. "
+                f"World then: {then['world']}, now: {now['world']}."
+            )
+    if now["exact"]["lora_dropout"] > 0 and then["world"] != now["world"]:
+        raise ValueError(
+            f"resume: the world was {then['world']} and is {now['world']}. With lora_dropout="
+            f"{now['exact']['lora_dropout']} each process has random numbers of its own, which "
+            "another world cannot take over. Use the old world, or start a new run."
+        )
+
+
+def save_checkpoint(
+    accelerator: Any, state: TrainState, tokenizer: Any, output: Path, run: dict[str, Any]
+) -> None:
+    """Write `output/checkpoints/step_N`; every process calls this."""
+    folder = output / "checkpoints" / f"step_{state.step:06d}"
+    if accelerator.is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)  # left incomplete by a run that was stopped
+        folder.mkdir(parents=True)
+    accelerator.wait_for_everyone()
+    export_model(accelerator, state.model, tokenizer, folder / "model")
+    with _one_process_is_fine():
+        dcp.save(_tensors(state), checkpoint_id=folder / "state", no_dist=not _distributed())
+    torch.save(_random_states(), folder / f"random_{accelerator.process_index}.pt")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        torch.save(state.scheduler.state_dict(), folder / "scheduler.pt")
+        content = json.dumps({"step": state.step, "fingerprint": run}, indent=2)
+        (folder / RUN_FILE).write_text(content, encoding="utf-8")
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(accelerator: Any, state: TrainState, folder: Path) -> None:
+    """Bring `state` to where `folder` was saved; every process calls this."""
+    content = _tensors(state)
+    with _one_process_is_fine():
+        dcp.load(content, checkpoint_id=folder / "state", no_dist=not _distributed())
+    options = StateDictOptions(ignore_frozen_params=True, strict=False)
+    set_model_state_dict(state.model, content["model"], options=options)
+    set_optimizer_state_dict(
+        state.model, _plain(state.optimizer), content["optimizer"], options=options
+    )
+    state.scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+    random = folder / f"random_{accelerator.process_index}.pt"
+    if random.exists():
+        _set_random_states(torch.load(random, weights_only=True))
+    state.step = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["step"]
+
+
+def export_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path) -> None:
+    """Save the adapter or the model, its config and tokenizer; every process calls this."""
+    inner = accelerator.unwrap_model(model)
+    adapter = hasattr(inner, "peft_config")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
+    weights = get_model_state_dict(model, options=options)  # whole on rank 0, collective
+    if accelerator.is_main_process:
+        extra = {"save_embedding_layers": False} if adapter else {}
+        inner.save_pretrained(folder, state_dict=weights, **extra)
+        tokenizer.save_pretrained(folder)
+        if adapter:
+            inner.get_base_model().config.save_pretrained(folder)
+            _write_how_to_load(inner, folder)
+    accelerator.wait_for_everyone()
+
+
+def _write_how_to_load(model: Any, folder: Path) -> None:
+    config, base = model.get_base_model().config, model.get_base_model().name_or_path
+    how = f'from_pretrained("{base}", config=config)'
+    if base.endswith(".json"):
+        how = "from_config(config)  # after transformers.set_seed(the run's seed): random weights"
+    text = HOW_TO_LOAD.format(length=config.max_position_embeddings, folder=folder, how=how)
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def _tensors(state: TrainState) -> dict[str, Any]:
+    options = StateDictOptions(ignore_frozen_params=True)
+    optimizer = get_optimizer_state_dict(state.model, _plain(state.optimizer), options=options)
+    return {
+        "model": get_model_state_dict(state.model, options=options),
+        "optimizer": optimizer,
+    }
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """torch's optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _random_states() -> dict[str, Any]:
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
+
+
+@contextlib.contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    """torch warns of a single process even where `no_dist` says that it is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled", category=UserWarning
+        )
+        yield
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,0 +1,181 @@
+"""Fine-tune a causal language model on sequences cut over several processes. Copy it and change it.
+
+    accelerate launch --config_file recipes/accelerate/cpu_2_processes.yaml \
+        -m longctx_patch.recipes.finetune --ring 2 --model MODEL --text FOLDER \
+        --seq-len 32768 --rope yarn --output run/out
+
+The order matters: load, RoPE, LoRA, patch, prepare. `--settings FILE` reads the same settings from
+YAML. Writes into the output folder: metrics.jsonl (one line per step; loss is the mean over all
+tokens of the step on all processes), checkpoints/ and final/.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from tqdm import tqdm  # type: ignore[import-untyped]
+from transformers import get_scheduler
+
+# Absolute imports: they still hold in a copy of this file.
+from longctx_patch import SequenceShardCollator, patch
+from longctx_patch.groups import world_place
+from longctx_patch.loss import count_valid_tokens
+from longctx_patch.plugin import make_accelerator
+from longctx_patch.recipes import checkpoints, models, texts
+from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
+from longctx_patch.recipes.settings import Settings, parse_settings
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from command-line arguments; every process of the job runs this."""
+    settings = parse_settings(arguments)
+    checkpoint = checkpoints.check_output(settings)
+    accelerator = build_accelerator(settings)
+    tokenizer, model = build_model(settings)
+    order, collator, replica = build_data(settings, tokenizer)
+    run = checkpoints.fingerprint(settings, order, accelerator.num_processes)
+    if checkpoint:
+        checkpoints.check_fingerprint(checkpoint, run)
+    patch(model, settings.sequence_parallelism())
+    state = build_state(settings, accelerator, model)
+
+    # Nothing was written so far: whatever was refused above has left no trace.
+    output = Path(settings.output)
+    accelerator.wait_for_everyone()
+    output.mkdir(parents=True, exist_ok=True)
+    if checkpoint:
+        checkpoints.load_checkpoint(accelerator, state, checkpoint)
+    writes = accelerator.is_main_process
+    metrics = MetricsFile(output, writes=writes, first_step=state.step)
+    bar = tqdm(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")
+
+    while state.step < settings.max_steps:
+        batches = [collator(rows) for rows in order.micro_batches(state.step, replica)]
+        values = train_step(settings, accelerator, state, batches)
+        metrics.write(**values)
+        bar.set_postfix(loss=f"{values['loss']:.4f}", tok_s=f"{values['tokens_per_second']:.0f}")
+        bar.update()
+        if settings.save_every and state.step % settings.save_every == 0:
+            checkpoints.save_checkpoint(accelerator, state, tokenizer, output, run)
+    bar.close()
+    checkpoints.export_model(accelerator, state.model, tokenizer, output / "final")
+    accelerator.end_training()
+
+
+def build_accelerator(settings: Settings) -> Any:
+    """Accelerate as launched; its own gradient accumulation must be off."""
+    accelerator = make_accelerator(settings.sequence_parallelism())
+    if accelerator.gradient_accumulation_steps != 1:
+        # Accelerate would divide the loss by it, and the loss already counts all tokens of a step.
+        raise ValueError(
+            f"accelerate's gradient_accumulation_steps={accelerator.gradient_accumulation_steps}: "
+            "take it out of its YAML and give --gradient-accumulation-steps to this recipe."
+        )
+    return accelerator
+
+
+def build_model(settings: Settings) -> tuple[Any, Any]:
+    """Tokenizer and model, with scaled RoPE and adapter, on CPU and the same in every process."""
+    set_seed(settings.seed)
+    config = models.load_config(settings)
+    tokenizer = models.load_tokenizer(settings)
+    models.check_vocabulary(tokenizer, config)
+    model = models.load_model(settings, config)
+    if settings.uses_lora:
+        model = models.add_lora(model, settings)
+    set_seed(settings.seed, device_specific=True)  # from here on only dropout draws numbers
+    return tokenizer, model.train()
+
+
+def build_data(
+    settings: Settings, tokenizer: Any
+) -> tuple[texts.RowOrder, SequenceShardCollator, int]:
+    """All rows in their order, the collator that cuts this process's shard, and its replica."""
+    config = settings.sequence_parallelism()
+    replica, group_rank, replicas = world_place(config)
+    rows = texts.token_rows(
+        texts.read_documents(settings.text, settings.text_field),
+        tokenizer,
+        seq_len=settings.seq_len,
+        one_document_per_row=settings.one_document_per_row,
+    )
+    order = texts.RowOrder(
+        rows,
+        replicas=replicas,
+        batch_size=settings.batch_size,
+        accumulation=settings.gradient_accumulation_steps,
+        seed=settings.seed,
+    )
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return order, SequenceShardCollator(config, group_rank=group_rank, pad_token_id=pad), replica
+
+
+def build_state(settings: Settings, accelerator: Any, model: Any) -> checkpoints.TrainState:
+    """Optimizer and scheduler over what is trained, and the model wrapped for this world."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=settings.learning_rate, weight_decay=settings.weight_decay
+    )
+    # Not prepared by accelerate, which would step it once per process.
+    scheduler = get_scheduler(
+        settings.scheduler,
+        optimizer,
+        num_warmup_steps=settings.warmup_steps,
+        num_training_steps=settings.max_steps,
+    )
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return checkpoints.TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def train_step(
+    settings: Settings, accelerator: Any, state: checkpoints.TrainState, batches: list[Any]
+) -> dict[str, float]:
+    """One optimizer step over all micro batches; returns the line for metrics.jsonl."""
+    started = time.perf_counter()
+    batches = [{name: value.to(accelerator.device) for name, value in b.items()} for b in batches]
+    tokens = count_valid_tokens(batches)
+    loss = torch.zeros((), device=accelerator.device)
+    for number, batch in enumerate(batches, start=1):
+        with gradients_stay_local(accelerator, state.model, until_last=number < len(batches)):
+            # The loss is this process's share of the mean over all tokens of the step.
+            part = state.model(**batch, num_items_in_batch=tokens, use_cache=False).loss
+            accelerator.backward(part)
+        loss += part.detach()
+    trained = [p for p in state.model.parameters() if p.requires_grad]
+    grad_norm = accelerator.clip_grad_norm_(trained, settings.max_grad_norm or float("inf"))
+    learning_rate = state.optimizer.param_groups[0]["lr"]
+    state.optimizer.step()
+    state.scheduler.step()
+    state.optimizer.zero_grad()
+    state.step += 1
+
+    mine = torch.stack([loss.double(), loss.new_tensor(peak_memory_bytes(loss.device)).double()])
+    everyone = accelerator.gather(mine).view(-1, 2)
+    tokens_per_second = tokens / (time.perf_counter() - started)
+    return {
+        "step": state.step,
+        "loss": everyone[:, 0].mean().item(),
+        "grad_norm": float(grad_norm),
+        "learning_rate": learning_rate,
+        "tokens": tokens,
+        "tokens_per_second": tokens_per_second,
+        "tokens_per_second_per_device": tokens_per_second / accelerator.num_processes,
+        "peak_memory_bytes": int(everyone[:, 1].max().item()),
+    }
+
+
+def gradients_stay_local(
+    accelerator: Any, model: Any, *, until_last: bool
+) -> AbstractContextManager[Any]:
+    """Skip DDP's all-reduce before the last micro batch; FSDP2 would keep whole gradients."""
+    if until_last and not accelerator.is_fsdp2:
+        return accelerator.no_sync(model)
+    return nullcontext()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The recipe's model and tokenizer: from the hub, a local folder or a bare config.json."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from longctx_patch.hf.rope import scale_rope
+
+from .settings import Settings
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def is_bare_config(model: str) -> bool:
+    """Whether `model` names a config file, to be filled with random weights."""
+    return model.endswith(".json")
+
+
+def load_config(settings: Settings) -> PreTrainedConfig:
+    """The model's config with RoPE that reaches `settings.seq_len`."""
+    _check_path(settings.model)
+    try:
+        config = AutoConfig.from_pretrained(settings.model)
+    except OSError as error:
+        raise ValueError(
+            f"model {settings.model!r} is neither a local folder nor reachable under this name "
+            f"({str(error).splitlines()[0]}). Without a network, give a local folder, a "
+            "config.json, or set HF_HOME to a cache that holds the model."
+        ) from error
+    return scale_rope(
+        config, kind=settings.rope, target_length=settings.seq_len, factor=settings.rope_factor
+    )
+
+
+def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+    """The model's own tokenizer, the one asked for, or bytes for a bare config without one."""
+    source = settings.tokenizer or settings.model
+    if is_bare_config(source):
+        folder = Path(source).parent
+        found = any((folder / name).is_file() for name in TOKENIZER_FILES)
+        source = str(folder) if found else "bytes"
+    if source == "bytes":
+        return byte_tokenizer()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer found at {source!r} ({str(error).splitlines()[0]}). Give --tokenizer "
+            "with a folder or a name, or --tokenizer bytes for a model that reads bytes."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer at {source!r} has no eos token, which ends documents.")
+    return tokenizer
+
+
+def load_model(settings: Settings, config: PreTrainedConfig) -> PreTrainedModel:
+    """The model in float32 or the dtype asked for; random weights follow torch's current seed."""
+    dtype = getattr(torch, settings.dtype)
+    if is_bare_config(settings.model):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(settings.model, config=config, dtype=dtype)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Refuse a tokenizer whose ids the model's embedding does not have."""
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}. "
+            "Give the model's own --tokenizer, or a config with a larger vocab_size."
+        )
+
+
+def add_lora(model: PreTrainedModel, settings: Settings) -> Any:
+    """Wrap `model` into a peft model with a fresh adapter; every target must match a module."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    linear = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    everything = settings.lora_targets == ["all-linear"]
+    unknown = [name for name in settings.lora_targets if name.rsplit(".", 1)[-1] not in linear]
+    if unknown and not everything:
+        raise ValueError(
+            f"lora_targets {', '.join(unknown)}: the model has no such linear layers. "
+            f"It has {', '.join(sorted(linear))}; all-linear takes all but the last."
+        )
+    return get_peft_model(
+        model,
+        LoraConfig(
+            task_type=TaskType.CAUSAL_LM,
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]
+            lora_dropout=settings.lora_dropout,
+            target_modules="all-linear" if everything else settings.lora_targets,
+        ),
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, then `<eos>` and `<pad>`: 258 tokens, nothing to download."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # The library writes each byte as a printable character; its alphabet comes in no fixed order.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: number for number, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+def _check_path(model: str) -> None:
+    """Errors for local paths that a look-up on the hub would only obscure."""
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model folder {model!r} has no config.json.")
+        if not any(any(path.glob(pattern)) for pattern in WEIGHT_FILES):
+            raise ValueError(
+                f"model folder {model!r} has a config.json and no weights. To start from random "
+                f"weights, give the file itself: --model {path / 'config.json'}"
+            )
+    elif not path.is_file() and (is_bare_config(model) or model.startswith(("/", ".", "~"))):
+        raise ValueError(f"model {model!r}: no such file or folder.")
