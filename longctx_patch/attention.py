@@ -194,22 +194,25 @@ class _DistributedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.call = call
         frame = current_frame()
-        ctx.replayed = frame is not None and frame.replaying
         if frame is not None and frame.replaying:
             out, lse = frame.take()
-            saved = (q, k, v, out, lse)
         else:
             saved, out = _run_forward(call, q, k, v)
             lse = saved[-1]
             if frame is not None:
                 frame.keep(out, lse)
+        # Checkpointing drops what the first forward saves and wants the recompute to save the same
+        # shapes; the recompute has only this rank's tokens.
+        ctx.local = frame is not None
+        if ctx.local:
+            saved = (q, k, v, out, lse)
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        dq, dk, dv = _run_backward(ctx.call, grads[0], ctx.saved_tensors, replayed=ctx.replayed)
+        dq, dk, dv = _run_backward(ctx.call, grads[0], ctx.saved_tensors, local=ctx.local)
         return dq, dk, dv, None
 
 
@@ -229,12 +232,12 @@ def _run_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[
 
 
 def _run_backward(
-    call: AttentionCall, dout: Tensor, saved: tuple[Tensor, ...], *, replayed: bool
+    call: AttentionCall, dout: Tensor, saved: tuple[Tensor, ...], *, local: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's tokens."""
+    """(dq, dk, dv) of this rank's tokens; `local`: saved are this rank's tokens of all heads."""
     q, k, v, out, lse = saved
     resharder, executor = call.resharder, call.executor(q)
-    if resharder is not None and replayed:
+    if resharder is not None and local:
         heads = (*_QKV, Heads.QUERY, Heads.QUERY)
         q, k, v, out, dout = resharder.to_heads([q, k, v, out, dout], heads)
     elif resharder is not None:

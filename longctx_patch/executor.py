@@ -6,8 +6,6 @@ heads, D head dim. Every rank of the ring calls the same function with its own s
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,29 +13,8 @@ from longctx_patch.accumulate import RowSum, SoftmaxMerge, sum_dtype
 from longctx_patch.kernels import Kernel
 from longctx_patch.layout import Interval
 from longctx_patch.masks import Piece
-from longctx_patch.plans import Block, Operand, Plan, Transfer, Work
+from longctx_patch.plans import Block, Operand, Plan, RankStep, Transfer
 from longctx_patch.transport import Message, Packet, Pending, TensorSpec, Transport
-
-
-class RankStep(NamedTuple):
-    """One rank's part of a step."""
-
-    sends: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
-    works: tuple[Work, ...]
-
-
-@lru_cache(maxsize=256)
-def rank_steps(plan: Plan, rank: int) -> tuple[RankStep, ...]:
-    """The plan as one rank sees it."""
-    return tuple(
-        RankStep(
-            tuple(t for t in step.transfers if t.source == rank),
-            tuple(t for t in step.transfers if t.destination == rank),
-            tuple(w for w in step.works if w.rank == rank),
-        )
-        for step in plan.steps
-    )
 
 
 @dataclass(frozen=True)
@@ -52,7 +29,7 @@ class Executor:
         """(out_BLHD in q's dtype, lse_BHL) of q_BLHD over the keys of all ranks."""
         merge = SoftmaxMerge(q)
         blocks = _KeyValueBlocks(self.transport, plan, k, v)
-        for step in rank_steps(plan, self.transport.group_rank):
+        for step in plan.rank_steps[self.transport.group_rank]:
             pending = self._post(blocks, None, step)
             for work in step.works:
                 keys, values = blocks.tensors(work.kv_owner)
@@ -72,7 +49,7 @@ class Executor:
         """(dq_BLHD, dk_BLGD, dv_BLGD) of this rank's shard; `out` and `lse` are forward's."""
         blocks = _KeyValueBlocks(self.transport, plan, k, v)
         sums = _GradientSums(self.transport.group_rank, plan, q, k, v)
-        for step in rank_steps(plan, self.transport.group_rank):
+        for step in plan.rank_steps[self.transport.group_rank]:
             pending = self._post(blocks, sums, step)
             for work in step.works:
                 keys, values = blocks.tensors(work.kv_owner)

@@ -145,8 +145,8 @@ def _refuse_unreachable(
     if rope["rope_type"] != "default":
         raise ValueError(
             f"the model's RoPE is already scaled (rope_type {rope['rope_type']!r}, reaching "
-            f"{reach} tokens) and {target_length} are wanted: scaling twice is not defined. Start from the "
-            "unscaled model, or edit rope_parameters in its config.json."
+            f"{reach} tokens) and {target_length} are wanted: scaling twice is not defined. Start "
+            "from the unscaled model, or edit rope_parameters in its config.json."
         )
     if kind != "dynamic" and factor is not None and factor * reach < target_length:
         raise ValueError(

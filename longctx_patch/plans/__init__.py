@@ -2,8 +2,8 @@
 
 from longctx_patch.plans.ring import ring_backward, ring_forward
 from longctx_patch.plans.traffic import AttentionShape, plan_traffic
-from longctx_patch.plans.types import Block, Direction, Operand, Plan, Step, Transfer, Work
-from longctx_patch.plans.verify import PlanReport, verify_plan
+from longctx_patch.plans.types import Block, Direction, Operand, Plan, RankStep, Step, Transfer, Work
+from longctx_patch.plans.verify import PlanError, PlanReport, verify_plan
 
 __all__ = [
     "AttentionShape",
@@ -11,7 +11,9 @@ __all__ = [
     "Direction",
     "Operand",
     "Plan",
+    "PlanError",
     "PlanReport",
+    "RankStep",
     "Step",
     "Transfer",
     "Work",

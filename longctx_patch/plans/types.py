@@ -77,6 +77,14 @@ class Step:
     works: tuple[Work, ...] = ()
 
 
+class RankStep(NamedTuple):
+    """One rank's part of a step."""
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+    works: tuple[Work, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
     """A schedule of one direction of attention over the ranks of a layout."""
@@ -90,6 +98,21 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         return self.layout.num_ranks
+
+    @cached_property
+    def rank_steps(self) -> tuple[tuple[RankStep, ...], ...]:
+        """By rank: the plan as that rank sees it, in the plan's order on both ends of a link."""
+        return tuple(
+            tuple(
+                RankStep(
+                    tuple(t for t in step.transfers if t.source == rank),
+                    tuple(t for t in step.transfers if t.destination == rank),
+                    tuple(w for w in step.works if w.rank == rank),
+                )
+                for step in self.steps
+            )
+            for rank in range(self.num_ranks)
+        )
 
     @cached_property
     def num_buffers(self) -> tuple[int, ...]:

@@ -1,0 +1,252 @@
+"""Bind one model to a sequence group, and unbind it.
+
+`patch` checks everything, then switches the model to our attention function, hooks its decoder and
+gives it the loss law. Classes are never touched. A batch that carries `longctx_shard` (from
+`SequenceShardCollator`) is a shard; anything else, such as `generate`, runs on the stock path.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.data import SHARD_KEY
+from longctx_patch.groups import SequenceGroup, make_sequence_group
+from longctx_patch.hf import transformers_api
+from longctx_patch.hf.families import check_model_config, check_modules
+from longctx_patch.hf.sharded import ShardedCall, sharded_attention
+from longctx_patch.kernels import available
+from longctx_patch.loss import all_valid_tokens, averaged_ranks, sequence_parallel_loss
+from longctx_patch.memory import context_fn_of
+from longctx_patch.transport import Counters
+
+
+@dataclass
+class PatchHandle:
+    """A patched model; `unpatch` makes it what it was."""
+
+    model: PreTrainedModel
+    group: SequenceGroup
+    _undo: list[Callable[[], None]] = field(repr=False, default_factory=list)
+
+    @property
+    def config(self) -> LongContextConfig:
+        return self.group.config
+
+    @property
+    def group_rank(self) -> int:
+        """This process's rank among those that share its sequence."""
+        return self.group.group_rank
+
+    @property
+    def counters(self) -> Counters:
+        """Messages, bytes and kernel calls of this process since the patch or `reset()`."""
+        return self.group.counters
+
+    def unpatch(self) -> None:
+        """Restore attention implementation, loss, hooks and checkpointing. Once only."""
+        if not self._undo:
+            raise ValueError("this model is unpatched already; patch(model, config) gives a handle")
+        while self._undo:
+            self._undo.pop()()
+
+
+def patch(model: nn.Module, config: LongContextConfig) -> PatchHandle:
+    """Run a Hugging Face causal language model over sequences that are cut over ranks.
+
+    Collective: every process calls it, after torch.distributed is initialised (`Accelerator()`
+    does that) and before DDP, FSDP or torch.compile wrap the model. Adapters may be added before
+    or after.
+
+    Args:
+        model: Llama, Mistral, Qwen2 or Qwen3 for causal language modelling, or a PEFT model
+            around one.
+        config: degrees, layout, plan, kernel and checkpoint policy; the same on every rank.
+
+    Raises:
+        UnsupportedModelError: the model has something that would silently go wrong.
+        ValueError: the degrees don't fit the world, or the model is patched already.
+        The model is unchanged then.
+
+    Example:
+        >>> handle = patch(model, LongContextConfig(ulysses_degree=2, ring_degree=2))
+        >>> collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank,
+        ...                                 pad_token_id=0)
+        >>> loss = model(**collate(rows)).loss   # the mean over ranks is the loss of one process
+        >>> handle.unpatch()
+    """
+    transformers_api.check_version()
+    base = transformers_api.causal_lm(model)
+    stock = _check(model, base, config)
+    handle = PatchHandle(base, make_sequence_group(config))
+    _bind_attention(handle, stock)
+    _bind_decoder(handle)
+    _bind_loss(handle)
+    if config.checkpoint != "none":
+        context_fn = context_fn_of(config.checkpoint)
+        handle._undo.append(transformers_api.checkpoint_layers(base, context_fn))
+    return handle
+
+
+def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig) -> str:
+    """Refuse what can't work; return the stock attention implementation."""
+    stock = base.config._attn_implementation
+    if stock in transformers_api.NAME_OVER_STOCK.values():
+        raise ValueError(
+            "this model is patched already: call unpatch() on its handle before patching it again."
+        )
+    if stock not in transformers_api.NAME_OVER_STOCK:
+        raise ValueError(
+            f"attn_implementation={stock!r}: outside sharded calls the model keeps its own attention, "
+            f"which must be one of {', '.join(transformers_api.NAME_OVER_STOCK)}. "
+            "Call model.set_attn_implementation('sdpa') first."
+        )
+    if config.kernel not in ("auto", *available()):
+        raise ValueError(
+            f"kernel={config.kernel!r}: choose auto or one of {', '.join(available())}."
+        )
+    check_model_config(base.config, config)
+    check_modules(model, transformers_api.attention_modules(base))
+    return stock
+
+
+def _bind_attention(handle: PatchHandle, stock: str) -> None:
+    transformers_api.register(sharded_attention)
+    handle.model.set_attn_implementation(transformers_api.NAME_OVER_STOCK[stock])
+    handle._undo.append(lambda: handle.model.set_attn_implementation(stock))
+
+
+def _bind_decoder(handle: PatchHandle) -> None:
+    def before_decoder(
+        decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, prepare_call(handle.group, decoder, args, dict(kwargs))
+
+    hook = handle.model.get_decoder().register_forward_pre_hook(before_decoder, with_kwargs=True)
+    handle._undo.append(hook.remove)
+
+
+def _bind_loss(handle: PatchHandle) -> None:
+    model, stock_loss = handle.model, handle.model.loss_function
+    before = vars(model).get("_loss_function")
+
+    def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
+        is_shard = kwargs.pop(SHARD_KEY, None) is not None
+        if not is_shard:
+            return stock_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        return _loss_of_shard(logits, **kwargs)
+
+    def restore() -> None:
+        del model._loss_function
+        if before is not None:
+            model.loss_function = before
+
+    model.loss_function = loss_function
+    handle._undo.append(restore)
+
+
+def _loss_of_shard(
+    logits: Tensor,
+    *,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: int | Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """The loss law; `num_items_in_batch` is the count of the whole step over all processes."""
+    if shift_labels is None:
+        raise ValueError(
+            "this batch is a shard but has no shift_labels: labels must be shifted over the whole "
+            "sequence before it is cut. Pass the batch of SequenceShardCollator unchanged."
+        )
+    if num_items_in_batch is None:
+        num_items_in_batch = all_valid_tokens(shift_labels.to(logits.device))
+    return sequence_parallel_loss(
+        logits,
+        shift_labels,
+        num_valid_tokens=num_items_in_batch,
+        num_averaged_ranks=averaged_ranks(),
+    )
+
+
+def prepare_call(
+    group: SequenceGroup, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The decoder's keyword arguments for a sharded or a stock forward pass."""
+    shard = kwargs.pop(SHARD_KEY, None)
+    if shard is None:
+        if decoder.training and group.num_ranks > 1:
+            raise ValueError(
+                f"this model is patched for {group.num_ranks} ranks per sequence, but the training "
+                "batch has no longctx_shard. Use SequenceShardCollator, or handle.unpatch()."
+            )
+        return kwargs | {transformers_api.CALL_KEY: None}
+    tokens = _tokens(args, kwargs)
+    num_tokens = _agree(group, shard, tokens, decoder.training)
+    if group.num_ranks == 1 and group.config.checkpoint != "attention":
+        return kwargs | {transformers_api.CALL_KEY: None}
+    _refuse_inputs(kwargs)
+    _check_positions(group, num_tokens, kwargs)
+    return kwargs | {
+        "attention_mask": transformers_api.no_mask(tokens.shape[0], tokens.device),
+        "use_cache": False,
+        transformers_api.CALL_KEY: ShardedCall(group, num_tokens),
+    }
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    candidates = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return next(tensor for tensor in candidates if tensor is not None)
+
+
+def _agree(group: SequenceGroup, shard: Tensor, tokens: Tensor, training: bool) -> int:
+    """Check that all ranks hold shards of one batch, before anything is sent; its length."""
+    num_tokens, checksum = shard[0].tolist()
+    mine = (num_tokens, checksum, tokens.shape[0], tokens.shape[1], int(training))
+    rows = group.everyone.all_gather_numbers(mine)
+    sizes = group.layout(num_tokens).sizes
+    if (*sizes,) == tuple(row[3] for row in rows) and len({(*r[:3], r[4]) for r in rows}) == 1:
+        return int(num_tokens)
+    table = "\n".join(
+        f"  rank {rank}: {row[3]} of {row[0]} tokens, {row[2]} rows, checksum {row[1]:08x}, "
+        f"{'training' if row[4] else 'evaluating'}"
+        for rank, row in enumerate(rows)
+    )
+    raise ValueError(
+        f"the {group.num_ranks} ranks of a sequence group must hold shards of the same batch:\n"
+        f"{table}\nThe {group.config.layout} layout of {num_tokens} tokens gives the ranks "
+        f"{list(sizes)}. Feed every rank of the group the same rows (same sampler and seed; "
+        "dispatch_batches=False) through SequenceShardCollator."
+    )
+
+
+def _refuse_inputs(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("past_key_values") is not None:
+        raise ValueError(
+            "past_key_values with a sharded batch: a cache holds one rank's keys only. Generate "
+            "with plain inputs (no longctx_shard), or drop the cache."
+        )
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (mask.ndim == 2 and bool(mask.all())):
+        raise ValueError(
+            f"attention_mask {list(mask.shape)} with a sharded batch: attention is causal over one "
+            "document per row. Pad on the right (the collator does) and pass no mask."
+        )
+
+
+def _check_positions(group: SequenceGroup, num_tokens: int, kwargs: dict[str, Any]) -> None:
+    """Positions are the layout's; a shard counted from 0 would rotate its keys wrongly."""
+    given = kwargs.get("position_ids")
+    device = given.device if given is not None else None
+    wanted = group.layout(num_tokens).positions(group.group_rank, device)[None]
+    if given is None:
+        tokens = _tokens((), kwargs)
+        kwargs["position_ids"] = wanted.to(tokens.device).expand(tokens.shape[0], -1)
+    elif given.ndim != 2 or not torch.equal(given, wanted.expand_as(given)):
+        raise ValueError(
+            f"position_ids start {given.flatten()[:4].tolist()}..., but this rank's tokens have the "
+            f"global positions {wanted[0, :4].tolist()}.... Pass the collator's position_ids, or none."
+        )

@@ -1,0 +1,137 @@
+"""Everything this package assumes about transformers, in one file.
+
+Used: the public attention and mask registries, the decoder's keyword arguments (which transformers
+hands through to every attention function), `loss_function`, and the attributes by which
+`GradientCheckpointingLayer` finds its checkpoint function. Checked with 5.17 to 5.23.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+OLDEST, NEWEST = Version("5.17"), Version("6")
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+
+# Our name for each stock implementation that it stands in for. The names must not contain "flash",
+# "sdpa" or "flex_attention": transformers would take them for its own and check for the packages.
+NAME_OVER_STOCK = {
+    "eager": "longctx_patch_over_eager",
+    "sdpa": "longctx_patch_over_torch",
+    "flash_attention_2": "longctx_patch_over_fa2",
+    "flash_attention_3": "longctx_patch_over_fa3",
+    "flash_attention_4": "longctx_patch_over_fa4",
+}
+
+CALL_KEY = "longctx_call"
+"""Keyword argument that carries a sharded call from the decoder to every attention function."""
+
+
+def check_version() -> None:
+    """Raise ImportError outside the range this file was checked with."""
+    found = Version(transformers.__version__)
+    if not OLDEST <= Version(found.base_version) < NEWEST:
+        raise ImportError(
+            f"transformers {found} is installed, longctx-patch needs >= {OLDEST}, < {NEWEST}: "
+            f"pip install 'transformers>={OLDEST},<{NEWEST}'."
+        )
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The transformers model itself, also from inside a PEFT wrapper."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(
+            f"{type(base).__name__} is not a transformers model: patch the model that "
+            "AutoModelForCausalLM returns (or a PEFT model around it), before DDP, FSDP or "
+            "torch.compile wrap it."
+        )
+    return base
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that call the attention registry."""
+    return [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")]
+
+
+def register(sharded_attention: AttentionFunction) -> None:
+    """Register our attention and mask functions; doing it again changes nothing.
+
+    The functions hold no state: what they do is decided by the call they are handed, so two models
+    in one process can be patched differently.
+    """
+    for stock, name in NAME_OVER_STOCK.items():
+        function = functools.partial(_dispatch, sharded_attention, stock)
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, functools.partial(_stock_mask, stock))
+
+
+def _dispatch(
+    sharded_attention: AttentionFunction,
+    stock: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if CALL_KEY not in kwargs:
+        raise RuntimeError(
+            f"{type(module).__name__} of a patched model ran without its decoder, so it can't know "
+            "whether its input is a shard. Call the model, or handle.unpatch() first."
+        )
+    call = kwargs.pop(CALL_KEY)
+    if call is not None:
+        return sharded_attention(module, query, key, value, call=call, **kwargs)
+    # A model's own eager function lives beside its attention class.
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)
+    return function(module, query, key, value, attention_mask, **kwargs)
+
+
+def _stock_mask(stock: str, *args: Any, **kwargs: Any) -> Any:
+    """Reached outside sharded calls only; those bring a ready-made mask (`no_mask`)."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, **kwargs)
+
+
+def no_mask(batch: int, device: torch.device) -> Tensor:
+    """What a sharded call passes as attention mask.
+
+    transformers returns a 4-D mask untouched. Without one it would look at the position ids of a
+    shard, take their gaps for packed documents and build a dense mask.
+    """
+    return torch.empty((batch, 1, 0, 0), dtype=torch.bool, device=device)
+
+
+def checkpoint_layers(
+    model: PreTrainedModel, context_fn: Callable[[], Any] | None
+) -> Callable[[], None]:
+    """Checkpoint every decoder layer; return a function that restores what was there before."""
+    options = {} if context_fn is None else {"context_fn": context_fn}
+    function = functools.partial(checkpoint, use_reentrant=False, **options)
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    keys = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    before = [{key: vars(layer)[key] for key in keys if key in vars(layer)} for layer in layers]
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = function
+
+    def restore() -> None:
+        for layer, values in zip(layers, before, strict=True):
+            for key in keys:
+                vars(layer).pop(key, None)
+            vars(layer).update(values)
+
+    return restore

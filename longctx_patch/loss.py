@@ -1,0 +1,82 @@
+"""The loss law, in one place.
+
+With `N` valid tokens in the whole step (all data-parallel replicas, all shards of a sequence, all
+accumulation steps) and gradients averaged over `W` ranks, each rank's loss is
+
+    W / N * (sum of the losses of its own tokens)
+
+so that the mean over ranks is the loss one process would have, and so is the averaged gradient.
+A rank without a valid token contributes an exact zero, and so does a step without any.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Label of a token that has no loss, as in transformers and torch."""
+
+
+def sequence_parallel_loss(
+    logits: Tensor,
+    shift_labels: Tensor,
+    *,
+    num_valid_tokens: int | Tensor,
+    num_averaged_ranks: int,
+) -> Tensor:
+    """This rank's cross-entropy by the loss law: a float32 scalar.
+
+    Args:
+        logits: `[B, L, V]` of this rank's tokens, any float dtype.
+        shift_labels: `[B, L]` int64, already shifted over the whole sequence: the label of a
+            position is the token after it. `IGNORE_INDEX` marks tokens without loss.
+        num_valid_tokens: N, the same on every rank.
+        num_averaged_ranks: W, over which DDP or FSDP averages gradients.
+    """
+    token_sum = F.cross_entropy(
+        logits.float().flatten(0, -2),
+        shift_labels.to(logits.device).flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+    if isinstance(num_valid_tokens, Tensor):
+        count = num_valid_tokens.to(logits.device).clamp(min=1)
+        return token_sum / count * num_averaged_ranks
+    return token_sum / max(num_valid_tokens, 1) * num_averaged_ranks
+
+
+def averaged_ranks() -> int:
+    """W: DDP and FSDP average over all processes, data-parallel replicas and shards alike."""
+    return dist.get_world_size() if _is_distributed() else 1
+
+
+def all_valid_tokens(shift_labels: Tensor) -> Tensor:
+    """N of one forward: valid labels of all processes, int64 scalar on the labels' device."""
+    count = (shift_labels != IGNORE_INDEX).sum()
+    if _is_distributed():
+        dist.all_reduce(count)
+    return count
+
+
+def count_valid_tokens(
+    batches: Iterable[Mapping[str, Tensor]], device: torch.device | str | None = None
+) -> int:
+    """N of a step with several micro batches: their valid `shift_labels` over all processes.
+
+    Collective: every process calls it once a step with its own shards. `device` is where the
+    count travels (default: that of the labels; NCCL needs a GPU).
+    """
+    counts = [(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batches]
+    total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
+    if device is not None:
+        total = total.to(device)
+    if _is_distributed():
+        dist.all_reduce(total)
+    return int(total.item())
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
