@@ -1,11 +1,34 @@
-"""Train Hugging Face models on very long sequences, with the numbers one GPU would give."""
+"""Train Hugging Face models on very long sequences, with the numbers one GPU would give.
 
-from longctx_patch.attention import attention
-from longctx_patch.config import LongContextConfig
-from longctx_patch.data import SequenceShardCollator
-from longctx_patch.groups import make_sequence_group, virtual_group, world_place
-from longctx_patch.hf import PatchHandle, UnsupportedModelError, patch
-from longctx_patch.loss import count_valid_tokens
+Names load at first use, so importing the package costs nothing; `attention` and what it needs want
+torch alone, `patch` also transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longctx_patch.config import LongContextConfig
+    from longctx_patch.data import SequenceShardCollator
+    from longctx_patch.groups import make_sequence_group, virtual_group, world_place
+    from longctx_patch.hf import PatchHandle, UnsupportedModelError, patch
+    from longctx_patch.loss import count_valid_tokens
+    from longctx_patch.operator import attention
+    from longctx_patch.transport import run_virtual_ranks
+
+_HOME = {
+    "LongContextConfig": "config",
+    "PatchHandle": "hf",
+    "SequenceShardCollator": "data",
+    "UnsupportedModelError": "hf",
+    "attention": "operator",
+    "count_valid_tokens": "loss",
+    "make_sequence_group": "groups",
+    "patch": "hf",
+    "run_virtual_ranks": "transport",
+    "virtual_group": "groups",
+    "world_place": "groups",
+}
 
 __all__ = [
     "LongContextConfig",
@@ -16,6 +39,17 @@ __all__ = [
     "count_valid_tokens",
     "make_sequence_group",
     "patch",
+    "run_virtual_ranks",
     "virtual_group",
     "world_place",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.attention import AttentionCall
+from longctx_patch.operator import AttentionCall
 from longctx_patch.groups import SequenceGroup
 
 # What transformers hands to every attention function and causal attention has no use for.
