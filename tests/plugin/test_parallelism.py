@@ -1,0 +1,311 @@
+"""The mesh, the batches and the gradients of SP x DDP and SP x FSDP2, and what is refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, IterableDataset
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.plugin import SequenceParallelismConfig, accelerator, make_accelerator
+from tests.plugin.launched import run_launched
+
+TWO = LongContextConfig(ulysses_degree=2)
+FOUR = LongContextConfig(ulysses_degree=2, ring_degree=2)
+NUM_ROWS = 12
+LAUNCH_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "FSDP_VERSION",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_CPU",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+    "PARALLELISM_CONFIG_CP_SIZE",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+    "PARALLELISM_CONFIG_TP_SIZE",
+    "PARALLELISM_CONFIG_SP_SIZE",
+)
+
+
+class Stream(IterableDataset[int]):
+    """Rows without a length: Accelerate would dispatch these from rank 0."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(NUM_ROWS))
+
+
+def _rows(acc: Accelerator, dataset: Any, shuffle: bool = False) -> list[int]:
+    loader = acc.prepare(DataLoader(dataset, batch_size=2, shuffle=shuffle))
+    return [int(row) for batch in loader for row in batch]
+
+
+def _mean_gradient(acc: Accelerator) -> float:
+    """Gradient of rank^2 * w after DDP: the mean of rank^2 over the ranks it averages."""
+    model = acc.prepare(nn.Linear(1, 1, bias=False))
+    acc.backward(model(torch.tensor([[float(acc.process_index**2)]])).sum())
+    return float(model.module.weight.grad)
+
+
+def _sharded_gradient(mesh: DeviceMesh, rank: int) -> tuple[list[float], int]:
+    """The same under FSDP2 over `mesh`, with the number of rows that this rank holds."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(1, 8, bias=False)
+    fully_shard(model, mesh=mesh)
+    model(torch.tensor([[float(rank**2)]])).sum().backward()
+    gradient: Any = model.weight.grad
+    return gradient.full_tensor().flatten().tolist(), gradient.to_local().shape[0]
+
+
+def _two_by_two() -> dict[str, Any]:
+    acc = make_accelerator(TWO)
+    mesh = acc.torch_device_mesh
+    result = {
+        "mesh": dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
+        "rank": (mesh["dp_replicate"].get_local_rank(), mesh["cp"].get_local_rank()),
+        "distributed_type": str(acc.distributed_type.value),
+        "ordered": _rows(acc, range(NUM_ROWS)),
+        "shuffled": _rows(acc, range(NUM_ROWS), shuffle=True),
+        "streamed": _rows(acc, Stream()),
+        "gradient": _mean_gradient(acc),
+        "again": make_accelerator(TWO).torch_device_mesh is mesh,
+    }
+    for name, sizes in {"fsdp": (1, 2), "hsdp": (2, 1)}.items():
+        pc = SequenceParallelismConfig(
+            dp_replicate_size=sizes[0], dp_shard_size=sizes[1], cp_size=2
+        )
+        shard_mesh = pc.build_device_mesh("cpu")[tuple(pc.fsdp_dim_names)]
+        result[name] = _sharded_gradient(shard_mesh, acc.process_index)
+    return result
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[str, Any]]:
+    return run_launched(_two_by_two, 4)
+
+
+def test_mesh_has_the_sequence_axis_innermost(four_ranks: list[dict[str, Any]]) -> None:
+    assert [r["mesh"] for r in four_ranks] == [{"dp_replicate": 2, "cp": 2}] * 4
+    assert [r["rank"] for r in four_ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {r["distributed_type"] for r in four_ranks} == {"MULTI_CPU"}
+
+
+@pytest.mark.parametrize("kind", ["ordered", "shuffled", "streamed"])
+def test_batches_are_equal_within_a_sequence_group_and_differ_between_replicas(
+    four_ranks: list[dict[str, Any]], kind: str
+) -> None:
+    rows = [r[kind] for r in four_ranks]
+    assert rows[0] == rows[1]
+    assert rows[2] == rows[3]
+    assert sorted(rows[0] + rows[2]) == list(range(NUM_ROWS))
+    if kind == "shuffled":
+        assert rows[0] + rows[2] != list(range(NUM_ROWS))
+
+
+def test_ddp_averages_the_gradient_over_all_ranks(four_ranks: list[dict[str, Any]]) -> None:
+    assert [r["gradient"] for r in four_ranks] == [(0 + 1 + 4 + 9) / 4] * 4
+
+
+@pytest.mark.parametrize(("kind", "rows_held"), [("fsdp", 2), ("hsdp", 4)])
+def test_fsdp_shards_over_the_sequence_ranks_and_averages_over_all(
+    four_ranks: list[dict[str, Any]], kind: str, rows_held: int
+) -> None:
+    assert [r[kind] for r in four_ranks] == [([3.5] * 8, rows_held)] * 4
+
+
+def test_the_same_accelerator_may_be_asked_for_twice(four_ranks: list[dict[str, Any]]) -> None:
+    assert all(r["again"] for r in four_ranks)
+
+
+def _sequence_alone() -> tuple[dict[str, int], list[int], float]:
+    acc = make_accelerator(TWO)
+    mesh = acc.torch_device_mesh
+    shape = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    return shape, _rows(acc, range(4)), _mean_gradient(acc)
+
+
+def test_sequence_parallelism_alone() -> None:
+    assert run_launched(_sequence_alone, 2) == [({"cp": 2}, [0, 1, 2, 3], 0.5)] * 2
+
+
+# What follows needs no second process.
+
+
+@pytest.fixture(autouse=True)
+def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher, no GPU, no Accelerate state, before and after."""
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_one_process_and_degree_one_is_plain_accelerate() -> None:
+    acc = make_accelerator(LongContextConfig(), gradient_accumulation_steps=3)
+    assert (acc.num_processes, acc.gradient_accumulation_steps) == (1, 3)
+    assert acc.torch_device_mesh is None
+    assert acc.dataloader_config.dispatch_batches is False
+
+
+def test_one_process_for_a_degree_says_what_to_put_in_the_yaml() -> None:
+    with pytest.raises(ValueError, match="runs as 1 process") as error:
+        make_accelerator(FOUR)
+    text = str(error.value)
+    assert "ulysses_degree=2 x ring_degree=2 = 4" in text
+    assert "distributed_type: MULTI_GPU" in text
+    assert "num_processes: 4" in text
+    assert "MULTI_CPU starts one process" in text
+
+
+def test_world_that_the_degree_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(ValueError, match=r"= 4 .* 6 processes run.*num_processes: 8"):
+        make_accelerator(FOUR)
+
+
+def test_sizes_that_do_not_multiply_to_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(
+        ValueError,
+        match=r"dp_replicate_size=3 x dp_shard_size=1 x cp_size=4 = 12, but 8 .*"
+        r"dp_replicate_size=2 without",
+    ):
+        make_accelerator(FOUR, dp_replicate_size=3)
+
+
+def test_world_that_is_no_multiple_of_the_sequence_axis() -> None:
+    with pytest.raises(ValueError, match=r"= 4, but 6 .*num_processes: 8"):
+        SequenceParallelismConfig(cp_size=4).check_world(6, fsdp2=False)
+
+
+def test_shards_without_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=r"dp_shard_size=2 without FSDP2.*dp_replicate_size=2"):
+        make_accelerator(TWO, dp_shard_size=2)
+
+
+def test_fsdp_without_ranks_to_shard_over() -> None:
+    with pytest.raises(ValueError, match="no ranks to shard over"):
+        SequenceParallelismConfig(dp_replicate_size=4).check_world(4, fsdp2=True)
+
+
+@pytest.mark.parametrize("name", ["tp_size", "sp_size"])
+def test_other_cuts_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}=2: .*Use {name}=1 and set cp_size"):
+        SequenceParallelismConfig(**{name: 2})
+
+
+def test_size_below_one() -> None:
+    with pytest.raises(ValueError, match=r"cp_size=0: .*Use cp_size=1"):
+        SequenceParallelismConfig(cp_size=0)
+
+
+def test_accelerates_own_context_parallelism_stays_off() -> None:
+    pc = SequenceParallelismConfig(cp_size=4, dp_shard_size=2)
+    assert not pc.cp_enabled
+    assert pc.cp_handler is None
+    assert (pc.total_size, pc.data_parallel_size) == (8, 2)
+
+
+def test_fsdp1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"fsdp_version=1: .*fsdp_version: 2"):
+        make_accelerator(TWO)
+
+
+def test_fsdp1_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="fsdp_version=1"):
+        make_accelerator(TWO, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+
+
+def test_fsdp_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    with pytest.raises(ValueError, match=r"FSDP on the CPU.*distributed_type: MULTI_GPU"):
+        make_accelerator(TWO)
+
+
+def test_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="DEEPSPEED is on"):
+        make_accelerator(LongContextConfig())
+
+
+def test_yaml_with_another_degree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    with pytest.raises(ValueError, match=r"cp_size: 2 in the YAML.*= 4:"):
+        make_accelerator(FOUR)
+
+
+@pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
+def test_batches_that_would_differ_within_a_group(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=True: .*Use {name}=False"):
+        make_accelerator(
+            LongContextConfig(), dataloader_config=DataLoaderConfiguration(**{name: True})
+        )
+
+
+def test_own_parallelism_config_is_refused() -> None:
+    with pytest.raises(ValueError, match="parallelism_config was given"):
+        make_accelerator(LongContextConfig(), parallelism_config=SequenceParallelismConfig())
+
+
+def test_an_earlier_accelerator_would_win() -> None:
+    Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="an Accelerator exists already"):
+        make_accelerator(LongContextConfig())
+
+
+def test_earlier_state_with_another_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState(cpu=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"announced 2 processes .* has 1"):
+        make_accelerator(TWO)
+
+
+@pytest.mark.parametrize(
+    ("fsdp2", "given", "expected"),
+    [
+        (False, (None, None), (4, 1)),
+        (True, (None, None), (1, 4)),
+        (True, (2, None), (2, 2)),
+        (True, (None, 2), (2, 2)),
+        (True, (4, None), (4, 1)),
+    ],
+)
+def test_remaining_ranks(
+    fsdp2: bool, given: tuple[int | None, int | None], expected: tuple[int, int]
+) -> None:
+    pc = accelerator._parallelism(TWO, 8, fsdp2, *given)
+    assert (pc.dp_replicate_size, pc.dp_shard_size, pc.cp_size) == (*expected, 2)
+    pc.check_world(8, fsdp2)
+
+
+def test_fsdp_reduces_in_float32_and_leaves_the_loss_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    plugin = accelerator._exact_fsdp_plugin({})
+    plugin.set_mixed_precision("bf16")  # as Accelerate does, which must keep ours
+    policy = plugin.mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert policy.output_dtype is None
+    assert accelerator._exact_fsdp_plugin({"mixed_precision": "no"}).mixed_precision_policy is None

@@ -1,0 +1,189 @@
+"""The YAML files are what the function writes, and `accelerate launch` takes them."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.plugin import accelerate_yaml, accelerator
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "accelerate"
+
+# file name -> arguments of accelerate_yaml, and (dp_replicate, dp_shard) that must come out
+FILES: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
+    "cpu_2_processes.yaml": (
+        {
+            "num_processes": 2,
+            "sequence_degree": 2,
+            "fsdp": False,
+            "cpu": True,
+            "mixed_precision": "no",
+        },
+        (1, 1),
+    ),
+    "one_node_4gpu_sp.yaml": ({"num_processes": 4, "sequence_degree": 4, "fsdp": False}, (1, 1)),
+    "one_node_8gpu_sp.yaml": ({"num_processes": 8, "sequence_degree": 8, "fsdp": False}, (1, 1)),
+    "one_node_8gpu_sp4_fsdp2.yaml": (
+        {"num_processes": 8, "sequence_degree": 4, "fsdp": True},
+        (1, 2),
+    ),
+    "two_nodes_16gpu_sp8_fsdp2.yaml": (
+        {"num_processes": 16, "sequence_degree": 8, "fsdp": True, "num_machines": 2},
+        (1, 2),
+    ),
+}
+
+REPORT_SCRIPT = """
+import torch
+from longctx_patch.config import LongContextConfig
+from longctx_patch.plugin import make_accelerator
+acc = make_accelerator(LongContextConfig(ring_degree=2))
+ranks = acc.gather(torch.tensor([acc.process_index], device=acc.device)).tolist()
+acc.print("world", acc.num_processes, acc.device.type, ranks, acc.mixed_precision)
+acc.end_training()
+"""
+
+
+def _launch_arguments(path: Path, *more: str) -> argparse.Namespace:
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", str(path), *more, "-m", "longctx_patch.recipes.finetune"]
+    )
+    return _validate_launch_command(arguments)[0]
+
+
+def _launch(path: Path, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """`accelerate launch` as a user would, without what this process's environment says."""
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "PARALLELISM_"))
+    }
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(path),
+            "--main_process_port",
+            "0",
+            str(folder / "script.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parents[1])},
+        check=False,
+    )
+
+
+def test_every_file_is_listed() -> None:
+    assert sorted(path.name for path in RECIPES.glob("*.yaml")) == sorted(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_is_the_functions_output_under_a_comment(name: str) -> None:
+    lines = (RECIPES / name).read_text(encoding="utf-8").splitlines(keepends=True)
+    header = [line for line in lines if line.startswith("#")]
+    assert "".join(lines[len(header) :]) == accelerate_yaml(**FILES[name][0])  # type: ignore[arg-type]
+    text = "".join(header)
+    assert f"accelerate launch --config_file recipes/accelerate/{name}" in text
+    assert "-m longctx_patch.recipes.finetune" in text
+    assert "Change: " in text
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_accelerate_reads_every_key(name: str) -> None:
+    load_config_from_file(str(RECIPES / name))  # raises for unknown keys at the top
+    known = vars(launch_command_parser().parse_args(["script.py"]))
+    settings = yaml.safe_load((RECIPES / name).read_text(encoding="utf-8"))
+    for part in ("fsdp_config", "parallelism_config"):
+        for key in settings.get(part, {}):
+            assert key in known, f"{key}: accelerate launch has no such setting"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_the_launcher_exports_is_what_we_need(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, sizes = FILES[name]
+    arguments = _launch_arguments(RECIPES / name)
+    assert arguments.num_processes == wanted["num_processes"]
+    assert arguments.multi_gpu is not wanted["fsdp"]
+    arguments.main_process_port = 0  # this test need not find the default port free
+    exported = prepare_multi_gpu_env(arguments)
+    for key in ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_"):
+        for variable in [v for v in exported if v.startswith(key)]:
+            monkeypatch.setenv(variable, exported[variable])
+    degree = int(str(wanted["sequence_degree"]))
+    config = LongContextConfig(ulysses_degree=degree)
+    fsdp2 = accelerator._uses_fsdp2(None, cpu=False)
+    assert fsdp2 is wanted["fsdp"]
+    launched = accelerator._launched_sizes(config, None, None)
+    pc = accelerator._parallelism(config, arguments.num_processes, fsdp2, *launched)
+    pc.check_world(arguments.num_processes, fsdp2)
+    assert (pc.dp_replicate_size, pc.dp_shard_size, pc.cp_size) == (*sizes, degree)
+    if fsdp2:
+        assert exported["FSDP_ACTIVATION_CHECKPOINTING"] == "false"
+        assert exported["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
+        assert "FSDP_TRANSFORMER_CLS_TO_WRAP" not in exported
+
+
+def test_machine_rank_of_the_command_line_wins() -> None:
+    path = RECIPES / "two_nodes_16gpu_sp8_fsdp2.yaml"
+    arguments = _launch_arguments(path, "--machine_rank", "1", "--main_process_ip", "127.0.0.1")
+    assert (arguments.machine_rank, arguments.main_process_ip) == (1, "127.0.0.1")
+
+
+def test_two_cpu_processes_really_start(tmp_path: Path) -> None:
+    done = _launch(RECIPES / "cpu_2_processes.yaml", REPORT_SCRIPT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "world 2 cpu [0, 1] no" in done.stdout
+
+
+def test_multi_cpu_starts_one_process_and_is_refused(tmp_path: Path) -> None:
+    """Accelerate starts one process for it and says nothing: training would go on unsharded."""
+    path = tmp_path / "multi_cpu.yaml"
+    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 1\n")
+    done = _launch(path, REPORT_SCRIPT, tmp_path)
+    assert done.returncode != 0
+    assert "runs as 1 process" in done.stderr
+    assert "distributed_type: MULTI_GPU" in done.stderr
+
+
+def test_single_process_file(tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(accelerate_yaml(1, 1, fsdp=False, cpu=True, mixed_precision="no"))
+    assert _launch_arguments(path).num_processes == 1
+
+
+def test_data_parallel_beside_the_sequence() -> None:
+    settings = yaml.safe_load(accelerate_yaml(8, 2, fsdp=False))
+    assert settings["parallelism_config"] == {
+        "parallelism_config_cp_size": 2,
+        "parallelism_config_dp_replicate_size": 4,
+        "parallelism_config_dp_shard_size": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_processes": 6, "sequence_degree": 4}, "sequence_degree=4 .*num_processes=8"),
+        ({"num_processes": 0, "sequence_degree": 1}, "num_processes=0.*1 or more"),
+        ({"num_processes": 3, "sequence_degree": 3, "num_machines": 2}, "num_machines=2"),
+        ({"num_processes": 2, "sequence_degree": 2, "fsdp": True, "cpu": True}, "Use fsdp=False"),
+        ({"num_processes": 1, "sequence_degree": 1, "fsdp": True}, "Use fsdp=False"),
+        ({"num_processes": 1, "sequence_degree": 1, "mixed_precision": "int8"}, "'int8': choose"),
+    ],
+)
+def test_refusals(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        accelerate_yaml(**{"fsdp": False} | arguments)  # type: ignore[arg-type]

@@ -1,0 +1,104 @@
+"""What an installation brings: the moved folders under our name, and nothing beside it."""
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WORLD_COPIED = ("setup.py", "pyproject.toml", "LICENSE", "longctx_patch", "cli", "recipes")
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """File names in a wheel built from a copy of the sources, without network."""
+    copy = tmp_path_factory.mktemp("sources")
+    for name in WORLD_COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, copy / name)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            ".",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--wheel-dir",
+            "wheels",
+        ],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (copy / "wheels").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def test_one_top_level_package(wheel_names: list[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel_names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"longctx_patch"}
+
+
+def test_every_module_of_the_checkout_is_in_the_wheel(wheel_names: list[str]) -> None:
+    folders = {"longctx_patch": "longctx_patch", "cli": "longctx_patch/cli"}
+    folders["recipes"] = "longctx_patch/recipes"
+    wanted = {
+        f"{name}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, name in folders.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert wanted <= set(wheel_names), sorted(wanted - set(wheel_names))
+
+
+def test_launch_files_are_in_the_wheel(wheel_names: list[str]) -> None:
+    for path in (ROOT / "recipes" / "accelerate").glob("*.yaml"):
+        assert f"longctx_patch/recipes/accelerate/{path.name}" in wheel_names
+
+
+def test_console_script() -> None:
+    (script,) = (
+        entry
+        for entry in importlib.metadata.distribution("longctx-patch").entry_points
+        if entry.group == "console_scripts"
+    )
+    assert (script.name, script.value) == ("longctx", "longctx_patch.cli.main:main")
+
+
+def test_moved_folders_import_under_our_name_only(tmp_path: Path) -> None:
+    """From outside the checkout, as an installed user: an editable install must map them too."""
+    code = (
+        "import importlib.util as u, longctx_patch.cli, longctx_patch.recipes; "
+        "assert u.find_spec('cli') is None and u.find_spec('recipes') is None"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_bounds_of_what_is_required() -> None:
+    required = importlib.metadata.requires("longctx-patch") or []
+    plain = {
+        re.split(r"[<>=!]", line)[0]: line[len(re.split(r"[<>=!]", line)[0]) :]
+        for line in required
+        if "extra" not in line
+    }
+    assert set(plain) == {"torch", "transformers", "accelerate", "peft", "click"}
+    assert plain["torch"] == ">=2.11"
+    assert set(plain["transformers"].split(",")) == {">=5.17", "<6"}
+    assert plain["accelerate"] == ">=1.15"
