@@ -2,7 +2,8 @@
 
 `output/checkpoints/step_000010/` holds `model/` (loadable), `state/` (trained weights and
 optimizer, by torch.distributed.checkpoint: any world can read it), scheduler, random states and
-`run.json`, which is written last and makes the checkpoint complete. Several machines need one shared output folder.
+`run.json`, which is written last and makes the checkpoint complete. Several machines need one
+shared output folder.
 """
 
 import contextlib

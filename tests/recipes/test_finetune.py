@@ -1,0 +1,226 @@
+"""The recipe in this process: training, saving, loading with stock libraries, going on exactly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from longctx_patch.recipes import finetune
+from longctx_patch.recipes.metrics import read_metrics
+
+KEYS = {
+    *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"),
+    *("tokens_per_second_per_device", "peak_memory_bytes"),
+}
+
+
+class Run:
+    """Starts runs of the recipe with a tiny model on a short text."""
+
+    def __init__(self, model: Path, text: Path, folder: Path) -> None:
+        self.model, self.text, self.folder = model, text, folder
+
+    def __call__(self, name: str, *flags: str, **changes: Any) -> Path:
+        values = {"model": self.model, "text": self.text, "seq-len": 64, "max-steps": 4, **changes}
+        values = {"learning-rate": 1e-2, "output": self.folder / name, **values}
+        pairs = [text for key, value in values.items() for text in (f"--{key}", str(value))]
+        finetune.main([*pairs, *flags])
+        return self.folder / name
+
+
+@pytest.fixture
+def run(config_file: Path, text_file: Path, tmp_path: Path) -> Run:
+    return Run(config_file, text_file, tmp_path)
+
+
+def numbers(output: Path) -> list[tuple[float, ...]]:
+    """What must be equal to the last bit between two runs of the same thing."""
+    return [
+        (line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"])
+        for line in read_metrics(output)
+    ]
+
+
+def test_metrics_have_a_line_per_step_and_the_loss_falls(run: Run) -> None:
+    lines = read_metrics(run("out", "--full"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(set(line) >= KEYS for line in lines)
+    assert all(line["tokens"] == 63 and line["peak_memory_bytes"] > 0 for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+
+
+def test_full_model_loads_without_us_and_its_config_says_nothing_of_us(run: Run) -> None:
+    flags = ("--full", "--rope", "yarn", "--checkpoint", "attention")
+    final = run("out", *flags, **{"seq-len": 256, "save-every": 4}) / "final"
+    text = (final / "config.json").read_text()
+    assert "longctx" not in text
+    assert json.loads(text)["use_cache"] is True
+    assert json.loads(text)["rope_parameters"]["factor"] == 4.0
+    model = AutoModelForCausalLM.from_pretrained(final)
+    checkpoint = AutoModelForCausalLM.from_pretrained(
+        final.parent / "checkpoints/step_000004/model"
+    )
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, checkpoint.state_dict()[name])
+    tokens = AutoTokenizer.from_pretrained(final)("12 times 15 is", return_tensors="pt")
+    assert model.generate(**tokens, max_new_tokens=3, do_sample=False).shape[1] == 17
+
+
+def test_the_reported_loss_is_that_of_the_stock_model(run: Run, text_file: Path) -> None:
+    """Step 2 of a run is what the model saved after step 1 gets from transformers alone."""
+    flags = ("--full", "--rope", "linear", "--scheduler", "constant")
+    out = run("out", *flags, **{"seq-len": 100, "max-steps": 2, "save-every": 1})
+    model = AutoModelForCausalLM.from_pretrained(out / "checkpoints/step_000001/model")
+    tokenizer = AutoTokenizer.from_pretrained(out / "final")
+    settings = finetune.parse_settings(
+        [f"--text={text_file}", "--model=m", "--output=o", "--seq-len=100"]
+    )
+    order, _, _ = finetune.build_data(settings, tokenizer)
+    row = torch.tensor([order.micro_batches(1, 0)[0][0]["input_ids"]])
+    loss = model(input_ids=row, labels=row).loss.item()
+    assert loss == pytest.approx(read_metrics(out)[1]["loss"], rel=1e-6)
+
+
+def test_adapter_loads_with_peft_and_the_config_beside_it(run: Run, config_file: Path) -> None:
+    out = run("out", "--rope", "yarn", "--lora-targets", "q_proj", "v_proj", **{"seq-len": 128})
+    final = out / "final"
+    config = AutoConfig.from_pretrained(final)
+    assert config.rope_parameters["rope_type"] == "yarn"
+    set_seed(0)
+    base = AutoModelForCausalLM.from_config(config)
+    plain = base(torch.arange(128)[None]).logits
+    tuned = PeftModel.from_pretrained(base, str(final))
+    assert {n.split(".")[-4] for n, _ in tuned.named_parameters() if "lora_A" in n} == {
+        "q_proj",
+        "v_proj",
+    }
+    assert not torch.equal(tuned(torch.arange(128)[None]).logits, plain)
+    assert "from_config(config)" in (final / "README.md").read_text()
+    assert not list(final.glob("model*.safetensors"))
+
+
+def test_tied_embeddings_are_saved_once(run: Run, config_file: Path) -> None:
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    final = run("out", "--full", **{"max-steps": 2}) / "final"
+    model = AutoModelForCausalLM.from_pretrained(final)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--full", "--weight-decay", "0.1"],
+        ["--lora", "--lora-dropout", "0.2", "--gradient-accumulation-steps", "2"],
+    ],
+)
+def test_a_resumed_run_repeats_the_whole_one_to_the_last_bit(run: Run, flags: list[str]) -> None:
+    common = [*flags, "--warmup-steps", "2", "--save-every", "3"]
+    whole = run("whole", *common, **{"max-steps": 7})
+    parts = run("parts", *common, **{"max-steps": 7})
+    for late in (parts / "checkpoints/step_000006", parts / "final"):  # as if it had stopped at 4
+        for path in sorted(late.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+    lines = (parts / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (parts / "metrics.jsonl").write_text("".join(lines[:4]) + '{"step": 5, "lo')
+    run("parts", *common, "--resume", **{"max-steps": 7})
+    assert numbers(parts) == numbers(whole)
+    weights = "adapter_model.safetensors" if "--lora" in flags else "model.safetensors"
+    assert (parts / "final" / weights).read_bytes() == (whole / "final" / weights).read_bytes()
+
+
+def test_accumulation_and_batch_size_divide_the_same_step(run: Run, tmp_path: Path) -> None:
+    """The loss is the mean over all tokens of a step, also where micro batches differ in theirs."""
+    lengths = (3, 50, 17, 64, 31, 8, 40, 2, 59)
+    documents = [json.dumps({"text": chr(97 + n) * length}) for n, length in enumerate(lengths)]
+    run.text = tmp_path / "documents.jsonl"
+    run.text.write_text("\n".join(documents))
+    whole = numbers(run("whole", "--one-document-per-row", **{"batch-size": 4}))
+    assert len({line[4] for line in whole}) > 1  # steps with different numbers of tokens
+    for batch_size, accumulation in ((1, 4), (2, 2)):
+        division = {"batch-size": batch_size, "gradient-accumulation-steps": accumulation}
+        parts = numbers(run(f"{batch_size}", "--one-document-per-row", **division))
+        for ours, theirs in zip(parts, whole, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_resuming_something_else_is_refused(run: Run) -> None:
+    run("out", **{"save-every": 2, "batch-size": 2})
+    same = {"save-every": 2, "batch-size": 2}
+    for changes, message in (
+        ({"learning-rate": 0.5}, "learning_rate is 0.5.*has 0.01"),
+        ({"batch-size": 1}, "rows_per_step is 1.*has 2"),
+        ({"seq-len": 32}, "seq_len is 32.*has 64"),
+        ({"max-steps": 9}, "max_steps is 9.*has 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("out", "--resume", **{**same, **changes})
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        run("other", "--resume")
+
+
+def test_another_division_of_the_same_rows_may_resume(run: Run) -> None:
+    """Four rows a step stay four rows a step; the losses go on as in the whole run."""
+    whole = run("whole", "--batch-size", "4", "--save-every", "2")
+    parts = run("parts", "--batch-size", "4", "--save-every", "2")
+    for path in (parts / "checkpoints/step_000004").rglob("run.json"):
+        path.unlink()
+    divided = {"batch-size": 2, "gradient-accumulation-steps": 2, "save-every": 2}
+    run("parts", "--resume", **divided)
+    for ours, theirs in zip(numbers(parts), numbers(whole), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_constant_schedule_may_be_extended(run: Run) -> None:
+    flags = ("--scheduler", "constant", "--save-every", "2")
+    out = run("out", *flags)
+    run("out", *flags, "--resume", **{"max-steps": 6})
+    assert [line[0] for line in numbers(out)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes", "message"),
+    [
+        (["--lora-targets", "q_proj", "query"], {}, "lora_targets query: .*It has down_proj"),
+        ([], {"text": "nowhere/*.txt"}, "no text found"),
+        ([], {"seq-len": 60000, "rope": "yarn"}, "5001 tokens, less than one row"),
+        ([], {"seq-len": 65}, "reaches 64.*Use rope kind 'yarn'"),
+        ([], {"model": "./nowhere"}, "no such file or folder"),
+        ([], {"model": "nobody/nothing"}, "nobody/nothing.*config.json, or set HF_HOME"),
+        ([], {"tokenizer": "./nowhere"}, "--tokenizer bytes"),
+        (["--ring", "2"], {}, "ring_degree=2.*1 process"),
+    ],
+)
+def test_bad_input_is_refused_and_leaves_no_trace(
+    run: Run, flags: list[str], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run("out", *flags, **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_do_not_fit_are_refused(run: Run, config_file: Path) -> None:
+    with pytest.raises(ValueError, match=r"no weights.*--model .*config\.json"):
+        run("out", model=config_file.parent)
+    config = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({**config, "vocab_size": 256}))
+    with pytest.raises(ValueError, match="258 tokens, the model vocab_size=256"):
+        run("out")
+
+
+def test_an_output_folder_with_files_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds files.*--resume"):
+        run("out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_accelerates_own_accumulation_is_refused(run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4.*take it out"):
+        run("out")

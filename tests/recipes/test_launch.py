@@ -1,0 +1,54 @@
+"""Two processes through `accelerate launch`, as a user starts them, against one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+from longctx_patch.recipes import finetune
+from longctx_patch.recipes.metrics import read_metrics
+
+YAML = Path(__file__).parents[2] / "recipes" / "accelerate" / "cpu_2_processes.yaml"
+
+
+def launch(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the recipe in two gloo processes, in a directory that is not the repository."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(YAML)]
+    command += ["--main_process_port", "0", "-m", "longctx_patch.recipes.finetune", *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.timeout(200)
+def test_two_processes_train_as_one_and_resume(
+    config_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    flags = ["--model", str(config_file), "--text", str(text_file), "--seq-len", "97"]
+    flags += ["--rope", "yarn", "--learning-rate", "1e-2", "--max-steps", "4", "--save-every", "2"]
+    flags += ["--gradient-accumulation-steps", "2"]
+    finetune.main([*flags, "--output", str(tmp_path / "one")])
+    sharded = [*flags, "--ring", "2", "--checkpoint", "attention", "--output", "two"]
+    done = launch(tmp_path, *sharded)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stderr.count("100%") == 1  # the progress bar of one process
+    whole = read_metrics(tmp_path / "two")
+    for ours, theirs in zip(whole, read_metrics(tmp_path / "one"), strict=True):
+        for name in ("loss", "grad_norm", "tokens", "learning_rate"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+
+    final = tmp_path / "two" / "final"
+    set_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(final))
+    PeftModel.from_pretrained(base, str(final))
+
+    (tmp_path / "two/checkpoints/step_000004/run.json").unlink()
+    done = launch(tmp_path, *sharded, "--resume")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for again, before in zip(read_metrics(tmp_path / "two"), whole, strict=True):
+        assert (again["loss"], again["grad_norm"]) == (before["loss"], before["grad_norm"])

@@ -1,0 +1,89 @@
+"""Settings from flags and YAML, and what is refused before anything is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from longctx_patch.recipes.settings import Settings, parse_settings
+
+NEEDED = ["--model", "m", "--text", "a.txt", "b", "--seq-len", "64", "--output", "out"]
+
+
+def test_defaults_and_flags() -> None:
+    settings = parse_settings([*NEEDED, "--rope", "yarn", "--ring", "2", "--lora"])
+    assert (settings.model, settings.text, settings.seq_len) == ("m", ["a.txt", "b"], 64)
+    assert settings.rope == "yarn"
+    assert settings.uses_lora
+    assert settings.sequence_parallelism().sequence_degree == 2
+
+
+def test_flags_win_over_the_file_and_yaml_numbers_get_their_type(tmp_path: Path) -> None:
+    """YAML 1.1 reads 1e-4 as a string, which once ended in a multiplication of strings."""
+    file = tmp_path / "finetune.yaml"
+    file.write_text(
+        "model: m\ntext: one.txt\nseq_len: 64\noutput: out\nlearning_rate: 1e-4\n"
+        "max_grad_norm: 2\nrope_factor: null\nmax_steps: 7\nfull: true\n"
+    )
+    settings = parse_settings(["--settings", str(file), "--max-steps", "9"])
+    assert settings.learning_rate == 1e-4
+    assert settings.max_grad_norm == 2.0
+    assert settings.text == ["one.txt"]
+    assert settings.max_steps == 9
+    assert settings.rope_factor is None
+    assert not settings.uses_lora
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seq-len", "1"], "2 tokens or more.*--seq-len 32768"),
+        (["--lora", "--full"], "both lora and full.*--lora or --full"),
+        (["--model", ""], "Give --model"),
+        (["--batch-size", "0"], "batch_size=0.*1 or more"),
+        (["--lora-dropout", "1.0"], "lora_dropout=1.0"),
+        (["--ulysses", "0"], "ulysses_degree=0"),
+        (["--layout", "striped"], "layout='striped'"),
+    ],
+)
+def test_refusals_name_value_rule_and_fix(flags: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_settings([*NEEDED, *flags])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("steps: 3\n", "unknown settings steps. Known: model"),
+        ("max_steps: many\n", "'many' should be of type int"),
+        ("max_steps: 3.5\n", "3.5 should be of type int"),
+        ("learning_rate: fast\n", "'fast' should be of type float"),
+        ("rope: ntk\n", "rope='ntk': choose one of none"),
+        ("- a\n", "holds a list"),
+    ],
+)
+def test_a_wrong_file_is_refused(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "finetune.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        parse_settings([*NEEDED, "--settings", str(file)])
+    with pytest.raises(ValueError, match="no such file"):
+        parse_settings(["--settings", str(tmp_path / "none.yaml")])
+
+
+def test_unknown_and_shortened_flags_end_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--max-step", "--epochs"):
+        with pytest.raises(SystemExit):
+            parse_settings([*NEEDED, flag, "3"])
+    assert "--epochs" in capsys.readouterr().err
+
+
+def test_every_option_was_decided_on() -> None:
+    """Adding an option is a decision: extend this list with it."""
+    assert list(Settings.__annotations__) == [
+        *("model", "tokenizer", "text", "text_field", "one_document_per_row", "output", "resume"),
+        *("seq_len", "rope", "rope_factor", "dtype", "lora", "full"),
+        *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
+        *("ulysses", "ring", "layout", "plan", "kernel", "checkpoint"),
+        *("learning_rate", "scheduler", "warmup_steps", "weight_decay", "max_steps"),
+        *("batch_size", "gradient_accumulation_steps", "max_grad_norm", "seed", "save_every"),
+    ]
