@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-WORLD_COPIED = ("setup.py", "pyproject.toml", "LICENSE", "longctx_patch", "cli", "recipes")
+COPIED = ("setup.py", "pyproject.toml", "LICENSE", "longctx_patch", "cli", "recipes")
 
 
 @pytest.fixture(scope="module")
 def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """File names in a wheel built from a copy of the sources, without network."""
     copy = tmp_path_factory.mktemp("sources")
-    for name in WORLD_COPIED:
+    for name in COPIED:
         source = ROOT / name
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -62,6 +62,8 @@ def _launch_arguments(path: Path, *more: str) -> argparse.Namespace:
 def _launch(path: Path, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` as a user would, without what this process's environment says."""
     (folder / "script.py").write_text(script, encoding="utf-8")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
+    command += ["--main_process_port", "0", str(folder / "script.py")]
     clean = {
         k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "PARALLELISM_"))
     }
