@@ -14,6 +14,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 class SoftmaxMerge:
     """Merges attention over several key blocks by their log-sum-exp (FlashAttention, section 3.1).
 
+    A row without any key has lse -inf; where both sides are, the difference is NaN and the weight 0.
     A first part that covers all rows is adopted as it is, so a single block stays bitwise what the
     kernel returned.
     """
@@ -31,13 +32,11 @@ class SoftmaxMerge:
         total_out, total_lse = self._totals()
         old_out = total_out[:, rows.start : rows.stop]
         old_lse = total_lse[:, :, rows.start : rows.stop]
-        new_lse = torch.logaddexp(old_lse, lse_BHL)
-        # A row without any key so far has lse -inf on both sides; its weights must be 0, not NaN.
-        finite = new_lse.masked_fill(new_lse == -torch.inf, 0)
-        old_weight = torch.exp(old_lse - finite).transpose(1, 2)[..., None]
-        new_weight = torch.exp(lse_BHL - finite).transpose(1, 2)[..., None]
-        old_out.mul_(old_weight).addcmul_(out_BLHD.to(old_out.dtype), new_weight)
-        old_lse.copy_(new_lse)
+        # The difference of two lse is exact where it matters, so the weights add up to one however
+        # large lse is; exp(lse - logaddexp) would carry the rounding of the sum into both.
+        weight_BHL = torch.sigmoid(lse_BHL - old_lse).nan_to_num_(0.0)
+        old_out.lerp_(out_BLHD.to(old_out.dtype), weight_BHL.transpose(1, 2)[..., None])
+        old_lse.copy_(torch.logaddexp(old_lse, lse_BHL))
 
     def _totals(self) -> tuple[Tensor, Tensor]:
         """What is merged so far, in a dtype that partial results can be added in."""

@@ -1,0 +1,53 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longctx_patch.config import LayoutName
+from longctx_patch.layout import Layout, contiguous, length_multiple, make_layout, zigzag
+
+layouts = st.builds(
+    make_layout,
+    st.sampled_from(["zigzag", "contiguous"]),
+    st.integers(0, 60),
+    ring=st.integers(1, 6),
+    ulysses=st.integers(1, 4),
+)
+
+
+@given(layouts)
+def test_every_token_has_one_slot(layout: Layout) -> None:
+    positions = torch.cat([layout.positions(rank) for rank in range(layout.num_ranks)])
+    assert sorted(positions.tolist()) == list(range(layout.num_tokens))
+
+
+@given(layouts)
+def test_unshard_inverts_shard(layout: Layout) -> None:
+    x = torch.arange(3 * layout.num_tokens).view(3, layout.num_tokens)
+    shards = [layout.shard(x, rank, 1) for rank in range(layout.num_ranks)]
+    assert [shard.shape[1] for shard in shards] == list(layout.sizes)
+    assert torch.equal(layout.unshard(shards, 1), x)
+
+
+def test_zigzag_takes_from_both_ends() -> None:
+    layout = zigzag(8, 2)
+    assert layout.positions(0).tolist() == [0, 1, 6, 7]
+    assert layout.positions(1).tolist() == [2, 3, 4, 5]
+
+
+def test_ulysses_cuts_the_slots_of_a_ring_rank() -> None:
+    layout = zigzag(16, 2).split_each(2)
+    assert layout.positions(0).tolist() == [0, 1, 2, 3]
+    assert layout.positions(1).tolist() == [12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("name", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (3, 1), (1, 4), (2, 2)])
+def test_multiples_give_equal_shares(name: LayoutName, ring: int, ulysses: int) -> None:
+    length = 5 * length_multiple(name, ring=ring, ulysses=ulysses)
+    assert len(set(make_layout(name, length, ring=ring, ulysses=ulysses).sizes)) == 1
+
+
+def test_a_tensor_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="9 tokens along dim 0, but the layout places 8"):
+        contiguous(8, 2).shard(torch.zeros(9), 0, 0)
