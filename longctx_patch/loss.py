@@ -27,7 +27,7 @@ def sequence_parallel_loss(
     num_valid_tokens: int | Tensor,
     num_averaged_ranks: int,
 ) -> Tensor:
-    """This rank's cross-entropy by the loss law: a float32 scalar.
+    """This rank's cross-entropy by the loss law: a scalar, float32 (float64 for float64 logits).
 
     Args:
         logits: `[B, L, V]` of this rank's tokens, any float dtype.
@@ -37,7 +37,7 @@ def sequence_parallel_loss(
         num_averaged_ranks: W, over which DDP or FSDP averages gradients.
     """
     token_sum = F.cross_entropy(
-        logits.float().flatten(0, -2),
+        logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2),
         shift_labels.to(logits.device).flatten(),
         ignore_index=IGNORE_INDEX,
         reduction="sum",
