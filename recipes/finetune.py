@@ -19,6 +19,7 @@ import torch
 from accelerate.utils import set_seed
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import get_scheduler
+from transformers.utils.logging import disable_progress_bar
 
 # Absolute imports: they still hold in a copy of this file.
 from longctx_patch import SequenceShardCollator, patch
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def build_accelerator(settings: Settings) -> Any:
     """Accelerate as launched; its own gradient accumulation must be off."""
     accelerator = make_accelerator(settings.sequence_parallelism())
+    if not accelerator.is_main_process:
+        disable_progress_bar()  # those of loading and saving
     if accelerator.gradient_accumulation_steps != 1:
         # Accelerate would divide the loss by it, and the loss already counts all tokens of a step.
         raise ValueError(
@@ -80,7 +83,7 @@ def build_accelerator(settings: Settings) -> Any:
 
 def build_model(settings: Settings) -> tuple[Any, Any]:
     """Tokenizer and model, with scaled RoPE and adapter, on CPU and the same in every process."""
-    set_seed(settings.seed)
+    set_seed(settings.seed)  # random weights are the same in every process
     config = models.load_config(settings)
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)

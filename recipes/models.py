@@ -1,5 +1,6 @@
 """The recipe's model and tokenizer: from the hub, a local folder or a bare config.json."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +98,17 @@ def add_lora(model: PreTrainedModel, settings: Settings) -> Any:
             f"lora_targets {', '.join(unknown)}: the model has no such linear layers. "
             f"It has {', '.join(sorted(linear))}; all-linear takes all but the last."
         )
-    return get_peft_model(
-        model,
-        LoraConfig(
-            task_type=TaskType.CAUSAL_LM,
-            r=settings.lora_rank,
-            lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]
-            lora_dropout=settings.lora_dropout,
-            target_modules="all-linear" if everything else settings.lora_targets,
-        ),
+    adapter = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules="all-linear" if everything else settings.lora_targets,
     )
+    with warnings.catch_warnings():
+        # peft asks transformers for a property under its old name; nothing a user could change.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
+        return get_peft_model(model, adapter)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -131,7 +131,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     file_parser.add_argument("--settings", help="YAML file with these settings; flags win over it")
     found, flags = file_parser.parse_known_args(arguments)
-    parser = HfArgumentParser(  # type: ignore[no-untyped-call]
+    parser = HfArgumentParser(
         Settings, parents=[file_parser], allow_abbrev=False, prog="longctx_patch.recipes.finetune"
     )
     if found.settings:

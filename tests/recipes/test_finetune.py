@@ -196,8 +196,14 @@ def test_a_constant_schedule_may_be_extended(run: Run) -> None:
     ],
 )
 def test_bad_input_is_refused_and_leaves_no_trace(
-    run: Run, flags: list[str], changes: dict[str, Any], message: str, tmp_path: Path
+    run: Run,
+    flags: list[str],
+    changes: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no waiting for a hub
     with pytest.raises(ValueError, match=message):
         run("out", *flags, **changes)
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,98 @@
+"""Checkpoints of a model whose parameters are sharded (FSDP2), in gloo processes."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
+
+from longctx_patch.recipes import checkpoints
+from longctx_patch.recipes.models import byte_tokenizer
+from tests.harness import run_distributed
+from tests.recipes.conftest import TINY_LLAMA
+
+
+def sharded_state(*, lora: bool) -> checkpoints.TrainState:
+    """A freshly initialised model, sharded layer by layer as Accelerate does it."""
+    set_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA))
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    decoder = model.get_decoder() if not lora else model.get_base_model().get_decoder()
+    for layer in decoder.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=9)
+    return checkpoints.TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def accelerator_of(rank: int) -> Any:
+    """What checkpoints needs of an Accelerator; the real one does not shard on the CPU."""
+    return SimpleNamespace(
+        is_main_process=rank == 0,
+        process_index=rank,
+        wait_for_everyone=dist.barrier,
+        unwrap_model=lambda model: model,
+    )
+
+
+def step(state: checkpoints.TrainState) -> float:
+    ids = torch.arange(40).view(2, 20) + state.step
+    loss = state.model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    state.optimizer.step()
+    state.scheduler.step()
+    state.optimizer.zero_grad()
+    state.step += 1
+    return loss.item()
+
+
+def save_and_go_on(rank: int, folder: str, lora: bool) -> list[float]:
+    state = sharded_state(lora=lora)
+    step(state)
+    step(state)
+    run = {"world": dist.get_world_size()}
+    checkpoints.save_checkpoint(accelerator_of(rank), state, byte_tokenizer(), Path(folder), run)
+    return [step(state) for _ in range(3)]
+
+
+def load_and_go_on(rank: int, folder: str, lora: bool) -> list[float]:
+    state = sharded_state(lora=lora)
+    step(state)  # whatever was there before is replaced
+    checkpoint = Path(folder) / "checkpoints" / "step_000002"
+    checkpoints.load_checkpoint(accelerator_of(rank), state, checkpoint)
+    assert state.step == 2
+    return [step(state) for _ in range(3)]
+
+
+def test_sharded_models_go_on_exactly_in_the_same_and_in_another_world(tmp_path: Path) -> None:
+    losses = run_distributed(save_and_go_on, 2, str(tmp_path), False)
+    assert run_distributed(load_and_go_on, 2, str(tmp_path), False) == losses
+    (elsewhere,) = run_distributed(load_and_go_on, 1, str(tmp_path), False)
+    torch.testing.assert_close(torch.tensor(elsewhere), torch.tensor(losses[0]))
+    saved = tmp_path / "checkpoints" / "step_000002"
+    assert json.loads((saved / "run.json").read_text())["fingerprint"] == {"world": 2}
+    ids = torch.arange(40).view(2, 20) + 2
+    model = AutoModelForCausalLM.from_pretrained(saved / "model")  # whole, from shards
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss.item(), losses[0][0])
+
+
+def test_a_sharded_adapter_is_saved_without_its_base(tmp_path: Path) -> None:
+    losses = run_distributed(save_and_go_on, 2, str(tmp_path), True)
+    assert run_distributed(load_and_go_on, 2, str(tmp_path), True) == losses
+    folder = tmp_path / "checkpoints" / "step_000002" / "model"
+    set_seed(0)
+    base = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA))
+    model = PeftModel.from_pretrained(base, str(folder))
+    ids = torch.arange(40).view(2, 20) + 2
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss.item(), losses[0][0])
+    kept = FileSystemReader(folder.parent / "state").read_metadata().state_dict_metadata
+    assert all("lora_" in name for name in kept if name.startswith("model."))
