@@ -1,0 +1,214 @@
+"""Patching binds one model, refuses what it can't do before changing anything, and comes off."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import Tensor
+
+from longctx_patch import (
+    LongContextConfig,
+    SequenceShardCollator,
+    UnsupportedModelError,
+    patch,
+)
+from longctx_patch.hf import check_model_config
+from tests.harness import run_distributed
+from tests.hf.tiny import FAMILIES, tiny_config, tiny_model, token_rows
+
+ALONE = LongContextConfig()
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    decoder = model.get_decoder()
+    return (
+        model.config._attn_implementation,
+        vars(model).get("_loss_function"),
+        len(decoder._forward_pre_hooks),
+        model.config.to_dict(),
+    )
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unpatch_restores_the_model(family: str, implementation: str) -> None:
+    model = tiny_model(family, attn_implementation=implementation)
+    before = state_of(model)
+    handle = patch(model, ALONE)
+    assert state_of(model) != before
+    handle.unpatch()
+    assert state_of(model) == before
+    with pytest.raises(ValueError, match="unpatched already"):
+        handle.unpatch()
+
+
+def test_patching_twice_is_refused_and_again_after_unpatch_works() -> None:
+    model = tiny_model()
+    handle = patch(model, ALONE)
+    with pytest.raises(ValueError, match=r"patched already: call unpatch\(\)"):
+        patch(model, ALONE)
+    handle.unpatch()
+    patch(model, ALONE).unpatch()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_generate_is_the_stock_path(implementation: str) -> None:
+    """Left padding included: without our mask function transformers would drop the padding mask."""
+    ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+
+    def generate(model: Any) -> Tensor:
+        model.eval()
+        return model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
+
+    model = tiny_model(attn_implementation=implementation)
+    wanted = generate(model)
+    patch(model, ALONE)
+    assert torch.equal(generate(model), wanted)
+
+
+def test_a_config_saved_from_a_patched_model_has_no_trace(tmp_path: Any) -> None:
+    model = tiny_model()
+    patch(model, ALONE)
+    model.save_pretrained(tmp_path)
+    assert "longctx" not in (tmp_path / "config.json").read_text()
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("mistral", {"sliding_window": 8}, r"sliding_window=8 on every layer.*sliding_window=None"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        r"1 of 2 layers are sliding_attention \(the first: 1\)",
+    ),
+    ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+    ("llama", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),
+    ("llama", {"attention_sinks": 4}, r"attention sinks \(4\)"),
+    ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0.1.*attention_dropout=0.0"),
+    ("gpt2", {}, r"'gpt2' is not supported: longctx-patch supports llama, mistral"),
+    ("gemma2", {}, r"'gemma2' is not supported"),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "message"), REFUSED)
+def test_unsupported_configs_are_refused(
+    family: str, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_model_config(tiny_config(family, **overrides), ALONE)
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    config = tiny_config("mistral", sliding_window=8, attention_dropout=0.5)
+    with pytest.raises(UnsupportedModelError, match=r"(?s)sliding_window=8.*attention_dropout=0.5"):
+        check_model_config(config, LongContextConfig())
+
+
+def test_more_ulysses_ranks_than_heads_are_refused() -> None:
+    config = LongContextConfig(ulysses_degree=8)
+    with pytest.raises(UnsupportedModelError, match="ulysses_degree=8 exceeds its 4 query heads"):
+        check_model_config(tiny_config("llama"), config)
+
+
+def test_a_refused_model_is_unchanged() -> None:
+    for model, config in (
+        (tiny_model("mistral", sliding_window=8), ALONE),
+        (tiny_model(), LongContextConfig(ring_degree=2)),
+        (tiny_model(), LongContextConfig(kernel="magic")),
+    ):
+        before = state_of(model)
+        with pytest.raises(ValueError):  # noqa: PT011 - each has its own test of the message
+            patch(model, config)
+        assert state_of(model) == before
+
+
+def test_a_world_of_another_size_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"1 process\(es\) were started.*Start 2 processes"):
+        patch(tiny_model(), LongContextConfig(ring_degree=2))
+
+
+def test_prompt_tuning_is_refused_and_lora_is_not() -> None:
+    prompted = get_peft_model(
+        tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
+    with pytest.raises(UnsupportedModelError, match="virtual tokens.*Use LoRA"):
+        patch(prompted, ALONE)
+    patch(get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])), ALONE)
+
+
+def test_dropout_that_only_the_modules_have_is_refused() -> None:
+    model = tiny_model(attention_dropout=0.1)
+    model.config.attention_dropout = 0.0  # too late: the modules copied it when they were made
+    with pytest.raises(UnsupportedModelError, match="attention_dropout=0.1"):
+        patch(model, ALONE)
+
+
+def test_only_transformers_models() -> None:
+    with pytest.raises(ValueError, match="Linear is not a transformers model"):
+        patch(torch.nn.Linear(2, 2), ALONE)
+
+
+def check_bad_batches(rank: int) -> list[str]:
+    """Every refusal happens on every rank, and before anything is sent."""
+    model = tiny_model()
+    config = LongContextConfig(ring_degree=2)
+    handle = patch(model, config)
+    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    good = collate(token_rows(16))
+    other_rows = collate(token_rows(16, seed=rank))
+    longer = collate(token_rows(16 + 4 * rank))
+    local_positions = torch.arange(8).expand(2, -1)
+    bad: list[tuple[dict[str, Any], str]] = [
+        (other_rows, "must hold shards of the same batch"),
+        (longer, r"rank 1: 10 of 20 tokens"),
+        ({"input_ids": good["input_ids"]}, "the training batch has no longctx_shard"),
+        (good | {"position_ids": local_positions + 100}, "this rank's tokens have the global"),
+        (good | {"attention_mask": torch.zeros(2, 8)}, "pass no mask"),
+        (good | {"cu_seq_lens_q": torch.tensor([0, 8])}, r"layer 0: got cu_seq_lens_q=tensor \[2\]"),
+        (good | {"output_attentions": True}, "got output_attentions=True"),
+        ({k: v for k, v in good.items() if k != "shift_labels"}, "no shift_labels"),
+    ]
+    messages = []
+    for batch, message in bad:
+        handle.counters.reset()
+        with pytest.raises(ValueError, match=message) as caught:
+            model(**batch)
+        if "shift_labels" not in message:  # the loss comes after attention
+            assert handle.counters.messages == 0
+        messages.append(str(caught.value))
+    mixed = collate(token_rows(16))
+    model.train(rank == 0)
+    with pytest.raises(ValueError, match="evaluating"):
+        model(**mixed)
+    model.train()
+    model(**good).loss.backward()  # still works
+    return messages
+
+
+def test_bad_batches_are_refused_before_anything_is_sent() -> None:
+    for first, second in zip(*run_distributed(check_bad_batches, 2), strict=True):
+        assert first
+        assert second
+
+
+def check_two_models(rank: int) -> None:
+    """Two models in one process, patched differently; and the first unpatched under the second."""
+    first, second = tiny_model(), tiny_model("qwen2")
+    ring = patch(first, LongContextConfig(ring_degree=2))
+    ulysses = patch(second, LongContextConfig(ulysses_degree=2))
+    for model, handle in ((first, ring), (second, ulysses)):
+        collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
+        model(**collate(token_rows(16))).loss.backward()
+    # forward and backward of two layers: a ring of two sends 1 + 2, an all-to-all 2 + 2 messages
+    assert (ring.counters.messages, ulysses.counters.messages) == (6, 8)
+    ring.unpatch()
+    ids = torch.tensor([token_rows(16)[0]["input_ids"]])
+    first(input_ids=ids, labels=ids).loss.backward()
+    assert (ring.counters.messages, ulysses.counters.messages) == (6, 8)
+
+
+def test_two_models_in_one_process() -> None:
+    run_distributed(check_two_models, 2)

@@ -1,0 +1,95 @@
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx_patch.transport import (
+    Message,
+    Packet,
+    ProcessGroupTransport,
+    TensorSpec,
+    Transport,
+    VirtualTransport,
+    run_virtual_ranks,
+)
+from tests.harness import run_distributed
+
+
+def exercise(transport: Transport) -> None:
+    """A ring exchange in two messages a link, an uneven all-to-all, and numbers."""
+    rank, num_ranks = transport.group_rank, transport.num_ranks
+    after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+    sends = [torch.full((4,), 10 * rank + i, dtype=torch.uint8) for i in range(2)]
+    receives = [torch.empty(4, dtype=torch.uint8) for _ in range(2)]
+    transport.exchange(
+        [Message(after, x) for x in sends], [Message(before, x) for x in receives]
+    ).wait()
+    assert [x[0].item() for x in receives] == [10 * before, 10 * before + 1]
+
+    sizes = [(rank + other) % 3 for other in range(num_ranks)]
+    sent = torch.cat(
+        [torch.full((n,), 10 * rank + to, dtype=torch.uint8) for to, n in enumerate(sizes)]
+    )
+    received = torch.empty(sum(sizes), dtype=torch.uint8)
+    transport.all_to_all(sent, sizes, received, sizes)
+    wanted = [10 * source + rank for source, n in enumerate(sizes) for _ in range(n)]
+    assert received.tolist() == wanted
+
+    others = [n for other, n in enumerate(sizes) if other != rank and n]
+    assert transport.counters.messages == 2 + len(others)
+    assert transport.counters.bytes == 8 + sum(others)
+    assert transport.all_gather_numbers([rank, 7]) == [(r, 7) for r in range(num_ranks)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_virtual_ranks(num_ranks: int) -> None:
+    run_virtual_ranks(num_ranks, exercise)
+
+
+def check_process_group(rank: int) -> None:
+    assert dist.group.WORLD is not None
+    exercise(ProcessGroupTransport(dist.group.WORLD, torch.device("cpu")))
+
+
+def test_processes() -> None:
+    run_distributed(check_process_group, 3)
+
+
+def test_a_virtual_rank_that_fails_names_itself() -> None:
+    def run(transport: VirtualTransport) -> None:
+        if transport.group_rank == 1:
+            raise ValueError("on purpose")
+
+    with pytest.raises(RuntimeError, match="virtual rank 1 failed: on purpose"):
+        run_virtual_ranks(2, run)
+
+
+def test_a_virtual_rank_that_waits_in_vain_gives_up() -> None:
+    def run(transport: VirtualTransport) -> None:
+        if transport.group_rank == 0:
+            empty = torch.empty(1, dtype=torch.uint8)
+            transport.exchange([], [Message(1, empty)]).wait()
+
+    with pytest.raises(RuntimeError, match=r"virtual rank 0 waited 0.2 s for rank 1"):
+        run_virtual_ranks(2, run, timeout_s=0.2)
+
+
+def test_packets_are_views_of_one_buffer() -> None:
+    packet = Packet.empty(
+        [TensorSpec((2, 3), torch.float32), TensorSpec((5,), torch.bfloat16)], torch.device("cpu")
+    )
+    packet.tensors[0].fill_(1.0)
+    packet.tensors[1].fill_(2.0)
+    assert packet.buffer.numel() == 24 + 10
+    assert packet.buffer[:24].view(torch.float32).tolist() == [1.0] * 6
+
+
+def hang_forever(rank: int) -> None:
+    time.sleep(1000)
+
+
+def test_the_harness_ends_a_hang_and_shows_each_rank() -> None:
+    with pytest.raises(AssertionError, match=r"time limit of 8.0 s passed"):
+        run_distributed(hang_forever, 2, timeout_s=8.0)
+
