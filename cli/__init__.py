@@ -1,1 +1,1 @@
-"""The command line `longctx`; what it does lives in longctx_patch, so that scripts can do it too."""
+"""The command line `longctx`. What it does lives in longctx_patch, for scripts to use too."""

@@ -1,0 +1,105 @@
+"""What is verified, and what came out."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from longctx_patch.config import CheckpointPolicy, LayoutName, LongContextConfig
+
+TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
+"""Largest relative error of loss, logits and gradients, by dtype."""
+
+
+def all_configs(
+    num_ranks: int,
+    *,
+    layouts: tuple[LayoutName, ...] = get_args(LayoutName),
+    checkpoint: CheckpointPolicy = "none",
+    max_ulysses: int | None = None,
+) -> list[LongContextConfig]:
+    """Every way to cut a sequence over `num_ranks` ranks, with Ulysses up to `max_ulysses`."""
+    degrees = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
+    return [
+        LongContextConfig(
+            ulysses_degree=ulysses,
+            ring_degree=num_ranks // ulysses,
+            layout=layout,
+            checkpoint=checkpoint,
+        )
+        for ulysses in degrees
+        if max_ulysses is None or ulysses <= max_ulysses
+        for layout in layouts
+    ]
+
+
+def plan_name(config: LongContextConfig) -> str:
+    """What a config runs, in one word or two."""
+    ring = {"contiguous": "ring", "zigzag": "zigzag"}[config.layout]
+    if config.sequence_degree == 1:
+        return "single"
+    if config.ring_degree == 1:
+        return "ulysses"
+    return ring if config.ulysses_degree == 1 else f"ulysses+{ring}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """One config against one unpatched process. Errors are relative; traffic is of all ranks."""
+
+    plan: str
+    ulysses: int
+    ring: int
+    layout: str
+    checkpoint: str
+    loss_rel_err: float
+    logits_rel_err: float
+    grad_rel_err: float
+    """Of the parameter whose gradient is worst."""
+    worst_parameter: str
+    grad_norm_rel_err: float
+    messages: int
+    bytes: int
+    predicted_messages: int
+    predicted_bytes: int
+    traffic_as_predicted: bool
+    """On every rank, not only in the sum."""
+    ok: bool
+
+    @property
+    def worst_rel_err(self) -> float:
+        """The largest of the four errors; NaN if one is."""
+        errors = [
+            self.loss_rel_err,
+            self.logits_rel_err,
+            self.grad_rel_err,
+            self.grad_norm_rel_err,
+        ]
+        return math.nan if any(math.isnan(error) for error in errors) else max(errors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """The results of all cases."""
+
+    model_type: str
+    num_ranks: int
+    dtype: str
+    seq_len: int
+    tolerance: float
+    cases: tuple[CaseResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.cases) and all(case.ok for case in self.cases)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; an error that is not a finite number becomes None."""
+        values = {"ok": self.ok, **asdict(self)}
+        values["cases"] = [
+            {
+                name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in case.items()
+            }
+            for case in values["cases"]
+        ]
+        return values

@@ -1,0 +1,132 @@
+"""Run a function on several gloo processes of this machine, with a hard time limit."""
+
+import faulthandler
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+GRACE_S = 1.0
+"""After one rank failed, the time that its waiting peers get to write their own traces."""
+
+
+class ProcessesFailedError(RuntimeError):
+    """A rank raised or the time limit passed; the text holds each rank's trace."""
+
+
+def run_processes(
+    function: Callable[..., Any], num_processes: int, *args: Any, timeout_s: float
+) -> list[Any]:
+    """Results of `function(rank, *args)` by rank.
+
+    `function` is at module level and runs with torch.distributed (gloo, loopback) initialised and
+    one thread; its arguments and result are pickled. What it prints goes to stderr.
+
+    Raises:
+        ProcessesFailedError: all processes are killed then.
+
+    Example:
+        >>> run_processes(pow, 2, 3, timeout_s=60)  # doctest: +SKIP
+        [0, 1]
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        context = mp.get_context("spawn")
+        job = (function, num_processes, free_port(), folder, args, timeout_s)
+        processes = [
+            context.Process(target=_run_rank, args=(rank, *job), daemon=True)
+            for rank in range(num_processes)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            timed_out = _wait(processes, timeout_s)
+        finally:  # also when interrupted
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+        outcomes = [_outcome(folder, rank) for rank in range(num_processes)]
+    failures = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(outcomes) if text]
+    if failures:
+        limit = f"the time limit of {timeout_s:g} s passed\n" if timed_out else ""
+        raise ProcessesFailedError(limit + "\n".join(failures))
+    return [result for result, _ in outcomes]
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(processes: list[Any], timeout_s: float) -> bool:
+    """Wait until all have ended, one has failed or the limit has passed; True if it passed."""
+    deadline = time.monotonic() + timeout_s
+    while any(process.is_alive() for process in processes):
+        if any(process.exitcode not in (None, 0) for process in processes):
+            time.sleep(GRACE_S)
+            return False
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _outcome(folder: Path, rank: int) -> tuple[Any, str]:
+    """(result, "") or (None, why there is none)."""
+    result, error, stack = (folder / f"{rank}.{kind}" for kind in ("result", "error", "stack"))
+    if result.exists():
+        return pickle.loads(result.read_bytes()), ""
+    if error.exists():
+        return None, error.read_text()
+    trace = stack.read_text() if stack.exists() else ""
+    return None, f"was killed without a result; {trace or 'no trace was written.'}"
+
+
+def _run_rank(
+    rank: int,
+    function: Callable[..., Any],
+    num_processes: int,
+    port: int,
+    folder: Path,
+    args: tuple[Any, ...],
+    timeout_s: float,
+) -> None:
+    os.dup2(2, 1)  # stdout belongs to the parent, who may be writing JSON to it
+    torch.set_num_threads(1)
+    stack = (folder / f"{rank}.stack").open("w")
+    faulthandler.dump_traceback_later(timeout_s * 0.9, file=stack)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{port}",
+            rank=rank,
+            world_size=num_processes,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        result = pickle.dumps(function(rank, *args))
+        dist.barrier()
+        _write(folder / f"{rank}.result", result)
+        dist.destroy_process_group()
+    except BaseException:
+        _write(folder / f"{rank}.error", traceback.format_exc().encode())
+        raise SystemExit(1) from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all: the process may be killed at any time."""
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    part.rename(path)

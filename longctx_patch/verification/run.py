@@ -1,0 +1,298 @@
+"""Compare patched processes with one that is not patched.
+
+The calling process runs the small model with stock attention once; then one set of processes runs
+every case from the same weights and rows, through the public patch, collator and loss.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.data import SHARD_KEY, SequenceShardCollator
+from longctx_patch.hf import PatchHandle, check_model_config, patch
+from longctx_patch.loss import IGNORE_INDEX
+from longctx_patch.operator import AttentionCall
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, plan_name
+from longctx_patch.verification.processes import run_processes
+from longctx_patch.verification.shrink import build_small_model, shrink_config
+
+SEQ_LEN = 127
+"""Prime, so that no degree divides it."""
+
+Rows = list[dict[str, list[int]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What one unpatched process computes. Gradients and logits in the model's dtype."""
+
+    loss: float
+    logits_BLV: Tensor
+    grads: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """What a rank reports of a case; errors are the same on every rank."""
+
+    loss_rel_err: float
+    logits_rel_err: float
+    grad_rel_err: float
+    worst_parameter: str
+    grad_norm_rel_err: float
+    sent: Traffic
+    predicted: Traffic
+
+
+def verify(
+    model_config: Any,
+    configs: Sequence[LongContextConfig],
+    *,
+    dtype: str = "float32",
+    seq_len: int = SEQ_LEN,
+    timeout_s: float = 300.0,
+) -> Report:
+    """Train one step of a shrunken model under each config and compare it with one process.
+
+    Args:
+        model_config: transformers config of the model; nothing else of it is needed.
+        configs: what to verify, all of one `sequence_degree`, which is the number of processes.
+            Kernels for GPUs are replaced by the CPU's.
+        dtype: float32 or float64, which decides the tolerance.
+        seq_len: tokens of the longer of the two rows.
+        timeout_s: hard limit, after which all processes are killed.
+
+    Raises:
+        UnsupportedModelError, ValueError: for what can't be patched, before anything is started.
+        ProcessesFailedError: with each rank's trace.
+
+    Example:
+        >>> report = verify(LlamaConfig(), all_configs(2))  # doctest: +SKIP
+        >>> report.ok
+        True
+    """
+    num_ranks = _check(model_config, configs, dtype, seq_len)
+    small = shrink_config(model_config)
+    rows = make_rows(small.vocab_size, seq_len)
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "reference.pt"
+        torch.save(vars(compute_reference(small, rows, dtype)), file)
+        by_rank = run_processes(
+            run_rank, num_ranks, small, list(configs), rows, dtype, file, timeout_s=timeout_s
+        )
+    cases = [
+        _case_result(config, [results[i] for results in by_rank], TOLERANCES[dtype])
+        for i, config in enumerate(configs)
+    ]
+    return Report(
+        model_type=model_config.model_type,
+        num_ranks=num_ranks,
+        dtype=dtype,
+        seq_len=seq_len,
+        tolerance=TOLERANCES[dtype],
+        cases=tuple(cases),
+    )
+
+
+def _check(
+    model_config: Any, configs: Sequence[LongContextConfig], dtype: str, seq_len: int
+) -> int:
+    """Refuse what can't be verified; return the number of processes."""
+    if dtype not in TOLERANCES:
+        raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(TOLERANCES)}.")
+    if seq_len < 3:
+        raise ValueError(f"seq_len={seq_len}: it must be 3 or more, so that a label can be cut.")
+    degrees = {config.sequence_degree for config in configs}
+    if len(degrees) != 1:
+        raise ValueError(
+            f"configs over {sorted(degrees)} ranks: one set of processes runs them all, so there "
+            "must be one or more, of one sequence_degree. Verify each degree by itself."
+        )
+    for config in configs:
+        check_model_config(model_config, config)
+    return degrees.pop()
+
+
+def make_rows(vocab_size: int, seq_len: int) -> Rows:
+    """Two rows of random tokens: one without loss in its first part, as after a long prompt (so
+    some ranks hold no label of it), and a shorter one, which gets padded."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(vocab_size, (2, seq_len), generator=generator).tolist()
+    prompt = seq_len * 2 // 5
+    first = {"input_ids": tokens[0], "labels": [IGNORE_INDEX] * prompt + tokens[0][prompt:]}
+    return [first, {"input_ids": tokens[1][: max(2, seq_len * 3 // 4)]}]
+
+
+def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
+    """One step of the unpatched model over whole rows, with the loss written out."""
+    model = build_small_model(small_config, getattr(torch, dtype))
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def padded(key: str, fill: int) -> Tensor:
+        values = [row.get(key, row["input_ids"]) for row in rows]
+        return torch.tensor([row + [fill] * (length - len(row)) for row in values])
+
+    logits = model(input_ids=padded("input_ids", 0), use_cache=False).logits
+    labels = padded("labels", IGNORE_INDEX)
+    loss = F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX
+    )
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Reference(loss=loss.item(), logits_BLV=logits.detach(), grads=grads)
+
+
+def run_rank(
+    rank: int,
+    small_config: Any,
+    configs: Sequence[LongContextConfig],
+    rows: Rows,
+    dtype: str,
+    reference_file: Path,
+) -> list[RankResult]:
+    """All cases, in one process of the group."""
+    del rank  # torch.distributed knows it
+    reference = Reference(**torch.load(reference_file))
+    return [_run_case(small_config, config, rows, dtype, reference) for config in configs]
+
+
+def _run_case(
+    small_config: Any, config: LongContextConfig, rows: Rows, dtype: str, reference: Reference
+) -> RankResult:
+    model = build_small_model(small_config, getattr(torch, dtype))
+    handle = patch(model, _on_cpu(config))
+    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
+    batch = collate(rows)
+    num_tokens = int(batch[SHARD_KEY][0, 0])
+    out = model(**batch)
+    out.loss.backward()
+    sent = Traffic(handle.counters.messages, handle.counters.bytes)
+    grads = {name: _mean_over_ranks(p.grad) for name, p in model.named_parameters()}
+    worst, grad_error = _worst_gradient(grads, reference.grads)
+    norm, wanted_norm = _norm(grads), _norm(reference.grads)
+    return RankResult(
+        loss_rel_err=abs(_mean_over_ranks(out.loss).item() / reference.loss - 1),
+        logits_rel_err=_logits_error(handle, num_tokens, out.logits.detach(), rows, reference),
+        grad_rel_err=grad_error,
+        worst_parameter=worst,
+        grad_norm_rel_err=abs(norm / wanted_norm - 1),
+        sent=sent,
+        predicted=_predicted(handle, num_tokens, len(rows), out.logits.itemsize),
+    )
+
+
+def _on_cpu(config: LongContextConfig) -> LongContextConfig:
+    """The same without a kernel that only a GPU has."""
+    return LongContextConfig(
+        ulysses_degree=config.ulysses_degree,
+        ring_degree=config.ring_degree,
+        layout=config.layout,
+        plan=config.plan,
+        kernel="reference" if config.kernel == "reference" else "auto",
+        checkpoint=config.checkpoint,
+    )
+
+
+def _mean_over_ranks(value: Tensor | None) -> Tensor:
+    """What DDP makes of a gradient."""
+    assert value is not None
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def _logits_error(
+    handle: PatchHandle, num_tokens: int, logits_BLV: Tensor, rows: Rows, reference: Reference
+) -> float:
+    """Of the whole sequence, put together from all ranks; padding is left out."""
+    shards = [torch.empty_like(logits_BLV) for _ in range(handle.group.num_ranks)]
+    dist.all_gather(shards, logits_BLV.contiguous())
+    whole = handle.group.layout(num_tokens).unshard(shards, 1)
+    actual, expected = (
+        torch.cat([logits[i, : len(row["input_ids"])] for i, row in enumerate(rows)])
+        for logits in (whole, reference.logits_BLV)
+    )
+    return relative_error(actual, expected)
+
+
+def _worst_gradient(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
+    """(parameter, relative error) of the worst one; NaN counts as worst."""
+    errors = {name: relative_error(grads[name], expected[name]) for name in expected}
+    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
+    return worst, errors[worst]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference over the largest expected value, in float64."""
+    difference = (actual.double() - expected.double()).abs().max()
+    return float(difference / expected.double().abs().max())
+
+
+def _norm(grads: dict[str, Tensor]) -> float:
+    return float(torch.stack([grad.double().norm() for grad in grads.values()]).norm())
+
+
+def _predicted(handle: PatchHandle, num_tokens: int, batch: int, itemsize: int) -> Traffic:
+    """What this rank sends in one step over all layers, from the plans alone."""
+    model_config, policy = handle.model.config, handle.config.checkpoint
+    call = AttentionCall(
+        handle.group,
+        num_tokens,
+        1.0,
+        model_config.num_attention_heads,
+        model_config.num_key_value_heads,
+    )
+    traffic = call.predicted_traffic(batch, model_config.head_dim, itemsize)
+    layer = (
+        traffic.forward
+        + {
+            "none": traffic.backward,
+            "full": traffic.forward + traffic.backward,
+            "attention": traffic.backward_after_replay,
+        }[policy]
+    )
+    layers = model_config.num_hidden_layers
+    return Traffic(layers * layer.messages, layers * layer.bytes)
+
+
+def _case_result(
+    config: LongContextConfig, ranks: Sequence[RankResult], tolerance: float
+) -> CaseResult:
+    sent = sum((rank.sent for rank in ranks), Traffic())
+    predicted = sum((rank.predicted for rank in ranks), Traffic())
+    as_predicted = all(rank.sent == rank.predicted for rank in ranks)
+    first = ranks[0]
+    errors = (
+        first.loss_rel_err,
+        first.logits_rel_err,
+        first.grad_rel_err,
+        first.grad_norm_rel_err,
+    )
+    return CaseResult(
+        plan=plan_name(config),
+        ulysses=config.ulysses_degree,
+        ring=config.ring_degree,
+        layout=config.layout,
+        checkpoint=config.checkpoint,
+        loss_rel_err=first.loss_rel_err,
+        logits_rel_err=first.logits_rel_err,
+        grad_rel_err=first.grad_rel_err,
+        worst_parameter=first.worst_parameter,
+        grad_norm_rel_err=first.grad_norm_rel_err,
+        messages=sent.messages,
+        bytes=sent.bytes,
+        predicted_messages=predicted.messages,
+        predicted_bytes=predicted.bytes,
+        traffic_as_predicted=as_predicted,
+        # A NaN is not within any tolerance.
+        ok=as_predicted and all(error <= tolerance for error in errors),
+    )
