@@ -1,4 +1,4 @@
-"""Sums of partial results in float32 or wider, so that each contribution is rounded once at most."""
+"""Sums of partial results in float32 or wider: each contribution is rounded once at most."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 class SoftmaxMerge:
     """Merges attention over several key blocks by their log-sum-exp (FlashAttention, section 3.1).
 
-    A row without any key has lse -inf; where both sides are, the difference is NaN and the weight 0.
-    A first part that covers all rows is adopted as it is, so a single block stays bitwise what the
-    kernel returned.
+    A row without any key has lse -inf; where both sides have, the difference is NaN and the weight
+    0. A first part that covers all rows is adopted as it is, so a single block stays bitwise what
+    the kernel returned.
     """
 
     def __init__(self, q_BLHD: Tensor) -> None:

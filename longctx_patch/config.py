@@ -19,7 +19,7 @@ class LongContextConfig:
     """How a sequence is cut over a group of ranks and how attention crosses the cuts."""
 
     ulysses_degree: int = 1
-    """Ranks that exchange heads for tokens (DeepSpeed-Ulysses); consecutive ranks, best inside a node."""
+    """Ranks that exchange heads for tokens (DeepSpeed-Ulysses): consecutive ones, in a node."""
 
     ring_degree: int = 1
     """Ranks (or groups of Ulysses ranks) that pass key-value blocks to each other."""

@@ -144,8 +144,11 @@ def _fix(degree: int, world_size: int) -> str:
     if world_size == 1:
         return (
             f"Start {degree} processes, e.g. `torchrun --nproc_per_node {degree} script.py`, and "
-            "initialise torch.distributed (Accelerator() does) before patching. `accelerate launch` "
-            "starts one process only for distributed_type: MULTI_CPU; use MULTI_GPU with "
-            "use_cpu: false, also on machines without a GPU."
+            "initialise torch.distributed (Accelerator() does) before patching. "
+            "`accelerate launch` starts one process only for distributed_type: MULTI_CPU; use "
+            "MULTI_GPU with use_cpu: false, also on machines without a GPU."
         )
-    return f"Start a multiple of {degree} processes, or choose degrees whose product divides {world_size}."
+    return (
+        f"Start a multiple of {degree} processes, or choose degrees whose product divides "
+        f"{world_size}."
+    )

@@ -19,7 +19,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.executor import Executor
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.kernels import KernelRequest, choose_kernel
-from longctx_patch.layout import Layout, make_layout
+from longctx_patch.layout import make_layout
 from longctx_patch.masks import CausalMask
 from longctx_patch.plans import (
     AttentionShape,
@@ -162,9 +162,7 @@ class AttentionCall:
         per_head = batch * head_dim * itemsize_bytes
 
         def to_heads(*heads: Heads) -> Traffic:
-            return to_heads_traffic(
-                split, heads, rank, tokens=sizes[rank], bytes_per_head=per_head
-            )
+            return to_heads_traffic(split, heads, rank, tokens=sizes[rank], bytes_per_head=per_head)
 
         def to_tokens(*heads: Heads) -> Traffic:
             return to_tokens_traffic(split, heads, rank, sizes=sizes, bytes_per_head=per_head)
@@ -280,7 +278,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     )
     if not fits:
         described = ", ".join(
-            f"{name} {list(t.shape)} {t.dtype} on {t.device}" for name, t in zip("qkv", (q, k, v))
+            f"{name} {list(t.shape)} {t.dtype} on {t.device}"
+            for name, t in zip("qkv", (q, k, v), strict=True)
         )
         raise ValueError(
             f"{described}: expected q [B, L, H, D] and k, v [B, L, G, D] with H a multiple of G, "

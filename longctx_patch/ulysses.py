@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ class Resharder:
 
 def _join_heads(parts: Sequence[Tensor], heads: Sequence[Interval]) -> Tensor:
     """Put each rank's heads in place; add up in float32 where ranks overlap."""
-    if all(a.stop == b.start for a, b in zip(heads, heads[1:], strict=False)):
+    if all(a.stop == b.start for a, b in pairwise(heads)):
         return torch.cat(list(parts), 2)
     batch, rows, _, dim = parts[0].shape
     shape = (batch, rows, heads[-1].stop, dim)

@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes of this machine, with a hard time limit.
+"""Run a function on several processes of this machine, with a hard time limit.
 
     results = run_distributed(check_something, 4, "argument")
 
@@ -24,15 +24,20 @@ import torch.multiprocessing as mp
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Results of `function(rank, *args)` by rank."""
+    """Results of `function(rank, *args)` by rank; with NCCL each rank has the GPU of its number."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         port = free_port()
         processes = [
             context.Process(
-                target=_run_rank, args=(function, rank, world_size, port, folder, args, timeout_s)
+                target=_run_rank,
+                args=(function, rank, world_size, port, folder, args, timeout_s, backend),
             )
             for rank in range(world_size)
         ]
@@ -90,13 +95,16 @@ def _run_rank(
     folder: str,
     args: tuple[Any, ...],
     timeout_s: float,
+    backend: str,
 ) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     stack = (Path(folder) / f"{rank}.stack").open("w")
     faulthandler.dump_traceback_later(timeout_s * 0.9, file=stack)
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=world_size,

@@ -12,7 +12,7 @@ def dense_attention(
     groups = q.shape[2] // k.shape[2]
     keys, values = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     scores = torch.einsum("blhd,bmhd->bhlm", q, keys) / q.shape[-1] ** 0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     scores = scores.masked_fill(later, -torch.inf)
     lse = torch.logsumexp(scores, -1)
     out = torch.einsum("bhlm,bmhd->blhd", scores.softmax(-1), values)

@@ -56,8 +56,9 @@ class SequenceShardCollator:
     ) -> None:
         if not 0 <= group_rank < config.sequence_degree:
             raise ValueError(
-                f"group_rank={group_rank}: ulysses_degree x ring_degree = {config.sequence_degree}, "
-                f"so it lies in 0..{config.sequence_degree - 1}. Use world_place(config).group_rank."
+                f"group_rank={group_rank}: ulysses_degree x ring_degree = "
+                f"{config.sequence_degree}, so it lies in 0..{config.sequence_degree - 1}. "
+                "Use world_place(config).group_rank."
             )
         self.config = config
         self.group_rank = group_rank

@@ -54,7 +54,9 @@ def check_modules(model: nn.Module, attention_modules: list[nn.Module]) -> None:
         if (dropout := getattr(module, "attention_dropout", 0.0)) > 0:
             raise UnsupportedModelError(_dropout_reason(dropout))
         if getattr(module, "sinks", None) is not None:
-            raise UnsupportedModelError(f"{type(module).__name__} has attention sinks: not covered.")
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has attention sinks: not covered."
+            )
 
 
 def _window(model_config: Any, config: LongContextConfig) -> str | None:

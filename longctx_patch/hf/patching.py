@@ -101,8 +101,8 @@ def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig) -
         )
     if stock not in transformers_api.NAME_OVER_STOCK:
         raise ValueError(
-            f"attn_implementation={stock!r}: outside sharded calls the model keeps its own attention, "
-            f"which must be one of {', '.join(transformers_api.NAME_OVER_STOCK)}. "
+            f"attn_implementation={stock!r}: outside sharded calls the model keeps its own "
+            f"attention, which must be one of {', '.join(transformers_api.NAME_OVER_STOCK)}. "
             "Call model.set_attn_implementation('sdpa') first."
         )
     if config.kernel not in ("auto", *available()):
@@ -247,6 +247,7 @@ def _check_positions(group: SequenceGroup, num_tokens: int, kwargs: dict[str, An
         kwargs["position_ids"] = wanted.to(tokens.device).expand(tokens.shape[0], -1)
     elif given.ndim != 2 or not torch.equal(given, wanted.expand_as(given)):
         raise ValueError(
-            f"position_ids start {given.flatten()[:4].tolist()}..., but this rank's tokens have the "
-            f"global positions {wanted[0, :4].tolist()}.... Pass the collator's position_ids, or none."
+            f"position_ids start {given.flatten()[:4].tolist()}, but this rank's tokens have the "
+            f"global positions {wanted[0, :4].tolist()} and so on. Pass the collator's "
+            "position_ids, or none."
         )

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.operator import AttentionCall
 from longctx_patch.groups import SequenceGroup
+from longctx_patch.operator import AttentionCall
 
 # What transformers hands to every attention function and causal attention has no use for.
 _HARMLESS = frozenset(

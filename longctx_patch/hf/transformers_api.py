@@ -50,7 +50,7 @@ def check_version() -> None:
 
 def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers model itself, also from inside a PEFT wrapper."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(base, PreTrainedModel):
         raise ValueError(
             f"{type(base).__name__} is not a transformers model: patch the model that "
@@ -119,7 +119,7 @@ def checkpoint_layers(
     model: PreTrainedModel, context_fn: Callable[[], Any] | None
 ) -> Callable[[], None]:
     """Checkpoint every decoder layer; return a function that restores what was there before."""
-    options = {} if context_fn is None else {"context_fn": context_fn}
+    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
     function = functools.partial(checkpoint, use_reentrant=False, **options)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     keys = ("gradient_checkpointing", "_gradient_checkpointing_func")

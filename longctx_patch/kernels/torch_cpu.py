@@ -1,4 +1,4 @@
-"""torch's flash attention on the CPU. It takes GQA as it is and a merged out and lse in backward."""
+"""torch's flash attention on the CPU. It takes GQA as it is, and a merged out and lse."""
 
 import torch
 from torch import Tensor

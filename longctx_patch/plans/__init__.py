@@ -2,7 +2,16 @@
 
 from longctx_patch.plans.ring import ring_backward, ring_forward
 from longctx_patch.plans.traffic import AttentionShape, plan_traffic
-from longctx_patch.plans.types import Block, Direction, Operand, Plan, RankStep, Step, Transfer, Work
+from longctx_patch.plans.types import (
+    Block,
+    Direction,
+    Operand,
+    Plan,
+    RankStep,
+    Step,
+    Transfer,
+    Work,
+)
 from longctx_patch.plans.verify import PlanError, PlanReport, verify_plan
 
 __all__ = [

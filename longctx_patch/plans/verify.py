@@ -162,7 +162,9 @@ class _Walk:
             if transfer.source not in ranks or transfer.destination not in ranks:
                 self.complaints.append(f"transfer: step {number}: no such rank: {transfer}")
             if transfer.source == transfer.destination:
-                self.complaints.append(f"transfer: step {number}: a rank sends to itself: {transfer}")
+                self.complaints.append(
+                    f"transfer: step {number}: a rank sends to itself: {transfer}"
+                )
             if not 0 < transfer.block.rows.size <= self.plan.layout.sizes[transfer.block.owner]:
                 self.complaints.append(f"transfer: step {number}: no such rows: {transfer}")
 
@@ -190,18 +192,13 @@ class _Walk:
         return reads
 
     def _check_overwrites(self, number: int, step: Step, reads: set[tuple[int, int]]) -> None:
-        writes = Counter(
-            (t.destination, t.buffer) for t in step.transfers if t.buffer is not None
-        )
+        writes = Counter((t.destination, t.buffer) for t in step.transfers if t.buffer is not None)
         for (rank, buffer), count in writes.items():
+            where = f"buffer: step {number}: rank {rank}"
             if (rank, buffer) in reads:
-                self.complaints.append(
-                    f"buffer: step {number}: rank {rank} overwrites buffer {buffer} while reading it"
-                )
+                self.complaints.append(f"{where} overwrites buffer {buffer} while reading it")
             if count > 1:
-                self.complaints.append(
-                    f"buffer: step {number}: {count} transfers land in buffer {buffer} of rank {rank}"
-                )
+                self.complaints.append(f"{where} has {count} transfers land in buffer {buffer}")
 
     def _take_sums(self, number: int, step: Step) -> dict[Transfer, list[Work]]:
         moved = {}

@@ -25,8 +25,10 @@ class Transport(Protocol):
     """One rank's end of a group."""
 
     group_rank: int
-    num_ranks: int
     counters: Counters
+
+    @property
+    def num_ranks(self) -> int: ...
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Post point-to-point messages; those between two ranks match in order."""

@@ -52,8 +52,7 @@ class Packet:
         sizes = [sum(spec.num_bytes for spec in packet) for packet in specs]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         packets = [
-            cls._over(part, packet)
-            for part, packet in zip(buffer.split(sizes), specs, strict=True)
+            cls._over(part, packet) for part, packet in zip(buffer.split(sizes), specs, strict=True)
         ]
         return buffer, packets
 

@@ -1,6 +1,7 @@
 """Transport over a torch.distributed process group (NCCL or gloo)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class ProcessGroupTransport:
         tensors = [message.tensor for message in (*sends, *receives)]
         return _Requests(dist.batch_isend_irecv(operations), tensors)
 
-    def _operation(self, kind: object, message: Message) -> dist.P2POp:
+    def _operation(self, kind: Callable[..., Any], message: Message) -> dist.P2POp:
         return dist.P2POp(kind, message.tensor, group=self.group, group_peer=message.group_rank)
 
     def all_to_all(

@@ -18,7 +18,7 @@ class SoloTransport:
     num_ranks: int = 1
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        assert not sends and not receives, "a rank that is alone has nobody to talk to"
+        assert not [*sends, *receives], "a rank that is alone has nobody to talk to"
         return Done()
 
     def all_to_all(

@@ -46,7 +46,9 @@ def one_process(case: Case) -> Result:
     loss = out.loss
     if case.dtype == torch.float64:
         # transformers' own loss rounds logits to float32.
-        loss = torch.nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
     loss.backward()
     return Result(loss.detach(), out.logits.detach(), gradients(model))
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -41,9 +42,10 @@ def one_step(config: LongContextConfig, *, lora: bool = False, fsdp: bool = Fals
                 torch.nn.init.normal_(parameter, std=0.1)
     handle = patch(model, config)
     if fsdp:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in handle.model.get_decoder().layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
     model.train()
     loss = model(**collate(token_rows(LENGTH))).loss
@@ -105,9 +107,7 @@ def test_policies_are_bitwise_equal_and_counted() -> None:
 
 
 def check_with_peft_and_fsdp(rank: int) -> None:
-    config = {
-        policy: LongContextConfig(ulysses_degree=2, checkpoint=policy) for policy in POLICIES
-    }
+    config = {policy: LongContextConfig(ulysses_degree=2, checkpoint=policy) for policy in POLICIES}
     for lora, fsdp in ((True, False), (False, True), (True, True)):
         wanted = one_step(config["none"], lora=lora)
         average(wanted.grads)

@@ -79,7 +79,12 @@ def twice_into_one_buffer(step: Step) -> Step:
         (FORWARD, 1, shift_rows, r"coverage: .* not allowed"),
         (FORWARD, 0, drop_transfer, r"read: step 1: rank 1 does not hold"),
         (FORWARD, 1, same_buffer, r"buffer: step 1: rank 1 overwrites buffer 0 while reading"),
-        (FORWARD, 0, twice_into_one_buffer, r"buffer: step 0: 2 transfers land in buffer 0"),
+        (
+            FORWARD,
+            0,
+            twice_into_one_buffer,
+            r"buffer: step 0: rank 1 has 2 transfers land in buffer 0",
+        ),
         (FORWARD, 0, to_itself, r"transfer: step 0: a rank sends to itself"),
         (FORWARD, 0, no_such_rank, r"transfer: step 0: no such rank"),
         (FORWARD, 0, no_rows, r"transfer: step 0: no such rows"),

@@ -92,4 +92,3 @@ def hang_forever(rank: int) -> None:
 def test_the_harness_ends_a_hang_and_shows_each_rank() -> None:
     with pytest.raises(AssertionError, match=r"time limit of 8.0 s passed"):
         run_distributed(hang_forever, 2, timeout_s=8.0)
-

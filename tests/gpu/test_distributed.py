@@ -1,0 +1,146 @@
+"""NCCL: the operator and whole models in bfloat16, judged against float64.
+
+Distribution may not cost accuracy: every error is at most twice that of the plain kernel, or of the
+plain model, on one GPU.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx_patch import LongContextConfig, SequenceShardCollator, make_sequence_group, patch
+from longctx_patch.config import LayoutName
+from longctx_patch.operator import AttentionCall
+from longctx_patch.plans.traffic import Traffic
+from tests.harness import run_distributed
+from tests.hf.tiny import FAMILIES, gradients, tiny_model, token_rows
+from tests.reference import dense_attention, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs or more"),
+]
+
+LAYOUTS: tuple[LayoutName, ...] = ("zigzag", "contiguous")
+HEADS = [(8, 8), (8, 2), (8, 1)]
+BATCH, HEAD_DIM = 2, 64
+
+
+def degrees_of(world_size: int) -> list[tuple[int, int]]:
+    return [(u, world_size // u) for u in range(1, world_size + 1) if world_size % u == 0]
+
+
+def operator_inputs(length: int, heads: int, kv_heads: int) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(length)
+    shapes = [(BATCH, length, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads, heads)]
+    return [
+        torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes
+    ]
+
+
+def run_operator(
+    config: LongContextConfig, inputs: list[Tensor]
+) -> tuple[list[Tensor], bool, LongContextConfig]:
+    """(whole out, dq, dk, dv gathered from all ranks; whether traffic was as predicted)."""
+    group = make_sequence_group(config)
+    length, heads, kv_heads = inputs[0].shape[1], inputs[0].shape[2], inputs[1].shape[2]
+    layout = group.layout(length)
+    q, k, v, dout = (layout.shard(x, group.group_rank, 1) for x in inputs)
+    for x in (q, k, v):
+        x.requires_grad_()
+    call = AttentionCall(group, length, HEAD_DIM**-0.5, heads, kv_heads)
+    out, _ = call(q, k, v)
+    out.backward(dout)
+    traffic = call.predicted_traffic(BATCH, HEAD_DIM, 2)
+    sent = Traffic(group.counters.messages, group.counters.bytes)
+    mine = [out.detach(), q.grad, k.grad, v.grad]
+    if group.num_ranks == 1:
+        return mine, True, config
+    whole = [layout.unshard(gather(x, layout.sizes), 1) for x in mine]
+    return whole, sent == traffic.forward + traffic.backward, config
+
+
+def gather(shard: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+    """Shards of all ranks; NCCL gathers equal sizes, so they are padded on the way."""
+    padded = torch.zeros(BATCH, max(sizes), *shard.shape[2:], dtype=shard.dtype, device="cuda")
+    padded[:, : shard.shape[1]] = shard
+    everyone = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everyone, padded)
+    return [part[:, :size] for part, size in zip(everyone, sizes, strict=True)]
+
+
+def check_operator(rank: int, world_size: int, kernels: list[str]) -> None:
+    for kernel in kernels:
+        for heads, kv_heads in HEADS:
+            inputs = operator_inputs(1021, heads, kv_heads)
+            out, _, dq, dk, dv = dense_attention(*inputs)
+            alone, _, _ = run_operator(LongContextConfig(kernel=kernel), inputs)
+            bounds = [
+                2 * relative_error(a, w) for a, w in zip(alone, (out, dq, dk, dv), strict=True)
+            ]
+            for ulysses, ring in degrees_of(world_size):
+                for layout in LAYOUTS:
+                    config = LongContextConfig(
+                        ulysses_degree=ulysses, ring_degree=ring, layout=layout, kernel=kernel
+                    )
+                    found, as_predicted, _ = run_operator(config, inputs)
+                    assert as_predicted, config
+                    for part, wanted, bound in zip(found, (out, dq, dk, dv), bounds, strict=True):
+                        assert relative_error(part, wanted) <= bound, (config, heads, kv_heads)
+
+
+def test_operator_is_as_accurate_as_the_plain_kernel() -> None:
+    world_size = min(4, torch.cuda.device_count())
+    kernels = ["cudnn", "torch_flash"]
+    run_distributed(check_operator, world_size, world_size, kernels, backend="nccl", timeout_s=240)
+
+
+def model_outcome(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def check_models(rank: int, world_size: int) -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
+    rows = token_rows(509)
+    ids = torch.tensor([row["input_ids"] for row in rows], device="cuda")
+    plain_batch = {"input_ids": ids, "labels": ids}
+    for family in FAMILIES:
+        # One set of bfloat16 weights; the reference holds the same numbers in float64.
+        weights = tiny_model(family, dtype=torch.bfloat16, **sizes).state_dict()
+
+        def model(dtype: torch.dtype, family: str = family, weights: Any = weights) -> Any:
+            made = tiny_model(family, dtype=dtype, **sizes)
+            made.load_state_dict(weights)
+            return made.cuda()
+
+        loss, wanted = model_outcome(model(torch.float64), plain_batch)
+        plain_loss, plain = model_outcome(model(torch.bfloat16), plain_batch)
+        worst = max(relative_error(plain[name], grad) for name, grad in wanted.items())
+        for ulysses, ring in degrees_of(world_size):
+            config = LongContextConfig(
+                ulysses_degree=ulysses, ring_degree=ring, checkpoint="attention"
+            )
+            sharded = model(torch.bfloat16)
+            handle = patch(sharded, config)
+            collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+            batch = {key: value.cuda() for key, value in collate(rows).items()}
+            found_loss, found = model_outcome(sharded, batch)
+            dist.all_reduce(found_loss)
+            assert relative_error(found_loss / world_size, loss) <= max(
+                2 * relative_error(plain_loss, loss), 1e-3
+            )
+            for name, grad in wanted.items():
+                total = found[name].float()
+                dist.all_reduce(total)
+                bound = 2 * max(relative_error(plain[name], grad), worst / 4)
+                assert relative_error(total / world_size, grad) <= bound, (family, config, name)
+
+
+def test_models_are_as_accurate_as_on_one_gpu() -> None:
+    world_size = min(4, torch.cuda.device_count())
+    run_distributed(check_models, world_size, world_size, backend="nccl", timeout_s=240)
