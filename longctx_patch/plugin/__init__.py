@@ -1,7 +1,12 @@
 """Sequence parallelism inside Accelerate: its mesh, its launcher's world, its YAML."""
 
-from longctx_patch.plugin.accelerator import make_accelerator
+from longctx_patch.plugin.accelerator import close_accelerator, make_accelerator
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig
 
-__all__ = ["SequenceParallelismConfig", "accelerate_yaml", "make_accelerator"]
+__all__ = [
+    "SequenceParallelismConfig",
+    "accelerate_yaml",
+    "close_accelerator",
+    "make_accelerator",
+]

@@ -44,11 +44,11 @@ FILES: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
 REPORT_SCRIPT = """
 import torch
 from longctx_patch.config import LongContextConfig
-from longctx_patch.plugin import make_accelerator
+from longctx_patch.plugin import close_accelerator, make_accelerator
 acc = make_accelerator(LongContextConfig(ring_degree=2))
 ranks = acc.gather(torch.tensor([acc.process_index], device=acc.device)).tolist()
 acc.print("world", acc.num_processes, acc.device.type, ranks, acc.mixed_precision)
-acc.end_training()
+close_accelerator(acc)
 """
 
 
