@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from longctx_patch import SequenceShardCollator, patch
 from longctx_patch.groups import world_place
 from longctx_patch.loss import count_valid_tokens
-from longctx_patch.plugin import make_accelerator
+from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.recipes import checkpoints, models, texts
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
 from longctx_patch.recipes.settings import Settings, parse_settings
@@ -36,6 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = parse_settings(arguments)
     checkpoint = checkpoints.check_output(settings)
     accelerator = build_accelerator(settings)
+    train(settings, accelerator, checkpoint)
+    accelerator.free_memory()
+    close_accelerator(accelerator)
+
+
+def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None:
+    """Build everything, go on from `checkpoint` if there is one, and train to the last step."""
     tokenizer, model = build_model(settings)
     order, collator, replica = build_data(settings, tokenizer)
     run = checkpoints.fingerprint(settings, order, accelerator.num_processes)
@@ -64,7 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checkpoints.save_checkpoint(accelerator, state, tokenizer, output, run)
     bar.close()
     checkpoints.export_model(accelerator, state.model, tokenizer, output / "final")
-    accelerator.end_training()
 
 
 def build_accelerator(settings: Settings) -> Any:
@@ -145,7 +151,7 @@ def train_step(
     for number, batch in enumerate(batches, start=1):
         with gradients_stay_local(accelerator, state.model, until_last=number < len(batches)):
             # The loss is this process's share of the mean over all tokens of the step.
-            part = state.model(**batch, num_items_in_batch=tokens, use_cache=False).loss
+            part = state.model(**batch, num_valid_tokens=tokens, use_cache=False).loss
             accelerator.backward(part)
         loss += part.detach()
     trained = [p for p in state.model.parameters() if p.requires_grad]

@@ -77,6 +77,7 @@ def patch(model: nn.Module, config: LongContextConfig) -> PatchHandle:
         >>> collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank,
         ...                                 pad_token_id=0)
         >>> loss = model(**collate(rows)).loss   # the mean over ranks is the loss of one process
+        >>> # with accumulation: model(**batch, num_valid_tokens=count_valid_tokens(batches)).loss
         >>> handle.unpatch()
     """
     transformers_api.check_version()
@@ -153,21 +154,21 @@ def _loss_of_shard(
     logits: Tensor,
     *,
     shift_labels: Tensor | None = None,
-    num_items_in_batch: int | Tensor | None = None,
+    num_valid_tokens: int | Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The loss law; `num_items_in_batch` is the count of the whole step over all processes."""
+    """The loss law; `num_valid_tokens` counts the whole step over all processes."""
     if shift_labels is None:
         raise ValueError(
             "this batch is a shard but has no shift_labels: labels must be shifted over the whole "
             "sequence before it is cut. Pass the batch of SequenceShardCollator unchanged."
         )
-    if num_items_in_batch is None:
-        num_items_in_batch = all_valid_tokens(shift_labels.to(logits.device))
+    if num_valid_tokens is None:
+        num_valid_tokens = all_valid_tokens(shift_labels.to(logits.device))
     return sequence_parallel_loss(
         logits,
         shift_labels,
-        num_valid_tokens=num_items_in_batch,
+        num_valid_tokens=num_valid_tokens,
         num_averaged_ranks=averaged_ranks(),
     )
 
@@ -224,6 +225,12 @@ def _agree(group: SequenceGroup, shard: Tensor, tokens: Tensor, training: bool) 
 
 
 def _refuse_inputs(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("num_items_in_batch") is not None:
+        raise ValueError(
+            "num_items_in_batch with a sharded batch: transformers' Trainer counts and scales it in "
+            "ways that change with its version, and the loss would be off by the sequence degree. "
+            "Pass num_valid_tokens=count_valid_tokens(batches), or neither."
+        )
     if kwargs.get("past_key_values") is not None:
         raise ValueError(
             "past_key_values with a sharded batch: a cache holds one rank's keys only. Generate "

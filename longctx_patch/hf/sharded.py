@@ -14,7 +14,7 @@ _HARMLESS = frozenset(
     {
         "position_ids",
         "use_cache",
-        "num_items_in_batch",
+        "num_valid_tokens",
         "shift_labels",
         "output_hidden_states",
         "return_dict",

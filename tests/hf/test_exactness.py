@@ -153,7 +153,7 @@ def check_loss_law(rank: int) -> tuple[float, dict[str, Tensor]]:
     num_valid_tokens = count_valid_tokens(batches)
     total = torch.zeros(())
     for batch in batches:
-        loss = model(**batch, num_items_in_batch=num_valid_tokens).loss
+        loss = model(**batch, num_valid_tokens=num_valid_tokens).loss
         loss.backward()
         total += mean_over_ranks(loss.detach())
     assert handle.group_rank == place.group_rank

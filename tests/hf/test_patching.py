@@ -171,6 +171,7 @@ def check_bad_batches(rank: int) -> list[str]:
             good | {"cu_seq_lens_q": torch.tensor([0, 8])},
             r"layer 0: got cu_seq_lens_q=tensor \[2\]",
         ),
+        (good | {"num_items_in_batch": 30}, "Trainer counts and scales it"),
         (good | {"output_attentions": True}, "got output_attentions=True"),
         ({k: v for k, v in good.items() if k != "shift_labels"}, "no shift_labels"),
     ]

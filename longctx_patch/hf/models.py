@@ -1,0 +1,79 @@
+"""A model's config from a hub name, a local folder or a config.json; weights are not needed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longctx_patch.hf.families import FAMILIES, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Their frequencies follow from the largest position that a process sees.
+MOVING_ROPE_TYPES = ("dynamic", "longrope")
+
+
+def load_model_config(model: str) -> "PreTrainedConfig":
+    """The config of `model` as it is published.
+
+    Raises ValueError where there is none, with what to give instead, and UnsupportedModelError
+    for a model type that transformers does not know.
+    """
+    from transformers import AutoConfig
+
+    local = is_local(model)
+    try:
+        return AutoConfig.from_pretrained(model)
+    except OSError as error:
+        raise ValueError(_unreadable(model, local, error)) from error
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"model {model!r} has no model_type that transformers knows "
+            f"({str(error).splitlines()[0]}): longctx-patch supports {', '.join(FAMILIES)}."
+        ) from error
+
+
+def is_local(model: str) -> bool:
+    """Whether `model` is a folder with a config.json, or a config file; False for a hub name.
+
+    Raises ValueError for what is meant to be a path but holds no config.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"model folder {model!r} has no config.json. Give a folder that save_pretrained "
+                "wrote, a config.json, or a hub name."
+            )
+        return True
+    if path.is_file():
+        return True
+    if model.endswith(".json") or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise ValueError(f"model {model!r}: no such file or folder. Give an existing one.")
+    return False
+
+
+def check_rope_is_fixed(model_config: Any) -> None:
+    """Refuse RoPE whose frequencies ranks would not agree on.
+
+    transformers recomputes "dynamic" and "longrope" frequencies in each forward from the largest
+    position at hand, and each rank has another one.
+    """
+    rope_type = (getattr(model_config, "rope_parameters", None) or {}).get("rope_type")
+    if rope_type in MOVING_ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"rope_type {rope_type!r}: its frequencies depend on the largest position that each "
+            "process sees, so ranks would rotate by different angles. Set rope_type to 'default' "
+            "in its config.json and scale it with --rope yarn, or with --rope dynamic, which "
+            "freezes it at the target length."
+        )
+
+
+def _unreadable(model: str, local: bool, error: OSError) -> str:
+    reason = str(error).splitlines()[0].rstrip(".")
+    if local:
+        return f"model {model!r}: its config can't be read ({reason}). Give a valid config.json."
+    return (
+        f"model {model!r} is neither a local folder nor reachable under this name ({reason}). "
+        "Without a network, give a local folder, a config.json, or set HF_HOME to a cache that "
+        "holds the model."
+    )
