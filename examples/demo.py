@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import warnings
 from importlib.resources import files
 from pathlib import Path
 
@@ -55,6 +56,8 @@ class DemoError(Exception):
 def main() -> None:
     started = time.monotonic()
     disable_progress_bar()
+    # peft asks transformers for a property under its old name; nothing that a user could change.
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
     folder = output_folder(sys.argv[1:])
     print(f"demo: everything is written to {folder}")
     write_corpus(folder)

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.plugin import make_accelerator
+from longctx_patch.plugin import close_accelerator, make_accelerator
 
 TINY = LlamaConfig(
     vocab_size=128,
@@ -54,7 +54,7 @@ def main() -> None:
     accelerator.print(f"unpatched, before training: {stock_loss}")
     if abs(losses[0] / stock_loss - 1) > 1e-5:
         raise SystemExit("the first loss is not that of the unpatched model")
-    accelerator.end_training()
+    close_accelerator(accelerator)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from longctx_patch import LongContextConfig
 
 RopeName = Literal["none", "linear", "dynamic", "yarn"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+SchedulerName = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 
 
 def setting(help_text: str, *, default: Any) -> Any:
@@ -64,7 +65,7 @@ class Settings:
 
     # Optimisation
     learning_rate: float = setting("peak learning rate", default=1e-4)
-    scheduler: str = setting("name of a transformers scheduler", default="cosine")
+    scheduler: SchedulerName = setting("course of the learning rate", default="cosine")
     warmup_steps: int = setting("steps of linear warm-up", default=0)
     weight_decay: float = setting("AdamW's weight decay", default=0.0)
     max_steps: int = setting("optimizer steps", default=100)
@@ -87,12 +88,17 @@ class Settings:
             )
         if self.lora and self.full:
             raise ValueError("both lora and full are set. Choose one: --lora or --full.")
-        for name in ("rope", "dtype"):
+        for name in ("rope", "dtype", "scheduler"):
             self._check_choice(name)
         for name in ("lora_rank", "max_steps", "batch_size", "gradient_accumulation_steps"):
             self._check_at_least(name, 1)
         for name in ("warmup_steps", "save_every", "max_grad_norm", "learning_rate"):
             self._check_at_least(name, 0)
+        if self.scheduler == "constant" and self.warmup_steps:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} with scheduler=constant, which has none. "
+                "Use --scheduler constant_with_warmup."
+            )
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"lora_dropout={self.lora_dropout}: a share, from 0 to below 1.")
         self.sequence_parallelism()
