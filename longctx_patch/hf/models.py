@@ -22,7 +22,7 @@ def load_model_config(model: str) -> "PreTrainedConfig":
 
     local = is_local(model)
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(str(Path(model).expanduser()) if local else model)
     except OSError as error:
         raise ValueError(_unreadable(model, local, error)) from error
     except ValueError as error:

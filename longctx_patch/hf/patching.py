@@ -187,9 +187,9 @@ def prepare_call(
         return kwargs | {transformers_api.CALL_KEY: None}
     tokens = _tokens(args, kwargs)
     num_tokens = _agree(group, shard, tokens, decoder.training)
+    _refuse_inputs(kwargs)
     if group.num_ranks == 1 and group.config.checkpoint != "attention":
         return kwargs | {transformers_api.CALL_KEY: None}
-    _refuse_inputs(kwargs)
     _check_positions(group, num_tokens, kwargs)
     return kwargs | {
         "attention_mask": transformers_api.no_mask(tokens.shape[0], tokens.device),
@@ -227,8 +227,8 @@ def _agree(group: SequenceGroup, shard: Tensor, tokens: Tensor, training: bool) 
 def _refuse_inputs(kwargs: dict[str, Any]) -> None:
     if kwargs.get("num_items_in_batch") is not None:
         raise ValueError(
-            "num_items_in_batch with a sharded batch: transformers' Trainer counts and scales it in "
-            "ways that change with its version, and the loss would be off by the sequence degree. "
+            "num_items_in_batch with a sharded batch: transformers' Trainer counts and scales it "
+            "in ways that change with its version; the loss would be off by the sequence degree. "
             "Pass num_valid_tokens=count_valid_tokens(batches), or neither."
         )
     if kwargs.get("past_key_values") is not None:
