@@ -12,32 +12,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.hf import PatchHandle, check_model_config, patch
-from longctx_patch.loss import IGNORE_INDEX
 from longctx_patch.operator import AttentionCall
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, plan_name
 from longctx_patch.verification.processes import run_processes
+from longctx_patch.verification.reference import (
+    Reference,
+    Rows,
+    compute_reference,
+    make_rows,
+    relative_error,
+)
 from longctx_patch.verification.shrink import build_small_model, shrink_config
 
 SEQ_LEN = 127
 """Prime, so that no degree divides it."""
-
-Rows = list[dict[str, list[int]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """What one unpatched process computes. Gradients and logits in the model's dtype."""
-
-    loss: float
-    logits_BLV: Tensor
-    grads: dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,35 +116,6 @@ def _check(
     return degrees.pop()
 
 
-def make_rows(vocab_size: int, seq_len: int) -> Rows:
-    """Two rows of random tokens: one without loss in its first part, as after a long prompt (so
-    some ranks hold no label of it), and a shorter one, which gets padded."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(vocab_size, (2, seq_len), generator=generator).tolist()
-    prompt = seq_len * 2 // 5
-    first = {"input_ids": tokens[0], "labels": [IGNORE_INDEX] * prompt + tokens[0][prompt:]}
-    return [first, {"input_ids": tokens[1][: max(2, seq_len * 3 // 4)]}]
-
-
-def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
-    """One step of the unpatched model over whole rows, with the loss written out."""
-    model = build_small_model(small_config, getattr(torch, dtype))
-    length = max(len(row["input_ids"]) for row in rows)
-
-    def padded(key: str, fill: int) -> Tensor:
-        values = [row.get(key, row["input_ids"]) for row in rows]
-        return torch.tensor([row + [fill] * (length - len(row)) for row in values])
-
-    logits = model(input_ids=padded("input_ids", 0), use_cache=False).logits
-    labels = padded("labels", IGNORE_INDEX)
-    loss = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE_INDEX
-    )
-    loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Reference(loss=loss.item(), logits_BLV=logits.detach(), grads=grads)
-
-
 def run_rank(
     rank: int,
     small_config: Any,
@@ -229,12 +194,6 @@ def _worst_gradient(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> tu
     errors = {name: relative_error(grads[name], expected[name]) for name in expected}
     worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
     return worst, errors[worst]
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest expected value, in float64."""
-    difference = (actual.double() - expected.double()).abs().max()
-    return float(difference / expected.double().abs().max())
 
 
 def _norm(grads: dict[str, Tensor]) -> float:

@@ -1,0 +1,31 @@
+"""`longctx`: the group of commands, and how errors are shown."""
+
+from typing import Any
+
+import click
+
+from longctx_patch.cli.patch import patch_command
+from longctx_patch.cli.verify import verify_command
+
+
+class ClearErrors(click.Group):
+    """Shows what a user can fix (ValueError) as one message, without a traceback; exit code 1."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except (ValueError, FileExistsError) as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=ClearErrors, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="longctx-patch")
+def main() -> None:
+    """Fine-tune Hugging Face models on sequences cut over several GPUs, with exact numbers."""
+
+
+main.add_command(patch_command)
+main.add_command(verify_command)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""`longctx patch`: check a model and degrees, then write a folder that is ready to train."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from longctx_patch.config import CheckpointPolicy
+
+ROPE_KINDS = ("linear", "dynamic", "yarn")
+
+
+@click.command("patch")
+@click.argument("model")
+@click.option("--seq-len", type=click.IntRange(2), required=True, help="Tokens of a sequence.")
+@click.option("--gpus", type=click.IntRange(1), required=True, help="GPUs in all, over all nodes.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="New run folder.")
+@click.option("--rope", type=click.Choice(ROPE_KINDS), help="RoPE scaling that reaches seq-len.")
+@click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
+@click.option("--lora/--full", default=True, help="Train an adapter or every weight [lora].")
+@click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [by the model's heads].")
+@click.option("--ring", type=click.IntRange(1), help="Ring degree [the rest].")
+@click.option("--sequence-degree", type=click.IntRange(1), help="GPUs per sequence [all].")
+@click.option("--nodes", type=click.IntRange(1), default=1, help="Machines [1].")
+@click.option(
+    "--checkpoint",
+    type=click.Choice(get_args(CheckpointPolicy)),
+    default="attention",
+    help="What is kept for backward [attention].",
+)
+@click.option("--data", multiple=True, help="Text to train on: files, folders, JSONL, datasets.")
+@click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs, to try it out.")
+def patch_command(model: str, out: Path, **options: Any) -> None:
+    """Write a run folder that fine-tunes MODEL (a hub name, a folder or a config.json).
+
+    Everything is checked first: model family, degrees, heads, length, text. The folder holds
+    config.json with the RoPE change, accelerate.yaml, finetune.yaml (the settings of the recipe)
+    and a README.md that says what was decided and how to start. Weights are not loaded here.
+    """
+    from longctx_patch.cli import run_folder
+
+    decisions = run_folder.decide(model, out, **options)
+    run_folder.write(decisions)
+    click.echo(run_folder.render(decisions))

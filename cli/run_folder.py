@@ -1,0 +1,287 @@
+"""The run folder: what is decided about a run, and the files that say so.
+
+`decide` makes every check and writes nothing; `write` only writes.
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from longctx_patch.cli.degrees import DegreeChoice, choose_degrees
+from longctx_patch.cli.run_readme import render_readme, size_text
+from longctx_patch.config import LongContextConfig
+from longctx_patch.hf import check_model_config
+from longctx_patch.hf.models import check_rope_is_fixed, is_local, load_model_config
+from longctx_patch.hf.rope import reachable_length
+from longctx_patch.layout import length_multiple
+from longctx_patch.plugin import accelerate_yaml
+from longctx_patch.recipes import models, texts
+from longctx_patch.recipes.settings import Settings
+
+NO_TEXT = "TEXT_FILE_OR_FOLDER"
+"""Stands in the command where --data was not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """All that the files and the summary are made of."""
+
+    folder: Path
+    settings: Settings
+    model_config: Any
+    """With the RoPE change."""
+    old_config: Any
+    degrees: DegreeChoice
+    num_gpus: int
+    num_nodes: int
+    cpu: bool
+    launch_yaml: str
+    num_parameters: int
+
+    @property
+    def has_text(self) -> bool:
+        return self.settings.text != [NO_TEXT]
+
+    @property
+    def fsdp(self) -> bool:
+        return "distributed_type: FSDP" in self.launch_yaml
+
+    @property
+    def data_parallel(self) -> int:
+        return self.num_gpus // self.degrees.sequence_degree
+
+    @property
+    def tokens_per_gpu(self) -> int:
+        multiple = length_multiple(
+            self.settings.sequence_parallelism().layout,
+            ring=self.degrees.ring,
+            ulysses=self.degrees.ulysses,
+        )
+        padded = -(-self.settings.seq_len // multiple) * multiple
+        return padded // self.degrees.sequence_degree
+
+    @property
+    def launch_command(self) -> str:
+        words = ["accelerate", "launch", "--config_file", str(self.folder / "accelerate.yaml")]
+        words += ["-m", "longctx_patch.recipes.finetune"]
+        words += ["--settings", str(self.folder / "finetune.yaml")]
+        return shlex.join(words if self.has_text else [*words, "--text", NO_TEXT])
+
+    @property
+    def verify_command(self) -> str:
+        return shlex.join(["longctx", "verify", str(self.folder)])
+
+
+def decide(
+    model: str,
+    out: Path,
+    *,
+    seq_len: int,
+    gpus: int,
+    rope: Any,
+    rope_factor: float | None,
+    lora: bool,
+    ulysses: int | None,
+    ring: int | None,
+    sequence_degree: int | None,
+    nodes: int,
+    checkpoint: Any,
+    data: Sequence[str],
+    cpu: bool,
+) -> Decisions:
+    """Check everything and choose what was left open. Changes nothing.
+
+    Raises ValueError with the value, the rule and what to type.
+    """
+    folder = out.expanduser().resolve()
+    _check_out(out, folder)
+    text = [str(Path(source).expanduser().resolve()) for source in data]
+    for source in text:
+        _check_text(source)
+    config = load_model_config(model)
+    check_model_config(config, LongContextConfig())
+    degrees = choose_degrees(
+        num_ranks=gpus,
+        num_nodes=nodes,
+        num_kv_heads=config.num_key_value_heads,
+        sequence_degree=sequence_degree,
+        ulysses=ulysses,
+        ring=ring,
+    )
+    _check_length(config, seq_len, rope, rope_factor)
+    settings = Settings(
+        model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
+        text=text or [NO_TEXT],
+        output=str(folder / "training"),
+        seq_len=seq_len,
+        rope=rope or "none",
+        rope_factor=rope_factor,
+        lora=lora,
+        full=not lora,
+        ulysses=degrees.ulysses,
+        ring=degrees.ring,
+        checkpoint=checkpoint,
+    )
+    check_model_config(config, settings.sequence_parallelism())
+    scaled = models.load_config(settings)
+    models.check_vocabulary(models.load_tokenizer(settings), scaled)
+    launch_yaml = accelerate_yaml(
+        gpus,
+        degrees.sequence_degree,
+        fsdp=gpus > 1 and not cpu,
+        num_machines=nodes,
+        cpu=cpu,
+        mixed_precision="no" if cpu else "bf16",
+    )
+    return Decisions(
+        folder=folder,
+        settings=settings,
+        model_config=scaled,
+        old_config=config,
+        degrees=degrees,
+        num_gpus=gpus,
+        num_nodes=nodes,
+        cpu=cpu,
+        launch_yaml=launch_yaml,
+        num_parameters=_num_parameters(scaled),
+    )
+
+
+def write(decisions: Decisions) -> None:
+    """Write the files of the run folder."""
+    folder = decisions.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    decisions.model_config.to_json_file(folder / "config.json")
+    (folder / "accelerate.yaml").write_text(decisions.launch_yaml, encoding="utf-8")
+    (folder / "finetune.yaml").write_text(_settings_yaml(decisions), encoding="utf-8")
+    (folder / "README.md").write_text(render_readme(decisions, table(decisions)), encoding="utf-8")
+
+
+def table(decisions: Decisions) -> list[tuple[str, str, str]]:
+    """(what, value, why) of every decision."""
+    settings, degrees = decisions.settings, decisions.degrees
+    rope_type = decisions.model_config.rope_parameters["rope_type"]
+    reach = reachable_length(decisions.old_config)
+    unit = "CPU process" if decisions.cpu else "GPU"
+    random = " (random weights: a bare config)" if models.is_bare_config(settings.model) else ""
+    balanced = "every rank has the same share of the causal mask"
+    sequences = f"{degrees.sequence_degree} of {decisions.num_gpus} per sequence"
+    return [
+        ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
+        ("text", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
+        ("trained", "LoRA adapter" if settings.uses_lora else "every weight", "--lora or --full"),
+        ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reach}"),
+        ("rope", settings.rope, _rope_reason(decisions, rope_type)),
+        ("degrees", f"ulysses {degrees.ulysses} x ring {degrees.ring}", degrees.reason),
+        (
+            "shards",
+            f"{decisions.tokens_per_gpu} tokens per {unit}",
+            f"{sequences}, {decisions.data_parallel} sequence(s) at once",
+        ),
+        ("layout", settings.layout, balanced if degrees.ring > 1 else "alike without a ring"),
+        ("checkpoint", settings.checkpoint, _CHECKPOINT_REASONS[settings.checkpoint]),
+        ("weights", *_weights(decisions)),
+    ]
+
+
+def render(decisions: Decisions) -> str:
+    """What the command prints: the decisions and the one command."""
+    rows = table(decisions)
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    lines = [f"{a.ljust(widths[0])}  {b.ljust(widths[1])}  {c}".rstrip() for a, b, c in rows]
+    start = "Start it" if decisions.has_text else f"Start it, with your text for {NO_TEXT}"
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Written to {decisions.folder} (README.md says more). {start}:",
+            "",
+            f"  {decisions.launch_command}",
+        ]
+    )
+
+
+_CHECKPOINT_REASONS = {
+    "none": "all activations are kept: fastest, most memory",
+    "full": "each layer is recomputed, attention and its communication too: least memory",
+    "attention": "each layer is recomputed except attention, which does not run twice",
+}
+
+
+def _rope_reason(decisions: Decisions, rope_type: str) -> str:
+    if decisions.settings.rope == "none":
+        return f"as published ({rope_type}), long enough"
+    rope = decisions.model_config.rope_parameters
+    if decisions.settings.rope == "dynamic":
+        return f"frozen at this length: rope_theta {rope['rope_theta']:.6g}"
+    return f"factor {rope['factor']:g}"
+
+
+def _weights(decisions: Decisions) -> tuple[str, str]:
+    whole = decisions.num_parameters * 4
+    if decisions.fsdp:
+        share = size_text(whole / decisions.num_gpus)
+        return f"{share} per GPU (FSDP2)", f"{size_text(whole)} in float32 over all GPUs"
+    return f"{size_text(whole)} per process", "float32, a whole copy in each"
+
+
+def _check_out(out: Path, folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"--out {str(out)!r} holds files: a run folder is new or empty, so that nothing is "
+            "overwritten. Give another folder, or remove this one."
+        )
+
+
+def _check_text(source: str) -> None:
+    """Only that something is there: the recipe reads it all, this command need not."""
+    try:
+        found = Path(source).is_dir() or next(iter(texts.read_documents([source], "text")), None)
+    except ValueError as error:
+        raise ValueError(f"--data {source}: {error}") from error
+    if not found:
+        raise ValueError(f"--data {source}: no text in it. Give files or folders with text.")
+
+
+def _check_length(config: Any, seq_len: int, rope: str | None, factor: float | None) -> None:
+    """Refuse a length that the RoPE asked for does not reach, and scaling without need."""
+    reach = reachable_length(config)
+    if rope is None and factor is not None:
+        raise ValueError(
+            f"--rope-factor {factor:g} without --rope: a factor belongs to a kind of scaling. "
+            "Add --rope yarn (or linear or dynamic)."
+        )
+    if rope is None:
+        check_rope_is_fixed(config)
+        if seq_len > reach:
+            raise ValueError(
+                f"--seq-len {seq_len}: this model reaches {reach} tokens, so its RoPE must be "
+                f"scaled. Add --rope yarn (or linear or dynamic), or use --seq-len {reach}."
+            )
+    elif seq_len <= reach and config.rope_parameters["rope_type"] != rope:
+        raise ValueError(
+            f"--rope {rope} with --seq-len {seq_len}: this model already reaches {reach} tokens, "
+            "and scaling would only blur positions. Leave --rope out."
+        )
+
+
+def _num_parameters(config: Any) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _settings_yaml(decisions: Decisions) -> str:
+    values = dataclasses.asdict(decisions.settings)
+    if not decisions.has_text:
+        values["text"] = []
+    head = "# Settings of longctx_patch.recipes.finetune. A flag of the same name wins.\n"
+    return head + yaml.safe_dump(values, sort_keys=False)

@@ -1,0 +1,110 @@
+"""README.md of a run folder."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from longctx_patch.plugin.launch_yaml import MAIN_PROCESS_IP
+
+if TYPE_CHECKING:
+    from longctx_patch.cli.run_folder import Decisions
+
+TEMPLATE = """\
+# Fine-tuning {model} on {seq_len} tokens
+
+Written by `longctx patch`. Nothing was downloaded or trained yet beyond the model's config and
+tokenizer.
+
+## Start
+
+```
+{launch}
+```
+{how_to_start}
+Settings can be added to the command, for example `--max-steps 10`; they win over `finetune.yaml`.
+`training/` gets metrics.jsonl (one line per step), checkpoints (`--save-every N`; go on with
+`--resume`) and final/.
+
+## Check the numbers
+
+```
+{verify}
+```
+
+trains one step of a shrunken copy on {degree} CPU process(es), cut as this run is, and compares
+loss, logits and every gradient with one process. It needs no GPU and no weights. `--nproc 4` takes
+4 processes and every way to cut a sequence over them.
+
+## What was decided
+
+| | | why |
+|---|---|---|
+{table}
+
+One rank's logits are {logits} in float32, and their gradient as much again. If memory runs
+out: more GPUs per sequence, `--checkpoint full`, or a smaller `--seq-len`.{loading}
+
+## What was checked
+
+The model's family, that no layer has a sliding window, softcap, sinks or attention dropout, that
+its {heads} query heads and {kv_heads} key-value heads fit the degrees, that its RoPE reaches
+the length, and that the tokenizer fits the vocabulary.
+
+Not checked: that memory suffices, that weights can be downloaded, and whether the text is enough
+for a row (the recipe says so when it starts).
+
+Not covered: sliding windows, packed documents that don't see each other. Rows are cut from the
+joined text, so a row's documents see each other; `--one-document-per-row` keeps them apart and
+pads.
+
+## Files
+
+- `accelerate.yaml`: processes and devices, for `accelerate launch`.
+- `finetune.yaml`: the recipe's settings. It names the model, its RoPE scaling, text and output by
+  absolute paths: after moving this folder, correct them.
+- `config.json`: the model's config with the RoPE change, as the recipe makes it from the model and
+  `rope` in finetune.yaml. For `longctx verify` and for inference; training does not read it.
+"""
+
+
+def render_readme(decisions: "Decisions", table: Sequence[tuple[str, str, str]]) -> str:
+    """The text, from the decisions and their table."""
+    settings, config = decisions.settings, decisions.model_config
+    loading = ""
+    if not decisions.cpu:
+        loading = (
+            "\nWhile loading, every process holds the whole model in float32 in CPU memory: "
+            f"{size_text(decisions.num_parameters * 4)}."
+        )
+    return TEMPLATE.format(
+        model=settings.model,
+        seq_len=settings.seq_len,
+        launch=decisions.launch_command,
+        how_to_start=_how_to_start(decisions),
+        degree=decisions.degrees.sequence_degree,
+        verify=decisions.verify_command,
+        table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table),
+        logits=size_text(decisions.tokens_per_gpu * settings.batch_size * config.vocab_size * 4),
+        loading=loading,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+    )
+
+
+def size_text(num_bytes: float) -> str:
+    """In GiB, or in MiB below one."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.3g} MiB"
+
+
+def _how_to_start(decisions: "Decisions") -> str:
+    notes = []
+    if not decisions.has_text:
+        notes.append(
+            "Put your text (files, folders, .jsonl, datasets) where the command says TEXT."
+        )
+    if decisions.num_nodes > 1:
+        notes.append(
+            f"On every machine, with this folder shared: put machine 0's name for "
+            f"{MAIN_PROCESS_IP} in accelerate.yaml, and add `--machine_rank N` (0 to "
+            f"{decisions.num_nodes - 1}) after `accelerate launch`."
+        )
+    return "".join(f"\n{note}\n" for note in notes)

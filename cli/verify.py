@@ -1,0 +1,178 @@
+"""`longctx verify`: compare patched processes with one process, on this machine's CPU."""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from longctx_patch.config import CheckpointPolicy, LayoutName, LongContextConfig
+
+if TYPE_CHECKING:
+    from longctx_patch.verification import Report
+
+RUN_SETTINGS = "finetune.yaml"
+COLUMNS = ("plan", "ulysses", "ring", "layout", "loss", "logits", "worst grad", "grad norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What is verified: a model's config, and the degrees if it is a run folder."""
+
+    model_config: Any
+    ulysses: int | None = None
+    ring: int | None = None
+    layout: str | None = None
+    checkpoint: str | None = None
+
+    @property
+    def run_degree(self) -> int | None:
+        return self.ulysses * self.ring if self.ulysses and self.ring else None
+
+
+@click.command("verify")
+@click.argument("target", metavar="MODEL_OR_RUN")
+@click.option("--nproc", type=click.IntRange(1), help="Processes [4, or what the run needs].")
+@click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [every one that fits].")
+@click.option("--ring", type=click.IntRange(1), help="Ring degree [every one that fits].")
+@click.option("--layout", type=click.Choice(get_args(LayoutName)), help="Layout [both].")
+@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32")
+@click.option("--seq-len", type=click.IntRange(3), help="Tokens of a row [127, a prime].")
+@click.option("--checkpoint", type=click.Choice(get_args(CheckpointPolicy)), help="Policy [none].")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def verify_command(target: str, as_json: bool, **options: Any) -> None:
+    """Check that the patched MODEL (a hub name, folder or config.json) or RUN folder gives the
+    loss, logits and gradients of one process.
+
+    Trains one step of a shrunken copy (same heads and RoPE; small widths; no weights needed) on
+    gloo processes. Exit code 0 if all errors are within 1e-5 (float64: 1e-10) and what was sent
+    is what the plan predicts, 1 otherwise.
+    """
+    from longctx_patch.verification import ProcessesFailedError
+
+    started = time.perf_counter()
+    try:
+        report = run(target, **options)
+    except (ValueError, ProcessesFailedError) as error:
+        if as_json:
+            click.echo(json.dumps({"ok": False, "cases": [], "error": str(error)}))
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(report.as_json(), allow_nan=False))
+    else:
+        click.echo(render(report, time.perf_counter() - started))
+    raise SystemExit(0 if report.ok else 1)
+
+
+def run(
+    target: str,
+    *,
+    nproc: int | None,
+    ulysses: int | None,
+    ring: int | None,
+    layout: str | None,
+    dtype: str,
+    seq_len: int | None,
+    checkpoint: str | None,
+) -> "Report":
+    """Load the target, decide what to run, and run it."""
+    from longctx_patch import verification
+    from longctx_patch.hf.models import check_rope_is_fixed
+
+    found = load_target(target)
+    if ulysses is None and ring is None and nproc in (None, found.run_degree):
+        ulysses, ring = found.ulysses, found.ring
+        layout = layout or found.layout
+    num_ranks = nproc or (ulysses * ring if ulysses and ring else found.run_degree or 4)
+    check_rope_is_fixed(found.model_config)
+    configs = choose_configs(
+        num_ranks,
+        ulysses=ulysses,
+        ring=ring,
+        layouts=(layout,) if layout else get_args(LayoutName),
+        checkpoint=checkpoint or found.checkpoint or "none",
+        num_heads=getattr(found.model_config, "num_attention_heads", num_ranks),
+    )
+    length = {} if seq_len is None else {"seq_len": seq_len}
+    return verification.verify(found.model_config, configs, dtype=dtype, **length)
+
+
+def load_target(target: str) -> Target:
+    """A run folder is one that holds the recipe's settings."""
+    from longctx_patch.hf.models import load_model_config
+
+    folder = Path(target)
+    if not (folder / RUN_SETTINGS).is_file():
+        return Target(model_config=load_model_config(target))
+    from longctx_patch.recipes.settings import read_settings_file
+
+    settings = read_settings_file(folder / RUN_SETTINGS)
+    return Target(
+        model_config=load_model_config(str(folder)),
+        ulysses=settings.get("ulysses", 1),
+        ring=settings.get("ring", 1),
+        layout=settings.get("layout", "zigzag"),
+        checkpoint=settings.get("checkpoint", "none"),
+    )
+
+
+def choose_configs(
+    num_ranks: int,
+    *,
+    ulysses: int | None,
+    ring: int | None,
+    layouts: tuple[Any, ...],
+    checkpoint: Any,
+    num_heads: int,
+) -> list[LongContextConfig]:
+    """The one pair of degrees that was asked for, or every pair; each in every layout."""
+    from longctx_patch.verification import all_configs
+
+    if ulysses is None and ring is None:
+        return all_configs(num_ranks, layouts=layouts, checkpoint=checkpoint, max_ulysses=num_heads)
+    given = ulysses or ring or 1
+    ulysses, ring = ulysses or num_ranks // given, ring or num_ranks // given
+    if ulysses * ring != num_ranks:
+        raise ValueError(
+            f"--ulysses {ulysses} x --ring {ring} = {ulysses * ring}, but --nproc is {num_ranks}: "
+            f"the degrees must multiply to it. Use --nproc {ulysses * ring}, or other degrees."
+        )
+    return [
+        LongContextConfig(
+            ulysses_degree=ulysses, ring_degree=ring, layout=layout, checkpoint=checkpoint
+        )
+        for layout in layouts
+    ]
+
+
+def render(report: "Report", seconds: float) -> str:
+    """Table and verdict."""
+    rows: list[list[str]] = [[*COLUMNS, "messages", "bytes", ""]]
+    for case in report.cases:
+        errors = (
+            case.loss_rel_err,
+            case.logits_rel_err,
+            case.grad_rel_err,
+            case.grad_norm_rel_err,
+        )
+        verdict = "ok" if case.ok else "WRONG"
+        if not case.traffic_as_predicted:
+            verdict += f" (plan: {case.predicted_messages} messages, {case.predicted_bytes} bytes)"
+        cut = [case.plan, str(case.ulysses), str(case.ring), case.layout]
+        sent = [str(case.messages), str(case.bytes)]
+        rows.append([*cut, *(f"{error:.1e}" for error in errors), *sent, verdict])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    good = sum(case.ok for case in report.cases)
+    head = (
+        f"{report.model_type}, 2 small layers, {report.seq_len} tokens, {report.num_ranks} "
+        f"process(es) against one, {report.dtype}; relative errors, tolerance {report.tolerance:g}"
+    )
+    verdict = "equal to one process" if report.ok else "NOT equal to one process"
+    tail = f"verify: {'ok' if report.ok else 'FAILED'}: {good} of {len(report.cases)} cases "
+    return "\n".join([head, "", *lines, "", f"{tail}{verdict} ({seconds:.0f} s)"])
