@@ -162,8 +162,9 @@ def train_step(
     state.optimizer.zero_grad()
     state.step += 1
 
-    mine = torch.stack([loss.double(), loss.new_tensor(peak_memory_bytes(loss.device)).double()])
-    everyone = accelerator.gather(mine).view(-1, 2)
+    mine = [loss.item(), peak_memory_bytes(loss.device)]
+    mine_tensor = torch.tensor(mine, dtype=torch.float64, device=loss.device)
+    everyone = accelerator.gather(mine_tensor).view(-1, 2).cpu()  # waits for the whole step
     tokens_per_second = tokens / (time.perf_counter() - started)
     return {
         "step": state.step,

@@ -55,44 +55,53 @@ def step(state: checkpoints.TrainState) -> float:
     return loss.item()
 
 
-def save_and_go_on(rank: int, folder: str, lora: bool) -> list[float]:
+def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
     state = sharded_state(lora=lora)
     step(state)
     step(state)
     run = {"world": dist.get_world_size()}
-    checkpoints.save_checkpoint(accelerator_of(rank), state, byte_tokenizer(), Path(folder), run)
+    checkpoints.save_checkpoint(accelerator_of(rank), state, byte_tokenizer(), folder, run)
     return [step(state) for _ in range(3)]
 
 
-def load_and_go_on(rank: int, folder: str, lora: bool) -> list[float]:
+def load_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
     state = sharded_state(lora=lora)
     step(state)  # whatever was there before is replaced
-    checkpoint = Path(folder) / "checkpoints" / "step_000002"
-    checkpoints.load_checkpoint(accelerator_of(rank), state, checkpoint)
+    checkpoints.load_checkpoint(accelerator_of(rank), state, folder / "checkpoints/step_000002")
     assert state.step == 2
     return [step(state) for _ in range(3)]
 
 
-def test_sharded_models_go_on_exactly_in_the_same_and_in_another_world(tmp_path: Path) -> None:
-    losses = run_distributed(save_and_go_on, 2, str(tmp_path), False)
-    assert run_distributed(load_and_go_on, 2, str(tmp_path), False) == losses
-    (elsewhere,) = run_distributed(load_and_go_on, 1, str(tmp_path), False)
-    torch.testing.assert_close(torch.tensor(elsewhere), torch.tensor(losses[0]))
-    saved = tmp_path / "checkpoints" / "step_000002"
-    assert json.loads((saved / "run.json").read_text())["fingerprint"] == {"world": 2}
-    ids = torch.arange(40).view(2, 20) + 2
-    model = AutoModelForCausalLM.from_pretrained(saved / "model")  # whole, from shards
-    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss.item(), losses[0][0])
+def save_and_load(rank: int, folder: str) -> dict[str, list[float]]:
+    losses = {}
+    for name in ("full", "lora"):
+        output, lora = Path(folder) / name, name == "lora"
+        losses[name] = save_and_go_on(rank, output, lora=lora)
+        assert load_and_go_on(rank, output, lora=lora) == losses[name]
+    return losses
 
 
-def test_a_sharded_adapter_is_saved_without_its_base(tmp_path: Path) -> None:
-    losses = run_distributed(save_and_go_on, 2, str(tmp_path), True)
-    assert run_distributed(load_and_go_on, 2, str(tmp_path), True) == losses
-    folder = tmp_path / "checkpoints" / "step_000002" / "model"
+def load_full(rank: int, folder: str) -> list[float]:
+    return load_and_go_on(rank, Path(folder) / "full", lora=False)
+
+
+def test_sharded_models_go_on_exactly_and_are_saved_whole(tmp_path: Path) -> None:
+    losses, same_losses = run_distributed(save_and_load, 2, str(tmp_path))
+    assert losses == same_losses
+    (elsewhere,) = run_distributed(load_full, 1, str(tmp_path))
+    torch.testing.assert_close(torch.tensor(elsewhere), torch.tensor(losses["full"]))
+
+    full, lora = (tmp_path / name / "checkpoints" / "step_000002" for name in ("full", "lora"))
+    assert json.loads((full / "run.json").read_text())["fingerprint"] == {"world": 2}
     set_seed(0)
     base = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA))
-    model = PeftModel.from_pretrained(base, str(folder))
     ids = torch.arange(40).view(2, 20) + 2
-    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss.item(), losses[0][0])
-    kept = FileSystemReader(folder.parent / "state").read_metadata().state_dict_metadata
+    for name, model in (
+        ("full", AutoModelForCausalLM.from_pretrained(full / "model")),
+        ("lora", PeftModel.from_pretrained(base, str(lora / "model"))),
+    ):
+        loss = model(input_ids=ids, labels=ids).loss.item()
+        torch.testing.assert_close(loss, losses[name][0])
+
+    kept = FileSystemReader(lora / "state").read_metadata().state_dict_metadata
     assert all("lora_" in name for name in kept if name.startswith("model."))
