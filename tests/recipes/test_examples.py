@@ -24,7 +24,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(150)
 def test_import_and_patch_in_two_processes(tmp_path: Path) -> None:
     script = str(EXAMPLES / "import_and_patch.py")
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = run(tmp_path, *launcher, script)  # compares with the unpatched loss by itself
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 processes, losses" in done.stdout
