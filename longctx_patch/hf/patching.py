@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,7 +17,7 @@ from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.families import check_model_config, check_modules
-from longctx_patch.hf.sharded import ShardedCall, sharded_attention
+from longctx_patch.hf.sharded import prepare_call, sharded_attention
 from longctx_patch.kernels import available
 from longctx_patch.loss import all_valid_tokens, averaged_ranks, sequence_parallel_loss
 from longctx_patch.memory import context_fn_of
@@ -171,90 +170,3 @@ def _loss_of_shard(
         num_valid_tokens=num_valid_tokens,
         num_averaged_ranks=averaged_ranks(),
     )
-
-
-def prepare_call(
-    group: SequenceGroup, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """The decoder's keyword arguments for a sharded or a stock forward pass."""
-    shard = kwargs.pop(SHARD_KEY, None)
-    if shard is None:
-        if decoder.training and group.num_ranks > 1:
-            raise ValueError(
-                f"this model is patched for {group.num_ranks} ranks per sequence, but the training "
-                "batch has no longctx_shard. Use SequenceShardCollator, or handle.unpatch()."
-            )
-        return kwargs | {transformers_api.CALL_KEY: None}
-    tokens = _tokens(args, kwargs)
-    num_tokens = _agree(group, shard, tokens, decoder.training)
-    _refuse_inputs(kwargs)
-    if group.num_ranks == 1 and group.config.checkpoint != "attention":
-        return kwargs | {transformers_api.CALL_KEY: None}
-    _check_positions(group, num_tokens, kwargs)
-    return kwargs | {
-        "attention_mask": transformers_api.no_mask(tokens.shape[0], tokens.device),
-        "use_cache": False,
-        transformers_api.CALL_KEY: ShardedCall(group, num_tokens),
-    }
-
-
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    candidates = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    return next(tensor for tensor in candidates if tensor is not None)
-
-
-def _agree(group: SequenceGroup, shard: Tensor, tokens: Tensor, training: bool) -> int:
-    """Check that all ranks hold shards of one batch, before anything is sent; its length."""
-    num_tokens, checksum = shard[0].tolist()
-    mine = (num_tokens, checksum, tokens.shape[0], tokens.shape[1], int(training))
-    rows = group.everyone.all_gather_numbers(mine)
-    sizes = group.layout(num_tokens).sizes
-    if (*sizes,) == tuple(row[3] for row in rows) and len({(*r[:3], r[4]) for r in rows}) == 1:
-        return int(num_tokens)
-    table = "\n".join(
-        f"  rank {rank}: {row[3]} of {row[0]} tokens, {row[2]} rows, checksum {row[1]:08x}, "
-        f"{'training' if row[4] else 'evaluating'}"
-        for rank, row in enumerate(rows)
-    )
-    raise ValueError(
-        f"the {group.num_ranks} ranks of a sequence group must hold shards of the same batch:\n"
-        f"{table}\nThe {group.config.layout} layout of {num_tokens} tokens gives the ranks "
-        f"{list(sizes)}. Feed every rank of the group the same rows (same sampler and seed; "
-        "dispatch_batches=False) through SequenceShardCollator."
-    )
-
-
-def _refuse_inputs(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("num_items_in_batch") is not None:
-        raise ValueError(
-            "num_items_in_batch with a sharded batch: transformers' Trainer counts and scales it "
-            "in ways that change with its version; the loss would be off by the sequence degree. "
-            "Pass num_valid_tokens=count_valid_tokens(batches), or neither."
-        )
-    if kwargs.get("past_key_values") is not None:
-        raise ValueError(
-            "past_key_values with a sharded batch: a cache holds one rank's keys only. Generate "
-            "with plain inputs (no longctx_shard), or drop the cache."
-        )
-    mask = kwargs.get("attention_mask")
-    if mask is not None and not (mask.ndim == 2 and bool(mask.all())):
-        raise ValueError(
-            f"attention_mask {list(mask.shape)} with a sharded batch: attention is causal over one "
-            "document per row. Pad on the right (the collator does) and pass no mask."
-        )
-
-
-def _check_positions(group: SequenceGroup, num_tokens: int, kwargs: dict[str, Any]) -> None:
-    """Positions are the layout's; a shard counted from 0 would rotate its keys wrongly."""
-    given = kwargs.get("position_ids")
-    device = given.device if given is not None else None
-    wanted = group.layout(num_tokens).positions(group.group_rank, device)[None]
-    if given is None:
-        tokens = _tokens((), kwargs)
-        kwargs["position_ids"] = wanted.to(tokens.device).expand(tokens.shape[0], -1)
-    elif given.ndim != 2 or not torch.equal(given, wanted.expand_as(given)):
-        raise ValueError(
-            f"position_ids start {given.flatten()[:4].tolist()}, but this rank's tokens have the "
-            f"global positions {wanted[0, :4].tolist()} and so on. Pass the collator's "
-            "position_ids, or none."
-        )
