@@ -105,6 +105,7 @@ def decide(
         _check_text(source)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
+    _check_weights(model)
     degrees = choose_degrees(
         num_ranks=gpus,
         num_nodes=nodes,
@@ -235,6 +236,16 @@ def _check_out(out: Path, folder: Path) -> None:
         raise ValueError(
             f"--out {str(out)!r} holds files: a run folder is new or empty, so that nothing is "
             "overwritten. Give another folder, or remove this one."
+        )
+
+
+def _check_weights(model: str) -> None:
+    """A local folder has weights; those of a hub name are found when the run starts."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not any(any(folder.glob(name)) for name in models.WEIGHT_FILES):
+        raise ValueError(
+            f"model folder {model!r} has a config.json and no weights. To start from random "
+            f"weights, give the file itself: longctx patch {folder / 'config.json'}"
         )
 
 

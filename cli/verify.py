@@ -79,14 +79,12 @@ def run(
 ) -> "Report":
     """Load the target, decide what to run, and run it."""
     from longctx_patch import verification
-    from longctx_patch.hf.models import check_rope_is_fixed
 
     found = load_target(target)
     if ulysses is None and ring is None and nproc in (None, found.run_degree):
         ulysses, ring = found.ulysses, found.ring
         layout = layout or found.layout
     num_ranks = nproc or (ulysses * ring if ulysses and ring else found.run_degree or 4)
-    check_rope_is_fixed(found.model_config)
     configs = choose_configs(
         num_ranks,
         ulysses=ulysses,

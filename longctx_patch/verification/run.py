@@ -17,10 +17,11 @@ from torch import Tensor
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.hf import PatchHandle, check_model_config, patch
+from longctx_patch.hf.models import check_rope_is_fixed
 from longctx_patch.operator import AttentionCall
 from longctx_patch.plans.traffic import Traffic
+from longctx_patch.processes import run_processes
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, plan_name
-from longctx_patch.verification.processes import run_processes
 from longctx_patch.verification.reference import (
     Reference,
     Rows,
@@ -113,6 +114,7 @@ def _check(
         )
     for config in configs:
         check_model_config(model_config, config)
+    check_rope_is_fixed(model_config)  # a short sequence would not show it
     return degrees.pop()
 
 

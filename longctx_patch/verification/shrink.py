@@ -5,9 +5,11 @@ Made small: layers (two, so that gradients cross one attention into another), vo
 """
 
 import copy
+import functools
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 NUM_LAYERS = 2
 VOCAB_SIZE = 251
@@ -50,4 +52,23 @@ def build_small_model(small_config: Any, dtype: torch.dtype) -> Any:
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.copy_(SPREAD * noise + (1.0 if is_norm else 0.0))
+    if dtype == torch.float64:
+        _norms_in_float64(model)
     return model.train()
+
+
+def _norms_in_float64(model: nn.Module) -> None:
+    """Let norms compute in the model's dtype.
+
+    transformers' norms round to float32 whatever the dtype is. That would hide errors below 1e-8
+    and, as each rank's loss carries the factor W of the loss law, round gradients differently
+    from one process wherever W is not a power of two.
+    """
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(_rms_norm, module)
+
+
+def _rms_norm(module: Any, hidden: Tensor) -> Tensor:
+    weight = module.weight
+    return nn.functional.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)

@@ -42,7 +42,8 @@ def run_processes(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         context = mp.get_context("spawn")
-        job = (function, num_processes, free_port(), folder, args, timeout_s)
+        deadline = time.time() + timeout_s
+        job = (function, num_processes, free_port(), folder, args, deadline)
         processes = [
             context.Process(target=_run_rank, args=(rank, *job), daemon=True)
             for rank in range(num_processes)
@@ -50,7 +51,7 @@ def run_processes(
         try:
             for process in processes:
                 process.start()
-            timed_out = _wait(processes, timeout_s)
+            timed_out = _wait(processes, deadline)
         finally:  # also when interrupted
             for process in processes:
                 if process.pid is not None:
@@ -71,14 +72,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _wait(processes: list[Any], timeout_s: float) -> bool:
+def _wait(processes: list[Any], deadline: float) -> bool:
     """Wait until all have ended, one has failed or the limit has passed; True if it passed."""
-    deadline = time.monotonic() + timeout_s
     while any(process.is_alive() for process in processes):
         if any(process.exitcode not in (None, 0) for process in processes):
             time.sleep(GRACE_S)
             return False
-        if time.monotonic() > deadline:
+        if time.time() > deadline:
             return True
         time.sleep(0.02)
     return False
@@ -102,19 +102,20 @@ def _run_rank(
     port: int,
     folder: Path,
     args: tuple[Any, ...],
-    timeout_s: float,
+    deadline: float,
 ) -> None:
     os.dup2(2, 1)  # stdout belongs to the parent, who may be writing JSON to it
     torch.set_num_threads(1)
     stack = (folder / f"{rank}.stack").open("w")
-    faulthandler.dump_traceback_later(timeout_s * 0.9, file=stack)
+    remaining_s = max(deadline - time.time(), 1.0)  # imports have taken some of it
+    faulthandler.dump_traceback_later(0.9 * remaining_s, file=stack)
     try:
         dist.init_process_group(
             "gloo",
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=num_processes,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=remaining_s + 30.0),
         )
         result = pickle.dumps(function(rank, *args))
         dist.barrier()

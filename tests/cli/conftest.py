@@ -1,0 +1,62 @@
+"""Tiny configs, and the command line in this process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from longctx_patch.cli.main import main
+
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 258,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 256,
+    "pad_token_id": 257,
+}
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run() -> Run:
+    """`longctx` with these words; a bug is raised here, not swallowed."""
+
+    def invoke(*words: object) -> Result:
+        result = CliRunner().invoke(main, [str(word) for word in words])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result
+
+    return invoke
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Path]:
+    """Write a config.json: the tiny Llama's, changed as asked."""
+
+    def write(**changes: Any) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        path = folder / "config.json"
+        path.write_text(json.dumps({**TINY_LLAMA, **changes}))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "some text.txt"  # with a space: paths in commands must be quoted
+    path.write_text("".join(f"{n} times {n + 3} is {n * (n + 3)}.\n" for n in range(400)))
+    return path

@@ -1,0 +1,143 @@
+"""Bad input: one clear message with value, rule and fix, exit code 1, nothing written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run
+
+WriteConfig = Callable[..., Path]
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 64,
+}
+
+
+def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str:
+    """The message of a refused `longctx patch`, which has written nothing."""
+    out = tmp_path / "parent" / "run"
+    defaults = {"--seq-len": 64, "--gpus": 4}
+    given = [
+        word for name, value in defaults.items() if name not in words for word in (name, value)
+    ]
+    result = run("patch", model, "--out", out, *given, *words)
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.output
+    assert not out.parent.exists()
+    return " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "parts"),
+    [
+        ({"model_type": "gpt2"}, [], ["model type 'gpt2'", "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "foo9"}, [], ["`foo9`", "llama, mistral, qwen2, qwen3"]),
+        (
+            {"model_type": "mistral", "sliding_window": 16},
+            [],
+            ["sliding_window=16", "set sliding_window=None"],
+        ),
+        ({"attention_dropout": 0.1}, [], ["attention_dropout=0.1", "attention_dropout=0.0"]),
+        ({}, ["--gpus", 8, "--ulysses", 8], ["exceeds its 4 query heads", "ulysses_degree <= 4"]),
+        ({}, ["--ulysses", 3], ["--ulysses 3", "must be 4", "Use --ulysses 1 or 2 or 4"]),
+        ({}, ["--sequence-degree", 3], ["must divide the number of GPUs", "1, 2, 4"]),
+        ({}, ["--gpus", 3, "--nodes", 2], ["--gpus 3 over --nodes 2", "Use --gpus 4"]),
+        ({}, ["--seq-len", 65], ["--seq-len 65", "reaches 64", "Add --rope yarn"]),
+        ({}, ["--rope", "yarn"], ["already reaches 64", "Leave --rope out"]),
+        ({}, ["--rope-factor", 2], ["--rope-factor 2 without --rope", "Add --rope yarn"]),
+        (
+            {},
+            ["--seq-len", 256, "--rope", "yarn", "--rope-factor", 3],
+            ["factor 3.0", "less than the 256 wanted", "Use 4 or more"],
+        ),
+        (
+            {"rope_parameters": DYNAMIC},
+            [],
+            ["rope_type 'dynamic'", "largest position", "'default'"],
+        ),
+        (
+            {"rope_parameters": YARN},
+            ["--seq-len", 999, "--rope", "yarn"],
+            ["already scaled", "999"],
+        ),
+        ({"vocab_size": 200}, [], ["258 tokens", "vocab_size=200"]),
+        ({}, ["--data", "none.txt"], ["--data", "none.txt", "no file"]),
+    ],
+)
+def test_patch_refuses(
+    run: Run,
+    config: WriteConfig,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    words: list[object],
+    parts: list[str],
+) -> None:
+    message = refuse_patch(run, tmp_path, config(**changes), *words)
+    for part in parts:
+        assert part in message
+
+
+def test_patch_refuses_models_that_are_not_there(
+    run: Run, config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    message = refuse_patch(run, tmp_path, "nobody/nothing-8B")
+    assert "'nobody/nothing-8B' is neither a local folder nor reachable" in message
+    assert "give a local folder, a config.json, or set HF_HOME" in message
+    assert "no such file or folder" in refuse_patch(run, tmp_path, tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert "has no config.json" in refuse_patch(run, tmp_path, tmp_path / "empty")
+    folder = config().parent
+    message = refuse_patch(run, tmp_path, folder)
+    assert "has a config.json and no weights" in message
+    assert f"longctx patch {folder / 'config.json'}" in message
+    (folder / "config.json").write_text('{"model_type": ')
+    assert "its config can't be read" in refuse_patch(run, tmp_path, folder / "config.json")
+
+
+def test_patch_refuses_a_folder_that_holds_files(
+    run: Run, config: WriteConfig, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "mine.txt").write_text("kept")
+    result = run("patch", config(), "--seq-len", 64, "--gpus", 2, "--out", out)
+    assert result.exit_code == 1
+    assert "holds files: a run folder is new or empty" in result.stderr
+    assert "Give another folder" in result.stderr
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "parts"),
+    [
+        ({"model_type": "gpt2"}, [], ["model type 'gpt2' is not supported"]),
+        ({"model_type": "mistral", "sliding_window": 8}, [], ["sliding windows are not supported"]),
+        ({"rope_parameters": DYNAMIC}, [], ["rope_type 'dynamic'"]),
+        ({}, ["--ulysses", 3], ["--ulysses 3 x --ring 1 = 3, but --nproc is 4", "--nproc 3"]),
+        ({}, ["--ulysses", 2, "--ring", 4, "--nproc", 4], ["= 8, but --nproc is 4"]),
+        ({}, ["--ulysses", 8, "--nproc", 8], ["exceeds its 4 query heads"]),
+    ],
+)
+def test_verify_refuses(
+    run: Run, config: WriteConfig, changes: dict[str, Any], words: list[object], parts: list[str]
+) -> None:
+    path = config(**changes)
+    plain = run("verify", path, *words)
+    as_json = run("verify", path, *words, "--json")
+    assert plain.exit_code == as_json.exit_code == 1
+    assert plain.stdout == ""
+    answer = json.loads(as_json.stdout)
+    assert (answer["ok"], answer["cases"]) == (False, [])
+    for part in parts:
+        assert part in " ".join(plain.stderr.split())
+        assert part in " ".join(answer["error"].split())

@@ -1,0 +1,35 @@
+"""The options of the command line. Adding one is a decision: extend these lists with it."""
+
+from longctx_patch.cli.main import main
+from tests.cli.conftest import Run
+
+PATCH = [
+    *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
+    *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--data", "--cpu"),
+]
+VERIFY = [
+    *("target", "--nproc", "--ulysses", "--ring", "--layout", "--dtype", "--seq-len"),
+    *("--checkpoint", "--json"),
+]
+
+
+def options(command: str) -> list[str]:
+    return [parameter.opts[0] for parameter in main.commands[command].params]
+
+
+def test_every_option_was_decided_on() -> None:
+    assert sorted(main.commands) == ["patch", "verify"]
+    assert options("patch") == PATCH
+    assert options("verify") == VERIFY
+
+
+def test_help_and_version(run: Run) -> None:
+    for words in (["--help"], ["patch", "-h"], ["verify", "--help"], ["--version"]):
+        result = run(*words)
+        assert result.exit_code == 0
+        assert result.output
+
+
+def test_wrong_usage_is_exit_code_2(run: Run) -> None:
+    for words in (["patch", "m"], ["verify", "m", "--layout", "striped"], ["train"]):
+        assert run(*words).exit_code == 2

@@ -1,0 +1,95 @@
+"""`longctx patch`, then exactly what its README says."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.settings import parse_settings
+from tests.cli.conftest import Run
+
+ACCELERATE = "accelerate.commands.accelerate_cli"
+FILES = ["README.md", "accelerate.yaml", "config.json", "finetune.yaml"]
+
+
+def commands(run_folder: Path) -> list[str]:
+    """The commands that the README names, in order."""
+    readme = (run_folder / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"^```\n(.*)\n```$", readme, flags=re.MULTILINE)
+
+
+@pytest.mark.timeout(150)
+def test_the_run_folder_trains_and_verifies(
+    run: Run,
+    config: Callable[..., Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Relative paths in, and the commands are started in another folder."""
+    config()
+    monkeypatch.chdir(tmp_path)
+    words = ["--seq-len", 131, "--gpus", 2, "--cpu", "--rope", "yarn", "--data", text_file.name]
+    result = run("patch", "model/config.json", *words, "--out", "runs/first run")
+    assert result.exit_code == 0, result.output
+    folder = tmp_path / "runs" / "first run"
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    rope = AutoConfig.from_pretrained(folder).rope_parameters
+    assert (rope["rope_type"], rope["factor"]) == ("yarn", 131 / 64)
+
+    launch, verify = commands(folder)
+    assert launch in result.output
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    program, *arguments = shlex.split(launch)
+    assert (program, arguments[0]) == ("accelerate", "launch")
+    done = subprocess.run(
+        [sys.executable, "-m", ACCELERATE, *arguments, "--max-steps", "2"],
+        cwd=elsewhere,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line["step"] for line in read_metrics(folder / "training")] == [1, 2]
+    assert (folder / "training" / "final" / "adapter_config.json").is_file()
+
+    program, *arguments = shlex.split(verify)
+    assert program == "longctx"
+    checked = run(*arguments)
+    assert checked.exit_code == 0, checked.output
+    assert "2 process(es) against one" in checked.output
+    assert "verify: ok: 1 of 1 cases" in checked.output
+
+
+def test_a_job_of_two_nodes_without_text(
+    run: Run, config: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    words = ["--seq-len", 1000, "--gpus", 16, "--nodes", 2, "--rope", "dynamic", "--full"]
+    result = run("patch", config(), *words, "--out", folder)
+    assert result.exit_code == 0, result.output
+    launch = yaml.safe_load((folder / "accelerate.yaml").read_text())
+    assert (launch["distributed_type"], launch["num_machines"]) == ("FSDP", 2)
+    assert launch["num_processes"] == 16
+    readme = (folder / "README.md").read_text()
+    assert "ulysses 2 x ring 8" in readme
+    assert "64 tokens per GPU" in readme  # 1,000 padded to a multiple of 2 x 16, for zigzag
+    assert "--machine_rank N" in readme
+    assert commands(folder)[0].endswith("--text TEXT_FILE_OR_FOLDER")
+    found = ["--settings", str(folder / "finetune.yaml"), "--text", "a.txt"]
+    settings = parse_settings(found)
+    assert (settings.ulysses, settings.ring, settings.rope) == (2, 8, "dynamic")
+    assert settings.full
+    assert settings.text == ["a.txt"]
+    assert AutoConfig.from_pretrained(folder).rope_parameters["rope_type"] == "default"

@@ -1,0 +1,107 @@
+"""`longctx verify`: right where the engine is right, wrong where it is broken on purpose."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+SCHEMA = {
+    "plan": str,
+    "ulysses": int,
+    "ring": int,
+    "layout": str,
+    "loss_rel_err": float,
+    "logits_rel_err": float,
+    "grad_rel_err": float,
+    "grad_norm_rel_err": float,
+    "messages": int,
+    "bytes": int,
+}
+
+# Run by every process that starts afterwards: Python imports `sitecustomize` by itself. The process
+# of the test, which computes the reference, is not affected.
+BREAKAGES = {
+    "merge": """
+from longctx_patch.accumulate import SoftmaxMerge
+right = SoftmaxMerge.result
+SoftmaxMerge.result = lambda self: (right(self)[0] * 1.001, right(self)[1])
+""",
+    "positions": """
+import torch
+from longctx_patch.layout import Layout
+Layout.positions = lambda self, rank, device=None: torch.arange(self.sizes[rank], device=device)
+""",
+    "traffic": """
+from longctx_patch.transport import Counters
+right = Counters.sent
+Counters.sent = lambda self, num_bytes: right(self, num_bytes + 1)
+""",
+}
+
+
+def test_every_way_over_two_processes_as_json(run: Run, config: Callable[..., Path]) -> None:
+    path = config(model_type="qwen2", num_key_value_heads=1)
+    result = run("verify", path, "--nproc", 2, "--json", "--checkpoint", "attention")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    assert answer["ok"] is True
+    assert [(case["ulysses"], case["ring"], case["layout"]) for case in answer["cases"]] == [
+        (1, 2, "zigzag"),
+        (1, 2, "contiguous"),
+        (2, 1, "zigzag"),
+        (2, 1, "contiguous"),
+    ]
+    for case in answer["cases"]:
+        for name, kind in SCHEMA.items():
+            assert isinstance(case[name], kind), name
+        assert max(case[name] for name in SCHEMA if name.endswith("_err")) <= 1e-5
+        assert (case["messages"], case["bytes"]) == (
+            case["predicted_messages"],
+            case["predicted_bytes"],
+        )
+        assert case["messages"] > 0
+
+
+def test_one_cut_in_float64_as_a_table(run: Run, config: Callable[..., Path]) -> None:
+    words = ["--nproc", 3, "--ring", 3, "--layout", "zigzag", "--dtype", "float64"]
+    result = run("verify", config(), *words, "--seq-len", 61)
+    assert result.exit_code == 0, result.output
+    assert "61 tokens, 3 process(es) against one, float64" in result.stdout
+    assert "tolerance 1e-10" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("verify: ok: 1 of 1 cases equal")
+
+
+def test_one_process_sends_nothing(run: Run, config: Callable[..., Path]) -> None:
+    result = run("verify", config(), "--nproc", 1, "--layout", "zigzag", "--json")
+    assert result.exit_code == 0, result.output
+    (case,) = json.loads(result.stdout)["cases"]
+    assert (case["plan"], case["messages"], case["bytes"]) == ("single", 0, 0)
+    assert case["logits_rel_err"] == case["grad_rel_err"] == 0.0  # bitwise
+
+
+@pytest.mark.parametrize("part", BREAKAGES)
+def test_a_broken_engine_is_found(
+    run: Run,
+    config: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BREAKAGES[part])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = ["--nproc", 2, "--ring", 2, "--layout", "contiguous"]
+    result = run("verify", config(), *words, "--json")
+    assert result.exit_code == 1
+    answer = json.loads(result.stdout)
+    assert answer["ok"] is False
+    (case,) = answer["cases"]
+    assert case["ok"] is False
+    if part == "traffic":
+        assert case["grad_rel_err"] <= 1e-5
+        assert case["bytes"] == case["predicted_bytes"] + case["messages"]
+    else:
+        assert case["grad_rel_err"] > 1e-4
+        assert case["bytes"] == case["predicted_bytes"]
