@@ -8,48 +8,17 @@ Zhao 2024). Inside a checkpointed region that keeps attention, the recompute tak
 the frame, and neither the kernel nor communication runs again.
 """
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longctx_patch.config import LongContextConfig
-from longctx_patch.executor import Executor
+from longctx_patch.call import QKV, AttentionCall
 from longctx_patch.groups import SequenceGroup
-from longctx_patch.kernels import KernelRequest, choose_kernel
-from longctx_patch.layout import make_layout
-from longctx_patch.masks import CausalMask
-from longctx_patch.plans import (
-    AttentionShape,
-    Direction,
-    Plan,
-    plan_traffic,
-    ring_backward,
-    ring_forward,
-)
-from longctx_patch.plans.traffic import Traffic
+from longctx_patch.plans import Direction
 from longctx_patch.replay import current_frame
 from longctx_patch.transport import VirtualTransport
-from longctx_patch.ulysses import (
-    Heads,
-    HeadSplit,
-    Resharder,
-    to_heads_traffic,
-    to_tokens_traffic,
-)
-
-_QKV = (Heads.QUERY, Heads.KEY_VALUE, Heads.KEY_VALUE)
-
-
-@lru_cache(maxsize=64)
-def make_plan(config: LongContextConfig, direction: Direction, num_tokens: int) -> Plan:
-    """The plan of the ring part: over `ring_degree` ranks and all tokens."""
-    name = {"contiguous": "ring", "zigzag": "zigzag"}[config.layout]
-    layout = make_layout(config.layout, num_tokens, ring=config.ring_degree)
-    generate = ring_forward if direction is Direction.FORWARD else ring_backward
-    return generate(layout, CausalMask(), name=name)
+from longctx_patch.ulysses import Heads
 
 
 def attention(
@@ -85,12 +54,10 @@ def attention(
         >>> group = make_sequence_group(LongContextConfig())
         >>> out, lse = attention(*torch.randn(3, 1, 16, 4, 8), group=group)
     """
-    total = num_tokens if num_tokens is not None else q.shape[1] * group.num_ranks
-    _check_shapes(q, k, v)
-    _check_agreement(q, k, v, total, group)
+    total = _check(q, k, v, num_tokens, group)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     call = AttentionCall(group, total, scale, q.shape[2], k.shape[2])
-    out, lse = call(q, k, v)
+    out, lse = distributed_attention(q, k, v, call)
     if call.resharder is not None:
         # The operator leaves lse with the heads; it is a per-head column, so it travels like one.
         (lse_BLH1,) = call.resharder.to_tokens(
@@ -100,89 +67,21 @@ def attention(
     return out, lse
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """Everything about one call but the tensors."""
+def distributed_attention(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+) -> tuple[Tensor, Tensor]:
+    """(out_BLHD, lse), unchecked.
 
-    group: SequenceGroup
-    num_tokens: int
-    scale: float
-    num_heads: int
-    num_kv_heads: int
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(out_BLHD, lse); under Ulysses lse is of this rank's heads and all its group's tokens."""
-        if q.is_cuda and q.requires_grad and isinstance(self.group.everyone, VirtualTransport):
-            raise ValueError(
-                "virtual ranks on CUDA can't run backward: autograd has one thread for the device, "
-                "and ranks that wait for each other in it would hang. Use CPU tensors, "
-                "torch.no_grad(), or real processes."
-            )
-        out, lse = _DistributedAttention.apply(q, k, v, self)
-        return out, lse
-
-    @property
-    def split(self) -> HeadSplit:
-        return HeadSplit(self.num_heads, self.num_kv_heads, self.group.ulysses.num_ranks)
-
-    @property
-    def resharder(self) -> Resharder | None:
-        """None where there is no Ulysses part."""
-        if self.group.ulysses.num_ranks == 1:
-            return None
-        return Resharder(self.group.ulysses, self.split, self._group_sizes)
-
-    @property
-    def _group_sizes(self) -> tuple[int, ...]:
-        """Tokens of each rank of this Ulysses group."""
-        degree = self.group.ulysses.num_ranks
-        first = self.group.ring.group_rank * degree
-        return self.group.layout(self.num_tokens).sizes[first : first + degree]
-
-    def plan(self, direction: Direction) -> Plan:
-        return make_plan(self.group.config, direction, self.num_tokens)
-
-    def executor(self, q: Tensor) -> Executor:
-        request = KernelRequest(q.device.type, q.dtype, q.shape[-1])
-        kernel = choose_kernel(self.group.config.kernel, request)
-        return Executor(self.group.ring, kernel, self.scale)
-
-    def predicted_traffic(self, batch: int, head_dim: int, itemsize_bytes: int) -> "CallTraffic":
-        """What this rank will send, from the plans alone."""
-        rank, ring_rank = self.group.ulysses.group_rank, self.group.ring.group_rank
-        split, sizes = self.split, self._group_sizes
-        shape = AttentionShape(
-            batch=batch,
-            num_heads=split.query[rank].size,
-            num_kv_heads=split.num_kv_computed(rank),
-            head_dim=head_dim,
-            itemsize_bytes=itemsize_bytes,
+    Under Ulysses lse is of this rank's heads and all tokens of its Ulysses group.
+    """
+    if q.is_cuda and q.requires_grad and isinstance(call.group.everyone, VirtualTransport):
+        raise ValueError(
+            "virtual ranks on CUDA can't run backward: autograd has one thread for the device, and "
+            "ranks that wait for each other in it would hang. Use CPU tensors, torch.no_grad(), or "
+            "real processes."
         )
-        ring = {d: plan_traffic(self.plan(d), shape)[ring_rank] for d in Direction}
-        per_head = batch * head_dim * itemsize_bytes
-
-        def to_heads(*heads: Heads) -> Traffic:
-            return to_heads_traffic(split, heads, rank, tokens=sizes[rank], bytes_per_head=per_head)
-
-        def to_tokens(*heads: Heads) -> Traffic:
-            return to_tokens_traffic(split, heads, rank, sizes=sizes, bytes_per_head=per_head)
-
-        gradients = ring[Direction.BACKWARD] + to_tokens(*_QKV)
-        return CallTraffic(
-            forward=to_heads(*_QKV) + ring[Direction.FORWARD] + to_tokens(Heads.QUERY),
-            backward=to_heads(Heads.QUERY) + gradients,
-            backward_after_replay=to_heads(*_QKV, Heads.QUERY, Heads.QUERY) + gradients,
-        )
-
-
-@dataclass(frozen=True)
-class CallTraffic:
-    """Messages and bytes that one rank sends for one attention call."""
-
-    forward: Traffic
-    backward: Traffic
-    backward_after_replay: Traffic
-    """Where the recompute replayed (out, lse): under Ulysses, backward exchanges q, k, v again."""
+    out, lse = _DistributedAttention.apply(q, k, v, call)
+    return out, lse
 
 
 class _DistributedAttention(torch.autograd.Function):
@@ -221,7 +120,7 @@ def _run_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[
     """((q, k, v, out, lse) as the plan saw them, this rank's out_BLHD)."""
     resharder, executor = call.resharder, call.executor(q)
     if resharder is not None:
-        q, k, v = resharder.to_heads([q, k, v], _QKV)
+        q, k, v = resharder.to_heads([q, k, v], QKV)
     out, lse = executor.forward(call.plan(Direction.FORWARD), q, *_matched(call, k, v))
     saved = (q, k, v, out, lse)
     if resharder is not None:
@@ -236,7 +135,7 @@ def _run_backward(
     q, k, v, out, lse = saved
     resharder, executor = call.resharder, call.executor(q)
     if resharder is not None and local:
-        heads = (*_QKV, Heads.QUERY, Heads.QUERY)
+        heads = (*QKV, Heads.QUERY, Heads.QUERY)
         q, k, v, out, dout = resharder.to_heads([q, k, v, out, dout], heads)
     elif resharder is not None:
         (dout,) = resharder.to_heads([dout], [Heads.QUERY])
@@ -245,7 +144,7 @@ def _run_backward(
     dq, dk, dv = executor.backward(plan, dout, q, keys, values, out, lse)
     dk, dv = _unmatched(call, dk, like=k), _unmatched(call, dv, like=v)
     if resharder is not None:
-        dq, dk, dv = resharder.to_tokens([dq, dk, dv], _QKV)
+        dq, dk, dv = resharder.to_tokens([dq, dk, dv], QKV)
     return dq, dk, dv
 
 
@@ -267,7 +166,7 @@ def _unmatched(call: AttentionCall, grad: Tensor, like: Tensor) -> Tensor:
     return total.index_add_(2, where, grad.to(total.dtype)).to(like.dtype)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     fits = (
         q.ndim == k.ndim == 4
         and k.shape == v.shape
@@ -276,35 +175,49 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         and q.dtype == k.dtype == v.dtype
         and q.device == k.device == v.device
     )
-    if not fits:
-        described = ", ".join(
-            f"{name} {list(t.shape)} {t.dtype} on {t.device}"
-            for name, t in zip("qkv", (q, k, v), strict=True)
-        )
-        raise ValueError(
-            f"{described}: expected q [B, L, H, D] and k, v [B, L, G, D] with H a multiple of G, "
-            "of one dtype and device. Transpose [B, H, L, D] tensors with .transpose(1, 2)."
-        )
-
-
-def _check_agreement(
-    q: Tensor, k: Tensor, v: Tensor, num_tokens: int, group: SequenceGroup
-) -> None:
-    """Compare across ranks before anything is sent that could hang."""
-    del v  # of k's shape
-    mine = (num_tokens, q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], q.itemsize)
-    rows = group.everyone.all_gather_numbers(mine)
-    sizes = group.layout(num_tokens).sizes
-    agree = all(row[:2] == mine[:2] and row[3:] == mine[3:] for row in rows)
-    if agree and tuple(row[2] for row in rows) == sizes:
-        return
-    table = "\n".join(
-        f"  rank {rank}: sequence {row[0]}, batch {row[1]}, tokens {row[2]}, heads {row[3]}, "
-        f"kv heads {row[4]}, head dim {row[5]}, {row[6]} bytes per number"
-        for rank, row in enumerate(rows)
+    if fits:
+        return None
+    described = ", ".join(
+        f"{name} {list(t.shape)} {t.dtype} on {t.device}"
+        for name, t in zip("qkv", (q, k, v), strict=True)
     )
+    return (
+        f"{described}: expected q [B, L, H, D] and k, v [B, L, G, D] with H a multiple of G, "
+        "of one dtype and device. Transpose [B, H, L, D] tensors with .transpose(1, 2)."
+    )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None, group: SequenceGroup) -> int:
+    """Compare across ranks before anything is sent that could hang; the sequence's length.
+
+    Raises on every rank or on none.
+    """
+    problem = _shape_problem(q, k, v)
+    if problem is None:
+        batch, length, heads, dim = q.shape
+        total = length * group.num_ranks if num_tokens is None else num_tokens
+        mine = (1, total, batch, length, heads, k.shape[2], dim, q.itemsize)
+    else:
+        mine = (0,) * 8
+    rows = group.everyone.all_gather_numbers(mine)
+    if problem is not None:
+        raise ValueError(problem)
+    sizes = group.layout(mine[1]).sizes
+    agree = all((*row[:3], *row[4:]) == (*mine[:3], *mine[4:]) for row in rows)
+    if agree and tuple(row[3] for row in rows) == sizes:
+        return mine[1]
+    table = "\n".join(_describe(rank, row) for rank, row in enumerate(rows))
     raise ValueError(
         f"the ranks of the group don't hold shards of one sequence:\n{table}\n"
-        f"The {group.config.layout} layout of {num_tokens} tokens gives the ranks {list(sizes)} "
+        f"The {group.config.layout} layout of {mine[1]} tokens gives the ranks {list(sizes)} "
         "tokens. Cut the sequence with group.layout(num_tokens).shard(x, group.group_rank, dim)."
+    )
+
+
+def _describe(rank: int, row: tuple[int, ...]) -> str:
+    if not row[0]:
+        return f"  rank {rank}: refused its tensors; its own error says why"
+    return (
+        f"  rank {rank}: sequence {row[1]}, batch {row[2]}, tokens {row[3]}, heads {row[4]}, "
+        f"kv heads {row[5]}, head dim {row[6]}, {row[7]} bytes per number"
     )

@@ -13,10 +13,11 @@ from longctx_patch import (
     run_virtual_ranks,
     virtual_group,
 )
+from longctx_patch.call import AttentionCall, make_plan
 from longctx_patch.config import LayoutName
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.layout import make_layout
-from longctx_patch.operator import AttentionCall, make_plan
+from longctx_patch.operator import distributed_attention
 from longctx_patch.plans import Direction, verify_plan
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.transport import VirtualTransport
@@ -49,7 +50,7 @@ def one_rank(group: SequenceGroup, case: Case) -> tuple[list[Tensor], Traffic, T
         x.requires_grad_()
     call = AttentionCall(group, length, HEAD_DIM**-0.5, heads, kv_heads)
     predicted = call.predicted_traffic(BATCH, HEAD_DIM, dtype.itemsize)
-    out, _ = call(q, k, v)
+    out, _ = distributed_attention(q, k, v, call)
     out.backward(dout)
     counters = group.counters
     sent = Traffic(counters.messages, counters.bytes)
@@ -172,6 +173,19 @@ def test_ranks_that_disagree_are_refused_everywhere() -> None:
 
     for message in run_virtual_ranks(2, run):
         assert "rank 1: sequence 16, batch 1, tokens 6" in message
+
+
+def test_one_rank_with_bad_tensors_stops_all() -> None:
+    config = LongContextConfig(ring_degree=2)
+
+    def run(transport: VirtualTransport) -> None:
+        x = torch.randn(1, 8, 2, 8)
+        k = x[0] if transport.group_rank == 1 else x
+        message = "expected q" if transport.group_rank == 1 else "rank 1: refused its tensors"
+        with pytest.raises(ValueError, match=message):
+            attention(x, k, k, group=virtual_group(transport, config))
+
+    run_virtual_ranks(2, run)
 
 
 @pytest.mark.parametrize(

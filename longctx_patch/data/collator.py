@@ -98,9 +98,12 @@ class SequenceShardCollator:
 
 def _parse(row: Mapping[str, Any], number: int) -> tuple[Tensor, Tensor]:
     """(input_ids, labels), int64 `[length]`, without padding."""
-    if "input_ids" not in row:
+    if not isinstance(row, Mapping) or "input_ids" not in row:
+        has = (
+            f"the keys {sorted(row)}" if isinstance(row, Mapping) else f"type {type(row).__name__}"
+        )
         raise ValueError(
-            f"row {number} has the keys {sorted(row)}: each row needs input_ids. Tokenise first."
+            f"row {number} has {has}: each row is a mapping with input_ids. Tokenise first."
         )
     ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
     labels = torch.as_tensor(row["labels"], dtype=torch.int64) if "labels" in row else ids

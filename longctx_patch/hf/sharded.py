@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longctx_patch.call import AttentionCall
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.hf import transformers_api
-from longctx_patch.operator import AttentionCall
+from longctx_patch.operator import distributed_attention
 
 # What transformers hands to every attention function and causal attention has no use for.
 _HARMLESS = frozenset(
@@ -54,14 +55,15 @@ def sharded_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     num_heads, head_dim = query.shape[1], query.shape[3]
-    attention = AttentionCall(
+    attention_call = AttentionCall(
         call.group,
         call.num_tokens,
         head_dim**-0.5 if scaling is None else scaling,
         num_heads,
         key.shape[1],
     )
-    out, _ = attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+    q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    out, _ = distributed_attention(q_BLHD, k_BLGD, v_BLGD, attention_call)
     return out, None
 
 
@@ -96,35 +98,73 @@ def prepare_call(
                 "batch has no longctx_shard. Use SequenceShardCollator, or handle.unpatch()."
             )
         return kwargs | {transformers_api.CALL_KEY: None}
-    tokens = _tokens(args, kwargs)
-    num_tokens = _agree(group, shard, tokens, decoder.training)
-    _refuse_inputs(kwargs)
+    candidates = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    tokens: Tensor = next(tensor for tensor in candidates if tensor is not None)
+    num_tokens, checksum = shard[0].tolist()
+    positions = group.layout(num_tokens).positions(group.group_rank, tokens.device)[None]
+    problem = _input_problem(kwargs, positions)
+    mine = (num_tokens, checksum, *tokens.shape[:2], int(decoder.training), int(problem is None))
+    _agree(group, mine, problem)
     if group.num_ranks == 1 and group.config.checkpoint != "attention":
         return kwargs | {transformers_api.CALL_KEY: None}
-    _check_positions(group, num_tokens, kwargs)
     return kwargs | {
         "attention_mask": transformers_api.no_mask(tokens.shape[0], tokens.device),
+        "position_ids": positions.expand(tokens.shape[0], -1),
         "use_cache": False,
         transformers_api.CALL_KEY: ShardedCall(group, num_tokens),
     }
 
 
-def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    candidates = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    return next(tensor for tensor in candidates if tensor is not None)
+def _input_problem(kwargs: dict[str, Any], positions: Tensor) -> str | None:
+    """What this rank can't compute with, in words; `positions` are the layout's, `[1, L]`."""
+    if kwargs.get("num_items_in_batch") is not None:
+        return (
+            "num_items_in_batch with a sharded batch: transformers' Trainer counts and scales it "
+            "in ways that change with its version; the loss would be off by the sequence degree. "
+            "Pass num_valid_tokens=count_valid_tokens(batches), or neither."
+        )
+    if kwargs.get("past_key_values") is not None:
+        return (
+            "past_key_values with a sharded batch: a cache holds one rank's keys only. Generate "
+            "with plain inputs (no longctx_shard), or drop the cache."
+        )
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (mask.ndim == 2 and bool(mask.all())):
+        return (
+            f"attention_mask {list(mask.shape)} with a sharded batch: attention is causal over one "
+            "document per row. Pad on the right (the collator does) and pass no mask."
+        )
+    given = kwargs.get("position_ids")
+    if given is not None and not _same_positions(given, positions):
+        # A shard counted from 0 would rotate its keys wrongly, and train all the same.
+        return (
+            f"position_ids start {given.flatten()[:4].tolist()}, but this rank's tokens have the "
+            f"global positions {positions[0, :4].tolist()} and so on. Pass the collator's "
+            "position_ids, or none."
+        )
+    return None
 
 
-def _agree(group: SequenceGroup, shard: Tensor, tokens: Tensor, training: bool) -> int:
-    """Check that all ranks hold shards of one batch, before anything is sent; its length."""
-    num_tokens, checksum = shard[0].tolist()
-    mine = (num_tokens, checksum, tokens.shape[0], tokens.shape[1], int(training))
+def _same_positions(given: Tensor, positions: Tensor) -> bool:
+    if given.ndim != 2 or given.shape[1] != positions.shape[1]:
+        return False
+    return torch.equal(given, positions.expand_as(given).to(given))
+
+
+def _agree(group: SequenceGroup, mine: tuple[int, ...], problem: str | None) -> None:
+    """Raise on every rank unless all hold shards of one batch, before anything is sent."""
     rows = group.everyone.all_gather_numbers(mine)
+    if problem is not None:
+        raise ValueError(problem)
+    num_tokens = mine[0]
     sizes = group.layout(num_tokens).sizes
-    if (*sizes,) == tuple(row[3] for row in rows) and len({(*r[:3], r[4]) for r in rows}) == 1:
-        return int(num_tokens)
+    same = {(*row[:3], *row[4:]) for row in rows} == {(*mine[:3], *mine[4:])}
+    if same and tuple(row[3] for row in rows) == sizes:
+        return
     table = "\n".join(
         f"  rank {rank}: {row[3]} of {row[0]} tokens, {row[2]} rows, checksum {row[1]:08x}, "
-        f"{'training' if row[4] else 'evaluating'}"
+        + ("training" if row[4] else "evaluating")
+        + ("" if row[5] else "; it refused its batch, its own error says why")
         for rank, row in enumerate(rows)
     )
     raise ValueError(
@@ -133,39 +173,3 @@ def _agree(group: SequenceGroup, shard: Tensor, tokens: Tensor, training: bool) 
         f"{list(sizes)}. Feed every rank of the group the same rows (same sampler and seed; "
         "dispatch_batches=False) through SequenceShardCollator."
     )
-
-
-def _refuse_inputs(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("num_items_in_batch") is not None:
-        raise ValueError(
-            "num_items_in_batch with a sharded batch: transformers' Trainer counts and scales it "
-            "in ways that change with its version; the loss would be off by the sequence degree. "
-            "Pass num_valid_tokens=count_valid_tokens(batches), or neither."
-        )
-    if kwargs.get("past_key_values") is not None:
-        raise ValueError(
-            "past_key_values with a sharded batch: a cache holds one rank's keys only. Generate "
-            "with plain inputs (no longctx_shard), or drop the cache."
-        )
-    mask = kwargs.get("attention_mask")
-    if mask is not None and not (mask.ndim == 2 and bool(mask.all())):
-        raise ValueError(
-            f"attention_mask {list(mask.shape)} with a sharded batch: attention is causal over one "
-            "document per row. Pad on the right (the collator does) and pass no mask."
-        )
-
-
-def _check_positions(group: SequenceGroup, num_tokens: int, kwargs: dict[str, Any]) -> None:
-    """Positions are the layout's; a shard counted from 0 would rotate its keys wrongly."""
-    given = kwargs.get("position_ids")
-    device = given.device if given is not None else None
-    wanted = group.layout(num_tokens).positions(group.group_rank, device)[None]
-    if given is None:
-        tokens = _tokens((), kwargs)
-        kwargs["position_ids"] = wanted.to(tokens.device).expand(tokens.shape[0], -1)
-    elif given.ndim != 2 or not torch.equal(given, wanted.expand_as(given)):
-        raise ValueError(
-            f"position_ids start {given.flatten()[:4].tolist()}, but this rank's tokens have the "
-            f"global positions {wanted[0, :4].tolist()} and so on. Pass the collator's "
-            "position_ids, or none."
-        )

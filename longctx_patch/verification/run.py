@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longctx_patch.call import AttentionCall
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.hf import PatchHandle, check_model_config, patch
 from longctx_patch.hf.models import check_rope_is_fixed
-from longctx_patch.operator import AttentionCall
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.processes import run_processes
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, plan_name

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, make_sequence_group, patch
+from longctx_patch.call import AttentionCall
 from longctx_patch.config import LayoutName
-from longctx_patch.operator import AttentionCall
+from longctx_patch.operator import distributed_attention
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, gradients, tiny_model, token_rows
@@ -52,7 +53,7 @@ def run_operator(
     for x in (q, k, v):
         x.requires_grad_()
     call = AttentionCall(group, length, HEAD_DIM**-0.5, heads, kv_heads)
-    out, _ = call(q, k, v)
+    out, _ = distributed_attention(q, k, v, call)
     out.backward(dout)
     traffic = call.predicted_traffic(BATCH, HEAD_DIM, 2)
     sent = Traffic(group.counters.messages, group.counters.bytes)

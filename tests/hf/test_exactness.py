@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
+from longctx_patch.call import AttentionCall
 from longctx_patch.config import LayoutName
-from longctx_patch.operator import AttentionCall
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, gradient_norm, gradients, tiny_model, token_rows
 from tests.reference import relative_error

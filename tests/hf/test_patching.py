@@ -183,6 +183,9 @@ def check_bad_batches(rank: int) -> list[str]:
         if "shift_labels" not in message:  # the loss comes after attention
             assert handle.counters.messages == 0
         messages.append(str(caught.value))
+    one_sided = good | ({"attention_mask": torch.zeros(2, 8)} if rank == 1 else {})
+    with pytest.raises(ValueError, match="pass no mask" if rank else "rank 1: .* it refused"):
+        model(**one_sided)
     mixed = collate(token_rows(16))
     model.train(rank == 0)
     with pytest.raises(ValueError, match="evaluating"):

@@ -1,0 +1,114 @@
+"""Everything about one attention call but its tensors: who computes what, and what will be sent."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.executor import Executor
+from longctx_patch.groups import SequenceGroup
+from longctx_patch.kernels import KernelRequest, choose_kernel
+from longctx_patch.layout import make_layout
+from longctx_patch.masks import CausalMask
+from longctx_patch.plans import (
+    AttentionShape,
+    Direction,
+    Plan,
+    plan_traffic,
+    ring_backward,
+    ring_forward,
+)
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.ulysses import (
+    Heads,
+    HeadSplit,
+    Resharder,
+    to_heads_traffic,
+    to_tokens_traffic,
+)
+
+QKV = (Heads.QUERY, Heads.KEY_VALUE, Heads.KEY_VALUE)
+
+
+@lru_cache(maxsize=64)
+def make_plan(config: LongContextConfig, direction: Direction, num_tokens: int) -> Plan:
+    """The plan of the ring part: over `ring_degree` ranks and all tokens."""
+    name = {"contiguous": "ring", "zigzag": "zigzag"}[config.layout]
+    layout = make_layout(config.layout, num_tokens, ring=config.ring_degree)
+    generate = ring_forward if direction is Direction.FORWARD else ring_backward
+    return generate(layout, CausalMask(), name=name)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Everything about one call but the tensors."""
+
+    group: SequenceGroup
+    num_tokens: int
+    scale: float
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def split(self) -> HeadSplit:
+        return HeadSplit(self.num_heads, self.num_kv_heads, self.group.ulysses.num_ranks)
+
+    @property
+    def resharder(self) -> Resharder | None:
+        """None where there is no Ulysses part."""
+        if self.group.ulysses.num_ranks == 1:
+            return None
+        return Resharder(self.group.ulysses, self.split, self._group_sizes)
+
+    @property
+    def _group_sizes(self) -> tuple[int, ...]:
+        """Tokens of each rank of this Ulysses group."""
+        degree = self.group.ulysses.num_ranks
+        first = self.group.ring.group_rank * degree
+        return self.group.layout(self.num_tokens).sizes[first : first + degree]
+
+    def plan(self, direction: Direction) -> Plan:
+        return make_plan(self.group.config, direction, self.num_tokens)
+
+    def executor(self, q: Tensor) -> Executor:
+        request = KernelRequest(q.device.type, q.dtype, q.shape[-1])
+        kernel = choose_kernel(self.group.config.kernel, request)
+        return Executor(self.group.ring, kernel, self.scale)
+
+    def predicted_traffic(self, batch: int, head_dim: int, itemsize_bytes: int) -> "CallTraffic":
+        """What this rank will send, from the plans alone."""
+        rank, ring_rank = self.group.ulysses.group_rank, self.group.ring.group_rank
+        split, sizes = self.split, self._group_sizes
+        shape = AttentionShape(
+            batch=batch,
+            num_heads=split.query[rank].size,
+            num_kv_heads=split.num_kv_computed(rank),
+            head_dim=head_dim,
+            itemsize_bytes=itemsize_bytes,
+        )
+        ring = {d: plan_traffic(self.plan(d), shape)[ring_rank] for d in Direction}
+        per_head = batch * head_dim * itemsize_bytes
+
+        def to_heads(*heads: Heads) -> Traffic:
+            return to_heads_traffic(split, heads, rank, tokens=sizes[rank], bytes_per_head=per_head)
+
+        def to_tokens(*heads: Heads) -> Traffic:
+            return to_tokens_traffic(split, heads, rank, sizes=sizes, bytes_per_head=per_head)
+
+        gradients = ring[Direction.BACKWARD] + to_tokens(*QKV)
+        return CallTraffic(
+            forward=to_heads(*QKV) + ring[Direction.FORWARD] + to_tokens(Heads.QUERY),
+            backward=to_heads(Heads.QUERY) + gradients,
+            backward_after_replay=to_heads(*QKV, Heads.QUERY, Heads.QUERY) + gradients,
+        )
+
+
+@dataclass(frozen=True)
+class CallTraffic:
+    """Messages and bytes that one rank sends for one attention call."""
+
+    forward: Traffic
+    backward: Traffic
+    backward_after_replay: Traffic
+    """Where the recompute replayed (out, lse): under Ulysses, backward exchanges q, k, v again."""
