@@ -16,7 +16,7 @@ from longctx_patch.cli.degrees import DegreeChoice, choose_degrees
 from longctx_patch.cli.run_readme import render_readme, size_text
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf import check_model_config
-from longctx_patch.hf.models import check_rope_is_fixed, is_local, load_model_config
+from longctx_patch.hf.models import is_local, load_model_config
 from longctx_patch.hf.rope import reachable_length
 from longctx_patch.layout import length_multiple
 from longctx_patch.plugin import accelerate_yaml
@@ -105,7 +105,7 @@ def decide(
         _check_text(source)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
-    _check_weights(model)
+    models.check_weights(model)
     degrees = choose_degrees(
         num_ranks=gpus,
         num_nodes=nodes,
@@ -239,16 +239,6 @@ def _check_out(out: Path, folder: Path) -> None:
         )
 
 
-def _check_weights(model: str) -> None:
-    """A local folder has weights; those of a hub name are found when the run starts."""
-    folder = Path(model).expanduser()
-    if folder.is_dir() and not any(any(folder.glob(name)) for name in models.WEIGHT_FILES):
-        raise ValueError(
-            f"model folder {model!r} has a config.json and no weights. To start from random "
-            f"weights, give the file itself: longctx patch {folder / 'config.json'}"
-        )
-
-
 def _check_text(source: str) -> None:
     """Only that something is there: the recipe reads it all, this command need not."""
     try:
@@ -268,7 +258,6 @@ def _check_length(config: Any, seq_len: int, rope: str | None, factor: float | N
             "Add --rope yarn (or linear or dynamic)."
         )
     if rope is None:
-        check_rope_is_fixed(config)
         if seq_len > reach:
             raise ValueError(
                 f"--seq-len {seq_len}: this model reaches {reach} tokens, so its RoPE must be "

@@ -1,4 +1,4 @@
-"""Run a function on several gloo processes of this machine, with a hard time limit."""
+"""Run a function on several processes of this machine, with a hard time limit."""
 
 import faulthandler
 import os
@@ -25,12 +25,17 @@ class ProcessesFailedError(RuntimeError):
 
 
 def run_processes(
-    function: Callable[..., Any], num_processes: int, *args: Any, timeout_s: float
+    function: Callable[..., Any],
+    num_processes: int,
+    *args: Any,
+    timeout_s: float,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Results of `function(rank, *args)` by rank.
 
-    `function` is at module level and runs with torch.distributed (gloo, loopback) initialised and
-    one thread; its arguments and result are pickled. What it prints goes to stderr.
+    `function` is at module level and runs with torch.distributed initialised on loopback and one
+    thread; with `backend="nccl"` each rank has the GPU of its number. Arguments and result are
+    pickled. What it prints goes to stderr.
 
     Raises:
         ProcessesFailedError: all processes are killed then.
@@ -43,7 +48,7 @@ def run_processes(
         folder = Path(name)
         context = mp.get_context("spawn")
         deadline = time.time() + timeout_s
-        job = (function, num_processes, free_port(), folder, args, deadline)
+        job = (function, num_processes, free_port(), folder, args, deadline, backend)
         processes = [
             context.Process(target=_run_rank, args=(rank, *job), daemon=True)
             for rank in range(num_processes)
@@ -103,15 +108,18 @@ def _run_rank(
     folder: Path,
     args: tuple[Any, ...],
     deadline: float,
+    backend: str,
 ) -> None:
     os.dup2(2, 1)  # stdout belongs to the parent, who may be writing JSON to it
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     stack = (folder / f"{rank}.stack").open("w")
     remaining_s = max(deadline - time.time(), 1.0)  # imports have taken some of it
     faulthandler.dump_traceback_later(0.9 * remaining_s, file=stack)
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=num_processes,

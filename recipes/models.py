@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -15,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from longctx_patch.hf.models import load_model_config
 from longctx_patch.hf.rope import scale_rope
 
 from .settings import Settings
@@ -30,15 +30,8 @@ def is_bare_config(model: str) -> bool:
 
 def load_config(settings: Settings) -> PreTrainedConfig:
     """The model's config with RoPE that reaches `settings.seq_len`."""
-    _check_path(settings.model)
-    try:
-        config = AutoConfig.from_pretrained(settings.model)
-    except OSError as error:
-        raise ValueError(
-            f"model {settings.model!r} is neither a local folder nor reachable under this name "
-            f"({str(error).splitlines()[0]}). Without a network, give a local folder, a "
-            "config.json, or set HF_HOME to a cache that holds the model."
-        ) from error
+    config = load_model_config(settings.model)
+    check_weights(settings.model)
     return scale_rope(
         config, kind=settings.rope, target_length=settings.seq_len, factor=settings.rope_factor
     )
@@ -124,16 +117,11 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
-def _check_path(model: str) -> None:
-    """Errors for local paths that a look-up on the hub would only obscure."""
-    path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"model folder {model!r} has no config.json.")
-        if not any(any(path.glob(pattern)) for pattern in WEIGHT_FILES):
-            raise ValueError(
-                f"model folder {model!r} has a config.json and no weights. To start from random "
-                f"weights, give the file itself: --model {path / 'config.json'}"
-            )
-    elif not path.is_file() and (is_bare_config(model) or model.startswith(("/", ".", "~"))):
-        raise ValueError(f"model {model!r}: no such file or folder.")
+def check_weights(model: str) -> None:
+    """Refuse a local folder without weights; those of a hub name are found when it is loaded."""
+    folder = Path(model).expanduser()
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        raise ValueError(
+            f"model folder {model!r} has no weights ({', '.join(WEIGHT_FILES)}). To start from "
+            f"random weights, give the file itself: {folder / 'config.json'}"
+        )

@@ -108,12 +108,13 @@ def _dropout_reason(dropout: float) -> str:
 def _rope(model_config: Any, config: LongContextConfig) -> str | None:
     rope = getattr(model_config, "rope_parameters", None) or {}
     per_layer = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
-    moving = sorted({r.get("rope_type") for r in per_layer} & {"dynamic", "longrope"})
+    types = {str(r.get("rope_type")) for r in per_layer}
+    moving = sorted(types & {"dynamic", "longrope"})
     if not moving or config.sequence_degree == 1:
         return None
     return (
-        f"rope_type {', '.join(moving)}: transformers takes its frequencies from the largest "
-        "position that a process sees, so ranks would rotate by different angles. Use "
+        f"rope_type {', '.join(map(repr, moving))}: transformers takes its frequencies from the "
+        "largest position that a process sees, so ranks would rotate by different angles. Use "
         "longctx_patch.hf.rope.scale_rope (--rope dynamic or yarn) on a config whose rope_type is "
         "'default'; it writes fixed frequencies."
     )

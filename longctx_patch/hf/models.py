@@ -1,15 +1,12 @@
 """A model's config from a hub name, a local folder or a config.json; weights are not needed."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from longctx_patch.hf.families import FAMILIES, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-# Their frequencies follow from the largest position that a process sees.
-MOVING_ROPE_TYPES = ("dynamic", "longrope")
 
 
 def load_model_config(model: str) -> "PreTrainedConfig":
@@ -50,22 +47,6 @@ def is_local(model: str) -> bool:
     if model.endswith(".json") or model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ValueError(f"model {model!r}: no such file or folder. Give an existing one.")
     return False
-
-
-def check_rope_is_fixed(model_config: Any) -> None:
-    """Refuse RoPE whose frequencies ranks would not agree on.
-
-    transformers recomputes "dynamic" and "longrope" frequencies in each forward from the largest
-    position at hand, and each rank has another one.
-    """
-    rope_type = (getattr(model_config, "rope_parameters", None) or {}).get("rope_type")
-    if rope_type in MOVING_ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"rope_type {rope_type!r}: its frequencies depend on the largest position that each "
-            "process sees, so ranks would rotate by different angles. Set rope_type to 'default' "
-            "in its config.json and scale it with --rope yarn, or with --rope dynamic, which "
-            "freezes it at the target length."
-        )
 
 
 def _unreadable(model: str, local: bool, error: OSError) -> str:

@@ -98,8 +98,8 @@ def test_patch_refuses_models_that_are_not_there(
     assert "has no config.json" in refuse_patch(run, tmp_path, tmp_path / "empty")
     folder = config().parent
     message = refuse_patch(run, tmp_path, folder)
-    assert "has a config.json and no weights" in message
-    assert f"longctx patch {folder / 'config.json'}" in message
+    assert "has no weights" in message
+    assert str(folder / "config.json") in message
     (folder / "config.json").write_text('{"model_type": ')
     assert "its config can't be read" in refuse_patch(run, tmp_path, folder / "config.json")
 

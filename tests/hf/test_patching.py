@@ -117,7 +117,7 @@ def test_more_ulysses_ranks_than_heads_are_refused() -> None:
 def test_rope_that_follows_the_local_length_is_refused(rope_type: str) -> None:
     config = tiny_config("llama")
     config.rope_parameters = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(UnsupportedModelError, match=f"rope_type {rope_type}: .*different angles"):
+    with pytest.raises(UnsupportedModelError, match=f"rope_type '{rope_type}': .*different angles"):
         check_model_config(config, LongContextConfig(ring_degree=2))
     check_model_config(config, ALONE)
 

@@ -210,7 +210,7 @@ def test_bad_input_is_refused_and_leaves_no_trace(
 
 
 def test_models_that_do_not_fit_are_refused(run: Run, config_file: Path) -> None:
-    with pytest.raises(ValueError, match=r"no weights.*--model .*config\.json"):
+    with pytest.raises(ValueError, match=r"has no weights.*give the file itself: .*config\.json"):
         run("out", model=config_file.parent)
     config = json.loads(config_file.read_text())
     config_file.write_text(json.dumps({**config, "vocab_size": 256}))
