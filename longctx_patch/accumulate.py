@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch.layout import Interval
+from longctx_patch.transport import TensorSpec
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -19,14 +20,15 @@ class SoftmaxMerge:
     the kernel returned.
     """
 
-    def __init__(self, q_BLHD: Tensor) -> None:
-        self._q_BLHD = q_BLHD
+    def __init__(self, spec: TensorSpec, device: torch.device) -> None:
+        self._spec = spec  # of out_BLHD
+        self._device = device
         self._out_BLHD: Tensor | None = None
         self._lse_BHL: Tensor | None = None
 
     def add(self, rows: Interval, out_BLHD: Tensor, lse_BHL: Tensor) -> None:
         """Merge a part that covers `rows`."""
-        if self._out_BLHD is None and rows == Interval(0, self._q_BLHD.shape[1]):
+        if self._out_BLHD is None and rows == Interval(0, self._spec.shape[1]):
             self._out_BLHD, self._lse_BHL = out_BLHD, lse_BHL
             return
         total_out, total_lse = self._totals()
@@ -40,41 +42,48 @@ class SoftmaxMerge:
 
     def _totals(self) -> tuple[Tensor, Tensor]:
         """What is merged so far, in a dtype that partial results can be added in."""
-        wide = sum_dtype(self._q_BLHD.dtype)
+        wide = sum_dtype(self._spec.dtype)
         if self._out_BLHD is None or self._lse_BHL is None:
-            batch, rows, heads, _ = self._q_BLHD.shape
-            self._out_BLHD = torch.zeros_like(self._q_BLHD, dtype=wide)
+            batch, rows, heads, _ = self._spec.shape
+            self._out_BLHD = torch.zeros(self._spec.shape, dtype=wide, device=self._device)
             self._lse_BHL = self._out_BLHD.new_full((batch, heads, rows), -torch.inf)
         self._out_BLHD = self._out_BLHD.to(wide)
         return self._out_BLHD, self._lse_BHL
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """(out_BLHD in q's dtype, lse_BHL); zeros and -inf for rows that saw no key."""
+        """(out_BLHD in its dtype, lse_BHL); zeros and -inf for rows that saw no key."""
         out, lse = self._totals() if self._out_BLHD is None else (self._out_BLHD, self._lse_BHL)
         assert lse is not None
-        return out.to(self._q_BLHD.dtype), lse
+        return out.to(self._spec.dtype), lse
 
 
 class RowSum:
     """Sum of gradients over row ranges; a single part that covers all rows stays as it is."""
 
-    def __init__(self, like: Tensor) -> None:
-        self._like = like
+    def __init__(self, spec: TensorSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
         self._total: Tensor | None = None
 
     def add(self, rows: Interval, part_BLHD: Tensor) -> None:
-        if self._total is None and rows == Interval(0, self._like.shape[1]):
+        if self._total is None and rows == Interval(0, self._spec.shape[1]):
             self._total = part_BLHD
             return
-        wide = sum_dtype(self._like.dtype)
+        wide = sum_dtype(self._spec.dtype)
         if self._total is None:
-            self._total = torch.zeros_like(self._like, dtype=wide)
-        elif self._total.dtype != wide:
-            self._total = self._total.to(wide)
+            self._total = torch.zeros(self._spec.shape, dtype=wide, device=self._device)
+        self._total = self._total.to(wide)
         self._total[:, rows.start : rows.stop] += part_BLHD
+
+    @property
+    def total(self) -> Tensor:
+        """The sum as it stands: a single part in its own dtype, or a wide sum."""
+        if self._total is None:
+            self._total = torch.zeros(
+                self._spec.shape, dtype=self._spec.dtype, device=self._device
+            )
+        return self._total
 
     def result(self) -> Tensor:
         """The sum in the dtype of the tensor it is a gradient of."""
-        if self._total is None:
-            return torch.zeros_like(self._like)
-        return self._total.to(self._like.dtype)
+        return self.total.to(self._spec.dtype)

@@ -1,5 +1,7 @@
 """Schedules of distributed attention as data: built, checked and costed without any device."""
 
+from longctx_patch.plans.burst import burst_backward
+from longctx_patch.plans.distflash import distflash
 from longctx_patch.plans.ring import ring_backward, ring_forward
 from longctx_patch.plans.traffic import AttentionShape, plan_traffic
 from longctx_patch.plans.types import (
@@ -13,6 +15,7 @@ from longctx_patch.plans.types import (
     Work,
 )
 from longctx_patch.plans.verify import PlanError, PlanReport, verify_plan
+from longctx_patch.plans.zigzag import zigzag_direct
 
 __all__ = [
     "AttentionShape",
@@ -26,8 +29,11 @@ __all__ = [
     "Step",
     "Transfer",
     "Work",
+    "burst_backward",
+    "distflash",
     "plan_traffic",
     "ring_backward",
     "ring_forward",
     "verify_plan",
+    "zigzag_direct",
 ]

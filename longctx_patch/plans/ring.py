@@ -19,7 +19,7 @@ def ring_forward(layout: Layout, mask: Mask, *, name: str = "ring") -> Plan:
     """Forward plan over any layout; `name` is how reports call it."""
     num_ranks = layout.num_ranks
     steps = tuple(
-        Step(_kv_hops(layout, step), _works(layout, mask, step)) for step in range(num_ranks)
+        Step(_kv_hops(layout, step), ring_works(layout, mask, step)) for step in range(num_ranks)
     )
     return Plan(name, Direction.FORWARD, layout, mask, steps)
 
@@ -30,7 +30,7 @@ def ring_backward(layout: Layout, mask: Mask, *, name: str = "ring") -> Plan:
     steps = [
         Step(
             _kv_hops(layout, step) + _dkv_hops(layout, mask, step),
-            _works(layout, mask, step) if step < num_ranks else (),
+            ring_works(layout, mask, step) if step < num_ranks else (),
         )
         for step in range(num_ranks + 1)
     ]
@@ -39,7 +39,8 @@ def ring_backward(layout: Layout, mask: Mask, *, name: str = "ring") -> Plan:
     return Plan(name, Direction.BACKWARD, layout, mask, tuple(steps))
 
 
-def _works(layout: Layout, mask: Mask, step: int) -> tuple[Work, ...]:
+def ring_works(layout: Layout, mask: Mask, step: int) -> tuple[Work, ...]:
+    """What the ranks compute in a step: each with the keys of the rank `step` before it."""
     works = []
     for rank in range(layout.num_ranks):
         kv_owner = (rank - step) % layout.num_ranks
@@ -70,7 +71,7 @@ def _dkv_hops(layout: Layout, mask: Mask, step: int) -> tuple[Transfer, ...]:
         owner = (rank - step + 1) % num_ranks
         visited = [(owner + hop) % num_ranks for hop in range(1, step)]
         if any(slot_pieces(layout, mask, visitor, owner) for visitor in visited):
-            block = _block(layout, Operand.DKV, owner)
+            block = _block(layout, Operand.DKV_SUM, owner)
             hops.append(Transfer(rank, (rank + 1) % num_ranks, block, buffer=None))
     return tuple(hops)
 

@@ -23,12 +23,20 @@ class AttentionShape:
 
     def block_bytes(self, block: Block) -> int:
         """Size of one block on the wire."""
-        per_token = 2 * self.batch * self.num_kv_heads * self.head_dim
-        itemsize = {
-            Operand.KV: self.itemsize_bytes,
-            Operand.DKV: self.sum_itemsize_bytes,
+        model, wide = self.itemsize_bytes, self.sum_itemsize_bytes
+        q = self.num_heads * self.head_dim
+        kv = 2 * self.num_kv_heads * self.head_dim
+        per_token = {
+            Operand.KV: kv * model,
+            Operand.Q: q * model,
+            Operand.Q_BACKWARD: 2 * q * model + 2 * self.num_heads * wide,
+            Operand.OUT: q * model + self.num_heads * wide,
+            Operand.DQ: q * model,
+            Operand.DKV: kv * model,
+            Operand.DQ_SUM: q * wide,
+            Operand.DKV_SUM: kv * wide,
         }[block.operand]
-        return block.rows.size * per_token * itemsize
+        return self.batch * block.rows.size * per_token
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ A plan is a list of steps that all ranks of a group walk through together. In ea
 2. the step's works are computed, from what their rank held when the step began,
 3. the transfers are waited for; what has arrived can be used from the next step on.
 
-Every rank starts with its own blocks. Operands (`KV`) land in numbered buffers. Gradients (`DKV`)
-are *moved and added*: the source gives up its partial sum for the owner's rows, and it is added
-to the destination's partial sum. A plan ends with every partial sum at its owner.
+Every rank starts with its own inputs. Inputs of others land in numbered buffers. Results are *moved
+and added*: the source gives up its partial result for the owner's rows, and it is added to (for
+`OUT`: merged with) the destination's. A plan ends with every partial result at its owner.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,44 @@ class Direction(Enum):
 
 
 class Operand(Enum):
-    """What a transfer carries."""
+    """What a transfer carries. Sizes: `AttentionShape.block_bytes`."""
 
     KV = "kv"
-    """Keys and values, in the dtype of the model."""
+    """Input: keys and values, in the dtype of the model."""
+
+    Q = "q"
+    """Input: queries, for a rank that computes forward for another."""
+
+    Q_BACKWARD = "q_backward"
+    """Input: queries, dout, lse and delta, for a rank that computes backward for another."""
+
+    OUT = "out"
+    """Result: normalised output in the dtype of the model, and its lse."""
+
+    DQ = "dq"
+    """Result: gradient of queries as one kernel call wrote it, in the dtype of the model."""
 
     DKV = "dkv"
-    """Partial gradients of keys and values, in the dtype of accumulation (float32 or wider)."""
+    """Result: gradients of keys and values as one kernel call wrote them."""
+
+    DQ_SUM = "dq_sum"
+    """Result: gradient of queries from several calls, in the dtype of accumulation."""
+
+    DKV_SUM = "dkv_sum"
+    """Result: gradients of keys and values from several calls, in the dtype of accumulation."""
+
+    @property
+    def is_input(self) -> bool:
+        return self in (Operand.KV, Operand.Q, Operand.Q_BACKWARD)
+
+    @property
+    def is_sum(self) -> bool:
+        return self in (Operand.DQ_SUM, Operand.DKV_SUM)
+
+    @property
+    def partial(self) -> "Operand":
+        """Which partial result a transfer moves: sums and single contributions are one."""
+        return {Operand.DQ_SUM: Operand.DQ, Operand.DKV_SUM: Operand.DKV}.get(self, self)
 
 
 class Block(NamedTuple):
@@ -50,7 +81,7 @@ class Transfer(NamedTuple):
     destination: int
     block: Block
     buffer: int | None
-    """Where an operand lands at the destination; None for gradients, which are added."""
+    """Where an input lands at the destination; None for results, which are added."""
 
 
 class Work(NamedTuple):
@@ -67,6 +98,20 @@ class Work(NamedTuple):
     @property
     def area(self) -> int:
         return sum(piece.area for piece in self.pieces)
+
+    @property
+    def q_rows(self) -> Interval:
+        """The rows of `q_owner` from the first to the last that are used."""
+        return _hull([piece.q for piece in self.pieces])
+
+    @property
+    def kv_rows(self) -> Interval:
+        """The rows of `kv_owner` from the first to the last that are used."""
+        return _hull([piece.kv for piece in self.pieces])
+
+
+def _hull(intervals: list[Interval]) -> Interval:
+    return Interval(min(i.start for i in intervals), max(i.stop for i in intervals))
 
 
 @dataclass(frozen=True)
@@ -114,9 +159,13 @@ class Plan:
             for rank in range(self.num_ranks)
         )
 
+    def moves(self, operand: Operand) -> bool:
+        """Whether any transfer carries this operand."""
+        return any(t.block.operand is operand for step in self.steps for t in step.transfers)
+
     @cached_property
     def num_buffers(self) -> tuple[int, ...]:
-        """Operand buffers that each rank needs."""
+        """Input buffers that each rank needs."""
         counts = [0] * self.num_ranks
         for step in self.steps:
             for transfer in step.transfers:

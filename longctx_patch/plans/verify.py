@@ -142,40 +142,46 @@ class _Walk:
         self.plan = plan
         self.complaints: list[str] = []
         self.buffers: dict[tuple[int, int], Block] = {}
-        # (rank, owner) -> works whose dK and dV are in the partial sum that rank holds
-        self.sums: dict[tuple[int, int], list[Work]] = {}
+        # (rank, result, owner) -> works that the partial result at that rank is made of
+        self.partials: dict[tuple[int, Operand, int], list[Work]] = {}
 
     def run(self) -> list[str]:
         for number, step in enumerate(self.plan.steps):
-            self._check_ranks(number, step)
+            for transfer in step.transfers:
+                self._check_transfer(number, transfer)
             reads = self._check_reads(number, step)
             self._check_overwrites(number, step, reads)
-            moved = self._take_sums(number, step)
+            moved = self._take_partials(number, step)
             self._add_works(step)
             self._land(step, moved)
-        self._check_home()
+        self.complaints += [
+            f"home: rank {rank} still holds {result.value} of rank {owner}"
+            for rank, result, owner in self.partials
+            if rank != owner
+        ]
         return self.complaints
 
-    def _check_ranks(self, number: int, step: Step) -> None:
+    def _check_transfer(self, number: int, transfer: Transfer) -> None:
+        where = f"transfer: step {number}"
         ranks = range(self.plan.num_ranks)
-        for transfer in step.transfers:
-            if transfer.source not in ranks or transfer.destination not in ranks:
-                self.complaints.append(f"transfer: step {number}: no such rank: {transfer}")
-            if transfer.source == transfer.destination:
-                self.complaints.append(
-                    f"transfer: step {number}: a rank sends to itself: {transfer}"
-                )
-            if not 0 < transfer.block.rows.size <= self.plan.layout.sizes[transfer.block.owner]:
-                self.complaints.append(f"transfer: step {number}: no such rows: {transfer}")
+        if transfer.source not in ranks or transfer.destination not in ranks:
+            self.complaints.append(f"{where}: no such rank: {transfer}")
+        if transfer.source == transfer.destination:
+            self.complaints.append(f"{where}: a rank sends to itself: {transfer}")
+        rows = transfer.block.rows
+        if not 0 <= rows.start < rows.stop <= self.plan.layout.sizes[transfer.block.owner]:
+            self.complaints.append(f"{where}: no such rows: {transfer}")
+        if transfer.block.operand.is_input != (transfer.buffer is not None):
+            self.complaints.append(f"{where}: inputs land in buffers, results don't: {transfer}")
 
     def _check_reads(self, number: int, step: Step) -> set[tuple[int, int]]:
-        """Check that operands are there; return the (rank, buffer) pairs that the step reads."""
-        wanted = [
-            (work.rank, Block(Operand.KV, work.kv_owner, piece.kv))
-            for work in step.works
-            for piece in work.pieces
-        ]
-        wanted += [(t.source, t.block) for t in step.transfers if t.block.operand is Operand.KV]
+        """Check that inputs are there; return the (rank, buffer) pairs that the step reads."""
+        forward = self.plan.direction is Direction.FORWARD
+        queries = Operand.Q if forward else Operand.Q_BACKWARD
+        wanted = [(t.source, t.block) for t in step.transfers if t.block.operand.is_input]
+        for work in step.works:
+            wanted.append((work.rank, Block(Operand.KV, work.kv_owner, work.kv_rows)))
+            wanted.append((work.rank, Block(queries, work.q_owner, work.q_rows)))
         reads = set()
         for rank, block in wanted:
             if block.owner == rank:
@@ -186,9 +192,6 @@ class _Walk:
             if not holders:
                 self.complaints.append(f"read: step {number}: rank {rank} does not hold {block}")
             reads.update(holders[:1])
-        for work in step.works:
-            if work.q_owner != work.rank:
-                self.complaints.append(f"read: step {number}: queries do not travel: {work}")
         return reads
 
     def _check_overwrites(self, number: int, step: Step, reads: set[tuple[int, int]]) -> None:
@@ -200,41 +203,54 @@ class _Walk:
             if count > 1:
                 self.complaints.append(f"{where} has {count} transfers land in buffer {buffer}")
 
-    def _take_sums(self, number: int, step: Step) -> dict[Transfer, list[Work]]:
-        moved = {}
+    def _take_partials(self, number: int, step: Step) -> list[tuple[Transfer, list[Work]]]:
+        moved = []
         for transfer in step.transfers:
-            if transfer.block.operand is not Operand.DKV:
+            operand, owner, rows = transfer.block
+            if operand.is_input:
                 continue
-            total = self.sums.pop((transfer.source, transfer.block.owner), None)
-            if total is None:
-                self.complaints.append(f"read: step {number}: no partial sum to send: {transfer}")
-            moved[transfer] = total or []
+            works = self.partials.pop((transfer.source, operand.partial, owner), [])
+            if not works:
+                self.complaints.append(f"read: step {number}: no partial result: {transfer}")
+            if any(not _inside(_result_rows(operand, work), rows) for work in works):
+                self.complaints.append(f"transfer: step {number}: rows left behind: {transfer}")
+            calls = sum(len(work.pieces) for work in works)
+            if operand in (Operand.DQ, Operand.DKV) and calls > 1:
+                self.complaints.append(
+                    f"rounding: step {number}: {calls} contributions in the dtype of the model: "
+                    f"{transfer}"
+                )
+            moved.append((transfer, works))
         return moved
 
     def _add_works(self, step: Step) -> None:
-        if self.plan.direction is Direction.BACKWARD:
-            for work in step.works:
-                self.sums.setdefault((work.rank, work.kv_owner), []).append(work)
+        backward = self.plan.direction is Direction.BACKWARD
+        for work in step.works:
+            query_result = Operand.DQ if backward else Operand.OUT
+            self._add(work.rank, query_result, work.q_owner, [work])
+            if backward:
+                self._add(work.rank, Operand.DKV, work.kv_owner, [work])
 
-    def _land(self, step: Step, moved: dict[Transfer, list[Work]]) -> None:
+    def _land(self, step: Step, moved: list[tuple[Transfer, list[Work]]]) -> None:
         for transfer in step.transfers:
             if transfer.buffer is not None:
                 self.buffers[transfer.destination, transfer.buffer] = transfer.block
-        for transfer, works in moved.items():
-            self.sums.setdefault((transfer.destination, transfer.block.owner), []).extend(works)
+        for transfer, works in moved:
+            block = transfer.block
+            self._add(transfer.destination, block.operand.partial, block.owner, works)
 
-    def _check_home(self) -> None:
-        self.complaints += [
-            f"home: rank {rank} still holds gradients of rank {owner}"
-            for rank, owner in self.sums
-            if rank != owner
-        ]
+    def _add(self, rank: int, result: Operand, owner: int, works: list[Work]) -> None:
+        self.partials.setdefault((rank, result, owner), []).extend(works)
+
+
+def _result_rows(operand: Operand, work: Work) -> Interval:
+    return work.kv_rows if operand.partial is Operand.DKV else work.q_rows
+
+
+def _inside(inner: Interval, outer: Interval) -> bool:
+    return outer.start <= inner.start and inner.stop <= outer.stop
 
 
 def _holds(held: Block, wanted: Block) -> bool:
-    return (
-        held.operand is wanted.operand
-        and held.owner == wanted.owner
-        and held.rows.start <= wanted.rows.start
-        and wanted.rows.stop <= held.rows.stop
-    )
+    same = (held.operand, held.owner) == (wanted.operand, wanted.owner)
+    return same and _inside(wanted.rows, held.rows)
