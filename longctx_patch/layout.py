@@ -7,7 +7,7 @@ Positions, sharding and unsharding all follow from it; nothing else in the packa
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,21 +18,28 @@ from longctx_patch.config import LayoutName
 
 
 class Interval(NamedTuple):
-    """Half-open range of tokens or slots."""
+    """Half-open range of tokens or slots; `step` above 1 takes every step-th token."""
 
     start: int
     stop: int
+    step: int = 1
 
     @property
     def size(self) -> int:
-        return self.stop - self.start
+        return max(0, -(-(self.stop - self.start) // self.step))
+
+    def part(self, inner: "Interval") -> "Interval":
+        """The members that `inner` counts, from 0: `Interval(4, 20, 4).part((1, 3))` is 8, 12."""
+        start = self.start + inner.start * self.step
+        return Interval(start, max(start, start + (inner.size - 1) * self.step + 1), self.step)
 
     def intersect(self, other: "Interval") -> "Interval":
+        """Members of both; for ranges of step 1."""
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, offset: int) -> "Interval":
-        return Interval(self.start + offset, self.stop + offset)
+        return self._replace(start=self.start + offset, stop=self.stop + offset)
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,10 @@ class Layout:
     def __post_init__(self) -> None:
         kept = tuple(tuple(i for i in rank if i.size > 0) for rank in self.intervals)
         object.__setattr__(self, "intervals", kept)
-        covered = sorted(i for rank in kept for i in rank)
-        edges = [0, *(i.stop for i in covered)]
-        assert all(i.start == stop for i, stop in zip(covered, edges, strict=False)), covered
+        placed = bytearray(self.num_tokens)
+        for interval in (i for rank in kept for i in rank):
+            placed[slice(*interval)] = bytes([1]) * interval.size
+        assert len(placed) == self.num_tokens and all(placed), "each token needs one slot"
 
     @property
     def num_ranks(self) -> int:
@@ -64,7 +72,7 @@ class Layout:
 
     def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """Global positions of one rank's slots: int64 `[size]`."""
-        parts = [torch.arange(i.start, i.stop, device=device) for i in self.intervals[rank]]
+        parts = [torch.arange(*i, device=device) for i in self.intervals[rank]]
         return torch.cat(parts) if parts else torch.arange(0, device=device)
 
     def shard(self, tensor: Tensor, rank: int, dim: int) -> Tensor:
@@ -74,7 +82,8 @@ class Layout:
                 f"tensor has {tensor.shape[dim]} tokens along dim {dim}, but the layout places "
                 f"{self.num_tokens}. Build the layout for this length."
             )
-        parts = [tensor.narrow(dim, i.start, i.size) for i in self.intervals[rank]]
+        before = (slice(None),) * (dim % tensor.ndim)
+        parts = [tensor[(*before, slice(*i))] for i in self.intervals[rank]]
         return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
     def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
@@ -120,9 +129,15 @@ def zigzag(num_tokens: int, num_ranks: int) -> Layout:
     return Layout(tuple((cuts[rank], cuts[-1 - rank]) for rank in range(num_ranks)))
 
 
+def striped(num_tokens: int, num_ranks: int) -> Layout:
+    """Rank `r` holds the tokens `r, r + P, r + 2 P, ...` (Striped Attention, Brandon et al. 2023)."""
+    return Layout(tuple((Interval(rank, num_tokens, num_ranks),) for rank in range(num_ranks)))
+
+
+@lru_cache(maxsize=256)
 def make_layout(name: LayoutName, num_tokens: int, *, ring: int, ulysses: int = 1) -> Layout:
     """The layout of a (ring x Ulysses) group; Ulysses ranks are consecutive."""
-    constructors = {"contiguous": contiguous, "zigzag": zigzag}
+    constructors = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
     return constructors[name](num_tokens, ring).split_each(ulysses)
 
 
@@ -142,6 +157,6 @@ def slots_of(intervals: Iterable[Interval]) -> list[tuple[Interval, Interval]]:
 
 def _slice_slots(intervals: Iterable[Interval], cut: Interval) -> tuple[Interval, ...]:
     return tuple(
-        slots.intersect(cut).shift(tokens.start - slots.start)
+        tokens.part(slots.intersect(cut).shift(-slots.start))
         for tokens, slots in slots_of(intervals)
     )

@@ -8,8 +8,8 @@ def slot_pieces(layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> tupl
     """Pieces of one rank's queries against another's keys, in slots, joined where possible."""
     pieces = [
         Piece(
-            piece.q.shift(q_slots.start - q_tokens.start),
-            piece.kv.shift(kv_slots.start - kv_tokens.start),
+            piece.q.shift(q_slots.start),
+            piece.kv.shift(kv_slots.start),
             piece.causal,
         )
         for q_tokens, q_slots in slots_of(layout.intervals[q_owner])

@@ -114,7 +114,8 @@ def _is_allowed(piece: Piece, layout: Layout, mask: Mask, q_owner: int, kv_owner
             if q is None or kv is None:
                 return False
             if piece.causal and column == row:
-                if mask.pieces(q, kv) != (Piece(q, kv, causal=True),):
+                square = Interval(0, row.size)
+                if mask.pieces(q, kv) != (Piece(square, square, causal=True),):
                     return False
             elif mask.area(q, kv) != q.size * kv.size:
                 return False
@@ -123,7 +124,7 @@ def _is_allowed(piece: Piece, layout: Layout, mask: Mask, q_owner: int, kv_owner
 
 def _cut_points(rows: Interval, pairs: list[tuple[Interval, Interval]]) -> list[int]:
     """Edges of the runs of contiguous tokens inside `rows`, relative to its start."""
-    edges = {edge for _, slots in pairs for edge in slots}
+    edges = {edge for _, slots in pairs for edge in slots[:2]}
     inner = {edge - rows.start for edge in edges if rows.start < edge < rows.stop}
     return sorted({0, rows.size} | inner)
 
@@ -131,7 +132,7 @@ def _cut_points(rows: Interval, pairs: list[tuple[Interval, Interval]]) -> list[
 def _tokens(rows: Interval, pairs: list[tuple[Interval, Interval]]) -> Interval | None:
     for tokens, slots in pairs:
         if slots.start <= rows.start and rows.stop <= slots.stop:
-            return rows.shift(tokens.start - slots.start)
+            return tokens.part(rows.shift(-slots.start))
     return None
 
 
