@@ -79,9 +79,7 @@ class RowSum:
     def total(self) -> Tensor:
         """The sum as it stands: a single part in its own dtype, or a wide sum."""
         if self._total is None:
-            self._total = torch.zeros(
-                self._spec.shape, dtype=self._spec.dtype, device=self._device
-            )
+            self._total = torch.zeros(self._spec.shape, dtype=self._spec.dtype, device=self._device)
         return self._total
 
     def result(self) -> Tensor:

@@ -47,7 +47,7 @@ class Executor:
         """(dq_BLHD, dk_BLGD, dv_BLGD) of this rank's shard; `out` and `lse` are forward's."""
         rank = self.transport.group_rank
         lse_BLH = lse.transpose(1, 2)
-        own = {Operand.KV: (k, v)}
+        own: dict[Operand, tuple[Tensor, ...]] = {Operand.KV: (k, v)}
         if plan.moves(Operand.Q_BACKWARD):
             own[Operand.Q_BACKWARD] = (lse_BLH, row_dots(dout, out), q, dout)
         inputs = Inputs(rank, own)
@@ -64,11 +64,10 @@ class Executor:
         dq, dkv = partials.own(Operand.DQ), partials.own(Operand.DKV)
         assert isinstance(dq, GradientPartial)
         assert isinstance(dkv, GradientPartial)
-        return *dq.results(), *dkv.results()
+        (dq_BLHD,), (dk_BLGD, dv_BLGD) = dq.results(), dkv.results()
+        return dq_BLHD, dk_BLGD, dv_BLGD
 
-    def _forward_piece(
-        self, work: Work, piece: Piece, inputs: Inputs, partials: Partials
-    ) -> None:
+    def _forward_piece(self, work: Work, piece: Piece, inputs: Inputs, partials: Partials) -> None:
         (q,) = inputs.find(Operand.Q, work.q_owner, piece.q).rows(piece.q)
         k, v = inputs.find(Operand.KV, work.kv_owner, piece.kv).rows(piece.kv)
         out, lse_BHL = self.kernel.forward(q, k, v, causal=piece.causal, scale=self.scale)

@@ -55,7 +55,7 @@ class Layout:
         placed = bytearray(self.num_tokens)
         for interval in (i for rank in kept for i in rank):
             placed[slice(*interval)] = bytes([1]) * interval.size
-        assert len(placed) == self.num_tokens and all(placed), "each token needs one slot"
+        assert bytes(placed) == bytes([1]) * self.num_tokens, "each token needs one slot"
 
     @property
     def num_ranks(self) -> int:
@@ -130,7 +130,7 @@ def zigzag(num_tokens: int, num_ranks: int) -> Layout:
 
 
 def striped(num_tokens: int, num_ranks: int) -> Layout:
-    """Rank `r` holds the tokens `r, r + P, r + 2 P, ...` (Striped Attention, Brandon et al. 2023)."""
+    """Rank `r` holds the tokens `r, r + P, ...` (Striped Attention, Brandon et al. 2023)."""
     return Layout(tuple((Interval(rank, num_tokens, num_ranks),) for rank in range(num_ranks)))
 
 

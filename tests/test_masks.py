@@ -5,19 +5,19 @@ from hypothesis import strategies as st
 from longctx_patch.layout import Interval
 from longctx_patch.masks import CausalMask
 
-intervals = st.tuples(st.integers(0, 20), st.integers(0, 12)).map(
-    lambda pair: Interval(pair[0], pair[0] + pair[1])
-)
+ranges = st.tuples(st.integers(0, 20), st.integers(0, 12))
 
 
-@given(intervals, intervals)
-def test_pieces_are_the_allowed_pairs_once(q: Interval, kv: Interval) -> None:
+@given(ranges, ranges, st.integers(1, 4))
+def test_pieces_are_the_allowed_pairs_once(
+    q_range: tuple[int, int], kv_range: tuple[int, int], step: int
+) -> None:
+    q, kv = (Interval(start, start + size, step) for start, size in (q_range, kv_range))
     mask = CausalMask()
-    allowed = torch.arange(q.start, q.stop)[:, None] >= torch.arange(kv.start, kv.stop)[None]
+    allowed = torch.arange(*q)[:, None] >= torch.arange(*kv)[None]
     covered = torch.zeros_like(allowed, dtype=torch.int64)
     for piece in mask.pieces(q, kv):
-        rows = slice(piece.q.start - q.start, piece.q.stop - q.start)
-        columns = slice(piece.kv.start - kv.start, piece.kv.stop - kv.start)
+        rows, columns = slice(*piece.q), slice(*piece.kv)
         block = torch.ones(piece.q.size, piece.kv.size, dtype=torch.int64)
         covered[rows, columns] += block.tril() if piece.causal else block
         assert not piece.causal or piece.q.size == piece.kv.size

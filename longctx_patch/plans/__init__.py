@@ -1,7 +1,9 @@
 """Schedules of distributed attention as data: built, checked and costed without any device."""
 
 from longctx_patch.plans.burst import burst_backward
+from longctx_patch.plans.direct_ring import direct_ring
 from longctx_patch.plans.distflash import distflash
+from longctx_patch.plans.double_ring import double_ring
 from longctx_patch.plans.ring import ring_backward, ring_forward
 from longctx_patch.plans.traffic import AttentionShape, plan_traffic
 from longctx_patch.plans.types import (
@@ -15,7 +17,6 @@ from longctx_patch.plans.types import (
     Work,
 )
 from longctx_patch.plans.verify import PlanError, PlanReport, verify_plan
-from longctx_patch.plans.zigzag import zigzag_direct
 
 __all__ = [
     "AttentionShape",
@@ -30,10 +31,11 @@ __all__ = [
     "Transfer",
     "Work",
     "burst_backward",
+    "direct_ring",
     "distflash",
+    "double_ring",
     "plan_traffic",
     "ring_backward",
     "ring_forward",
     "verify_plan",
-    "zigzag_direct",
 ]

@@ -1,4 +1,4 @@
-"""Double ring: an inner ring inside each node, an outer ring across nodes (LoongTrain, BurstEngine).
+"""Double ring: an inner ring in each node, an outer ring across nodes (LoongTrain, BurstEngine).
 
 Ranks are numbered node by node. In window `w` the ranks of a node compute with the blocks of the
 node `w` before it, which travel around the inner ring; at the start of the window each rank also
@@ -19,9 +19,7 @@ from longctx_patch.plans.pieces import slot_pieces
 from longctx_patch.plans.types import Block, Direction, Operand, Plan, Step, Transfer, Work
 
 
-def double_ring(
-    layout: Layout, mask: Mask, direction: Direction, *, ranks_per_node: int
-) -> Plan:
+def double_ring(layout: Layout, mask: Mask, direction: Direction, *, ranks_per_node: int) -> Plan:
     """The plan over any layout; `ranks_per_node` must divide the number of ranks."""
     if layout.num_ranks % ranks_per_node:
         raise ValueError(

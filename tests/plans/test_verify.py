@@ -88,8 +88,8 @@ def twice_into_one_buffer(step: Step) -> Step:
         (FORWARD, 0, to_itself, r"transfer: step 0: a rank sends to itself"),
         (FORWARD, 0, no_such_rank, r"transfer: step 0: no such rank"),
         (FORWARD, 0, no_rows, r"transfer: step 0: no such rows"),
-        (BACKWARD, 1, drop_work, r"read: step 2: no partial sum to send"),
-        (BACKWARD, 4, drop_transfer, r"home: rank \d still holds gradients of rank \d"),
+        (BACKWARD, 1, drop_work, r"read: step 2: no partial result"),
+        (BACKWARD, 4, drop_transfer, r"home: rank \d still holds dkv of rank \d"),
     ],
 )
 def test_planted_faults_are_found(
@@ -106,5 +106,5 @@ def test_gradients_sent_before_they_are_complete_stay_behind() -> None:
     early = [t for t in steps[2].transfers if t.buffer is None]
     steps[2] = replace(steps[2], transfers=tuple(t for t in steps[2].transfers if t not in early))
     steps[1] = replace(steps[1], transfers=(*steps[1].transfers, *early))
-    with pytest.raises(PlanError, match="no partial sum to send"):
+    with pytest.raises(PlanError, match="no partial result"):
         verify_plan(replace(BACKWARD, steps=tuple(steps)))

@@ -1,0 +1,122 @@
+"""Every plan on virtual ranks against dense attention, and its real traffic against its own."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx_patch.executor import Executor, out_with_row_dots, row_dots
+from longctx_patch.kernels import available
+from longctx_patch.layout import Layout, contiguous, striped, zigzag
+from longctx_patch.masks import CausalMask
+from longctx_patch.plans import (
+    AttentionShape,
+    Direction,
+    Plan,
+    burst_backward,
+    direct_ring,
+    distflash,
+    double_ring,
+    plan_traffic,
+    ring_backward,
+    ring_forward,
+    verify_plan,
+)
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.transport import VirtualTransport, run_virtual_ranks
+from tests.reference import dense_attention, relative_error
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+MASK = CausalMask()
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+BATCH, HEAD_DIM = 2, 8
+
+
+class Case(NamedTuple):
+    name: str
+    layout: Layout
+    forward: Plan
+    backward: Plan
+
+
+def all_cases(num_ranks: int, length: int) -> Iterator[Case]:
+    for place in (contiguous, zigzag, striped):
+        layout, name = place(length, num_ranks), place.__name__
+        ring = ring_forward(layout, MASK)
+        yield Case(f"ring {name}", layout, ring, ring_backward(layout, MASK))
+        direct = [direct_ring(layout, MASK, direction) for direction in Direction]
+        yield Case(f"direct {name}", layout, *direct)
+        yield Case(f"burst {name}", layout, ring, burst_backward(layout, MASK))
+        for size in range(1, num_ranks + 1):
+            if num_ranks % size == 0:
+                double = [double_ring(layout, MASK, d, ranks_per_node=size) for d in Direction]
+                yield Case(f"double ring of {size} {name}", layout, *double)
+    layout = contiguous(length, num_ranks)
+    for balanced in (False, True):
+        plans = [distflash(layout, MASK, d, balanced=balanced) for d in Direction]
+        yield Case(plans[0].name, layout, *plans)
+
+
+def whole_inputs(length: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length * 100 + heads[0])
+    shapes = [(BATCH, length, n, HEAD_DIM) for n in (heads[0], heads[1], heads[1], heads[0])]
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def one_rank(
+    transport: VirtualTransport, case: Case, inputs: list[Tensor]
+) -> tuple[tuple[Tensor, ...], Traffic, Traffic]:
+    executor = Executor(transport, available()["torch_cpu"], HEAD_DIM**-0.5)
+    q, k, v, dout = (case.layout.shard(x, transport.group_rank, 1) for x in inputs)
+    out, lse = executor.forward(case.forward, q, k, v)
+    forward = Traffic(transport.counters.messages, transport.counters.bytes)
+    grads = executor.backward(case.backward, dout, q, k, v, out, lse)
+    total = Traffic(transport.counters.messages, transport.counters.bytes)
+    return (out, lse, *grads), forward, total - forward
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("length", [1, 7, 31, 64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_every_plan_is_exact_and_sends_what_it_says(
+    num_ranks: int, length: int, dtype: torch.dtype
+) -> None:
+    for heads, case in product([(4, 4), (4, 1), (8, 2)], all_cases(num_ranks, length)):
+        where = f"{case.name}, {heads}"
+        verify_plan(case.forward)
+        verify_plan(case.backward)
+        inputs = whole_inputs(length, heads, dtype)
+        ranks = run_virtual_ranks(
+            num_ranks, lambda t, case=case, inputs=inputs: one_rank(t, case, inputs)
+        )
+        for index, wanted in enumerate(dense_attention(*inputs)):
+            shards = [tensors[index] for tensors, _, _ in ranks]
+            found = case.layout.unshard(shards, 2 if index == 1 else 1)
+            assert relative_error(found, wanted) < TOLERANCE[dtype], f"{where}: {index}"
+        shape = AttentionShape(
+            batch=BATCH,
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            head_dim=HEAD_DIM,
+            itemsize_bytes=dtype.itemsize,
+        )
+        assert [sent for _, sent, _ in ranks] == list(plan_traffic(case.forward, shape)), where
+        assert [sent for _, _, sent in ranks] == list(plan_traffic(case.backward, shape)), where
+
+
+def test_delta_in_place_of_out_is_as_accurate() -> None:
+    """Kernels compute delta from out; the shortest out with that delta has no larger error."""
+    generator = torch.Generator().manual_seed(0)
+    dout, out = torch.randn(2, 1, 2048, 4, 64, generator=generator)
+    dout = dout.bfloat16()
+    dout[:, 0] = 0  # a row without gradient has delta 0 whatever its out
+    delta = (dout.double() * out.double()).sum(-1)
+    found = row_dots(dout, out_with_row_dots(dout, delta.float()))
+    rounded = row_dots(dout, out.bfloat16())
+    assert torch.isfinite(found).all()
+    assert (found - delta).norm() <= (rounded - delta).norm()
+    in_float32 = row_dots(dout.float(), out_with_row_dots(dout.float(), delta.float()))
+    assert relative_error(in_float32, delta) < 1e-6
