@@ -57,6 +57,11 @@ setup(
         "accelerate>=1.15",
         "peft",
         "click",
+        "numpy",
+        "packaging",
+        "PyYAML",
+        "tokenizers",
+        "tqdm",
     ],
     extras_require={
         "data": DATA,

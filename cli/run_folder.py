@@ -23,6 +23,9 @@ from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes import models, texts
 from longctx_patch.recipes.settings import Settings
 
+SAVE_EVERY = 25
+"""Steps between checkpoints, so that an interrupted run can be resumed."""
+
 NO_TEXT = "TEXT_FILE_OR_FOLDER"
 """Stands in the command where --data was not given."""
 
@@ -58,7 +61,7 @@ class Decisions:
     @property
     def tokens_per_gpu(self) -> int:
         multiple = length_multiple(
-            self.settings.sequence_parallelism().layout,
+            self.settings.sequence_parallelism().placement,
             ring=self.degrees.ring,
             ulysses=self.degrees.ulysses,
         )
@@ -127,6 +130,7 @@ def decide(
         ulysses=degrees.ulysses,
         ring=degrees.ring,
         checkpoint=checkpoint,
+        save_every=SAVE_EVERY,
     )
     check_model_config(config, settings.sequence_parallelism())
     scaled = models.load_config(settings)
@@ -184,7 +188,11 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
             f"{decisions.tokens_per_gpu} tokens per {unit}",
             f"{sequences}, {decisions.data_parallel} sequence(s) at once",
         ),
-        ("layout", settings.layout, balanced if degrees.ring > 1 else "alike without a ring"),
+        (
+            "layout",
+            settings.sequence_parallelism().placement,
+            balanced if degrees.ring > 1 else "alike without a ring",
+        ),
         ("checkpoint", settings.checkpoint, _CHECKPOINT_REASONS[settings.checkpoint]),
         ("weights", *_weights(decisions)),
     ]

@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -14,22 +14,16 @@ if TYPE_CHECKING:
     from longctx_patch.verification import Report
 
 RUN_SETTINGS = "finetune.yaml"
+DEFAULT_LAYOUTS = ("zigzag", "contiguous")
 COLUMNS = ("plan", "ulysses", "ring", "layout", "loss", "logits", "worst grad", "grad norm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is verified: a model's config, and the degrees if it is a run folder."""
+    """What is verified: a model's config, and how it runs if it is a run folder."""
 
     model_config: Any
-    ulysses: int | None = None
-    ring: int | None = None
-    layout: str | None = None
-    checkpoint: str | None = None
-
-    @property
-    def run_degree(self) -> int | None:
-        return self.ulysses * self.ring if self.ulysses and self.ring else None
+    run: LongContextConfig | None = None
 
 
 @click.command("verify")
@@ -81,18 +75,20 @@ def run(
     from longctx_patch import verification
 
     found = load_target(target)
-    if ulysses is None and ring is None and nproc in (None, found.run_degree):
-        ulysses, ring = found.ulysses, found.ring
-        layout = layout or found.layout
-    num_ranks = nproc or (ulysses * ring if ulysses and ring else found.run_degree or 4)
-    configs = choose_configs(
-        num_ranks,
-        ulysses=ulysses,
-        ring=ring,
-        layouts=(layout,) if layout else get_args(LayoutName),
-        checkpoint=checkpoint or found.checkpoint or "none",
-        num_heads=getattr(found.model_config, "num_attention_heads", num_ranks),
-    )
+    policy = checkpoint or (found.run.checkpoint if found.run else "none")
+    run_degree = found.run.sequence_degree if found.run else None
+    num_ranks = nproc or (ulysses * ring if ulysses and ring else run_degree or 4)
+    if found.run and num_ranks == run_degree and ulysses is ring is layout is None:
+        configs = [replace(found.run, checkpoint=policy)]  # type: ignore[arg-type]  # a click.Choice
+    else:
+        configs = choose_configs(
+            num_ranks,
+            ulysses=ulysses,
+            ring=ring,
+            layouts=(layout,) if layout else DEFAULT_LAYOUTS,
+            checkpoint=policy,
+            num_heads=getattr(found.model_config, "num_attention_heads", num_ranks),
+        )
     length = {} if seq_len is None else {"seq_len": seq_len}
     return verification.verify(found.model_config, configs, dtype=dtype, **length)
 
@@ -104,16 +100,11 @@ def load_target(target: str) -> Target:
     folder = Path(target)
     if not (folder / RUN_SETTINGS).is_file():
         return Target(model_config=load_model_config(target))
-    from longctx_patch.recipes.settings import read_settings_file
+    from longctx_patch.recipes.settings import Settings, read_settings_file
 
-    settings = read_settings_file(folder / RUN_SETTINGS)
-    return Target(
-        model_config=load_model_config(str(folder)),
-        ulysses=settings.get("ulysses", 1),
-        ring=settings.get("ring", 1),
-        layout=settings.get("layout", "zigzag"),
-        checkpoint=settings.get("checkpoint", "none"),
-    )
+    # Without a text yet, the settings lack what only training needs.
+    settings = Settings(**read_settings_file(folder / RUN_SETTINGS) | {"text": ["-"]})
+    return Target(model_config=load_model_config(str(folder)), run=settings.sequence_parallelism())
 
 
 def choose_configs(

@@ -1,7 +1,7 @@
 """Everything about one attention call but its tensors: who computes what, and what will be sent."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from torch import Tensor
 
@@ -9,15 +9,14 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.executor import Executor
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.kernels import KernelRequest, choose_kernel
-from longctx_patch.layout import make_layout
+from longctx_patch.layout import Interval, make_layout
 from longctx_patch.masks import CausalMask
 from longctx_patch.plans import (
     AttentionShape,
     Direction,
     Plan,
+    make_named_plan,
     plan_traffic,
-    ring_backward,
-    ring_forward,
 )
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.ulysses import (
@@ -34,10 +33,14 @@ QKV = (Heads.QUERY, Heads.KEY_VALUE, Heads.KEY_VALUE)
 @lru_cache(maxsize=64)
 def make_plan(config: LongContextConfig, direction: Direction, num_tokens: int) -> Plan:
     """The plan of the ring part: over `ring_degree` ranks and all tokens."""
-    name = {"contiguous": "ring", "zigzag": "zigzag"}[config.layout]
-    layout = make_layout(config.layout, num_tokens, ring=config.ring_degree)
-    generate = ring_forward if direction is Direction.FORWARD else ring_backward
-    return generate(layout, CausalMask(), name=name)
+    layout = make_layout(config.placement, num_tokens, ring=config.ring_degree)
+    return make_named_plan(
+        config.plan_name,
+        direction,
+        layout,
+        CausalMask(),
+        ranks_per_node=config.ranks_per_node,
+    )
 
 
 @dataclass(frozen=True)
@@ -49,19 +52,26 @@ class AttentionCall:
     scale: float
     num_heads: int
     num_kv_heads: int
+    returns_lse: bool = False
+    """Whether lse is wanted for this rank's tokens; under Ulysses it travels with out then."""
 
-    @property
+    @cached_property
     def split(self) -> HeadSplit:
         return HeadSplit(self.num_heads, self.num_kv_heads, self.group.ulysses.num_ranks)
 
-    @property
+    @cached_property
+    def kv_runs(self) -> tuple[Interval, ...] | None:
+        """Query heads of each of this rank's key-value heads; None where they group evenly."""
+        return self.split.kv_runs(self.group.ulysses.group_rank)
+
+    @cached_property
     def resharder(self) -> Resharder | None:
         """None where there is no Ulysses part."""
         if self.group.ulysses.num_ranks == 1:
             return None
         return Resharder(self.group.ulysses, self.split, self._group_sizes)
 
-    @property
+    @cached_property
     def _group_sizes(self) -> tuple[int, ...]:
         """Tokens of each rank of this Ulysses group."""
         degree = self.group.ulysses.num_ranks
@@ -96,9 +106,14 @@ class AttentionCall:
         def to_tokens(*heads: Heads) -> Traffic:
             return to_tokens_traffic(split, heads, rank, sizes=sizes, bytes_per_head=per_head)
 
+        returns = to_tokens(Heads.QUERY)
+        if self.returns_lse:
+            wide = batch * max(4, itemsize_bytes)
+            lse = to_tokens_traffic(split, [Heads.QUERY], rank, sizes=sizes, bytes_per_head=wide)
+            returns = Traffic(returns.messages, returns.bytes + lse.bytes)
         gradients = ring[Direction.BACKWARD] + to_tokens(*QKV)
         return CallTraffic(
-            forward=to_heads(*QKV) + ring[Direction.FORWARD] + to_tokens(Heads.QUERY),
+            forward=to_heads(*QKV) + ring[Direction.FORWARD] + returns,
             backward=to_heads(Heads.QUERY) + gradients,
             backward_after_replay=to_heads(*QKV, Heads.QUERY, Heads.QUERY) + gradients,
         )

@@ -3,15 +3,41 @@
 Imports nothing of ours. Everything else (command line, YAML, recipes) only fills this dataclass.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
-LayoutName = Literal["zigzag", "contiguous"]
-PlanName = Literal["auto", "ring", "zigzag"]
+LayoutName = Literal["zigzag", "contiguous", "striped"]
+PlanName = Literal[
+    "auto",
+    "ring",
+    "zigzag",
+    "zigzag_direct",
+    "striped",
+    "distflash",
+    "distflash_balanced",
+    "burst",
+    "double_ring",
+]
 CheckpointPolicy = Literal["none", "full", "attention"]
 
 # Each plan is balanced, or at all defined, for one placement of tokens.
-LAYOUT_OF_PLAN: dict[str, LayoutName] = {"ring": "contiguous", "zigzag": "zigzag"}
+LAYOUT_OF_PLAN: Mapping[str, LayoutName] = MappingProxyType(
+    {
+        "ring": "contiguous",
+        "zigzag": "zigzag",
+        "zigzag_direct": "zigzag",
+        "striped": "striped",
+        "distflash": "contiguous",
+        "distflash_balanced": "contiguous",
+        "burst": "zigzag",
+        "double_ring": "zigzag",
+    }
+)
+_PLAN_OF_LAYOUT: Mapping[LayoutName, str] = MappingProxyType(
+    {"contiguous": "ring", "zigzag": "zigzag", "striped": "striped"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +50,23 @@ class LongContextConfig:
     ring_degree: int = 1
     """Ranks (or groups of Ulysses ranks) that pass key-value blocks to each other."""
 
-    layout: LayoutName = "zigzag"
-    """Placement of tokens over the ring ranks. `zigzag` balances a causal mask."""
+    layout: LayoutName | None = None
+    """Placement of tokens over the ring ranks. None: the plan's, else `zigzag`, which balances a
+    causal mask. See `placement`."""
 
     plan: PlanName = "auto"
-    """Schedule of the ring part. `auto` takes the one made for the layout."""
+    """Schedule of the ring part (`longctx_patch.plans`). `auto` takes the layout's ring."""
+
+    ranks_per_node: int | None = None
+    """Ring ranks on one machine, for `double_ring`; they are numbered machine by machine."""
 
     kernel: str = "auto"
     """Attention kernel of one block; `longctx_patch.kernels.available()` lists the names."""
 
     checkpoint: CheckpointPolicy = "none"
     """`none`: keep all activations; `full`: recompute each layer, attention included;
-    `attention`: recompute each layer but keep attention's output and lse, so that neither its
-    kernel nor its communication runs twice (DISTFLASHATTN, section 3.3)."""
+    `attention`: recompute each layer but keep attention's output and lse, so that the recompute
+    runs neither its kernel nor its communication (DISTFLASHATTN, section 3.3)."""
 
     def __post_init__(self) -> None:
         for name in ("ulysses_degree", "ring_degree"):
@@ -46,15 +76,38 @@ class LongContextConfig:
                     f"{name}={value!r}: a degree is a whole number of ranks, 1 or more. "
                     f"Use {name}=1 to switch it off."
                 )
-        _require_choice("layout", self.layout, get_args(LayoutName))
+        if self.layout is not None:
+            _require_choice("layout", self.layout, get_args(LayoutName))
         _require_choice("plan", self.plan, get_args(PlanName))
         _require_choice("checkpoint", self.checkpoint, get_args(CheckpointPolicy))
-        wanted = LAYOUT_OF_PLAN.get(self.plan, self.layout)
-        if wanted != self.layout:
+        wanted = LAYOUT_OF_PLAN.get(self.plan, self.placement)
+        if wanted != self.placement:
             raise ValueError(
                 f"plan={self.plan!r} with layout={self.layout!r}: this plan is made for "
-                f"layout={wanted!r}. Use layout={wanted!r}, or plan='auto'."
+                f"layout={wanted!r}. Leave layout out, or use plan='auto'."
             )
+        self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        size = self.ranks_per_node
+        if self.plan != "double_ring" and size is None:
+            return
+        if self.plan != "double_ring" or size is None or size < 1 or self.ring_degree % size:
+            raise ValueError(
+                f"ranks_per_node={size} with plan={self.plan!r} and ring_degree="
+                f"{self.ring_degree}: plan='double_ring' needs it, no other takes it, and it must "
+                "divide ring_degree. Give the ring ranks that share a machine."
+            )
+
+    @property
+    def placement(self) -> LayoutName:
+        """The layout, decided."""
+        return self.layout or LAYOUT_OF_PLAN.get(self.plan, "zigzag")
+
+    @property
+    def plan_name(self) -> str:
+        """The plan, decided."""
+        return _PLAN_OF_LAYOUT[self.placement] if self.plan == "auto" else self.plan
 
     @property
     def sequence_degree(self) -> int:

@@ -44,7 +44,10 @@ class Executor:
     def backward(
         self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq_BLHD, dk_BLGD, dv_BLGD) of this rank's shard; `out` and `lse` are forward's."""
+        """(dq_BLHD, dk_BLGD, dv_BLGD) of this rank's shard; `out` and `lse` are forward's.
+
+        dk and dv come as they were summed, so that a sum over repeated heads can go on from there.
+        """
         rank = self.transport.group_rank
         lse_BLH = lse.transpose(1, 2)
         own: dict[Operand, tuple[Tensor, ...]] = {Operand.KV: (k, v)}
@@ -64,7 +67,7 @@ class Executor:
         dq, dkv = partials.own(Operand.DQ), partials.own(Operand.DKV)
         assert isinstance(dq, GradientPartial)
         assert isinstance(dkv, GradientPartial)
-        (dq_BLHD,), (dk_BLGD, dv_BLGD) = dq.results(), dkv.results()
+        (dq_BLHD,), (dk_BLGD, dv_BLGD) = dq.results(), dkv.parts()
         return dq_BLHD, dk_BLGD, dv_BLGD
 
     def _forward_piece(self, work: Work, piece: Piece, inputs: Inputs, partials: Partials) -> None:

@@ -49,10 +49,16 @@ class SequenceGroup:
     def group_rank(self) -> int:
         return self.ring.group_rank * self.ulysses.num_ranks + self.ulysses.group_rank
 
+    def close(self) -> None:
+        """Give the process groups back. Collective; the group is of no use afterwards."""
+        for transport in {id(t): t for t in (self.everyone, self.ring, self.ulysses)}.values():
+            if isinstance(transport, ProcessGroupTransport):
+                transport.close()
+
     def layout(self, num_tokens: int) -> Layout:
         """Placement of a sequence over all ranks of the group."""
         return make_layout(
-            self.config.layout,
+            self.config.placement,
             num_tokens,
             ring=self.config.ring_degree,
             ulysses=self.config.ulysses_degree,
@@ -84,16 +90,15 @@ def make_sequence_group(config: LongContextConfig) -> SequenceGroup:
         return SequenceGroup(config, solo, solo, solo, counters)
     shape = (place.data_parallel_size, config.ring_degree, config.ulysses_degree)
     ranks = torch.arange(dist.get_world_size()).view(shape)
-    everyone = ranks.flatten(1)
-    ring = ranks.transpose(1, 2).flatten(0, 1)
-    ulysses = ranks.flatten(0, 1)
-    return SequenceGroup(
-        config,
-        _my_transport(everyone, counters),
-        _my_transport(ring, counters),
-        _my_transport(ulysses, counters),
-        counters,
-    )
+    everyone = _my_transport(ranks.flatten(1), counters)
+    solo = SoloTransport(counters)
+    if config.ulysses_degree == 1:
+        return SequenceGroup(config, everyone, everyone, solo, counters)
+    if config.ring_degree == 1:
+        return SequenceGroup(config, everyone, solo, everyone, counters)
+    ring = _my_transport(ranks.transpose(1, 2).flatten(0, 1), counters)
+    ulysses = _my_transport(ranks.flatten(0, 1), counters)
+    return SequenceGroup(config, everyone, ring, ulysses, counters)
 
 
 def virtual_group(transport: VirtualTransport, config: LongContextConfig) -> SequenceGroup:
@@ -122,8 +127,6 @@ def _virtual_part(transport: VirtualTransport, members: torch.Tensor) -> Transpo
 
 def _my_transport(groups: torch.Tensor, counters: Counters) -> Transport:
     """Create every group (torch wants all processes to take part); keep the one we are in."""
-    if groups.shape[1] == 1:
-        return SoloTransport(counters)
     mine, _ = dist.new_subgroups_by_enumeration(groups.tolist())
     return ProcessGroupTransport(mine, _control_device(), counters)
 

@@ -66,11 +66,20 @@ def count_valid_tokens(
 ) -> int:
     """N of a step with several micro batches: their valid `shift_labels` over all processes.
 
-    Collective: every process calls it once a step with its own shards. `device` is where the
-    count travels (default: that of the labels; NCCL needs a GPU).
+    Collective: every process calls it once a step with its own batches from the collator.
+    `device` is where the count travels (default: the labels', with NCCL this process's GPU).
     """
+    batches = [batches] if isinstance(batches, Mapping) else list(batches)
+    for batch in batches:
+        if not isinstance(batch, Mapping) or "shift_labels" not in batch:
+            raise ValueError(
+                f"count_valid_tokens got a {type(batch).__name__} without shift_labels: it counts "
+                "the batches that SequenceShardCollator returned, not rows. Collate first."
+            )
     counts = [(batch["shift_labels"] != IGNORE_INDEX).sum() for batch in batches]
     total = torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64)
+    if device is None and _is_distributed() and "nccl" in dist.get_backend():
+        device = torch.device("cuda", torch.cuda.current_device())
     if device is not None:
         total = total.to(device)
     if _is_distributed():

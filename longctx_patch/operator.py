@@ -8,17 +8,21 @@ Zhao 2024). Inside a checkpointed region that keeps attention, the recompute tak
 the frame, and neither the kernel nor communication runs again.
 """
 
+import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from longctx_patch.accumulate import sum_dtype
 from longctx_patch.call import QKV, AttentionCall
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.plans import Direction
 from longctx_patch.replay import current_frame
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.ulysses import Heads
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def attention(
@@ -29,6 +33,7 @@ def attention(
     group: SequenceGroup,
     num_tokens: int | None = None,
     softmax_scale: float | None = None,
+    check_ranks: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of this rank's queries to the keys of the whole sequence.
 
@@ -40,7 +45,9 @@ def attention(
         k, v: `[B, L, G, D]`, with H a multiple of G. float64, float32, bfloat16 or float16.
         group: from `make_sequence_group(config)`, or `virtual_group` in one process.
         num_tokens: length of the whole sequence; default: L times the number of ranks.
-        softmax_scale: default `D ** -0.5`.
+        softmax_scale: default `D ** -0.5`; the same on every rank.
+        check_ranks: compare shapes, dtype and scale over the group first; it waits for all ranks,
+            so a model with many layers may check once and pass False afterwards.
 
     Returns:
         out: `[B, L, H, D]` in q's dtype; differentiable in q, k and v.
@@ -54,25 +61,21 @@ def attention(
         >>> group = make_sequence_group(LongContextConfig())
         >>> out, lse = attention(*torch.randn(3, 1, 16, 4, 8), group=group)
     """
-    total = _check(q, k, v, num_tokens, group)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    call = AttentionCall(group, total, scale, q.shape[2], k.shape[2])
-    out, lse = distributed_attention(q, k, v, call)
-    if call.resharder is not None:
-        # The operator leaves lse with the heads; it is a per-head column, so it travels like one.
-        (lse_BLH1,) = call.resharder.to_tokens(
-            [lse.detach().transpose(1, 2)[..., None]], [Heads.QUERY]
-        )
-        lse = lse_BLH1[..., 0].transpose(1, 2).contiguous()
-    return out, lse
+    if check_ranks:
+        _check(q, k, v, num_tokens, scale, group)
+    total = q.shape[1] * group.num_ranks if num_tokens is None else num_tokens
+    call = AttentionCall(group, total, scale, q.shape[2], k.shape[2], returns_lse=True)
+    return distributed_attention(q, k, v, call)
 
 
 def distributed_attention(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
 ) -> tuple[Tensor, Tensor]:
-    """(out_BLHD, lse), unchecked.
+    """(out_BLHD, lse_BHL), unchecked.
 
-    Under Ulysses lse is of this rank's heads and all tokens of its Ulysses group.
+    Without `call.returns_lse`, lse under Ulysses stays where it was computed: it is of this rank's
+    heads and all tokens of its Ulysses group.
     """
     if q.is_cuda and q.requires_grad and isinstance(call.group.everyone, VirtualTransport):
         raise ValueError(
@@ -92,20 +95,20 @@ class _DistributedAttention(torch.autograd.Function):
         ctx.call = call
         frame = current_frame()
         if frame is not None and frame.replaying:
-            out, lse = frame.take()
+            out, lse, returned_lse = frame.take()
         else:
-            saved, out = _run_forward(call, q, k, v)
+            saved, out, returned_lse = _run_forward(call, q, k, v)
             lse = saved[-1]
             if frame is not None:
-                frame.keep(out, lse)
+                frame.keep(out, lse, returned_lse)
         # Checkpointing drops what the first forward saves and wants the recompute to save the same
         # shapes; the recompute has only this rank's tokens.
         ctx.local = frame is not None
         if ctx.local:
             saved = (q, k, v, out, lse)
         ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.mark_non_differentiable(returned_lse)
+        return out, returned_lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
@@ -116,16 +119,24 @@ class _DistributedAttention(torch.autograd.Function):
 _Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _run_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[_Saved, Tensor]:
-    """((q, k, v, out, lse) as the plan saw them, this rank's out_BLHD)."""
+def _run_forward(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[_Saved, Tensor, Tensor]:
+    """((q, k, v, out, lse) as the plan saw them, this rank's out_BLHD, the lse to return)."""
     resharder, executor = call.resharder, call.executor(q)
-    if resharder is not None:
-        q, k, v = resharder.to_heads([q, k, v], QKV)
+    if resharder is None:
+        out, lse = executor.forward(call.plan(Direction.FORWARD), q, k, v)
+        return (q, k, v, out, lse), out, lse
+    q, k, v = resharder.to_heads([q, k, v], QKV)
     out, lse = executor.forward(call.plan(Direction.FORWARD), q, *_matched(call, k, v))
     saved = (q, k, v, out, lse)
-    if resharder is not None:
+    if not call.returns_lse:
         (out,) = resharder.to_tokens([out], [Heads.QUERY])
-    return saved, out
+        return saved, out, lse
+    # lse is a column of every head, so it travels like one.
+    lse_BLH1 = lse.transpose(1, 2)[..., None]
+    lse_BLH1, out = resharder.to_tokens([lse_BLH1, out], [Heads.QUERY, Heads.QUERY])
+    return saved, out, lse_BLH1[..., 0].transpose(1, 2).contiguous()
 
 
 def _run_backward(
@@ -142,7 +153,7 @@ def _run_backward(
     keys, values = _matched(call, k, v)
     plan = call.plan(Direction.BACKWARD)
     dq, dk, dv = executor.backward(plan, dout, q, keys, values, out, lse)
-    dk, dv = _unmatched(call, dk, like=k), _unmatched(call, dv, like=v)
+    dk, dv = _unmatched(call, dk).to(k.dtype), _unmatched(call, dv).to(v.dtype)
     if resharder is not None:
         dq, dk, dv = resharder.to_tokens([dq, dk, dv], QKV)
     return dq, dk, dv
@@ -150,20 +161,24 @@ def _run_backward(
 
 def _matched(call: AttentionCall, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat key-value heads where this rank's query heads don't group evenly over them."""
-    index = call.split.kv_index(call.group.ulysses.group_rank)
-    if index is None:
+    runs = call.kv_runs
+    if runs is None:
         return k, v
-    return k[:, :, index], v[:, :, index]
+
+    def repeated(x: Tensor) -> Tensor:
+        parts = [x[:, :, i : i + 1].expand(-1, -1, run.size, -1) for i, run in enumerate(runs)]
+        return torch.cat(parts, 2)
+
+    return repeated(k), repeated(v)
 
 
-def _unmatched(call: AttentionCall, grad: Tensor, like: Tensor) -> Tensor:
-    """Sum the gradients of repeated heads, in float32."""
-    index = call.split.kv_index(call.group.ulysses.group_rank)
-    if index is None:
+def _unmatched(call: AttentionCall, grad: Tensor) -> Tensor:
+    """Sum the gradients of repeated heads, in float32 or wider and in a fixed order."""
+    runs = call.kv_runs
+    if runs is None:
         return grad
-    total = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-    where = torch.tensor(index, device=grad.device)
-    return total.index_add_(2, where, grad.to(total.dtype)).to(like.dtype)
+    wide = grad.to(sum_dtype(grad.dtype))
+    return torch.stack([wide[:, :, slice(run.start, run.stop)].sum(2) for run in runs], 2)
 
 
 def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -171,8 +186,10 @@ def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         q.ndim == k.ndim == 4
         and k.shape == v.shape
         and (q.shape[:2], q.shape[3]) == (k.shape[:2], k.shape[3])
+        and k.shape[2] > 0
         and q.shape[2] % k.shape[2] == 0
         and q.dtype == k.dtype == v.dtype
+        and q.dtype in _DTYPES
         and q.device == k.device == v.device
     )
     if fits:
@@ -183,33 +200,34 @@ def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     )
     return (
         f"{described}: expected q [B, L, H, D] and k, v [B, L, G, D] with H a multiple of G, "
-        "of one dtype and device. Transpose [B, H, L, D] tensors with .transpose(1, 2)."
+        "of one float dtype and one device. Transpose [B, H, L, D] tensors with .transpose(1, 2)."
     )
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None, group: SequenceGroup) -> int:
-    """Compare across ranks before anything is sent that could hang; the sequence's length.
-
-    Raises on every rank or on none.
-    """
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None, scale: float, group: SequenceGroup
+) -> None:
+    """Compare across ranks before anything is sent that could hang; raise on every rank or none."""
     problem = _shape_problem(q, k, v)
     if problem is None:
         batch, length, heads, dim = q.shape
         total = length * group.num_ranks if num_tokens is None else num_tokens
-        mine = (1, total, batch, length, heads, k.shape[2], dim, q.itemsize)
+        (scale_bits,) = struct.unpack("<q", struct.pack("<d", scale))
+        dtype = _DTYPES.index(q.dtype)
+        mine = (1, total, batch, length, heads, k.shape[2], dim, dtype, scale_bits)
     else:
-        mine = (0,) * 8
+        mine = (0,) * 9
     rows = group.everyone.all_gather_numbers(mine)
     if problem is not None:
         raise ValueError(problem)
     sizes = group.layout(mine[1]).sizes
     agree = all((*row[:3], *row[4:]) == (*mine[:3], *mine[4:]) for row in rows)
     if agree and tuple(row[3] for row in rows) == sizes:
-        return mine[1]
+        return
     table = "\n".join(_describe(rank, row) for rank, row in enumerate(rows))
     raise ValueError(
         f"the ranks of the group don't hold shards of one sequence:\n{table}\n"
-        f"The {group.config.layout} layout of {mine[1]} tokens gives the ranks {list(sizes)} "
+        f"The {group.config.placement} layout of {mine[1]} tokens gives the ranks {list(sizes)} "
         "tokens. Cut the sequence with group.layout(num_tokens).shard(x, group.group_rank, dim)."
     )
 
@@ -217,7 +235,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None, group: Seque
 def _describe(rank: int, row: tuple[int, ...]) -> str:
     if not row[0]:
         return f"  rank {rank}: refused its tensors; its own error says why"
+    (scale,) = struct.unpack("<d", struct.pack("<q", row[8]))
     return (
         f"  rank {rank}: sequence {row[1]}, batch {row[2]}, tokens {row[3]}, heads {row[4]}, "
-        f"kv heads {row[5]}, head dim {row[6]}, {row[7]} bytes per number"
+        f"kv heads {row[5]}, head dim {row[6]}, {_DTYPES[row[7]]}, scale {scale:g}"
     )

@@ -7,14 +7,13 @@ rematerialisation-aware checkpointing of DISTFLASHATTN (section 3.3) without mov
 of the checkpointed layers.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-Kept = tuple[Tensor, Tensor]
+Kept = tuple[Tensor, ...]
 
 
 @dataclass
@@ -25,9 +24,9 @@ class Frame:
     replaying: bool = False
     next_call: int = 0
 
-    def keep(self, out: Tensor, lse: Tensor) -> None:
+    def keep(self, *results: Tensor) -> None:
         # Detached: the returned tensors carry the graph, and the graph carries this frame.
-        self.kept.append((out.detach(), lse.detach()))
+        self.kept.append(tuple(tensor.detach() for tensor in results))
 
     def take(self) -> Kept:
         assert self.next_call < len(self.kept), "the recompute calls attention more often"
@@ -48,15 +47,21 @@ def current_frame() -> Frame | None:
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."""
     frame = Frame()
-    return _inside(frame, replaying=False), _inside(frame, replaying=True)
+    return _Inside(frame, replaying=False), _Inside(frame, replaying=True)
 
 
-@contextmanager
-def _inside(frame: Frame, *, replaying: bool) -> Iterator[None]:
-    frame.replaying = replaying
-    frame.next_call = 0
-    token = _frame.set(frame)
-    try:
-        yield
-    finally:
-        _frame.reset(token)
+class _Inside(AbstractContextManager[None]):
+    """Makes a frame the current one; entered again for each backward over the same graph."""
+
+    def __init__(self, frame: Frame, *, replaying: bool) -> None:
+        self._frame = frame
+        self._replaying = replaying
+        self._tokens: list[Token[Frame | None]] = []
+
+    def __enter__(self) -> None:
+        self._frame.replaying = self._replaying
+        self._frame.next_call = 0
+        self._tokens.append(_frame.set(self._frame))
+
+    def __exit__(self, *_: object) -> None:
+        _frame.reset(self._tokens.pop())

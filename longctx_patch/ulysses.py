@@ -57,17 +57,19 @@ class HeadSplit:
     def of(self, heads: Heads) -> tuple[Interval, ...]:
         return self.query if heads is Heads.QUERY else self.key_value
 
-    def kv_index(self, rank: int) -> list[int] | None:
-        """Local key-value head of each local query head, or None where they group evenly."""
+    def kv_runs(self, rank: int) -> tuple[Interval, ...] | None:
+        """Local query heads of each local key-value head, or None where they group evenly."""
         group = self.num_heads // self.num_kv_heads
         q, kv = self.query[rank], self.key_value[rank]
-        index = [head // group - kv.start for head in range(*q)]
-        even = [i * kv.size // q.size for i in range(q.size)]
-        return None if q.size % kv.size == 0 and index == even else index
+        runs = tuple(
+            q.intersect(Interval(head * group, (head + 1) * group)).shift(-q.start)
+            for head in range(kv.start, kv.stop)
+        )
+        return None if len({run.size for run in runs}) == 1 else runs
 
     def num_kv_computed(self, rank: int) -> int:
         """Key-value heads that a rank's kernel sees."""
-        return self.key_value[rank].size if self.kv_index(rank) is None else self.query[rank].size
+        return self.key_value[rank].size if self.kv_runs(rank) is None else self.query[rank].size
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Resharder:
             Interval(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
             for rank in range(self.transport.num_ranks)
         ]
-        sends = [[x[:, slice(*cut)] for x in tensors] for cut in rows]
+        sends = [[x[:, cut.start : cut.stop] for x in tensors] for cut in rows]
         shapes = [
             [
                 (x.shape[0], self.sizes[self._rank], self.split.of(kind)[rank].size, x.shape[3])
@@ -159,7 +161,7 @@ def _join_heads(parts: Sequence[Tensor], heads: Sequence[Interval]) -> Tensor:
     shape = (batch, rows, heads[-1].stop, dim)
     total = parts[0].new_zeros(shape, dtype=sum_dtype(parts[0].dtype))
     for part, where in zip(parts, heads, strict=True):
-        total[:, :, slice(*where)] += part
+        total[:, :, slice(where.start, where.stop)] += part
     return total.to(parts[0].dtype)
 
 

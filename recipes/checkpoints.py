@@ -104,8 +104,7 @@ def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
         if before != value and key not in free:
             raise ValueError(
                 f"resume: {key} is {value!r}, the run at {checkpoint} has {before!r}, so the "
-                "numbers would not be those of one run. Use the old value, or start a new run. "
-                f"World then: {then['world']}, now: {now['world']}."
+                "numbers would not be those of one run. Use the old value, or start a new run."
             )
     if now["exact"]["lora_dropout"] > 0 and then["world"] != now["world"]:
         raise ValueError(

@@ -71,19 +71,16 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
             checkpoints.save_checkpoint(accelerator, state, tokenizer, output, run)
     bar.close()
     checkpoints.export_model(accelerator, state.model, tokenizer, output / "final")
+    accelerator.print(
+        f"saved to {output / 'final'}; one line per step in {output / 'metrics.jsonl'}"
+    )
 
 
 def build_accelerator(settings: Settings) -> Any:
-    """Accelerate as launched; its own gradient accumulation must be off."""
+    """Accelerate as it was launched."""
     accelerator = make_accelerator(settings.sequence_parallelism())
     if not accelerator.is_main_process:
         disable_progress_bar()  # those of loading and saving
-    if accelerator.gradient_accumulation_steps != 1:
-        # Accelerate would divide the loss by it, and the loss already counts all tokens of a step.
-        raise ValueError(
-            f"accelerate's gradient_accumulation_steps={accelerator.gradient_accumulation_steps}: "
-            "take it out of its YAML and give --gradient-accumulation-steps to this recipe."
-        )
     return accelerator
 
 
@@ -188,4 +185,7 @@ def gradients_stay_local(
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:  # what a user can mend, without a traceback from every process
+        raise SystemExit(f"finetune: {error}") from error

@@ -20,6 +20,7 @@ from longctx_patch.hf.rope import scale_rope
 from .settings import Settings
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+BYTE_VOCABULARY = 258
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -71,7 +72,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}. "
-            "Give the model's own --tokenizer, or a config with a larger vocab_size."
+            "Put the model's own tokenizer beside its config.json (without one, bytes are read: "
+            f"vocab_size {BYTE_VOCABULARY} or more), or name it in the setting `tokenizer`."
         )
 
 

@@ -58,8 +58,8 @@ class Settings:
     # Sequence parallelism: see LongContextConfig
     ulysses: int = setting("ranks that exchange heads for tokens", default=1)
     ring: int = setting("ranks that pass key-value blocks round", default=1)
-    layout: str = setting("zigzag or contiguous", default="zigzag")
-    plan: str = setting("auto, ring or zigzag", default="auto")
+    layout: str = setting("placement of tokens; auto: that of the plan", default="auto")
+    plan: str = setting("schedule of the ring; auto: that of the layout", default="auto")
     kernel: str = setting("attention kernel", default="auto")
     checkpoint: str = setting("none, full or attention", default="none")
 
@@ -113,7 +113,8 @@ class Settings:
         return LongContextConfig(
             ulysses_degree=self.ulysses,
             ring_degree=self.ring,
-            layout=self.layout,  # type: ignore[arg-type]  # checked by LongContextConfig
+            # Checked by LongContextConfig.
+            layout=None if self.layout == "auto" else self.layout,  # type: ignore[arg-type]
             plan=self.plan,  # type: ignore[arg-type]
             kernel=self.kernel,
             checkpoint=self.checkpoint,  # type: ignore[arg-type]

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from longctx_patch import LongContextConfig
@@ -21,5 +23,16 @@ def test_choices_are_listed(name: str) -> None:
 
 def test_a_plan_wants_its_layout() -> None:
     with pytest.raises(ValueError, match=r"plan='ring' with layout='zigzag'.*layout='contiguous'"):
-        LongContextConfig(plan="ring")
-    assert LongContextConfig(plan="ring", layout="contiguous").plan == "ring"
+        LongContextConfig(plan="ring", layout="zigzag")
+    assert LongContextConfig(plan="ring").placement == "contiguous"
+    assert LongContextConfig().placement == "zigzag"
+    assert LongContextConfig(layout="striped").plan_name == "striped"
+
+
+@pytest.mark.parametrize(
+    ("plan", "size", "ring"), [("double_ring", None, 4), ("double_ring", 3, 4), ("zigzag", 2, 4)]
+)
+def test_the_double_ring_needs_full_machines(plan: Any, size: int | None, ring: int) -> None:
+    with pytest.raises(ValueError, match=rf"ranks_per_node={size} .*must divide ring_degree"):
+        LongContextConfig(plan=plan, ranks_per_node=size, ring_degree=ring)
+    assert LongContextConfig(plan="double_ring", ranks_per_node=2, ring_degree=4)

@@ -75,7 +75,8 @@ def one_rank(
     forward = Traffic(transport.counters.messages, transport.counters.bytes)
     grads = executor.backward(case.backward, dout, q, k, v, out, lse)
     total = Traffic(transport.counters.messages, transport.counters.bytes)
-    return (out, lse, *grads), forward, total - forward
+    backward = Traffic(total.messages - forward.messages, total.bytes - forward.bytes)
+    return (out, lse, *grads), forward, backward
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])

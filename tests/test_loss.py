@@ -32,3 +32,6 @@ def test_counting_over_micro_batches() -> None:
     batches = [{"shift_labels": torch.tensor([[1, -100]])}, {"shift_labels": torch.tensor([[3]])}]
     assert count_valid_tokens(batches) == 2
     assert count_valid_tokens([]) == 0
+    assert count_valid_tokens(batches[0]) == 1  # type: ignore[arg-type]  # one batch
+    with pytest.raises(ValueError, match=r"got a list without shift_labels.*Collate first"):
+        count_valid_tokens([[{"input_ids": [1]}]])  # type: ignore[list-item]

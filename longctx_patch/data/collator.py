@@ -72,7 +72,7 @@ class SequenceShardCollator:
         labels = torch.stack([_pad(row, length + 1, IGNORE_INDEX) for _, row in parsed])
         shift_labels = labels[:, 1:]
         layout = make_layout(
-            self.config.layout,
+            self.config.placement,
             length,
             ring=self.config.ring_degree,
             ulysses=self.config.ulysses_degree,
@@ -90,7 +90,7 @@ class SequenceShardCollator:
 
     def _padded_length(self, longest: int) -> int:
         multiple = length_multiple(
-            self.config.layout, ring=self.config.ring_degree, ulysses=self.config.ulysses_degree
+            self.config.placement, ring=self.config.ring_degree, ulysses=self.config.ulysses_degree
         )
         wanted = max(longest, self.pad_to_length, 1)
         return -(-wanted // multiple) * multiple

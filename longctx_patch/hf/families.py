@@ -62,7 +62,7 @@ def check_modules(model: nn.Module, attention_modules: list[nn.Module]) -> None:
 def _window(model_config: Any, config: LongContextConfig) -> str | None:
     layer_types = getattr(model_config, "layer_types", None)
     window = getattr(model_config, "sliding_window", None)
-    if layer_types is not None:
+    if layer_types is not None and model_config.model_type != "mistral":  # it reads no layer types
         active = [i for i, kind in enumerate(layer_types) if kind != "full_attention"]
         if not active:
             return None

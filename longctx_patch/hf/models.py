@@ -44,7 +44,12 @@ def is_local(model: str) -> bool:
         return True
     if path.is_file():
         return True
-    if model.endswith(".json") or model.startswith(("/", ".", "~")) or model.count("/") > 1:
+    if (
+        model.endswith(".json")
+        or model.startswith(("/", ".", "~"))
+        or model.endswith("/")
+        or model.count("/") > 1
+    ):
         raise ValueError(f"model {model!r}: no such file or folder. Give an existing one.")
     return False
 

@@ -83,21 +83,38 @@ def patch(model: nn.Module, config: LongContextConfig) -> PatchHandle:
     base = transformers_api.causal_lm(model)
     stock = _check(model, base, config)
     handle = PatchHandle(base, make_sequence_group(config))
-    _bind_attention(handle, stock)
-    _bind_decoder(handle)
-    _bind_loss(handle)
-    if config.checkpoint != "none":
-        context_fn = context_fn_of(config.checkpoint)
-        handle._undo.append(transformers_api.checkpoint_layers(base, context_fn))
+    handle._undo.append(handle.group.close)
+    try:
+        _bind(handle, stock)
+    except BaseException:
+        handle.unpatch()
+        raise
     return handle
+
+
+def _bind(handle: PatchHandle, stock: str) -> None:
+    transformers_api.register(sharded_attention)
+    handle._undo.append(transformers_api.bind_attention(handle.model, stock))
+    handle._undo.append(_bind_decoder(handle))
+    handle._undo.append(transformers_api.bind_loss(handle.model, _loss_of(handle.model)))
+    if handle.config.checkpoint != "none":
+        context_fn = context_fn_of(handle.config.checkpoint)
+        handle._undo.append(transformers_api.checkpoint_layers(handle.model, context_fn))
 
 
 def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig) -> str:
     """Refuse what can't work; return the stock attention implementation."""
-    stock = base.config._attn_implementation
+    stock = transformers_api.attention_implementation(base)
     if stock in transformers_api.NAME_OVER_STOCK.values():
         raise ValueError(
-            "this model is patched already: call unpatch() on its handle before patching it again."
+            "this model is patched already: call unpatch() on its handle before patching it again. "
+            "If it is another model, it shares its config object with a patched one: build it from "
+            "copy.deepcopy(config)."
+        )
+    if getattr(base, "_tp_size", None) not in (None, 1):
+        raise ValueError(
+            f"the model is tensor parallel over {base._tp_size} ranks: attention heads would be "
+            "cut twice. Load it without tp_plan."
         )
     if stock not in transformers_api.NAME_OVER_STOCK:
         raise ValueError(
@@ -114,25 +131,18 @@ def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig) -
     return stock
 
 
-def _bind_attention(handle: PatchHandle, stock: str) -> None:
-    transformers_api.register(sharded_attention)
-    handle.model.set_attn_implementation(transformers_api.NAME_OVER_STOCK[stock])
-    handle._undo.append(lambda: handle.model.set_attn_implementation(stock))
-
-
-def _bind_decoder(handle: PatchHandle) -> None:
+def _bind_decoder(handle: PatchHandle) -> Callable[[], None]:
     def before_decoder(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return args, prepare_call(handle.group, decoder, args, dict(kwargs))
 
     hook = handle.model.get_decoder().register_forward_pre_hook(before_decoder, with_kwargs=True)
-    handle._undo.append(hook.remove)
+    return hook.remove
 
 
-def _bind_loss(handle: PatchHandle) -> None:
-    model, stock_loss = handle.model, handle.model.loss_function
-    before = vars(model).get("_loss_function")
+def _loss_of(model: PreTrainedModel) -> Callable[..., Tensor]:
+    stock_loss = model.loss_function
 
     def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
         is_shard = kwargs.pop(SHARD_KEY, None) is not None
@@ -140,13 +150,7 @@ def _bind_loss(handle: PatchHandle) -> None:
             return stock_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         return _loss_of_shard(logits, **kwargs)
 
-    def restore() -> None:
-        del model._loss_function
-        if before is not None:
-            model.loss_function = before
-
-    model.loss_function = loss_function
-    handle._undo.append(restore)
+    return loss_function
 
 
 def _loss_of_shard(
@@ -156,7 +160,10 @@ def _loss_of_shard(
     num_valid_tokens: int | Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The loss law; `num_valid_tokens` counts the whole step over all processes."""
+    """The loss law; `num_valid_tokens` counts the whole step over all processes.
+
+    Options that would change a stock loss were refused with the decoder's inputs.
+    """
     if shift_labels is None:
         raise ValueError(
             "this batch is a shard but has no shift_labels: labels must be shifted over the whole "

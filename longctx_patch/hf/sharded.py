@@ -1,6 +1,6 @@
 """One forward pass of a patched decoder over a shard: checks before it, attention inside it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,17 +12,8 @@ from longctx_patch.groups import SequenceGroup
 from longctx_patch.hf import transformers_api
 from longctx_patch.operator import distributed_attention
 
-# What transformers hands to every attention function and causal attention has no use for.
-_HARMLESS = frozenset(
-    {
-        "position_ids",
-        "use_cache",
-        "num_valid_tokens",
-        "shift_labels",
-        "output_hidden_states",
-        "return_dict",
-        "is_causal",
-    }
+_KNOWN = (
+    transformers_api.DECODER_ARGUMENTS | transformers_api.HARMLESS_OPTIONS | {"num_valid_tokens"}
 )
 
 
@@ -32,6 +23,14 @@ class ShardedCall:
 
     group: SequenceGroup
     num_tokens: int
+    _calls: dict[tuple[float, int, int], AttentionCall] = field(default_factory=dict)
+
+    def attention(self, scale: float, num_heads: int, num_kv_heads: int) -> AttentionCall:
+        """The same object for all layers that are alike."""
+        key = (scale, num_heads, num_kv_heads)
+        if key not in self._calls:
+            self._calls[key] = AttentionCall(self.group, self.num_tokens, *key)
+        return self._calls[key]
 
 
 def sharded_attention(
@@ -43,47 +42,32 @@ def sharded_attention(
     call: ShardedCall,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs: Any,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: `[B, H, L, D]` in, `[B, L, H, D]` out.
 
-    Raises ValueError for every option that would change the numbers and is not covered.
+    What a caller passes to the model was checked before the decoder ran; what a layer adds by
+    itself is checked here, alike on every rank.
     """
-    _refuse_options(module, dropout, kwargs)
+    options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+    if dropout or any(value is not None for value in options.values()):
+        raise ValueError(
+            f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')} asks for "
+            f"dropout={dropout}, {options}: sequence parallelism does not cover it. Use a model "
+            "without it, or handle.unpatch() and train on one process."
+        )
     if torch.is_autocast_enabled(query.device.type):
         # Stock attention functions are on autocast's list; rotary embeddings leave q, k in float32.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    num_heads, head_dim = query.shape[1], query.shape[3]
-    attention_call = AttentionCall(
-        call.group,
-        call.num_tokens,
-        head_dim**-0.5 if scaling is None else scaling,
-        num_heads,
-        key.shape[1],
-    )
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    attention_call = call.attention(scale, q_BLHD.shape[2], k_BLGD.shape[2])
     out, _ = distributed_attention(q_BLHD, k_BLGD, v_BLGD, attention_call)
     return out, None
-
-
-def _refuse_options(module: nn.Module, dropout: float, options: dict[str, Any]) -> None:
-    name = f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
-    if dropout:
-        raise ValueError(
-            f"{name}: dropout={dropout} in attention. Load the model with attention_dropout=0.0."
-        )
-    for option, value in options.items():
-        if option in _HARMLESS or value is None or value is False:
-            continue
-        raise ValueError(
-            f"{name}: got {option}={_short(value)}, which sequence parallelism does not cover and "
-            "would silently drop. Remove it, or handle.unpatch() and train on one process."
-        )
-
-
-def _short(value: object) -> str:
-    return f"tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
 
 
 def prepare_call(
@@ -95,7 +79,8 @@ def prepare_call(
         if decoder.training and group.num_ranks > 1:
             raise ValueError(
                 f"this model is patched for {group.num_ranks} ranks per sequence, but the training "
-                "batch has no longctx_shard. Use SequenceShardCollator, or handle.unpatch()."
+                "batch has no longctx_shard. Use SequenceShardCollator; model.eval() first to "
+                "generate or evaluate whole rows; or handle.unpatch()."
             )
         return kwargs | {transformers_api.CALL_KEY: None}
     candidates = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
@@ -129,9 +114,9 @@ def _input_problem(kwargs: dict[str, Any], positions: Tensor) -> str | None:
             "with plain inputs (no longctx_shard), or drop the cache."
         )
     mask = kwargs.get("attention_mask")
-    if mask is not None and not (mask.ndim == 2 and bool(mask.all())):
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
         return (
-            f"attention_mask {list(mask.shape)} with a sharded batch: attention is causal over one "
+            f"attention_mask {_short(mask)} with a sharded batch: attention is causal over one "
             "document per row. Pad on the right (the collator does) and pass no mask."
         )
     given = kwargs.get("position_ids")
@@ -142,7 +127,20 @@ def _input_problem(kwargs: dict[str, Any], positions: Tensor) -> str | None:
             f"global positions {positions[0, :4].tolist()} and so on. Pass the collator's "
             "position_ids, or none."
         )
+    for option, value in kwargs.items():
+        if option in _KNOWN or value is None or (value is False and option != "is_causal"):
+            continue
+        if option == "is_causal" and value is True:
+            continue
+        return (
+            f"{option}={_short(value)} with a sharded batch: attention would silently drop it, so "
+            "it is refused. Remove it, or handle.unpatch() and train on one process."
+        )
     return None
+
+
+def _short(value: object) -> str:
+    return f"tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
 
 
 def _same_positions(given: Tensor, positions: Tensor) -> bool:
@@ -169,7 +167,7 @@ def _agree(group: SequenceGroup, mine: tuple[int, ...], problem: str | None) -> 
     )
     raise ValueError(
         f"the {group.num_ranks} ranks of a sequence group must hold shards of the same batch:\n"
-        f"{table}\nThe {group.config.layout} layout of {num_tokens} tokens gives the ranks "
+        f"{table}\nThe {group.config.placement} layout of {num_tokens} tokens gives the ranks "
         f"{list(sizes)}. Feed every rank of the group the same rows (same sampler and seed; "
         "dispatch_batches=False) through SequenceShardCollator."
     )

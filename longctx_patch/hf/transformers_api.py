@@ -1,4 +1,4 @@
-"""Everything this package assumes about transformers, in one file.
+"""What the patch assumes about transformers' insides, in one file.
 
 Used: the public attention and mask registries, the decoder's keyword arguments (which transformers
 hands through to every attention function), `loss_function`, and the attributes by which
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 OLDEST, NEWEST = Version("5.17"), Version("6")
 
@@ -33,6 +34,13 @@ NAME_OVER_STOCK = {
     "flash_attention_3": "longctx_patch_over_fa3",
     "flash_attention_4": "longctx_patch_over_fa4",
 }
+
+# What transformers hands to every attention function and causal attention has no use for, beside
+# the arguments that the decoder itself reads.
+HARMLESS_OPTIONS = frozenset({"output_hidden_states", "return_dict", "shift_labels", "use_cache"})
+DECODER_ARGUMENTS = frozenset(
+    {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"}
+)
 
 CALL_KEY = "longctx_call"
 """Keyword argument that carries a sharded call from the decoder to every attention function."""
@@ -57,7 +65,35 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
             "AutoModelForCausalLM returns (or a PEFT model around it), before DDP, FSDP or "
             "torch.compile wrap it."
         )
+    if type(base).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        raise ValueError(
+            f"{type(base).__name__} is not a causal language model: other heads pool or compare "
+            "tokens that lie on different ranks. Patch the model that AutoModelForCausalLM returns."
+        )
     return base
+
+
+def attention_implementation(model: PreTrainedModel) -> str:
+    return str(model.config._attn_implementation)
+
+
+def bind_attention(model: PreTrainedModel, stock: str) -> Callable[[], None]:
+    """Switch to our attention; return a function that switches back."""
+    model.set_attn_implementation(NAME_OVER_STOCK[stock])
+    return lambda: model.set_attn_implementation(stock)
+
+
+def bind_loss(model: PreTrainedModel, loss: Callable[..., Tensor]) -> Callable[[], None]:
+    """Set the model's loss function; return a function that restores what was there."""
+    before = vars(model).get("_loss_function")
+
+    def restore() -> None:
+        del model._loss_function
+        if before is not None:
+            model.loss_function = before
+
+    model.loss_function = loss
+    return restore
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -90,7 +126,9 @@ def _dispatch(
     if CALL_KEY not in kwargs:
         raise RuntimeError(
             f"{type(module).__name__} of a patched model ran without its decoder, so it can't know "
-            "whether its input is a shard. Call the model, or handle.unpatch() first."
+            "whether its input is a shard. Call the model, or handle.unpatch() first. If this is "
+            "another model: it shares its config object with a patched one, and transformers keeps "
+            "the choice of attention there. Build it from copy.deepcopy(config)."
         )
     call = kwargs.pop(CALL_KEY)
     if call is not None:

@@ -6,6 +6,9 @@
 | full | the layer's input | kernel and communication run again |
 | attention | the input, attention's out and lse | replayed: neither runs again |
 
+Under Ulysses the backward pass of `attention` exchanges q, k, v and out for heads once more, since
+the frame keeps this rank's tokens only.
+
 `attention` costs B * L * H * D numbers of the model's dtype and B * H * L float32 a layer, and
 saves a third of attention's forward-and-backward work (DISTFLASHATTN, section 3.3).
 """

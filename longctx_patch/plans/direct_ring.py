@@ -8,6 +8,7 @@ Each contribution to dK and dV goes home by itself, rounded once and in the dtyp
 from longctx_patch.layout import Layout
 from longctx_patch.masks import Mask
 from longctx_patch.plans.direct import direct_plan
+from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.ring import ring_works
 from longctx_patch.plans.types import Direction, Plan
 
@@ -16,5 +17,6 @@ def direct_ring(
     layout: Layout, mask: Mask, direction: Direction, *, name: str = "direct_ring"
 ) -> Plan:
     """Plan of one direction over any layout."""
-    works = [ring_works(layout, mask, step) for step in range(layout.num_ranks)]
+    pieces = PieceTable(layout, mask)
+    works = [ring_works(layout.num_ranks, pieces, step) for step in range(layout.num_ranks)]
     return direct_plan(name, direction, layout, mask, works)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from longctx_patch.layout import Interval, Layout
 from longctx_patch.masks import Mask
-from longctx_patch.plans.pieces import slot_pieces
+from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.types import Block, Direction, Operand, Plan, Step, Transfer, Work
 
 
@@ -26,7 +26,7 @@ def double_ring(layout: Layout, mask: Mask, direction: Direction, *, ranks_per_n
             f"ranks_per_node={ranks_per_node} with {layout.num_ranks} ranks: nodes must be full. "
             "Use a divisor, or the plain ring."
         )
-    rings = _Rings(layout, mask, ranks_per_node)
+    rings = _Rings(layout, PieceTable(layout, mask), ranks_per_node)
     num_steps = layout.num_ranks + (2 if direction is Direction.BACKWARD else 0)
     steps = [
         Step(
@@ -45,7 +45,7 @@ def double_ring(layout: Layout, mask: Mask, direction: Direction, *, ranks_per_n
 @dataclass(frozen=True)
 class _Rings:
     layout: Layout
-    mask: Mask
+    pieces: PieceTable
     per_node: int
 
     @property
@@ -69,10 +69,7 @@ class _Rings:
         if step >= self.num_ranks:
             return ()
         owners = ((rank, self.owner(rank, step)) for rank in range(self.num_ranks))
-        works = (
-            Work(rank, rank, owner, slot_pieces(self.layout, self.mask, rank, owner))
-            for rank, owner in owners
-        )
+        works = (Work(rank, rank, owner, self.pieces(rank, owner)) for rank, owner in owners)
         return tuple(work for work in works if work.pieces)
 
     def inner_hops(self, step: int) -> tuple[Transfer, ...]:
@@ -117,7 +114,7 @@ class _Rings:
         self, owner: int, visitors: list[int], source: int, destination: int | None = None
     ) -> list[Transfer]:
         """One hop of an owner's sum, unless none of the visitors has added to it."""
-        if not any(slot_pieces(self.layout, self.mask, visitor, owner) for visitor in visitors):
+        if not any(self.pieces(visitor, owner) for visitor in visitors):
             return []
         if destination is None:
             node, local = divmod(source, self.per_node)

@@ -4,6 +4,21 @@ from longctx_patch.layout import Layout, slots_of
 from longctx_patch.masks import Mask, Piece
 
 
+class PieceTable:
+    """`slot_pieces` of one layout and mask, each pair of owners worked out once."""
+
+    def __init__(self, layout: Layout, mask: Mask) -> None:
+        self._layout = layout
+        self._mask = mask
+        self._known: dict[tuple[int, int], tuple[Piece, ...]] = {}
+
+    def __call__(self, q_owner: int, kv_owner: int) -> tuple[Piece, ...]:
+        key = (q_owner, kv_owner)
+        if key not in self._known:
+            self._known[key] = slot_pieces(self._layout, self._mask, q_owner, kv_owner)
+        return self._known[key]
+
+
 def slot_pieces(layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> tuple[Piece, ...]:
     """Pieces of one rank's queries against another's keys, in slots, joined where possible."""
     pieces = [

@@ -11,15 +11,16 @@ the owner adds itself never travels, so there are P - 1 hops rather than the usu
 
 from longctx_patch.layout import Interval, Layout
 from longctx_patch.masks import Mask
-from longctx_patch.plans.pieces import slot_pieces
+from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.types import Block, Direction, Operand, Plan, Step, Transfer, Work
 
 
 def ring_forward(layout: Layout, mask: Mask, *, name: str = "ring") -> Plan:
     """Forward plan over any layout; `name` is how reports call it."""
-    num_ranks = layout.num_ranks
+    pieces = PieceTable(layout, mask)
     steps = tuple(
-        Step(_kv_hops(layout, step), ring_works(layout, mask, step)) for step in range(num_ranks)
+        Step(_kv_hops(layout, step), ring_works(layout.num_ranks, pieces, step))
+        for step in range(layout.num_ranks)
     )
     return Plan(name, Direction.FORWARD, layout, mask, steps)
 
@@ -27,10 +28,12 @@ def ring_forward(layout: Layout, mask: Mask, *, name: str = "ring") -> Plan:
 def ring_backward(layout: Layout, mask: Mask, *, name: str = "ring") -> Plan:
     """Backward plan over any layout: the key-value ring and, one step behind, the gradient ring."""
     num_ranks = layout.num_ranks
+    pieces = PieceTable(layout, mask)
+    begun = [_first_visit(num_ranks, pieces, owner) for owner in range(num_ranks)]
     steps = [
         Step(
-            _kv_hops(layout, step) + _dkv_hops(layout, mask, step),
-            ring_works(layout, mask, step) if step < num_ranks else (),
+            _kv_hops(layout, step) + _dkv_hops(layout, begun, step),
+            ring_works(num_ranks, pieces, step) if step < num_ranks else (),
         )
         for step in range(num_ranks + 1)
     ]
@@ -39,14 +42,11 @@ def ring_backward(layout: Layout, mask: Mask, *, name: str = "ring") -> Plan:
     return Plan(name, Direction.BACKWARD, layout, mask, tuple(steps))
 
 
-def ring_works(layout: Layout, mask: Mask, step: int) -> tuple[Work, ...]:
+def ring_works(num_ranks: int, pieces: PieceTable, step: int) -> tuple[Work, ...]:
     """What the ranks compute in a step: each with the keys of the rank `step` before it."""
-    works = []
-    for rank in range(layout.num_ranks):
-        kv_owner = (rank - step) % layout.num_ranks
-        if pieces := slot_pieces(layout, mask, rank, kv_owner):
-            works.append(Work(rank, rank, kv_owner, pieces))
-    return tuple(works)
+    owners = [(rank, (rank - step) % num_ranks) for rank in range(num_ranks)]
+    works = (Work(rank, rank, owner, pieces(rank, owner)) for rank, owner in owners)
+    return tuple(work for work in works if work.pieces)
 
 
 def _kv_hops(layout: Layout, step: int) -> tuple[Transfer, ...]:
@@ -61,7 +61,7 @@ def _kv_hops(layout: Layout, step: int) -> tuple[Transfer, ...]:
     )
 
 
-def _dkv_hops(layout: Layout, mask: Mask, step: int) -> tuple[Transfer, ...]:
+def _dkv_hops(layout: Layout, begun: list[int], step: int) -> tuple[Transfer, ...]:
     """In steps 2 to P, pass on the sum that was finished in the step before, if it has begun."""
     num_ranks = layout.num_ranks
     if step < 2:
@@ -69,11 +69,16 @@ def _dkv_hops(layout: Layout, mask: Mask, step: int) -> tuple[Transfer, ...]:
     hops = []
     for rank in range(num_ranks):
         owner = (rank - step + 1) % num_ranks
-        visited = [(owner + hop) % num_ranks for hop in range(1, step)]
-        if any(slot_pieces(layout, mask, visitor, owner) for visitor in visited):
+        if begun[owner] < step:
             block = _block(layout, Operand.DKV_SUM, owner)
             hops.append(Transfer(rank, (rank + 1) % num_ranks, block, buffer=None))
     return tuple(hops)
+
+
+def _first_visit(num_ranks: int, pieces: PieceTable, owner: int) -> int:
+    """The first step, after its own, in which a rank adds to an owner's dK and dV."""
+    steps = range(1, num_ranks)
+    return next((s for s in steps if pieces((owner + s) % num_ranks, owner)), num_ranks)
 
 
 def _block(layout: Layout, operand: Operand, owner: int) -> Block:

@@ -49,9 +49,6 @@ class Traffic:
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 
-    def __sub__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.messages - other.messages, self.bytes - other.bytes)
-
 
 def plan_traffic(plan: Plan, shape: AttentionShape) -> tuple[Traffic, ...]:
     """What each rank sends in one run of the plan."""

@@ -48,10 +48,11 @@ def make_accelerator(
 
     Example:
         >>> config = LongContextConfig(ulysses_degree=2, ring_degree=2)
-        >>> accelerator = make_accelerator(config, gradient_accumulation_steps=4)
+        >>> accelerator = make_accelerator(config)
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
     _refuse_other_engines(accelerator_kwargs)
+    _refuse_accumulation(accelerator_kwargs)
     num_processes = _num_processes()
     _check_world(config, num_processes)
     cpu = bool(accelerator_kwargs.pop("cpu", False)) or not _gpu_wanted()
@@ -95,6 +96,20 @@ def _refuse_other_engines(kwargs: dict[str, Any]) -> None:
                 f"{engine} is on: it brings its own attention and process groups. Use "
                 "distributed_type: FSDP (fsdp_version: 2) or MULTI_GPU in the YAML."
             )
+
+
+def _refuse_accumulation(kwargs: dict[str, Any]) -> None:
+    """Accelerate divides the loss by its accumulation steps; ours counts all tokens already."""
+    plugin = kwargs.get("gradient_accumulation_plugin")
+    launched = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"))
+    steps = plugin.num_steps if plugin else kwargs.get("gradient_accumulation_steps", launched)
+    if max(steps, launched) > 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={max(steps, launched)}: accelerator.backward would "
+            "divide the loss by it, and the loss is already a share of all tokens of the step. "
+            "Leave it at 1, accumulate in the loop, and pass "
+            "num_valid_tokens=count_valid_tokens(batches) to each forward (README.md)."
+        )
 
 
 def _num_processes() -> int:
@@ -152,7 +167,7 @@ def _uses_fsdp2(plugin: Any, cpu: bool) -> bool:
         raise ValueError(
             "FSDP on the CPU: Accelerate ignores it there without a word. Put distributed_type: "
             "MULTI_GPU and use_cpu: false in the YAML (every process then holds the whole model), "
-            "or run where there is a GPU."
+            "or run where there is a GPU; `longctx patch --cpu` writes such a YAML."
         )
     return True
 

@@ -43,6 +43,11 @@ class ProcessGroupTransport:
         ranks take part in would otherwise wait for the others."""
         dist.all_reduce(torch.zeros(1, device=self._device), group=self.group)
 
+    def close(self) -> None:
+        """Destroy the group, unless the whole job's groups are gone already."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         operations = [self._operation(dist.isend, message) for message in sends]
         operations += [self._operation(dist.irecv, message) for message in receives]

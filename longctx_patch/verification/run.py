@@ -6,7 +6,7 @@ every case from the same weights and rows, through the public patch, collator an
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,14 +157,7 @@ def _run_case(
 
 def _on_cpu(config: LongContextConfig) -> LongContextConfig:
     """The same without a kernel that only a GPU has."""
-    return LongContextConfig(
-        ulysses_degree=config.ulysses_degree,
-        ring_degree=config.ring_degree,
-        layout=config.layout,
-        plan=config.plan,
-        kernel="reference" if config.kernel == "reference" else "auto",
-        checkpoint=config.checkpoint,
-    )
+    return replace(config, kernel="reference" if config.kernel == "reference" else "auto")
 
 
 def _mean_over_ranks(value: Tensor | None) -> Tensor:
@@ -240,7 +233,7 @@ def _case_result(
         plan=plan_name(config),
         ulysses=config.ulysses_degree,
         ring=config.ring_degree,
-        layout=config.layout,
+        layout=config.placement,
         checkpoint=config.checkpoint,
         loss_rel_err=first.loss_rel_err,
         logits_rel_err=first.logits_rel_err,

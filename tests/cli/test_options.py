@@ -31,5 +31,5 @@ def test_help_and_version(run: Run) -> None:
 
 
 def test_wrong_usage_is_exit_code_2(run: Run) -> None:
-    for words in (["patch", "m"], ["verify", "m", "--layout", "striped"], ["train"]):
+    for words in (["patch", "m"], ["verify", "m", "--layout", "spiral"], ["train"]):
         assert run(*words).exit_code == 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
 from longctx_patch import (
     LongContextConfig,
@@ -13,7 +14,7 @@ from longctx_patch import (
     UnsupportedModelError,
     patch,
 )
-from longctx_patch.hf import check_model_config
+from longctx_patch.hf import check_model_config, patching
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, tiny_config, tiny_model, token_rows
 
@@ -83,6 +84,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
         r"1 of 2 layers are sliding_attention \(the first: 1\)",
+    ),
+    (
+        "mistral",
+        {"sliding_window": 8, "layer_types": ["full_attention"] * 2},
+        "sliding_window=8 on every layer",
     ),
     ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
     ("llama", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),
@@ -155,6 +161,37 @@ def test_dropout_that_only_the_modules_have_is_refused() -> None:
         patch(model, ALONE)
 
 
+def test_only_causal_language_models() -> None:
+    """A classification head would pool each rank's own last token."""
+    classifier = AutoModelForSequenceClassification.from_config(tiny_config("llama"))
+    for model in (classifier, tiny_model().model):
+        with pytest.raises(ValueError, match="is not a causal language model"):
+            patch(model, ALONE)
+
+
+def test_models_that_share_a_config_object() -> None:
+    first = tiny_model()
+    second = type(first)(first.config)
+    handle = patch(first, ALONE)
+    with pytest.raises(ValueError, match=r"shares its config object .*copy\.deepcopy"):
+        patch(second, ALONE)
+    with pytest.raises(RuntimeError, match=r"copy\.deepcopy"):
+        second(input_ids=torch.tensor([[1, 2]]))
+    handle.unpatch()
+    second(input_ids=torch.tensor([[1, 2]]))
+
+
+def test_a_failure_while_binding_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model()
+    before = state_of(model)
+    monkeypatch.setattr(patching, "_loss_of", lambda model: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        patch(model, ALONE)
+    assert state_of(model) == before
+
+
 def test_only_transformers_models() -> None:
     with pytest.raises(ValueError, match="Linear is not a transformers model"):
         patch(torch.nn.Linear(2, 2), ALONE)
@@ -178,10 +215,11 @@ def check_bad_batches(rank: int) -> list[str]:
         (good | {"attention_mask": torch.zeros(2, 8)}, "pass no mask"),
         (
             good | {"cu_seq_lens_q": torch.tensor([0, 8])},
-            r"layer 0: got cu_seq_lens_q=tensor \[2\]",
+            r"cu_seq_lens_q=tensor \[2\] with a sharded",
         ),
         (good | {"num_items_in_batch": 30}, "Trainer counts and scales it"),
-        (good | {"output_attentions": True}, "got output_attentions=True"),
+        (good | {"output_attentions": True}, "output_attentions=True with a sharded"),
+        (good | {"is_causal": False}, "is_causal=False"),
         ({k: v for k, v in good.items() if k != "shift_labels"}, "no shift_labels"),
     ]
     messages = []
@@ -192,9 +230,13 @@ def check_bad_batches(rank: int) -> list[str]:
         if "shift_labels" not in message:  # the loss comes after attention
             assert handle.counters.messages == 0
         messages.append(str(caught.value))
-    one_sided = good | ({"attention_mask": torch.zeros(2, 8)} if rank == 1 else {})
-    with pytest.raises(ValueError, match="pass no mask" if rank else "rank 1: .* it refused"):
-        model(**one_sided)
+    for key, value, message in (
+        ("attention_mask", torch.zeros(2, 8), "pass no mask"),
+        ("cu_seq_lens_q", torch.tensor([0, 8]), "silently drop it"),
+    ):
+        one_sided = good | ({key: value} if rank == 1 else {})
+        with pytest.raises(ValueError, match=message if rank else "rank 1: .* it refused"):
+            model(**one_sided)
     mixed = collate(token_rows(16))
     model.train(rank == 0)
     with pytest.raises(ValueError, match="evaluating"):

@@ -147,6 +147,21 @@ def test_two_forwards_before_backward_keep_their_own_frames() -> None:
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def test_backward_twice_over_one_graph() -> None:
+    grads = {}
+    for policy in POLICIES:
+        model = tiny_model()
+        handle = patch(model, LongContextConfig(checkpoint=policy))
+        collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+        loss = model(**collate(token_rows(12))).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        grads[policy] = [parameter.grad for parameter in model.parameters()]
+    for policy in ("full", "attention"):
+        pairs = zip(grads[policy], grads["none"], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_unpatch_restores_checkpointing(policy: CheckpointPolicy) -> None:
     model = tiny_model()

@@ -154,8 +154,8 @@ def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_one_process_and_degree_one_is_plain_accelerate() -> None:
-    acc = make_accelerator(LongContextConfig(), gradient_accumulation_steps=3)
-    assert (acc.num_processes, acc.gradient_accumulation_steps) == (1, 3)
+    acc = make_accelerator(LongContextConfig(), project_dir="somewhere")
+    assert (acc.num_processes, acc.project_dir) == (1, "somewhere")
     assert acc.torch_device_mesh is None
     assert acc.dataloader_config.dispatch_batches is False
 
@@ -218,6 +218,15 @@ def test_accelerates_own_context_parallelism_stays_off() -> None:
     assert not pc.cp_enabled
     assert pc.cp_handler is None
     assert (pc.total_size, pc.data_parallel_size) == (8, 2)
+
+
+def test_accelerates_own_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerator.backward would divide a loss that counts all tokens of the step already."""
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4: .*in the loop"):
+        make_accelerator(LongContextConfig(), gradient_accumulation_steps=4)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2"):
+        make_accelerator(LongContextConfig())
 
 
 def test_fsdp1(monkeypatch: pytest.MonkeyPatch) -> None:

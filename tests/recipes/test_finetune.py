@@ -228,5 +228,5 @@ def test_an_output_folder_with_files_is_refused(run: Run, tmp_path: Path) -> Non
 
 def test_accelerates_own_accumulation_is_refused(run: Run, monkeypatch: Any) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4.*take it out"):
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4.*accumulate in the loop"):
         run("out")

@@ -43,7 +43,7 @@ def test_flags_win_over_the_file_and_yaml_numbers_get_their_type(tmp_path: Path)
         (["--lora-dropout", "1.0"], "lora_dropout=1.0"),
         (["--scheduler", "constant", "--warmup-steps", "3"], "Use --scheduler constant_with"),
         (["--ulysses", "0"], "ulysses_degree=0"),
-        (["--layout", "striped"], "layout='striped'"),
+        (["--layout", "spiral"], "layout='spiral'"),
     ],
 )
 def test_refusals_name_value_rule_and_fix(flags: list[str], message: str) -> None:
