@@ -5,7 +5,7 @@ Ulysses group; data-parallel replicas are outermost. The order is that of Accele
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,7 @@ def world_place(config: LongContextConfig) -> WorldPlace:
 def make_sequence_group(config: LongContextConfig) -> SequenceGroup:
     """Build this process's groups. Collective: every process of the world calls it."""
     place = world_place(config)
+    _check_same_config(config)
     counters = Counters()
     if config.sequence_degree == 1:
         solo = SoloTransport(counters)
@@ -99,6 +100,17 @@ def make_sequence_group(config: LongContextConfig) -> SequenceGroup:
     ring = _my_transport(ranks.transpose(1, 2).flatten(0, 1), counters)
     ulysses = _my_transport(ranks.flatten(0, 1), counters)
     return SequenceGroup(config, everyone, ring, ulysses, counters)
+
+
+def _check_same_config(config: LongContextConfig) -> None:
+    """Ranks with different degrees or plans would wait for each other in different places."""
+    if _world()[1] == 1:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, config)
+    if set(everyone) != {config}:
+        table = "\n".join(f"  rank {rank}: {other}" for rank, other in enumerate(everyone))
+        raise ValueError(f"the LongContextConfig of the ranks differ:\n{table}\nGive all the same.")
 
 
 def virtual_group(transport: VirtualTransport, config: LongContextConfig) -> SequenceGroup:

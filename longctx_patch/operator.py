@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longctx_patch.accumulate import sum_dtype
 from longctx_patch.call import QKV, AttentionCall
@@ -52,7 +53,7 @@ def attention(
     Returns:
         out: `[B, L, H, D]` in q's dtype; differentiable in q, k and v.
         lse: `[B, H, L]`, natural-log sum of exponentials; float32 (float64 for float64 inputs);
-            not differentiable.
+            not differentiable. Second derivatives are refused by autograd.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes disagree or don't fit the layout.
@@ -83,6 +84,8 @@ def distributed_attention(
             "ranks that wait for each other in it would hang. Use CPU tensors, torch.no_grad(), or "
             "real processes."
         )
+    # Kernels read the head dim as contiguous and don't check.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = _DistributedAttention.apply(q, k, v, call)
     return out, lse
 
@@ -111,6 +114,7 @@ class _DistributedAttention(torch.autograd.Function):
         return out, returned_lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         dq, dk, dv = _run_backward(ctx.call, grads[0], ctx.saved_tensors, local=ctx.local)
         return dq, dk, dv, None

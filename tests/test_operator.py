@@ -145,6 +145,27 @@ def test_one_rank_is_bitwise_the_kernel_and_sends_nothing() -> None:
     assert (group.counters.messages, group.counters.kernel_calls) == (0, 2)
 
 
+def test_tensors_of_any_stride() -> None:
+    group = make_sequence_group(LongContextConfig())
+    q, k, v = (torch.randn(1, heads, 8, 33).permute(0, 3, 1, 2) for heads in (4, 2, 2))
+    found, _ = attention(q, k, v, group=group)
+    wanted, _ = attention(q.contiguous(), k.contiguous(), v.contiguous(), group=group)
+    assert relative_error(found, wanted) < 1e-6
+
+
+def test_second_derivatives_are_refused() -> None:
+    config = LongContextConfig(ring_degree=2)
+
+    def run(transport: VirtualTransport) -> None:
+        x = torch.randn(1, 4, 2, 8, requires_grad=True)
+        out, _ = attention(x, x, x, group=virtual_group(transport, config))
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()
+
+    run_virtual_ranks(2, run)
+
+
 def test_bfloat16_error_is_at_most_twice_the_plain_kernels() -> None:
     config = LongContextConfig(ulysses_degree=2, ring_degree=4)
     case: Case = (config, 61, (4, 2), torch.bfloat16)

@@ -17,7 +17,7 @@ from longctx_patch.layout import length_multiple, make_layout
 from longctx_patch.loss import IGNORE_INDEX
 
 SHARD_KEY = "longctx_shard"
-"""`[B, 2]` int64: length of the padded sequence, and a checksum of the whole batch."""
+"""`[B, 2]` int64: length of the padded sequence, and a checksum of the whole row."""
 
 
 class SequenceShardCollator:
@@ -66,6 +66,8 @@ class SequenceShardCollator:
         self.pad_to_length = pad_to_length
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        if not rows:
+            raise ValueError("a batch of no rows: give one row or more, the same on every rank.")
         parsed = [_parse(row, number) for number, row in enumerate(rows)]
         length = self._padded_length(max(len(ids) for ids, _ in parsed))
         input_ids = torch.stack([_pad(ids, length, self.pad_token_id) for ids, _ in parsed])
@@ -79,13 +81,16 @@ class SequenceShardCollator:
         )
         shard_labels = layout.shard(shift_labels, self.group_rank, 1)
         positions = layout.positions(self.group_rank)
-        checksum = zlib.crc32(input_ids.numpy().tobytes() + shift_labels.numpy().tobytes())
+        checksums = [
+            zlib.crc32(ids.numpy().tobytes() + row.numpy().tobytes())
+            for ids, row in zip(input_ids, shift_labels, strict=True)
+        ]
         return {
             "input_ids": layout.shard(input_ids, self.group_rank, 1),
             "position_ids": positions.expand(len(rows), -1).contiguous(),
             "labels": shard_labels,
             "shift_labels": shard_labels.clone(),
-            SHARD_KEY: torch.tensor([[length, checksum]] * len(rows)),
+            SHARD_KEY: torch.tensor([[length, checksum] for checksum in checksums]),
         }
 
     def _padded_length(self, longest: int) -> int:
@@ -105,8 +110,15 @@ def _parse(row: Mapping[str, Any], number: int) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"row {number} has {has}: each row is a mapping with input_ids. Tokenise first."
         )
+    if unknown := sorted(set(row) - {"input_ids", "labels", "attention_mask"}):
+        raise ValueError(
+            f"row {number} has {', '.join(unknown)}, which would be dropped: position_ids or "
+            "document boundaries of packed rows are not supported, and attention would cross "
+            "documents. Give one document per row, with input_ids, labels and attention_mask only."
+        )
     ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
-    labels = torch.as_tensor(row["labels"], dtype=torch.int64) if "labels" in row else ids
+    given = row.get("labels")
+    labels = ids if given is None else torch.as_tensor(given, dtype=torch.int64)
     if ids.ndim != 1 or labels.shape != ids.shape:
         raise ValueError(
             f"row {number}: input_ids {list(ids.shape)} and labels {list(labels.shape)} must be "

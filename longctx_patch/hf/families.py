@@ -50,7 +50,14 @@ def check_modules(model: nn.Module, attention_modules: list[nn.Module]) -> None:
                 f"PEFT adapter {name!r} is {peft_config.peft_type}: it prepends virtual tokens on "
                 "every rank, so positions would no longer match the shards. Use LoRA instead."
             )
+        if getattr(peft_config, "alora_invocation_tokens", None):
+            raise UnsupportedModelError(
+                f"PEFT adapter {name!r} is an aLoRA: it looks for its invocation tokens in the "
+                "local shard, and ranks without them would switch it off. Use plain LoRA."
+            )
     for module in attention_modules:
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedModelError(_BIDIRECTIONAL)
         if (dropout := getattr(module, "attention_dropout", 0.0)) > 0:
             raise UnsupportedModelError(_dropout_reason(dropout))
         if getattr(module, "sinks", None) is not None:
@@ -77,6 +84,16 @@ def _window(model_config: Any, config: LongContextConfig) -> str | None:
         "silently different. If you mean full attention, set sliding_window=None (and "
         "use_sliding_window=False, layer_types all 'full_attention') in config.json."
     )
+
+
+def _bidirectional(model_config: Any, config: LongContextConfig) -> str | None:
+    return _BIDIRECTIONAL if getattr(model_config, "is_causal", True) is False else None
+
+
+_BIDIRECTIONAL = (
+    "is_causal=False: attention here is causal over one document. Use a causal model, or train "
+    "this one in one process."
+)
 
 
 def _softcap(model_config: Any, config: LongContextConfig) -> str | None:
@@ -132,6 +149,7 @@ def _heads(model_config: Any, config: LongContextConfig) -> str | None:
 
 _CHECKS: tuple[Callable[[Any, LongContextConfig], str | None], ...] = (
     _window,
+    _bidirectional,
     _softcap,
     _sinks,
     _dropout,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -19,7 +20,12 @@ from longctx_patch.hf import transformers_api
 from longctx_patch.hf.families import check_model_config, check_modules
 from longctx_patch.hf.sharded import prepare_call, sharded_attention
 from longctx_patch.kernels import available
-from longctx_patch.loss import all_valid_tokens, averaged_ranks, sequence_parallel_loss
+from longctx_patch.loss import (
+    IGNORE_INDEX,
+    all_valid_tokens,
+    averaged_ranks,
+    sequence_parallel_loss,
+)
 from longctx_patch.memory import context_fn_of
 from longctx_patch.transport import Counters
 
@@ -96,7 +102,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     transformers_api.register(sharded_attention)
     handle._undo.append(transformers_api.bind_attention(handle.model, stock))
     handle._undo.append(_bind_decoder(handle))
-    handle._undo.append(transformers_api.bind_loss(handle.model, _loss_of(handle.model)))
+    handle._undo.append(transformers_api.bind_loss(handle.model, _loss_of(handle)))
     if handle.config.checkpoint != "none":
         context_fn = context_fn_of(handle.config.checkpoint)
         handle._undo.append(transformers_api.checkpoint_layers(handle.model, context_fn))
@@ -110,6 +116,12 @@ def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig) -
             "this model is patched already: call unpatch() on its handle before patching it again. "
             "If it is another model, it shares its config object with a patched one: build it from "
             "copy.deepcopy(config)."
+        )
+    if transformers_api.has_own_loss(base):
+        raise ValueError(
+            "the model has a loss_function of its own, which the patch would replace: it knows "
+            "nothing of shards. Compute your loss from the logits instead, by the law in "
+            "longctx_patch/loss.py, or leave model.loss_function as it was."
         )
     if getattr(base, "_tp_size", None) not in (None, 1):
         raise ValueError(
@@ -141,20 +153,23 @@ def _bind_decoder(handle: PatchHandle) -> Callable[[], None]:
     return hook.remove
 
 
-def _loss_of(model: PreTrainedModel) -> Callable[..., Tensor]:
-    stock_loss = model.loss_function
+def _loss_of(handle: PatchHandle) -> Callable[..., Tensor]:
+    stock_loss = handle.model.loss_function
 
-    def loss_function(logits: Tensor, labels: Tensor, vocab_size: int, **kwargs: Any) -> Tensor:
-        is_shard = kwargs.pop(SHARD_KEY, None) is not None
-        if not is_shard:
-            return stock_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
-        return _loss_of_shard(logits, **kwargs)
+    def loss_function(
+        logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        if kwargs.pop(SHARD_KEY, None) is not None:
+            return _loss_of_shard(handle, logits, labels, **kwargs)
+        return stock_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
 
     return loss_function
 
 
 def _loss_of_shard(
+    handle: PatchHandle,
     logits: Tensor,
+    labels: Tensor,
     *,
     shift_labels: Tensor | None = None,
     num_valid_tokens: int | Tensor | None = None,
@@ -162,18 +177,30 @@ def _loss_of_shard(
 ) -> Tensor:
     """The loss law; `num_valid_tokens` counts the whole step over all processes.
 
-    Options that would change a stock loss were refused with the decoder's inputs.
+    In evaluation each sequence group counts for itself: the mean over its ranks is the loss of its
+    batch, and replicas may have different numbers of batches. Options that would change a stock
+    loss were refused with the decoder's inputs.
     """
     if shift_labels is None:
         raise ValueError(
             "this batch is a shard but has no shift_labels: labels must be shifted over the whole "
             "sequence before it is cut. Pass the batch of SequenceShardCollator unchanged."
         )
-    if num_valid_tokens is None:
+    if not torch.equal(labels, shift_labels):
+        raise ValueError(
+            "labels differ from shift_labels: the loss reads shift_labels, so a change of labels "
+            "alone would do nothing. Mask labels in the rows, before the collator shifts them."
+        )
+    alone = not handle.model.training
+    if num_valid_tokens is None and alone:
+        mine = int((shift_labels != IGNORE_INDEX).sum())
+        counts = handle.group.everyone.all_gather_numbers([mine])
+        num_valid_tokens = sum(count for (count,) in counts)
+    elif num_valid_tokens is None:
         num_valid_tokens = all_valid_tokens(shift_labels.to(logits.device))
     return sequence_parallel_loss(
         logits,
         shift_labels,
         num_valid_tokens=num_valid_tokens,
-        num_averaged_ranks=averaged_ranks(),
+        num_averaged_ranks=handle.group.num_ranks if alone else averaged_ranks(),
     )

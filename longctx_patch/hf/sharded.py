@@ -1,7 +1,8 @@
 """One forward pass of a patched decoder over a shard: checks before it, attention inside it."""
 
+import zlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,8 +67,8 @@ def sharded_attention(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
     attention_call = call.attention(scale, q_BLHD.shape[2], k_BLGD.shape[2])
-    out, _ = distributed_attention(q_BLHD, k_BLGD, v_BLGD, attention_call)
-    return out, None
+    out_BLHD, _lse = distributed_attention(q_BLHD, k_BLGD, v_BLGD, attention_call)
+    return out_BLHD, None
 
 
 def prepare_call(
@@ -76,6 +77,7 @@ def prepare_call(
     """The decoder's keyword arguments for a sharded or a stock forward pass."""
     shard = kwargs.pop(SHARD_KEY, None)
     if shard is None:
+        _check_whole_rows(group, kwargs)
         if decoder.training and group.num_ranks > 1:
             raise ValueError(
                 f"this model is patched for {group.num_ranks} ranks per sequence, but the training "
@@ -83,12 +85,21 @@ def prepare_call(
                 "generate or evaluate whole rows; or handle.unpatch()."
             )
         return kwargs | {transformers_api.CALL_KEY: None}
-    candidates = (args[0] if args else None, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
-    tokens: Tensor = next(tensor for tensor in candidates if tensor is not None)
-    num_tokens, checksum = shard[0].tolist()
+    tokens = _tokens(args, kwargs)
+    num_tokens = int(shard[0, 0])
     positions = group.layout(num_tokens).positions(group.group_rank, tokens.device)[None]
     problem = _input_problem(kwargs, positions)
-    mine = (num_tokens, checksum, *tokens.shape[:2], int(decoder.training), int(problem is None))
+    count = kwargs.get("num_valid_tokens")
+    mine = _Facts(
+        num_tokens=num_tokens,
+        checksum=zlib.crc32(repr(shard.tolist()).encode()),
+        num_rows=tokens.shape[0],
+        local_tokens=tokens.shape[1],
+        training=int(decoder.training),
+        grad_enabled=int(torch.is_grad_enabled()),
+        num_valid_tokens=-1 if count is None or problem else int(count),
+        accepted=int(problem is None),
+    )
     _agree(group, mine, problem)
     if group.num_ranks == 1 and group.config.checkpoint != "attention":
         return kwargs | {transformers_api.CALL_KEY: None}
@@ -100,6 +111,42 @@ def prepare_call(
     }
 
 
+class _Facts(NamedTuple):
+    """What ranks compare before a forward pass; all but `local_tokens` must be equal."""
+
+    num_tokens: int
+    checksum: int
+    num_rows: int
+    local_tokens: int
+    training: int
+    grad_enabled: int
+    num_valid_tokens: int
+    accepted: int
+
+
+def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    for candidate in (args[0] if args else None, kwargs.get("input_ids")):
+        if candidate is not None:
+            return candidate
+    if kwargs.get("inputs_embeds") is None:
+        raise ValueError("the batch has neither input_ids nor inputs_embeds.")
+    return kwargs["inputs_embeds"]
+
+
+def _check_whole_rows(group: SequenceGroup, kwargs: dict[str, Any]) -> None:
+    """Without longctx_shard the batch should be whole rows; positions can tell that it is not."""
+    given = kwargs.get("position_ids")
+    padded = kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None
+    if group.num_ranks == 1 or given is None or padded:
+        return
+    if not _same_positions(given, torch.arange(given.shape[-1], device=given.device)[None]):
+        raise ValueError(
+            f"position_ids start {given.flatten()[:4].tolist()}: this looks like a shard, but its "
+            "longctx_shard is missing. Pass the batch of SequenceShardCollator unchanged, or whole "
+            "rows with positions from 0."
+        )
+
+
 def _input_problem(kwargs: dict[str, Any], positions: Tensor) -> str | None:
     """What this rank can't compute with, in words; `positions` are the layout's, `[1, L]`."""
     if kwargs.get("num_items_in_batch") is not None:
@@ -107,6 +154,12 @@ def _input_problem(kwargs: dict[str, Any], positions: Tensor) -> str | None:
             "num_items_in_batch with a sharded batch: transformers' Trainer counts and scales it "
             "in ways that change with its version; the loss would be off by the sequence degree. "
             "Pass num_valid_tokens=count_valid_tokens(batches), or neither."
+        )
+    count = kwargs.get("num_valid_tokens")
+    if count is not None and not _is_count(count):
+        return (
+            f"num_valid_tokens={_short(count)}: it is a whole number of tokens, 0 or more, counted "
+            "over all processes. Use count_valid_tokens(batches), or leave it out."
         )
     if kwargs.get("past_key_values") is not None:
         return (
@@ -139,6 +192,12 @@ def _input_problem(kwargs: dict[str, Any], positions: Tensor) -> str | None:
     return None
 
 
+def _is_count(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_floating_point() and int(value) >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _short(value: object) -> str:
     return f"tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
 
@@ -149,25 +208,35 @@ def _same_positions(given: Tensor, positions: Tensor) -> bool:
     return torch.equal(given, positions.expand_as(given).to(given))
 
 
-def _agree(group: SequenceGroup, mine: tuple[int, ...], problem: str | None) -> None:
+def _agree(group: SequenceGroup, mine: _Facts, problem: str | None) -> None:
     """Raise on every rank unless all hold shards of one batch, before anything is sent."""
-    rows = group.everyone.all_gather_numbers(mine)
+    rows = [_Facts(*row) for row in group.everyone.all_gather_numbers(mine)]
     if problem is not None:
         raise ValueError(problem)
-    num_tokens = mine[0]
-    sizes = group.layout(num_tokens).sizes
-    same = {(*row[:3], *row[4:]) for row in rows} == {(*mine[:3], *mine[4:])}
-    if same and tuple(row[3] for row in rows) == sizes:
-        return
-    table = "\n".join(
-        f"  rank {rank}: {row[3]} of {row[0]} tokens, {row[2]} rows, checksum {row[1]:08x}, "
-        + ("training" if row[4] else "evaluating")
-        + ("" if row[5] else "; it refused its batch, its own error says why")
-        for rank, row in enumerate(rows)
-    )
+    sizes = group.layout(mine.num_tokens).sizes
+    same = {row._replace(local_tokens=0) for row in rows} == {mine._replace(local_tokens=0)}
+    if same and tuple(row.local_tokens for row in rows) == sizes:
+        if min(sizes):
+            return
+        raise ValueError(
+            f"{mine.num_tokens} tokens over {group.num_ranks} ranks leaves a rank without tokens, "
+            "which a model can't compute. Pad the rows; SequenceShardCollator does."
+        )
+    table = "\n".join(_describe(rank, row) for rank, row in enumerate(rows))
     raise ValueError(
         f"the {group.num_ranks} ranks of a sequence group must hold shards of the same batch:\n"
-        f"{table}\nThe {group.config.placement} layout of {num_tokens} tokens gives the ranks "
+        f"{table}\nThe {group.config.placement} layout of {mine.num_tokens} tokens gives the ranks "
         f"{list(sizes)}. Feed every rank of the group the same rows (same sampler and seed; "
         "dispatch_batches=False) through SequenceShardCollator."
+    )
+
+
+def _describe(rank: int, row: _Facts) -> str:
+    if not row.accepted:
+        return f"  rank {rank}: it refused its batch, its own error says why"
+    count = "" if row.num_valid_tokens < 0 else f", num_valid_tokens {row.num_valid_tokens}"
+    return (
+        f"  rank {rank}: {row.local_tokens} of {row.num_tokens} tokens, {row.num_rows} rows, "
+        f"checksum {row.checksum:08x}, {'training' if row.training else 'evaluating'}, "
+        f"gradients {'on' if row.grad_enabled else 'off'}{count}"
     )

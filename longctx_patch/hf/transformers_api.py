@@ -42,6 +42,8 @@ DECODER_ARGUMENTS = frozenset(
     {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"}
 )
 
+_EAGER = "eager_attention_forward"
+
 CALL_KEY = "longctx_call"
 """Keyword argument that carries a sharded call from the decoder to every attention function."""
 
@@ -83,17 +85,14 @@ def bind_attention(model: PreTrainedModel, stock: str) -> Callable[[], None]:
     return lambda: model.set_attn_implementation(stock)
 
 
+def has_own_loss(model: PreTrainedModel) -> bool:
+    return "_loss_function" in vars(model)
+
+
 def bind_loss(model: PreTrainedModel, loss: Callable[..., Tensor]) -> Callable[[], None]:
-    """Set the model's loss function; return a function that restores what was there."""
-    before = vars(model).get("_loss_function")
-
-    def restore() -> None:
-        del model._loss_function
-        if before is not None:
-            model.loss_function = before
-
+    """Set the loss function of a model without one of its own; return a function that unsets it."""
     model.loss_function = loss
-    return restore
+    return lambda: delattr(model, "_loss_function")
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -133,8 +132,9 @@ def _dispatch(
     call = kwargs.pop(CALL_KEY)
     if call is not None:
         return sharded_attention(module, query, key, value, call=call, **kwargs)
-    # A model's own eager function lives beside its attention class.
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    # A model's own eager function lives beside its attention class; FSDP derives from that.
+    homes = (sys.modules[cls.__module__] for cls in type(module).__mro__)
+    eager = next((home.eager_attention_forward for home in homes if hasattr(home, _EAGER)), None)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)
     return function(module, query, key, value, attention_mask, **kwargs)
 

@@ -53,6 +53,12 @@ def test_right_padding_is_dropped() -> None:
     assert batch["input_ids"].tolist() == [[1, 2]]
 
 
+def test_a_batch_of_nothing_is_refused_and_labels_may_be_none() -> None:
+    with pytest.raises(ValueError, match="a batch of no rows"):
+        collator()([])
+    assert collator()([{"input_ids": [1, 2], "labels": None}])["labels"].tolist() == [[2, -100]]
+
+
 def test_pad_to_length() -> None:
     config = LongContextConfig(ring_degree=2)
     collate = SequenceShardCollator(config, group_rank=1, pad_token_id=0, pad_to_length=30)
@@ -69,6 +75,7 @@ def test_different_rows_have_different_checksums() -> None:
     [
         ({"text": "hello"}, r"row 0 has the keys \['text'\].*Tokenise first"),
         ([1, 2, 3], r"row 0 has type list: each row is a mapping with input_ids"),
+        ({"input_ids": [1, 2], "position_ids": [0, 0]}, "row 0 has position_ids, which would be"),
         ({"input_ids": [[1, 2]]}, "must be one-dimensional"),
         ({"input_ids": [1, 2], "labels": [1]}, r"labels \[1\] must be"),
         ({"input_ids": [0, 1], "attention_mask": [0, 1]}, "Left padding shifts positions"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, make_sequence_group, patch
 from longctx_patch.call import AttentionCall
-from longctx_patch.config import LayoutName
+from longctx_patch.config import LAYOUT_OF_PLAN, LayoutName
 from longctx_patch.operator import distributed_attention
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
@@ -32,6 +32,26 @@ BATCH, HEAD_DIM = 2, 64
 
 def degrees_of(world_size: int) -> list[tuple[int, int]]:
     return [(u, world_size // u) for u in range(1, world_size + 1) if world_size % u == 0]
+
+
+def configs_of(world_size: int, kernel: str) -> list[LongContextConfig]:
+    """Every pair of degrees in every layout, and every plan over a ring of all ranks."""
+    configs = [
+        LongContextConfig(ulysses_degree=u, ring_degree=r, layout=layout, kernel=kernel)
+        for u, r in degrees_of(world_size)
+        for layout in LAYOUTS
+    ]
+    for plan in LAYOUT_OF_PLAN:
+        size = world_size // 2 if plan == "double_ring" else None
+        configs.append(
+            LongContextConfig(
+                ring_degree=world_size,
+                plan=plan,  # type: ignore[arg-type]
+                kernel=kernel,
+                ranks_per_node=size,
+            )
+        )
+    return configs
 
 
 def operator_inputs(length: int, heads: int, kv_heads: int) -> list[Tensor]:
@@ -82,15 +102,11 @@ def check_operator(rank: int, world_size: int, kernels: list[str]) -> None:
             bounds = [
                 2 * relative_error(a, w) for a, w in zip(alone, (out, dq, dk, dv), strict=True)
             ]
-            for ulysses, ring in degrees_of(world_size):
-                for layout in LAYOUTS:
-                    config = LongContextConfig(
-                        ulysses_degree=ulysses, ring_degree=ring, layout=layout, kernel=kernel
-                    )
-                    found, as_predicted, _ = run_operator(config, inputs)
-                    assert as_predicted, config
-                    for part, wanted, bound in zip(found, (out, dq, dk, dv), bounds, strict=True):
-                        assert relative_error(part, wanted) <= bound, (config, heads, kv_heads)
+            for config in configs_of(world_size, kernel):
+                found, as_predicted, _ = run_operator(config, inputs)
+                assert as_predicted, config
+                for part, wanted, bound in zip(found, (out, dq, dk, dv), bounds, strict=True):
+                    assert relative_error(part, wanted) <= bound, (config, heads, kv_heads)
 
 
 def test_operator_is_as_accurate_as_the_plain_kernel() -> None:

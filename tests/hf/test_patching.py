@@ -91,6 +91,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "sliding_window=8 on every layer",
     ),
     ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
+    ("llama", {"is_causal": False}, "is_causal=False: attention here is causal"),
     ("llama", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),
     ("llama", {"attention_sinks": 4}, r"attention sinks \(4\)"),
     ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0.1.*attention_dropout=0.0"),
@@ -152,6 +153,18 @@ def test_prompt_tuning_is_refused_and_lora_is_not() -> None:
     with pytest.raises(UnsupportedModelError, match=r"virtual tokens.*Use LoRA"):
         patch(prompted, ALONE)
     patch(get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])), ALONE)
+    invoked = LoraConfig(
+        task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3, 4]
+    )
+    with pytest.raises(UnsupportedModelError, match="is an aLoRA"):
+        patch(get_peft_model(tiny_model(), invoked), ALONE)
+
+
+def test_a_loss_function_of_the_users_own_is_refused() -> None:
+    model = tiny_model()
+    model.loss_function = torch.nn.functional.cross_entropy
+    with pytest.raises(ValueError, match="loss_function of its own"):
+        patch(model, ALONE)
 
 
 def test_dropout_that_only_the_modules_have_is_refused() -> None:
@@ -186,7 +199,7 @@ def test_a_failure_while_binding_leaves_the_model_as_it_was(
 ) -> None:
     model = tiny_model()
     before = state_of(model)
-    monkeypatch.setattr(patching, "_loss_of", lambda model: 1 / 0)
+    monkeypatch.setattr(patching, "_loss_of", lambda handle: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         patch(model, ALONE)
     assert state_of(model) == before
@@ -235,8 +248,33 @@ def check_bad_batches(rank: int) -> list[str]:
         ("cu_seq_lens_q", torch.tensor([0, 8]), "silently drop it"),
     ):
         one_sided = good | ({key: value} if rank == 1 else {})
-        with pytest.raises(ValueError, match=message if rank else "rank 1: .* it refused"):
+        with pytest.raises(ValueError, match=message if rank else "rank 1: it refused"):
             model(**one_sided)
+    one_row = {key: value[rank : rank + 1] for key, value in good.items()}
+    with pytest.raises(ValueError, match="shards of the same batch"):
+        model(**one_row)
+    with (
+        pytest.raises(ValueError, match="shards of the same batch"),
+        torch.set_grad_enabled(not rank),
+    ):
+        model(**good)
+    with pytest.raises(ValueError, match="labels differ from shift_labels"):
+        model(**good | {"labels": good["labels"] * 0})
+    for wrong in (True, -1, 2.0, "30", torch.tensor([1, 2]), float("nan")):
+        with pytest.raises(ValueError, match="num_valid_tokens="):
+            model(**good | {"num_valid_tokens": wrong})
+    with pytest.raises(ValueError, match="shards of the same batch"):
+        model(**good | {"num_valid_tokens": 5 + rank})
+    model.eval()
+    with torch.no_grad(), pytest.raises(ValueError, match="longctx_shard is missing"):
+        model(input_ids=good["input_ids"], position_ids=good["position_ids"])
+    short = {
+        "input_ids": good["input_ids"][:, : 1 - rank],
+        "longctx_shard": torch.tensor([[1, 0]] * 2),
+    }
+    with pytest.raises(ValueError, match="leaves a rank without tokens"):
+        model(**short)
+    model.train()
     mixed = collate(token_rows(16))
     model.train(rank == 0)
     with pytest.raises(ValueError, match="evaluating"):
@@ -250,6 +288,35 @@ def test_bad_batches_are_refused_before_anything_is_sent() -> None:
     for first, second in zip(*run_distributed(check_bad_batches, 2), strict=True):
         assert first
         assert second
+
+
+def check_configs_that_differ(rank: int) -> None:
+    config = LongContextConfig(ring_degree=2, layout="zigzag" if rank else "contiguous")
+    with pytest.raises(ValueError, match=r"(?s)differ.*rank 0: .*contiguous.*rank 1: .*zigzag"):
+        patch(tiny_model(), config)
+
+
+def test_configs_that_differ_between_ranks_are_refused() -> None:
+    run_distributed(check_configs_that_differ, 2)
+
+
+def check_eval(rank: int) -> tuple[float, float]:
+    """Evaluation sends nothing across replicas, so they may have different numbers of batches."""
+    model = tiny_model().eval()
+    handle = patch(model, LongContextConfig())
+    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    loss = torch.zeros(())
+    with torch.no_grad():
+        for _ in range(1 + rank):
+            loss = model(**collate(token_rows(16))).loss
+    handle.unpatch()
+    ids = torch.tensor([row["input_ids"] for row in token_rows(16)])
+    return loss.item(), model(input_ids=ids, labels=ids).loss.item()
+
+
+def test_evaluation_of_replicas_is_independent() -> None:
+    for found, wanted in run_distributed(check_eval, 2):
+        assert found == wanted
 
 
 def check_two_models(rank: int) -> None:
