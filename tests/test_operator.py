@@ -1,5 +1,6 @@
 """The operator against dense attention: virtual ranks for every case, gloo for a covering few."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ from longctx_patch import (
     run_virtual_ranks,
     virtual_group,
 )
-from longctx_patch.call import AttentionCall, make_plan
-from longctx_patch.config import LayoutName
+from longctx_patch import call as call_module
+from longctx_patch.call import AttentionCall
+from longctx_patch.config import LAYOUT_OF_PLAN, LayoutName, PlanName
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.layout import make_layout
 from longctx_patch.operator import distributed_attention
-from longctx_patch.plans import Direction, verify_plan
+from longctx_patch.plans import Direction, Plan, PlanError, make_named_plan
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.transport import VirtualTransport
 from tests.harness import run_distributed
@@ -66,7 +68,7 @@ def one_rank(group: SequenceGroup, case: Case) -> tuple[list[Tensor], Traffic, T
 def assert_exact(case: Case, ranks: list[tuple[list[Tensor], Traffic, Traffic]]) -> None:
     config, length, _, dtype = case
     layout = make_layout(
-        config.layout, length, ring=config.ring_degree, ulysses=config.ulysses_degree
+        config.placement, length, ring=config.ring_degree, ulysses=config.ulysses_degree
     )
     names = ("out", "lse", "dq", "dk", "dv")
     wanted = dense_attention(*whole_inputs(case))
@@ -93,8 +95,34 @@ def test_virtual_ranks_equal_dense(
             return one_rank(virtual_group(transport, case[0]), case)
 
         assert_exact(case, run_virtual_ranks(config.sequence_degree, run))
-    for direction in Direction:
-        verify_plan(make_plan(config, direction, length))
+
+
+@pytest.mark.parametrize("plan", LAYOUT_OF_PLAN)
+@pytest.mark.parametrize("degrees", [(2, 2), (2, 3), (3, 2), (1, 4)], ids=str)
+def test_ulysses_times_every_plan(plan: PlanName, degrees: tuple[int, int]) -> None:
+    config = LongContextConfig(
+        ulysses_degree=degrees[0],
+        ring_degree=degrees[1],
+        plan=plan,
+        ranks_per_node=1 + (degrees[1] == 4) if plan == "double_ring" else None,
+    )
+    for heads in HEADS:
+        case: Case = (config, 31, heads, torch.float64)
+
+        def run(transport: VirtualTransport, case: Case = case) -> Any:
+            return one_rank(virtual_group(transport, case[0]), case)
+
+        assert_exact(case, run_virtual_ranks(config.sequence_degree, run))
+
+
+def test_a_wrong_plan_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_its_end(*args: Any, **kwargs: Any) -> Plan:
+        plan = make_named_plan(*args, **kwargs)
+        return replace(plan, steps=plan.steps[:-1])
+
+    monkeypatch.setattr(call_module, "make_named_plan", without_its_end)
+    with pytest.raises(PlanError, match="0 pairs computed"):
+        call_module.make_plan(LongContextConfig(ring_degree=3), Direction.FORWARD, 101_101)
 
 
 def run_cases(rank: int, cases: list[Case]) -> list[Any]:

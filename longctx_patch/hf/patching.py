@@ -53,7 +53,10 @@ class PatchHandle:
         return self.group.counters
 
     def unpatch(self) -> None:
-        """Restore attention implementation, loss, hooks and checkpointing. Once only."""
+        """Restore attention implementation, loss, hooks and checkpointing. Once only.
+
+        Every process calls it: the process groups of the patch are given back.
+        """
         if not self._undo:
             raise ValueError("this model is unpatched already; patch(model, config) gives a handle")
         while self._undo:
