@@ -70,6 +70,10 @@ def patch(model: nn.Module, config: LongContextConfig) -> PatchHandle:
     does that) and before DDP, FSDP or torch.compile wrap the model. Adapters may be added before
     or after.
 
+    A sharded batch gives what belongs to this rank: `out.logits` are of its tokens, in the order of
+    its shard, and `out.loss` is its share of the loss. Gradients are right once they are averaged
+    over all ranks, which DDP and FSDP do.
+
     Args:
         model: Llama, Mistral, Qwen2 or Qwen3 for causal language modelling, or a PEFT model
             around one.
