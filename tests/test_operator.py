@@ -125,6 +125,11 @@ def test_a_wrong_plan_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         call_module.make_plan(LongContextConfig(ring_degree=3), Direction.FORWARD, 101_101)
 
 
+def plan_config(num_ranks: int, plan: str) -> LongContextConfig:
+    size = 1 + (num_ranks % 2 == 0) if plan == "double_ring" else None
+    return LongContextConfig(ring_degree=num_ranks, plan=plan, ranks_per_node=size)  # type: ignore[arg-type]
+
+
 def run_cases(rank: int, cases: list[Case]) -> list[Any]:
     groups = {case[0]: None for case in cases}
     made = {config: make_sequence_group(config) for config in groups}
@@ -154,6 +159,7 @@ def test_processes_equal_dense(world_size: int) -> None:
         for heads in ((4, 2), (4, 1))
         for dtype in (torch.float64, torch.float32)
     ]
+    cases += [(plan_config(world_size, plan), 31, (4, 2), torch.float32) for plan in LAYOUT_OF_PLAN]
     by_rank = run_distributed(run_cases, world_size, cases)
     for index, case in enumerate(cases):
         assert_exact(case, [results[index] for results in by_rank])
