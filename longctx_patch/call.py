@@ -38,8 +38,9 @@ def make_plan(config: LongContextConfig, direction: Direction, num_tokens: int) 
     The proof takes milliseconds (0.4 s for 64 ranks), once for each length.
     """
     layout = make_layout(config.placement, num_tokens, ring=config.ring_degree)
+    forward = direction is Direction.FORWARD
     plan = make_named_plan(
-        config.plan_name,
+        config.plan_name if forward else config.backward_plan_name,
         direction,
         layout,
         CausalMask(),

@@ -57,6 +57,9 @@ class LongContextConfig:
     plan: PlanName = "auto"
     """Schedule of the ring part (`longctx_patch.plans`). `auto` takes the layout's ring."""
 
+    backward_plan: PlanName = "auto"
+    """Schedule of backward, made for the same layout; `auto` takes the forward one."""
+
     ranks_per_node: int | None = None
     """Ring ranks on one machine, for `double_ring`; they are numbered machine by machine."""
 
@@ -79,24 +82,30 @@ class LongContextConfig:
         if self.layout is not None:
             _require_choice("layout", self.layout, get_args(LayoutName))
         _require_choice("plan", self.plan, get_args(PlanName))
+        _require_choice("backward_plan", self.backward_plan, get_args(PlanName))
         _require_choice("checkpoint", self.checkpoint, get_args(CheckpointPolicy))
-        wanted = LAYOUT_OF_PLAN.get(self.plan, self.placement)
-        if wanted != self.placement:
-            raise ValueError(
-                f"plan={self.plan!r} with layout={self.layout!r}: this plan is made for "
-                f"layout={wanted!r}. Leave layout out, or use plan='auto'."
-            )
+        for field in ("plan", "backward_plan"):
+            plan = getattr(self, field)
+            wanted = LAYOUT_OF_PLAN.get(plan, self.placement)
+            if wanted != self.placement:
+                raise ValueError(
+                    f"{field}={plan!r} with layout={self.placement!r}: this plan is made for "
+                    f"layout={wanted!r}. Forward and backward share one layout; leave layout out, "
+                    f"or use {field}='auto'."
+                )
         self._check_nodes()
 
     def _check_nodes(self) -> None:
         size = self.ranks_per_node
-        if self.plan != "double_ring" and size is None:
+        double = "double_ring" in (self.plan, self.backward_plan)
+        if not double and size is None:
             return
-        if self.plan != "double_ring" or size is None or size < 1 or self.ring_degree % size:
+        if not double or size is None or size < 1 or self.ring_degree % size:
             raise ValueError(
-                f"ranks_per_node={size} with plan={self.plan!r} and ring_degree="
-                f"{self.ring_degree}: plan='double_ring' needs it, no other takes it, and it must "
-                "divide ring_degree. Give the ring ranks that share a machine."
+                f"ranks_per_node={size} with plan={self.plan!r}, backward_plan="
+                f"{self.backward_plan!r} and ring_degree={self.ring_degree}: 'double_ring' needs "
+                "it, no other plan takes it, and it must divide ring_degree. Give the ring ranks "
+                "that share a machine."
             )
 
     @property
@@ -106,8 +115,13 @@ class LongContextConfig:
 
     @property
     def plan_name(self) -> str:
-        """The plan, decided."""
+        """The plan of forward, decided."""
         return _PLAN_OF_LAYOUT[self.placement] if self.plan == "auto" else self.plan
+
+    @property
+    def backward_plan_name(self) -> str:
+        """The plan of backward, decided."""
+        return self.plan_name if self.backward_plan == "auto" else self.backward_plan
 
     @property
     def sequence_degree(self) -> int:

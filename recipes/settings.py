@@ -60,6 +60,8 @@ class Settings:
     ring: int = setting("ranks that pass key-value blocks round", default=1)
     layout: str = setting("placement of tokens; auto: that of the plan", default="auto")
     plan: str = setting("schedule of the ring; auto: that of the layout", default="auto")
+    backward_plan: str = setting("schedule of backward; auto: the same", default="auto")
+    ranks_per_node: int | None = setting("ring ranks per machine, for double_ring", default=None)
     kernel: str = setting("attention kernel", default="auto")
     checkpoint: str = setting("none, full or attention", default="none")
 
@@ -116,6 +118,8 @@ class Settings:
             # Checked by LongContextConfig.
             layout=None if self.layout == "auto" else self.layout,  # type: ignore[arg-type]
             plan=self.plan,  # type: ignore[arg-type]
+            backward_plan=self.backward_plan,  # type: ignore[arg-type]
+            ranks_per_node=self.ranks_per_node,
             kernel=self.kernel,
             checkpoint=self.checkpoint,  # type: ignore[arg-type]
         )

@@ -29,10 +29,18 @@ def test_a_plan_wants_its_layout() -> None:
     assert LongContextConfig(layout="striped").plan_name == "striped"
 
 
+def test_forward_and_backward_are_chosen_apart_over_one_layout() -> None:
+    config = LongContextConfig(plan="zigzag_direct", backward_plan="burst")
+    assert (config.plan_name, config.backward_plan_name) == ("zigzag_direct", "burst")
+    assert LongContextConfig(plan="distflash").backward_plan_name == "distflash"
+    with pytest.raises(ValueError, match=r"backward_plan='distflash' with layout='zigzag'"):
+        LongContextConfig(backward_plan="distflash")
+
+
 @pytest.mark.parametrize(
     ("plan", "size", "ring"), [("double_ring", None, 4), ("double_ring", 3, 4), ("zigzag", 2, 4)]
 )
 def test_the_double_ring_needs_full_machines(plan: Any, size: int | None, ring: int) -> None:
-    with pytest.raises(ValueError, match=rf"ranks_per_node={size} .*must divide ring_degree"):
+    with pytest.raises(ValueError, match=rf"ranks_per_node={size} .*divide ring_degree"):
         LongContextConfig(plan=plan, ranks_per_node=size, ring_degree=ring)
     assert LongContextConfig(plan="double_ring", ranks_per_node=2, ring_degree=4)

@@ -115,6 +115,27 @@ def test_ulysses_times_every_plan(plan: PlanName, degrees: tuple[int, int]) -> N
         assert_exact(case, run_virtual_ranks(config.sequence_degree, run))
 
 
+@pytest.mark.parametrize(
+    ("plan", "backward_plan"),
+    [
+        ("zigzag_direct", "burst"),
+        ("double_ring", "zigzag"),
+        ("distflash_balanced", "ring"),
+        ("ring", "distflash"),
+    ],
+)
+def test_forward_and_backward_by_different_plans(plan: PlanName, backward_plan: PlanName) -> None:
+    config = LongContextConfig(
+        ring_degree=4,
+        plan=plan,
+        backward_plan=backward_plan,
+        ranks_per_node=2 if plan == "double_ring" else None,
+    )
+    case: Case = (config, 31, (4, 2), torch.float64)
+    ranks = run_virtual_ranks(4, lambda t: one_rank(virtual_group(t, config), case))
+    assert_exact(case, ranks)
+
+
 def test_a_wrong_plan_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_its_end(*args: Any, **kwargs: Any) -> Plan:
         plan = make_named_plan(*args, **kwargs)
