@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_s
 from longctx_patch.recipes import checkpoints
 from longctx_patch.recipes.models import byte_tokenizer
 from tests.harness import run_distributed
-from tests.recipes.conftest import TINY_LLAMA
+from tests.tiny_llama import TINY_LLAMA
 
 
 def sharded_state(*, lora: bool) -> checkpoints.TrainState:
