@@ -19,20 +19,22 @@ PlanName = Literal[
     "distflash_balanced",
     "burst",
     "double_ring",
+    "allgather",
 ]
 CheckpointPolicy = Literal["none", "full", "attention"]
 
-# Each plan is balanced, or at all defined, for one placement of tokens.
-LAYOUT_OF_PLAN: Mapping[str, LayoutName] = MappingProxyType(
+# Each plan is balanced, or at all defined, for some placements of tokens; the first is its own.
+LAYOUTS_OF_PLAN: Mapping[str, tuple[LayoutName, ...]] = MappingProxyType(
     {
-        "ring": "contiguous",
-        "zigzag": "zigzag",
-        "zigzag_direct": "zigzag",
-        "striped": "striped",
-        "distflash": "contiguous",
-        "distflash_balanced": "contiguous",
-        "burst": "zigzag",
-        "double_ring": "zigzag",
+        "ring": ("contiguous",),
+        "zigzag": ("zigzag",),
+        "zigzag_direct": ("zigzag",),
+        "striped": ("striped",),
+        "distflash": ("contiguous",),
+        "distflash_balanced": ("contiguous",),
+        "burst": ("zigzag", "striped"),
+        "double_ring": ("zigzag", "contiguous", "striped"),
+        "allgather": ("zigzag", "contiguous"),
     }
 )
 _PLAN_OF_LAYOUT: Mapping[LayoutName, str] = MappingProxyType(
@@ -86,11 +88,12 @@ class LongContextConfig:
         _require_choice("checkpoint", self.checkpoint, get_args(CheckpointPolicy))
         for field in ("plan", "backward_plan"):
             plan = getattr(self, field)
-            wanted = LAYOUT_OF_PLAN.get(plan, self.placement)
-            if wanted != self.placement:
+            layouts = LAYOUTS_OF_PLAN.get(plan, (self.placement,))
+            if self.placement not in layouts:
+                made_for = " or ".join(repr(layout) for layout in layouts)
                 raise ValueError(
                     f"{field}={plan!r} with layout={self.placement!r}: this plan is made for "
-                    f"layout={wanted!r}. Forward and backward share one layout; leave layout out, "
+                    f"layout={made_for}. Forward and backward share one layout; give one of these, "
                     f"or use {field}='auto'."
                 )
         self._check_nodes()
@@ -111,7 +114,7 @@ class LongContextConfig:
     @property
     def placement(self) -> LayoutName:
         """The layout, decided."""
-        return self.layout or LAYOUT_OF_PLAN.get(self.plan, "zigzag")
+        return self.layout or LAYOUTS_OF_PLAN.get(self.plan, ("zigzag",))[0]
 
     @property
     def plan_name(self) -> str:

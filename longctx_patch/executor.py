@@ -4,16 +4,18 @@ Shapes: B batch, L this rank's query tokens, M key tokens of a block, H query he
 heads, D head dim. Every rank of the group calls the same function with its own shard.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from longctx_patch.accumulate import sum_dtype
 from longctx_patch.kernels import Kernel
+from longctx_patch.layout import Interval
 from longctx_patch.masks import Piece
 from longctx_patch.operands import Inputs
-from longctx_patch.partials import GradientPartial, Partials
-from longctx_patch.plans import Operand, Plan, RankStep, Transfer, Work
+from longctx_patch.partials import Partials
+from longctx_patch.plans import EVERYONE, Block, Operand, Plan, Transfer, Work
 from longctx_patch.transport import Message, Pending, Transport
 
 
@@ -22,23 +24,23 @@ class Executor:
     """What stays the same over the steps of forward and backward."""
 
     transport: Transport
+    """Carries inputs."""
+    results_transport: Transport
+    """Carries results: of a group of its own, so that keys don't queue behind gradients."""
     kernel: Kernel
     scale: float
 
     def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out_BLHD in q's dtype, lse_BHL) of q_BLHD over the keys of all ranks."""
         rank = self.transport.group_rank
-        inputs = Inputs(rank, {Operand.KV: (k, v), Operand.Q: (q,)})
-        partials = Partials(rank, {Operand.OUT: (q,)})
-        for step in plan.rank_steps[rank]:
-            pending = self._post(inputs, partials, step)
-            for work in step.works:
-                for piece in work.pieces:
-                    self._forward_piece(work, piece, inputs, partials)
-            pending.wait()
-            inputs.land()
-            partials.land()
-        lse_BLH, out = partials.own(Operand.OUT).parts()
+        inputs = Inputs(rank, plan.layout, {Operand.KV: (k, v), Operand.Q: (q,)})
+        partials = Partials(rank, k.shape[2], {Operand.OUT: (q,)})
+
+        def compute(work: Work, piece: Piece) -> None:
+            self._forward_piece(work, piece, inputs, partials)
+
+        self._walk(plan, inputs, partials, compute)
+        lse_BLH, out = partials.own(Operand.OUT, plan.num_head_groups)
         return out, lse_BLH.transpose(1, 2)
 
     def backward(
@@ -53,61 +55,107 @@ class Executor:
         own: dict[Operand, tuple[Tensor, ...]] = {Operand.KV: (k, v)}
         if plan.moves(Operand.Q_BACKWARD):
             own[Operand.Q_BACKWARD] = (lse_BLH, row_dots(dout, out), q, dout)
-        inputs = Inputs(rank, own)
-        partials = Partials(rank, {Operand.DQ: (q,), Operand.DKV: (k, v)})
-        for step in plan.rank_steps[rank]:
-            pending = self._post(inputs, partials, step)
+        inputs = Inputs(rank, plan.layout, own)
+        partials = Partials(rank, k.shape[2], {Operand.DQ: (q,), Operand.DKV: (k, v)})
+
+        def compute(work: Work, piece: Piece) -> None:
+            mine = None
+            if work.q_owner == rank:
+                mine = tuple(work.heads.cut(x, k.shape[2]) for x in (lse_BLH, out, q, dout))
+            self._backward_piece(plan, work, piece, mine, inputs, partials)
+
+        self._walk(plan, inputs, partials, compute)
+        (dq_BLHD,) = partials.own(Operand.DQ, plan.num_head_groups)
+        dk_BLGD, dv_BLGD = partials.own(Operand.DKV, plan.num_head_groups)
+        return dq_BLHD.to(q.dtype), dk_BLGD, dv_BLGD
+
+    def _walk(
+        self,
+        plan: Plan,
+        inputs: Inputs,
+        partials: Partials,
+        compute: Callable[[Work, Piece], None],
+    ) -> None:
+        """Each step: post its messages, compute its works, wait for what arrives."""
+        for step in plan.rank_steps[self.transport.group_rank]:
+            input_sends, result_sends = _split(step.sends)
+            input_receives, result_receives = _split(step.receives)
+            arriving = (
+                _post(self.transport, inputs, input_sends, input_receives),
+                _post(self.results_transport, partials, result_sends, result_receives),
+            )
             for work in step.works:
                 for piece in work.pieces:
-                    mine = (lse_BLH, out, q, dout) if work.q_owner == rank else None
-                    self._backward_piece(work, piece, mine, inputs, partials)
-            pending.wait()
+                    compute(work, piece)
+            for pending in arriving:
+                pending.wait()
             inputs.land()
             partials.land()
-        dq, dkv = partials.own(Operand.DQ), partials.own(Operand.DKV)
-        assert isinstance(dq, GradientPartial)
-        assert isinstance(dkv, GradientPartial)
-        (dq_BLHD,), (dk_BLGD, dv_BLGD) = dq.results(), dkv.parts()
-        return dq_BLHD, dk_BLGD, dv_BLGD
 
     def _forward_piece(self, work: Work, piece: Piece, inputs: Inputs, partials: Partials) -> None:
-        (q,) = inputs.find(Operand.Q, work.q_owner, piece.q).rows(piece.q)
-        k, v = inputs.find(Operand.KV, work.kv_owner, piece.kv).rows(piece.kv)
+        q_block = Block(Operand.Q, work.q_owner, piece.q, work.heads)
+        (q,) = inputs.find(q_block).rows(piece.q)
+        k, v = inputs.find(_keys(work, piece)).rows(piece.kv)
         out, lse_BHL = self.kernel.forward(q, k, v, causal=piece.causal, scale=self.scale)
         self.transport.counters.kernel_calls += 1
-        partials.add(Operand.OUT, work.q_owner, piece.q, (lse_BHL.transpose(1, 2), out))
+        partials.add(q_block._replace(operand=Operand.OUT), (lse_BHL.transpose(1, 2), out))
 
     def _backward_piece(
         self,
+        plan: Plan,
         work: Work,
         piece: Piece,
         mine: tuple[Tensor, ...] | None,
         inputs: Inputs,
         partials: Partials,
     ) -> None:
-        k, v = inputs.find(Operand.KV, work.kv_owner, piece.kv).rows(piece.kv)
+        k, v = inputs.find(_keys(work, piece)).rows(piece.kv)
+        q_block = Block(Operand.Q_BACKWARD, work.q_owner, piece.q, work.heads)
         if mine is not None:
             lse_BLH, out, q, dout = (tensor[:, slice(*piece.q)] for tensor in mine)
         else:
-            held = inputs.find(Operand.Q_BACKWARD, work.q_owner, piece.q)
-            lse_BLH, delta_BLH, q, dout = held.rows(piece.q)
+            lse_BLH, delta_BLH, q, dout = inputs.find(q_block).rows(piece.q)
             out = out_with_row_dots(dout, delta_BLH)
         dq, dk, dv = self.kernel.backward(
             dout, q, k, v, out, lse_BLH.transpose(1, 2), causal=piece.causal, scale=self.scale
         )
         self.transport.counters.kernel_calls += 1
-        partials.add(Operand.DQ, work.q_owner, piece.q, (dq,))
-        partials.add(Operand.DKV, work.kv_owner, piece.kv, (dk, dv))
+        partials.add(q_block._replace(operand=Operand.DQ), (dq,))
+        for owner, slots, columns in _owners(plan, work, piece):
+            block = Block(Operand.DKV, owner, slots, work.heads)
+            partials.add(block, (dk[:, slice(*columns)], dv[:, slice(*columns)]))
 
-    def _post(self, inputs: Inputs, partials: Partials, step: RankStep) -> Pending:
-        """Post the step's messages, in the order of the plan on both sides."""
 
-        def holder(transfer: Transfer) -> Inputs | Partials:
-            return inputs if transfer.block.operand.is_input else partials
+def _keys(work: Work, piece: Piece) -> Block:
+    return Block(Operand.KV, work.kv_owner, piece.kv, work.heads)
 
-        sends = [Message(t.destination, holder(t).outgoing(t)) for t in step.sends]
-        receives = [Message(t.source, holder(t).incoming(t)) for t in step.receives]
-        return self.transport.exchange(sends, receives)
+
+def _owners(plan: Plan, work: Work, piece: Piece) -> list[tuple[int, Interval, Interval]]:
+    """(owner, slots, columns of the piece) of the keys that a piece meets."""
+    if work.kv_owner != EVERYONE:
+        return [(work.kv_owner, piece.kv, Interval(0, piece.kv.size))]
+    return [
+        (owner, slots, tokens.shift(-piece.kv.start))
+        for owner, slots, tokens in plan.layout.places(piece.kv)
+    ]
+
+
+def _split(transfers: Sequence[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
+    """(inputs, results), in the order of the plan on both sides."""
+    inputs = [transfer for transfer in transfers if transfer.block.operand.is_input]
+    return inputs, [transfer for transfer in transfers if not transfer.block.operand.is_input]
+
+
+def _post(
+    transport: Transport,
+    held: Inputs | Partials,
+    sends: Sequence[Transfer],
+    receives: Sequence[Transfer],
+) -> Pending:
+    return transport.exchange(
+        [Message(t.destination, held.outgoing(t)) for t in sends],
+        [Message(t.source, held.incoming(t)) for t in receives],
+    )
 
 
 def row_dots(dout_BLHD: Tensor, out_BLHD: Tensor) -> Tensor:

@@ -38,6 +38,8 @@ class SequenceGroup:
     everyone: Transport
     """All ranks of the group; for agreement, not for data."""
     ring: Transport
+    """For the inputs of the plan; `ring_results` for what is computed from them."""
+    ring_results: Transport
     ulysses: Transport
     counters: Counters
 
@@ -51,7 +53,8 @@ class SequenceGroup:
 
     def close(self) -> None:
         """Give the process groups back. Collective; the group is of no use afterwards."""
-        for transport in {id(t): t for t in (self.everyone, self.ring, self.ulysses)}.values():
+        transports = (self.everyone, self.ring, self.ring_results, self.ulysses)
+        for transport in {id(t): t for t in transports}.values():
             if isinstance(transport, ProcessGroupTransport):
                 transport.close()
 
@@ -88,18 +91,20 @@ def make_sequence_group(config: LongContextConfig) -> SequenceGroup:
     counters = Counters()
     if config.sequence_degree == 1:
         solo = SoloTransport(counters)
-        return SequenceGroup(config, solo, solo, solo, counters)
+        return SequenceGroup(config, solo, solo, solo, solo, counters)
     shape = (place.data_parallel_size, config.ring_degree, config.ulysses_degree)
     ranks = torch.arange(dist.get_world_size()).view(shape)
     everyone = _my_transport(ranks.flatten(1), counters)
     solo = SoloTransport(counters)
-    if config.ulysses_degree == 1:
-        return SequenceGroup(config, everyone, everyone, solo, counters)
     if config.ring_degree == 1:
-        return SequenceGroup(config, everyone, solo, everyone, counters)
-    ring = _my_transport(ranks.transpose(1, 2).flatten(0, 1), counters)
+        return SequenceGroup(config, everyone, solo, solo, everyone, counters)
+    rings = ranks.transpose(1, 2).flatten(0, 1)
+    results = _my_transport(rings, counters)
+    if config.ulysses_degree == 1:
+        return SequenceGroup(config, everyone, everyone, results, solo, counters)
+    ring = _my_transport(rings, counters)
     ulysses = _my_transport(ranks.flatten(0, 1), counters)
-    return SequenceGroup(config, everyone, ring, ulysses, counters)
+    return SequenceGroup(config, everyone, ring, results, ulysses, counters)
 
 
 def _check_same_config(config: LongContextConfig) -> None:
@@ -122,10 +127,12 @@ def virtual_group(transport: VirtualTransport, config: LongContextConfig) -> Seq
         )
     ring_rank, ulysses_rank = divmod(transport.group_rank, config.ulysses_degree)
     grid = torch.arange(transport.num_ranks).view(config.ring_degree, config.ulysses_degree)
+    ring = _virtual_part(transport, grid[:, ulysses_rank])
     return SequenceGroup(
         config,
         transport,
-        _virtual_part(transport, grid[:, ulysses_rank]),
+        ring,
+        ring,
         _virtual_part(transport, grid[ring_rank]),
         transport.counters,
     )

@@ -95,6 +95,16 @@ class Layout:
             full.index_copy_(dim, self.positions(rank, shard.device), shard)
         return full
 
+    def places(self, tokens: Interval) -> list[tuple[int, Interval, Interval]]:
+        """Who holds `tokens`: (rank, slots, tokens) of each run, in order; for steps of 1."""
+        found = [
+            (rank, part.shift(slots.start - held.start), part)
+            for rank, intervals in enumerate(self.intervals)
+            for held, slots in slots_of(intervals)
+            if (part := held.intersect(tokens)).size
+        ]
+        return sorted(found, key=lambda place: place[2])
+
     def split_each(self, parts: int) -> "Layout":
         """Cut every rank's slots into `parts` runs: the product with Ulysses.
 

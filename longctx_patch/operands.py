@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from longctx_patch.layout import Interval
-from longctx_patch.plans import Block, Operand, Transfer
+from longctx_patch.layout import Interval, Layout
+from longctx_patch.plans import EVERYONE, Block, Operand, Share, Transfer
 from longctx_patch.transport import Packet, TensorSpec
 
 
@@ -23,25 +24,32 @@ class Held(NamedTuple):
 
 
 class Inputs:
-    """Own and received inputs of one rank."""
+    """Own and received inputs of one rank; heads are along dim 2 of every tensor."""
 
-    def __init__(self, rank: int, own: Mapping[Operand, tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self, rank: int, layout: Layout, own: Mapping[Operand, tuple[Tensor, ...]]
+    ) -> None:
         self._rank = rank
+        self._layout = layout
         self._own = own
+        self._num_kv_heads = own[Operand.KV][0].shape[2]
         self._packed: dict[Block, Packet] = {}
         self._buffers: dict[int, tuple[Block, Packet]] = {}
         self._arriving: dict[int, tuple[Block, Packet]] = {}
+        self._gathered: tuple[Share, Held] | None = None
 
-    def find(self, operand: Operand, owner: int, rows: Interval) -> Held:
+    def find(self, block: Block) -> Held:
         """Where these rows are; the plan has been checked to have brought them."""
-        if owner == self._rank:
-            return Held(self._own[operand], 0)
-        for block, packet in self._buffers.values():
-            if (block.operand, block.owner) == (operand, owner) and (
-                block.rows.start <= rows.start and rows.stop <= block.rows.stop
+        if block.owner == self._rank:
+            return Held(self._own_heads(block.operand, block.heads), 0)
+        if block.owner == EVERYONE:
+            return self._gather(block.heads)
+        for held, packet in self._buffers.values():
+            if block == held._replace(rows=block.rows) and (
+                held.rows.start <= block.rows.start and block.rows.stop <= held.rows.stop
             ):
-                return Held(packet.tensors, block.rows.start)
-        raise AssertionError(f"rank {self._rank} does not hold {operand}, {owner}, {rows}")
+                return Held(packet.tensors, held.rows.start)
+        raise AssertionError(f"rank {self._rank} does not hold {block}")
 
     def outgoing(self, transfer: Transfer) -> Tensor:
         """The bytes to send; a whole block that came from elsewhere is passed on uncopied."""
@@ -49,16 +57,16 @@ class Inputs:
             if block == transfer.block:
                 return packet.buffer
         if transfer.block not in self._packed:
-            held = self.find(*transfer.block)
+            held = self.find(transfer.block)
             self._packed[transfer.block] = Packet.pack(held.rows(transfer.block.rows))
         return self._packed[transfer.block].buffer
 
     def incoming(self, transfer: Transfer) -> Tensor:
         """Fresh memory for the block; what the buffer held goes back to the allocator."""
         assert transfer.buffer is not None
-        like = self._own[transfer.block.operand]
-        rows = transfer.block.rows.size
-        specs = [TensorSpec((t.shape[0], rows, *t.shape[2:]), t.dtype) for t in like]
+        operand, _, rows, heads = transfer.block
+        like = self._own_heads(operand, heads)
+        specs = [TensorSpec((t.shape[0], rows.size, *t.shape[2:]), t.dtype) for t in like]
         packet = Packet.empty(specs, like[0].device)
         self._arriving[transfer.buffer] = (transfer.block, packet)
         return packet.buffer
@@ -67,3 +75,18 @@ class Inputs:
         """What has arrived can be found from now on."""
         self._buffers |= self._arriving
         self._arriving.clear()
+
+    def _own_heads(self, operand: Operand, heads: Share) -> tuple[Tensor, ...]:
+        return tuple(heads.cut(tensor, self._num_kv_heads) for tensor in self._own[operand])
+
+    def _gather(self, heads: Share) -> Held:
+        """The keys and values of all ranks in the order of the tokens, put together once."""
+        if self._gathered is None or self._gathered[0] != heads:
+            places = self._layout.places(Interval(0, self._layout.num_tokens))
+            runs = [
+                self.find(Block(Operand.KV, owner, slots, heads)).rows(slots)
+                for owner, slots, _ in places
+            ]
+            tensors = tuple(torch.cat(parts, 1) for parts in zip(*runs, strict=True))
+            self._gathered = heads, Held(tensors, 0)
+        return self._gathered[1]

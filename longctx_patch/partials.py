@@ -1,14 +1,14 @@
 """Partial results of one rank: its own, and those it holds for others until they are sent home."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from longctx_patch.accumulate import RowSum, SoftmaxMerge, sum_dtype
 from longctx_patch.layout import Interval
-from longctx_patch.plans import Operand, Transfer
+from longctx_patch.plans import Block, Operand, Share, Transfer
 from longctx_patch.transport import Packet, TensorSpec
 
 
@@ -73,41 +73,61 @@ class GradientPartial:
         return Packet.pack(self.results())
 
 
-class Partials:
-    """All partial results that one rank holds, by (kind, owner)."""
+class _Key(NamedTuple):
+    """Whose result it is."""
 
-    def __init__(self, rank: int, like: Mapping[Operand, tuple[Tensor, ...]]) -> None:
+    kind: Operand
+    owner: int
+    heads: Share
+
+
+class Partials:
+    """All partial results that one rank holds; heads are along dim 2 of every tensor."""
+
+    def __init__(
+        self, rank: int, num_kv_heads: int, like: Mapping[Operand, tuple[Tensor, ...]]
+    ) -> None:
         """`like`: for each kind of result the rank's own tensors whose shapes it has."""
         self._rank = rank
+        self._num_kv_heads = num_kv_heads
         self._like = like
-        self._held: dict[tuple[Operand, int], Partial] = {
-            (kind, rank): self._make(kind, Interval(0, tensors[0].shape[1]))
-            for kind, tensors in like.items()
-        }
+        self._held: dict[_Key, Partial] = {}
         self._arriving: list[tuple[Transfer, Packet]] = []
 
-    def add(self, kind: Operand, owner: int, rows: Interval, parts: tuple[Tensor, ...]) -> None:
-        """Add results for `rows` of `owner`."""
-        held = self._held.get((kind, owner))
+    def add(self, block: Block, parts: tuple[Tensor, ...]) -> None:
+        """Add results for the rows of a block."""
+        key = _key(block)
+        # This rank's own results are of all its rows from the start: most works fill them.
+        own = block.owner == self._rank
+        rows = Interval(0, self._like[key.kind][0].shape[1]) if own else block.rows
+        held = self._held.get(key)
         if held is None or not _covers(held.rows, rows):
-            held = self._grown(kind, owner, held, rows)
-        held.add(rows, parts)
+            held = self._grown(key, held, rows)
+        held.add(block.rows, parts)
 
-    def own(self, kind: Operand) -> Partial:
-        return self._held[kind, self._rank]
+    def own(self, kind: Operand, num_groups: int) -> tuple[Tensor, ...]:
+        """This rank's results, its groups of heads side by side; zeros where nothing was added."""
+        groups = []
+        for index in range(num_groups):
+            key = _Key(kind, self._rank, Share(index, num_groups))
+            rows = Interval(0, self._like[kind][0].shape[1])
+            groups.append((self._held.get(key) or self._make(key, rows)).parts())
+        if num_groups == 1:
+            return groups[0]
+        return tuple(torch.cat(parts, 2) for parts in zip(*groups, strict=True))
 
     def outgoing(self, transfer: Transfer) -> Tensor:
         """Give up the partial result."""
-        kind, owner, rows = transfer.block.operand.partial, *transfer.block[1:]
-        held = self._held[kind, owner]
+        key, rows = _key(transfer.block), transfer.block.rows
+        held = self._held[key]
         if held.rows != rows:
-            held = self._grown(kind, owner, held, rows)
-        del self._held[kind, owner]
+            held = self._grown(key, held, rows)
+        del self._held[key]
         return held.packet(transfer.block.operand).buffer
 
     def incoming(self, transfer: Transfer) -> Tensor:
-        operand, _, rows = transfer.block
-        like = self._like[operand.partial]
+        operand, _, rows, heads = transfer.block
+        like = self._like_part(operand.partial, heads)
         specs = [_spec(t, rows, sum_dtype(t.dtype) if operand.is_sum else t.dtype) for t in like]
         if operand is Operand.OUT:
             (out,) = specs
@@ -119,30 +139,36 @@ class Partials:
     def land(self) -> None:
         """Add what has arrived."""
         for transfer, packet in self._arriving:
-            operand, owner, rows = transfer.block
-            held = self._held.get((operand.partial, owner))
-            if owner != self._rank and held is not None:
-                # The packet is the larger part and ours to write to: add the smaller to it.
-                self._held.pop((operand.partial, owner))
-                self.add(operand.partial, owner, rows, packet.tensors)
-                self.add(operand.partial, owner, held.rows, held.parts())
-            else:
-                self.add(operand.partial, owner, rows, packet.tensors)
+            block = transfer.block
+            held = None
+            if block.owner != self._rank:
+                held = self._held.pop(_key(block), None)
+            self.add(block, packet.tensors)
+            if held is not None:
+                # The packet is the larger part and ours to write to: the smaller is added to it.
+                self.add(block._replace(rows=held.rows), held.parts())
         self._arriving.clear()
 
-    def _grown(self, kind: Operand, owner: int, held: Partial | None, rows: Interval) -> Partial:
+    def _grown(self, key: _Key, held: Partial | None, rows: Interval) -> Partial:
         """A partial result over `rows` and what was held, in place of it."""
         if held is not None:
             rows = Interval(min(rows.start, held.rows.start), max(rows.stop, held.rows.stop))
-        larger = self._make(kind, rows)
+        larger = self._make(key, rows)
         if held is not None:
             larger.add(held.rows, held.parts())
-        self._held[kind, owner] = larger
+        self._held[key] = larger
         return larger
 
-    def _make(self, kind: Operand, rows: Interval) -> Partial:
-        make = OutPartial if kind is Operand.OUT else GradientPartial
-        return make(rows, self._like[kind])
+    def _make(self, key: _Key, rows: Interval) -> Partial:
+        make = OutPartial if key.kind is Operand.OUT else GradientPartial
+        return make(rows, self._like_part(key.kind, key.heads))
+
+    def _like_part(self, kind: Operand, heads: Share) -> tuple[Tensor, ...]:
+        return tuple(heads.cut(tensor, self._num_kv_heads) for tensor in self._like[kind])
+
+
+def _key(block: Block) -> _Key:
+    return _Key(block.operand.partial, block.owner, block.heads)
 
 
 def _covers(outer: Interval, inner: Interval) -> bool:

@@ -1,7 +1,6 @@
 """Every plan on virtual ranks against dense attention, and its real traffic against its own."""
 
 from collections.abc import Iterator
-from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -15,14 +14,16 @@ from longctx_patch.masks import CausalMask
 from longctx_patch.plans import (
     AttentionShape,
     Direction,
+    PieceTable,
     Plan,
+    Schedule,
+    allgather,
     burst_backward,
     direct_ring,
     distflash,
     double_ring,
     plan_traffic,
-    ring_backward,
-    ring_forward,
+    ring,
     verify_plan,
 )
 from longctx_patch.plans.traffic import Traffic
@@ -42,22 +43,26 @@ class Case(NamedTuple):
     backward: Plan
 
 
-def all_cases(num_ranks: int, length: int) -> Iterator[Case]:
+def all_cases(num_ranks: int, length: int, num_kv_heads: int) -> Iterator[Case]:
+    def case(name: str, forward: Schedule, backward: Schedule) -> Case:
+        return Case(name, forward.pieces.layout, forward.plan(), backward.plan())
+
     for place in (contiguous, zigzag, striped):
-        layout, name = place(length, num_ranks), place.__name__
-        ring = ring_forward(layout, MASK)
-        yield Case(f"ring {name}", layout, ring, ring_backward(layout, MASK))
-        direct = [direct_ring(layout, MASK, direction) for direction in Direction]
-        yield Case(f"direct {name}", layout, *direct)
-        yield Case(f"burst {name}", layout, ring, burst_backward(layout, MASK))
-        for size in range(1, num_ranks + 1):
-            if num_ranks % size == 0:
-                double = [double_ring(layout, MASK, d, ranks_per_node=size) for d in Direction]
-                yield Case(f"double ring of {size} {name}", layout, *double)
-    layout = contiguous(length, num_ranks)
+        pieces, name = PieceTable(place(length, num_ranks), MASK), place.__name__
+        yield case(f"ring {name}", *(ring(pieces, d) for d in Direction))
+        yield case(f"direct {name}", *(direct_ring(pieces, d) for d in Direction))
+        yield case(f"burst {name}", ring(pieces, FORWARD), burst_backward(pieces))
+        for size in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
+            double = [double_ring(pieces, d, ranks_per_node=size) for d in Direction]
+            yield case(f"double ring of {size} {name}", *double)
+        if place is not striped:
+            for groups in {1, min(3, num_kv_heads), num_kv_heads}:
+                gather = [allgather(pieces, d, head_groups=groups) for d in Direction]
+                yield case(f"all-gather in {groups} {name}", *gather)
+    pieces = PieceTable(contiguous(length, num_ranks), MASK)
     for balanced in (False, True):
-        plans = [distflash(layout, MASK, d, balanced=balanced) for d in Direction]
-        yield Case(plans[0].name, layout, *plans)
+        helped = [distflash(pieces, d, balanced=balanced) for d in Direction]
+        yield case(helped[0].name, *helped)
 
 
 def whole_inputs(length: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -69,7 +74,7 @@ def whole_inputs(length: int, heads: tuple[int, int], dtype: torch.dtype) -> lis
 def one_rank(
     transport: VirtualTransport, case: Case, inputs: list[Tensor]
 ) -> tuple[tuple[Tensor, ...], Traffic, Traffic]:
-    executor = Executor(transport, available()["torch_cpu"], HEAD_DIM**-0.5)
+    executor = Executor(transport, transport, available()["torch_cpu"], HEAD_DIM**-0.5)
     q, k, v, dout = (case.layout.shard(x, transport.group_rank, 1) for x in inputs)
     out, lse = executor.forward(case.forward, q, k, v)
     forward = Traffic(transport.counters.messages, transport.counters.bytes)
@@ -85,7 +90,8 @@ def one_rank(
 def test_every_plan_is_exact_and_sends_what_it_says(
     num_ranks: int, length: int, dtype: torch.dtype
 ) -> None:
-    for heads, case in product([(4, 4), (4, 1), (8, 2)], all_cases(num_ranks, length)):
+    ratios = [(4, 4), (4, 1), (8, 2)]
+    for heads, case in ((h, case) for h in ratios for case in all_cases(num_ranks, length, h[1])):
         where = f"{case.name}, {heads}"
         verify_plan(case.forward)
         verify_plan(case.backward)

@@ -16,11 +16,11 @@ from longctx_patch import (
 )
 from longctx_patch import call as call_module
 from longctx_patch.call import AttentionCall
-from longctx_patch.config import LAYOUT_OF_PLAN, LayoutName, PlanName
+from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, PlanName
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.layout import make_layout
 from longctx_patch.operator import distributed_attention
-from longctx_patch.plans import Direction, Plan, PlanError, make_named_plan
+from longctx_patch.plans import Direction, PlanError, Schedule, make_schedule
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.transport import VirtualTransport
 from tests.harness import run_distributed
@@ -97,7 +97,7 @@ def test_virtual_ranks_equal_dense(
         assert_exact(case, run_virtual_ranks(config.sequence_degree, run))
 
 
-@pytest.mark.parametrize("plan", LAYOUT_OF_PLAN)
+@pytest.mark.parametrize("plan", LAYOUTS_OF_PLAN)
 @pytest.mark.parametrize("degrees", [(2, 2), (2, 3), (3, 2), (1, 4)], ids=str)
 def test_ulysses_times_every_plan(plan: PlanName, degrees: tuple[int, int]) -> None:
     config = LongContextConfig(
@@ -137,13 +137,13 @@ def test_forward_and_backward_by_different_plans(plan: PlanName, backward_plan: 
 
 
 def test_a_wrong_plan_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_its_end(*args: Any, **kwargs: Any) -> Plan:
-        plan = make_named_plan(*args, **kwargs)
-        return replace(plan, steps=plan.steps[:-1])
+    def without_its_end(*args: Any, **kwargs: Any) -> Schedule:
+        schedule = make_schedule(*args, **kwargs)
+        return replace(schedule, stages=lambda: iter(list(schedule.stages())[:-1]))
 
-    monkeypatch.setattr(call_module, "make_named_plan", without_its_end)
+    monkeypatch.setattr(call_module, "make_schedule", without_its_end)
     with pytest.raises(PlanError, match="0 pairs computed"):
-        call_module.make_plan(LongContextConfig(ring_degree=3), Direction.FORWARD, 101_101)
+        call_module.make_plan(LongContextConfig(ring_degree=3), Direction.FORWARD, 101_101, 1)
 
 
 def plan_config(num_ranks: int, plan: str) -> LongContextConfig:
@@ -180,7 +180,9 @@ def test_processes_equal_dense(world_size: int) -> None:
         for heads in ((4, 2), (4, 1))
         for dtype in (torch.float64, torch.float32)
     ]
-    cases += [(plan_config(world_size, plan), 31, (4, 2), torch.float32) for plan in LAYOUT_OF_PLAN]
+    cases += [
+        (plan_config(world_size, plan), 31, (4, 2), torch.float32) for plan in LAYOUTS_OF_PLAN
+    ]
     by_rank = run_distributed(run_cases, world_size, cases)
     for index, case in enumerate(cases):
         assert_exact(case, [results[index] for results in by_rank])

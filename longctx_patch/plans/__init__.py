@@ -1,18 +1,24 @@
 """Schedules of distributed attention as data: built, checked and costed without any device."""
 
+from longctx_patch.plans.allgather import allgather
 from longctx_patch.plans.burst import burst_backward
 from longctx_patch.plans.direct_ring import direct_ring
 from longctx_patch.plans.distflash import distflash
 from longctx_patch.plans.double_ring import double_ring
-from longctx_patch.plans.registry import make_named_plan
-from longctx_patch.plans.ring import ring_backward, ring_forward
+from longctx_patch.plans.pieces import PieceTable
+from longctx_patch.plans.registry import make_schedule
+from longctx_patch.plans.ring import ring
+from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
 from longctx_patch.plans.traffic import AttentionShape, plan_traffic
 from longctx_patch.plans.types import (
+    ALL_HEADS,
+    EVERYONE,
     Block,
     Direction,
     Operand,
     Plan,
     RankStep,
+    Share,
     Step,
     Transfer,
     Work,
@@ -20,24 +26,32 @@ from longctx_patch.plans.types import (
 from longctx_patch.plans.verify import PlanError, PlanReport, verify_plan
 
 __all__ = [
+    "ALL_HEADS",
+    "EVERYONE",
     "AttentionShape",
     "Block",
     "Direction",
+    "Moves",
     "Operand",
+    "PieceTable",
     "Plan",
     "PlanError",
     "PlanReport",
     "RankStep",
+    "Schedule",
+    "Share",
+    "Stage",
     "Step",
     "Transfer",
     "Work",
+    "Works",
+    "allgather",
     "burst_backward",
     "direct_ring",
     "distflash",
     "double_ring",
-    "make_named_plan",
+    "make_schedule",
     "plan_traffic",
-    "ring_backward",
-    "ring_forward",
+    "ring",
     "verify_plan",
 ]

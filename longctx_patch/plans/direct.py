@@ -1,69 +1,84 @@
-"""Plans in which every block goes straight from its owner to whoever computes with it.
+"""Schedules in which every block goes straight from its owner to whoever computes with it.
 
 Inputs travel one step before they are used and results one step after, so each transfer has the
 length of one step to hide in. A generator only says who computes what when.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from longctx_patch.layout import Layout
-from longctx_patch.masks import Mask
-from longctx_patch.plans.types import Block, Direction, Operand, Plan, Step, Transfer, Work
+import numpy as np
+
+from longctx_patch.plans.pieces import NOTHING, Ints, PieceTable
+from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
+from longctx_patch.plans.types import Direction, Operand
 
 
-def direct_plan(
+def direct(
     name: str,
     direction: Direction,
-    layout: Layout,
-    mask: Mask,
-    works: Sequence[Sequence[Work]],
-) -> Plan:
-    """The plan that computes `works[step]` in each step. The first step's works must be local."""
-    works = [[work for work in step if work.pieces] for step in works]
-    transfers: list[list[Transfer]] = [[] for _ in range(len(works) + 1)]
-    arrivals: Counter[tuple[int, int]] = Counter()
-    for number, step in enumerate(works):
-        for work in step:
-            for block in _inputs(work, direction):
-                assert number > 0, "nothing can arrive before the first step"
-                # Blocks that arrive during one step are read in the next, while others arrive.
-                buffer = 2 * arrivals[number - 1, work.rank] + number % 2
-                arrivals[number - 1, work.rank] += 1
-                transfers[number - 1].append(Transfer(block.owner, work.rank, block, buffer))
-            transfers[number + 1] += [
-                Transfer(work.rank, block.owner, block, buffer=None)
-                for block in _results(work, direction)
-            ]
-    steps = [
-        Step(tuple(sent), tuple(computed))
-        for sent, computed in zip(transfers, [*works, []], strict=True)
-    ]
-    if not steps[-1].transfers:
-        steps.pop()
-    return Plan(name, direction, layout, mask, tuple(steps))
+    pieces: PieceTable,
+    num_steps: int,
+    works_of: Callable[[int], Sequence[Works]],
+) -> Schedule:
+    """The schedule that computes `works_of(step)` in each step. The first step's must be local."""
+
+    def works(step: int) -> tuple[Works, ...]:
+        if not 0 <= step < num_steps:
+            return ()
+        return tuple(lane.where(lane.kind != NOTHING) for lane in works_of(step))
+
+    def stages() -> Iterator[Stage]:
+        before: tuple[Works, ...] = ()
+        now, after = works(0), works(1)
+        assert not inputs(pieces, now, direction, 0), "nothing can arrive before the first step"
+        for step in range(num_steps + 1):
+            moves = (
+                *inputs(pieces, after, direction, step),
+                *results(pieces, before, direction),
+            )
+            if moves or now:
+                yield Stage(moves, now)
+            before, now, after = now, after, works(step + 2)
+
+    return Schedule(name, direction, pieces, stages)
 
 
-def _inputs(work: Work, direction: Direction) -> list[Block]:
-    """What the computing rank does not have by itself."""
-    blocks = []
-    if work.kv_owner != work.rank:
-        blocks.append(Block(Operand.KV, work.kv_owner, work.kv_rows))
-    if work.q_owner != work.rank:
-        operand = Operand.Q if direction is Direction.FORWARD else Operand.Q_BACKWARD
-        blocks.append(Block(operand, work.q_owner, work.q_rows))
-    return blocks
+def inputs(
+    pieces: PieceTable, works: Sequence[Works], direction: Direction, step: int
+) -> tuple[Moves, ...]:
+    """What the computing ranks do not have by themselves, sent in `step`."""
+    queries = Operand.Q if direction is Direction.FORWARD else Operand.Q_BACKWARD
+    # Blocks that arrive during one step are read in the next, while others arrive.
+    kv_buffer, q_buffer = step % 2, 2 + step % 2
+    moves = []
+    for lane in works:
+        moves.append(_moves(pieces, lane, Operand.KV, lane.kv_owner, kv_buffer))
+        moves.append(_moves(pieces, lane, queries, lane.q_owner, q_buffer))
+    return tuple(lane for lane in moves if len(lane.source))
 
 
-def _results(work: Work, direction: Direction) -> list[Block]:
-    """What belongs to others."""
-    several = len(work.pieces) > 1
-    blocks = []
-    if work.q_owner != work.rank:
-        gradient = Operand.DQ_SUM if several else Operand.DQ
-        operand = Operand.OUT if direction is Direction.FORWARD else gradient
-        blocks.append(Block(operand, work.q_owner, work.q_rows))
-    if work.kv_owner != work.rank and direction is Direction.BACKWARD:
-        operand = Operand.DKV_SUM if several else Operand.DKV
-        blocks.append(Block(operand, work.kv_owner, work.kv_rows))
-    return blocks
+def results(pieces: PieceTable, works: Sequence[Works], direction: Direction) -> tuple[Moves, ...]:
+    """What belongs to others: a single contribution, or a sum where there are several."""
+    moves = []
+    for lane in works:
+        if direction is Direction.FORWARD:
+            moves.append(_moves(pieces, lane, Operand.OUT, lane.q_owner))
+            continue
+        several = pieces.measure(lane.kind, len) > 1
+        one, more = lane.where(~several), lane.where(several)
+        moves.append(_moves(pieces, one, Operand.DQ, one.q_owner))
+        moves.append(_moves(pieces, more, Operand.DQ_SUM, more.q_owner))
+        moves.append(_moves(pieces, one, Operand.DKV, one.kv_owner))
+        moves.append(_moves(pieces, more, Operand.DKV_SUM, more.kv_owner))
+    return tuple(lane for lane in moves if len(lane.source))
+
+
+def _moves(
+    pieces: PieceTable, works: Works, operand: Operand, owner: Ints, buffer: int | None = None
+) -> Moves:
+    """Between each work's rank and `owner`, where they differ: inputs to it, results from it."""
+    rows = pieces.kv_rows if operand.is_of_keys else pieces.q_rows
+    source, destination = (owner, works.rank) if operand.is_input else (works.rank, owner)
+    buffers = None if buffer is None else np.full_like(owner, buffer)
+    moves = Moves(operand, source, destination, owner, *rows(works.kind), buffers, works.heads)
+    return moves.where(source != destination)

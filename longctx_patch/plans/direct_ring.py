@@ -5,18 +5,14 @@ contiguous shards nothing at all, so the ring sends a quarter or a half of its b
 Each contribution to dK and dV goes home by itself, rounded once and in the dtype of the model.
 """
 
-from longctx_patch.layout import Layout
-from longctx_patch.masks import Mask
-from longctx_patch.plans.direct import direct_plan
+from longctx_patch.plans.direct import direct
 from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.ring import ring_works
-from longctx_patch.plans.types import Direction, Plan
+from longctx_patch.plans.schedule import Schedule
+from longctx_patch.plans.types import Direction
 
 
-def direct_ring(
-    layout: Layout, mask: Mask, direction: Direction, *, name: str = "direct_ring"
-) -> Plan:
-    """Plan of one direction over any layout."""
-    pieces = PieceTable(layout, mask)
-    works = [ring_works(layout.num_ranks, pieces, step) for step in range(layout.num_ranks)]
-    return direct_plan(name, direction, layout, mask, works)
+def direct_ring(pieces: PieceTable, direction: Direction, *, name: str = "direct_ring") -> Schedule:
+    """Schedule over any layout."""
+    num_steps = len(pieces.sizes)
+    return direct(name, direction, pieces, num_steps, lambda step: [ring_works(pieces, step)])

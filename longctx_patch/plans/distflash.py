@@ -9,44 +9,53 @@ from both sides. As published the helpers idle there, 1 / (P + 1) of all time. `
 rows of those queries in two halves, one for the owner and one for the helper, and nobody idles.
 """
 
-from collections.abc import Sequence
+import numpy as np
 
-from longctx_patch.layout import Interval, Layout
-from longctx_patch.masks import Mask, Piece
-from longctx_patch.plans.direct import direct_plan
-from longctx_patch.plans.pieces import slot_pieces
-from longctx_patch.plans.types import Direction, Plan, Work
+from longctx_patch.layout import Interval
+from longctx_patch.masks import Piece
+from longctx_patch.plans.direct import direct
+from longctx_patch.plans.pieces import Ints, PieceTable, hull
+from longctx_patch.plans.schedule import Schedule, Works
+from longctx_patch.plans.types import Direction
 
 
-def distflash(layout: Layout, mask: Mask, direction: Direction, *, balanced: bool) -> Plan:
-    """The plan as published, or `balanced` for even numbers of ranks."""
-    num_ranks = layout.num_ranks
-    works = [
-        [work for rank in range(num_ranks) if (work := _work(layout, mask, step, rank, balanced))]
-        for step in range(num_ranks // 2 + 1)
-    ]
+def distflash(pieces: PieceTable, direction: Direction, *, balanced: bool) -> Schedule:
+    """The schedule as published, or `balanced` for even numbers of ranks."""
+    num_ranks = len(pieces.sizes)
+
+    def works(step: int) -> list[Works]:
+        ranks = np.arange(num_ranks)
+        owners, helpers = ranks[ranks >= step], ranks[ranks < step]
+        own = _works(pieces, owners, owners, owners - step)
+        help = _works(pieces, helpers, helpers - step + num_ranks, helpers)
+        if step == 0 or 2 * step != num_ranks:
+            return [own, help]
+        if not balanced:
+            return [own]
+        return [
+            own._replace(kind=pieces.change(own.kind, _back_rows)),
+            help._replace(kind=pieces.change(help.kind, _front_rows)),
+        ]
+
     name = "distflash_balanced" if balanced else "distflash"
-    return direct_plan(name, direction, layout, mask, works)
+    return direct(name, direction, pieces, num_ranks // 2 + 1, works)
 
 
-def _work(layout: Layout, mask: Mask, step: int, rank: int, balanced: bool) -> Work | None:
-    num_ranks = layout.num_ranks
-    antipodal = step > 0 and 2 * step == num_ranks
-    if rank >= step:
-        q_owner, kv_owner = rank, rank - step
-    elif antipodal and not balanced:
-        return None
-    else:
-        q_owner, kv_owner = rank - step + num_ranks, rank
-    pieces = slot_pieces(layout, mask, q_owner, kv_owner)
-    if antipodal and balanced:
-        middle = layout.sizes[q_owner] // 2
-        mine = Interval(middle, layout.sizes[q_owner]) if rank >= step else Interval(0, middle)
-        pieces = _only_rows(pieces, mine)
-    return Work(rank, q_owner, kv_owner, pieces) if pieces else None
+def _works(pieces: PieceTable, rank: Ints, q_owner: Ints, kv_owner: Ints) -> Works:
+    return Works(rank, q_owner, kv_owner, pieces.kinds(q_owner, kv_owner))
 
 
-def _only_rows(pieces: Sequence[Piece], rows: Interval) -> tuple[Piece, ...]:
+def _front_rows(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    rows = hull([piece.q for piece in pieces])
+    return _only_rows(pieces, Interval(rows.start, (rows.start + rows.stop) // 2))
+
+
+def _back_rows(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    rows = hull([piece.q for piece in pieces])
+    return _only_rows(pieces, Interval((rows.start + rows.stop) // 2, rows.stop))
+
+
+def _only_rows(pieces: tuple[Piece, ...], rows: Interval) -> tuple[Piece, ...]:
     """The parts of full rectangles that lie in `rows`; shards apart have no causal squares."""
     assert not any(piece.causal for piece in pieces)
     cut = (piece._replace(q=piece.q.intersect(rows)) for piece in pieces)

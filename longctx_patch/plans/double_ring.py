@@ -10,120 +10,113 @@ Backward sums dK and dV of an owner around the inner ring, ends at the rank of t
 and sends one block home: (nodes - 1) blocks per rank cross, in each direction.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from longctx_patch.layout import Interval, Layout
-from longctx_patch.masks import Mask
-from longctx_patch.plans.pieces import PieceTable
-from longctx_patch.plans.types import Block, Direction, Operand, Plan, Step, Transfer, Work
+import numpy as np
+
+from longctx_patch.plans.pieces import NOTHING, Ints, PieceTable
+from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works, whole_blocks
+from longctx_patch.plans.types import Direction, Operand
 
 
-def double_ring(layout: Layout, mask: Mask, direction: Direction, *, ranks_per_node: int) -> Plan:
-    """The plan over any layout; `ranks_per_node` must divide the number of ranks."""
-    if layout.num_ranks % ranks_per_node:
+def double_ring(pieces: PieceTable, direction: Direction, *, ranks_per_node: int) -> Schedule:
+    """Schedule over any layout; `ranks_per_node` must divide the number of ranks."""
+    num_ranks = len(pieces.sizes)
+    if num_ranks % ranks_per_node:
         raise ValueError(
-            f"ranks_per_node={ranks_per_node} with {layout.num_ranks} ranks: nodes must be full. "
+            f"ranks_per_node={ranks_per_node} with {num_ranks} ranks: nodes must be full. "
             "Use a divisor, or the plain ring."
         )
-    rings = _Rings(layout, PieceTable(layout, mask), ranks_per_node)
-    num_steps = layout.num_ranks + (2 if direction is Direction.BACKWARD else 0)
-    steps = [
-        Step(
-            rings.inner_hops(step)
-            + rings.outer_hops(step)
-            + (rings.sum_hops(step) if direction is Direction.BACKWARD else ()),
-            rings.works(step),
-        )
-        for step in range(num_steps)
-    ]
-    while steps and not (steps[-1].transfers or steps[-1].works):
-        steps.pop()
-    return Plan("double_ring", direction, layout, mask, tuple(steps))
+    rings = _Rings(pieces, ranks_per_node)
+    backward = direction is Direction.BACKWARD
+    stages = rings.backward_stages if backward else rings.forward_stages
+    return Schedule("double_ring", direction, pieces, stages)
 
 
 @dataclass(frozen=True)
 class _Rings:
-    layout: Layout
     pieces: PieceTable
     per_node: int
 
     @property
     def num_ranks(self) -> int:
-        return self.layout.num_ranks
+        return len(self.pieces.sizes)
 
     @property
-    def num_nodes(self) -> int:
-        return self.num_ranks // self.per_node
+    def ranks(self) -> Ints:
+        return np.arange(self.num_ranks)
 
-    def owner(self, rank: int, step: int) -> int:
-        """Whose block a rank computes with."""
+    def moved(self, ranks: Ints, nodes: int, places: int) -> Ints:
+        """The ranks so many nodes and places further, around both rings."""
+        node, place = np.divmod(ranks, self.per_node)
+        node = (node + nodes) % (self.num_ranks // self.per_node)
+        return node * self.per_node + (place + places) % self.per_node
+
+    def owners(self, step: int) -> Ints:
+        """Whose block each rank computes with."""
         window, place = divmod(step, self.per_node)
-        node, local = divmod(rank, self.per_node)
-        return self.rank(node - window, local - place)
+        return self.moved(self.ranks, -window, -place)
 
-    def rank(self, node: int, local: int) -> int:
-        return node % self.num_nodes * self.per_node + local % self.per_node
+    def works(self, step: int) -> Works:
+        owners = self.owners(step)
+        works = Works(self.ranks, self.ranks, owners, self.pieces.kinds(self.ranks, owners))
+        return works.where(works.kind != NOTHING)
 
-    def works(self, step: int) -> tuple[Work, ...]:
-        if step >= self.num_ranks:
-            return ()
-        owners = ((rank, self.owner(rank, step)) for rank in range(self.num_ranks))
-        works = (Work(rank, rank, owner, self.pieces(rank, owner)) for rank, owner in owners)
-        return tuple(work for work in works if work.pieces)
+    def forward_stages(self) -> Iterator[Stage]:
+        for step in range(self.num_ranks):
+            yield Stage(self.hops(step), (self.works(step),))
 
-    def inner_hops(self, step: int) -> tuple[Transfer, ...]:
-        if step % self.per_node == self.per_node - 1 or step >= self.num_ranks:
-            return ()
-        return self._hops(step, lambda node, local: self.rank(node, local + 1), step % 2)
+    def backward_stages(self) -> Iterator[Stage]:
+        nobody = np.zeros(self.num_ranks, dtype=bool)
+        # By owner, whether a sum has begun in this window: at the ranks of other places, at any.
+        visited = met = met_before = nobody
+        for step in range(self.num_ranks + 2):
+            first_of_window = step % self.per_node == 0
+            if first_of_window:
+                met_before = met
+            sums = (*self.sum_hops(step, visited), *self.sums_home(step, met_before))
+            if first_of_window:
+                visited, met = nobody.copy(), nobody.copy()
+            if step < self.num_ranks:
+                works = self.works(step)
+                yield Stage((*self.hops(step), *sums), (works,))
+                met[works.kv_owner] = True
+                visited[works.kv_owner] |= not first_of_window
+            elif sums:
+                yield Stage(sums, ())
 
-    def outer_hops(self, step: int) -> tuple[Transfer, ...]:
+    def hops(self, step: int) -> tuple[Moves, ...]:
+        """Key-value blocks: around the inner ring, and once a window to the next node."""
         window, place = divmod(step, self.per_node)
-        if place or window >= self.num_nodes - 1:
+        moves = []
+        if place < self.per_node - 1:
+            moves.append(self._hop(step, self.moved(self.ranks, 0, 1), buffer=step % 2))
+        if place == 0 and window < self.num_ranks // self.per_node - 1:
+            moves.append(self._hop(step, self.moved(self.ranks, 1, 0), buffer=2 + window % 2))
+        return tuple(moves)
+
+    def _hop(self, step: int, destinations: Ints, buffer: int) -> Moves:
+        owners = self.owners(step)
+        return whole_blocks(self.pieces, Operand.KV, self.ranks, destinations, owners, buffer)
+
+    def sum_hops(self, step: int, visited: np.ndarray) -> tuple[Moves, ...]:
+        """Pass on, inside the nodes, what was finished in the step before."""
+        if (step - 1) % self.per_node == 0 or not 0 < step <= self.num_ranks:
             return ()
-        return self._hops(step, lambda node, local: self.rank(node + 1, local), 2 + window % 2)
+        finished, following = self.owners(step - 1), self.moved(self.ranks, 0, 1)
+        return self._sums(self.ranks, following, finished, visited)
 
-    def _hops(
-        self, step: int, destination: Callable[[int, int], int], buffer: int
-    ) -> tuple[Transfer, ...]:
-        blocks = ((rank, self._block(Operand.KV, self.owner(rank, step))) for rank in self._ranks)
-        return tuple(
-            Transfer(rank, destination(*divmod(rank, self.per_node)), block, buffer)
-            for rank, block in blocks
-            if block.rows.size
-        )
+    def sums_home(self, step: int, met: np.ndarray) -> tuple[Moves, ...]:
+        """Send home what a window has finished, once the last hop has arrived."""
+        window, rest = divmod(step - (self.per_node > 1), self.per_node)
+        if rest or window < 2:
+            return ()
+        return self._sums(self.moved(self.ranks, window - 1, 0), self.ranks, self.ranks, met)
 
-    def sum_hops(self, step: int) -> tuple[Transfer, ...]:
-        """Pass on what was finished in the step before; send home what a window has finished."""
-        hops = []
-        for owner in self._ranks:
-            node, local = divmod(owner, self.per_node)
-            for window in range(self.num_nodes):
-                first = window * self.per_node
-                home = self.rank(node + window, local)  # the owner itself in window 0
-                place = step - 1 - first
-                if 1 <= place < self.per_node:
-                    visitors = [self.rank(node + window, local + i) for i in range(1, place + 1)]
-                    hops += self._sum_hop(owner, visitors, visitors[-1])
-                if window and step == first + self.per_node + (self.per_node > 1):
-                    everyone = [self.rank(node + window, i) for i in range(self.per_node)]
-                    hops += self._sum_hop(owner, everyone, home, destination=owner)
-        return tuple(hops)
-
-    def _sum_hop(
-        self, owner: int, visitors: list[int], source: int, destination: int | None = None
-    ) -> list[Transfer]:
-        """One hop of an owner's sum, unless none of the visitors has added to it."""
-        if not any(self.pieces(visitor, owner) for visitor in visitors):
-            return []
-        if destination is None:
-            node, local = divmod(source, self.per_node)
-            destination = self.rank(node, local + 1)
-        return [Transfer(source, destination, self._block(Operand.DKV_SUM, owner), buffer=None)]
-
-    @property
-    def _ranks(self) -> range:
-        return range(self.num_ranks)
-
-    def _block(self, operand: Operand, owner: int) -> Block:
-        return Block(operand, owner, Interval(0, self.layout.sizes[owner]))
+    def _sums(
+        self, source: Ints, destination: Ints, owner: Ints, begun: np.ndarray
+    ) -> tuple[Moves, ...]:
+        moves = whole_blocks(self.pieces, Operand.DKV_SUM, source, destination, owner, buffer=None)
+        moves = moves.where(begun[moves.owner])
+        return (moves,) if len(moves.source) else ()

@@ -1,32 +1,42 @@
-"""Plans by name."""
+"""Schedules by name."""
 
 from longctx_patch.layout import Layout
 from longctx_patch.masks import Mask
+from longctx_patch.plans.allgather import allgather
 from longctx_patch.plans.burst import burst_backward
 from longctx_patch.plans.direct_ring import direct_ring
 from longctx_patch.plans.distflash import distflash
 from longctx_patch.plans.double_ring import double_ring
-from longctx_patch.plans.ring import ring_backward, ring_forward
-from longctx_patch.plans.types import Direction, Plan
+from longctx_patch.plans.pieces import PieceTable
+from longctx_patch.plans.ring import ring
+from longctx_patch.plans.schedule import Schedule
+from longctx_patch.plans.types import Direction
+
+MAX_HEAD_GROUPS = 4
+"""Groups of key-value heads of `allgather`: more hide more of the first gather, but each kernel
+call has fewer heads to fill the device with."""
 
 
-def make_named_plan(
+def make_schedule(
     name: str,
     direction: Direction,
     layout: Layout,
     mask: Mask,
     *,
+    num_kv_heads: int,
     ranks_per_node: int | None = None,
-) -> Plan:
-    """The plan that `LongContextConfig.plan` calls `name`, over the layout it is made for."""
+) -> Schedule:
+    """The schedule that `LongContextConfig.plan` calls `name`, over a layout it is made for."""
+    pieces = PieceTable(layout, mask)
+    if name == "allgather":
+        return allgather(pieces, direction, head_groups=min(num_kv_heads, MAX_HEAD_GROUPS))
     if name == "double_ring":
         assert ranks_per_node is not None, "the config has checked it"
-        return double_ring(layout, mask, direction, ranks_per_node=ranks_per_node)
+        return double_ring(pieces, direction, ranks_per_node=ranks_per_node)
     if name in ("distflash", "distflash_balanced"):
-        return distflash(layout, mask, direction, balanced=name == "distflash_balanced")
+        return distflash(pieces, direction, balanced=name == "distflash_balanced")
     if name == "zigzag_direct":
-        return direct_ring(layout, mask, direction, name=name)
+        return direct_ring(pieces, direction, name=name)
     if name == "burst" and direction is Direction.BACKWARD:
-        return burst_backward(layout, mask)
-    generate = ring_forward if direction is Direction.FORWARD else ring_backward
-    return generate(layout, mask, name=name)
+        return burst_backward(pieces)
+    return ring(pieces, direction, name=name)

@@ -24,13 +24,14 @@ class AttentionShape:
     def block_bytes(self, block: Block) -> int:
         """Size of one block on the wire."""
         model, wide = self.itemsize_bytes, self.sum_itemsize_bytes
-        q = self.num_heads * self.head_dim
-        kv = 2 * self.num_kv_heads * self.head_dim
+        heads = block.heads.range(self.num_heads, self.num_kv_heads).size
+        kv_heads = block.heads.range(self.num_kv_heads, self.num_kv_heads).size
+        q, kv = heads * self.head_dim, 2 * kv_heads * self.head_dim
         per_token = {
             Operand.KV: kv * model,
             Operand.Q: q * model,
-            Operand.Q_BACKWARD: 2 * q * model + 2 * self.num_heads * wide,
-            Operand.OUT: q * model + self.num_heads * wide,
+            Operand.Q_BACKWARD: 2 * q * model + 2 * heads * wide,
+            Operand.OUT: q * model + heads * wide,
             Operand.DQ: q * model,
             Operand.DKV: kv * model,
             Operand.DQ_SUM: q * wide,

@@ -16,8 +16,11 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from longctx_patch.layout import Interval, Layout
+from torch import Tensor
+
+from longctx_patch.layout import Interval, Layout, even_cuts
 from longctx_patch.masks import Mask, Piece
+from longctx_patch.plans.pieces import hull
 
 
 class Direction(Enum):
@@ -57,6 +60,11 @@ class Operand(Enum):
         return self in (Operand.KV, Operand.Q, Operand.Q_BACKWARD)
 
     @property
+    def is_of_keys(self) -> bool:
+        """Whether its rows are those of keys and values."""
+        return self in (Operand.KV, Operand.DKV, Operand.DKV_SUM)
+
+    @property
     def is_sum(self) -> bool:
         return self in (Operand.DQ_SUM, Operand.DKV_SUM)
 
@@ -66,12 +74,40 @@ class Operand(Enum):
         return {Operand.DQ_SUM: Operand.DQ, Operand.DKV_SUM: Operand.DKV}.get(self, self)
 
 
+EVERYONE = -1
+"""Owner of the keys of all ranks, gathered in the order of the tokens."""
+
+
+class Share(NamedTuple):
+    """One of `parts` groups of heads, key-value heads with their query heads."""
+
+    part: int
+    parts: int
+
+    def range(self, num_heads: int, num_kv_heads: int) -> Interval:
+        """Which of `num_heads` heads (of queries, or as many as there are of keys)."""
+        group = num_heads // num_kv_heads
+        cut = even_cuts(num_kv_heads, self.parts)[self.part]
+        return Interval(cut.start * group, cut.stop * group)
+
+    def cut(self, tensor: Tensor, num_kv_heads: int) -> Tensor:
+        """A view of these heads of a tensor whose dim 2 are all heads."""
+        if self.parts == 1:
+            return tensor
+        heads = self.range(tensor.shape[2], num_kv_heads)
+        return tensor[:, :, heads.start : heads.stop]
+
+
+ALL_HEADS = Share(0, 1)
+
+
 class Block(NamedTuple):
     """Rows of one rank's tensors; `rows` are slots of the owner."""
 
     operand: Operand
     owner: int
     rows: Interval
+    heads: Share = ALL_HEADS
 
 
 class Transfer(NamedTuple):
@@ -87,13 +123,15 @@ class Transfer(NamedTuple):
 class Work(NamedTuple):
     """Attention of some rows of `q_owner` to some rows of `kv_owner`, computed on `rank`.
 
-    The pieces are in slots: rows of `q_owner`, columns of `kv_owner`.
+    The pieces are in slots: rows of `q_owner`, columns of `kv_owner`. Where that is `EVERYONE`, the
+    columns are tokens.
     """
 
     rank: int
     q_owner: int
     kv_owner: int
     pieces: tuple[Piece, ...]
+    heads: Share = ALL_HEADS
 
     @property
     def area(self) -> int:
@@ -102,16 +140,12 @@ class Work(NamedTuple):
     @property
     def q_rows(self) -> Interval:
         """The rows of `q_owner` from the first to the last that are used."""
-        return _hull([piece.q for piece in self.pieces])
+        return hull([piece.q for piece in self.pieces])
 
     @property
     def kv_rows(self) -> Interval:
         """The rows of `kv_owner` from the first to the last that are used."""
-        return _hull([piece.kv for piece in self.pieces])
-
-
-def _hull(intervals: list[Interval]) -> Interval:
-    return Interval(min(i.start for i in intervals), max(i.stop for i in intervals))
+        return hull([piece.kv for piece in self.pieces])
 
 
 @dataclass(frozen=True)
@@ -162,6 +196,11 @@ class Plan:
     def moves(self, operand: Operand) -> bool:
         """Whether any transfer carries this operand."""
         return any(t.block.operand is operand for step in self.steps for t in step.transfers)
+
+    @cached_property
+    def num_head_groups(self) -> int:
+        """In how many groups of heads the plan computes."""
+        return max((w.heads.parts for step in self.steps for w in step.works), default=1)
 
     @cached_property
     def num_buffers(self) -> tuple[int, ...]:

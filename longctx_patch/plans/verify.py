@@ -7,12 +7,23 @@ complaints, each starting with the name of the broken rule.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from longctx_patch.layout import Interval, Layout, slots_of
 from longctx_patch.masks import Mask, Piece
-from longctx_patch.plans.types import Block, Direction, Operand, Plan, Step, Transfer, Work
+from longctx_patch.plans.gathered import by_owner
+from longctx_patch.plans.types import (
+    Block,
+    Direction,
+    Operand,
+    Plan,
+    Share,
+    Step,
+    Transfer,
+    Work,
+)
 
 
 class PlanError(ValueError):
@@ -44,7 +55,8 @@ def verify_plan(plan: Plan) -> PlanReport:
     transfers = [transfer for step in plan.steps for transfer in step.transfers]
     links = Counter((transfer.source, transfer.destination) for transfer in transfers)
     sent = Counter(transfer.source for transfer in transfers)
-    area = sum(work.area for step in plan.steps for work in step.works)
+    works = [work for step in plan.steps for work in step.works]
+    area = sum(work.area for work in works if work.heads.part == 0)
     return PlanReport(
         area=area,
         idle_fraction=_idle_fraction(plan, area),
@@ -54,26 +66,41 @@ def verify_plan(plan: Plan) -> PlanReport:
 
 
 def _idle_fraction(plan: Plan, area: int) -> float:
-    makespan = 0
+    makespan = 0.0
     for step in plan.steps:
-        busy: Counter[int] = Counter()
+        busy: dict[int, float] = {}
         for work in step.works:
-            busy[work.rank] += work.area
-        makespan += max(busy.values(), default=0)
+            busy[work.rank] = busy.get(work.rank, 0.0) + work.area / work.heads.parts
+        makespan += max(busy.values(), default=0.0)
     return 1 - area / (makespan * plan.num_ranks) if makespan else 0.0
 
 
 def _check_coverage(plan: Plan) -> list[str]:
-    """Every allowed pair once: pieces are allowed, disjoint, and their area is the mask's."""
+    """Every allowed pair of every head once: pieces are allowed, disjoint, and as large."""
+    pieces: dict[Share, dict[tuple[int, int], list[Piece]]] = {}
+    for work in (part for s in plan.steps for w in s.works for part in by_owner(w, plan.layout)):
+        of_pair = pieces.setdefault(work.heads, {}).setdefault((work.q_owner, work.kv_owner), [])
+        of_pair.extend(work.pieces)
+    parts = max((heads.parts for heads in pieces), default=1)
+    wanted = {Share(part, parts) for part in range(parts)}
+    if pieces and set(pieces) != wanted:
+        return [f"coverage: heads {sorted(pieces)} computed of {sorted(wanted)}"]
     complaints = []
-    pieces: dict[tuple[int, int], list[Piece]] = {}
-    for step in plan.steps:
-        for work in step.works:
-            pieces.setdefault((work.q_owner, work.kv_owner), []).extend(work.pieces)
+    for heads in wanted:
+        complaints += _check_pairs(plan, heads, pieces.get(heads, {}))
+    return complaints
+
+
+def _check_pairs(
+    plan: Plan, heads: Share, pieces: Mapping[tuple[int, int], list[Piece]]
+) -> list[str]:
+    complaints = []
     for q_owner in range(plan.num_ranks):
         for kv_owner in range(plan.num_ranks):
             here = pieces.get((q_owner, kv_owner), [])
             where = f"coverage: queries of rank {q_owner}, keys of rank {kv_owner}"
+            if heads.parts > 1:
+                where += f", heads {heads.part} of {heads.parts}"
             complaints += [
                 f"{where}: {piece} is not allowed by the mask"
                 for piece in here
@@ -143,8 +170,8 @@ class _Walk:
         self.plan = plan
         self.complaints: list[str] = []
         self.buffers: dict[tuple[int, int], Block] = {}
-        # (rank, result, owner) -> works that the partial result at that rank is made of
-        self.partials: dict[tuple[int, Operand, int], list[Work]] = {}
+        # (rank, result, owner, heads) -> works that the partial result at that rank is made of
+        self.partials: dict[tuple[int, Operand, int, Share], list[Work]] = {}
 
     def run(self) -> list[str]:
         for number, step in enumerate(self.plan.steps):
@@ -157,7 +184,7 @@ class _Walk:
             self._land(step, moved)
         self.complaints += [
             f"home: rank {rank} still holds {result.value} of rank {owner}"
-            for rank, result, owner in self.partials
+            for rank, result, owner, _ in self.partials
             if rank != owner
         ]
         return self.complaints
@@ -181,8 +208,11 @@ class _Walk:
         queries = Operand.Q if forward else Operand.Q_BACKWARD
         wanted = [(t.source, t.block) for t in step.transfers if t.block.operand.is_input]
         for work in step.works:
-            wanted.append((work.rank, Block(Operand.KV, work.kv_owner, work.kv_rows)))
-            wanted.append((work.rank, Block(queries, work.q_owner, work.q_rows)))
+            wanted.append((work.rank, Block(queries, work.q_owner, work.q_rows, work.heads)))
+            wanted += [
+                (work.rank, Block(Operand.KV, part.kv_owner, part.kv_rows, part.heads))
+                for part in by_owner(work, self.plan.layout)
+            ]
         reads = set()
         for rank, block in wanted:
             if block.owner == rank:
@@ -207,10 +237,10 @@ class _Walk:
     def _take_partials(self, number: int, step: Step) -> list[tuple[Transfer, list[Work]]]:
         moved = []
         for transfer in step.transfers:
-            operand, owner, rows = transfer.block
+            operand, owner, rows, heads = transfer.block
             if operand.is_input:
                 continue
-            works = self.partials.pop((transfer.source, operand.partial, owner), [])
+            works = self.partials.pop((transfer.source, operand.partial, owner, heads), [])
             if not works:
                 self.complaints.append(f"read: step {number}: no partial result: {transfer}")
             if any(not _inside(_result_rows(operand, work), rows) for work in works):
@@ -229,8 +259,8 @@ class _Walk:
         for work in step.works:
             query_result = Operand.DQ if backward else Operand.OUT
             self._add(work.rank, query_result, work.q_owner, [work])
-            if backward:
-                self._add(work.rank, Operand.DKV, work.kv_owner, [work])
+            for part in by_owner(work, self.plan.layout) if backward else ():
+                self._add(work.rank, Operand.DKV, part.kv_owner, [part])
 
     def _land(self, step: Step, moved: list[tuple[Transfer, list[Work]]]) -> None:
         for transfer in step.transfers:
@@ -241,7 +271,8 @@ class _Walk:
             self._add(transfer.destination, block.operand.partial, block.owner, works)
 
     def _add(self, rank: int, result: Operand, owner: int, works: list[Work]) -> None:
-        self.partials.setdefault((rank, result, owner), []).extend(works)
+        for work in works:
+            self.partials.setdefault((rank, result, owner, work.heads), []).append(work)
 
 
 def _result_rows(operand: Operand, work: Work) -> Interval:
@@ -253,5 +284,4 @@ def _inside(inner: Interval, outer: Interval) -> bool:
 
 
 def _holds(held: Block, wanted: Block) -> bool:
-    same = (held.operand, held.owner) == (wanted.operand, wanted.owner)
-    return same and _inside(wanted.rows, held.rows)
+    return held._replace(rows=wanted.rows) == wanted and _inside(wanted.rows, held.rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, make_sequence_group, patch
 from longctx_patch.call import AttentionCall
-from longctx_patch.config import LAYOUT_OF_PLAN, LayoutName
+from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName
 from longctx_patch.operator import distributed_attention
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
@@ -41,7 +41,7 @@ def configs_of(world_size: int, kernel: str) -> list[LongContextConfig]:
         for u, r in degrees_of(world_size)
         for layout in LAYOUTS
     ]
-    for plan in LAYOUT_OF_PLAN:
+    for plan in LAYOUTS_OF_PLAN:
         size = world_size // 2 if plan == "double_ring" else None
         configs.append(
             LongContextConfig(

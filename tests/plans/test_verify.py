@@ -7,11 +7,20 @@ import pytest
 
 from longctx_patch.layout import Interval, zigzag
 from longctx_patch.masks import CausalMask, Piece
-from longctx_patch.plans import Plan, PlanError, Step, ring_backward, ring_forward, verify_plan
+from longctx_patch.plans import (
+    Direction,
+    PieceTable,
+    Plan,
+    PlanError,
+    Step,
+    allgather,
+    ring,
+    verify_plan,
+)
 
-LAYOUT = zigzag(32, 4)
-FORWARD = ring_forward(LAYOUT, CausalMask())
-BACKWARD = ring_backward(LAYOUT, CausalMask())
+PIECES = PieceTable(zigzag(32, 4), CausalMask())
+FORWARD, BACKWARD = (ring(PIECES, direction).plan() for direction in Direction)
+GATHERED = allgather(PIECES, Direction.BACKWARD, head_groups=2).plan()
 
 
 def with_step(plan: Plan, number: int, change: Callable[[Step], Step]) -> Plan:
@@ -70,6 +79,10 @@ def twice_into_one_buffer(step: Step) -> Step:
     return replace(step, transfers=(*step.transfers, step.transfers[0]))
 
 
+def forget_a_group(step: Step) -> Step:
+    return replace(step, works=())
+
+
 @pytest.mark.parametrize(
     ("plan", "number", "change", "complaint"),
     [
@@ -88,6 +101,10 @@ def twice_into_one_buffer(step: Step) -> Step:
         (FORWARD, 0, to_itself, r"transfer: step 0: a rank sends to itself"),
         (FORWARD, 0, no_such_rank, r"transfer: step 0: no such rank"),
         (FORWARD, 0, no_rows, r"transfer: step 0: no such rows"),
+        (GATHERED, 1, drop_work, r"coverage: .* heads 0 of 2: 0 pairs computed of"),
+        (GATHERED, 1, forget_a_group, r"coverage: heads .* computed of"),
+        (GATHERED, 0, drop_transfer, r"read: step 1: rank 1 does not hold"),
+        (GATHERED, 2, drop_transfer, r"home: rank \d still holds dkv of rank \d"),
         (BACKWARD, 1, drop_work, r"read: step 2: no partial result"),
         (BACKWARD, 4, drop_transfer, r"home: rank \d still holds dkv of rank \d"),
     ],

@@ -1,0 +1,135 @@
+"""Schedules as arrays with an entry per rank: what generators write, for 4 ranks or for 4,096.
+
+A schedule yields its stages one by one and keeps none. The simulator reads the arrays as they are;
+`Schedule.plan` expands them into the steps that are verified and executed.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx_patch.layout import Interval
+from longctx_patch.plans.pieces import PieceTable
+from longctx_patch.plans.types import (
+    ALL_HEADS,
+    Block,
+    Direction,
+    Operand,
+    Plan,
+    Share,
+    Step,
+    Transfer,
+    Work,
+)
+
+Ints = NDArray[np.int64]
+
+
+class Works(NamedTuple):
+    """Attention of `q_owner`'s queries to `kv_owner`'s keys on `rank`; at most one for a rank."""
+
+    rank: Ints
+    q_owner: Ints
+    kv_owner: Ints
+    kind: Ints
+    """Which pieces, by their number in the schedule's `PieceTable`."""
+    heads: Share = ALL_HEADS
+
+    def where(self, chosen: NDArray[np.bool_]) -> "Works":
+        """Some of them."""
+        return self._replace(
+            rank=self.rank[chosen],
+            q_owner=self.q_owner[chosen],
+            kv_owner=self.kv_owner[chosen],
+            kind=self.kind[chosen],
+        )
+
+
+class Moves(NamedTuple):
+    """Messages that carry the same operand; rows are slots `start` to `stop` of the owner."""
+
+    operand: Operand
+    source: Ints
+    destination: Ints
+    owner: Ints
+    start: Ints
+    stop: Ints
+    buffer: Ints | None
+    """Where inputs land; None for results."""
+    heads: Share = ALL_HEADS
+
+    def where(self, chosen: NDArray[np.bool_]) -> "Moves":
+        """Some of them."""
+        return self._replace(
+            source=self.source[chosen],
+            destination=self.destination[chosen],
+            owner=self.owner[chosen],
+            start=self.start[chosen],
+            stop=self.stop[chosen],
+            buffer=None if self.buffer is None else self.buffer[chosen],
+        )
+
+
+class Stage(NamedTuple):
+    """A step of the plan."""
+
+    moves: tuple[Moves, ...]
+    works: tuple[Works, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One direction of attention over the ranks of a layout."""
+
+    name: str
+    direction: Direction
+    pieces: PieceTable
+    stages: Callable[[], Iterator[Stage]]
+    """Makes the stages anew at each call."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pieces.layout.num_ranks
+
+    def plan(self) -> Plan:
+        """The same as steps, for a number of ranks at which they may all be held at once."""
+        steps = tuple(
+            Step(
+                tuple(transfer for moves in stage.moves for transfer in _transfers(moves)),
+                tuple(work for works in stage.works for work in self._works(works)),
+            )
+            for stage in self.stages()
+        )
+        return Plan(self.name, self.direction, self.pieces.layout, self.pieces.mask, steps)
+
+    def _works(self, works: Works) -> Iterator[Work]:
+        columns = (works.rank, works.q_owner, works.kv_owner, works.kind)
+        for rank, q_owner, kv_owner, kind in zip(*(c.tolist() for c in columns), strict=True):
+            yield Work(rank, q_owner, kv_owner, self.pieces.of_kind(kind), works.heads)
+
+
+def _transfers(moves: Moves) -> Iterator[Transfer]:
+    buffers = [None] * len(moves.source) if moves.buffer is None else moves.buffer.tolist()
+    columns = (moves.source, moves.destination, moves.owner, moves.start, moves.stop)
+    rows = zip(*(c.tolist() for c in columns), buffers, strict=True)
+    for source, destination, owner, start, stop, buffer in rows:
+        block = Block(moves.operand, owner, Interval(start, stop), moves.heads)
+        yield Transfer(source, destination, block, buffer)
+
+
+def whole_blocks(
+    pieces: PieceTable,
+    operand: Operand,
+    source: Ints,
+    destination: Ints,
+    owner: Ints,
+    buffer: int | None,
+) -> Moves:
+    """Messages with all rows of their owners; owners without rows send none."""
+    stop = pieces.sizes[owner]
+    buffers = None if buffer is None else np.full_like(source, buffer)
+    moves = Moves(operand, source, destination, owner, np.zeros_like(stop), stop, buffers)
+    return moves.where(stop > 0)
