@@ -1,0 +1,242 @@
+"""Play a schedule on a machine that exists on paper: when each rank computes, sends and waits.
+
+Every rank has a clock for its device and one for the CPU that feeds it. In a stage it packs what it
+sends, computes while the messages travel, and goes on when both are done. A message starts when
+both ends have reached its stage, and takes as long as the fuller of the two ends needs for all that
+it sends or receives in the stage over that kind of link.
+
+The arrays are those of the schedule, so a plan of 4,096 ranks takes seconds.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx_patch.plans.charges import Charges, Floats, own_inputs_packed_once
+from longctx_patch.plans.hardware import Hardware, Link
+from longctx_patch.plans.pieces import Ints
+from longctx_patch.plans.schedule import Moves, Schedule, Stage
+from longctx_patch.plans.traffic import AttentionShape
+from longctx_patch.plans.types import EVERYONE, Operand, Share
+
+
+class Span(NamedTuple):
+    """Something that takes time on one rank: attention, or a message that it receives."""
+
+    rank: int
+    lane: Literal["compute", "transfer"]
+    start_s: float
+    stop_s: float
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What a schedule takes; tuples are by rank."""
+
+    makespan_s: float
+    idle_fraction: float
+    """Share of rank-time without work, if a step took as long as its busiest rank's area."""
+    exposed_communication_s: float
+    """What the makespan would lose if links took no time."""
+    bytes_sent: tuple[int, ...]
+    messages: tuple[int, ...]
+    peak_buffer_bytes: int
+    """Blocks of others and results under way, of the rank that holds most."""
+    spans: tuple[Span, ...] = ()
+
+
+def simulate(
+    schedule: Schedule,
+    shape: AttentionShape,
+    hardware: Hardware,
+    *,
+    ranks_per_node: int,
+    with_spans: bool = False,
+) -> Simulation:
+    """Play all stages; `ranks_per_node` consecutive ranks share a node."""
+    player = _Player(schedule, shape, hardware, ranks_per_node, with_spans)
+    unhindered = _Player(schedule, shape, hardware.with_free_links(), ranks_per_node, False)
+    for stage in schedule.stages():
+        player.play(stage)
+        unhindered.play(stage)
+    return player.result(unhindered.finish_s())
+
+
+class _Player:
+    """The clocks of all ranks and what has been counted so far; arrays are by rank."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        shape: AttentionShape,
+        hardware: Hardware,
+        ranks_per_node: int,
+        with_spans: bool,
+    ) -> None:
+        self.num_ranks = schedule.num_ranks
+        self.charges = Charges(schedule.pieces, schedule.direction, shape, hardware)
+        self.hardware = hardware
+        self.ranks_per_node = ranks_per_node
+        self.spans: list[Span] | None = [] if with_spans else None
+        self.device_s, self.host_s = np.zeros((2, self.num_ranks))
+        self.sent, self.messages = np.zeros((2, self.num_ranks), dtype=np.int64)
+        self.memory = _Memory(self.num_ranks)
+        self.has_worked = np.zeros(self.num_ranks, dtype=bool)
+        self.has_delta = False
+        self.busiest_area = self.total_area = 0.0
+
+    def play(self, stage: Stage) -> None:
+        sizes = [self.charges.sizes(moves) for moves in stage.moves]
+        posted = np.maximum(self.device_s, self.host_s) + self._pack(stage.moves, sizes)
+        arrived, travel = self._travel(stage.moves, sizes, posted)
+        computed = self._compute(stage, posted, travel)
+        landing = self._sum_by(
+            [moves.destination for moves in stage.moves],
+            [self.charges.landing_seconds(*pair) for pair in zip(stage.moves, sizes, strict=True)],
+        )
+        self.device_s = np.maximum(computed, arrived) + landing
+        self._count(stage, sizes)
+
+    def finish_s(self) -> float:
+        """When the last rank is done."""
+        finish = np.maximum(self.device_s, self.host_s) + self.charges.closing_seconds()
+        return float(finish.max())
+
+    def result(self, unhindered_s: float) -> Simulation:
+        rank_area = self.busiest_area * self.num_ranks
+        return Simulation(
+            makespan_s=self.finish_s(),
+            idle_fraction=1 - self.total_area / rank_area if rank_area else 0.0,
+            exposed_communication_s=max(0.0, self.finish_s() - unhindered_s),
+            bytes_sent=tuple(self.sent.tolist()),
+            messages=tuple(self.messages.tolist()),
+            peak_buffer_bytes=int(self.memory.peak.max()),
+            spans=tuple(self.spans or ()),
+        )
+
+    def _pack(self, lanes: Iterable[Moves], sizes: Iterable[Floats]) -> Floats:
+        total = np.zeros(self.num_ranks)
+        for moves, size in zip(lanes, sizes, strict=True):
+            seconds = self.charges.pack_seconds(moves, size)
+            total += own_inputs_packed_once(moves, seconds, self.num_ranks)
+            if moves.operand is Operand.Q_BACKWARD and not self.has_delta:
+                total += self.charges.delta_seconds()
+                self.has_delta = True
+        return total
+
+    def _travel(
+        self, lanes: tuple[Moves, ...], sizes: list[Floats], posted: Floats
+    ) -> tuple[Floats, Floats]:
+        """When each rank's messages have all come and gone, and how long the longest took."""
+        done, travel = posted.copy(), np.zeros(self.num_ranks)
+        if not lanes:
+            return done, travel
+        source = np.concatenate([moves.source for moves in lanes])
+        destination = np.concatenate([moves.destination for moves in lanes])
+        size = np.concatenate(sizes)
+        begin = np.maximum(posted[source], posted[destination])
+        near = source // self.ranks_per_node == destination // self.ranks_per_node
+        end = begin.copy()
+        for chosen, link in ((near, self.hardware.intra_node), (~near, self.hardware.inter_node)):
+            if chosen.any():
+                seconds = self._link_seconds(
+                    source[chosen], destination[chosen], size[chosen], link
+                )
+                end[chosen] += seconds
+        for rank in (source, destination):
+            np.maximum.at(done, rank, end)
+            np.maximum.at(travel, rank, end - begin)
+        if self.spans is not None:
+            labels = [moves.operand.name for moves in lanes for _ in moves.source]
+            rows = zip(destination.tolist(), begin.tolist(), end.tolist(), labels, strict=True)
+            self.spans += [Span(rank, "transfer", a, b, label) for rank, a, b, label in rows]
+        return done, travel
+
+    def _link_seconds(self, source: Ints, destination: Ints, size: Floats, link: Link) -> Floats:
+        leaving = np.bincount(source, size, self.num_ranks)[source]
+        entering = np.bincount(destination, size, self.num_ranks)[destination]
+        return link.latency_s + np.maximum(leaving, entering) / link.bandwidth
+
+    def _compute(self, stage: Stage, posted: Floats, travel: Floats) -> Floats:
+        """When each rank has computed its works, slowed down while its messages travel."""
+        ranks = [works.rank for works in stage.works]
+        kernels = self._sum_by(ranks, [self.charges.kernel_seconds(w) for w in stage.works])
+        memory = self._sum_by(ranks, [self.charges.memory_seconds(w) for w in stage.works])
+        # The first result of a rank becomes its total as it is.
+        memory[~self.has_worked] = 0.0
+        lost = self.hardware.overlap_slowdown * np.minimum(kernels, travel)
+        computed = posted + kernels + lost + memory
+        for works in stage.works:
+            self.has_worked[works.rank] = True
+            if self.spans is not None:
+                for rank, q, kv in zip(works.rank, works.q_owner, works.kv_owner, strict=True):
+                    label = _label(int(q), int(kv), works.heads)
+                    span = Span(int(rank), "compute", posted[rank], computed[rank], label)
+                    self.spans.append(span)
+        return computed
+
+    def _count(self, stage: Stage, sizes: list[Floats]) -> None:
+        calls = self._sum_by(
+            [works.rank for works in stage.works],
+            [self.charges.num_calls(works) for works in stage.works],
+        )
+        posts = np.zeros(self.num_ranks)
+        for moves, size in zip(stage.moves, sizes, strict=True):
+            sends = np.bincount(moves.source, minlength=self.num_ranks)
+            self.messages += sends
+            self.sent += np.bincount(moves.source, size, self.num_ranks).astype(np.int64)
+            posts += sends + np.bincount(moves.destination, minlength=self.num_ranks)
+        self.host_s = self.host_s + (
+            calls * self.hardware.host_call_s + posts * self.hardware.host_message_s
+        )
+        self.memory.add(stage.moves, sizes)
+        areas = self._sum_by(
+            [works.rank for works in stage.works],
+            [self.charges.areas(works) for works in stage.works],
+        )
+        self.busiest_area += float(areas.max(initial=0.0))
+        self.total_area += float(areas.sum())
+
+    def _sum_by(self, ranks: Iterable[Ints], values: Iterable[NDArray]) -> Floats:
+        total = np.zeros(self.num_ranks)
+        for rank, value in zip(ranks, values, strict=True):
+            total += np.bincount(rank, value, self.num_ranks)
+        return total
+
+
+class _Memory:
+    """Bytes that each rank holds beside its own tensors."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.buffers: Floats = np.zeros((num_ranks, 0))
+        self.peak: Floats = np.zeros(num_ranks)
+
+    def add(self, lanes: Iterable[Moves], sizes: Iterable[Floats]) -> None:
+        """What lies in buffers, and during the step what is on its way in or out."""
+        now = self.buffers.sum(axis=1)
+        num_ranks = len(now)
+        for moves, size in zip(lanes, sizes, strict=True):
+            now += np.bincount(moves.destination, size, num_ranks)
+            if moves.buffer is None:
+                now += np.bincount(moves.source, size, num_ranks)
+            elif len(moves.buffer):
+                self._widen(int(moves.buffer.max()) + 1)
+        self.peak = np.maximum(self.peak, now)
+        for moves, size in zip(lanes, sizes, strict=True):
+            if moves.buffer is not None:
+                self.buffers[moves.destination, moves.buffer] = size
+
+    def _widen(self, num_buffers: int) -> None:
+        missing = num_buffers - self.buffers.shape[1]
+        if missing > 0:
+            self.buffers = np.pad(self.buffers, ((0, 0), (0, missing)))
+
+
+def _label(q_owner: int, kv_owner: int, heads: Share) -> str:
+    keys = "all" if kv_owner == EVERYONE else str(kv_owner)
+    part = f" h{heads.part}" if heads.parts > 1 else ""
+    return f"Q{q_owner} x KV{keys}{part}"
