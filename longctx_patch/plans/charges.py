@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from longctx_patch.layout import Interval
 from longctx_patch.masks import Piece
 from longctx_patch.plans.hardware import Hardware
-from longctx_patch.plans.pieces import Ints, PieceTable
+from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.schedule import Moves, Works
 from longctx_patch.plans.traffic import AttentionShape
 from longctx_patch.plans.types import EVERYONE, Block, Direction, Share
@@ -52,25 +52,28 @@ class Charges:
 
         return self.pieces.measure(works.kind, of)
 
-    def memory_seconds(self, works: Works) -> Floats:
-        """Adding the results of each work to a total, and preparing what its kernels read."""
-        heads, kv_heads = self._num_heads(works.heads), self._num_kv_heads(works.heads)
-        shape, narrow, wide = self.shape, self.shape.itemsize_bytes, self.shape.sum_itemsize_bytes
-        per_q = float(shape.batch * heads * shape.head_dim)
-        per_kv = float(2 * shape.batch * kv_heads * shape.head_dim)
-        added = narrow + 2 * wide  # a result is read, its total read and written
+    def adding_seconds(self, works: Works) -> Floats:
+        """Adding the results of each work to totals: read the result, read and write the total."""
+        per_q, per_kv = self._elements(works.heads)
         forward = self.direction is Direction.FORWARD
 
-        def of(pieces: tuple[Piece, ...]) -> float:
+        def elements(pieces: tuple[Piece, ...]) -> float:
             rows = sum(piece.q.size for piece in pieces)
             columns = 0 if forward else sum(piece.kv.size for piece in pieces)
-            return added * (rows * per_q + columns * per_kv)
+            return rows * per_q + columns * per_kv
 
-        moved = self.pieces.measure(works.kind, of)
-        if not forward:
-            rows = self.pieces.measure(works.kind, lambda found: sum(p.q.size for p in found))
-            moved += np.where(works.rank != works.q_owner, _SURROGATE_BYTES * per_q * rows, 0.0)
-        everything = 2 * narrow * self.pieces.layout.num_tokens * per_kv
+        moved = self.shape.itemsize_bytes + 2 * self.shape.sum_itemsize_bytes
+        return moved * self.pieces.measure(works.kind, elements) / self._adding_bandwidth
+
+    def preparing_seconds(self, works: Works) -> Floats:
+        """What precedes the kernels: an `out` for queries that came, all keys side by side."""
+        per_q, per_kv = self._elements(works.heads)
+        moved = np.zeros(len(works.rank))
+        if self.direction is Direction.BACKWARD:
+            start, stop = self.pieces.q_rows(works.kind)
+            came = works.rank != works.q_owner
+            moved += np.where(came, _SURROGATE_BYTES * per_q * (stop - start), 0.0)
+        everything = 2 * self.shape.itemsize_bytes * self.pieces.layout.num_tokens * per_kv
         moved += np.where(works.kv_owner == EVERYONE, everything, 0.0)
         return moved / self.hardware.memory_bandwidth
 
@@ -85,7 +88,7 @@ class Charges:
             return np.zeros_like(sizes)
         wide = moves.operand.is_sum
         ratio = 1.0 if wide else self.shape.sum_itemsize_bytes / self.shape.itemsize_bytes
-        return sizes * (1 + 2 * ratio) / self.hardware.memory_bandwidth
+        return sizes * (1 + 2 * ratio) / self._adding_bandwidth
 
     def delta_seconds(self) -> Floats:
         """By rank: delta of its own rows, for a schedule that sends queries in backward."""
@@ -99,13 +102,26 @@ class Charges:
         moved = per_row * (shape.sum_itemsize_bytes + shape.itemsize_bytes)
         return self.pieces.sizes * (moved / self.hardware.memory_bandwidth)
 
-    def num_calls(self, works: Works) -> Ints:
-        return self.pieces.measure(works.kind, len, np.int64)
-
     def areas(self, works: Works) -> Floats:
         """Pairs of each work, times its share of the heads."""
         area = self.pieces.measure(works.kind, lambda pieces: sum(p.area for p in pieces))
         return area * (self._num_heads(works.heads) / self.shape.num_heads)
+
+    def host_seconds(self, works: Works) -> Floats:
+        """Of the CPU: issuing each work's kernels and what adds their results."""
+        forward = self.direction is Direction.FORWARD
+        call = self.hardware.host_forward_s if forward else self.hardware.host_backward_s
+        return call * self.pieces.measure(works.kind, len)
+
+    @property
+    def _adding_bandwidth(self) -> float:
+        forward = self.direction is Direction.FORWARD
+        return self.hardware.merge_bandwidth if forward else self.hardware.memory_bandwidth
+
+    def _elements(self, heads: Share) -> tuple[float, float]:
+        """Elements of a token's query and of its key and value."""
+        per_head = float(self.shape.batch * self.shape.head_dim)
+        return self._num_heads(heads) * per_head, 2 * self._num_kv_heads(heads) * per_head
 
     def _num_heads(self, heads: Share) -> int:
         return heads.range(self.shape.num_heads, self.shape.num_kv_heads).size

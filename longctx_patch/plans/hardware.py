@@ -1,7 +1,9 @@
 """What the cost model knows of a machine: kernel rates by shape, memory, links, the host."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
+from types import MappingProxyType
 
 from longctx_patch.masks import Piece
 from longctx_patch.plans.types import Direction
@@ -42,16 +44,22 @@ class Hardware:
     backward_full: KernelRate
     backward_causal: KernelRate
     memory_bandwidth: float
-    """Bytes per second that merging, adding and packing reach."""
+    """Bytes per second that adding and packing reach, counting what must be read and written."""
+    merge_bandwidth: float
+    """The same of merging outputs by their log-sum-exp."""
     gpus_per_node: int
     intra_node: Link
     inter_node: Link
     overlap_slowdown: float
     """Seconds that a kernel loses per second of communication beside it."""
-    host_call_s: float
-    """Seconds of the CPU for one kernel call and what is merged after it."""
+    host_forward_s: float
+    """Seconds of the CPU for one forward kernel call and merging its result."""
+    host_backward_s: float
+    """Seconds of the CPU for one backward kernel call and adding its results."""
+    host_exchange_s: float
+    """Seconds of the CPU for one batch of messages: packing, posting, waiting."""
     host_message_s: float
-    """Seconds of the CPU for one message: packing, posting, waiting."""
+    """Seconds of the CPU for each message in it."""
 
     def kernel_seconds(
         self, direction: Direction, piece: Piece, *, batch: int, num_heads: int, head_dim: int
@@ -72,19 +80,40 @@ class Hardware:
         return self.backward_causal if causal else self.backward_full
 
 
-# Kernel, memory, NVLink and host figures of the H200 are fits to benchmarks/calibrate.py; those of
-# the others are scaled from it by published kernel rates and data sheets (docs/cost_model.md).
+# The H200 figures are rounded from benchmarks/calibrate.py on 4 GPUs of a host (torch 2.11, CUDA
+# 13.0, cuDNN's kernels, NCCL), kernel rates as they hold under sustained load. The H100 has the
+# same kernels and links and 0.7 of the memory bandwidth; the A100's kernel rates are those
+# published for FlashAttention-2, its memory and links scaled by data sheets.
 _H200 = Hardware(
     name="h200",
-    forward_full=KernelRate(650e12, 400, 10e-6),
-    forward_causal=KernelRate(620e12, 800, 10e-6),
-    backward_full=KernelRate(560e12, 400, 20e-6),
-    backward_causal=KernelRate(540e12, 800, 20e-6),
-    memory_bandwidth=2.5e12,
+    forward_full=KernelRate(625e12, 50, 14e-6),
+    forward_causal=KernelRate(615e12, 430, 18e-6),
+    backward_full=KernelRate(545e12, 100, 41e-6),
+    backward_causal=KernelRate(540e12, 800, 50e-6),
+    memory_bandwidth=2.85e12,
+    merge_bandwidth=1.54e12,
     gpus_per_node=8,
-    intra_node=Link(330e9, 20e-6),
+    intra_node=Link(240e9, 20e-6),
     inter_node=Link(45e9, 30e-6),
-    overlap_slowdown=0.07,
-    host_call_s=50e-6,
-    host_message_s=40e-6,
+    overlap_slowdown=0.89,
+    host_forward_s=120e-6,
+    host_backward_s=140e-6,
+    host_exchange_s=80e-6,
+    host_message_s=15e-6,
 )
+_H100 = replace(_H200, name="h100", memory_bandwidth=2.0e12, merge_bandwidth=1.08e12)
+_A100 = replace(
+    _H200,
+    name="a100",
+    forward_full=KernelRate(195e12, 50, 14e-6),
+    forward_causal=KernelRate(190e12, 430, 18e-6),
+    backward_full=KernelRate(175e12, 100, 41e-6),
+    backward_causal=KernelRate(170e12, 800, 50e-6),
+    memory_bandwidth=1.2e12,
+    merge_bandwidth=0.65e12,
+    intra_node=Link(160e9, 20e-6),
+    inter_node=Link(22e9, 30e-6),
+)
+
+PRESETS: Mapping[str, Hardware] = MappingProxyType({h.name: h for h in (_A100, _H100, _H200)})
+"""Nodes of 8 GPUs with NVLink and 8 NICs (200 Gbit/s for the A100, 400 for the others)."""

@@ -165,11 +165,12 @@ class _Player:
         """When each rank has computed its works, slowed down while its messages travel."""
         ranks = [works.rank for works in stage.works]
         kernels = self._sum_by(ranks, [self.charges.kernel_seconds(w) for w in stage.works])
-        memory = self._sum_by(ranks, [self.charges.memory_seconds(w) for w in stage.works])
+        prepared = self._sum_by(ranks, [self.charges.preparing_seconds(w) for w in stage.works])
+        added = self._sum_by(ranks, [self.charges.adding_seconds(w) for w in stage.works])
         # The first result of a rank becomes its total as it is.
-        memory[~self.has_worked] = 0.0
+        added[~self.has_worked] = 0.0
         lost = self.hardware.overlap_slowdown * np.minimum(kernels, travel)
-        computed = posted + kernels + lost + memory
+        computed = posted + prepared + kernels + lost + added
         for works in stage.works:
             self.has_worked[works.rank] = True
             if self.spans is not None:
@@ -180,26 +181,24 @@ class _Player:
         return computed
 
     def _count(self, stage: Stage, sizes: list[Floats]) -> None:
-        calls = self._sum_by(
-            [works.rank for works in stage.works],
-            [self.charges.num_calls(works) for works in stage.works],
-        )
-        posts = np.zeros(self.num_ranks)
-        for moves, size in zip(stage.moves, sizes, strict=True):
-            sends = np.bincount(moves.source, minlength=self.num_ranks)
-            self.messages += sends
-            self.sent += np.bincount(moves.source, size, self.num_ranks).astype(np.int64)
-            posts += sends + np.bincount(moves.destination, minlength=self.num_ranks)
-        self.host_s = self.host_s + (
-            calls * self.hardware.host_call_s + posts * self.hardware.host_message_s
-        )
-        self.memory.add(stage.moves, sizes)
-        areas = self._sum_by(
-            [works.rank for works in stage.works],
-            [self.charges.areas(works) for works in stage.works],
-        )
+        ranks = [works.rank for works in stage.works]
+        areas = self._sum_by(ranks, [self.charges.areas(works) for works in stage.works])
         self.busiest_area += float(areas.max(initial=0.0))
         self.total_area += float(areas.sum())
+        for moves, size in zip(stage.moves, sizes, strict=True):
+            self.messages += np.bincount(moves.source, minlength=self.num_ranks)
+            self.sent += np.bincount(moves.source, size, self.num_ranks).astype(np.int64)
+        self.memory.add(stage.moves, sizes)
+        self.host_s += self._sum_by(ranks, [self.charges.host_seconds(w) for w in stage.works])
+        self.host_s += self._host_messages([m for m in stage.moves if m.operand.is_input])
+        self.host_s += self._host_messages([m for m in stage.moves if not m.operand.is_input])
+
+    def _host_messages(self, lanes: list[Moves]) -> Floats:
+        """Of the CPU: one batch of messages on each rank that takes part in it."""
+        ends = [rank for moves in lanes for rank in (moves.source, moves.destination)]
+        messages = self._sum_by(ends, [np.ones(len(rank)) for rank in ends])
+        batches = (messages > 0) * self.hardware.host_exchange_s
+        return batches + messages * self.hardware.host_message_s
 
     def _sum_by(self, ranks: Iterable[Ints], values: Iterable[NDArray]) -> Floats:
         total = np.zeros(self.num_ranks)
