@@ -28,8 +28,10 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig, attention, make_sequence_group
 from longctx_patch.call import AttentionCall
+from longctx_patch.choice import choose
+from longctx_patch.costs import Workload, predict
 from longctx_patch.groups import SequenceGroup
-from longctx_patch.plans import Direction
+from longctx_patch.plans import PRESETS, Direction
 from longctx_patch.plans.traffic import Traffic
 
 WARM_UP_CALLS = 3
@@ -81,8 +83,21 @@ class Timing(NamedTuple):
 def predicted_seconds(
     config: LongContextConfig, direction: Direction, problem: Problem
 ) -> float | None:
-    """What a cost model says that `direction` takes; None without one."""
-    return None
+    """What the cost model says that `direction` takes on this machine; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    workload = Workload(
+        num_tokens=problem.num_tokens,
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+    )
+    name = torch.cuda.get_device_name().lower()
+    hardware = next((preset for key, preset in PRESETS.items() if key in name), None)
+    if hardware is None:
+        return None
+    setting = choose(config, direction, workload)
+    return predict(setting, direction, workload, hardware).makespan_s
 
 
 def settings(plan: str, num_ranks: int, ranks_per_node: int) -> dict[str, Any]:
@@ -234,7 +249,8 @@ class Case:
         return [found for found, _ in ranks]
 
     def num_steps(self, direction: Direction) -> int:
-        return len(self._call().plan(direction).rank_steps[self.group.ring.group_rank])
+        plan = self._call().plan_for(direction, self.shards.q)
+        return len(plan.rank_steps[self.group.ring.group_rank])
 
     def _call(self) -> AttentionCall:
         problem = self.problem

@@ -8,7 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from longctx_patch.choice import compare, explain
     from longctx_patch.config import LongContextConfig
+    from longctx_patch.costs import Workload
     from longctx_patch.data import SequenceShardCollator
     from longctx_patch.groups import make_sequence_group, virtual_group, world_place
     from longctx_patch.hf import PatchHandle, UnsupportedModelError, patch
@@ -21,8 +23,11 @@ _HOME = {
     "PatchHandle": "hf",
     "SequenceShardCollator": "data",
     "UnsupportedModelError": "hf",
+    "Workload": "costs",
     "attention": "operator",
+    "compare": "choice",
     "count_valid_tokens": "loss",
+    "explain": "choice",
     "make_sequence_group": "groups",
     "patch": "hf",
     "run_virtual_ranks": "transport",
@@ -35,8 +40,11 @@ __all__ = [
     "PatchHandle",
     "SequenceShardCollator",
     "UnsupportedModelError",
+    "Workload",
     "attention",
+    "compare",
     "count_valid_tokens",
+    "explain",
     "make_sequence_group",
     "patch",
     "run_virtual_ranks",

@@ -5,22 +5,16 @@ from functools import cached_property, lru_cache
 
 from torch import Tensor
 
-from longctx_patch.config import LongContextConfig
+from longctx_patch.choice import choose
+from longctx_patch.costs import Setting, Workload, schedule_of
 from longctx_patch.executor import Executor
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.kernels import KernelRequest, choose_kernel
-from longctx_patch.layout import Interval, make_layout
-from longctx_patch.masks import CausalMask
-from longctx_patch.plans import (
-    AttentionShape,
-    Direction,
-    Plan,
-    make_schedule,
-    plan_traffic,
-    verify_plan,
-)
+from longctx_patch.layout import Interval
+from longctx_patch.plans import AttentionShape, Direction, Plan, plan_traffic, verify_plan
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.ulysses import (
+    QKV,
     Heads,
     HeadSplit,
     Resharder,
@@ -28,27 +22,14 @@ from longctx_patch.ulysses import (
     to_tokens_traffic,
 )
 
-QKV = (Heads.QUERY, Heads.KEY_VALUE, Heads.KEY_VALUE)
-
 
 @lru_cache(maxsize=64)
-def make_plan(
-    config: LongContextConfig, direction: Direction, num_tokens: int, num_kv_heads: int
-) -> Plan:
+def make_plan(setting: Setting, direction: Direction, num_tokens: int, num_kv_heads: int) -> Plan:
     """The plan of the ring part, over `ring_degree` ranks and all tokens, proved right.
 
     The proof takes milliseconds (0.4 s for 64 ranks), once for each length.
     """
-    layout = make_layout(config.placement, num_tokens, ring=config.ring_degree)
-    forward = direction is Direction.FORWARD
-    plan = make_schedule(
-        config.plan_name if forward else config.backward_plan_name,
-        direction,
-        layout,
-        CausalMask(),
-        num_kv_heads=num_kv_heads,
-        ranks_per_node=config.ranks_per_node,
-    ).plan()
+    plan = schedule_of(setting, direction, num_tokens, num_kv_heads).plan()
     verify_plan(plan)
     return plan
 
@@ -88,9 +69,24 @@ class AttentionCall:
         first = self.group.ring.group_rank * degree
         return self.group.layout(self.num_tokens).sizes[first : first + degree]
 
-    def plan(self, direction: Direction) -> Plan:
+    def plan(self, direction: Direction, *, batch: int, head_dim: int, itemsize_bytes: int) -> Plan:
+        """What the ring part runs. Sizes matter to the choice that `plan="auto"` makes."""
+        workload = Workload(
+            num_tokens=self.num_tokens,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=head_dim,
+            batch=batch,
+            itemsize_bytes=itemsize_bytes,
+        )
+        setting = choose(self.group.config, direction, workload)
         num_kv_heads = self.split.num_kv_computed(self.group.ulysses.group_rank)
-        return make_plan(self.group.config, direction, self.num_tokens, num_kv_heads)
+        return make_plan(setting, direction, self.num_tokens, num_kv_heads)
+
+    def plan_for(self, direction: Direction, q: Tensor) -> Plan:
+        """The plan for queries `[B, L, H, D]`."""
+        batch, _, _, head_dim = q.shape
+        return self.plan(direction, batch=batch, head_dim=head_dim, itemsize_bytes=q.dtype.itemsize)
 
     def executor(self, q: Tensor) -> Executor:
         request = KernelRequest(q.device.type, q.dtype, q.shape[-1])
@@ -108,7 +104,13 @@ class AttentionCall:
             head_dim=head_dim,
             itemsize_bytes=itemsize_bytes,
         )
-        ring = {d: plan_traffic(self.plan(d), shape)[ring_rank] for d in Direction}
+        ring = {
+            direction: plan_traffic(
+                self.plan(direction, batch=batch, head_dim=head_dim, itemsize_bytes=itemsize_bytes),
+                shape,
+            )[ring_rank]
+            for direction in Direction
+        }
         per_head = batch * head_dim * itemsize_bytes
 
         def to_heads(*heads: Heads) -> Traffic:

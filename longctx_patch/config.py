@@ -21,6 +21,7 @@ PlanName = Literal[
     "double_ring",
     "allgather",
 ]
+HardwareName = Literal["a100", "h100", "h200"]
 CheckpointPolicy = Literal["none", "full", "attention"]
 
 # Each plan is balanced, or at all defined, for some placements of tokens; the first is its own.
@@ -36,9 +37,6 @@ LAYOUTS_OF_PLAN: Mapping[str, tuple[LayoutName, ...]] = MappingProxyType(
         "double_ring": ("zigzag", "contiguous", "striped"),
         "allgather": ("zigzag", "contiguous"),
     }
-)
-_PLAN_OF_LAYOUT: Mapping[LayoutName, str] = MappingProxyType(
-    {"contiguous": "ring", "zigzag": "zigzag", "striped": "striped"}
 )
 
 
@@ -57,13 +55,19 @@ class LongContextConfig:
     causal mask. See `placement`."""
 
     plan: PlanName = "auto"
-    """Schedule of the ring part (`longctx_patch.plans`). `auto` takes the layout's ring."""
+    """Schedule of the ring part (`longctx_patch.plans`). `auto`: the cost model takes one of those
+    made for the layout; `longctx_patch.explain` says which and why."""
 
     backward_plan: PlanName = "auto"
-    """Schedule of backward, made for the same layout; `auto` takes the forward one."""
+    """Schedule of backward, made for the same layout; `auto` takes the forward one, or where that
+    is `auto` too, the cost model's."""
 
     ranks_per_node: int | None = None
-    """Ring ranks on one machine, for `double_ring`; they are numbered machine by machine."""
+    """Ring ranks on one machine, for `double_ring` and `auto`; they are numbered machine by
+    machine. None: for `auto`, as many as the hardware's nodes have."""
+
+    hardware: HardwareName = "h100"
+    """The machine that `auto` chooses for. It changes which plan runs, never what it computes."""
 
     kernel: str = "auto"
     """Attention kernel of one block; `longctx_patch.kernels.available()` lists the names."""
@@ -85,6 +89,7 @@ class LongContextConfig:
             _require_choice("layout", self.layout, get_args(LayoutName))
         _require_choice("plan", self.plan, get_args(PlanName))
         _require_choice("backward_plan", self.backward_plan, get_args(PlanName))
+        _require_choice("hardware", self.hardware, get_args(HardwareName))
         _require_choice("checkpoint", self.checkpoint, get_args(CheckpointPolicy))
         for field in ("plan", "backward_plan"):
             plan = getattr(self, field)
@@ -99,32 +104,22 @@ class LongContextConfig:
         self._check_nodes()
 
     def _check_nodes(self) -> None:
-        size = self.ranks_per_node
-        double = "double_ring" in (self.plan, self.backward_plan)
-        if not double and size is None:
+        size, plans = self.ranks_per_node, (self.plan, self.backward_plan)
+        if size is None and "double_ring" not in plans:
             return
-        if not double or size is None or size < 1 or self.ring_degree % size:
+        taken = "double_ring" in plans or self.plan == "auto"
+        if not taken or size is None or size < 1 or self.ring_degree % size:
             raise ValueError(
                 f"ranks_per_node={size} with plan={self.plan!r}, backward_plan="
                 f"{self.backward_plan!r} and ring_degree={self.ring_degree}: 'double_ring' needs "
-                "it, no other plan takes it, and it must divide ring_degree. Give the ring ranks "
-                "that share a machine."
+                "it, 'auto' may have it, no other plan takes it, and it must divide ring_degree. "
+                "Give the ring ranks that share a machine."
             )
 
     @property
     def placement(self) -> LayoutName:
         """The layout, decided."""
         return self.layout or LAYOUTS_OF_PLAN.get(self.plan, ("zigzag",))[0]
-
-    @property
-    def plan_name(self) -> str:
-        """The plan of forward, decided."""
-        return _PLAN_OF_LAYOUT[self.placement] if self.plan == "auto" else self.plan
-
-    @property
-    def backward_plan_name(self) -> str:
-        """The plan of backward, decided."""
-        return self.plan_name if self.backward_plan == "auto" else self.backward_plan
 
     @property
     def sequence_degree(self) -> int:

@@ -62,8 +62,9 @@ class Inputs:
         return self._packed[transfer.block].buffer
 
     def incoming(self, transfer: Transfer) -> Tensor:
-        """Fresh memory for the block; what the buffer held goes back to the allocator."""
+        """Fresh memory for the block; what the buffer held goes back to the allocator first."""
         assert transfer.buffer is not None
+        self._buffers.pop(transfer.buffer, None)
         operand, _, rows, heads = transfer.block
         like = self._own_heads(operand, heads)
         specs = [TensorSpec((t.shape[0], rows.size, *t.shape[2:]), t.dtype) for t in like]

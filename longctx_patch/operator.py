@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longctx_patch.accumulate import sum_dtype
-from longctx_patch.call import QKV, AttentionCall
+from longctx_patch.call import AttentionCall
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.plans import Direction
 from longctx_patch.replay import current_frame
 from longctx_patch.transport import VirtualTransport
-from longctx_patch.ulysses import Heads
+from longctx_patch.ulysses import QKV, Heads
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -129,10 +129,11 @@ def _run_forward(
     """((q, k, v, out, lse) as the plan saw them, this rank's out_BLHD, the lse to return)."""
     resharder, executor = call.resharder, call.executor(q)
     if resharder is None:
-        out, lse = executor.forward(call.plan(Direction.FORWARD), q, k, v)
+        out, lse = executor.forward(call.plan_for(Direction.FORWARD, q), q, k, v)
         return (q, k, v, out, lse), out, lse
     q, k, v = resharder.to_heads([q, k, v], QKV)
-    out, lse = executor.forward(call.plan(Direction.FORWARD), q, *_matched(call, k, v))
+    plan = call.plan_for(Direction.FORWARD, q)
+    out, lse = executor.forward(plan, q, *_matched(call, k, v))
     saved = (q, k, v, out, lse)
     if not call.returns_lse:
         (out,) = resharder.to_tokens([out], [Heads.QUERY])
@@ -155,7 +156,7 @@ def _run_backward(
     elif resharder is not None:
         (dout,) = resharder.to_heads([dout], [Heads.QUERY])
     keys, values = _matched(call, k, v)
-    plan = call.plan(Direction.BACKWARD)
+    plan = call.plan_for(Direction.BACKWARD, q)
     dq, dk, dv = executor.backward(plan, dout, q, keys, values, out, lse)
     dk, dv = _unmatched(call, dk).to(k.dtype), _unmatched(call, dv).to(v.dtype)
     if resharder is not None:

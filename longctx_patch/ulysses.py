@@ -27,6 +27,10 @@ class Heads(Enum):
     KEY_VALUE = "key_value"
 
 
+QKV = (Heads.QUERY, Heads.KEY_VALUE, Heads.KEY_VALUE)
+"""What q, k and v have, in this order; so do their gradients."""
+
+
 @dataclass(frozen=True)
 class HeadSplit:
     """Which heads each rank of a Ulysses group computes."""

@@ -59,9 +59,10 @@ class Settings:
     ulysses: int = setting("ranks that exchange heads for tokens", default=1)
     ring: int = setting("ranks that pass key-value blocks round", default=1)
     layout: str = setting("placement of tokens; auto: that of the plan", default="auto")
-    plan: str = setting("schedule of the ring; auto: that of the layout", default="auto")
-    backward_plan: str = setting("schedule of backward; auto: the same", default="auto")
+    plan: str = setting("schedule of the ring; auto: the cost model's", default="auto")
+    backward_plan: str = setting("schedule of backward; auto: the cost model's", default="auto")
     ranks_per_node: int | None = setting("ring ranks per machine, for double_ring", default=None)
+    hardware: str = setting("what auto chooses for: a100, h100 or h200", default="h100")
     kernel: str = setting("attention kernel", default="auto")
     checkpoint: str = setting("none, full or attention", default="none")
 
@@ -120,6 +121,7 @@ class Settings:
             plan=self.plan,  # type: ignore[arg-type]
             backward_plan=self.backward_plan,  # type: ignore[arg-type]
             ranks_per_node=self.ranks_per_node,
+            hardware=self.hardware,  # type: ignore[arg-type]
             kernel=self.kernel,
             checkpoint=self.checkpoint,  # type: ignore[arg-type]
         )

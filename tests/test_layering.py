@@ -9,7 +9,7 @@ ROWS = (
     ("plans",),
     ("transport", "kernels"),
     ("groups", "accumulate", "operands", "partials", "executor"),
-    ("ulysses", "call", "replay", "operator"),
+    ("ulysses", "costs", "choice", "call", "replay", "operator"),
     ("memory", "loss"),
     ("data", "hf", "plugin"),
     ("processes", "verification"),

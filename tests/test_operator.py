@@ -10,6 +10,7 @@ from torch import Tensor
 from longctx_patch import (
     LongContextConfig,
     attention,
+    costs,
     make_sequence_group,
     run_virtual_ranks,
     virtual_group,
@@ -141,9 +142,10 @@ def test_a_wrong_plan_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         schedule = make_schedule(*args, **kwargs)
         return replace(schedule, stages=lambda: iter(list(schedule.stages())[:-1]))
 
-    monkeypatch.setattr(call_module, "make_schedule", without_its_end)
+    monkeypatch.setattr(costs, "make_schedule", without_its_end)
+    setting = costs.Setting(plan="zigzag", layout="zigzag", ulysses_degree=1, ring_degree=3)
     with pytest.raises(PlanError, match="0 pairs computed"):
-        call_module.make_plan(LongContextConfig(ring_degree=3), Direction.FORWARD, 101_101, 1)
+        call_module.make_plan(setting, Direction.FORWARD, 101_101, 1)
 
 
 def plan_config(num_ranks: int, plan: str) -> LongContextConfig:

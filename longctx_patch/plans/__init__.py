@@ -5,11 +5,13 @@ from longctx_patch.plans.burst import burst_backward
 from longctx_patch.plans.direct_ring import direct_ring
 from longctx_patch.plans.distflash import distflash
 from longctx_patch.plans.double_ring import double_ring
+from longctx_patch.plans.hardware import PRESETS, Hardware
 from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.registry import make_schedule
 from longctx_patch.plans.ring import ring
 from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
-from longctx_patch.plans.traffic import AttentionShape, plan_traffic
+from longctx_patch.plans.simulate import Simulation, Span, simulate
+from longctx_patch.plans.traffic import AttentionShape, Traffic, plan_traffic
 from longctx_patch.plans.types import (
     ALL_HEADS,
     EVERYONE,
@@ -28,9 +30,11 @@ from longctx_patch.plans.verify import PlanError, PlanReport, verify_plan
 __all__ = [
     "ALL_HEADS",
     "EVERYONE",
+    "PRESETS",
     "AttentionShape",
     "Block",
     "Direction",
+    "Hardware",
     "Moves",
     "Operand",
     "PieceTable",
@@ -40,8 +44,11 @@ __all__ = [
     "RankStep",
     "Schedule",
     "Share",
+    "Simulation",
+    "Span",
     "Stage",
     "Step",
+    "Traffic",
     "Transfer",
     "Work",
     "Works",
@@ -53,5 +60,6 @@ __all__ = [
     "make_schedule",
     "plan_traffic",
     "ring",
+    "simulate",
     "verify_plan",
 ]

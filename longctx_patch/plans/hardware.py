@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
 
+from longctx_patch.config import HardwareName
 from longctx_patch.masks import Piece
 from longctx_patch.plans.types import Direction
 
@@ -38,7 +39,7 @@ class Link:
 class Hardware:
     """One kind of node and the links between nodes; every GPU has a NIC of its own."""
 
-    name: str
+    name: HardwareName
     forward_full: KernelRate
     forward_causal: KernelRate
     backward_full: KernelRate
@@ -115,5 +116,7 @@ _A100 = replace(
     inter_node=Link(22e9, 30e-6),
 )
 
-PRESETS: Mapping[str, Hardware] = MappingProxyType({h.name: h for h in (_A100, _H100, _H200)})
+PRESETS: Mapping[HardwareName, Hardware] = MappingProxyType(
+    {hardware.name: hardware for hardware in (_A100, _H100, _H200)}
+)
 """Nodes of 8 GPUs with NVLink and 8 NICs (200 Gbit/s for the A100, 400 for the others)."""

@@ -216,18 +216,15 @@ class _Memory:
 
     def add(self, lanes: Iterable[Moves], sizes: Iterable[Floats]) -> None:
         """What lies in buffers, and during the step what is on its way in or out."""
-        now = self.buffers.sum(axis=1)
-        num_ranks = len(now)
+        results = np.zeros(len(self.peak))
         for moves, size in zip(lanes, sizes, strict=True):
-            now += np.bincount(moves.destination, size, num_ranks)
             if moves.buffer is None:
-                now += np.bincount(moves.source, size, num_ranks)
+                for rank in (moves.source, moves.destination):
+                    results += np.bincount(rank, size, len(results))
             elif len(moves.buffer):
                 self._widen(int(moves.buffer.max()) + 1)
-        self.peak = np.maximum(self.peak, now)
-        for moves, size in zip(lanes, sizes, strict=True):
-            if moves.buffer is not None:
                 self.buffers[moves.destination, moves.buffer] = size
+        self.peak = np.maximum(self.peak, self.buffers.sum(axis=1) + results)
 
     def _widen(self, num_buffers: int) -> None:
         missing = num_buffers - self.buffers.shape[1]

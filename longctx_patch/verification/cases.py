@@ -34,7 +34,7 @@ def all_configs(
 
 def plan_name(config: LongContextConfig) -> str:
     """What a config runs, in one word or two."""
-    ring = config.plan_name
+    ring = config.placement if config.plan == "auto" else config.plan
     if config.sequence_degree == 1:
         return "single"
     if config.ring_degree == 1:

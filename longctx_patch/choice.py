@@ -1,0 +1,252 @@
+"""Choose plans by the cost model, and say why the others lost.
+
+The fastest wins; among those as fast to within `TIE`, the one that sends least, since bytes that
+are hidden today are the first to show on a slower link.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, LongContextConfig
+from longctx_patch.costs import Prediction, Setting, Workload, predict
+from longctx_patch.plans import PRESETS, Direction, Hardware
+
+TIE = 0.01
+_HYBRIDS = ("zigzag", "zigzag_direct", "allgather")
+"""Ring parts that `compare` tries under Ulysses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One candidate for one direction."""
+
+    prediction: Prediction
+    chosen: bool
+    reason: str
+
+    def as_json(self) -> dict[str, Any]:
+        return self.prediction.as_json() | {"chosen": self.chosen, "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All candidates, those of one direction together, best first."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        header = ("plan", "direction", "time", "exposed", "idle", "MiB sent", "MiB buffers", "why")
+        table = [header, *(_columns(row) for row in self.rows)]
+        widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in table
+        )
+
+
+def compare(
+    workload: Workload,
+    hardware: Hardware,
+    ranks: int,
+    directions: Sequence[Direction] = tuple(Direction),
+) -> Comparison:
+    """Every plan on `ranks` ranks, Ulysses, and a few products of both.
+
+    Forward and backward may follow different plans but share degrees and layout, so the winners are
+    the pair whose times together are least.
+    """
+    return _compare(list(_settings(workload, hardware, ranks)), workload, hardware, directions)
+
+
+def explain(
+    config: LongContextConfig,
+    workload: Workload,
+    directions: Sequence[Direction] = tuple(Direction),
+) -> Comparison:
+    """The candidates of `plan="auto"` under a config: its degrees, its layout, its hardware."""
+    hardware = PRESETS[config.hardware]
+    return _compare(_settings_of(config, hardware), workload, hardware, directions)
+
+
+def choose(config: LongContextConfig, direction: Direction, workload: Workload) -> Setting:
+    """The config with the plan of one direction decided, by the cost model where it is `auto`."""
+    plan = config.plan if direction is Direction.FORWARD else config.backward_plan
+    if plan == "auto" and direction is Direction.BACKWARD and config.plan != "auto":
+        plan = config.plan
+    if plan != "auto":
+        return _setting(config, plan, config.ranks_per_node)
+    # The choice hardly depends on the exact length: one answer for all up to a power of two.
+    rounded = 1 << (workload.num_tokens - 1).bit_length()
+    return _choose(config, direction, replace(workload, num_tokens=rounded))
+
+
+@lru_cache(maxsize=256)
+def _choose(config: LongContextConfig, direction: Direction, workload: Workload) -> Setting:
+    hardware = PRESETS[config.hardware]
+    candidates = [s for s in _settings_of(config, hardware) if _serves(s.plan, direction)]
+    if config.ring_degree == 1:
+        return candidates[0]
+    return _best([_predicted(s, direction, workload, hardware) for s in candidates]).setting
+
+
+class _Candidate(NamedTuple):
+    setting: Setting
+    prediction: Prediction
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.prediction.bytes_sent_per_rank)
+
+
+def _predicted(
+    setting: Setting, direction: Direction, workload: Workload, hardware: Hardware
+) -> _Candidate:
+    return _Candidate(setting, predict(setting, direction, workload, hardware))
+
+
+def _best(candidates: Iterable[_Candidate]) -> _Candidate:
+    """The one of fewest bytes among the fastest."""
+    candidates = list(candidates)
+    fastest = min(candidate.prediction.makespan_s for candidate in candidates)
+    tied = [c for c in candidates if c.prediction.makespan_s <= fastest * (1 + TIE)]
+    return min(tied, key=lambda c: (c.total_bytes, c.prediction.peak_buffer_bytes))
+
+
+def _serves(plan: str, direction: Direction) -> bool:
+    """Burst is a backward; its forward is the zigzag ring."""
+    return plan != "burst" or direction is Direction.BACKWARD
+
+
+def _settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]:
+    """What `auto` may choose from: the plans of the config's layout, its own ring first."""
+    per_node = config.ranks_per_node or _ring_ranks_in_node(config.ulysses_degree, hardware)
+    plans = [p for p, layouts in LAYOUTS_OF_PLAN.items() if config.placement in layouts]
+    return [
+        _setting(config, plan, per_node)
+        for plan in plans
+        if plan != "double_ring" or _has_full_nodes(config.ring_degree, per_node)
+    ]
+
+
+def _setting(config: LongContextConfig, plan: str, ranks_per_node: int | None) -> Setting:
+    return Setting(
+        plan=plan,
+        layout=config.placement,
+        ulysses_degree=config.ulysses_degree,
+        ring_degree=config.ring_degree,
+        ranks_per_node=ranks_per_node,
+    )
+
+
+def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterable[Setting]:
+    """What `compare` looks at: all plans on all ranks, then Ulysses of each degree."""
+    for degree in range(1, min(ranks, workload.num_heads) + 1):
+        if ranks % degree or (degree > hardware.gpus_per_node and degree < ranks):
+            continue
+        ring, per_node = ranks // degree, _ring_ranks_in_node(degree, hardware)
+        plans = LAYOUTS_OF_PLAN if degree == 1 else _HYBRIDS[: 1 if ring == 1 else None]
+        for plan in plans:
+            if plan != "double_ring" or _has_full_nodes(ring, per_node):
+                yield Setting(
+                    plan=plan,
+                    layout=LAYOUTS_OF_PLAN[plan][0],
+                    ulysses_degree=degree,
+                    ring_degree=ring,
+                    ranks_per_node=per_node,
+                )
+
+
+def _ring_ranks_in_node(ulysses_degree: int, hardware: Hardware) -> int:
+    return max(1, hardware.gpus_per_node // ulysses_degree)
+
+
+def _has_full_nodes(ring_degree: int, per_node: int) -> bool:
+    """Whether the double ring has two rings to turn."""
+    return 1 < per_node < ring_degree and ring_degree % per_node == 0
+
+
+def _compare(
+    settings: list[Setting],
+    workload: Workload,
+    hardware: Hardware,
+    directions: Sequence[Direction],
+) -> Comparison:
+    candidates = {
+        direction: [
+            _predicted(setting, direction, workload, hardware)
+            for setting in settings
+            if _serves(setting.plan, direction)
+        ]
+        for direction in directions
+    }
+    winners = _winners(candidates)
+    rows = [
+        Row(
+            prediction=candidate.prediction,
+            chosen=candidate is winners[direction],
+            reason=_reason(candidate, winners[direction]),
+        )
+        for direction, found in candidates.items()
+        for candidate in sorted(found, key=lambda c: c.prediction.makespan_s)
+    ]
+    return Comparison(tuple(rows))
+
+
+def _winners(candidates: dict[Direction, list[_Candidate]]) -> dict[Direction, _Candidate]:
+    """The best of each direction, under the degrees and layout that are best for all together."""
+    shared: dict[tuple[int, LayoutName], dict[Direction, _Candidate]] = {}
+    for direction, found in candidates.items():
+        for key in {(c.setting.ulysses_degree, c.setting.layout) for c in found}:
+            of_key = [c for c in found if (c.setting.ulysses_degree, c.setting.layout) == key]
+            shared.setdefault(key, {})[direction] = _best(of_key)
+    complete = [best for best in shared.values() if len(best) == len(candidates)]
+
+    def seconds(best: dict[Direction, _Candidate]) -> float:
+        return sum(candidate.prediction.makespan_s for candidate in best.values())
+
+    fastest = min(seconds(best) for best in complete)
+    tied = [best for best in complete if seconds(best) <= fastest * (1 + TIE)]
+    return min(tied, key=lambda best: sum(c.total_bytes for c in best.values()))
+
+
+def _reason(candidate: _Candidate, winner: _Candidate) -> str:
+    if candidate is winner:
+        return "chosen"
+    mine, best = candidate.prediction, winner.prediction
+    ratio = candidate.total_bytes / max(1, winner.total_bytes)
+    sends = f"sends {ratio:.1f} times the bytes"
+    extra_s = mine.makespan_s - best.makespan_s
+    if extra_s > TIE * best.makespan_s:
+        waits_s = mine.exposed_communication_s - best.exposed_communication_s
+        if mine.idle_fraction > best.idle_fraction + TIE:
+            why = f"idle for {mine.idle_fraction:.0%} of the time"
+        elif waits_s > extra_s / 2:
+            why = f"waits {waits_s * 1e3:.1f} ms longer for messages"
+        else:
+            why = "smaller blocks, more merging"
+        why += f", {sends}" if ratio > 1.2 else ""
+        return f"{extra_s / best.makespan_s:.1%} slower: {why}"
+    if candidate.total_bytes > winner.total_bytes:
+        return f"as fast, but {sends}"
+    if candidate.setting.layout != winner.setting.layout:
+        return "as fast, but not with the other direction in the same layout"
+    return "as fast, but holds more in buffers or needs other degrees for the other direction"
+
+
+def _columns(row: Row) -> tuple[str, ...]:
+    found = row.prediction
+    name = found.plan
+    if found.ulysses_degree not in (1, found.ranks):
+        name = f"ulysses {found.ulysses_degree} x {name}"
+    return (
+        name,
+        found.direction.value,
+        f"{found.makespan_s * 1e3:.2f} ms",
+        f"{found.exposed_communication_s * 1e3:.2f} ms",
+        f"{found.idle_fraction:.1%}",
+        f"{max(found.bytes_sent_per_rank) / 2**20:,.0f}",
+        f"{found.peak_buffer_bytes / 2**20:,.0f}",
+        row.reason,
+    )

@@ -1,0 +1,246 @@
+"""What an attention call takes on a machine: Ulysses around the schedule of the ring part.
+
+`predict` answers for one config; `longctx_patch.choice` compares many. Nothing here needs a device.
+"""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from longctx_patch.config import LayoutName
+from longctx_patch.layout import even_cuts, make_layout
+from longctx_patch.masks import CausalMask
+from longctx_patch.plans import (
+    AttentionShape,
+    Direction,
+    Hardware,
+    Schedule,
+    Simulation,
+    Span,
+    Traffic,
+    make_schedule,
+    simulate,
+)
+from longctx_patch.ulysses import QKV, Heads, HeadSplit, to_heads_traffic, to_tokens_traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One attention call over a whole sequence, causal."""
+
+    num_tokens: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    batch: int = 1
+    itemsize_bytes: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: a workload has at least one. Use 1 or more.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: query heads group "
+                "evenly over key-value heads. Use a divisor of num_heads."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Degrees, placement and the plan of one direction, all decided."""
+
+    plan: str
+    layout: LayoutName
+    ulysses_degree: int
+    ring_degree: int
+    ranks_per_node: int | None = None
+    """Ring ranks on one machine; None: as many as the hardware has GPUs for."""
+
+    @property
+    def name(self) -> str:
+        """The plan, or `ulysses` where no ring is left."""
+        return "ulysses" if self.ring_degree == 1 < self.ulysses_degree else self.plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one direction of an attention call takes; tuples are by rank."""
+
+    plan: str
+    ranks: int
+    direction: Direction
+    ulysses_degree: int
+    layout: str
+    makespan_s: float
+    idle_fraction: float
+    """Share of rank-time without work, if only attention's FLOPs counted."""
+    exposed_communication_s: float
+    """What the makespan would lose if messages took no time."""
+    bytes_sent_per_rank: tuple[int, ...]
+    messages_per_rank: tuple[int, ...]
+    peak_buffer_bytes: int
+    """Of the rank that holds most, beside its own tensors and results."""
+    timeline: tuple[Span, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the timeline, in types that JSON has."""
+        values = asdict(replace(self, timeline=()))
+        del values["timeline"]
+        return values | {
+            "direction": self.direction.value,
+            "bytes_sent_per_rank": list(self.bytes_sent_per_rank),
+            "messages_per_rank": list(self.messages_per_rank),
+        }
+
+
+def predict(
+    setting: Setting,
+    direction: Direction,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    with_timeline: bool = False,
+) -> Prediction:
+    """Simulate one direction of one call."""
+    split = HeadSplit(workload.num_heads, workload.num_kv_heads, setting.ulysses_degree)
+    rings = [
+        _simulate_ring(setting, direction, workload, hardware, split, rank, with_timeline)
+        for rank in range(setting.ulysses_degree)
+    ]
+    slowest = max(rings, key=lambda ring: ring.makespan_s)
+    exchanges = _exchanges(setting, direction, workload, split)
+    before, after = (_seconds(part, setting, hardware) for part in exchanges)
+    sent = _sum_traffic(exchanges, rings)
+    busiest = max(cut.size for cut in split.query)
+    mean = workload.num_heads / setting.ulysses_degree
+    widest = max((t.bytes for part in exchanges for t in part), default=0)
+    return Prediction(
+        plan=setting.name,
+        ranks=setting.ulysses_degree * setting.ring_degree,
+        direction=direction,
+        ulysses_degree=setting.ulysses_degree,
+        layout=setting.layout,
+        makespan_s=before + slowest.makespan_s + after,
+        idle_fraction=1 - (1 - slowest.idle_fraction) * mean / busiest,
+        exposed_communication_s=before + slowest.exposed_communication_s + after,
+        bytes_sent_per_rank=tuple(traffic.bytes for traffic in sent),
+        messages_per_rank=tuple(traffic.messages for traffic in sent),
+        peak_buffer_bytes=max(ring.peak_buffer_bytes for ring in rings) + 2 * widest,
+        timeline=_timeline(setting, slowest, before, after) if with_timeline else (),
+    )
+
+
+def schedule_of(
+    setting: Setting, direction: Direction, num_tokens: int, num_kv_heads: int
+) -> Schedule:
+    """The ring part's schedule; `num_kv_heads` are those that one of its ranks computes."""
+    layout = make_layout(setting.layout, num_tokens, ring=setting.ring_degree)
+    return make_schedule(
+        setting.plan,
+        direction,
+        layout,
+        CausalMask(),
+        num_kv_heads=num_kv_heads,
+        ranks_per_node=setting.ranks_per_node,
+    )
+
+
+def _simulate_ring(
+    setting: Setting,
+    direction: Direction,
+    workload: Workload,
+    hardware: Hardware,
+    split: HeadSplit,
+    ulysses_rank: int,
+    with_timeline: bool,
+) -> Simulation:
+    shape = AttentionShape(
+        batch=workload.batch,
+        num_heads=split.query[ulysses_rank].size,
+        num_kv_heads=split.num_kv_computed(ulysses_rank),
+        head_dim=workload.head_dim,
+        itemsize_bytes=workload.itemsize_bytes,
+    )
+    in_node = max(1, hardware.gpus_per_node // setting.ulysses_degree)
+    return simulate(
+        schedule_of(setting, direction, workload.num_tokens, shape.num_kv_heads),
+        shape,
+        hardware,
+        ranks_per_node=setting.ranks_per_node or in_node,
+        with_spans=with_timeline,
+    )
+
+
+def _exchanges(
+    setting: Setting, direction: Direction, workload: Workload, split: HeadSplit
+) -> tuple[list[Traffic], list[Traffic]]:
+    """What each rank sends in Ulysses' exchanges before and after the ring part."""
+    if setting.ulysses_degree == 1:
+        return [], []
+    forward = direction is Direction.FORWARD
+    inwards = QKV if forward else (Heads.QUERY,)
+    outwards = (Heads.QUERY,) if forward else QKV
+    per_head = workload.batch * workload.head_dim * workload.itemsize_bytes
+    ring_layout = make_layout(setting.layout, workload.num_tokens, ring=setting.ring_degree)
+    before, after = [], []
+    for ring_size in ring_layout.sizes:
+        sizes = [cut.size for cut in even_cuts(ring_size, setting.ulysses_degree)]
+        for rank, tokens in enumerate(sizes):
+            before.append(
+                to_heads_traffic(split, inwards, rank, tokens=tokens, bytes_per_head=per_head)
+            )
+            after.append(
+                to_tokens_traffic(split, outwards, rank, sizes=sizes, bytes_per_head=per_head)
+            )
+    return before, after
+
+
+def _seconds(sent: Iterable[Traffic], setting: Setting, hardware: Hardware) -> float:
+    """An all-to-all of the rank that sends most: packed, sent, put together."""
+    largest = max((traffic.bytes for traffic in sent), default=0)
+    if not largest:
+        return 0.0
+    degree = setting.ulysses_degree
+    near = min(degree, hardware.gpus_per_node)
+    far_share = (degree - near) / (degree - 1)
+    within, across = hardware.intra_node, hardware.inter_node
+    travel = max(
+        within.latency_s + largest * (1 - far_share) / within.bandwidth,
+        (across.latency_s + largest * far_share / across.bandwidth) if far_share else 0.0,
+    )
+    return travel + 4 * largest / hardware.memory_bandwidth
+
+
+def _sum_traffic(
+    exchanges: tuple[list[Traffic], list[Traffic]], rings: list[Simulation]
+) -> list[Traffic]:
+    """By rank, Ulysses ranks being consecutive."""
+    ring_ranks = range(len(rings[0].bytes_sent))
+    inside = [
+        Traffic(ring.messages[ring_rank], ring.bytes_sent[ring_rank])
+        for ring_rank in ring_ranks
+        for ring in rings
+    ]
+    before, after = exchanges
+    if not before:
+        return inside
+    return [a + b + c for a, b, c in zip(before, inside, after, strict=True)]
+
+
+def _timeline(setting: Setting, ring: Simulation, before: float, after: float) -> tuple[Span, ...]:
+    """The slowest ring's spans, for each of its Ulysses ranks, between the exchanges."""
+    degree = setting.ulysses_degree
+    spans = []
+    for rank in range(degree * setting.ring_degree):
+        own = [span for span in ring.spans if span.rank == rank // degree]
+        spans += [
+            span._replace(rank=rank, start_s=span.start_s + before, stop_s=span.stop_s + before)
+            for span in own
+        ]
+        end = before + ring.makespan_s
+        if before:
+            spans.append(Span(rank, "transfer", 0.0, before, "ALL_TO_ALL"))
+        if after:
+            spans.append(Span(rank, "transfer", end, end + after, "ALL_TO_ALL"))
+    return tuple(spans)

@@ -1,0 +1,142 @@
+"""Predictions of whole attention calls, and the choice that `plan="auto"` makes by them."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from longctx_patch.choice import TIE, choose, compare, explain
+from longctx_patch.config import LAYOUTS_OF_PLAN, LongContextConfig
+from longctx_patch.costs import Setting, Workload, predict
+from longctx_patch.plans import PRESETS, Direction
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+H200 = PRESETS["h200"]
+WORKLOAD = Workload(num_tokens=131072)
+EQUAL_HEADS = replace(WORKLOAD, num_kv_heads=32)
+
+# Medians of benchmarks/plans.py on 4 H200 of one host (torch 2.11, CUDA 13.0), in milliseconds:
+# forward and backward at 32,768, 65,536 and 131,072 tokens.
+MEASURED_MS = {
+    "zigzag": ((4.429, 12.350), (16.938, 45.571), (63.585, 179.612)),
+    "zigzag_direct": ((4.377, 12.148), (18.053, 45.670), (63.026, 178.711)),
+    "ring": ((6.808, 20.055), (28.105, 78.079), (107.949, 296.133)),
+    "striped": ((4.705, 13.142), (17.445, 48.547), (63.827, 181.971)),
+    "distflash": ((5.376, 14.538), (20.839, 58.781), (78.886, 218.409)),
+    "distflash_balanced": ((4.841, 12.177), (17.049, 47.100), (64.237, 176.665)),
+    "allgather": ((5.079, 13.511), (16.939, 46.699), (63.344, 177.521)),
+    "ulysses": ((4.179, 11.100), (16.361, 43.424), (68.249, 174.200)),
+}
+
+
+def setting(plan: str, ranks: int = 4, ulysses: int = 1) -> Setting:
+    return Setting(
+        plan=plan,
+        layout=LAYOUTS_OF_PLAN[plan][0],
+        ulysses_degree=ulysses,
+        ring_degree=ranks // ulysses,
+    )
+
+
+@pytest.mark.parametrize("plan", MEASURED_MS)
+def test_predictions_are_within_15_percent_of_what_was_measured(plan: str) -> None:
+    asked = setting("zigzag", ulysses=4) if plan == "ulysses" else setting(plan)
+    for num_tokens, both in zip((32768, 65536, 131072), MEASURED_MS[plan], strict=True):
+        for direction, measured_ms in zip(Direction, both, strict=True):
+            workload = replace(WORKLOAD, num_tokens=num_tokens)
+            found_ms = predict(asked, direction, workload, H200).makespan_s * 1e3
+            assert found_ms == pytest.approx(measured_ms, rel=0.15), (num_tokens, direction)
+
+
+def test_ulysses_sends_heads_for_tokens() -> None:
+    """(2 A + 2 B) (P - 1) / P each way (DeepSpeed-Ulysses), in bytes of bfloat16."""
+    found = predict(setting("zigzag", ranks=8, ulysses=8), FORWARD, WORKLOAD, H200)
+    one_head = WORKLOAD.num_tokens // 8 * WORKLOAD.head_dim * 2
+    assert found.plan == "ulysses"
+    assert set(found.bytes_sent_per_rank) == {(2 * 32 + 2 * 8) * one_head * 7 // 8}
+    assert set(found.messages_per_rank) == {2 * 7}
+    assert found.idle_fraction == 0
+    assert len(found.bytes_sent_per_rank) == 8
+
+
+def test_uneven_heads_idle() -> None:
+    """10 heads over 4 ranks: two have 3 and two have 2, so a sixth of the time is idle."""
+    workload = Workload(num_tokens=8192, num_heads=10, num_kv_heads=10)
+    found = predict(setting("zigzag", ulysses=4), FORWARD, workload, H200)
+    assert found.idle_fraction == pytest.approx(1 - 10 / 12)
+
+
+def test_the_timeline_covers_every_rank_of_a_product() -> None:
+    found = predict(
+        setting("zigzag", ranks=8, ulysses=2), FORWARD, WORKLOAD, H200, with_timeline=True
+    )
+    assert {span.rank for span in found.timeline} == set(range(8))
+    assert max(span.stop_s for span in found.timeline) <= found.makespan_s * (1 + 1e-9)
+    assert {"ALL_TO_ALL", "KV", "Q0 x KV0"} <= {span.label for span in found.timeline}
+
+
+@pytest.mark.parametrize("workload", [WORKLOAD, EQUAL_HEADS], ids=["grouped", "equal"])
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+def test_the_winners_are_the_fastest_pair_that_shares_a_layout(
+    workload: Workload, ranks: int
+) -> None:
+    comparison = compare(workload, H200, ranks)
+    chosen = [row.prediction for row in comparison.rows if row.chosen]
+    assert [found.direction for found in chosen] == [FORWARD, BACKWARD]
+    assert len({(found.layout, found.ulysses_degree) for found in chosen}) == 1
+    predictions = [row.prediction for row in comparison.rows]
+    pairs = [
+        a.makespan_s + b.makespan_s
+        for a, b in product(predictions, predictions)
+        if (a.direction, b.direction) == (FORWARD, BACKWARD)
+        and (a.layout, a.ulysses_degree) == (b.layout, b.ulysses_degree)
+    ]
+    assert sum(found.makespan_s for found in chosen) <= min(pairs) * (1 + TIE) ** 2
+    assert all(row.reason for row in comparison.rows)
+    assert "chosen" in str(comparison)
+
+
+@pytest.mark.parametrize("hardware", PRESETS)
+def test_auto_refuses_burst_where_grouped_heads_make_it_lose(hardware: str) -> None:
+    for ring_degree in (4, 8, 16, 64):
+        config = LongContextConfig(ring_degree=ring_degree, hardware=hardware)  # type: ignore[arg-type]
+        workload = replace(WORKLOAD, num_tokens=16384 * ring_degree)
+        assert choose(config, BACKWARD, workload).plan != "burst"
+        (row,) = (r for r in explain(config, workload).rows if r.prediction.plan == "burst")
+        assert not row.chosen
+        assert "slower" in row.reason
+        assert "times the bytes" in row.reason
+
+
+def test_auto_takes_the_double_ring_over_the_flat_one_across_nodes() -> None:
+    workload = Workload(num_tokens=16 * 8192, num_kv_heads=32)
+    rows = explain(LongContextConfig(ring_degree=16), workload, [FORWARD]).rows
+    seconds = {row.prediction.plan: row.prediction.makespan_s for row in rows}
+    assert seconds["double_ring"] < 0.8 * seconds["zigzag"]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_auto_chooses_among_the_plans_of_the_layout(layout: str) -> None:
+    config = LongContextConfig(ring_degree=4, layout=layout)  # type: ignore[arg-type]
+    for direction in Direction:
+        found = choose(config, direction, WORKLOAD)
+        assert found.layout == layout
+        assert layout in LAYOUTS_OF_PLAN[found.plan]
+    (best, *_) = (row for row in explain(config, WORKLOAD, [FORWARD]).rows if row.chosen)
+    assert best.prediction.plan == choose(config, FORWARD, WORKLOAD).plan
+
+
+def test_named_plans_are_taken_as_they_are() -> None:
+    config = LongContextConfig(ring_degree=4, plan="zigzag_direct", backward_plan="burst")
+    plans = [choose(config, direction, WORKLOAD).plan for direction in Direction]
+    assert plans == ["zigzag_direct", "burst"]
+    config = LongContextConfig(ring_degree=4, plan="distflash")
+    assert choose(config, BACKWARD, WORKLOAD).plan == "distflash"
+
+
+@pytest.mark.parametrize(
+    "bad", [{"num_tokens": 0}, {"num_kv_heads": 3}, {"batch": -1}, {"head_dim": 0}], ids=str
+)
+def test_a_workload_that_cannot_be(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        replace(WORKLOAD, **bad)
