@@ -32,7 +32,7 @@ RUN_FILE = "run.json"
 # Settings that may differ between a run and its resumption without changing any number.
 FREE = {"text", "output", "resume", "save_every", "tokenizer", "text_field", "one_document_per_row"}
 WORLD = {
-    *("ulysses", "ring", "layout", "plan", "backward_plan", "ranks_per_node"),
+    *("ulysses", "ring", "layout", "plan", "backward_plan", "ranks_per_node", "hardware"),
     *("kernel", "checkpoint"),
 }
 ROWS = {"batch_size", "gradient_accumulation_steps"}

@@ -85,7 +85,7 @@ def test_every_option_was_decided_on() -> None:
         *("model", "tokenizer", "text", "text_field", "one_document_per_row", "output", "resume"),
         *("seq_len", "rope", "rope_factor", "dtype", "lora", "full"),
         *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
-        *("ulysses", "ring", "layout", "plan", "backward_plan", "ranks_per_node"),
+        *("ulysses", "ring", "layout", "plan", "backward_plan", "ranks_per_node", "hardware"),
         *("kernel", "checkpoint"),
         *("learning_rate", "scheduler", "warmup_steps", "weight_decay", "max_steps"),
         *("batch_size", "gradient_accumulation_steps", "max_grad_norm", "seed", "save_every"),
