@@ -4,6 +4,7 @@
 #   make demo       the main job on CPU with two processes
 #   make test       the tests that need no GPU
 #   make test-gpu   the tests that need one
+#   make pictures   draw docs/schedules again
 #   make check      formatting, lint, types
 #   make clean      remove build output and caches (remove .venv by hand to start over)
 #
@@ -20,7 +21,7 @@ TYPED := $(sort $(dir $(wildcard longctx_patch/*.py cli/*.py recipes/*.py exampl
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-gpu check clean
+.PHONY: install demo test test-gpu pictures check clean
 
 install: $(STAMP)
 
@@ -56,6 +57,9 @@ test: $(STAMP)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
+
+pictures: $(STAMP)
+	$(BIN)/python docs/draw.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

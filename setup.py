@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent
 MOVED_FOLDERS = {"cli": "longctx_patch.cli", "recipes": "longctx_patch.recipes"}
 
 DATA = ["datasets"]
+DRAW = ["matplotlib"]
 DEV = [
     "hypothesis",
     "mypy",
@@ -21,6 +22,7 @@ DEV = [
     "ruff",
     "types-PyYAML",
     *DATA,
+    *DRAW,
 ]
 
 
@@ -66,6 +68,7 @@ setup(
     extras_require={
         "data": DATA,
         "dev": DEV,
+        "draw": DRAW,
         "flash-attn": ["flash-attn-4>=4.0.0b3"],
         "liger": ["liger-kernel"],
     },

@@ -7,6 +7,10 @@ PATCH = [
     *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
     *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--data", "--cpu"),
 ]
+SCHEDULE = [
+    *("--plan", "--compare", "--ranks", "--direction", "--ulysses", "--ranks-per-node", "--heads"),
+    *("--kv-heads", "--head-dim", "--seq-len", "--batch", "--hardware", "--out", "--json"),
+]
 VERIFY = [
     *("target", "--nproc", "--ulysses", "--ring", "--layout", "--dtype", "--seq-len"),
     *("--checkpoint", "--json"),
@@ -18,8 +22,9 @@ def options(command: str) -> list[str]:
 
 
 def test_every_option_was_decided_on() -> None:
-    assert sorted(main.commands) == ["patch", "verify"]
+    assert sorted(main.commands) == ["patch", "schedule", "verify"]
     assert options("patch") == PATCH
+    assert options("schedule") == SCHEDULE
     assert options("verify") == VERIFY
 
 

@@ -1,0 +1,364 @@
+"""`longctx schedule`: known numbers as JSON, pictures that hold what they should, clear errors."""
+
+import json
+import struct
+import sys
+from collections import defaultdict
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
+
+from longctx_patch.cli.schedule import PLANS, make_setting, read_hardware, read_workload
+from longctx_patch.cli.timeline import HELPER, IDLE, OTHER_KEYS, OWN, make_figure
+from longctx_patch.costs import Prediction, predict
+from longctx_patch.plans import Direction
+from tests.cli.conftest import Run
+
+SCHEMA = {
+    "plan": str,
+    "ranks": int,
+    "direction": str,
+    "idle_fraction": float,
+    "makespan_s": float,
+    "exposed_communication_s": float,
+    "bytes_sent_per_rank": list,
+    "messages_per_rank": list,
+}
+
+
+def ask(run: Run, *words: object) -> Any:
+    """What `longctx schedule WORDS --json` prints, which is JSON and nothing else."""
+    result = run("schedule", *words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refuse(run: Run, *words: object) -> str:
+    """The message of a refused question."""
+    result = run("schedule", *words)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_as_json(run: Run, plan: str, direction: str) -> None:
+    words = ["--ranks", 8, "--direction", direction, "--ranks-per-node", 4]
+    answer = ask(run, "--plan", plan, *words)
+    for name, kind in SCHEMA.items():
+        assert isinstance(answer[name], kind), name
+    if plan == "burst" and direction == "forward":
+        plan = "zigzag"
+    if plan == "auto":
+        assert answer["plan"] in PLANS
+        assert answer["plan"] != "auto"
+    else:
+        assert answer["plan"] == plan
+    assert (answer["ranks"], answer["direction"]) == (8, direction)
+    assert len(answer["bytes_sent_per_rank"]) == len(answer["messages_per_rank"]) == 8
+    assert answer["makespan_s"] > answer["exposed_communication_s"] >= 0
+    assert 0 <= answer["idle_fraction"] < 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "idle"),
+    [
+        ("distflash", 2, 1 / 3),
+        ("distflash", 8, 1 / 9),
+        ("distflash", 64, 1 / 65),
+        ("distflash", 7, 0),
+        ("distflash_balanced", 8, 0),
+        ("zigzag", 8, 0),
+        ("ulysses", 8, 0),
+        # Rank r has r + 1/2 blocks of P - 1/2 on the critical path: (P - 1) / (2 P - 1) is idle.
+        ("ring", 8, 7 / 15),
+    ],
+)
+def test_idle_share_is_the_published_one(run: Run, plan: str, ranks: int, idle: float) -> None:
+    """Up to half a row of the diagonal."""
+    answer = ask(run, "--plan", plan, "--ranks", ranks)
+    assert answer["direction"] == "forward"
+    assert answer["idle_fraction"] == pytest.approx(idle, abs=2e-3)
+
+
+def test_ring_sends_all_keys_and_values(run: Run) -> None:
+    tokens, kv_heads, head_dim, bytes_each = 4096, 4, 64, 2
+    sizes = ["--heads", 8, "--kv-heads", kv_heads, "--head-dim", head_dim]
+    answer = ask(run, "--plan", "ring", "--ranks", 8, "--seq-len", 8 * tokens, *sizes)
+    sent = 2 * 7 * tokens * kv_heads * head_dim * bytes_each
+    assert answer["bytes_sent_per_rank"] == [sent] * 8
+    assert answer["messages_per_rank"] == [7] * 8
+    twice = ask(run, "--plan", "ring", "--ranks", 8, "--seq-len", 8 * tokens, *sizes, "--batch", 2)
+    assert twice["bytes_sent_per_rank"] == [2 * sent] * 8
+
+
+def test_ulysses_leaves_the_other_ranks_to_the_ring(run: Run) -> None:
+    answer = ask(run, "--plan", "zigzag", "--ranks", 8, "--ulysses", 4)
+    assert (answer["plan"], answer["ranks"], answer["ulysses_degree"]) == ("zigzag", 8, 4)
+    assert ask(run, "--plan", "ulysses", "--ranks", 8)["ulysses_degree"] == 8
+
+
+def test_thousands_of_ranks(run: Run) -> None:
+    words = ["--plan", "distflash", "--ranks", 1024, "--seq-len", 2**24]
+    answer = ask(run, *words)
+    assert len(answer["messages_per_rank"]) == 1024
+    assert answer["idle_fraction"] == pytest.approx(1 / 1025, abs=1e-5)
+
+
+def test_slower_hardware_takes_longer(run: Run) -> None:
+    words = ["--plan", "zigzag", "--ranks", 8]
+    a100, h100 = (ask(run, *words, "--hardware", name) for name in ("a100", "h100"))
+    assert a100["makespan_s"] > h100["makespan_s"]
+    split = ask(run, *words, "--ranks-per-node", 4)  # two links between nodes
+    assert split["makespan_s"] > h100["makespan_s"]
+
+
+def test_burst_forward_is_the_zigzag_ring(run: Run) -> None:
+    result = run("schedule", "--plan", "burst", "--ranks", 4)
+    assert "its forward is the zigzag ring" in result.stderr
+    assert result.stdout.startswith("zigzag forward over 4 ranks")
+    backward = run("schedule", "--plan", "burst", "--ranks", 4, "--direction", "backward")
+    assert backward.stderr == ""
+    assert backward.stdout.startswith("burst backward over 4 ranks")
+
+
+def test_double_ring_fills_the_nodes_of_the_hardware(run: Run) -> None:
+    words = ["--plan", "double_ring", "--ranks", 16]
+    assert ask(run, *words) == ask(run, *words, "--ranks-per-node", 8)
+    assert ask(run, *words) != ask(run, *words, "--ranks-per-node", 4)
+    assert ask(run, *words, "--ulysses", 2)["ulysses_degree"] == 2
+
+
+def test_auto_is_what_the_cost_model_chooses(run: Run) -> None:
+    words = ["--ranks", 16, "--direction", "backward"]
+    auto = ask(run, "--plan", "auto", *words)
+    rows = ask(run, "--compare", *words)
+    zigzag = [r for r in rows if r["ulysses_degree"] == 1 and r["layout"] == "zigzag"]
+    assert auto["plan"] in {row["plan"] for row in zigzag}
+    # Of plans within a hundredth, the one that sends least.
+    assert auto["makespan_s"] <= 1.01 * min(row["makespan_s"] for row in zigzag)
+    split = ask(run, "--plan", "auto", *words, "--ulysses", 4)
+    assert (split["ulysses_degree"], split["ranks"]) == (4, 16)
+
+
+def test_compare_covers_both_directions(run: Run) -> None:
+    rows = ask(run, "--compare", "--ranks", 8)
+    assert {row["direction"] for row in rows} == {"forward", "backward"}
+    assert {"zigzag", "ulysses", "distflash_balanced"} <= {row["plan"] for row in rows}
+    assert any(row["chosen"] for row in rows)
+    for row in rows:
+        assert row.keys() >= {*SCHEMA, "chosen", "reason"}
+        assert row["reason"]
+    backward = ask(run, "--compare", "--ranks", 8, "--direction", "backward")
+    assert {row["direction"] for row in backward} == {"backward"}
+    table = run("schedule", "--compare", "--ranks", 8)
+    assert table.exit_code == 0, table.output
+    assert "distflash_balanced" in table.stdout
+
+
+def test_summary_for_people(run: Run) -> None:
+    result = run("schedule", "--plan", "distflash", "--ranks", 8)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert result.stdout.startswith("distflash forward over 8 ranks (contiguous tokens)")
+    for part in ("131,072 tokens, 32 / 8 heads of 128", "h100", "makespan", " ms", "MiB"):
+        assert part in result.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 16])
+def test_picture_is_a_png_of_readable_size(run: Run, tmp_path: Path, ranks: int) -> None:
+    out = tmp_path / "schedule.png"
+    answer = ask(run, "--plan", "zigzag", "--ranks", ranks, "--out", out)
+    assert answer["ranks"] == ranks
+    data = out.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert 1200 <= width <= 2400
+    assert 60 * ranks <= height <= 300 + 90 * ranks
+    assert 10_000 < len(data) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("ending", "head"), [("svg", b"<?xml"), ("pdf", b"%PDF"), ("PNG", b"\x89P")]
+)
+def test_picture_in_other_formats(run: Run, tmp_path: Path, ending: str, head: bytes) -> None:
+    out = tmp_path / f"schedule.{ending}"
+    result = run("schedule", "--plan", "allgather", "--ranks", 4, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert str(out) in result.stderr
+    assert out.read_bytes().startswith(head)
+
+
+def predicted(plan: str, ranks: int, direction: Direction, ulysses: int | None) -> Prediction:
+    workload = read_workload(heads=32, kv_heads=8, head_dim=128, seq_len=131072, batch=1)
+    hardware = read_hardware("h100", None)
+    setting = make_setting(plan, ranks, ulysses, hardware)
+    return predict(setting, direction, workload, hardware, with_timeline=True)
+
+
+def boxes(figure: Figure) -> list[tuple[Bbox, str]]:
+    """(milliseconds and rows, colour) of all blocks."""
+    collections = [c for c in figure.axes[0].collections if isinstance(c, PolyCollection)]
+    return [
+        (path.get_extents(), to_hex(np.asarray(collection.get_facecolor())[0]).upper())
+        for collection in collections
+        for path in collection.get_paths()
+    ]
+
+
+def test_picture_shows_every_span_where_it_belongs() -> None:
+    forward = predicted("distflash", 4, Direction.FORWARD, None)
+    figure = make_figure(forward, "assumptions")
+    shown: dict[tuple[int, str], float] = defaultdict(float)
+    for box, colour in boxes(figure):
+        shown[int(box.y0), colour] += box.width
+    for rank in range(4):
+        spans = [span for span in forward.timeline if (span.rank, span.lane) == (rank, "compute")]
+        drawn = sum(shown[rank, style.colour] for style in (OWN, OTHER_KEYS, HELPER))
+        assert drawn == pytest.approx(1e3 * sum(s.stop_s - s.start_s for s in spans))
+        assert shown[rank, OWN.colour] > 0
+        # Rank 0 helps rank 3, then it and rank 1 have nothing to do in the last step.
+        assert (shown[rank, HELPER.colour] > 0) == (rank == 0)
+        if rank < 2:
+            assert shown[rank, IDLE.colour] > 0.15 * 1e3 * forward.makespan_s
+    words = [text.get_text() for text in (*figure.axes[0].texts, *figure.texts)]
+    assert {"Q3 × KV3", "Q3 × KV2", "Q3 × KV1", "Q3 × KV0", "assumptions"} <= set(words)
+    assert "distflash, forward, 4 ranks" in words
+    names = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+    assert names == [
+        *("own queries, own keys", "own queries, keys of others", "queries of others, own keys"),
+        *("idle or waiting", "keys and values", "queries", "partial outputs"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "ulysses"),
+    [
+        ("double_ring", 16, None),  # messages within and between nodes at once
+        ("distflash_balanced", 8, None),
+        ("allgather", 8, None),
+        ("burst", 24, None),
+        ("zigzag", 16, 2),
+        ("ulysses", 8, None),
+    ],
+)
+def test_nothing_in_a_picture_overlaps(plan: str, ranks: int, ulysses: int | None) -> None:
+    figure = make_figure(predicted(plan, ranks, Direction.BACKWARD, ulysses), "")
+    rows: dict[int, list[Bbox]] = defaultdict(list)
+    for box, _ in boxes(figure):
+        assert int(box.y0) == int(box.y1), "a block lies in the row of its rank"
+        rows[int(box.y0)].append(box)
+    assert sorted(rows) == list(range(ranks))
+    for row in rows.values():
+        for a, b in combinations(row, 2):
+            width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+            assert width < 1e-9 or height < 1e-9, (a, b)
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.axes[0]
+    assert len(axes.texts) >= ranks
+    for text in axes.texts:
+        extent = text.get_window_extent(canvas.get_renderer())
+        corners = axes.transData.inverted().transform(extent)
+        x0, x1 = corners[:, 0]
+        y = corners[:, 1].mean()
+        assert any(b.x0 <= x0 and x1 <= b.x1 and b.y0 < y < b.y1 for b in rows[int(y)]), text
+
+
+ZIGZAG = ["--plan", "zigzag", "--ranks", 8]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--plan", "spiral", "--ranks", 8], ["spiral", "zigzag", "distflash", "ulysses"]),
+        (["--plan", "zigzag", "--ranks", 0], ["--ranks", "0: a whole number, 1 or more", "Use"]),
+        (["--plan", "zigzag"], ["--ranks"]),
+        ([*ZIGZAG, "--seq-len", 0], ["--seq-len", "0: a whole number, 1 or more", "Use"]),
+        ([*ZIGZAG, "--heads", -4], ["--heads", "-4: a whole number, 1 or more", "Use"]),
+        (
+            [*ZIGZAG, "--heads", 12, "--kv-heads", 8],
+            ["num_heads=12, num_kv_heads=8", "group evenly", "Use a divisor of num_heads"],
+        ),
+        (
+            [*ZIGZAG, "--heads", 4, "--kv-heads", 8],
+            ["num_heads=4, num_kv_heads=8", "group evenly", "Use a divisor of num_heads"],
+        ),
+        (
+            [*ZIGZAG, "--ulysses", 3],
+            ["--ulysses 3 with --ranks 8", "must divide", "1 or 2 or 4 or 8"],
+        ),
+        (
+            [*ZIGZAG, "--ulysses", 8, "--heads", 4, "--kv-heads", 4],
+            ["ulysses_degree=8", "4 query heads", "Use ulysses_degree <= 4"],
+        ),
+        (
+            ["--plan", "ulysses", "--ranks", 64],
+            ["ulysses_degree=64", "32 query heads", "Use ulysses_degree <= 32"],
+        ),
+        (
+            ["--plan", "ulysses", "--ranks", 8, "--ulysses", 2],
+            ["--plan ulysses with --ulysses 2", "no ring", "Use --ulysses 8"],
+        ),
+        (
+            ["--plan", "double_ring", "--ranks", 12],
+            ["8 ranks per node", "--ranks 12", "Use --ranks-per-node 1 or 2 or 3 or 4 or 6 or 12"],
+        ),
+        (
+            ["--plan", "double_ring", "--ranks", 8, "--ulysses", 2, "--ranks-per-node", 3],
+            ["3 ranks per node", "whole Ulysses groups", "Use --ranks-per-node 2 or 4 or 8"],
+        ),
+        ([*ZIGZAG, "--hardware", "abacus"], ["'abacus' is not one of", "'a100', 'h100', 'h200'"]),
+        ([*ZIGZAG, "--compare"], ["--compare with --plan zigzag", "Use --plan NAME or --compare"]),
+        (["--ranks", 8], ["neither --plan nor --compare", "Use --plan NAME or --compare"]),
+        (
+            ["--compare", "--ranks", 8, "--out", "all.png"],
+            ["--compare with --out 'all.png'", "one plan", "Use --plan NAME"],
+        ),
+        (
+            ["--compare", "--ranks", 8, "--ulysses", 2],
+            ["--compare with --ulysses 2", "degrees are compared too", "Leave --ulysses out"],
+        ),
+        ([*ZIGZAG, "--out", "a.jpg"], ["'a.jpg'", ".png, .svg, .pdf", "Use --out 'a.png'"]),
+        ([*ZIGZAG, "--out", "picture"], ["'picture'", "Use --out 'picture.png'"]),
+        ([*ZIGZAG, "--out", ""], ["Use --out 'schedule.png'"]),
+        ([*ZIGZAG, "--out", "none/a.png"], ["no folder 'none'", "Make it first"]),
+        (
+            ["--plan", "zigzag", "--ranks", 65, "--out", "a.png"],
+            ["--ranks 65", "more than 64", "Use --ranks 64 or fewer, or --json"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_bad_input(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[object],
+    parts: list[str],
+    as_json: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refuse(run, *words, *(["--json"] if as_json else []))
+    for part in parts:
+        assert part in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_drawing_without_matplotlib(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = refuse(run, *ZIGZAG, "--out", tmp_path / "a.png")
+    assert "matplotlib, which is not installed" in message
+    assert "pip install longctx-patch[draw]" in message
+    assert ask(run, *ZIGZAG)["plan"] == "zigzag"
