@@ -38,7 +38,7 @@ class SoftmaxMerge:
         # large lse is; exp(lse - logaddexp) would carry the rounding of the sum into both.
         weight_BHL = torch.sigmoid(lse_BHL - old_lse).nan_to_num_(0.0)
         old_out.lerp_(out_BLHD.to(old_out.dtype), weight_BHL.transpose(1, 2)[..., None])
-        old_lse.copy_(torch.logaddexp(old_lse, lse_BHL))
+        torch.logaddexp(old_lse, lse_BHL, out=old_lse)
 
     def _totals(self) -> tuple[Tensor, Tensor]:
         """What is merged so far, in a dtype that partial results can be added in."""

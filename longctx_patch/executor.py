@@ -4,7 +4,7 @@ Shapes: B batch, L this rank's query tokens, M key tokens of a block, H query he
 heads, D head dim. Every rank of the group calls the same function with its own shard.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from longctx_patch.layout import Interval
 from longctx_patch.masks import Piece
 from longctx_patch.operands import Inputs
 from longctx_patch.partials import Partials
-from longctx_patch.plans import EVERYONE, Block, Operand, Plan, Transfer, Work
+from longctx_patch.plans import EVERYONE, Block, Operand, Plan, RankStep, Work
 from longctx_patch.transport import Message, Pending, Transport
 
 
@@ -77,18 +77,17 @@ class Executor:
         compute: Callable[[Work, Piece], None],
     ) -> None:
         """Each step: post its messages, compute its works, wait for what arrives."""
-        for step in plan.rank_steps[self.transport.group_rank]:
-            input_sends, result_sends = _split(step.sends)
-            input_receives, result_receives = _split(step.receives)
-            arriving = (
-                _post(self.transport, inputs, input_sends, input_receives),
-                _post(self.results_transport, partials, result_sends, result_receives),
-            )
+        rank = self.transport.group_rank
+        for step, (with_inputs, with_results) in zip(
+            plan.rank_steps[rank], plan.rank_messages[rank], strict=True
+        ):
+            arriving_inputs = _post(self.transport, inputs, with_inputs)
+            arriving_results = _post(self.results_transport, partials, with_results)
             for work in step.works:
                 for piece in work.pieces:
                     compute(work, piece)
-            for pending in arriving:
-                pending.wait()
+            arriving_inputs.wait()
+            arriving_results.wait()
             inputs.land()
             partials.land()
 
@@ -140,21 +139,11 @@ def _owners(plan: Plan, work: Work, piece: Piece) -> list[tuple[int, Interval, I
     ]
 
 
-def _split(transfers: Sequence[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
-    """(inputs, results), in the order of the plan on both sides."""
-    inputs = [transfer for transfer in transfers if transfer.block.operand.is_input]
-    return inputs, [transfer for transfer in transfers if not transfer.block.operand.is_input]
-
-
-def _post(
-    transport: Transport,
-    held: Inputs | Partials,
-    sends: Sequence[Transfer],
-    receives: Sequence[Transfer],
-) -> Pending:
+def _post(transport: Transport, held: Inputs | Partials, messages: RankStep) -> Pending:
+    """Post messages in the order of the plan, which is the same on both sides."""
     return transport.exchange(
-        [Message(t.destination, held.outgoing(t)) for t in sends],
-        [Message(t.source, held.incoming(t)) for t in receives],
+        [Message(t.destination, held.outgoing(t)) for t in messages.sends],
+        [Message(t.source, held.incoming(t)) for t in messages.receives],
     )
 
 

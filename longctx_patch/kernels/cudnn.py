@@ -51,7 +51,7 @@ class CudnnKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout the random state is not read, but the op wants tensors.
-        philox = torch.zeros((), dtype=torch.int64, device=q_BLHD.device)
+        philox = torch.empty((), dtype=torch.int64, device=q_BLHD.device)
         grads_BHLD = _aten._scaled_dot_product_cudnn_attention_backward(
             dout_BLHD.transpose(1, 2),
             q_BLHD.transpose(1, 2),

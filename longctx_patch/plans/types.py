@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longctx_patch.layout import Interval, Layout, even_cuts
+from longctx_patch.layout import Interval, Layout
 from longctx_patch.masks import Mask, Piece
 from longctx_patch.plans.pieces import hull
 
@@ -87,8 +87,8 @@ class Share(NamedTuple):
     def range(self, num_heads: int, num_kv_heads: int) -> Interval:
         """Which of `num_heads` heads (of queries, or as many as there are of keys)."""
         group = num_heads // num_kv_heads
-        cut = even_cuts(num_kv_heads, self.parts)[self.part]
-        return Interval(cut.start * group, cut.stop * group)
+        start, stop = (num_kv_heads * n // self.parts for n in (self.part, self.part + 1))
+        return Interval(start * group, stop * group)
 
     def cut(self, tensor: Tensor, num_kv_heads: int) -> Tensor:
         """A view of these heads of a tensor whose dim 2 are all heads."""
@@ -155,6 +155,21 @@ class Step:
     transfers: tuple[Transfer, ...] = ()
     works: tuple[Work, ...] = ()
 
+    def by_rank(self, num_ranks: int) -> list["RankStep"]:
+        """Each rank's part."""
+        sends: list[list[Transfer]] = [[] for _ in range(num_ranks)]
+        receives: list[list[Transfer]] = [[] for _ in range(num_ranks)]
+        works: list[list[Work]] = [[] for _ in range(num_ranks)]
+        for transfer in self.transfers:
+            sends[transfer.source].append(transfer)
+            receives[transfer.destination].append(transfer)
+        for work in self.works:
+            works[work.rank].append(work)
+        return [
+            RankStep(tuple(sends[rank]), tuple(receives[rank]), tuple(works[rank]))
+            for rank in range(num_ranks)
+        ]
+
 
 class RankStep(NamedTuple):
     """One rank's part of a step."""
@@ -162,6 +177,13 @@ class RankStep(NamedTuple):
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     works: tuple[Work, ...]
+
+    def only(self, *, inputs: bool) -> "RankStep":
+        """Its messages with inputs, or those with results."""
+        return self._replace(
+            sends=tuple(t for t in self.sends if t.block.operand.is_input is inputs),
+            receives=tuple(t for t in self.receives if t.block.operand.is_input is inputs),
+        )
 
 
 @dataclass(frozen=True)
@@ -181,16 +203,15 @@ class Plan:
     @cached_property
     def rank_steps(self) -> tuple[tuple[RankStep, ...], ...]:
         """By rank: the plan as that rank sees it, in the plan's order on both ends of a link."""
+        by_step = [step.by_rank(self.num_ranks) for step in self.steps]
+        return tuple(tuple(ranks[rank] for ranks in by_step) for rank in range(self.num_ranks))
+
+    @cached_property
+    def rank_messages(self) -> tuple[tuple[tuple[RankStep, RankStep], ...], ...]:
+        """By rank and step: the messages with inputs, and those with results."""
         return tuple(
-            tuple(
-                RankStep(
-                    tuple(t for t in step.transfers if t.source == rank),
-                    tuple(t for t in step.transfers if t.destination == rank),
-                    tuple(w for w in step.works if w.rank == rank),
-                )
-                for step in self.steps
-            )
-            for rank in range(self.num_ranks)
+            tuple((step.only(inputs=True), step.only(inputs=False)) for step in program)
+            for program in self.rank_steps
         )
 
     def moves(self, operand: Operand) -> bool:

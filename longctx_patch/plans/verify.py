@@ -1,29 +1,22 @@
 """Prove a plan right before it runs: a symbolic walk through its steps, no device, no processes.
 
-The walk checks that every allowed (query, key) pair is computed exactly once, that a rank uses
-and sends only what it holds, that no buffer is overwritten in a step that still reads it, and
-that every partial gradient is at its owner at the end. `verify_plan` raises `PlanError` with all
-complaints, each starting with the name of the broken rule.
+Every allowed (query, key) pair is computed exactly once (`coverage.py`). The walk here checks that
+a rank uses and sends only what it holds, that no buffer is overwritten in a step that still reads
+it, that each contribution is rounded once at most, and that every partial result is at its owner at
+the end. And the ranks' programs, side by side, all come to their end (`progress.py`). `verify_plan`
+raises `PlanError` with all complaints, each starting with the name of the broken rule.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import NamedTuple
 
-from longctx_patch.layout import Interval, Layout, slots_of
-from longctx_patch.masks import Mask, Piece
+from longctx_patch.layout import Interval
+from longctx_patch.plans.coverage import check_coverage
 from longctx_patch.plans.gathered import by_owner
-from longctx_patch.plans.types import (
-    Block,
-    Direction,
-    Operand,
-    Plan,
-    Share,
-    Step,
-    Transfer,
-    Work,
-)
+from longctx_patch.plans.pieces import hull
+from longctx_patch.plans.progress import check_progress
+from longctx_patch.plans.types import Block, Direction, Operand, Plan, Share, Step, Transfer
 
 
 class PlanError(ValueError):
@@ -46,7 +39,9 @@ class PlanReport:
 
 def verify_plan(plan: Plan) -> PlanReport:
     """Check every rule; return the report or raise `PlanError`."""
-    complaints = [*_check_coverage(plan), *_Walk(plan).run()]
+    complaints = [*check_coverage(plan), *_Walk(plan).run()]
+    # Programs of ranks can be taken apart only if the transfers make sense.
+    complaints = complaints or check_progress(plan.rank_steps)
     if complaints:
         raise PlanError(
             f"plan {plan.name!r} ({plan.direction.value}, {plan.num_ranks} ranks) is wrong:\n"
@@ -75,94 +70,6 @@ def _idle_fraction(plan: Plan, area: int) -> float:
     return 1 - area / (makespan * plan.num_ranks) if makespan else 0.0
 
 
-def _check_coverage(plan: Plan) -> list[str]:
-    """Every allowed pair of every head once: pieces are allowed, disjoint, and as large."""
-    pieces: dict[Share, dict[tuple[int, int], list[Piece]]] = {}
-    for work in (part for s in plan.steps for w in s.works for part in by_owner(w, plan.layout)):
-        of_pair = pieces.setdefault(work.heads, {}).setdefault((work.q_owner, work.kv_owner), [])
-        of_pair.extend(work.pieces)
-    parts = max((heads.parts for heads in pieces), default=1)
-    wanted = {Share(part, parts) for part in range(parts)}
-    if pieces and set(pieces) != wanted:
-        return [f"coverage: heads {sorted(pieces)} computed of {sorted(wanted)}"]
-    complaints = []
-    for heads in wanted:
-        complaints += _check_pairs(plan, heads, pieces.get(heads, {}))
-    return complaints
-
-
-def _check_pairs(
-    plan: Plan, heads: Share, pieces: Mapping[tuple[int, int], list[Piece]]
-) -> list[str]:
-    complaints = []
-    for q_owner in range(plan.num_ranks):
-        for kv_owner in range(plan.num_ranks):
-            here = pieces.get((q_owner, kv_owner), [])
-            where = f"coverage: queries of rank {q_owner}, keys of rank {kv_owner}"
-            if heads.parts > 1:
-                where += f", heads {heads.part} of {heads.parts}"
-            complaints += [
-                f"{where}: {piece} is not allowed by the mask"
-                for piece in here
-                if not _is_allowed(piece, plan.layout, plan.mask, q_owner, kv_owner)
-            ]
-            complaints += [
-                f"{where}: {a} and {b} overlap"
-                for i, a in enumerate(here)
-                for b in here[i + 1 :]
-                if a.q.intersect(b.q).size and a.kv.intersect(b.kv).size
-            ]
-            wanted = _allowed_area(plan.layout, plan.mask, q_owner, kv_owner)
-            computed = sum(piece.area for piece in here)
-            if computed != wanted:
-                complaints.append(f"{where}: {computed} pairs computed of {wanted} allowed")
-    return complaints
-
-
-def _allowed_area(layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> int:
-    return sum(
-        mask.area(q, kv) for q in layout.intervals[q_owner] for kv in layout.intervals[kv_owner]
-    )
-
-
-def _is_allowed(piece: Piece, layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> bool:
-    """Cut the piece where its tokens are not contiguous and ask the mask about each part."""
-    q_pairs, kv_pairs = slots_of(layout.intervals[q_owner]), slots_of(layout.intervals[kv_owner])
-    rows = _cut_points(piece.q, q_pairs)
-    columns = _cut_points(piece.kv, kv_pairs)
-    if piece.causal:
-        rows = columns = sorted({*rows, *columns})
-    for row in (Interval(a, b) for a, b in pairwise(rows)):
-        for column in (Interval(a, b) for a, b in pairwise(columns)):
-            if piece.causal and column.start > row.start:
-                continue
-            q = _tokens(row.shift(piece.q.start), q_pairs)
-            kv = _tokens(column.shift(piece.kv.start), kv_pairs)
-            if q is None or kv is None:
-                return False
-            if piece.causal and column == row:
-                square = Interval(0, row.size)
-                if mask.pieces(q, kv) != (Piece(square, square, causal=True),):
-                    return False
-            elif mask.area(q, kv) != q.size * kv.size:
-                return False
-    return True
-
-
-def _cut_points(rows: Interval, pairs: list[tuple[Interval, Interval]]) -> list[int]:
-    """Edges of the runs of contiguous tokens inside `rows`, relative to its start."""
-    edges = {edge for _, slots in pairs for edge in slots[:2]}
-    inner = {edge - rows.start for edge in edges if rows.start < edge < rows.stop}
-    return sorted({0, rows.size} | inner)
-
-
-def _tokens(rows: Interval, pairs: list[tuple[Interval, Interval]]) -> Interval | None:
-    for tokens, slots in pairs:
-        if slots.start <= rows.start and rows.stop <= slots.stop:
-            return tokens.part(rows.shift(-slots.start))
-    return None
-
-
 class _Walk:
     """Walks the steps and keeps what each rank holds."""
 
@@ -170,8 +77,10 @@ class _Walk:
         self.plan = plan
         self.complaints: list[str] = []
         self.buffers: dict[tuple[int, int], Block] = {}
-        # (rank, result, owner, heads) -> works that the partial result at that rank is made of
-        self.partials: dict[tuple[int, Operand, int, Share], list[Work]] = {}
+        # (rank, block but for its rows) -> buffers of that rank that hold such rows
+        self.holders: dict[tuple[int, Block], set[int]] = {}
+        # (rank, result, owner, heads) -> the partial result at that rank
+        self.partials: dict[tuple[int, Operand, int, Share], _Partial] = {}
 
     def run(self) -> list[str]:
         for number, step in enumerate(self.plan.steps):
@@ -218,7 +127,9 @@ class _Walk:
             if block.owner == rank:
                 continue
             holders = [
-                key for key, held in self.buffers.items() if key[0] == rank and _holds(held, block)
+                (rank, buffer)
+                for buffer in sorted(self.holders.get((rank, _rowless(block)), ()))
+                if _inside(block.rows, self.buffers[rank, buffer].rows)
             ]
             if not holders:
                 self.complaints.append(f"read: step {number}: rank {rank} does not hold {block}")
@@ -234,54 +145,70 @@ class _Walk:
             if count > 1:
                 self.complaints.append(f"{where} has {count} transfers land in buffer {buffer}")
 
-    def _take_partials(self, number: int, step: Step) -> list[tuple[Transfer, list[Work]]]:
+    def _take_partials(self, number: int, step: Step) -> list[tuple[Transfer, "_Partial"]]:
         moved = []
         for transfer in step.transfers:
             operand, owner, rows, heads = transfer.block
             if operand.is_input:
                 continue
-            works = self.partials.pop((transfer.source, operand.partial, owner, heads), [])
-            if not works:
+            partial = self.partials.pop((transfer.source, operand.partial, owner, heads), None)
+            if partial is None:
                 self.complaints.append(f"read: step {number}: no partial result: {transfer}")
-            if any(not _inside(_result_rows(operand, work), rows) for work in works):
+                continue
+            if not _inside(partial.rows, rows):
                 self.complaints.append(f"transfer: step {number}: rows left behind: {transfer}")
-            calls = sum(len(work.pieces) for work in works)
-            if operand in (Operand.DQ, Operand.DKV) and calls > 1:
+            if operand in (Operand.DQ, Operand.DKV) and partial.calls > 1:
                 self.complaints.append(
-                    f"rounding: step {number}: {calls} contributions in the dtype of the model: "
-                    f"{transfer}"
+                    f"rounding: step {number}: {partial.calls} contributions in the dtype of the "
+                    f"model: {transfer}"
                 )
-            moved.append((transfer, works))
+            moved.append((transfer, partial))
         return moved
 
     def _add_works(self, step: Step) -> None:
         backward = self.plan.direction is Direction.BACKWARD
+        result = Operand.DQ if backward else Operand.OUT
         for work in step.works:
-            query_result = Operand.DQ if backward else Operand.OUT
-            self._add(work.rank, query_result, work.q_owner, [work])
+            partial = _Partial(work.q_rows, len(work.pieces))
+            self._add((work.rank, result, work.q_owner, work.heads), partial)
             for part in by_owner(work, self.plan.layout) if backward else ():
-                self._add(work.rank, Operand.DKV, part.kv_owner, [part])
+                partial = _Partial(part.kv_rows, len(part.pieces))
+                self._add((work.rank, Operand.DKV, part.kv_owner, work.heads), partial)
 
-    def _land(self, step: Step, moved: list[tuple[Transfer, list[Work]]]) -> None:
+    def _land(self, step: Step, moved: list[tuple[Transfer, "_Partial"]]) -> None:
         for transfer in step.transfers:
             if transfer.buffer is not None:
-                self.buffers[transfer.destination, transfer.buffer] = transfer.block
-        for transfer, works in moved:
-            block = transfer.block
-            self._add(transfer.destination, block.operand.partial, block.owner, works)
+                self._fill(transfer.destination, transfer.buffer, transfer.block)
+        for transfer, partial in moved:
+            operand, owner, _, heads = transfer.block
+            self._add((transfer.destination, operand.partial, owner, heads), partial)
 
-    def _add(self, rank: int, result: Operand, owner: int, works: list[Work]) -> None:
-        for work in works:
-            self.partials.setdefault((rank, result, owner, work.heads), []).append(work)
+    def _add(self, key: tuple[int, Operand, int, Share], partial: "_Partial") -> None:
+        held = self.partials.get(key)
+        self.partials[key] = partial if held is None else held.plus(partial)
+
+    def _fill(self, rank: int, buffer: int, block: Block) -> None:
+        before = self.buffers.get((rank, buffer))
+        if before is not None:
+            self.holders[rank, _rowless(before)].discard(buffer)
+        self.buffers[rank, buffer] = block
+        self.holders.setdefault((rank, _rowless(block)), set()).add(buffer)
 
 
-def _result_rows(operand: Operand, work: Work) -> Interval:
-    return work.kv_rows if operand.partial is Operand.DKV else work.q_rows
+class _Partial(NamedTuple):
+    """A partial result: the rows from the first to the last that were added to, and how often."""
+
+    rows: Interval
+    calls: int
+
+    def plus(self, other: "_Partial") -> "_Partial":
+        return _Partial(hull([self.rows, other.rows]), self.calls + other.calls)
 
 
 def _inside(inner: Interval, outer: Interval) -> bool:
     return outer.start <= inner.start and inner.stop <= outer.stop
 
 
-def _holds(held: Block, wanted: Block) -> bool:
-    return held._replace(rows=wanted.rows) == wanted and _inside(wanted.rows, held.rows)
+def _rowless(block: Block) -> Block:
+    """The key under which blocks are looked for that differ in rows alone."""
+    return block._replace(rows=Interval(0, 0))
