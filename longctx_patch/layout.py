@@ -5,6 +5,7 @@ its slots in order. Shares may be uneven or empty, so any length works on any nu
 Positions, sharding and unsharding all follow from it; nothing else in the package computes them.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -97,13 +98,20 @@ class Layout:
 
     def places(self, tokens: Interval) -> list[tuple[int, Interval, Interval]]:
         """Who holds `tokens`: (rank, slots, tokens) of each run, in order; for steps of 1."""
-        found = [
-            (rank, part.shift(slots.start - held.start), part)
-            for rank, intervals in enumerate(self.intervals)
-            for held, slots in slots_of(intervals)
-            if (part := held.intersect(tokens)).size
-        ]
-        return sorted(found, key=lambda place: place[2])
+        found = []
+        first = bisect_right(self._runs, tokens.start, key=lambda run: run[0].stop)
+        for held, slots, rank in self._runs[first:]:
+            if held.start >= tokens.stop:
+                break
+            part = held.intersect(tokens)
+            found.append((rank, part.shift(slots.start - held.start), part))
+        return found
+
+    @cached_property
+    def _runs(self) -> list[tuple[Interval, Interval, int]]:
+        """(tokens, slots, rank) of each interval, in order of the tokens."""
+        ranks = enumerate(self.intervals)
+        return sorted((*run, rank) for rank, held in ranks for run in slots_of(held))
 
     def split_each(self, parts: int) -> "Layout":
         """Cut every rank's slots into `parts` runs: the product with Ulysses.
