@@ -81,6 +81,7 @@ def run_operator(
     if group.num_ranks == 1:
         return mine, True, config
     whole = [layout.unshard(gather(x, layout.sizes), 1) for x in mine]
+    group.close()
     return whole, sent == traffic.forward + traffic.backward, config
 
 
@@ -113,6 +114,47 @@ def test_operator_is_as_accurate_as_the_plain_kernel() -> None:
     world_size = min(4, torch.cuda.device_count())
     kernels = ["cudnn", "torch_flash"]
     run_distributed(check_operator, world_size, world_size, kernels, backend="nccl", timeout_s=240)
+
+
+def check_the_host_runs_ahead(rank: int, world_size: int) -> None:
+    for plan in LAYOUTS_OF_PLAN:
+        size = world_size // 2 if plan == "double_ring" else None
+        config = LongContextConfig(
+            ring_degree=world_size,
+            plan=plan,  # type: ignore[arg-type]
+            ranks_per_node=size,
+        )
+        group = make_sequence_group(config)
+        shape = (1, 512, 8, HEAD_DIM)
+        q, k, v, dout = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16).unbind(0)
+        for x in (q, k, v):
+            x.requires_grad_()
+        call = AttentionCall(group, 512 * world_size, HEAD_DIM**-0.5, 8, 8)
+
+        def forward_and_backward(
+            call: AttentionCall = call,
+            inputs: tuple[Tensor, Tensor, Tensor] = (q, k, v),
+            dout: Tensor = dout,
+        ) -> None:
+            out, _ = distributed_attention(*inputs, call)
+            torch.autograd.grad(out, inputs, dout)
+
+        forward_and_backward()  # what happens once: communicators, kernels, memory
+        torch.cuda.synchronize()
+        done = torch.cuda.Event()
+        torch.cuda._sleep(4_000_000_000)  # clock cycles: about two seconds
+        forward_and_backward()
+        done.record()
+        assert not done.query(), f"{plan}: the host waited for the device"
+        torch.cuda.synchronize()
+        group.close()
+
+
+def test_no_step_of_any_plan_waits_for_the_device() -> None:
+    world_size = min(4, torch.cuda.device_count())
+    run_distributed(
+        check_the_host_runs_ahead, world_size, world_size, backend="nccl", timeout_s=240
+    )
 
 
 def model_outcome(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
