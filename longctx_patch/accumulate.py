@@ -61,17 +61,17 @@ class RowSum:
     """Sum of gradients over row ranges; a single part that covers all rows stays as it is."""
 
     def __init__(self, spec: TensorSpec, device: torch.device) -> None:
-        self._spec = spec
+        self.spec = spec
         self._device = device
         self._total: Tensor | None = None
 
     def add(self, rows: Interval, part_BLHD: Tensor) -> None:
-        if self._total is None and rows == Interval(0, self._spec.shape[1]):
+        if self._total is None and rows == Interval(0, self.spec.shape[1]):
             self._total = part_BLHD
             return
-        wide = sum_dtype(self._spec.dtype)
+        wide = sum_dtype(self.spec.dtype)
         if self._total is None:
-            self._total = torch.zeros(self._spec.shape, dtype=wide, device=self._device)
+            self._total = torch.zeros(self.spec.shape, dtype=wide, device=self._device)
         self._total = self._total.to(wide)
         self._total[:, rows.start : rows.stop] += part_BLHD
 
@@ -79,9 +79,9 @@ class RowSum:
     def total(self) -> Tensor:
         """The sum as it stands: a single part in its own dtype, or a wide sum."""
         if self._total is None:
-            self._total = torch.zeros(self._spec.shape, dtype=self._spec.dtype, device=self._device)
+            self._total = torch.zeros(self.spec.shape, dtype=self.spec.dtype, device=self._device)
         return self._total
 
     def result(self) -> Tensor:
         """The sum in the dtype of the tensor it is a gradient of."""
-        return self.total.to(self._spec.dtype)
+        return self.total.to(self.spec.dtype)

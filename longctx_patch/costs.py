@@ -209,7 +209,7 @@ def _seconds(sent: Iterable[Traffic], setting: Setting, hardware: Hardware) -> f
         within.latency_s + largest * (1 - far_share) / within.bandwidth,
         (across.latency_s + largest * far_share / across.bandwidth) if far_share else 0.0,
     )
-    return travel + 4 * largest / hardware.memory_bandwidth
+    return travel + 4 * largest / hardware.copy_bandwidth
 
 
 def _sum_traffic(

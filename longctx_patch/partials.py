@@ -25,6 +25,10 @@ class Partial(Protocol):
         """What another partial result can add, rows along dim 1."""
         ...
 
+    def adopt(self, packet: Packet) -> None:
+        """Start from a packet that covers all rows, and is ours to write to."""
+        ...
+
     def packet(self, operand: Operand) -> Packet:
         """The bytes to send."""
         ...
@@ -46,6 +50,9 @@ class OutPartial:
         out, lse_BHL = self._merge.result()
         return lse_BHL.transpose(1, 2), out
 
+    def adopt(self, packet: Packet) -> None:
+        self.add(self.rows, packet.tensors)
+
     def packet(self, operand: Operand) -> Packet:
         return Packet.pack(self.parts())
 
@@ -56,6 +63,7 @@ class GradientPartial:
     def __init__(self, rows: Interval, like: tuple[Tensor, ...]) -> None:
         self.rows = rows
         self._sums = [RowSum(_spec(t, rows, t.dtype), t.device) for t in like]
+        self._arrived: Packet | None = None
 
     def add(self, rows: Interval, parts: tuple[Tensor, ...]) -> None:
         for total, part in zip(self._sums, parts, strict=True):
@@ -64,13 +72,20 @@ class GradientPartial:
     def parts(self) -> tuple[Tensor, ...]:
         return tuple(total.total for total in self._sums)
 
-    def results(self) -> tuple[Tensor, ...]:
-        return tuple(total.result() for total in self._sums)
+    def adopt(self, packet: Packet) -> None:
+        self.add(self.rows, packet.tensors)
+        self._arrived = packet
 
     def packet(self, operand: Operand) -> Packet:
-        if operand.is_sum:
-            return Packet.pack([part.to(sum_dtype(part.dtype)) for part in self.parts()])
-        return Packet.pack(self.results())
+        parts = self.parts()
+        dtypes = [sum_dtype(t.spec.dtype) if operand.is_sum else t.spec.dtype for t in self._sums]
+        # A sum that came as a packet and was added to in place goes on as that packet.
+        if self._arrived is not None and all(
+            part is view and part.dtype == dtype
+            for part, view, dtype in zip(parts, self._arrived.tensors, dtypes, strict=True)
+        ):
+            return self._arrived
+        return Packet.pack(parts, dtypes)
 
 
 class _Key(NamedTuple):
@@ -139,13 +154,15 @@ class Partials:
     def land(self) -> None:
         """Add what has arrived."""
         for transfer, packet in self._arriving:
-            block = transfer.block
-            held = None
-            if block.owner != self._rank:
-                held = self._held.pop(_key(block), None)
-            self.add(block, packet.tensors)
+            block, key = transfer.block, _key(transfer.block)
+            if block.owner == self._rank:
+                self.add(block, packet.tensors)
+                continue
+            # The packet is the larger part: what is held is added to it.
+            held = self._held.pop(key, None)
+            self._held[key] = self._make(key, block.rows)
+            self._held[key].adopt(packet)
             if held is not None:
-                # The packet is the larger part and ours to write to: the smaller is added to it.
                 self.add(block._replace(rows=held.rows), held.parts())
         self._arriving.clear()
 

@@ -75,12 +75,12 @@ class Charges:
             moved += np.where(came, _SURROGATE_BYTES * per_q * (stop - start), 0.0)
         everything = 2 * self.shape.itemsize_bytes * self.pieces.layout.num_tokens * per_kv
         moved += np.where(works.kv_owner == EVERYONE, everything, 0.0)
-        return moved / self.hardware.memory_bandwidth
+        return moved / self.hardware.copy_bandwidth
 
     def pack_seconds(self, moves: Moves, sizes: Floats) -> Floats:
         """Copying into the message: what a rank owns or has computed; the rest is passed on."""
         copied = moves.source == moves.owner if moves.operand.is_input else True
-        return np.where(copied, 2 * sizes / self.hardware.memory_bandwidth, 0.0)
+        return np.where(copied, 2 * sizes / self.hardware.copy_bandwidth, 0.0)
 
     def landing_seconds(self, moves: Moves, sizes: Floats) -> Floats:
         """Adding results that have arrived to a total."""
@@ -93,14 +93,14 @@ class Charges:
     def delta_seconds(self) -> Floats:
         """By rank: delta of its own rows, for a schedule that sends queries in backward."""
         per_row = self.shape.batch * self.shape.num_heads * self.shape.head_dim
-        return self.pieces.sizes * (_ROW_DOTS_BYTES * per_row / self.hardware.memory_bandwidth)
+        return self.pieces.sizes * (_ROW_DOTS_BYTES * per_row / self.hardware.copy_bandwidth)
 
     def closing_seconds(self) -> Floats:
         """By rank: the totals of its queries, from the dtype of sums to that of the model."""
         shape = self.shape
         per_row = shape.batch * shape.num_heads * shape.head_dim
         moved = per_row * (shape.sum_itemsize_bytes + shape.itemsize_bytes)
-        return self.pieces.sizes * (moved / self.hardware.memory_bandwidth)
+        return self.pieces.sizes * (moved / self.hardware.copy_bandwidth)
 
     def areas(self, works: Works) -> Floats:
         """Pairs of each work, times its share of the heads."""
@@ -116,7 +116,7 @@ class Charges:
     @property
     def _adding_bandwidth(self) -> float:
         forward = self.direction is Direction.FORWARD
-        return self.hardware.merge_bandwidth if forward else self.hardware.memory_bandwidth
+        return self.hardware.merge_bandwidth if forward else self.hardware.add_bandwidth
 
     def _elements(self, heads: Share) -> tuple[float, float]:
         """Elements of a token's query and of its key and value."""

@@ -44,10 +44,12 @@ class Hardware:
     forward_causal: KernelRate
     backward_full: KernelRate
     backward_causal: KernelRate
-    memory_bandwidth: float
-    """Bytes per second that adding and packing reach, counting what must be read and written."""
+    copy_bandwidth: float
+    """Bytes per second that element-wise passes reach, counting what must be read and written."""
+    add_bandwidth: float
+    """The same of adding a result to a float32 total."""
     merge_bandwidth: float
-    """The same of merging outputs by their log-sum-exp."""
+    """The same of merging outputs by their log-sum-exp, which takes several passes."""
     gpus_per_node: int
     intra_node: Link
     inter_node: Link
@@ -91,7 +93,8 @@ _H200 = Hardware(
     forward_causal=KernelRate(615e12, 430, 18e-6),
     backward_full=KernelRate(545e12, 100, 41e-6),
     backward_causal=KernelRate(540e12, 800, 50e-6),
-    memory_bandwidth=2.85e12,
+    copy_bandwidth=4.27e12,
+    add_bandwidth=2.85e12,
     merge_bandwidth=1.54e12,
     gpus_per_node=8,
     intra_node=Link(240e9, 20e-6),
@@ -102,7 +105,9 @@ _H200 = Hardware(
     host_exchange_s=80e-6,
     host_message_s=15e-6,
 )
-_H100 = replace(_H200, name="h100", memory_bandwidth=2.0e12, merge_bandwidth=1.08e12)
+_H100 = replace(
+    _H200, name="h100", copy_bandwidth=3.0e12, add_bandwidth=2.0e12, merge_bandwidth=1.08e12
+)
 _A100 = replace(
     _H200,
     name="a100",
@@ -110,7 +115,8 @@ _A100 = replace(
     forward_causal=KernelRate(190e12, 430, 18e-6),
     backward_full=KernelRate(175e12, 100, 41e-6),
     backward_causal=KernelRate(170e12, 800, 50e-6),
-    memory_bandwidth=1.2e12,
+    copy_bandwidth=1.75e12,
+    add_bandwidth=1.2e12,
     merge_bandwidth=0.65e12,
     intra_node=Link(160e9, 20e-6),
     inter_node=Link(22e9, 30e-6),

@@ -92,8 +92,8 @@ class _Player:
     def play(self, stage: Stage) -> None:
         sizes = [self.charges.sizes(moves) for moves in stage.moves]
         posted = np.maximum(self.device_s, self.host_s) + self._pack(stage.moves, sizes)
-        arrived, travel = self._travel(stage.moves, sizes, posted)
-        computed = self._compute(stage, posted, travel)
+        arrived = self._travel(stage.moves, sizes, posted)
+        computed = self._compute(stage, posted, self._disturbed(stage.moves, sizes))
         landing = self._sum_by(
             [moves.destination for moves in stage.moves],
             [self.charges.landing_seconds(*pair) for pair in zip(stage.moves, sizes, strict=True)],
@@ -128,13 +128,11 @@ class _Player:
                 self.has_delta = True
         return total
 
-    def _travel(
-        self, lanes: tuple[Moves, ...], sizes: list[Floats], posted: Floats
-    ) -> tuple[Floats, Floats]:
-        """When each rank's messages have all come and gone, and how long the longest took."""
-        done, travel = posted.copy(), np.zeros(self.num_ranks)
+    def _travel(self, lanes: tuple[Moves, ...], sizes: list[Floats], posted: Floats) -> Floats:
+        """When each rank's messages have all come and gone."""
+        done = posted.copy()
         if not lanes:
-            return done, travel
+            return done
         source = np.concatenate([moves.source for moves in lanes])
         destination = np.concatenate([moves.destination for moves in lanes])
         size = np.concatenate(sizes)
@@ -149,27 +147,36 @@ class _Player:
                 end[chosen] += seconds
         for rank in (source, destination):
             np.maximum.at(done, rank, end)
-            np.maximum.at(travel, rank, end - begin)
         if self.spans is not None:
             labels = [moves.operand.name for moves in lanes for _ in moves.source]
             rows = zip(destination.tolist(), begin.tolist(), end.tolist(), labels, strict=True)
             self.spans += [Span(rank, "transfer", a, b, label) for rank, a, b, label in rows]
-        return done, travel
+        return done
+
+    def _disturbed(self, lanes: tuple[Moves, ...], sizes: list[Floats]) -> Floats:
+        """Seconds for which messages would keep a rank busy inside its node.
+
+        Moving bytes takes multiprocessors and memory from the kernel beside it. That was measured
+        inside a node, and is charged by the byte: a slower link disturbs longer but less.
+        """
+        leaving = self._sum_by([moves.source for moves in lanes], sizes)
+        entering = self._sum_by([moves.destination for moves in lanes], sizes)
+        return np.maximum(leaving, entering) / self.hardware.intra_node.bandwidth
 
     def _link_seconds(self, source: Ints, destination: Ints, size: Floats, link: Link) -> Floats:
         leaving = np.bincount(source, size, self.num_ranks)[source]
         entering = np.bincount(destination, size, self.num_ranks)[destination]
         return link.latency_s + np.maximum(leaving, entering) / link.bandwidth
 
-    def _compute(self, stage: Stage, posted: Floats, travel: Floats) -> Floats:
-        """When each rank has computed its works, slowed down while its messages travel."""
+    def _compute(self, stage: Stage, posted: Floats, disturbed: Floats) -> Floats:
+        """When each rank has computed its works, slowed down by the messages beside them."""
         ranks = [works.rank for works in stage.works]
         kernels = self._sum_by(ranks, [self.charges.kernel_seconds(w) for w in stage.works])
         prepared = self._sum_by(ranks, [self.charges.preparing_seconds(w) for w in stage.works])
         added = self._sum_by(ranks, [self.charges.adding_seconds(w) for w in stage.works])
         # The first result of a rank becomes its total as it is.
         added[~self.has_worked] = 0.0
-        lost = self.hardware.overlap_slowdown * np.minimum(kernels, travel)
+        lost = self.hardware.overlap_slowdown * np.minimum(kernels, disturbed)
         computed = posted + prepared + kernels + lost + added
         for works in stage.works:
             self.has_worked[works.rank] = True
