@@ -116,7 +116,7 @@ def test_thousands_of_ranks(run: Run) -> None:
 
 
 def test_slower_hardware_takes_longer(run: Run) -> None:
-    words = ["--plan", "zigzag", "--ranks", 8]
+    words = ["--plan", "zigzag", "--ranks", 8, "--seq-len", 32768]
     a100, h100 = (ask(run, *words, "--hardware", name) for name in ("a100", "h100"))
     assert a100["makespan_s"] > h100["makespan_s"]
     split = ask(run, *words, "--ranks-per-node", 4)  # two links between nodes
