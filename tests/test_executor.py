@@ -90,7 +90,7 @@ def one_rank(
 def test_every_plan_is_exact_and_sends_what_it_says(
     num_ranks: int, length: int, dtype: torch.dtype
 ) -> None:
-    ratios = [(4, 4), (4, 1), (8, 2)]
+    ratios = [(4, 4), (8, 2), (16, 2), (4, 1)]
     for heads, case in ((h, case) for h in ratios for case in all_cases(num_ranks, length, h[1])):
         where = f"{case.name}, {heads}"
         verify_plan(case.forward)
