@@ -53,7 +53,7 @@ class Executor:
         rank = self.transport.group_rank
         lse_BLH = lse.transpose(1, 2)
         own: dict[Operand, tuple[Tensor, ...]] = {Operand.KV: (k, v)}
-        if plan.moves(Operand.Q_BACKWARD):
+        if Operand.Q_BACKWARD in plan.moved:
             own[Operand.Q_BACKWARD] = (lse_BLH, row_dots(dout, out), q, dout)
         inputs = Inputs(rank, plan.layout, own)
         partials = Partials(rank, k.shape[2], {Operand.DQ: (q,), Operand.DKV: (k, v)})

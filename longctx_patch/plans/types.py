@@ -214,9 +214,10 @@ class Plan:
             for program in self.rank_steps
         )
 
-    def moves(self, operand: Operand) -> bool:
-        """Whether any transfer carries this operand."""
-        return any(t.block.operand is operand for step in self.steps for t in step.transfers)
+    @cached_property
+    def moved(self) -> frozenset[Operand]:
+        """The operands that transfers carry."""
+        return frozenset(t.block.operand for step in self.steps for t in step.transfers)
 
     @cached_property
     def num_head_groups(self) -> int:
