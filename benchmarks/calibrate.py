@@ -8,21 +8,28 @@ Each time is the median over calls, on the slowest rank. Legend: B batch (1), L 
 H query heads, G key-value heads, D head dim.
 """
 
-import argparse
-import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from itertools import product
-from pathlib import Path
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from measure import (
+    Clock,
+    Row,
+    Timing,
+    dtype_on,
+    finish,
+    is_first_rank,
+    machine,
+    make_parser,
+    num_processes,
+    slowest,
+    start,
+    write_json,
+)
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,82 +46,38 @@ HEAD_DIM = 128
 MESSAGE_BYTES = tuple(2**exponent for exponent in range(16, 29, 2))  # 64 KiB to 256 MiB
 QUICK_MESSAGE_BYTES = MESSAGE_BYTES[:3]
 OVERLAP_ROWS, OVERLAP_BYTES = 8192, 2**26
-WARM_UP_CALLS = 3
 FILLER_BYTES = 2**31  # clearing them takes about 0.7 ms: longer than the host needs for a call
 SMALLEST_FIXED_S = 1e-7
 HALF_TOKENS = (0.0, *np.geomspace(1.0, 65536.0, 321).tolist())  # candidates of the fit
 
 Floats = NDArray[np.float64]
-Row = dict[str, Any]
-"""What the JSON says of one measurement or fit."""
-
-
-class Timing(NamedTuple):
-    """Of several calls, on the slowest rank."""
-
-    seconds: float
-    """Median."""
-    p20_s: float
-    p80_s: float
 
 
 @dataclass(frozen=True)
-class Clock:
-    """Times calls on the device of this process. All ranks time the same calls together."""
+class ColdClock(Clock):
+    """Device times are of single calls, not of one straight after the other."""
 
-    device: torch.device
-    iterations: int
     filler: Tensor
     """On CUDA, clearing it keeps the device busy while the host enqueues a call, so that device
     times hold no host time; and it leaves a cold L2 cache."""
 
     def device_time(self, call: Callable[[], object]) -> Timing:
         """From when the device could begin until it is done."""
-        if self.device.type != "cuda":
+        self.warm_up(call)
+        if not self.on_cuda:
             return self.host_time(call)
-        for _ in range(WARM_UP_CALLS):
-            call()
         events = [self._events(call) for _ in range(self.iterations)]
         torch.cuda.synchronize(self.device)
         return slowest([start.elapsed_time(stop) * 1e-3 for start, stop in events])
 
-    def host_time(self, call: Callable[[], object]) -> Timing:
-        """What the call takes of the host, from an idle device; on CPU that is all of it."""
-        for _ in range(WARM_UP_CALLS):
-            call()
-        return slowest([self._wall_s(call) for _ in range(self.iterations)])
-
     def _events(self, call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.filler.zero_()
-        self._line_up()
+        self.line_up()
         start.record()
         call()
         stop.record()
         return start, stop
-
-    def _wall_s(self, call: Callable[[], object]) -> float:
-        self._line_up()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        started = perf_counter()
-        call()
-        return perf_counter() - started
-
-    def _line_up(self) -> None:
-        """Ranks go on together: on CUDA their devices, not the hosts, wait for each other."""
-        if dist.is_initialized():
-            dist.all_reduce(torch.zeros(1, device=self.device))
-
-
-def slowest(seconds: Sequence[float]) -> Timing:
-    """The largest of the ranks' quantiles. Collective."""
-    mine = np.quantile(seconds, (0.5, 0.2, 0.8)).tolist()
-    ranks = [mine]
-    if dist.is_initialized():
-        ranks = [mine] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-    return Timing(*np.max(ranks, axis=0).tolist())
 
 
 class Line(NamedTuple):
@@ -238,14 +201,8 @@ def fit_bytes(rows: Sequence[Row]) -> list[Row]:
     for kind in dict.fromkeys(row["kind"] for row in rows):
         points = [(row["bytes"], row["seconds"]) for row in rows if row["kind"] == kind]
         line = fit_line(*np.array(points, dtype=np.float64).T)
-        fits.append(
-            {
-                "kind": kind,
-                "latency_s": line.fixed_s,
-                "bandwidth": line.per_s,
-                "largest_error": line.largest_error,
-            }
-        )
+        fit = {"latency_s": line.fixed_s, "bandwidth": line.per_s}
+        fits.append({"kind": kind, **fit, "largest_error": line.largest_error})
     return fits
 
 
@@ -342,38 +299,26 @@ def measure_host(
     calls |= {kind: call for kind, _, call in memory_passes([rows], clock)}
     if transport is not None:
         calls["exchange"] = waited(ring_hop(transport, num_bytes, clock.device))
-    return {name: clock.host_time(call)._asdict() for name, call in calls.items()}
+    times = {}
+    for name, call in calls.items():
+        clock.warm_up(call)
+        times[name] = clock.host_time(call)._asdict()
+    return times
 
 
 def normal(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.randn(shape, dtype=dtype, device=device)
+    return torch.randn(shape, dtype=dtype_on(device), device=device)
 
 
 def random_bytes(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randint(256, shape, dtype=torch.uint8, device=device)
 
 
-def machine(device: torch.device) -> Row:
-    """What the numbers belong to."""
-    cuda = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
-        "num_processes": dist.get_world_size() if dist.is_initialized() else 1,
-        "dtype": "bfloat16" if cuda else "float32",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
 def measure(sizes: Sequence[int], messages: Sequence[int], clock: Clock) -> Row:
     """Everything, as JSON. Collective."""
-    dtype = normal((1,), clock.device).dtype
-    kernel = choose_kernel("auto", KernelRequest(clock.device.type, dtype, HEAD_DIM))
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    device = clock.device
+    kernel = choose_kernel("auto", KernelRequest(device.type, dtype_on(device), HEAD_DIM))
+    num_ranks = num_processes()
     group = make_sequence_group(LongContextConfig(ring_degree=num_ranks))
     transport = group.ring if num_ranks > 1 else None
     kernels = measure_kernels(kernel, sizes, clock)
@@ -386,7 +331,12 @@ def measure(sizes: Sequence[int], messages: Sequence[int], clock: Clock) -> Row:
     host = measure_host(kernel, transport, min(sizes), min(messages), clock)
     group.close()
     return {
-        "machine": {**machine(clock.device), "kernel": kernel.name},
+        "machine": {
+            **machine(device),
+            "num_processes": num_ranks,
+            "cudnn": torch.backends.cudnn.version() if clock.on_cuda else None,
+            "kernel": kernel.name,
+        },
         "kernels": kernels,
         "kernel_fits": fit_kernels(kernels),
         "memory": memory,
@@ -419,26 +369,15 @@ def print_table(title: str, rows: Sequence[Row]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def start(iterations: int) -> Clock:
-    """This process's device, and under torchrun its process group."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+def make_clock(device: torch.device, iterations: int) -> ColdClock:
     num_bytes = FILLER_BYTES if device.type == "cuda" else 0
-    return Clock(device, iterations, torch.empty(num_bytes, dtype=torch.uint8, device=device))
+    return ColdClock(device, iterations, torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = make_parser(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", help=f"rows of a block (default {SIZES})")
     parser.add_argument("--quick", action="store_true", help="small blocks and messages only")
-    parser.add_argument("--iterations", type=int, default=10, help="timed calls (default 10)")
     arguments = parser.parse_args()
     sizes = arguments.sizes or (QUICK_SIZES if arguments.quick else SIZES)
     if min(sizes) < 2 or len(set(sizes)) < 2:
@@ -448,14 +387,13 @@ def main() -> None:
     if arguments.iterations < 1:
         parser.error(f"--iterations {arguments.iterations}: time 1 call or more, better 10.")
     torch.manual_seed(0)
-    clock = start(arguments.iterations)
+    clock = make_clock(start(), arguments.iterations)
     messages = QUICK_MESSAGE_BYTES if arguments.quick else MESSAGE_BYTES
     report = measure(sorted(sizes), messages, clock)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_rank():
         print_report(report)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        write_json(report, arguments.out)
+    finish()
 
 
 if __name__ == "__main__":

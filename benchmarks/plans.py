@@ -10,20 +10,26 @@ heads, G key-value heads, D head dim, K random signs.
 """
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from itertools import pairwise
-from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from measure import (
+    Clock,
+    Row,
+    dtype_on,
+    everyone,
+    finish,
+    is_first_rank,
+    machine,
+    make_parser,
+    num_processes,
+    start,
+    write_json,
+)
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, attention, make_sequence_group
@@ -34,14 +40,11 @@ from longctx_patch.groups import SequenceGroup
 from longctx_patch.plans import PRESETS, Direction
 from longctx_patch.plans.traffic import Traffic
 
-WARM_UP_CALLS = 3
 NUM_SIGNS = 8
 SHARPNESS = 3.0  # standard deviation of the logits
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # some times what rounding does
 RESULTS = ("out", "dq", "dk", "dv")
 
-Row = dict[str, Any]
-"""What the JSON says of one plan, length and direction."""
 Sketches = dict[str, Tensor]
 """By the name of a result: `sketch` of it."""
 
@@ -69,15 +72,6 @@ class Shards(NamedTuple):
     k: Tensor
     v: Tensor
     dout: Tensor
-
-
-class Timing(NamedTuple):
-    """Of several calls, on the slowest rank."""
-
-    seconds: float
-    """Median."""
-    p20_s: float
-    p80_s: float
 
 
 def predicted_seconds(
@@ -259,60 +253,7 @@ class Case:
         return AttentionCall(self.group, problem.num_tokens, scale, *heads, returns_lse=True)
 
 
-def device_time(case: Case, call: Callable[[], object], iterations: int) -> Timing:
-    """From call to call, one straight after the other."""
-    for _ in range(WARM_UP_CALLS):
-        call()
-    meet(case)
-    if case.device.type != "cuda":
-        moments = [perf_counter()]
-        for _ in range(iterations):
-            call()
-            moments.append(perf_counter())
-        return slowest([stop - start for start, stop in pairwise(moments)])
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize(case.device)
-    return slowest([start.elapsed_time(stop) * 1e-3 for start, stop in pairwise(events)])
-
-
-def host_time(case: Case, call: Callable[[], object], iterations: int) -> Timing:
-    """What issuing a call takes, from an idle device; on CPU that is all of it."""
-    seconds = []
-    for _ in range(iterations):
-        meet(case)
-        started = perf_counter()
-        call()
-        seconds.append(perf_counter() - started)
-    return slowest(seconds)
-
-
-def meet(case: Case) -> None:
-    """Wait until every rank is here and its device idle."""
-    if case.device.type == "cuda":
-        torch.cuda.synchronize(case.device)
-    case.group.everyone.all_gather_numbers([0])
-
-
-def slowest(seconds: Sequence[float]) -> Timing:
-    """The largest of the ranks' quantiles. Collective."""
-    mine = np.quantile(seconds, (0.5, 0.2, 0.8)).tolist()
-    return Timing(*np.max(everyone(mine), axis=0).tolist())
-
-
-def everyone(mine: Any) -> list[Any]:
-    """Every rank's value, by rank."""
-    ranks = [mine]
-    if dist.is_initialized():
-        ranks = [mine] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-    return ranks
-
-
-def run_case(case: Case, iterations: int) -> tuple[list[Row], Sketches]:
+def run_case(case: Case, clock: Clock) -> tuple[list[Row], Sketches]:
     """A row for each direction, and what the results were. Collective."""
     rows, results = [], []
     for direction, call in case.calls():
@@ -320,15 +261,15 @@ def run_case(case: Case, iterations: int) -> tuple[list[Row], Sketches]:
         results += [result.detach() for result in call()]
         counters = case.group.counters
         traffic = case.traffic(direction, Traffic(counters.messages, counters.bytes))
-        timing = device_time(case, call, iterations)
-        host, num_steps = host_time(case, call, iterations), case.num_steps(direction)
+        timing, host = clock.device_time(call), clock.host_time(call)
+        num_steps = case.num_steps(direction)
         flops = case.problem.flops(direction) / case.group.num_ranks
         rows.append(
             {
                 "direction": direction.value,
                 **asdict(case.problem),
                 "num_ranks": case.group.num_ranks,
-                "iterations": iterations,
+                "iterations": clock.iterations,
                 **timing._asdict(),
                 "predicted_s": predicted_seconds(case.group.config, direction, case.problem),
                 "tflops_per_s_per_rank": flops / timing.seconds * 1e-12,
@@ -343,39 +284,20 @@ def run_case(case: Case, iterations: int) -> tuple[list[Row], Sketches]:
     return rows, case.sketches(results)
 
 
-def run_length(
-    groups: dict[str, SequenceGroup], problem: Problem, device: torch.device, iterations: int
-) -> list[Row]:
+def run_length(groups: dict[str, SequenceGroup], problem: Problem, clock: Clock) -> list[Row]:
     """All plans at one length; the first sets what the others' results must be."""
     measured: list[Row] = []
     first: Sketches | None = None
     for plan, group in groups.items():
-        shards = make_shards(problem, group, device)
-        rows, sketches = run_case(Case(group, problem, shards), iterations)
+        shards = make_shards(problem, group, clock.device)
+        rows, sketches = run_case(Case(group, problem, shards), clock)
         first = first or sketches
-        tolerance = TOLERANCE[dtype_on(device)]
+        tolerance = TOLERANCE[dtype_on(clock.device)]
         largest = largest_difference(plan, sketches, first, tolerance)
         for row in rows:
             compared = {"largest_difference": largest, "compared_with": next(iter(groups))}
-            measured.append({"plan": plan, **row, **compared, **machine(device)})
+            measured.append({"plan": plan, **row, **compared, **machine(clock.device)})
     return measured
-
-
-def dtype_on(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def machine(device: torch.device) -> Row:
-    """What the numbers belong to."""
-    cuda = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
-        "dtype": str(dtype_on(device)).removeprefix("torch."),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -396,26 +318,14 @@ def print_table(rows: Sequence[Row]) -> None:
     print("\n".join(lines))
 
 
-def start() -> torch.device:
-    """This process's device, and under torchrun its process group."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device
-
-
 def make_groups(
     plans: Sequence[str], ranks_per_node: int, *, warn: bool
 ) -> dict[str, SequenceGroup]:
     """By plan; a plan that there is not, or not for this many ranks, is left out with a warning."""
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = {}
     for plan in plans:
         try:
-            config = make_config(plan, num_ranks, ranks_per_node)
+            config = make_config(plan, num_processes(), ranks_per_node)
         except ValueError as error:
             if warn:
                 print(f"left out: {plan}: {error}", file=sys.stderr)
@@ -425,9 +335,7 @@ def make_groups(
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", required=True, help="global tokens")
     parser.add_argument(
         "--plans",
@@ -435,19 +343,17 @@ def parse_arguments() -> argparse.Namespace:
         required=True,
         help="plans of LongContextConfig; also ulysses, and ulysses2 (times a ring)",
     )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--iterations", type=int, default=10, help="timed calls (default 10)")
     parser.add_argument("--ranks-per-node", type=int, default=2, help="of double_ring (default 2)")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    device = start()
-    speaks = not dist.is_initialized() or dist.get_rank() == 0
+    clock = Clock(start(), arguments.iterations)
+    speaks = is_first_rank()
     groups = make_groups(arguments.plans, arguments.ranks_per_node, warn=speaks)
     rows: list[Row] = []
     try:
@@ -458,15 +364,14 @@ def main() -> None:
                 num_kv_heads=arguments.kv_heads,
                 head_dim=arguments.head_dim,
             )
-            rows += run_length(groups, problem, device, arguments.iterations)
+            rows += run_length(groups, problem, clock)
     finally:  # a failure leaves the lengths that were done before it
         if speaks:
             print_table(rows)
-            arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+            write_json(rows, arguments.out)
     for group in groups.values():
         group.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    finish()
 
 
 if __name__ == "__main__":

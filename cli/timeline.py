@@ -1,22 +1,31 @@
 """Draw a prediction: a row for each rank, with a lane of compute and a lane of transfers.
 
-What a rank computes is coloured by whose queries and keys it uses, what it sends by operand, in the
-colours of Okabe and Ito (2008), which colour-blind readers tell apart too. matplotlib is loaded at
-first use.
+timeline_boxes.py says what is where and in which colour. matplotlib is loaded at first use.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from longctx_patch.cli.timeline_boxes import (
+    COMPUTE_STYLES,
+    IDLE,
+    INK,
+    TRANSFER_STYLES,
+    Box,
+    Style,
+    compute_boxes,
+    idle_boxes,
+    transfer_boxes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from longctx_patch.costs import Prediction
-    from longctx_patch.plans import Span
 
 ENDINGS = (".png", ".svg", ".pdf")
 MAX_RANKS = 64
@@ -24,60 +33,8 @@ MAX_RANKS = 64
 
 WIDTH_INCHES = 11.0
 LEFT_INCHES, RIGHT_INCHES, TOP_INCHES, BOTTOM_INCHES = 0.8, 0.25, 1.22, 0.55
-COMPUTE_LANE = (0.09, 0.56)
-"""Top and height, in parts of a rank's row."""
-TRANSFER_LANE = (0.69, 0.21)
 LABEL_POINTS = 7.0
-INK, FAINT_INK, RULE = "#1A1A1A", "#5C5C5C", "#E3E3E3"
-
-
-class Style(NamedTuple):
-    """How blocks of one kind look, and what the legend calls them."""
-
-    name: str
-    colour: str
-    ink: str = "white"
-
-
-OWN = Style("own queries, own keys", "#0072B2")
-OTHER_KEYS = Style("own queries, keys of others", "#56B4E9", INK)
-HELPER = Style("queries of others, own keys", "#E69F00", INK)
-ALL_KEYS = Style("own queries, all keys", "#56B4E9", INK)
-OWN_HEADS = Style("own heads, all tokens", "#0072B2")
-COMPUTE_STYLES = (OWN, OTHER_KEYS, ALL_KEYS, OWN_HEADS, HELPER)
-IDLE = Style("idle or waiting", "#F6F6F6", "#C4C4C4")
-
-_KEYS = Style("keys and values", "#009E73")
-_QUERIES = Style("queries", "#CC79A7")
-_D_KEYS = Style("gradients of keys and values", "#4D4D4D")
-TRANSFER_STYLES = {
-    "KV": _KEYS,
-    "Q": _QUERIES,
-    "Q_BACKWARD": _QUERIES._replace(name="queries, dout, lse, delta"),
-    "OUT": Style("partial outputs", "#D55E00"),
-    "DQ": Style("gradients of queries", "#D55E00"),
-    "DQ_SUM": Style("gradients of queries", "#D55E00"),
-    "DKV": _D_KEYS,
-    "DKV_SUM": _D_KEYS,
-    "ALL_TO_ALL": Style("all-to-all of heads", "#E6D200"),
-}
-
-
-class Box(NamedTuple):
-    """A block on the page: milliseconds, and rows of ranks."""
-
-    rank: int
-    start_ms: float
-    width_ms: float
-    top: float
-    height: float
-    style: Style
-    labels: tuple[str, ...] = ()
-    """A long and a short one."""
-
-    @property
-    def stop_ms(self) -> float:
-        return self.start_ms + self.width_ms
+FAINT_INK, RULE = "#5C5C5C", "#E3E3E3"
 
 
 def check_drawable(path: Path, num_ranks: int) -> None:
@@ -122,9 +79,9 @@ def make_figure(prediction: "Prediction", caption: str) -> "Figure":
     height = TOP_INCHES + BOTTOM_INCHES + row_inches * prediction.ranks
     figure = Figure(figsize=(WIDTH_INCHES, height), facecolor="white")
     axes = _add_axes(figure, prediction)
-    compute = [_compute_box(span, prediction) for span in _lane(prediction, "compute")]
-    transfers = _stacked(_transfer_box(span) for span in _lane(prediction, "transfer"))
-    idle = [gap for gap in _gaps(compute, prediction) if _points(axes, gap.width_ms) > 4]
+    compute, transfers = compute_boxes(prediction), transfer_boxes(prediction)
+    gaps = idle_boxes(compute, prediction)
+    idle = [gap for gap in gaps if _points(axes, gap.width_ms) > 4]
     for boxes in (compute, transfers, idle):
         _draw_boxes(axes, boxes)
     _draw_labels(axes, compute)
@@ -147,81 +104,6 @@ def time_text(seconds: float) -> str:
     """Three digits, in milliseconds below a second."""
     number, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
     return f"{number:#.3g}".rstrip(".") + f" {unit}"
-
-
-def _lane(prediction: "Prediction", lane: str) -> "Iterator[Span]":
-    return (span for span in prediction.timeline if span.lane == lane)
-
-
-def _compute_box(span: "Span", prediction: "Prediction") -> Box:
-    """The label is `Q<rank> x KV<rank or all>`, in ranks of the ring, and a group of heads."""
-    if 1 < prediction.ulysses_degree == prediction.ranks:
-        return _box(span, COMPUTE_LANE, OWN_HEADS, "own heads, all tokens", "own heads")
-    own = str(span.rank // prediction.ulysses_degree)
-    queries, _, keys, *group = span.label.split()
-    if keys == "KVall":
-        heads = "".join(f"head group {name[1:]}" for name in group) or "all heads"
-        return _box(span, COMPUTE_LANE, ALL_KEYS, f"{queries}, {heads}", heads)
-    full = f"{queries} × {keys}"
-    if queries != f"Q{own}":
-        return _box(span, COMPUTE_LANE, HELPER, full, queries)
-    return _box(span, COMPUTE_LANE, OWN if keys == f"KV{own}" else OTHER_KEYS, full, keys)
-
-
-def _transfer_box(span: "Span") -> Box:
-    return _box(span, TRANSFER_LANE, TRANSFER_STYLES[span.label])
-
-
-def _box(span: "Span", lane: tuple[float, float], style: Style, *labels: str) -> Box:
-    top, height = lane
-    start, stop = 1e3 * span.start_s, 1e3 * span.stop_s
-    return Box(span.rank, start, stop - start, span.rank + top, height, style, labels)
-
-
-def _stacked(boxes: Iterable[Box]) -> list[Box]:
-    """What a rank receives at the same time: one box a style, and these share the lane's height."""
-    joined = [_hull(group) for group in _overlapping(boxes, lambda box: (box.rank, box.style))]
-    groups = _overlapping(joined, lambda box: box.rank)
-    return [box for group in groups for box in _parted(group)]
-
-
-def _overlapping(boxes: Iterable[Box], key: Callable[[Box], Any]) -> list[list[Box]]:
-    """Groups of boxes with the same key that overlap in time, one with the next."""
-    groups: list[list[Box]] = []
-    reached = 0.0
-    for box in sorted(boxes, key=lambda box: (key(box), box.start_ms)):
-        if groups and key(groups[-1][0]) == key(box) and box.start_ms < reached:
-            groups[-1].append(box)
-            reached = max(reached, box.stop_ms)
-        else:
-            groups.append([box])
-            reached = box.stop_ms
-    return groups
-
-
-def _hull(group: list[Box]) -> Box:
-    first, stop = group[0], max(box.stop_ms for box in group)
-    return first._replace(width_ms=stop - first.start_ms)
-
-
-def _parted(group: list[Box]) -> Iterator[Box]:
-    styles = sorted({box.style for box in group})
-    for box in group:
-        height = box.height / len(styles)
-        yield box._replace(top=box.top + styles.index(box.style) * height, height=height)
-
-
-def _gaps(compute: Iterable[Box], prediction: "Prediction") -> Iterator[Box]:
-    """Where a rank computes nothing, from the start to the makespan."""
-    boxes: dict[int, list[Box]] = defaultdict(list)
-    for box in compute:
-        boxes[box.rank].append(box)
-    top, height = COMPUTE_LANE
-    end = 1e3 * prediction.makespan_s
-    for rank in range(prediction.ranks):
-        edges = [0.0, *(t for box in sorted(boxes[rank]) for t in (box.start_ms, box.stop_ms)), end]
-        for start, stop in zip(edges[::2], edges[1::2], strict=True):
-            yield Box(rank, start, stop - start, rank + top, height, IDLE)
 
 
 def _add_axes(figure: "Figure", prediction: "Prediction") -> "Axes":

@@ -1,8 +1,9 @@
 """Write the table of docs/published.md: `python docs/published.py`, or `make pictures`.
 
-Every simulated number is the library's cost model, on a machine as its source describes it. Nothing
-is fitted to a published ratio; what does come from the sources are the speed of one GPU's kernels
-and of links. When a number changes, read again what the page says about it.
+Every simulated number is the library's cost model, on a machine as its source describes it. No
+figure is fitted to a published ratio; what comes from the sources are the speed of one GPU's
+kernels and of links. (How messages slow kernels down was changed after a first comparison: see the
+page.) When a number changes, read again what the page says about it.
 """
 
 import sys

@@ -12,6 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+# Python puts a script's folder on the path, where the scripts find measure.py.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from measure import Clock
+
 from benchmarks.calibrate import KernelCall, fit_kernel, fit_line, kernel_calls
 from benchmarks.plans import (
     RESULTS,
@@ -147,7 +152,7 @@ def one_process() -> tuple[Case, Sketches, list[Tensor]]:
     problem = Problem(num_tokens=97, num_heads=4, num_kv_heads=2, head_dim=8)
     group = make_sequence_group(LongContextConfig())
     case = Case(group, problem, make_shards(problem, group, CPU))
-    _, sketches = run_case(case, 1)
+    _, sketches = run_case(case, Clock(CPU, 1))
     out, _, *grads = dense_attention(*(x.detach() for x in case.shards))
     return case, sketches, [out, *grads]
 

@@ -19,10 +19,14 @@ from docs.published import (
     faster,
     load,
     of_ideal,
+    saved_recompute_over,
     table,
+    waiting,
     with_table,
 )
 from longctx_patch.plans.hardware import KernelRate
+from longctx_patch.plans.traffic import AttentionShape
+from longctx_patch.plans.types import Block, Operand
 
 UNPUBLISHED = {"D4": 15 / 8, "B3": 2.0}
 """Limits where the sources have no number: by FLOPs, and 4 * 3 of 6 shards of bytes."""
@@ -114,6 +118,61 @@ def test_one_forward_takes_the_time_that_keeping_its_output_saves() -> None:
     """Li et al., table 5 at 32K tokens for each GPU: 76.38 s and 58.46 s for 32 layers."""
     saved_s = (76.38 - 58.46) / 32
     assert published.D_NODE.only(FORWARD).seconds("distflash") == pytest.approx(saved_s, rel=0.05)
+
+
+def test_flops_bound_the_gain_over_ulysses() -> None:
+    """4.5 / 3.5 by recompute, 16/17 by an idle step; three of 33 heads against 33/16 of them."""
+    gain = saved_recompute_over("distflash", "ulysses")
+    bound = 4.5 / 3.5 * 16 / 17
+    assert gain(compute_bound(16).with_heads(32, 32)) == pytest.approx(bound, rel=1e-3)
+    assert gain(compute_bound(16).with_heads(33, 33)) == pytest.approx(bound * 48 / 33, rel=1e-3)
+
+
+def test_distflash_waits_less_in_both_directions_together() -> None:
+    for num_tokens, expected in ((128, 1.27), (256, 1.07), (512, 1.03)):
+        setup = published.D_NODES.at(num_tokens * published.K)
+        assert waiting("distflash")(setup) == pytest.approx(expected, abs=0.005)
+
+
+def test_h800_with_bytes_at_the_price_of_the_h100() -> None:
+    setup = published.Z_H800
+    link = setup.hardware.intra_node.bandwidth / published.H100.intra_node.bandwidth
+    price = replace(setup.hardware, overlap_slowdown=setup.hardware.overlap_slowdown * link)
+    for plan, expected in (("ring", 0.528), ("striped", 0.852), ("zigzag", 0.904)):
+        share = of_ideal(plan)(replace(setup, hardware=price))
+        assert share == pytest.approx(expected, abs=0.0005), plan
+
+
+def tflops(setup: Setup, plan: str) -> float:
+    """Of each GPU, forward and backward of a causal mask, counted as BurstEngine does."""
+    load = setup.workload
+    flops = 3.5 * 2 * load.num_tokens**2 * load.num_heads * load.head_dim
+    return flops / setup.ranks / setup.seconds(plan) / 1e12
+
+
+SPEEDS = {  # double ring, flat ring, double ring without slowdown
+    128: ((75, 39, 105), (88, 52, 119)),
+    256: ((108, 77, 138), (120, 103, 147)),
+}
+
+
+@pytest.mark.parametrize("sums_in_bfloat16", [False, True])
+def test_speeds_of_the_rings(sums_in_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_bytes = AttentionShape.block_bytes
+
+    def with_half_sums(shape: AttentionShape, block: Block) -> int:
+        return block_bytes(shape, block) // (2 if block.operand is Operand.DKV_SUM else 1)
+
+    if sums_in_bfloat16:
+        monkeypatch.setattr(AttentionShape, "block_bytes", with_half_sums)
+    for num_tokens, expected in SPEEDS.items():
+        setup = published.L_NODES.at(num_tokens * published.K)
+        speeds = (
+            tflops(setup, "double_ring"),
+            tflops(setup, "zigzag"),
+            tflops(setup.without_slowdown(), "double_ring"),
+        )
+        assert speeds == pytest.approx(expected[sums_in_bfloat16], abs=0.5)
 
 
 def test_only_the_table_is_written() -> None:

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
 from longctx_patch.cli.schedule import PLANS, make_setting, read_hardware, read_workload
-from longctx_patch.cli.timeline import HELPER, IDLE, OTHER_KEYS, OWN, make_figure
+from longctx_patch.cli.timeline import make_figure
+from longctx_patch.cli.timeline_boxes import HELPER, IDLE, OTHER_KEYS, OWN
 from longctx_patch.costs import Prediction, predict
 from longctx_patch.plans import Direction
 from tests.cli.conftest import Run

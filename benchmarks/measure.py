@@ -1,0 +1,163 @@
+"""What the benchmark scripts share: a process's start and end, clocks, and who measured what.
+
+Python puts a script's folder on its path, so `from measure import ...` works in the scripts here.
+Every function that is called collective is to be called by all ranks of the job.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+WARM_UP_CALLS = 3
+
+Row = dict[str, Any]
+"""What the JSON says of one measurement or fit."""
+
+
+class Timing(NamedTuple):
+    """Of several calls, on the slowest rank."""
+
+    seconds: float
+    """Median."""
+    p20_s: float
+    p80_s: float
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls on the device of this process. Every method but `warm_up` is collective."""
+
+    device: torch.device
+    iterations: int
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def warm_up(self, call: Callable[[], object]) -> None:
+        """The first calls compile and allocate."""
+        for _ in range(WARM_UP_CALLS):
+            call()
+
+    def device_time(self, call: Callable[[], object]) -> Timing:
+        """From call to call, one straight after the other."""
+        self.warm_up(call)
+        self.meet()
+        if not self.on_cuda:
+            moments = [perf_counter()]
+            for _ in range(self.iterations):
+                call()
+                moments.append(perf_counter())
+            return slowest([stop - start for start, stop in pairwise(moments)])
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(self.iterations + 1)]
+        events[0].record()
+        for event in events[1:]:
+            call()
+            event.record()
+        torch.cuda.synchronize(self.device)
+        return slowest([start.elapsed_time(stop) * 1e-3 for start, stop in pairwise(events)])
+
+    def host_time(self, call: Callable[[], object]) -> Timing:
+        """What issuing a warm call takes, from an idle device; on CPU that is all of it."""
+        return slowest([self._host_s(call) for _ in range(self.iterations)])
+
+    def meet(self) -> None:
+        """Wait until every rank is here and its device idle."""
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+        self.line_up()
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def line_up(self) -> None:
+        """Ranks go on together: on CUDA their devices, not the hosts, wait for each other."""
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1, device=self.device))
+
+    def _host_s(self, call: Callable[[], object]) -> float:
+        self.meet()
+        started = perf_counter()
+        call()
+        return perf_counter() - started
+
+
+def slowest(seconds: Sequence[float]) -> Timing:
+    """The largest of the ranks' quantiles. Collective."""
+    mine = np.quantile(seconds, (0.5, 0.2, 0.8)).tolist()
+    return Timing(*np.max(everyone(mine), axis=0).tolist())
+
+
+def everyone(mine: Any) -> list[Any]:
+    """Every rank's value, by rank. Collective."""
+    ranks = [mine] * num_processes()
+    if dist.is_initialized():
+        dist.all_gather_object(ranks, mine)
+    return ranks
+
+
+def num_processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def machine(device: torch.device) -> Row:
+    """What the numbers belong to."""
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "dtype": str(dtype_on(device)).removeprefix("torch."),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """With the options that every script has."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--iterations", type=int, default=10, help="timed calls (default 10)")
+    return parser
+
+
+def start() -> torch.device:
+    """This process's device, and under torchrun its process group."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def write_json(value: object, path: Path) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n")
+
+
+def finish() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
