@@ -175,14 +175,8 @@ def _chosen(
     from longctx_patch.choice import choose
     from longctx_patch.plans import Direction
 
-    per_node = max(1, hardware.gpus_per_node // asked.ulysses_degree)
-    config = LongContextConfig(
-        ulysses_degree=asked.ulysses_degree,
-        ring_degree=asked.ring_degree,
-        ranks_per_node=None if asked.ring_degree % per_node else per_node,
-        hardware=hardware.name,
-    )
-    return choose(config, Direction(direction), workload)
+    config = LongContextConfig(ulysses_degree=asked.ulysses_degree, ring_degree=asked.ring_degree)
+    return choose(config, Direction(direction), workload, hardware)
 
 
 def _inner_ring(ring: int, ulysses: int, hardware: "Hardware") -> int:

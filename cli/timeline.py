@@ -95,7 +95,7 @@ def headline(prediction: "Prediction") -> str:
     """Idle share, makespan and exposed communication, for the picture and the summary."""
     return (
         f"makespan {time_text(prediction.makespan_s)}   ·   "
-        f"idle {100 * prediction.idle_fraction:.1f} %   ·   "
+        f"idle by work {100 * prediction.idle_fraction:.1f} %   ·   "
         f"exposed communication {time_text(prediction.exposed_communication_s)}"
     )
 

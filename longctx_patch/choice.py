@@ -4,8 +4,8 @@ The fastest wins; among those as fast to within `TIE`, the one that sends least,
 are hidden today are the first to show on a slower link.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,6 +14,10 @@ from longctx_patch.costs import Prediction, Setting, Workload, predict
 from longctx_patch.plans import PRESETS, Direction, Hardware
 
 TIE = 0.01
+_NOTE = (
+    f"As fast: within {TIE:.0%}; then fewer bytes win. Forward and backward share degrees and "
+    "layout. MiB: sent is the mean of the ranks, buffers the largest."
+)
 _HYBRIDS = ("zigzag", "zigzag_direct", "allgather")
 """Ring parts that `compare` tries under Ulysses."""
 
@@ -38,12 +42,30 @@ class Comparison:
 
     def __str__(self) -> str:
         header = ("plan", "direction", "time", "exposed", "idle", "MiB sent", "MiB buffers", "why")
-        table = [header, *(_columns(row) for row in self.rows)]
+        table: list[tuple[str, ...]] = [header]
+        for row, after in zip(self.rows, (*self.rows[1:], None), strict=True):
+            table.append(_columns(row))
+            if after is not None and after.prediction.direction is not row.prediction.direction:
+                table.append(("",) * len(header))
         widths = [max(len(line[i]) for line in table) for i in range(len(header))]
-        return "\n".join(
+        lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in table
-        )
+        ]
+        return "\n".join([*lines, "", _NOTE, *self._how_to_use()])
+
+    def _how_to_use(self) -> list[str]:
+        """The config that runs what was chosen."""
+        chosen = [row.prediction for row in self.rows if row.chosen]
+        if not chosen:
+            return []
+        ulysses, ranks = chosen[0].ulysses_degree, chosen[0].ranks
+        fields = [f"ulysses_degree={ulysses}", f"ring_degree={ranks // ulysses}"]
+        if ulysses < ranks:
+            fields.append(f"layout={chosen[0].layout!r}")
+            names = {Direction.FORWARD: "plan", Direction.BACKWARD: "backward_plan"}
+            fields += [f"{names[found.direction]}={found.plan!r}" for found in chosen]
+        return [f"Chosen: LongContextConfig({', '.join(fields)})"]
 
 
 def compare(
@@ -65,28 +87,37 @@ def explain(
     workload: Workload,
     directions: Sequence[Direction] = tuple(Direction),
 ) -> Comparison:
-    """The candidates of `plan="auto"` under a config: its degrees, its layout, its hardware."""
+    """What a config runs, beside all that its degrees, layout and hardware allow.
+
+    With `plan="auto"` the chosen rows are those that the cost model takes.
+    """
     hardware = PRESETS[config.hardware]
-    return _compare(_settings_of(config, hardware), workload, hardware, directions)
+    settings = _settings_of(config, hardware)
+    chosen = {d: choose(config, d, workload).plan for d in directions}
+    return _compare(settings, workload, hardware, directions, chosen)
 
 
-def choose(config: LongContextConfig, direction: Direction, workload: Workload) -> Setting:
-    """The config with the plan of one direction decided, by the cost model where it is `auto`."""
-    plan = config.plan if direction is Direction.FORWARD else config.backward_plan
+@lru_cache(maxsize=1024)
+def choose(
+    config: LongContextConfig,
+    direction: Direction,
+    workload: Workload,
+    hardware: Hardware | None = None,
+) -> Setting:
+    """The config with the plan of one direction decided, by the cost model where it is `auto`.
+
+    `hardware`: another than the preset that the config names.
+    """
+    plan: str = config.plan if direction is Direction.FORWARD else config.backward_plan
     if plan == "auto" and direction is Direction.BACKWARD and config.plan != "auto":
         plan = config.plan
+    if not _serves(plan, direction):
+        plan = config.placement  # burst's forward is the ring of its layout, named alike
     if plan != "auto":
         return _setting(config, plan, config.ranks_per_node)
-    # The choice hardly depends on the exact length: one answer for all up to a power of two.
-    rounded = 1 << (workload.num_tokens - 1).bit_length()
-    return _choose(config, direction, replace(workload, num_tokens=rounded))
-
-
-@lru_cache(maxsize=256)
-def _choose(config: LongContextConfig, direction: Direction, workload: Workload) -> Setting:
-    hardware = PRESETS[config.hardware]
+    hardware = hardware or PRESETS[config.hardware]
     candidates = [s for s in _settings_of(config, hardware) if _serves(s.plan, direction)]
-    if config.ring_degree == 1:
+    if len(candidates) == 1:
         return candidates[0]
     return _best([_predicted(s, direction, workload, hardware) for s in candidates]).setting
 
@@ -120,11 +151,13 @@ def _serves(plan: str, direction: Direction) -> bool:
 
 
 def _settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]:
-    """What `auto` may choose from: the plans of the config's layout, its own ring first."""
+    """What `auto` may choose from: the plans of the config's layout; without a ring all are one."""
     per_node = config.ranks_per_node or _ring_ranks_in_node(config.ulysses_degree, hardware)
     plans = [p for p, layouts in LAYOUTS_OF_PLAN.items() if config.placement in layouts]
+    if config.ring_degree == 1:
+        plans = plans[:1]
     return [
-        _setting(config, plan, per_node)
+        _setting(config, plan, per_node if plan == "double_ring" else config.ranks_per_node)
         for plan in plans
         if plan != "double_ring" or _has_full_nodes(config.ring_degree, per_node)
     ]
@@ -172,7 +205,9 @@ def _compare(
     workload: Workload,
     hardware: Hardware,
     directions: Sequence[Direction],
+    chosen: Mapping[Direction, str] | None = None,
 ) -> Comparison:
+    """`chosen`: the plan of each direction, if it has been decided already."""
     candidates = {
         direction: [
             _predicted(setting, direction, workload, hardware)
@@ -182,6 +217,10 @@ def _compare(
         for direction in directions
     }
     winners = _winners(candidates)
+    if chosen is not None:
+        for direction, found in candidates.items():
+            taken = [c for c in found if c.setting.plan == chosen[direction]]
+            winners |= {direction: taken[0]} if taken else {}
     rows = [
         Row(
             prediction=candidate.prediction,
@@ -216,8 +255,10 @@ def _reason(candidate: _Candidate, winner: _Candidate) -> str:
         return "chosen"
     mine, best = candidate.prediction, winner.prediction
     ratio = candidate.total_bytes / max(1, winner.total_bytes)
-    sends = f"sends {ratio:.1f} times the bytes"
+    sends = f"sends {ratio:.2g} times the bytes" if ratio > 1.05 else "sends a little more"
     extra_s = mine.makespan_s - best.makespan_s
+    if extra_s < -TIE * best.makespan_s:
+        return f"{-extra_s / best.makespan_s:.1%} faster, but not what was asked for"
     if extra_s > TIE * best.makespan_s:
         waits_s = mine.exposed_communication_s - best.exposed_communication_s
         if mine.idle_fraction > best.idle_fraction + TIE:
@@ -225,14 +266,16 @@ def _reason(candidate: _Candidate, winner: _Candidate) -> str:
         elif waits_s > extra_s / 2:
             why = f"waits {waits_s * 1e3:.1f} ms longer for messages"
         else:
-            why = "smaller blocks, more merging"
+            why = "kernels, copies or the CPU take longer"
         why += f", {sends}" if ratio > 1.2 else ""
         return f"{extra_s / best.makespan_s:.1%} slower: {why}"
     if candidate.total_bytes > winner.total_bytes:
         return f"as fast, but {sends}"
     if candidate.setting.layout != winner.setting.layout:
-        return "as fast, but not with the other direction in the same layout"
-    return "as fast, but holds more in buffers or needs other degrees for the other direction"
+        return "as fast, but not together with the other direction in its layout"
+    if candidate.setting.ulysses_degree != winner.setting.ulysses_degree:
+        return "as fast, but not together with the other direction at its degrees"
+    return "as fast, but holds more in buffers"
 
 
 def _columns(row: Row) -> tuple[str, ...]:
@@ -246,7 +289,7 @@ def _columns(row: Row) -> tuple[str, ...]:
         f"{found.makespan_s * 1e3:.2f} ms",
         f"{found.exposed_communication_s * 1e3:.2f} ms",
         f"{found.idle_fraction:.1%}",
-        f"{max(found.bytes_sent_per_rank) / 2**20:,.0f}",
+        f"{sum(found.bytes_sent_per_rank) / found.ranks / 2**20:,.0f}",
         f"{found.peak_buffer_bytes / 2**20:,.0f}",
         row.reason,
     )

@@ -108,7 +108,7 @@ class LongContextConfig:
         if size is None and "double_ring" not in plans:
             return
         taken = "double_ring" in plans or self.plan == "auto"
-        if not taken or size is None or size < 1 or self.ring_degree % size:
+        if not taken or type(size) is not int or size < 1 or self.ring_degree % size:
             raise ValueError(
                 f"ranks_per_node={size} with plan={self.plan!r}, backward_plan="
                 f"{self.backward_plan!r} and ring_degree={self.ring_degree}: 'double_ring' needs "

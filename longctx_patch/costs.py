@@ -5,7 +5,7 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from longctx_patch.config import LayoutName
 from longctx_patch.layout import even_cuts, make_layout
@@ -23,6 +23,8 @@ from longctx_patch.plans import (
 )
 from longctx_patch.ulysses import QKV, Heads, HeadSplit, to_heads_traffic, to_tokens_traffic
 
+_MOST_TOKENS, _MOST_BYTES = 2**40, 2**60  # what 64-bit sums over steps and ranks bear
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -36,9 +38,16 @@ class Workload:
     itemsize_bytes: int = 2
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}={value}: a workload has at least one. Use 1 or more.")
+        size = self.batch * self.num_tokens * self.num_heads * self.head_dim * self.itemsize_bytes
+        if self.num_tokens > _MOST_TOKENS or size > _MOST_BYTES:
+            raise ValueError(
+                f"{self}: queries of {size:.2g} bytes. The model counts up to 2**40 tokens and "
+                "2**60 bytes. Use smaller sizes."
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: query heads group "
@@ -104,13 +113,15 @@ def predict(
 ) -> Prediction:
     """Simulate one direction of one call."""
     split = HeadSplit(workload.num_heads, workload.num_kv_heads, setting.ulysses_degree)
-    rings = [
-        _simulate_ring(setting, direction, workload, hardware, split, rank, with_timeline)
-        for rank in range(setting.ulysses_degree)
-    ]
+    shapes = [_ring_shape(workload, split, rank) for rank in range(setting.ulysses_degree)]
+    of_shape = {
+        shape: _simulate_ring(setting, direction, workload, hardware, shape, with_timeline)
+        for shape in dict.fromkeys(shapes)
+    }
+    rings = [of_shape[shape] for shape in shapes]
     slowest = max(rings, key=lambda ring: ring.makespan_s)
     exchanges = _exchanges(setting, direction, workload, split)
-    before, after = (_seconds(part, setting, hardware) for part in exchanges)
+    before, after = (_all_to_all(part, setting, hardware) for part in exchanges)
     sent = _sum_traffic(exchanges, rings)
     busiest = max(cut.size for cut in split.query)
     mean = workload.num_heads / setting.ulysses_degree
@@ -121,13 +132,15 @@ def predict(
         direction=direction,
         ulysses_degree=setting.ulysses_degree,
         layout=setting.layout,
-        makespan_s=before + slowest.makespan_s + after,
+        makespan_s=before.total_s + slowest.makespan_s + after.total_s,
         idle_fraction=1 - (1 - slowest.idle_fraction) * mean / busiest,
-        exposed_communication_s=before + slowest.exposed_communication_s + after,
+        exposed_communication_s=before.travel_s + slowest.exposed_communication_s + after.travel_s,
         bytes_sent_per_rank=tuple(traffic.bytes for traffic in sent),
         messages_per_rank=tuple(traffic.messages for traffic in sent),
         peak_buffer_bytes=max(ring.peak_buffer_bytes for ring in rings) + 2 * widest,
-        timeline=_timeline(setting, slowest, before, after) if with_timeline else (),
+        timeline=_timeline(setting, slowest, before.total_s, after.total_s)
+        if with_timeline
+        else (),
     )
 
 
@@ -146,22 +159,25 @@ def schedule_of(
     )
 
 
-def _simulate_ring(
-    setting: Setting,
-    direction: Direction,
-    workload: Workload,
-    hardware: Hardware,
-    split: HeadSplit,
-    ulysses_rank: int,
-    with_timeline: bool,
-) -> Simulation:
-    shape = AttentionShape(
+def _ring_shape(workload: Workload, split: HeadSplit, ulysses_rank: int) -> AttentionShape:
+    """What one Ulysses rank's ring computes."""
+    return AttentionShape(
         batch=workload.batch,
         num_heads=split.query[ulysses_rank].size,
         num_kv_heads=split.num_kv_computed(ulysses_rank),
         head_dim=workload.head_dim,
         itemsize_bytes=workload.itemsize_bytes,
     )
+
+
+def _simulate_ring(
+    setting: Setting,
+    direction: Direction,
+    workload: Workload,
+    hardware: Hardware,
+    shape: AttentionShape,
+    with_timeline: bool,
+) -> Simulation:
     in_node = max(1, hardware.gpus_per_node // setting.ulysses_degree)
     return simulate(
         schedule_of(setting, direction, workload.num_tokens, shape.num_kv_heads),
@@ -196,11 +212,23 @@ def _exchanges(
     return before, after
 
 
-def _seconds(sent: Iterable[Traffic], setting: Setting, hardware: Hardware) -> float:
-    """An all-to-all of the rank that sends most: packed, sent, put together."""
+class _Exchange(NamedTuple):
+    """Seconds of an all-to-all."""
+
+    travel_s: float
+    other_s: float
+    """Packing, putting together, and the CPU's part."""
+
+    @property
+    def total_s(self) -> float:
+        return self.travel_s + self.other_s
+
+
+def _all_to_all(sent: Iterable[Traffic], setting: Setting, hardware: Hardware) -> _Exchange:
+    """Of the rank that sends most."""
     largest = max((traffic.bytes for traffic in sent), default=0)
     if not largest:
-        return 0.0
+        return _Exchange(0.0, 0.0)
     degree = setting.ulysses_degree
     near = min(degree, hardware.gpus_per_node)
     far_share = (degree - near) / (degree - 1)
@@ -209,7 +237,8 @@ def _seconds(sent: Iterable[Traffic], setting: Setting, hardware: Hardware) -> f
         within.latency_s + largest * (1 - far_share) / within.bandwidth,
         (across.latency_s + largest * far_share / across.bandwidth) if far_share else 0.0,
     )
-    return travel + 4 * largest / hardware.copy_bandwidth
+    copied = 4 * largest / hardware.copy_bandwidth  # packed and put together, read and written
+    return _Exchange(travel, copied + hardware.host_exchange_s)
 
 
 def _sum_traffic(

@@ -161,6 +161,9 @@ def out_with_row_dots(dout_BLHD: Tensor, delta_BLH: Tensor) -> Tensor:
     the dtype of the model with no larger error than the true one.
     """
     wide = dout_BLHD.to(delta_BLH.dtype)
-    norm_BLH1 = wide.norm(dim=-1, keepdim=True).clamp_min(1e-30)
-    direction = wide / norm_BLH1
-    return (direction * (delta_BLH[..., None] / norm_BLH1)).to(dout_BLHD.dtype)
+    # Divided by the largest entry first: the square of a tiny gradient would underflow.
+    largest_BLH1 = wide.abs().amax(-1, keepdim=True)
+    largest_BLH1.masked_fill_(largest_BLH1 == 0, 1.0)
+    unit = wide / largest_BLH1
+    square_BLH1 = unit.square().sum(-1, keepdim=True).clamp_min(1.0)
+    return (unit * (delta_BLH[..., None] / largest_BLH1 / square_BLH1)).to(dout_BLHD.dtype)

@@ -53,10 +53,7 @@ class Layout:
     def __post_init__(self) -> None:
         kept = tuple(tuple(i for i in rank if i.size > 0) for rank in self.intervals)
         object.__setattr__(self, "intervals", kept)
-        placed = bytearray(self.num_tokens)
-        for interval in (i for rank in kept for i in rank):
-            placed[slice(*interval)] = bytes([1]) * interval.size
-        assert bytes(placed) == bytes([1]) * self.num_tokens, "each token needs one slot"
+        assert _cover_each_token(sorted(i for rank in kept for i in rank), self.num_tokens)
 
     @property
     def num_ranks(self) -> int:
@@ -125,6 +122,17 @@ class Layout:
             for cut in even_cuts(size, parts)
         ]
         return Layout(tuple(ranks))
+
+
+def _cover_each_token(intervals: Sequence[Interval], num_tokens: int) -> bool:
+    """Whether each token has one slot; `intervals` are sorted."""
+    if all(interval.step == 1 for interval in intervals):
+        starts = [interval.start for interval in intervals]
+        return [*starts, num_tokens] == [0, *(interval.stop for interval in intervals)]
+    placed = bytearray(num_tokens)
+    for interval in intervals:
+        placed[slice(*interval)] = bytes([1]) * interval.size
+    return bytes(placed) == bytes([1]) * num_tokens
 
 
 def even_cuts(size: int, parts: int) -> list[Interval]:

@@ -83,6 +83,7 @@ class Inputs:
     def _gather(self, heads: Share) -> Held:
         """The keys and values of all ranks in the order of the tokens, put together once."""
         if self._gathered is None or self._gathered[0] != heads:
+            self._gathered = None  # give its memory back first
             places = self._layout.places(Interval(0, self._layout.num_tokens))
             runs = [
                 self.find(Block(Operand.KV, owner, slots, heads)).rows(slots)

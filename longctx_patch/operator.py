@@ -214,6 +214,11 @@ def _check(
 ) -> None:
     """Compare across ranks before anything is sent that could hang; raise on every rank or none."""
     problem = _shape_problem(q, k, v)
+    if problem is None and q.shape[0] * (q.shape[1] if num_tokens is None else num_tokens) < 1:
+        problem = (
+            f"q {list(q.shape)}, num_tokens={num_tokens}: an empty batch or sequence. Attention "
+            "needs a token; leave empty batches out."
+        )
     if problem is None:
         batch, length, heads, dim = q.shape
         total = length * group.num_ranks if num_tokens is None else num_tokens

@@ -36,9 +36,16 @@ def test_forward_and_backward_are_chosen_apart_over_one_layout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "size", "ring"), [("double_ring", None, 4), ("double_ring", 3, 4), ("zigzag", 2, 4)]
+    ("plan", "size", "ring"),
+    [
+        ("double_ring", None, 4),
+        ("double_ring", 3, 4),
+        ("double_ring", 2.0, 4),
+        ("double_ring", "2", 4),
+        ("zigzag", 2, 4),
+    ],
 )
-def test_the_double_ring_needs_full_machines(plan: Any, size: int | None, ring: int) -> None:
+def test_the_double_ring_needs_full_machines(plan: Any, size: Any, ring: int) -> None:
     with pytest.raises(ValueError, match=rf"ranks_per_node={size} .*divide ring_degree"):
         LongContextConfig(plan=plan, ranks_per_node=size, ring_degree=ring)
     assert LongContextConfig(plan="double_ring", ranks_per_node=2, ring_degree=4)

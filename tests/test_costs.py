@@ -132,6 +132,22 @@ def test_named_plans_are_taken_as_they_are() -> None:
     assert plans == ["zigzag_direct", "burst"]
     config = LongContextConfig(ring_degree=4, plan="distflash")
     assert choose(config, BACKWARD, WORKLOAD).plan == "distflash"
+    config = LongContextConfig(ring_degree=4, plan="burst")
+    rows = [row for row in explain(config, WORKLOAD).rows if row.chosen]
+    assert [row.prediction.plan for row in rows] == ["zigzag", "burst"]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 5000, 131072])
+@pytest.mark.parametrize("ring_degree", [1, 2, 3, 8])
+def test_explain_marks_what_auto_takes(num_tokens: int, ring_degree: int) -> None:
+    config = LongContextConfig(ring_degree=ring_degree, ulysses_degree=2)
+    workload = Workload(num_tokens=num_tokens, num_heads=8, num_kv_heads=1)
+    for direction in Direction:
+        (row,) = (row for row in explain(config, workload, [direction]).rows if row.chosen)
+        taken = choose(config, direction, workload)
+        assert row.prediction.plan == taken.name
+        assert row.prediction == predict(taken, direction, workload, PRESETS["h100"])
+        assert "LongContextConfig(ulysses_degree=2" in str(explain(config, workload, [direction]))
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,17 @@ def test_every_plan_is_exact_and_sends_what_it_says(
         assert [sent for _, _, sent in ranks] == list(plan_traffic(case.backward, shape)), where
 
 
+@pytest.mark.parametrize("size", [1.0, 1e-10, 1e-24, 1e-30, 1e-37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_delta_survives_tiny_gradients(size: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    dout, out = torch.randn(2, 1, 64, 4, 32, generator=generator, dtype=torch.float64)
+    dout = (dout * size).to(dtype)
+    delta = (dout.double() * out).sum(-1)
+    found = out_with_row_dots(dout, delta.float())
+    assert relative_error((dout.double() * found.double()).sum(-1) / size, delta / size) < 0.01
+
+
 def test_delta_in_place_of_out_is_as_accurate() -> None:
     """Kernels compute delta from out; the shortest out with that delta has no larger error."""
     generator = torch.Generator().manual_seed(0)

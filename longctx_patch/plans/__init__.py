@@ -11,7 +11,7 @@ from longctx_patch.plans.registry import make_schedule
 from longctx_patch.plans.ring import ring
 from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
 from longctx_patch.plans.simulate import Simulation, Span, simulate
-from longctx_patch.plans.traffic import AttentionShape, Traffic, plan_traffic
+from longctx_patch.plans.traffic import AttentionShape, Traffic, bytes_per_link, plan_traffic
 from longctx_patch.plans.types import (
     ALL_HEADS,
     EVERYONE,
@@ -54,6 +54,7 @@ __all__ = [
     "Works",
     "allgather",
     "burst_backward",
+    "bytes_per_link",
     "direct_ring",
     "distflash",
     "double_ring",

@@ -1,5 +1,6 @@
 """Bytes and seconds of single works and messages on a machine; arrays have an entry for each."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,35 +53,54 @@ class Charges:
 
         return self.pieces.measure(works.kind, of)
 
-    def adding_seconds(self, works: Works) -> Floats:
-        """Adding the results of each work to totals: read the result, read and write the total."""
+    def adding_seconds(self, works: Works, is_first: NDArray[np.bool_]) -> Floats:
+        """Adding the results of each work to totals: read the result, read and write the total.
+
+        What a first piece computes becomes the total as it is: of a rank's own results where the
+        work `is_first`, and of results for others always, which are added where they land.
+        """
         per_q, per_kv = self._elements(works.heads)
-        forward = self.direction is Direction.FORWARD
-
-        def elements(pieces: tuple[Piece, ...]) -> float:
-            rows = sum(piece.q.size for piece in pieces)
-            columns = 0 if forward else sum(piece.kv.size for piece in pieces)
-            return rows * per_q + columns * per_kv
-
+        elements = per_q * self._rows_added(
+            works, (works.q_owner != works.rank) | is_first, lambda piece: piece.q.size
+        )
+        if self.direction is Direction.BACKWARD:
+            gathered = works.kv_owner == EVERYONE
+            columns = self._rows_added(
+                works, (works.kv_owner != works.rank) | is_first, lambda piece: piece.kv.size
+            )
+            # Of gathered keys only the rank's own are added to by several pieces.
+            own = self.pieces.sizes[works.rank]
+            elements = elements + per_kv * np.where(gathered, np.minimum(own, columns), columns)
         moved = self.shape.itemsize_bytes + 2 * self.shape.sum_itemsize_bytes
-        return moved * self.pieces.measure(works.kind, elements) / self._adding_bandwidth
+        return moved * elements / self._adding_bandwidth
+
+    def _rows_added(
+        self, works: Works, first_is_free: NDArray[np.bool_], size: Callable[[Piece], int]
+    ) -> Floats:
+        """Rows of all pieces of each work, or of all but the first."""
+        every = self.pieces.measure(works.kind, lambda pieces: sum(map(size, pieces)))
+        later = self.pieces.measure(works.kind, lambda pieces: sum(map(size, pieces[1:])))
+        return np.where(first_is_free, later, every)
 
     def preparing_seconds(self, works: Works) -> Floats:
         """What precedes the kernels: an `out` for queries that came, all keys side by side."""
-        per_q, per_kv = self._elements(works.heads)
+        per_q, _ = self._elements(works.heads)
         moved = np.zeros(len(works.rank))
         if self.direction is Direction.BACKWARD:
             start, stop = self.pieces.q_rows(works.kind)
             came = works.rank != works.q_owner
             moved += np.where(came, _SURROGATE_BYTES * per_q * (stop - start), 0.0)
-        everything = 2 * self.shape.itemsize_bytes * self.pieces.layout.num_tokens * per_kv
-        moved += np.where(works.kv_owner == EVERYONE, everything, 0.0)
-        return moved / self.hardware.copy_bandwidth
+        return moved / self.hardware.copy_bandwidth + self.copy_seconds(self.gathered_bytes(works))
 
-    def pack_seconds(self, moves: Moves, sizes: Floats) -> Floats:
-        """Copying into the message: what a rank owns or has computed; the rest is passed on."""
-        copied = moves.source == moves.owner if moves.operand.is_input else True
-        return np.where(copied, 2 * sizes / self.hardware.copy_bandwidth, 0.0)
+    def copy_seconds(self, num_bytes: Floats) -> Floats:
+        """Copying: bytes are read and written."""
+        return 2 * num_bytes / self.hardware.copy_bandwidth
+
+    def gathered_bytes(self, works: Works) -> Floats:
+        """Keys and values of all ranks, put side by side for a work."""
+        _, per_kv = self._elements(works.heads)
+        everything = self.shape.itemsize_bytes * self.pieces.layout.num_tokens * per_kv
+        return np.where(works.kv_owner == EVERYONE, everything, 0.0)
 
     def landing_seconds(self, moves: Moves, sizes: Floats) -> Floats:
         """Adding results that have arrived to a total."""
@@ -128,13 +148,3 @@ class Charges:
 
     def _num_kv_heads(self, heads: Share) -> int:
         return heads.range(self.shape.num_kv_heads, self.shape.num_kv_heads).size
-
-
-def own_inputs_packed_once(moves: Moves, seconds: Floats, num_ranks: int) -> Floats:
-    """By rank: seconds of packing; one block that goes to several ranks is packed once."""
-    by_rank = np.zeros(num_ranks)
-    if moves.operand.is_input:
-        np.maximum.at(by_rank, moves.source, seconds)
-    else:
-        by_rank += np.bincount(moves.source, seconds, num_ranks)
-    return by_rank

@@ -1,11 +1,12 @@
 """Play a schedule on a machine that exists on paper: when each rank computes, sends and waits.
 
-Every rank has a clock for its device and one for the CPU that feeds it. In a stage it packs what it
-sends, computes while the messages travel, and goes on when both are done. A message starts when
-both ends have reached its stage, and takes as long as the fuller of the two ends needs for all that
-it sends or receives in the stage over that kind of link.
+Every rank has a clock for its device and one for the CPU that feeds it. In a stage it copies what
+it sends together (`packing.py`), computes while the messages travel, and goes on when both are
+done. A message starts when both ends have reached its stage, and takes as long as the fuller of the
+two ends needs for all that it sends or receives in the stage over that kind of link.
 
-The arrays are those of the schedule, so a plan of 4,096 ranks takes seconds.
+The arrays are those of the schedule, so a ring of 4,096 ranks takes seconds (an all-gather, whose
+messages go from everyone to everyone, half a minute).
 """
 
 from collections.abc import Iterable
@@ -15,10 +16,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx_patch.plans.charges import Charges, Floats, own_inputs_packed_once
+from longctx_patch.plans.charges import Charges, Floats
 from longctx_patch.plans.hardware import Hardware, Link
+from longctx_patch.plans.packing import Packing
 from longctx_patch.plans.pieces import Ints
-from longctx_patch.plans.schedule import Moves, Schedule, Stage
+from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
 from longctx_patch.plans.traffic import AttentionShape
 from longctx_patch.plans.types import EVERYONE, Operand, Share
 
@@ -85,12 +87,16 @@ class _Player:
         self.device_s, self.host_s = np.zeros((2, self.num_ranks))
         self.sent, self.messages = np.zeros((2, self.num_ranks), dtype=np.int64)
         self.memory = _Memory(self.num_ranks)
-        self.has_worked = np.zeros(self.num_ranks, dtype=bool)
+        self.packing = Packing(self.num_ranks)
         self.has_delta = False
+        # By group of heads: the ranks that have a total of their own to add to.
+        self.has_total: dict[Share, NDArray[np.bool_]] = {}
         self.busiest_area = self.total_area = 0.0
 
     def play(self, stage: Stage) -> None:
         sizes = [self.charges.sizes(moves) for moves in stage.moves]
+        self.host_s += self._host_messages([m for m in stage.moves if m.operand.is_input])
+        self.host_s += self._host_messages([m for m in stage.moves if not m.operand.is_input])
         posted = np.maximum(self.device_s, self.host_s) + self._pack(stage.moves, sizes)
         arrived = self._travel(stage.moves, sizes, posted)
         computed = self._compute(stage, posted, self._disturbed(stage.moves, sizes))
@@ -98,7 +104,7 @@ class _Player:
             [moves.destination for moves in stage.moves],
             [self.charges.landing_seconds(*pair) for pair in zip(stage.moves, sizes, strict=True)],
         )
-        self.device_s = np.maximum(computed, arrived) + landing
+        self.device_s = np.maximum(np.maximum(computed, self.host_s), arrived) + landing
         self._count(stage, sizes)
 
     def finish_s(self) -> float:
@@ -119,14 +125,15 @@ class _Player:
         )
 
     def _pack(self, lanes: Iterable[Moves], sizes: Iterable[Floats]) -> Floats:
-        total = np.zeros(self.num_ranks)
+        seconds = np.zeros(self.num_ranks)
         for moves, size in zip(lanes, sizes, strict=True):
-            seconds = self.charges.pack_seconds(moves, size)
-            total += own_inputs_packed_once(moves, seconds, self.num_ranks)
+            seconds += self.charges.copy_seconds(self.packing.copied_bytes(moves, size))
             if moves.operand is Operand.Q_BACKWARD and not self.has_delta:
-                total += self.charges.delta_seconds()
+                seconds += self.charges.delta_seconds()
                 self.has_delta = True
-        return total
+        for moves in lanes:
+            self.packing.land(moves)
+        return seconds
 
     def _travel(self, lanes: tuple[Moves, ...], sizes: list[Floats], posted: Floats) -> Floats:
         """When each rank's messages have all come and gone."""
@@ -173,19 +180,26 @@ class _Player:
         ranks = [works.rank for works in stage.works]
         kernels = self._sum_by(ranks, [self.charges.kernel_seconds(w) for w in stage.works])
         prepared = self._sum_by(ranks, [self.charges.preparing_seconds(w) for w in stage.works])
-        added = self._sum_by(ranks, [self.charges.adding_seconds(w) for w in stage.works])
-        # The first result of a rank becomes its total as it is.
-        added[~self.has_worked] = 0.0
+        added = self._sum_by(ranks, [self._adding_seconds(w) for w in stage.works])
+        self.host_s += self._sum_by(ranks, [self.charges.host_seconds(w) for w in stage.works])
         lost = self.hardware.overlap_slowdown * np.minimum(kernels, disturbed)
         computed = posted + prepared + kernels + lost + added
-        for works in stage.works:
-            self.has_worked[works.rank] = True
-            if self.spans is not None:
-                for rank, q, kv in zip(works.rank, works.q_owner, works.kv_owner, strict=True):
-                    label = _label(int(q), int(kv), works.heads)
-                    span = Span(int(rank), "compute", posted[rank], computed[rank], label)
-                    self.spans.append(span)
+        for works in stage.works if self.spans is not None else ():
+            self._record(works, posted, computed)
         return computed
+
+    def _adding_seconds(self, works: Works) -> Floats:
+        has_total = self.has_total.setdefault(works.heads, np.zeros(self.num_ranks, dtype=bool))
+        seconds = self.charges.adding_seconds(works, ~has_total[works.rank])
+        has_total[works.rank] = True
+        return seconds
+
+    def _record(self, works: Works, posted: Floats, computed: Floats) -> None:
+        assert self.spans is not None
+        columns = (works.rank, works.q_owner, works.kv_owner)
+        for rank, q, kv in zip(*(column.tolist() for column in columns), strict=True):
+            label = _label(q, kv, works.heads)
+            self.spans.append(Span(rank, "compute", posted[rank], computed[rank], label))
 
     def _count(self, stage: Stage, sizes: list[Floats]) -> None:
         ranks = [works.rank for works in stage.works]
@@ -195,10 +209,8 @@ class _Player:
         for moves, size in zip(stage.moves, sizes, strict=True):
             self.messages += np.bincount(moves.source, minlength=self.num_ranks)
             self.sent += np.bincount(moves.source, size, self.num_ranks).astype(np.int64)
-        self.memory.add(stage.moves, sizes)
-        self.host_s += self._sum_by(ranks, [self.charges.host_seconds(w) for w in stage.works])
-        self.host_s += self._host_messages([m for m in stage.moves if m.operand.is_input])
-        self.host_s += self._host_messages([m for m in stage.moves if not m.operand.is_input])
+        gathered = self._sum_by(ranks, [self.charges.gathered_bytes(w) for w in stage.works])
+        self.memory.add(stage.moves, sizes, self.packing.kept_bytes + gathered)
 
     def _host_messages(self, lanes: list[Moves]) -> Floats:
         """Of the CPU: one batch of messages on each rank that takes part in it."""
@@ -221,9 +233,9 @@ class _Memory:
         self.buffers: Floats = np.zeros((num_ranks, 0))
         self.peak: Floats = np.zeros(num_ranks)
 
-    def add(self, lanes: Iterable[Moves], sizes: Iterable[Floats]) -> None:
-        """What lies in buffers, and during the step what is on its way in or out."""
-        results = np.zeros(len(self.peak))
+    def add(self, lanes: Iterable[Moves], sizes: Iterable[Floats], beside: Floats) -> None:
+        """What lies in buffers, what is on its way in or out in this step, and `beside` them."""
+        results = beside.copy()
         for moves, size in zip(lanes, sizes, strict=True):
             if moves.buffer is None:
                 for rank in (moves.source, moves.destination):

@@ -223,15 +223,3 @@ class Plan:
     def num_head_groups(self) -> int:
         """In how many groups of heads the plan computes."""
         return max((w.heads.parts for step in self.steps for w in step.works), default=1)
-
-    @cached_property
-    def num_buffers(self) -> tuple[int, ...]:
-        """Input buffers that each rank needs."""
-        counts = [0] * self.num_ranks
-        for step in self.steps:
-            for transfer in step.transfers:
-                if transfer.buffer is not None:
-                    counts[transfer.destination] = max(
-                        counts[transfer.destination], transfer.buffer + 1
-                    )
-        return tuple(counts)

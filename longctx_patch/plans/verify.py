@@ -1,6 +1,7 @@
 """Prove a plan right before it runs: a symbolic walk through its steps, no device, no processes.
 
-Every allowed (query, key) pair is computed exactly once (`coverage.py`). The walk here checks that
+Ranks, rows and heads exist and pieces are what kernels compute (`form.py`). Every allowed (query,
+key) pair is computed exactly once (`coverage.py`). The walk here checks that
 a rank uses and sends only what it holds, that no buffer is overwritten in a step that still reads
 it, that each contribution is rounded once at most, and that every partial result is at its owner at
 the end. And the ranks' programs, side by side, all come to their end (`progress.py`). `verify_plan`
@@ -13,10 +14,21 @@ from typing import NamedTuple
 
 from longctx_patch.layout import Interval
 from longctx_patch.plans.coverage import check_coverage
+from longctx_patch.plans.form import check_form
 from longctx_patch.plans.gathered import by_owner
 from longctx_patch.plans.pieces import hull
 from longctx_patch.plans.progress import check_progress
-from longctx_patch.plans.types import Block, Direction, Operand, Plan, Share, Step, Transfer
+from longctx_patch.plans.types import (
+    EVERYONE,
+    Block,
+    Direction,
+    Operand,
+    Plan,
+    Share,
+    Step,
+    Transfer,
+    Work,
+)
 
 
 class PlanError(ValueError):
@@ -39,8 +51,9 @@ class PlanReport:
 
 def verify_plan(plan: Plan) -> PlanReport:
     """Check every rule; return the report or raise `PlanError`."""
-    complaints = [*check_coverage(plan), *_Walk(plan).run()]
-    # Programs of ranks can be taken apart only if the transfers make sense.
+    # Each check relies on the ones before it.
+    complaints = check_form(plan)
+    complaints = complaints or [*check_coverage(plan), *_Walk(plan).run()]
     complaints = complaints or check_progress(plan.rank_steps)
     if complaints:
         raise PlanError(
@@ -84,8 +97,6 @@ class _Walk:
 
     def run(self) -> list[str]:
         for number, step in enumerate(self.plan.steps):
-            for transfer in step.transfers:
-                self._check_transfer(number, transfer)
             reads = self._check_reads(number, step)
             self._check_overwrites(number, step, reads)
             moved = self._take_partials(number, step)
@@ -98,19 +109,6 @@ class _Walk:
         ]
         return self.complaints
 
-    def _check_transfer(self, number: int, transfer: Transfer) -> None:
-        where = f"transfer: step {number}"
-        ranks = range(self.plan.num_ranks)
-        if transfer.source not in ranks or transfer.destination not in ranks:
-            self.complaints.append(f"{where}: no such rank: {transfer}")
-        if transfer.source == transfer.destination:
-            self.complaints.append(f"{where}: a rank sends to itself: {transfer}")
-        rows = transfer.block.rows
-        if not 0 <= rows.start < rows.stop <= self.plan.layout.sizes[transfer.block.owner]:
-            self.complaints.append(f"{where}: no such rows: {transfer}")
-        if transfer.block.operand.is_input != (transfer.buffer is not None):
-            self.complaints.append(f"{where}: inputs land in buffers, results don't: {transfer}")
-
     def _check_reads(self, number: int, step: Step) -> set[tuple[int, int]]:
         """Check that inputs are there; return the (rank, buffer) pairs that the step reads."""
         forward = self.plan.direction is Direction.FORWARD
@@ -118,10 +116,7 @@ class _Walk:
         wanted = [(t.source, t.block) for t in step.transfers if t.block.operand.is_input]
         for work in step.works:
             wanted.append((work.rank, Block(queries, work.q_owner, work.q_rows, work.heads)))
-            wanted += [
-                (work.rank, Block(Operand.KV, part.kv_owner, part.kv_rows, part.heads))
-                for part in by_owner(work, self.plan.layout)
-            ]
+            wanted += [(work.rank, block) for block in self._keys_of(work)]
         reads = set()
         for rank, block in wanted:
             if block.owner == rank:
@@ -135,6 +130,16 @@ class _Walk:
                 self.complaints.append(f"read: step {number}: rank {rank} does not hold {block}")
             reads.update(holders[:1])
         return reads
+
+    def _keys_of(self, work: Work) -> list[Block]:
+        """What a work reads of keys; gathered keys are put together from all there are."""
+        if work.kv_owner != EVERYONE:
+            return [Block(Operand.KV, work.kv_owner, work.kv_rows, work.heads)]
+        return [
+            Block(Operand.KV, owner, Interval(0, size), work.heads)
+            for owner, size in enumerate(self.plan.layout.sizes)
+            if size
+        ]
 
     def _check_overwrites(self, number: int, step: Step, reads: set[tuple[int, int]]) -> None:
         writes = Counter((t.destination, t.buffer) for t in step.transfers if t.buffer is not None)
@@ -180,8 +185,9 @@ class _Walk:
             if transfer.buffer is not None:
                 self._fill(transfer.destination, transfer.buffer, transfer.block)
         for transfer, partial in moved:
-            operand, owner, _, heads = transfer.block
-            self._add((transfer.destination, operand.partial, owner, heads), partial)
+            operand, owner, rows, heads = transfer.block
+            arrived = _Partial(rows, partial.calls)  # of all rows that were sent
+            self._add((transfer.destination, operand.partial, owner, heads), arrived)
 
     def _add(self, key: tuple[int, Operand, int, Share], partial: "_Partial") -> None:
         held = self.partials.get(key)

@@ -60,10 +60,6 @@ def test_bytes_are_the_closed_forms(num_ranks: int) -> None:
         assert (sent.messages, sent.bytes) == (2 * hops, (2 + 4) * hops * block)
 
 
-def test_two_buffers_are_enough() -> None:
-    assert forward_plan(zigzag(64, 8)).num_buffers == (2,) * 8
-
-
 def test_the_diagonal_of_zigzag_is_one_causal_square() -> None:
     (piece,) = slot_pieces(zigzag(16, 2), CausalMask(), 0, 0)
     assert piece.causal

@@ -44,10 +44,11 @@ ATTENTION_ALONE = Hardware(
     host_exchange_s=0,
     host_message_s=0,
 )
+FREE_KERNELS = replace(
+    ATTENTION_ALONE, forward_full=KernelRate(inf, 0, 0), forward_causal=KernelRate(inf, 0, 0)
+)
 MESSAGES_ALONE = replace(
-    ATTENTION_ALONE,
-    forward_full=KernelRate(inf, 0, 0),
-    forward_causal=KernelRate(inf, 0, 0),
+    FREE_KERNELS,
     intra_node=Link(200e9, 10e-6),
     inter_node=Link(20e9, 30e-6),
 )
@@ -127,9 +128,20 @@ def test_free_links_expose_nothing() -> None:
         assert found.exposed_communication_s == 0
 
 
-def test_a_ring_holds_two_blocks() -> None:
+def test_a_ring_holds_two_blocks_and_the_copy_of_its_own() -> None:
     block = 2 * TOKENS * SHAPE.num_kv_heads * SHAPE.head_dim * 2
-    assert played(named("zigzag", FORWARD, 8), PRESETS["h100"]).peak_buffer_bytes == 2 * block
+    assert played(named("zigzag", FORWARD, 8), PRESETS["h100"]).peak_buffer_bytes == 3 * block
+
+
+def test_a_block_is_copied_once_however_often_it_is_sent() -> None:
+    """On links and kernels that take no time, only copies are left."""
+    block = 2 * TOKENS * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+    copies = replace(FREE_KERNELS, copy_bandwidth=1e12)
+    for plan in ("zigzag", "double_ring", "allgather"):
+        found = played(named(plan, FORWARD, 8, per_node=4), copies).makespan_s
+        closing = TOKENS * SHAPE.num_heads * SHAPE.head_dim * (4 + 2)
+        gathering = 2 * 8 * block if plan == "allgather" else 0
+        assert found == pytest.approx((2 * block + gathering + closing) / 1e12), plan
 
 
 @pytest.mark.parametrize("plan", ["zigzag", "double_ring", "distflash_balanced"])

@@ -1,0 +1,59 @@
+"""Which messages are copied together before they leave, over the stages of a schedule.
+
+A rank copies a block of its own once, however often it sends it, and passes on what came from
+others. A single result is copied; a sum that arrived goes on in the packet it came in.
+"""
+
+import numpy as np
+
+from longctx_patch.plans.charges import Floats
+from longctx_patch.plans.pieces import Ints
+from longctx_patch.plans.schedule import Moves
+from longctx_patch.plans.types import Operand, Share
+
+
+class Packing:
+    """What each rank has copied and received so far."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.kept_bytes: Floats = np.zeros(num_ranks)
+        """By rank: packed inputs, which stay until the call ends."""
+        self._packed: dict[tuple[Operand, Share, int, int], np.ndarray] = {}
+        self._sum_at: Ints = np.full(num_ranks, -1)  # by rank: whose sum arrived last
+
+    def copied_bytes(self, moves: Moves, sizes: Floats) -> Floats:
+        """By rank: bytes that it must copy to send these messages."""
+        if moves.operand.is_input:
+            return self._own_blocks(moves, sizes)
+        copied = np.ones(len(sizes), dtype=bool)
+        if moves.operand.is_sum:
+            copied = self._sum_at[moves.source] != moves.owner
+        copied_sizes = np.where(copied, sizes, 0.0)
+        return np.bincount(moves.source, copied_sizes, self.num_ranks).astype(np.float64)
+
+    def land(self, moves: Moves) -> None:
+        """Note the sums that arrive."""
+        if moves.operand.is_sum:
+            self._sum_at[moves.destination] = moves.owner
+
+    def _own_blocks(self, moves: Moves, sizes: Floats) -> Floats:
+        copied = np.zeros(self.num_ranks)
+        own = moves.source == moves.owner
+        for start, stop in _distinct(moves.start[own], moves.stop[own]):
+            chosen = own & (moves.start == start) & (moves.stop == stop)
+            block = np.zeros(self.num_ranks)
+            block[moves.source[chosen]] = sizes[chosen]
+            key = (moves.operand, moves.heads, start, stop)
+            done = self._packed.setdefault(key, np.zeros(self.num_ranks, dtype=bool))
+            copied += np.where(done, 0.0, block)
+            done |= block > 0
+        self.kept_bytes += copied
+        return copied
+
+
+def _distinct(start: Ints, stop: Ints) -> list[tuple[int, int]]:
+    """The different (start, stop) pairs; mostly one or two among very many."""
+    if len(start) and start.min() == start.max() and stop.min() == stop.max():
+        return [(int(start[0]), int(stop[0]))]
+    return list(dict.fromkeys(zip(start.tolist(), stop.tolist(), strict=True)))
