@@ -40,7 +40,8 @@ FAINT_INK, RULE = "#5C5C5C", "#E3E3E3"
 def check_drawable(path: Path, num_ranks: int) -> None:
     """Raise ValueError for a picture that `draw` could not make."""
     if path.suffix.lower() not in ENDINGS:
-        png = path.parent / f"{path.stem or 'schedule'}.png"
+        stem = "schedule" if path.stem in ("", *ENDINGS) else path.stem
+        png = path.parent / f"{stem}.png"
         raise ValueError(
             f"--out {str(path)!r}: the ending chooses the format, one of {', '.join(ENDINGS)}. "
             f"Use --out {str(png)!r}."

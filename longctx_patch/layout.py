@@ -53,7 +53,8 @@ class Layout:
     def __post_init__(self) -> None:
         kept = tuple(tuple(i for i in rank if i.size > 0) for rank in self.intervals)
         object.__setattr__(self, "intervals", kept)
-        assert _cover_each_token(sorted(i for rank in kept for i in rank), self.num_tokens)
+        intervals = sorted(interval for rank in kept for interval in rank)
+        assert _cover_each_token(intervals, self.num_tokens), "each token needs one slot"
 
     @property
     def num_ranks(self) -> int:

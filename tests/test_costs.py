@@ -150,6 +150,12 @@ def test_explain_marks_what_auto_takes(num_tokens: int, ring_degree: int) -> Non
         assert "LongContextConfig(ulysses_degree=2" in str(explain(config, workload, [direction]))
 
 
+@pytest.mark.parametrize("huge", [{"num_tokens": 10**12 * 2}, {"batch": 10**20}], ids=str)
+def test_sizes_beyond_64_bit_sums_are_refused(huge: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"up to 2\*\*40 tokens and 2\*\*60 bytes. Use smaller"):
+        replace(WORKLOAD, **huge)
+
+
 @pytest.mark.parametrize(
     "bad", [{"num_tokens": 0}, {"num_kv_heads": 3}, {"batch": -1}, {"head_dim": 0}], ids=str
 )

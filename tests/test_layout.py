@@ -4,7 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longctx_patch.config import LayoutName
-from longctx_patch.layout import Layout, contiguous, length_multiple, make_layout, zigzag
+from longctx_patch.layout import (
+    Interval,
+    Layout,
+    contiguous,
+    length_multiple,
+    make_layout,
+    zigzag,
+)
 
 layouts = st.builds(
     make_layout,
@@ -19,6 +26,32 @@ layouts = st.builds(
 def test_every_token_has_one_slot(layout: Layout) -> None:
     positions = torch.cat([layout.positions(rank) for rank in range(layout.num_ranks)])
     assert sorted(positions.tolist()) == list(range(layout.num_tokens))
+
+
+@given(layouts, st.integers(0, 60), st.integers(0, 60))
+def test_places_say_who_holds_which_token(layout: Layout, start: int, stop: int) -> None:
+    stop = min(stop, layout.num_tokens)
+    held = []
+    for rank, slots, tokens in layout.places(Interval(start, max(start, stop))):
+        positions = layout.positions(rank).tolist()[slots.start : slots.stop]
+        assert positions == list(range(*tokens))
+        held += positions
+    assert held == list(range(start, stop))
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ((Interval(0, 3),), (Interval(2, 5),)),
+        ((Interval(0, 3),), (Interval(4, 6),)),
+        ((Interval(0, 6, 2),), (Interval(2, 6, 2),)),
+    ],
+)
+def test_a_token_without_a_slot_or_with_two_is_no_layout(
+    ranks: tuple[tuple[Interval, ...], ...],
+) -> None:
+    with pytest.raises(AssertionError):
+        Layout(ranks)
 
 
 @given(layouts)

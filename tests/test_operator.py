@@ -240,6 +240,18 @@ def test_bfloat16_error_is_at_most_twice_the_plain_kernels() -> None:
         assert relative_error(ours, wanted[index]) < bound
 
 
+@pytest.mark.parametrize(("batch", "length"), [(0, 4), (1, 0)])
+def test_nothing_to_attend_to_is_refused_on_every_rank(batch: int, length: int) -> None:
+    config = LongContextConfig(ulysses_degree=2, ring_degree=2)
+
+    def run(transport: VirtualTransport) -> None:
+        x = torch.randn(batch, length, 2, 8)
+        with pytest.raises(ValueError, match=r"an empty batch .*leave empty batches out"):
+            attention(x, x, x, group=virtual_group(transport, config))
+
+    run_virtual_ranks(4, run, timeout_s=20)
+
+
 def test_ranks_that_disagree_are_refused_everywhere() -> None:
     config = LongContextConfig(ring_degree=2)
 

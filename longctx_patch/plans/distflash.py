@@ -27,14 +27,14 @@ def distflash(pieces: PieceTable, direction: Direction, *, balanced: bool) -> Sc
         ranks = np.arange(num_ranks)
         owners, helpers = ranks[ranks >= step], ranks[ranks < step]
         own = _works(pieces, owners, owners, owners - step)
-        help = _works(pieces, helpers, helpers - step + num_ranks, helpers)
+        helped = _works(pieces, helpers, helpers - step + num_ranks, helpers)
         if step == 0 or 2 * step != num_ranks:
-            return [own, help]
+            return [own, helped]
         if not balanced:
             return [own]
         return [
             own._replace(kind=pieces.change(own.kind, _back_rows)),
-            help._replace(kind=pieces.change(help.kind, _front_rows)),
+            helped._replace(kind=pieces.change(helped.kind, _front_rows)),
         ]
 
     name = "distflash_balanced" if balanced else "distflash"
