@@ -4,6 +4,7 @@ from typing import Any
 
 import click
 
+from longctx_patch.cli.families import families_command
 from longctx_patch.cli.patch import patch_command
 from longctx_patch.cli.schedule import schedule_command
 from longctx_patch.cli.verify import verify_command
@@ -25,6 +26,7 @@ def main() -> None:
     """Fine-tune Hugging Face models on sequences cut over several GPUs, with exact numbers."""
 
 
+main.add_command(families_command)
 main.add_command(patch_command)
 main.add_command(schedule_command)
 main.add_command(verify_command)

@@ -14,7 +14,7 @@ from pathlib import Path
 from longctx_patch.config import LAYOUTS_OF_PLAN
 from longctx_patch.costs import Prediction, Setting, Workload, predict
 from longctx_patch.layout import Interval
-from longctx_patch.masks import Piece
+from longctx_patch.masks import CAUSAL, Piece
 from longctx_patch.plans import PRESETS, Direction, Hardware
 from longctx_patch.plans.hardware import KernelRate, Link
 
@@ -181,7 +181,7 @@ def causal_seconds(hardware: Hardware, direction: Direction, workload: Workload)
     tokens = Interval(0, workload.num_tokens)
     return hardware.kernel_seconds(
         direction,
-        Piece(tokens, tokens, causal=True),
+        Piece(tokens, tokens, CAUSAL),
         batch=workload.batch,
         num_heads=workload.num_heads,
         head_dim=workload.head_dim,

@@ -1,16 +1,21 @@
 """Everything about one attention call but its tensors: who computes what, and what will be sent."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+import torch
 from torch import Tensor
 
 from longctx_patch.choice import choose
+from longctx_patch.config import LongContextConfig, PlanName
 from longctx_patch.costs import Setting, Workload, schedule_of
+from longctx_patch.documents import Documents
 from longctx_patch.executor import Executor
 from longctx_patch.groups import SequenceGroup
-from longctx_patch.kernels import KernelRequest, choose_kernel
+from longctx_patch.kernels import Kernel, KernelRequest, Score, choose_kernel
 from longctx_patch.layout import Interval
+from longctx_patch.masks import Mask, causal
+from longctx_patch.placement import placement_of
 from longctx_patch.plans import AttentionShape, Direction, Plan, plan_traffic, verify_plan
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.ulysses import (
@@ -24,12 +29,14 @@ from longctx_patch.ulysses import (
 
 
 @lru_cache(maxsize=64)
-def make_plan(setting: Setting, direction: Direction, num_tokens: int, num_kv_heads: int) -> Plan:
+def make_plan(
+    setting: Setting, direction: Direction, documents: Documents, mask: Mask, num_kv_heads: int
+) -> Plan:
     """The plan of the ring part, over `ring_degree` ranks and all tokens, proved right.
 
-    The proof takes milliseconds (0.4 s for 64 ranks), once for each length.
+    The proof takes milliseconds (0.4 s for 64 ranks), once for each row of other documents.
     """
-    plan = schedule_of(setting, direction, num_tokens, num_kv_heads).plan()
+    plan = schedule_of(setting, direction, documents, mask, num_kv_heads).plan()
     verify_plan(plan)
     return plan
 
@@ -39,12 +46,31 @@ class AttentionCall:
     """Everything about one call but the tensors."""
 
     group: SequenceGroup
-    num_tokens: int
-    scale: float
+    documents: Documents
+    """Decide the placement of tokens."""
+    mask: Mask
+    score: Score
     num_heads: int
     num_kv_heads: int
     returns_lse: bool = False
     """Whether lse is wanted for this rank's tokens; under Ulysses it travels with out then."""
+    plan_name: PlanName | None = None
+    """Another plan than the config's, e.g. for layers with a window."""
+
+    @classmethod
+    def causal(
+        cls,
+        group: SequenceGroup,
+        num_tokens: int,
+        scale: float,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        returns_lse: bool = False,
+    ) -> "AttentionCall":
+        """Plain causal attention over one document."""
+        row, mask, score = Documents.one(num_tokens), causal(num_tokens), Score(scale)
+        return cls(group, row, mask, score, num_heads, num_kv_heads, returns_lse)
 
     @cached_property
     def split(self) -> HeadSplit:
@@ -54,6 +80,12 @@ class AttentionCall:
     def kv_runs(self) -> tuple[Interval, ...] | None:
         """Query heads of each of this rank's key-value heads; None where they group evenly."""
         return self.split.kv_runs(self.group.ulysses.group_rank)
+
+    @cached_property
+    def heads(self) -> slice:
+        """The query heads that this rank computes."""
+        mine = self.split.query[self.group.ulysses.group_rank]
+        return slice(mine.start, mine.stop)
 
     @cached_property
     def resharder(self) -> Resharder | None:
@@ -67,21 +99,34 @@ class AttentionCall:
         """Tokens of each rank of this Ulysses group."""
         degree = self.group.ulysses.num_ranks
         first = self.group.ring.group_rank * degree
-        return self.group.layout(self.num_tokens).sizes[first : first + degree]
+        return self.group.layout(self.documents).sizes[first : first + degree]
 
     def plan(self, direction: Direction, *, batch: int, head_dim: int, itemsize_bytes: int) -> Plan:
         """What the ring part runs. Sizes matter to the choice that `plan="auto"` makes."""
         workload = Workload(
-            num_tokens=self.num_tokens,
+            num_tokens=self.documents.num_tokens,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=head_dim,
             batch=batch,
             itemsize_bytes=itemsize_bytes,
         )
-        setting = choose(self.group.config, direction, workload)
+        setting = choose(
+            self._config,
+            direction,
+            workload,
+            placement=placement_of(self.group.config, self.documents),
+            is_causal=self.mask.is_causal,
+        )
         num_kv_heads = self.split.num_kv_computed(self.group.ulysses.group_rank)
-        return make_plan(setting, direction, self.num_tokens, num_kv_heads)
+        return make_plan(setting, direction, self.documents, self.mask, num_kv_heads)
+
+    @cached_property
+    def _config(self) -> LongContextConfig:
+        config = self.group.config
+        if self.plan_name is None:
+            return config
+        return replace(config, plan=self.plan_name, backward_plan="auto", ranks_per_node=None)
 
     def plan_for(self, direction: Direction, q: Tensor) -> Plan:
         """The plan for queries `[B, L, H, D]`."""
@@ -89,9 +134,20 @@ class AttentionCall:
         return self.plan(direction, batch=batch, head_dim=head_dim, itemsize_bytes=q.dtype.itemsize)
 
     def executor(self, q: Tensor) -> Executor:
-        request = KernelRequest(q.device.type, q.dtype, q.shape[-1])
-        kernel = choose_kernel(self.group.config.kernel, request)
-        return Executor(self.group.ring, self.group.ring_results, kernel, self.scale)
+        kernel = self.kernel(q.device.type, q.dtype, q.shape[-1])
+        return Executor(self.group.ring, self.group.ring_results, kernel, self.score)
+
+    def kernel(self, device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel:
+        """Raises ValueError where no kernel can do what the mask and the score ask for."""
+        request = KernelRequest(
+            device_type,
+            dtype,
+            head_dim,
+            softcap=self.score.softcap is not None,
+            tiles=self.mask.has_tiles,
+            pieces=not self.mask.is_causal,
+        )
+        return choose_kernel(self.group.config.kernel, request)
 
     def predicted_traffic(self, batch: int, head_dim: int, itemsize_bytes: int) -> "CallTraffic":
         """What this rank will send, from the plans alone."""

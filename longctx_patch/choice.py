@@ -5,7 +5,7 @@ are hidden today are the first to show on a slower link.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ _NOTE = (
     f"As fast: within {TIE:.0%}; then fewer bytes win. Forward and backward share degrees and "
     "layout. MiB: sent is the mean of the ranks, buffers the largest."
 )
+_SPARSE = "halo"
+"""For masks that leave blocks out; for a causal one it is what `zigzag_direct` is."""
 _HYBRIDS = ("zigzag", "zigzag_direct", "allgather")
 """Ring parts that `compare` tries under Ulysses."""
 
@@ -103,18 +105,26 @@ def choose(
     direction: Direction,
     workload: Workload,
     hardware: Hardware | None = None,
+    *,
+    placement: LayoutName | None = None,
+    is_causal: bool = True,
 ) -> Setting:
     """The config with the plan of one direction decided, by the cost model where it is `auto`.
 
-    `hardware`: another than the preset that the config names.
+    `hardware`: another than the preset that the config names. `placement`: another than that of a
+    row with one document. A mask that is not plain causal leaves blocks out, and `auto` takes the
+    plan that sends only what is needed.
     """
     plan: str = config.plan if direction is Direction.FORWARD else config.backward_plan
     if plan == "auto" and direction is Direction.BACKWARD and config.plan != "auto":
         plan = config.plan
     if not _serves(plan, direction):
         plan = config.placement  # burst's forward is the ring of its layout, named alike
+    if not is_causal and plan == "auto":
+        plan = _SPARSE
     if plan != "auto":
-        return _setting(config, plan, config.ranks_per_node)
+        setting = _setting(config, plan, config.ranks_per_node)
+        return replace(setting, layout=placement or setting.layout)
     hardware = hardware or PRESETS[config.hardware]
     candidates = [s for s in _settings_of(config, hardware) if _serves(s.plan, direction)]
     if len(candidates) == 1:
@@ -153,7 +163,12 @@ def _serves(plan: str, direction: Direction) -> bool:
 def _settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]:
     """What `auto` may choose from: the plans of the config's layout; without a ring all are one."""
     per_node = config.ranks_per_node or _ring_ranks_in_node(config.ulysses_degree, hardware)
-    plans = [p for p, layouts in LAYOUTS_OF_PLAN.items() if config.placement in layouts]
+    asked = (config.plan, config.backward_plan)
+    plans = [
+        plan
+        for plan, layouts in LAYOUTS_OF_PLAN.items()
+        if config.placement in layouts and (plan != _SPARSE or plan in asked)
+    ]
     if config.ring_degree == 1:
         plans = plans[:1]
     return [
@@ -181,7 +196,7 @@ def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterable[Se
         ring, per_node = ranks // degree, _ring_ranks_in_node(degree, hardware)
         plans = LAYOUTS_OF_PLAN if degree == 1 else _HYBRIDS[: 1 if ring == 1 else None]
         for plan in plans:
-            if plan != "double_ring" or _has_full_nodes(ring, per_node):
+            if plan != _SPARSE and (plan != "double_ring" or _has_full_nodes(ring, per_node)):
                 yield Setting(
                     plan=plan,
                     layout=LAYOUTS_OF_PLAN[plan][0],

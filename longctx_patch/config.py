@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
-LayoutName = Literal["zigzag", "contiguous", "striped"]
+LayoutName = Literal["zigzag", "contiguous", "striped", "balanced"]
 PlanName = Literal[
     "auto",
     "ring",
@@ -20,6 +20,7 @@ PlanName = Literal[
     "burst",
     "double_ring",
     "allgather",
+    "halo",
 ]
 HardwareName = Literal["a100", "h100", "h200"]
 CheckpointPolicy = Literal["none", "full", "attention"]
@@ -27,15 +28,16 @@ CheckpointPolicy = Literal["none", "full", "attention"]
 # Each plan is balanced, or at all defined, for some placements of tokens; the first is its own.
 LAYOUTS_OF_PLAN: Mapping[str, tuple[LayoutName, ...]] = MappingProxyType(
     {
-        "ring": ("contiguous",),
+        "ring": ("contiguous", "balanced"),
         "zigzag": ("zigzag",),
         "zigzag_direct": ("zigzag",),
         "striped": ("striped",),
         "distflash": ("contiguous",),
         "distflash_balanced": ("contiguous",),
-        "burst": ("zigzag", "striped"),
-        "double_ring": ("zigzag", "contiguous", "striped"),
-        "allgather": ("zigzag", "contiguous"),
+        "burst": ("zigzag", "striped", "balanced"),
+        "double_ring": ("zigzag", "contiguous", "striped", "balanced"),
+        "allgather": ("zigzag", "contiguous", "balanced"),
+        "halo": ("zigzag", "contiguous", "striped", "balanced"),
     }
 )
 
@@ -52,11 +54,13 @@ class LongContextConfig:
 
     layout: LayoutName | None = None
     """Placement of tokens over the ring ranks. None: the plan's, else `zigzag`, which balances a
-    causal mask. See `placement`."""
+    causal mask, and `balanced` for packed rows. See `placement` and `packed_placement`."""
 
     plan: PlanName = "auto"
     """Schedule of the ring part (`longctx_patch.plans`). `auto`: the cost model takes one of those
-    made for the layout; `longctx_patch.explain` says which and why."""
+    made for the layout (`longctx_patch.explain` says which and why), and `halo` for masks that
+    leave blocks out, such as packed documents. Layers with a sliding window always run `halo`,
+    which sends what is inside the window only."""
 
     backward_plan: PlanName = "auto"
     """Schedule of backward, made for the same layout; `auto` takes the forward one, or where that
@@ -118,8 +122,15 @@ class LongContextConfig:
 
     @property
     def placement(self) -> LayoutName:
-        """The layout, decided."""
+        """The layout of a row with one document, decided."""
         return self.layout or LAYOUTS_OF_PLAN.get(self.plan, ("zigzag",))[0]
+
+    @property
+    def packed_placement(self) -> LayoutName:
+        """The layout of a row with several documents, decided."""
+        plans = (self.plan, self.backward_plan)
+        fits = all("balanced" in LAYOUTS_OF_PLAN.get(plan, ("balanced",)) for plan in plans)
+        return "balanced" if self.layout is None and fits else self.placement
 
     @property
     def sequence_degree(self) -> int:

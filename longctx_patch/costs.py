@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from longctx_patch.config import LayoutName
-from longctx_patch.layout import even_cuts, make_layout
-from longctx_patch.masks import CausalMask
+from longctx_patch.documents import Documents
+from longctx_patch.layout import even_cuts
+from longctx_patch.masks import Mask, causal
+from longctx_patch.placement import place
 from longctx_patch.plans import (
     AttentionShape,
     Direction,
@@ -145,15 +147,14 @@ def predict(
 
 
 def schedule_of(
-    setting: Setting, direction: Direction, num_tokens: int, num_kv_heads: int
+    setting: Setting, direction: Direction, documents: Documents, mask: Mask, num_kv_heads: int
 ) -> Schedule:
     """The ring part's schedule; `num_kv_heads` are those that one of its ranks computes."""
-    layout = make_layout(setting.layout, num_tokens, ring=setting.ring_degree)
     return make_schedule(
         setting.plan,
         direction,
-        layout,
-        CausalMask(),
+        place(setting.layout, documents, ring=setting.ring_degree),
+        mask,
         num_kv_heads=num_kv_heads,
         ranks_per_node=setting.ranks_per_node,
     )
@@ -180,7 +181,13 @@ def _simulate_ring(
 ) -> Simulation:
     in_node = max(1, hardware.gpus_per_node // setting.ulysses_degree)
     return simulate(
-        schedule_of(setting, direction, workload.num_tokens, shape.num_kv_heads),
+        schedule_of(
+            setting,
+            direction,
+            Documents.one(workload.num_tokens),
+            causal(workload.num_tokens),
+            shape.num_kv_heads,
+        ),
         shape,
         hardware,
         ranks_per_node=setting.ranks_per_node or in_node,
@@ -198,7 +205,8 @@ def _exchanges(
     inwards = QKV if forward else (Heads.QUERY,)
     outwards = (Heads.QUERY,) if forward else QKV
     per_head = workload.batch * workload.head_dim * workload.itemsize_bytes
-    ring_layout = make_layout(setting.layout, workload.num_tokens, ring=setting.ring_degree)
+    documents = Documents.one(workload.num_tokens)
+    ring_layout = place(setting.layout, documents, ring=setting.ring_degree)
     before, after = [], []
     for ring_size in ring_layout.sizes:
         sizes = [cut.size for cut in even_cuts(ring_size, setting.ulysses_degree)]

@@ -6,16 +6,19 @@ heads, D head dim. Every rank of the group calls the same function with its own 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from longctx_patch.accumulate import sum_dtype
-from longctx_patch.kernels import Kernel
-from longctx_patch.layout import Interval
-from longctx_patch.masks import Piece
-from longctx_patch.operands import Inputs
-from longctx_patch.partials import Partials
-from longctx_patch.plans import EVERYONE, Block, Operand, Plan, RankStep, Work
+from longctx_patch.kernels import Kernel, Score, Traits
+from longctx_patch.kernels.calls import Call, calls_of
+from longctx_patch.kernels.run import run_backward, run_forward
+from longctx_patch.layout import Interval, Rows
+from longctx_patch.operands import Inputs, adjoined, pick_rows
+from longctx_patch.partials import Partials, ResultKey
+from longctx_patch.plans import EVERYONE, Block, Operand, Plan, RankStep, Share, Work
 from longctx_patch.transport import Message, Pending, Transport
 
 
@@ -28,16 +31,23 @@ class Executor:
     results_transport: Transport
     """Carries results: of a group of its own, so that keys don't queue behind gradients."""
     kernel: Kernel
-    scale: float
+    score: Score
 
-    def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """(out_BLHD in q's dtype, lse_BHL) of q_BLHD over the keys of all ranks."""
+    def forward(
+        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(out_BLHD in q's dtype, lse_BHL) of q_BLHD over the keys of all ranks.
+
+        `sinks`: `[H]`, a logit for each head that joins the softmax of every row, without a value.
+        """
         rank = self.transport.group_rank
         inputs = Inputs(rank, plan.layout, {Operand.KV: (k, v), Operand.Q: (q,)})
         partials = Partials(rank, k.shape[2], {Operand.OUT: (q,)})
+        if sinks is not None:
+            self._begin_with_sinks(plan, q, sinks, k.shape[2], partials)
 
-        def compute(work: Work, piece: Piece) -> None:
-            self._forward_piece(work, piece, inputs, partials)
+        def compute(work: Work, call: Call) -> None:
+            self._forward_call(work, call, inputs, partials)
 
         self._walk(plan, inputs, partials, compute)
         lse_BLH, out = partials.own(Operand.OUT, plan.num_head_groups)
@@ -58,11 +68,11 @@ class Executor:
         inputs = Inputs(rank, plan.layout, own)
         partials = Partials(rank, k.shape[2], {Operand.DQ: (q,), Operand.DKV: (k, v)})
 
-        def compute(work: Work, piece: Piece) -> None:
+        def compute(work: Work, call: Call) -> None:
             mine = None
             if work.q_owner == rank:
                 mine = tuple(work.heads.cut(x, k.shape[2]) for x in (lse_BLH, out, q, dout))
-            self._backward_piece(plan, work, piece, mine, inputs, partials)
+            self._backward_call(plan, work, call, mine, inputs, partials)
 
         self._walk(plan, inputs, partials, compute)
         (dq_BLHD,) = partials.own(Operand.DQ, plan.num_head_groups)
@@ -74,68 +84,95 @@ class Executor:
         plan: Plan,
         inputs: Inputs,
         partials: Partials,
-        compute: Callable[[Work, Piece], None],
+        compute: Callable[[Work, Call], None],
     ) -> None:
         """Each step: post its messages, compute its works, wait for what arrives."""
         rank = self.transport.group_rank
-        for step, (with_inputs, with_results) in zip(
-            plan.rank_steps[rank], plan.rank_messages[rank], strict=True
+        for works, (with_inputs, with_results) in zip(
+            _calls(plan, rank, self.kernel.traits), plan.rank_messages[rank], strict=True
         ):
             arriving_inputs = _post(self.transport, inputs, with_inputs)
             arriving_results = _post(self.results_transport, partials, with_results)
-            for work in step.works:
-                for piece in work.pieces:
-                    compute(work, piece)
+            for work, calls in works:
+                for call in calls:
+                    compute(work, call)
             arriving_inputs.wait()
             arriving_results.wait()
             inputs.land()
             partials.land()
 
-    def _forward_piece(self, work: Work, piece: Piece, inputs: Inputs, partials: Partials) -> None:
-        q_block = Block(Operand.Q, work.q_owner, piece.q, work.heads)
-        (q,) = inputs.find(q_block).rows(piece.q)
-        k, v = inputs.find(_keys(work, piece)).rows(piece.kv)
-        out, lse_BHL = self.kernel.forward(q, k, v, causal=piece.causal, scale=self.scale)
-        self.transport.counters.kernel_calls += 1
-        partials.add(q_block._replace(operand=Operand.OUT), (lse_BHL.transpose(1, 2), out))
+    def _begin_with_sinks(
+        self, plan: Plan, q: Tensor, sinks: Tensor, num_kv_heads: int, partials: Partials
+    ) -> None:
+        """A sink is a key with a logit and no value: what is merged starts from it."""
+        lse_BLH = sinks.to(sum_dtype(q.dtype)).expand(q.shape[:3]).contiguous()
+        for part in range(plan.num_head_groups):
+            heads = Share(part, plan.num_head_groups)
+            mine = tuple(heads.cut(x, num_kv_heads) for x in (lse_BLH, torch.zeros_like(q)))
+            key = ResultKey(Operand.OUT, self.transport.group_rank, heads)
+            partials.add(key, [Interval(0, q.shape[1])], mine)
 
-    def _backward_piece(
+    def _forward_call(self, work: Work, call: Call, inputs: Inputs, partials: Partials) -> None:
+        (q,) = _find(inputs, Operand.Q, work.q_owner, work.heads, call.q)
+        k, v = _find(inputs, Operand.KV, work.kv_owner, work.heads, call.kv)
+        out, lse_BHL = run_forward(self.kernel, call, q, k, v, self.score)
+        self.transport.counters.kernel_calls += 1
+        key = ResultKey(Operand.OUT, work.q_owner, work.heads)
+        partials.add(key, adjoined(call.q), (lse_BHL.transpose(1, 2), out))
+
+    def _backward_call(
         self,
         plan: Plan,
         work: Work,
-        piece: Piece,
+        call: Call,
         mine: tuple[Tensor, ...] | None,
         inputs: Inputs,
         partials: Partials,
     ) -> None:
-        k, v = inputs.find(_keys(work, piece)).rows(piece.kv)
-        q_block = Block(Operand.Q_BACKWARD, work.q_owner, piece.q, work.heads)
+        k, v = _find(inputs, Operand.KV, work.kv_owner, work.heads, call.kv)
         if mine is not None:
-            lse_BLH, out, q, dout = (tensor[:, slice(*piece.q)] for tensor in mine)
+            lse_BLH, out, q, dout = pick_rows(mine, Rows.first(mine[0].shape[1]), call.q)
         else:
-            lse_BLH, delta_BLH, q, dout = inputs.find(q_block).rows(piece.q)
+            lse_BLH, delta_BLH, q, dout = _find(
+                inputs, Operand.Q_BACKWARD, work.q_owner, work.heads, call.q
+            )
             out = out_with_row_dots(dout, delta_BLH)
-        dq, dk, dv = self.kernel.backward(
-            dout, q, k, v, out, lse_BLH.transpose(1, 2), causal=piece.causal, scale=self.scale
-        )
+        lse_BHL = lse_BLH.transpose(1, 2)
+        dq, dk, dv = run_backward(self.kernel, call, dout, q, k, v, out, lse_BHL, self.score)
         self.transport.counters.kernel_calls += 1
-        partials.add(q_block._replace(operand=Operand.DQ), (dq,))
-        for owner, slots, columns in _owners(plan, work, piece):
-            block = Block(Operand.DKV, owner, slots, work.heads)
-            partials.add(block, (dk[:, slice(*columns)], dv[:, slice(*columns)]))
+        partials.add(ResultKey(Operand.DQ, work.q_owner, work.heads), adjoined(call.q), (dq,))
+        first = 0
+        for run in adjoined(call.kv):
+            for owner, slots, columns in _owners(plan, work, run):
+                part = slice(first + columns.start, first + columns.stop)
+                key = ResultKey(Operand.DKV, owner, work.heads)
+                partials.add(key, [slots], (dk[:, part], dv[:, part]))
+            first += run.size
 
 
-def _keys(work: Work, piece: Piece) -> Block:
-    return Block(Operand.KV, work.kv_owner, piece.kv, work.heads)
+@lru_cache(maxsize=256)
+def _calls(
+    plan: Plan, rank: int, traits: Traits
+) -> tuple[tuple[tuple[Work, tuple[Call, ...]], ...], ...]:
+    """By step: a rank's works, and the calls that compute each with a kernel of these traits."""
+    return tuple(
+        tuple((work, calls_of(work.pieces, traits)) for work in step.works)
+        for step in plan.rank_steps[rank]
+    )
 
 
-def _owners(plan: Plan, work: Work, piece: Piece) -> list[tuple[int, Interval, Interval]]:
-    """(owner, slots, columns of the piece) of the keys that a piece meets."""
+def _find(
+    inputs: Inputs, operand: Operand, owner: int, heads: Share, intervals: tuple[Interval, ...]
+) -> list[Tensor]:
+    return inputs.find(Block(operand, owner, Rows.of(intervals), heads)).pick(intervals)
+
+
+def _owners(plan: Plan, work: Work, run: Interval) -> list[tuple[int, Interval, Interval]]:
+    """(owner, slots, place in the run) of the keys in a run of columns."""
     if work.kv_owner != EVERYONE:
-        return [(work.kv_owner, piece.kv, Interval(0, piece.kv.size))]
+        return [(work.kv_owner, run, Interval(0, run.size))]
     return [
-        (owner, slots, tokens.shift(-piece.kv.start))
-        for owner, slots, tokens in plan.layout.places(piece.kv)
+        (owner, slots, tokens.shift(-run.start)) for owner, slots, tokens in plan.layout.places(run)
     ]
 
 

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.layout import Layout, make_layout
+from longctx_patch.documents import Documents
+from longctx_patch.layout import Layout
+from longctx_patch.placement import place, placement_of
 from longctx_patch.transport import (
     Counters,
     ProcessGroupTransport,
@@ -58,11 +60,12 @@ class SequenceGroup:
             if isinstance(transport, ProcessGroupTransport):
                 transport.close()
 
-    def layout(self, num_tokens: int) -> Layout:
-        """Placement of a sequence over all ranks of the group."""
-        return make_layout(
-            self.config.placement,
-            num_tokens,
+    def layout(self, row: int | Documents) -> Layout:
+        """Placement of a row, given as its documents or its length, over all ranks of the group."""
+        documents = Documents.one(row) if isinstance(row, int) else row
+        return place(
+            placement_of(self.config, documents),
+            documents,
             ring=self.config.ring_degree,
             ulysses=self.config.ulysses_degree,
         )

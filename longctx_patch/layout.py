@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -39,8 +39,57 @@ class Interval(NamedTuple):
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
+    def members_in(self, tokens: "Interval") -> "Interval":
+        """Which members, counted from 0, lie in a range of step 1."""
+        first = max(0, -(-(tokens.start - self.start) // self.step))
+        last = min(self.size, -(-(tokens.stop - self.start) // self.step))
+        return Interval(first, max(first, last))
+
     def shift(self, offset: int) -> "Interval":
-        return self._replace(start=self.start + offset, stop=self.stop + offset)
+        return Interval(self.start + offset, self.stop + offset, self.step)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a tensor, packed one run after another; runs don't touch."""
+
+    runs: tuple[Interval, ...]
+
+    @classmethod
+    def of(cls, intervals: Iterable[Interval]) -> "Rows":
+        """The rows of any of the intervals."""
+        runs: list[Interval] = []
+        for interval in sorted(set(intervals)):
+            if runs and interval.start <= runs[-1].stop:
+                stop = max(runs[-1].stop, interval.stop)
+                runs[-1] = Interval(runs[-1].start, stop)
+            elif interval.size:
+                runs.append(interval)
+        return cls(tuple(runs))
+
+    @classmethod
+    def first(cls, size: int) -> "Rows":
+        """Rows 0 to `size`."""
+        return cls((Interval(0, size),) if size else ())
+
+    @cached_property
+    def size(self) -> int:
+        return sum(run.size for run in self.runs)
+
+    def place(self, rows: Interval) -> Interval | None:
+        """Where some rows lie in the packed ones; None where they don't."""
+        before = 0
+        for run in self.runs:
+            if run.start <= rows.start and rows.stop <= run.stop:
+                return rows.shift(before - run.start)
+            before += run.size
+        return None
+
+    def covers(self, other: "Rows") -> bool:
+        return all(self.place(run) is not None for run in other.runs)
+
+    def __or__(self, other: "Rows") -> "Rows":
+        return Rows.of((*self.runs, *other.runs))
 
 
 @dataclass(frozen=True)
@@ -95,15 +144,37 @@ class Layout:
         return full
 
     def places(self, tokens: Interval) -> list[tuple[int, Interval, Interval]]:
-        """Who holds `tokens`: (rank, slots, tokens) of each run, in order; for steps of 1."""
+        """Who holds `tokens`: (rank, slots, tokens) of each run, in order of its first token."""
         found = []
-        first = bisect_right(self._runs, tokens.start, key=lambda run: run[0].stop)
-        for held, slots, rank in self._runs[first:]:
+        for index in range(bisect_right(self._stops, tokens.start), len(self._runs)):
+            held, slots, rank = self._runs[index]
             if held.start >= tokens.stop:
                 break
-            part = held.intersect(tokens)
-            found.append((rank, part.shift(slots.start - held.start), part))
+            members = held.members_in(tokens)
+            if members.size:
+                found.append((rank, members.shift(slots.start), held.part(members)))
         return found
+
+    def tokens_in(self, rank: int, slots: Interval) -> list[tuple[Interval, Interval]]:
+        """(tokens, slots) of each run of a rank that has some of its `slots`."""
+        runs = self._runs_of[rank]
+        found = []
+        for index in range(bisect_right(runs, slots.start, key=lambda run: run[1].stop), len(runs)):
+            tokens, filled = runs[index]
+            if filled.start >= slots.stop:
+                break
+            part = filled.intersect(slots)
+            found.append((tokens.part(part.shift(-filled.start)), part))
+        return found
+
+    @cached_property
+    def _runs_of(self) -> tuple[list[tuple[Interval, Interval]], ...]:
+        return tuple(slots_of(intervals) for intervals in self.intervals)
+
+    @cached_property
+    def _stops(self) -> list[int]:
+        """Of each run and those before it, where the last one ends (striped runs overlap)."""
+        return list(accumulate((held.stop for held, _, _ in self._runs), max))
 
     @cached_property
     def _runs(self) -> list[tuple[Interval, Interval, int]]:

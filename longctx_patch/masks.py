@@ -1,73 +1,455 @@
-"""Masks as predicates over intervals of tokens.
+"""Masks as disjoint regions of the attention matrix.
 
-For a (query interval, key interval) pair a mask answers with a short list of rectangles and
-squares that any flash kernel computes: nothing, everything, or a causal square. Rows and columns
-are counted from the first token of each interval; `plans.pieces` maps them to slots.
+A region is a rectangle of (query, key) tokens with a rule: a band along the diagonal, or a table
+with a bit for each pair. Bands are closed under cutting, so whatever part of a mask a rank computes
+is a region again: a document cut by the edge of a rank, a window of which one end is elsewhere.
+Causal, window, documents, prefix, bidirectional and block-sparse masks are constructors, and
+`a & b` allows what both allow.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+import zlib
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx_patch.documents import Documents
 from longctx_patch.layout import Interval
 
 
-class Piece(NamedTuple):
-    """A part of the attention matrix that one kernel call computes."""
+class Band(NamedTuple):
+    """Row `i` of a rectangle sees its column `j` if `low <= j - i <= high`; None: no bound."""
 
-    q: Interval
-    kv: Interval
-    causal: bool
-    """True: a square whose row `i` sees the columns `0..i`. False: every row sees every column."""
+    low: int | None
+    high: int | None
+
+    def shift(self, offset: int) -> "Band":
+        """The band of the same pairs where `j - i` has become larger by `offset`."""
+        low, high = self
+        return Band(None if low is None else low + offset, None if high is None else high + offset)
+
+    def __and__(self, other: "Band") -> "Band":
+        lows = [low for low in (self.low, other.low) if low is not None]
+        highs = [high for high in (self.high, other.high) if high is not None]
+        return Band(max(lows, default=None), min(highs, default=None))
+
+
+FULL = Band(None, None)
+CAUSAL = Band(None, 0)
+ANTICAUSAL = Band(0, None)
+_NO_BOUND = 2**62
+
+
+class Tile:
+    """A bit for each pair of a rectangle; equal tiles are interchangeable."""
+
+    def __init__(self, bits: NDArray[np.bool_]) -> None:
+        self.bits = np.ascontiguousarray(bits, dtype=np.bool_)
+        self.bits.setflags(write=False)
+        self._key = (self.bits.shape, self.bits.tobytes())
+        self._hash = hash(self._key)
 
     @property
     def area(self) -> int:
-        """Number of (query, key) pairs."""
-        return self.q.size * (self.q.size + 1) // 2 if self.causal else self.q.size * self.kv.size
+        return int(np.count_nonzero(self.bits))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tile) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        rows, columns = self.bits.shape
+        return f"Tile({rows} x {columns}, {self.area} set)"
 
 
-class Mask(Protocol):
-    """What plans need to know of a mask."""
+Rule = Band | Tile
 
-    def pieces(self, q: Interval, kv: Interval) -> tuple[Piece, ...]:
-        """Disjoint pieces that cover exactly the allowed pairs of the two intervals."""
-        ...
 
-    def area(self, q: Interval, kv: Interval) -> int:
-        """Number of allowed pairs, in closed form."""
-        ...
+class Piece(NamedTuple):
+    """A rectangle of the attention matrix, and which of its pairs are allowed."""
+
+    q: Interval
+    kv: Interval
+    rule: Rule = FULL
+
+    @property
+    def area(self) -> int:
+        """Number of allowed (query, key) pairs."""
+        if isinstance(self.rule, Tile):
+            return self.rule.area
+        rows, columns = self.q.size, self.kv.size
+        low, high = self.rule
+        seen = rows * columns if high is None else _pairs_up_to(high, rows, columns)
+        return seen if low is None else seen - _pairs_up_to(low - 1, rows, columns)
+
+    def at(self, q: Interval, kv: Interval) -> "Piece | None":
+        """The part in some rows and columns, which count from 0 in what it returns.
+
+        `q` and `kv` lie in those of the piece and have the same step (a step above 1 is a striped
+        placement's). Rows and columns without an allowed pair are dropped; None: all of them.
+        """
+        row, column = q.start - self.q.start, kv.start - self.kv.start
+        step = q.step if q.size > 1 else kv.step
+        if isinstance(self.rule, Tile):
+            rows = slice(row, row + q.stop - q.start, q.step)
+            columns = slice(column, column + kv.stop - kv.start, kv.step)
+            return _trim_tile(self.rule.bits[rows, columns])
+        if q.size > 1 and kv.size > 1 and q.step != kv.step:
+            raise ValueError(f"queries step by {q.step}, keys by {kv.step}: use one layout.")
+        band = self.rule.shift(row - column)
+        if step > 1:
+            low, high = band
+            band = Band(
+                None if low is None else -(-low // step), None if high is None else high // step
+            )
+        return _trim_band(q.size, kv.size, band)
+
+    def moved(self, row: int, column: int) -> "Piece":
+        """The same further down and to the right."""
+        return self._replace(q=self.q.shift(row), kv=self.kv.shift(column))
+
+    def cut(self, q: Interval, kv: Interval) -> "Piece | None":
+        """The part in some of its own rows and columns, at the same place; None: nothing of it."""
+        q, kv = self.q.intersect(q), self.kv.intersect(kv)
+        part = self.at(q, kv) if q.size and kv.size else None
+        return part and part.moved(q.start, kv.start)
+
+    def bits(self) -> NDArray[np.bool_]:
+        """All pairs of the rectangle, for small ones."""
+        if isinstance(self.rule, Tile):
+            return self.rule.bits
+        return band_bits(self.q.size, self.kv.size, self.rule)
+
+
+def band_bits(rows: int, columns: int, band: Band) -> NDArray[np.bool_]:
+    """A band as a table."""
+    ahead = np.arange(columns)[None, :] - np.arange(rows)[:, None]
+    allowed = np.ones((rows, columns), dtype=np.bool_)
+    if band.low is not None:
+        allowed &= ahead >= band.low
+    if band.high is not None:
+        allowed &= ahead <= band.high
+    return allowed
+
+
+def _pairs_up_to(high: int, rows: int, columns: int) -> int:
+    """Pairs with `j - i <= high`: row `i` sees `i + high + 1` columns, if there are so many."""
+
+    def rows_before(row: int) -> int:
+        """Pairs of the rows before `row`, counted from the row that sees one column."""
+        seen = max(0, min(row, columns))
+        return seen * (seen + 1) // 2 + max(0, row - columns) * columns
+
+    return rows_before(rows + high) - rows_before(high)
+
+
+def _trim_band(rows: int, columns: int, band: Band) -> Piece | None:
+    """The rows and columns that have an allowed pair; bounds that bind nothing become None."""
+    low, high = band
+    first = 0 if high is None else max(0, -high)
+    last = rows if low is None else min(rows, columns - low)
+    left = 0 if low is None else max(0, low + first)
+    right = columns if high is None else min(columns, last + high)
+    if last <= first or right <= left or (low is not None and high is not None and low > high):
+        return None
+    height, width = last - first, right - left
+    low, high = band.shift(first - left)
+    tight = Band(
+        None if low is None or low <= 1 - height else low,
+        None if high is None or high >= width - 1 else high,
+    )
+    return Piece(Interval(first, last), Interval(left, right), tight)
+
+
+def _trim_tile(bits: NDArray[np.bool_]) -> Piece | None:
+    rows, columns = np.flatnonzero(bits.any(axis=1)), np.flatnonzero(bits.any(axis=0))
+    if not len(rows):
+        return None
+    q, kv = (
+        Interval(int(rows[0]), int(rows[-1]) + 1),
+        Interval(int(columns[0]), int(columns[-1]) + 1),
+    )
+    inner = bits[slice(*q), slice(*kv)]
+    return Piece(q, kv, FULL if inner.all() else Tile(inner))
 
 
 @dataclass(frozen=True)
-class CausalMask:
-    """One document: a token sees itself and everything before it."""
+class Mask:
+    """Who sees whom among `num_tokens` tokens: regions that don't overlap."""
 
-    def pieces(self, q: Interval, kv: Interval) -> tuple[Piece, ...]:
-        # Row i sees column j if j <= i + ahead: a rectangle, a square, and what is below it.
-        ahead = _ahead(q, kv)
-        rows, columns = Interval(0, q.size), Interval(0, kv.size)
-        past = columns.intersect(Interval(0, max(ahead, 0)))
-        row, column = max(0, -ahead), max(0, ahead)
-        side = max(0, min(q.size - row, kv.size - column))
-        square = Interval(column, column + side)
-        candidates = (
-            Piece(rows, past, causal=False),
-            Piece(Interval(row, row + side), square, causal=True),
-            Piece(Interval(row + side, max(row + side, q.size)), square, causal=False),
+    num_tokens: int
+    regions: tuple[Piece, ...]
+    name: str = field(default="mask", compare=False)
+    """How reports call it."""
+
+    @cached_property
+    def is_causal(self) -> bool:
+        """Whether every token sees itself and all before it, and nothing else."""
+        everything = Interval(0, self.num_tokens)
+        if self.num_tokens < 2:
+            return self.area == self.num_tokens
+        return self.regions == (Piece(everything, everything, CAUSAL),)
+
+    @cached_property
+    def sees_ahead(self) -> bool:
+        """Whether some token sees a later one."""
+        return any(_last_ahead(piece) > 0 for piece in self.regions)
+
+    @cached_property
+    def has_tiles(self) -> bool:
+        return any(isinstance(piece.rule, Tile) for piece in self.regions)
+
+    @cached_property
+    def area(self) -> int:
+        """Number of allowed pairs."""
+        return sum(piece.area for piece in self.regions)
+
+    def overlapping(self, q: Interval) -> Sequence[Piece]:
+        """The regions that may have some of these rows."""
+        first = bisect_left(self._last_stops, q.start + 1)
+        return self.regions[first : self._first_region_from(q.stop)]
+
+    def pieces(self, q: Interval, kv: Interval) -> list[Piece]:
+        """What is allowed of two intervals of tokens; rows and columns count their members."""
+        found = []
+        for region in self.overlapping(q):
+            rows, columns = q.members_in(region.q), kv.members_in(region.kv)
+            if rows.size and columns.size:
+                part = region.at(q.part(rows), kv.part(columns))
+                if part is not None:
+                    found.append(part.moved(rows.start, columns.start))
+        return found
+
+    def area_in(self, q: Interval, kv: Interval, piece: Piece) -> int:
+        """How many of a piece's pairs are allowed; it counts the members of the intervals."""
+        found = (intersect(part, piece) for part in self.pieces(q, kv))
+        return sum(part.area for part in found if part is not None)
+
+    def dense(self) -> NDArray[np.bool_]:
+        """The whole table, `[num_tokens, num_tokens]`: rows are queries."""
+        table = np.zeros((self.num_tokens, self.num_tokens), dtype=np.bool_)
+        for q, kv, rule in self.regions:
+            table[q.start : q.stop, kv.start : kv.stop] |= Piece(q, kv, rule).bits()
+        return table
+
+    def __and__(self, other: "Mask") -> "Mask":
+        if self.num_tokens != other.num_tokens:
+            raise ValueError(
+                f"masks over {self.num_tokens} and {other.num_tokens} tokens: both must be made "
+                "for the padded length of the row."
+            )
+        found = (
+            intersect(mine, theirs) for mine in self.regions for theirs in other.overlapping(mine.q)
         )
-        return tuple(piece for piece in candidates if piece.area > 0)
+        return mask_of(
+            self.num_tokens, [piece for piece in found if piece], f"{self.name} & {other.name}"
+        )
 
-    def area(self, q: Interval, kv: Interval) -> int:
-        def pairs_before(row: int) -> int:
-            """Pairs of the rows before `row`, counted from the row that sees one column."""
-            seen = max(0, min(row, kv.size))
-            return seen * (seen + 1) // 2 + max(0, row - kv.size) * kv.size
+    @cached_property
+    def checksum(self) -> int:
+        """The same in every process for equal masks, for ranks to compare."""
+        numbers = np.array([_numbers(piece) for piece in self.regions], dtype=np.int64)
+        tables = b"".join(p.rule.bits.tobytes() for p in self.regions if isinstance(p.rule, Tile))
+        return zlib.crc32(numbers.tobytes() + tables, self.num_tokens & 0xFFFFFFFF)
 
-        ahead = _ahead(q, kv)
-        return pairs_before(q.size + ahead) - pairs_before(ahead)
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.num_tokens, self.regions))
+
+    def _first_region_from(self, token: int) -> int:
+        return bisect_left(self._starts, token)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [piece.q.start for piece in self.regions]
+
+    @cached_property
+    def _last_stops(self) -> list[int]:
+        """Of each region and all before it, the last row."""
+        stops = np.array([piece.q.stop for piece in self.regions], dtype=np.int64)
+        return np.maximum.accumulate(stops).tolist() if len(stops) else []
 
 
-def _ahead(q: Interval, kv: Interval) -> int:
-    """The last column that row 0 sees (negative: it sees none)."""
-    if q.step != kv.step:
-        raise ValueError(f"queries step by {q.step} tokens, keys by {kv.step}: use one layout.")
-    return (q.start - kv.start) // q.step
+def _numbers(piece: Piece) -> tuple[int, ...]:
+    """A piece but for the bits of a table."""
+    rule = (-1, -1) if isinstance(piece.rule, Tile) else piece.rule
+    low, high = (_NO_BOUND if bound is None else bound for bound in rule)
+    return (*piece.q, *piece.kv, low, high)
+
+
+def _last_ahead(piece: Piece) -> int:
+    """The most that a key is after its query."""
+    offset = piece.kv.start - piece.q.start
+    if isinstance(piece.rule, Tile):
+        rows, columns = np.nonzero(piece.rule.bits)
+        return int((columns - rows).max()) + offset
+    high = piece.kv.size - 1 if piece.rule.high is None else piece.rule.high
+    return offset + high
+
+
+def intersect(a: Piece, b: Piece) -> Piece | None:
+    """What two pieces of step 1 both allow."""
+    q, kv = a.q.intersect(b.q), a.kv.intersect(b.kv)
+    if not (q.size and kv.size):
+        return None
+    if isinstance(a.rule, Tile) or isinstance(b.rule, Tile):
+        mine, theirs = a.cut(q, kv), b.cut(q, kv)
+        if mine is None or theirs is None:
+            return None
+        both = _table(mine, q, kv) & _table(theirs, q, kv)
+        part = _trim_tile(both)
+    else:
+        # Both bands, counted from the corner of the common rectangle.
+        bands = [p.rule.shift((q.start - p.q.start) - (kv.start - p.kv.start)) for p in (a, b)]  # type: ignore[union-attr]
+        part = _trim_band(q.size, kv.size, bands[0] & bands[1])
+    return part and part.moved(q.start, kv.start)
+
+
+def _table(piece: Piece, q: Interval, kv: Interval) -> NDArray[np.bool_]:
+    """The bits of a piece inside a larger rectangle."""
+    table = np.zeros((q.size, kv.size), dtype=np.bool_)
+    row, column = piece.q.start - q.start, piece.kv.start - kv.start
+    table[row : row + piece.q.size, column : column + piece.kv.size] = piece.bits()
+    return table
+
+
+def mask_of(num_tokens: int, regions: Iterable[Piece], name: str = "mask") -> Mask:
+    """A mask of these regions, in order."""
+    return Mask(num_tokens, tuple(sorted(regions, key=lambda piece: (piece.q, piece.kv))), name)
+
+
+def causal(num_tokens: int) -> Mask:
+    """A token sees itself and everything before it."""
+    return documents_mask(Documents.one(num_tokens))
+
+
+def bidirectional(num_tokens: int) -> Mask:
+    """Every token sees every token."""
+    return documents_mask(Documents.one(num_tokens), is_causal=False)
+
+
+def window_band(window: int | None) -> Band:
+    """The last `window` keys, the token itself included, as transformers counts them."""
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: a token sees itself at least. Use 1 or more, or None.")
+    return CAUSAL if window is None else Band(1 - window, 0)
+
+
+def documents_mask(
+    documents: Documents, *, window: int | None = None, is_causal: bool = True
+) -> Mask:
+    """Tokens see their own document: causally, the last `window` keys of it, or all of it."""
+    band = window_band(window) if is_causal else FULL
+    if not is_causal and window is not None:
+        raise ValueError(f"window={window} with is_causal=False: a window looks back. Drop one.")
+    regions = []
+    for start, length in zip(documents.edges, documents.lengths, strict=False):
+        piece = _trim_band(length, length, band)
+        assert piece is not None
+        regions.append(piece.moved(start, start))
+    name = "causal" if is_causal else "bidirectional"
+    if window is not None:
+        name = f"window {window}"
+    if not documents.is_one:
+        name += f", {len(documents.lengths)} documents"
+    return Mask(documents.num_tokens, tuple(regions), name)
+
+
+def within(documents: Documents, window: int | None) -> Mask:
+    """Everything inside documents, or the last `window` keys and those after the token."""
+    low = None if window is None else window_band(window).low
+    regions = []
+    for start, length in zip(documents.edges, documents.lengths, strict=False):
+        piece = _trim_band(length, length, Band(low, None))
+        assert piece is not None
+        regions.append(piece.moved(start, start))
+    return Mask(documents.num_tokens, tuple(regions), f"{len(regions)} documents")
+
+
+def prefix_lm(num_tokens: int, prefix: int) -> Mask:
+    """The first `prefix` tokens see each other; the others see those and what is before them."""
+    if not 0 <= prefix <= num_tokens:
+        raise ValueError(f"prefix={prefix} of {num_tokens} tokens: use 0 to {num_tokens}.")
+    everything, head = Interval(0, num_tokens), Interval(0, prefix)
+    rest = Interval(prefix, num_tokens)
+    regions = [Piece(everything, head, FULL), Piece(rest, rest, CAUSAL)]
+    return mask_of(num_tokens, [p for p in regions if p.area], f"prefix {prefix}")
+
+
+def block_sparse(
+    num_tokens: int, blocks: NDArray[np.bool_], block_size: int, *, is_causal: bool = True
+) -> Mask:
+    """Block-sparse attention (FlashAttention, section 3.3): `blocks[i, j]` allows a square.
+
+    Args:
+        blocks: boolean `[n, n]` with n = ceil(num_tokens / block_size); rows are queries.
+        block_size: tokens of a block; the last one may be shorter.
+        is_causal: keep only keys up to the query.
+    """
+    blocks = np.asarray(blocks, dtype=np.bool_)
+    count = -(-num_tokens // max(1, block_size))
+    if block_size < 1 or blocks.shape != (count, count):
+        raise ValueError(
+            f"blocks {list(blocks.shape)} of {block_size} tokens for {num_tokens} tokens: it must "
+            f"be [{count}, {count}], a bit for each pair of blocks."
+        )
+    regions = []
+    for row, columns in enumerate(blocks):
+        q = Interval(row * block_size, min((row + 1) * block_size, num_tokens))
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], columns, [False]]).astype(np.int8)))
+        for first, last in edges.reshape(-1, 2).tolist():
+            kv = Interval(first * block_size, min(last * block_size, num_tokens))
+            band = CAUSAL.shift(q.start - kv.start) if is_causal else FULL
+            piece = _trim_band(q.size, kv.size, band)
+            if piece is not None:
+                regions.append(piece.moved(q.start, kv.start))
+    return mask_of(num_tokens, regions, f"block-sparse {block_size}")
+
+
+def function_mask(
+    num_tokens: int,
+    allowed: Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.bool_]],
+    *,
+    block_size: int = 128,
+) -> Mask:
+    """Whatever a function of (query token, key token) allows; empty blocks cost nothing.
+
+    `allowed` is called with broadcastable arrays `[b, 1]` and `[1, m]` and returns `[b, m]`. Every
+    pair is asked once, so give long sequences as `block_sparse` where that can say it.
+    """
+    regions: list[Piece] = []
+    keys = np.arange(num_tokens)[None, :]
+    for start in range(0, num_tokens, block_size):
+        rows = np.arange(start, min(start + block_size, num_tokens))[:, None]
+        table = np.broadcast_to(allowed(rows, keys), (len(rows), num_tokens)).astype(np.bool_)
+        regions += _regions_of_rows(table, start, block_size)
+    return mask_of(num_tokens, regions, "function")
+
+
+def _regions_of_rows(table: NDArray[np.bool_], first_row: int, block_size: int) -> Iterable[Piece]:
+    """Runs of full blocks become one region, every other block that is not empty another."""
+    full_from: int | None = None
+    num_rows, num_tokens = table.shape
+    for start in range(0, num_tokens + 1, block_size):
+        block = table[:, start : start + block_size]
+        is_full = bool(block.size and block.all())
+        if is_full and full_from is None:
+            full_from = start
+        if not is_full and full_from is not None:
+            q = Interval(first_row, first_row + num_rows)
+            yield Piece(q, Interval(full_from, min(start, num_tokens)), FULL)
+            full_from = None
+        if not is_full and (part := _trim_tile(block)) is not None:
+            yield part.moved(first_row, start)
+    if full_from is not None:
+        q = Interval(first_row, first_row + num_rows)
+        yield Piece(q, Interval(full_from, num_tokens), FULL)

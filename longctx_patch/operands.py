@@ -1,26 +1,46 @@
 """The inputs that one rank holds: its own tensors, and blocks of others in the plan's buffers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longctx_patch.layout import Interval, Layout
+from longctx_patch.layout import Interval, Layout, Rows
 from longctx_patch.plans import EVERYONE, Block, Operand, Share, Transfer
 from longctx_patch.transport import Packet, TensorSpec
 
 
 class Held(NamedTuple):
-    """Tensors of one owner, rows along dim 1, and the owner's row that their first row is."""
+    """Tensors of one owner, rows along dim 1, and which of the owner's rows they have."""
 
     tensors: tuple[Tensor, ...]
-    first_row: int
+    rows: Rows
 
-    def rows(self, rows: Interval) -> list[Tensor]:
-        """Views of some of the owner's rows."""
-        start = rows.start - self.first_row
-        return [tensor[:, start : start + rows.size] for tensor in self.tensors]
+    def pick(self, intervals: Iterable[Interval]) -> list[Tensor]:
+        """The owner's rows in these intervals, one after another; views where they are adjacent."""
+        return pick_rows(self.tensors, self.rows, intervals)
+
+
+def pick_rows(tensors: Iterable[Tensor], held: Rows, intervals: Iterable[Interval]) -> list[Tensor]:
+    """The rows in these intervals of tensors that hold some rows along dim 1."""
+    places = [held.place(run) for run in adjoined(intervals)]
+    assert None not in places, f"rows {intervals} of {held}"
+    if len(places) == 1 and (place := places[0]) is not None:
+        return [tensor[:, place.start : place.stop] for tensor in tensors]
+    slices = [slice(place.start, place.stop) for place in places if place is not None]
+    return [torch.cat([tensor[:, rows] for rows in slices], 1) for tensor in tensors]
+
+
+def adjoined(intervals: Iterable[Interval]) -> list[Interval]:
+    """Intervals that follow each other without a gap as one, in the order given."""
+    runs: list[Interval] = []
+    for interval in intervals:
+        if runs and runs[-1].stop == interval.start:
+            runs[-1] = Interval(runs[-1].start, interval.stop)
+        else:
+            runs.append(interval)
+    return runs
 
 
 class Inputs:
@@ -41,14 +61,13 @@ class Inputs:
     def find(self, block: Block) -> Held:
         """Where these rows are; the plan has been checked to have brought them."""
         if block.owner == self._rank:
-            return Held(self._own_heads(block.operand, block.heads), 0)
+            tensors = self._own_heads(block.operand, block.heads)
+            return Held(tensors, Rows.first(tensors[0].shape[1]))
         if block.owner == EVERYONE:
             return self._gather(block.heads)
         for held, packet in self._buffers.values():
-            if block == held._replace(rows=block.rows) and (
-                held.rows.start <= block.rows.start and block.rows.stop <= held.rows.stop
-            ):
-                return Held(packet.tensors, held.rows.start)
+            if block == held._replace(rows=block.rows) and held.rows.covers(block.rows):
+                return Held(packet.tensors, held.rows)
         raise AssertionError(f"rank {self._rank} does not hold {block}")
 
     def outgoing(self, transfer: Transfer) -> Tensor:
@@ -58,7 +77,7 @@ class Inputs:
                 return packet.buffer
         if transfer.block not in self._packed:
             held = self.find(transfer.block)
-            self._packed[transfer.block] = Packet.pack(held.rows(transfer.block.rows))
+            self._packed[transfer.block] = Packet.pack(held.pick(transfer.block.rows.runs))
         return self._packed[transfer.block].buffer
 
     def incoming(self, transfer: Transfer) -> Tensor:
@@ -86,9 +105,9 @@ class Inputs:
             self._gathered = None  # give its memory back first
             places = self._layout.places(Interval(0, self._layout.num_tokens))
             runs = [
-                self.find(Block(Operand.KV, owner, slots, heads)).rows(slots)
+                self.find(Block(Operand.KV, owner, Rows((slots,)), heads)).pick([slots])
                 for owner, slots, _ in places
             ]
             tensors = tuple(torch.cat(parts, 1) for parts in zip(*runs, strict=True))
-            self._gathered = heads, Held(tensors, 0)
+            self._gathered = heads, Held(tensors, Rows.first(self._layout.num_tokens))
         return self._gathered[1]

@@ -9,6 +9,8 @@ the frame, and neither the kernel nor communication runs again.
 """
 
 import struct
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from longctx_patch.accumulate import sum_dtype
 from longctx_patch.call import AttentionCall
+from longctx_patch.documents import Documents
+from longctx_patch.executor import row_dots
 from longctx_patch.groups import SequenceGroup
+from longctx_patch.kernels import Score
+from longctx_patch.masks import Mask, documents_mask, within
+from longctx_patch.placement import placement_of
 from longctx_patch.plans import Direction
 from longctx_patch.replay import current_frame
 from longctx_patch.transport import VirtualTransport
@@ -33,45 +40,74 @@ def attention(
     *,
     group: SequenceGroup,
     num_tokens: int | None = None,
+    documents: Documents | None = None,
+    window: int | None = None,
+    mask: Mask | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
     softmax_scale: float | None = None,
     check_ranks: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of this rank's queries to the keys of the whole sequence.
+    """Attention of this rank's queries to the keys of the whole sequence; causal by default.
 
-    Collective over the group. Every rank passes the tokens that `group.layout(num_tokens)` gives
-    it, with rotary embeddings (if any) already applied for their global positions.
+    Collective over the group. Every rank passes the tokens that `group.layout(num_tokens)` (or
+    `group.layout(documents)`) gives it, with rotary embeddings (if any) already applied.
 
     Args:
         q: `[B, L, H, D]`; L may differ between ranks as the layout says, and may be 0.
         k, v: `[B, L, G, D]`, with H a multiple of G. float64, float32, bfloat16 or float16.
         group: from `make_sequence_group(config)`, or `virtual_group` in one process.
         num_tokens: length of the whole sequence; default: L times the number of ranks.
+        documents: boundaries of a packed row, the same for all B rows. Tokens attend within their
+            document only.
+        window: the last `window` keys only, the token itself included.
+        mask: any `longctx_patch.masks.Mask` over the whole sequence, in place of the causal one;
+            `documents` and `window` restrict it further.
+        sinks: `[H]`, differentiable: a logit of each head that joins the softmax of every row and
+            has no value (gpt-oss).
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
         softmax_scale: default `D ** -0.5`; the same on every rank.
-        check_ranks: compare shapes, dtype and scale over the group first; it waits for all ranks,
+        check_ranks: compare shapes, dtype and mask over the group first; it waits for all ranks,
             so a model with many layers may check once and pass False afterwards.
 
     Returns:
-        out: `[B, L, H, D]` in q's dtype; differentiable in q, k and v.
-        lse: `[B, H, L]`, natural-log sum of exponentials; float32 (float64 for float64 inputs);
-            not differentiable. Second derivatives are refused by autograd.
+        out: `[B, L, H, D]` in q's dtype; differentiable in q, k, v and sinks. 0 in rows that see
+            nothing.
+        lse: `[B, H, L]`, natural-log sum of exponentials, the sink's included; float32 (float64 for
+            float64 inputs); not differentiable. Second derivatives are refused by autograd.
 
     Raises:
-        ValueError: on every rank, if shapes or dtypes disagree or don't fit the layout.
+        ValueError: on every rank, if shapes, dtypes or masks disagree or don't fit the layout.
 
     Example (one process, so nothing is sent):
         >>> group = make_sequence_group(LongContextConfig())
         >>> out, lse = attention(*torch.randn(3, 1, 16, 4, 8), group=group)
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    local = q.shape[1] if q.ndim > 1 else 0  # what is wrong with a shape, _check says
+    total = local * group.num_ranks if num_tokens is None else num_tokens
+    row = Documents.one(total) if documents is None else documents
+    allowed = restricted(mask, row, window)
     if check_ranks:
-        _check(q, k, v, num_tokens, scale, group)
-    total = q.shape[1] * group.num_ranks if num_tokens is None else num_tokens
-    call = AttentionCall(group, total, scale, q.shape[2], k.shape[2], returns_lse=True)
-    return distributed_attention(q, k, v, call)
+        _check(q, k, v, sinks, num_tokens, row, allowed, Score(scale, softcap), group)
+    call = AttentionCall(
+        group, row, allowed, Score(scale, softcap), q.shape[2], k.shape[2], returns_lse=True
+    )
+    return distributed_attention(q, k, v, sinks, call)
+
+
+@lru_cache(maxsize=64)
+def restricted(mask: Mask | None, documents: Documents, window: int | None) -> Mask:
+    """Causal attention, or `mask`, within documents and a window."""
+    if mask is None:
+        return documents_mask(documents, window=window)
+    if documents.is_one and window is None:
+        return mask
+    return mask & within(documents, window)
 
 
 def distributed_attention(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
 ) -> tuple[Tensor, Tensor]:
     """(out_BLHD, lse_BHL), unchecked.
 
@@ -86,21 +122,21 @@ def distributed_attention(
         )
     # Kernels read the head dim as contiguous and don't check.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse = _DistributedAttention.apply(q, k, v, call)
+    out, lse = _DistributedAttention.apply(q, k, v, sinks, call)
     return out, lse
 
 
 class _DistributedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
         ctx.call = call
         frame = current_frame()
         if frame is not None and frame.replaying:
             out, lse, returned_lse = frame.take()
         else:
-            saved, out, returned_lse = _run_forward(call, q, k, v)
+            saved, out, returned_lse = _run_forward(call, q, k, v, sinks)
             lse = saved[-1]
             if frame is not None:
                 frame.keep(out, lse, returned_lse)
@@ -109,31 +145,33 @@ class _DistributedAttention(torch.autograd.Function):
         ctx.local = frame is not None
         if ctx.local:
             saved = (q, k, v, out, lse)
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*saved, sinks)
         ctx.mark_non_differentiable(returned_lse)
         return out, returned_lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        dq, dk, dv = _run_backward(ctx.call, grads[0], ctx.saved_tensors, local=ctx.local)
-        return dq, dk, dv, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        *saved, sinks = ctx.saved_tensors
+        gradients = _run_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
+        return *gradients, None
 
 
 _Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _run_forward(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[_Saved, Tensor, Tensor]:
     """((q, k, v, out, lse) as the plan saw them, this rank's out_BLHD, the lse to return)."""
     resharder, executor = call.resharder, call.executor(q)
     if resharder is None:
-        out, lse = executor.forward(call.plan_for(Direction.FORWARD, q), q, k, v)
+        out, lse = executor.forward(call.plan_for(Direction.FORWARD, q), q, k, v, sinks)
         return (q, k, v, out, lse), out, lse
     q, k, v = resharder.to_heads([q, k, v], QKV)
     plan = call.plan_for(Direction.FORWARD, q)
-    out, lse = executor.forward(plan, q, *_matched(call, k, v))
+    mine = None if sinks is None else sinks[call.heads]
+    out, lse = executor.forward(plan, q, *_matched(call, k, v), mine)
     saved = (q, k, v, out, lse)
     if not call.returns_lse:
         (out,) = resharder.to_tokens([out], [Heads.QUERY])
@@ -145,9 +183,14 @@ def _run_forward(
 
 
 def _run_backward(
-    call: AttentionCall, dout: Tensor, saved: tuple[Tensor, ...], *, local: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of this rank's tokens; `local`: saved are this rank's tokens of all heads."""
+    call: AttentionCall,
+    dout: Tensor,
+    saved: Sequence[Tensor],
+    sinks: Tensor | None,
+    *,
+    local: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsinks) of this rank; `local`: saved are this rank's tokens of all heads."""
     q, k, v, out, lse = saved
     resharder, executor = call.resharder, call.executor(q)
     if resharder is not None and local:
@@ -159,9 +202,20 @@ def _run_backward(
     plan = call.plan_for(Direction.BACKWARD, q)
     dq, dk, dv = executor.backward(plan, dout, q, keys, values, out, lse)
     dk, dv = _unmatched(call, dk).to(k.dtype), _unmatched(call, dv).to(v.dtype)
+    dsinks = None if sinks is None else _sink_gradient(call, sinks, dout, out, lse)
     if resharder is not None:
         dq, dk, dv = resharder.to_tokens([dq, dk, dv], QKV)
-    return dq, dk, dv
+    return dq, dk, dv, dsinks
+
+
+def _sink_gradient(
+    call: AttentionCall, sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor
+) -> Tensor:
+    """`[H]`: what this rank's rows add. A sink is a key whose value is 0, so dP is 0 there."""
+    p_BHL = torch.exp(sinks[call.heads].to(lse.dtype)[:, None] - lse)
+    dsinks = torch.zeros_like(sinks)
+    dsinks[call.heads] = -(p_BHL * row_dots(dout, out).transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
+    return dsinks
 
 
 def _matched(call: AttentionCall, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,44 +263,84 @@ def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     )
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, num_tokens: int | None, scale: float, group: SequenceGroup
-) -> None:
-    """Compare across ranks before anything is sent that could hang; raise on every rank or none."""
-    problem = _shape_problem(q, k, v)
-    if problem is None and q.shape[0] * (q.shape[1] if num_tokens is None else num_tokens) < 1:
-        problem = (
-            f"q {list(q.shape)}, num_tokens={num_tokens}: an empty batch or sequence. Attention "
+def _value_problem(
+    q: Tensor,
+    sinks: Tensor | None,
+    num_tokens: int | None,
+    documents: Documents,
+    mask: Mask,
+    score: Score,
+) -> str | None:
+    total = documents.num_tokens
+    if q.shape[0] * total < 1:
+        return (
+            f"q {list(q.shape)}, num_tokens={total}: an empty batch or sequence. Attention "
             "needs a token; leave empty batches out."
         )
+    if num_tokens not in (None, total):
+        return (
+            f"num_tokens={num_tokens}, but the documents and their padding have {total} tokens: "
+            "give one of them."
+        )
+    if mask.num_tokens != total:
+        return (
+            f"a mask over {mask.num_tokens} tokens for a sequence of {total}: make it for the "
+            "whole sequence, padding included."
+        )
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        return f"sinks {list(sinks.shape)} for {q.shape[2]} heads: give a logit for each head."
+    if score.softcap is not None and not score.softcap > 0:
+        return f"softcap={score.softcap}: scores are capped by a number above 0. Or give None."
+    return None
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    num_tokens: int | None,
+    documents: Documents,
+    mask: Mask,
+    score: Score,
+    group: SequenceGroup,
+) -> None:
+    """Compare across ranks before anything is sent that could hang; raise on every rank or none."""
+    problem = _shape_problem(q, k, v) or _value_problem(
+        q, sinks, num_tokens, documents, mask, score
+    )
     if problem is None:
         batch, length, heads, dim = q.shape
-        total = length * group.num_ranks if num_tokens is None else num_tokens
-        (scale_bits,) = struct.unpack("<q", struct.pack("<d", scale))
+        total = documents.num_tokens
+        numbers = struct.pack("<2d", score.scale, score.softcap or 0.0)
+        scale_bits, cap_bits = struct.unpack("<2q", numbers)
         dtype = _DTYPES.index(q.dtype)
-        mine = (1, total, batch, length, heads, k.shape[2], dim, dtype, scale_bits)
+        options = (cap_bits, int(sinks is not None), mask.checksum)
+        mine = (1, total, batch, length, heads, k.shape[2], dim, dtype, scale_bits, *options)
     else:
-        mine = (0,) * 9
+        mine = (0,) * 12
     rows = group.everyone.all_gather_numbers(mine)
     if problem is not None:
         raise ValueError(problem)
-    sizes = group.layout(mine[1]).sizes
+    sizes = group.layout(documents).sizes
     agree = all((*row[:3], *row[4:]) == (*mine[:3], *mine[4:]) for row in rows)
     if agree and tuple(row[3] for row in rows) == sizes:
         return
     table = "\n".join(_describe(rank, row) for rank, row in enumerate(rows))
     raise ValueError(
         f"the ranks of the group don't hold shards of one sequence:\n{table}\n"
-        f"The {group.config.placement} layout of {mine[1]} tokens gives the ranks {list(sizes)} "
-        "tokens. Cut the sequence with group.layout(num_tokens).shard(x, group.group_rank, dim)."
+        f"The {placement_of(group.config, documents)} layout of {mine[1]} tokens gives the ranks "
+        f"{list(sizes)} tokens. Cut the sequence with group.layout(num_tokens or "
+        "documents).shard(x, group.group_rank, dim)."
     )
 
 
 def _describe(rank: int, row: tuple[int, ...]) -> str:
     if not row[0]:
         return f"  rank {rank}: refused its tensors; its own error says why"
-    (scale,) = struct.unpack("<d", struct.pack("<q", row[8]))
+    scale, cap = struct.unpack("<2d", struct.pack("<2q", *row[8:10]))
     return (
         f"  rank {rank}: sequence {row[1]}, batch {row[2]}, tokens {row[3]}, heads {row[4]}, "
-        f"kv heads {row[5]}, head dim {row[6]}, {_DTYPES[row[7]]}, scale {scale:g}"
+        f"kv heads {row[5]}, head dim {row[6]}, {_DTYPES[row[7]]}, scale {scale:g}, "
+        f"softcap {cap:g}, {'sinks' if row[10] else 'no sinks'}, mask {row[11]:08x}"
     )

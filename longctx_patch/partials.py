@@ -1,13 +1,13 @@
 """Partial results of one rank: its own, and those it holds for others until they are sent home."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from longctx_patch.accumulate import RowSum, SoftmaxMerge, sum_dtype
-from longctx_patch.layout import Interval
+from longctx_patch.layout import Interval, Rows
 from longctx_patch.plans import Block, Operand, Share, Transfer
 from longctx_patch.transport import Packet, TensorSpec
 
@@ -15,10 +15,10 @@ from longctx_patch.transport import Packet, TensorSpec
 class Partial(Protocol):
     """A partial result for some rows of one owner."""
 
-    rows: Interval
+    rows: Rows
 
-    def add(self, rows: Interval, parts: tuple[Tensor, ...]) -> None:
-        """Add results for `rows` of the owner."""
+    def add(self, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
+        """Add results for `runs` of the owner's rows, which the parts hold one after another."""
         ...
 
     def parts(self) -> tuple[Tensor, ...]:
@@ -37,21 +37,21 @@ class Partial(Protocol):
 class OutPartial:
     """Attention output and lse; parts are (lse_BLH, out_BLHD)."""
 
-    def __init__(self, rows: Interval, like: tuple[Tensor, ...]) -> None:
+    def __init__(self, rows: Rows, like: tuple[Tensor, ...]) -> None:
         (q,) = like
         self.rows = rows
         self._merge = SoftmaxMerge(_spec(q, rows, q.dtype), q.device)
 
-    def add(self, rows: Interval, parts: tuple[Tensor, ...]) -> None:
-        lse_BLH, out = parts
-        self._merge.add(rows.shift(-self.rows.start), out, lse_BLH.transpose(1, 2))
+    def add(self, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
+        for place, (lse_BLH, out) in _placed(self.rows, runs, parts):
+            self._merge.add(place, out, lse_BLH.transpose(1, 2))
 
     def parts(self) -> tuple[Tensor, ...]:
         out, lse_BHL = self._merge.result()
         return lse_BHL.transpose(1, 2), out
 
     def adopt(self, packet: Packet) -> None:
-        self.add(self.rows, packet.tensors)
+        self.add(self.rows.runs, packet.tensors)
 
     def packet(self, operand: Operand) -> Packet:
         return Packet.pack(self.parts())
@@ -60,20 +60,21 @@ class OutPartial:
 class GradientPartial:
     """Sums of gradients, one for each tensor of `like`."""
 
-    def __init__(self, rows: Interval, like: tuple[Tensor, ...]) -> None:
+    def __init__(self, rows: Rows, like: tuple[Tensor, ...]) -> None:
         self.rows = rows
         self._sums = [RowSum(_spec(t, rows, t.dtype), t.device) for t in like]
         self._arrived: Packet | None = None
 
-    def add(self, rows: Interval, parts: tuple[Tensor, ...]) -> None:
-        for total, part in zip(self._sums, parts, strict=True):
-            total.add(rows.shift(-self.rows.start), part)
+    def add(self, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
+        for place, placed in _placed(self.rows, runs, parts):
+            for total, part in zip(self._sums, placed, strict=True):
+                total.add(place, part)
 
     def parts(self) -> tuple[Tensor, ...]:
         return tuple(total.total for total in self._sums)
 
     def adopt(self, packet: Packet) -> None:
-        self.add(self.rows, packet.tensors)
+        self.add(self.rows.runs, packet.tensors)
         self._arrived = packet
 
     def packet(self, operand: Operand) -> Packet:
@@ -88,7 +89,7 @@ class GradientPartial:
         return Packet.pack(parts, dtypes)
 
 
-class _Key(NamedTuple):
+class ResultKey(NamedTuple):
     """Whose result it is."""
 
     kind: Operand
@@ -106,27 +107,25 @@ class Partials:
         self._rank = rank
         self._num_kv_heads = num_kv_heads
         self._like = like
-        self._held: dict[_Key, Partial] = {}
+        self._held: dict[ResultKey, Partial] = {}
         self._arriving: list[tuple[Transfer, Packet]] = []
 
-    def add(self, block: Block, parts: tuple[Tensor, ...]) -> None:
-        """Add results for the rows of a block."""
-        key = _key(block)
+    def add(self, key: ResultKey, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
+        """Add results for `runs` of the owner's rows, which the parts hold one after another."""
         # This rank's own results are of all its rows from the start: most works fill them.
-        own = block.owner == self._rank
-        rows = Interval(0, self._like[key.kind][0].shape[1]) if own else block.rows
+        own = key.owner == self._rank
+        rows = self._own_rows(key.kind) if own else Rows.of(runs)
         held = self._held.get(key)
-        if held is None or not _covers(held.rows, rows):
+        if held is None or not held.rows.covers(rows):
             held = self._grown(key, held, rows)
-        held.add(block.rows, parts)
+        held.add(runs, parts)
 
     def own(self, kind: Operand, num_groups: int) -> tuple[Tensor, ...]:
         """This rank's results, its groups of heads side by side; zeros where nothing was added."""
         groups = []
         for index in range(num_groups):
-            key = _Key(kind, self._rank, Share(index, num_groups))
-            rows = Interval(0, self._like[kind][0].shape[1])
-            groups.append((self._held.get(key) or self._make(key, rows)).parts())
+            key = ResultKey(kind, self._rank, Share(index, num_groups))
+            groups.append((self._held.get(key) or self._make(key, self._own_rows(kind))).parts())
         if num_groups == 1:
             return groups[0]
         return tuple(torch.cat(parts, 2) for parts in zip(*groups, strict=True))
@@ -156,27 +155,28 @@ class Partials:
         for transfer, packet in self._arriving:
             block, key = transfer.block, _key(transfer.block)
             if block.owner == self._rank:
-                self.add(block, packet.tensors)
+                self.add(key, block.rows.runs, packet.tensors)
                 continue
             # The packet is the larger part: what is held is added to it.
             held = self._held.pop(key, None)
             self._held[key] = self._make(key, block.rows)
             self._held[key].adopt(packet)
             if held is not None:
-                self.add(block._replace(rows=held.rows), held.parts())
+                self.add(key, held.rows.runs, held.parts())
         self._arriving.clear()
 
-    def _grown(self, key: _Key, held: Partial | None, rows: Interval) -> Partial:
+    def _grown(self, key: ResultKey, held: Partial | None, rows: Rows) -> Partial:
         """A partial result over `rows` and what was held, in place of it."""
+        larger = self._make(key, rows if held is None else rows | held.rows)
         if held is not None:
-            rows = Interval(min(rows.start, held.rows.start), max(rows.stop, held.rows.stop))
-        larger = self._make(key, rows)
-        if held is not None:
-            larger.add(held.rows, held.parts())
+            larger.add(held.rows.runs, held.parts())
         self._held[key] = larger
         return larger
 
-    def _make(self, key: _Key, rows: Interval) -> Partial:
+    def _own_rows(self, kind: Operand) -> Rows:
+        return Rows.first(self._like[kind][0].shape[1])
+
+    def _make(self, key: ResultKey, rows: Rows) -> Partial:
         make = OutPartial if key.kind is Operand.OUT else GradientPartial
         return make(rows, self._like_part(key.kind, key.heads))
 
@@ -184,13 +184,22 @@ class Partials:
         return tuple(heads.cut(tensor, self._num_kv_heads) for tensor in self._like[kind])
 
 
-def _key(block: Block) -> _Key:
-    return _Key(block.operand.partial, block.owner, block.heads)
+def _key(block: Block) -> ResultKey:
+    return ResultKey(block.operand.partial, block.owner, block.heads)
 
 
-def _covers(outer: Interval, inner: Interval) -> bool:
-    return outer.start <= inner.start and inner.stop <= outer.stop
+def _placed(
+    rows: Rows, runs: Sequence[Interval], parts: tuple[Tensor, ...]
+) -> Iterator[tuple[Interval, tuple[Tensor, ...]]]:
+    """(place among the held `rows`, that part of the tensors) of each run."""
+    before = 0
+    for run in runs:
+        place = rows.place(run)
+        assert place is not None, f"rows {run} of {rows}"
+        whole = len(runs) == 1
+        yield place, parts if whole else tuple(p[:, before : before + run.size] for p in parts)
+        before += run.size
 
 
-def _spec(like: Tensor, rows: Interval, dtype: torch.dtype) -> TensorSpec:
+def _spec(like: Tensor, rows: Rows, dtype: torch.dtype) -> TensorSpec:
     return TensorSpec((like.shape[0], rows.size, *like.shape[2:]), dtype)

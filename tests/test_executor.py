@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from longctx_patch.executor import Executor, out_with_row_dots, row_dots
-from longctx_patch.kernels import available
+from longctx_patch.kernels import Score, available
 from longctx_patch.layout import Layout, contiguous, striped, zigzag
-from longctx_patch.masks import CausalMask
+from longctx_patch.masks import causal
 from longctx_patch.plans import (
     AttentionShape,
     Direction,
@@ -31,7 +31,6 @@ from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 from tests.reference import dense_attention, relative_error
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-MASK = CausalMask()
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 BATCH, HEAD_DIM = 2, 8
 
@@ -48,7 +47,7 @@ def all_cases(num_ranks: int, length: int, num_kv_heads: int) -> Iterator[Case]:
         return Case(name, forward.pieces.layout, forward.plan(), backward.plan())
 
     for place in (contiguous, zigzag, striped):
-        pieces, name = PieceTable(place(length, num_ranks), MASK), place.__name__
+        pieces, name = PieceTable(place(length, num_ranks), causal(length)), place.__name__
         yield case(f"ring {name}", *(ring(pieces, d) for d in Direction))
         yield case(f"direct {name}", *(direct_ring(pieces, d) for d in Direction))
         yield case(f"burst {name}", ring(pieces, FORWARD), burst_backward(pieces))
@@ -59,7 +58,7 @@ def all_cases(num_ranks: int, length: int, num_kv_heads: int) -> Iterator[Case]:
             for groups in {1, min(3, num_kv_heads), num_kv_heads}:
                 gather = [allgather(pieces, d, head_groups=groups) for d in Direction]
                 yield case(f"all-gather in {groups} {name}", *gather)
-    pieces = PieceTable(contiguous(length, num_ranks), MASK)
+    pieces = PieceTable(contiguous(length, num_ranks), causal(length))
     for balanced in (False, True):
         helped = [distflash(pieces, d, balanced=balanced) for d in Direction]
         yield case(helped[0].name, *helped)
@@ -74,7 +73,7 @@ def whole_inputs(length: int, heads: tuple[int, int], dtype: torch.dtype) -> lis
 def one_rank(
     transport: VirtualTransport, case: Case, inputs: list[Tensor]
 ) -> tuple[tuple[Tensor, ...], Traffic, Traffic]:
-    executor = Executor(transport, transport, available()["torch_cpu"], HEAD_DIM**-0.5)
+    executor = Executor(transport, transport, available()["torch_cpu"], Score(HEAD_DIM**-0.5))
     q, k, v, dout = (case.layout.shard(x, transport.group_rank, 1) for x in inputs)
     out, lse = executor.forward(case.forward, q, k, v)
     forward = Traffic(transport.counters.messages, transport.counters.bytes)

@@ -7,18 +7,24 @@ from random import Random
 import pytest
 import torch
 
-from longctx_patch.layout import Interval
+from longctx_patch.layout import Interval, Rows
+from longctx_patch.masks import ANTICAUSAL, CAUSAL, FULL, Band
 from longctx_patch.plans import Direction, Plan, PlanError, Share, Step, Transfer, Work, verify_plan
 from longctx_patch.transport import run_virtual_ranks
 from tests.reference import dense_attention, relative_error
 from tests.test_executor import Case, all_cases, one_rank, whole_inputs
 
 LENGTH, HEADS = 13, (4, 2)
+RULES = (FULL, CAUSAL, ANTICAUSAL, Band(-2, 1), Band(None, 1))
 
 
 def nudged(rows: Interval, random: Random) -> Interval:
     ends = (rows.start + random.choice((-1, 0, 0, 1)), rows.stop + random.choice((-1, 0, 0, 1)))
     return Interval(*ends, random.choice((1, 1, 1, 2)))
+
+
+def nudged_rows(rows: Rows, random: Random) -> Rows:
+    return Rows(tuple(nudged(run, random) for run in rows.runs))
 
 
 def changed_transfer(transfer: Transfer, num_ranks: int, random: Random) -> Transfer:
@@ -29,7 +35,7 @@ def changed_transfer(transfer: Transfer, num_ranks: int, random: Random) -> Tran
             transfer._replace(destination=rank),
             transfer._replace(buffer=random.choice((None, 0, 1, 2, 5))),
             transfer._replace(block=block._replace(owner=rank)),
-            transfer._replace(block=block._replace(rows=nudged(block.rows, random))),
+            transfer._replace(block=block._replace(rows=nudged_rows(block.rows, random))),
             transfer._replace(block=block._replace(operand=random.choice(list(type(block[0]))))),
             transfer._replace(block=block._replace(heads=Share(random.randrange(3), 2))),
         )
@@ -42,7 +48,7 @@ def changed_work(work: Work, num_ranks: int, random: Random) -> Work:
         (
             piece._replace(q=nudged(piece.q, random)),
             piece._replace(kv=nudged(piece.kv, random)),
-            piece._replace(causal=not piece.causal),
+            piece._replace(rule=random.choice([r for r in RULES if r != piece.rule])),
         )
     )
     pieces = tuple(other if p is piece else p for p in work.pieces)

@@ -18,8 +18,10 @@ from longctx_patch import (
 from longctx_patch import call as call_module
 from longctx_patch.call import AttentionCall
 from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, PlanName
+from longctx_patch.documents import Documents
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.layout import make_layout
+from longctx_patch.masks import causal
 from longctx_patch.operator import distributed_attention
 from longctx_patch.plans import Direction, PlanError, Schedule, make_schedule
 from longctx_patch.plans.traffic import Traffic
@@ -51,9 +53,9 @@ def one_rank(group: SequenceGroup, case: Case) -> tuple[list[Tensor], Traffic, T
     q, k, v, dout = (layout.shard(x, group.group_rank, 1) for x in whole_inputs(case))
     for x in (q, k, v):
         x.requires_grad_()
-    call = AttentionCall(group, length, HEAD_DIM**-0.5, heads, kv_heads)
+    call = AttentionCall.causal(group, length, HEAD_DIM**-0.5, heads, kv_heads)
     predicted = call.predicted_traffic(BATCH, HEAD_DIM, dtype.itemsize)
-    out, _ = distributed_attention(q, k, v, call)
+    out, _ = distributed_attention(q, k, v, None, call)
     out.backward(dout)
     counters = group.counters
     sent = Traffic(counters.messages, counters.bytes)
@@ -145,7 +147,9 @@ def test_a_wrong_plan_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "make_schedule", without_its_end)
     setting = costs.Setting(plan="zigzag", layout="zigzag", ulysses_degree=1, ring_degree=3)
     with pytest.raises(PlanError, match="0 pairs computed"):
-        call_module.make_plan(setting, Direction.FORWARD, 101_101, 1)
+        call_module.make_plan(
+            setting, Direction.FORWARD, Documents.one(101_101), causal(101_101), 1
+        )
 
 
 def plan_config(num_ranks: int, plan: str) -> LongContextConfig:

@@ -7,21 +7,28 @@ the next.
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.layout import length_multiple, make_layout
+from longctx_patch.documents import Documents
 from longctx_patch.loss import IGNORE_INDEX
+from longctx_patch.placement import padding_multiple, place, placement_of
+
+_ROW_KEYS = frozenset({"input_ids", "labels", "attention_mask", "seq_lengths"})
 
 SHARD_KEY = "longctx_shard"
-"""`[B, 2]` int64: length of the padded sequence, and a checksum of the whole row."""
+"""`[B, 2 + n]` int64: length of the padded row, a checksum of all of it, and the lengths of its
+documents, filled up with zeros."""
 
 
 class SequenceShardCollator:
     """Pads rows to one length, shifts labels, and returns this rank's tokens.
+
+    Packed rows become one: all documents of all rows one after another, so that a batch has one
+    mask. Attention, positions and labels stay within documents, and the loss is the sum over them.
 
     Args:
         config: the same on every rank.
@@ -30,15 +37,18 @@ class SequenceShardCollator:
         pad_token_id: fills rows on the right. Padding has no label and, attention being causal, no
             influence on the tokens before it.
         pad_to_length: pad every batch to at least this many tokens (default: its longest row).
+        packed: join rows of one document each too, instead of padding them to the longest.
 
     A row is a mapping with `input_ids` and, optionally, `labels` of the same length (unshifted,
-    -100 for tokens without loss). An `attention_mask` may only mark padding on the right, which is
-    then dropped and padded anew.
+    -100 for tokens without loss), and `seq_lengths`: the lengths of the documents it is packed of
+    (`pack_rows` and TRL give them). An `attention_mask` may only mark padding on the right, which
+    is then dropped and padded anew.
 
     Returns:
         A batch of int64 tensors. `input_ids`, `position_ids`, `labels` and `shift_labels` are
-        `[B, tokens of this rank]`; both label tensors are the shifted ones (transformers wants
-        `labels` to be there and uses `shift_labels`). `longctx_shard` is read by the patched model.
+        `[B, tokens of this rank]`, with B = 1 for packed rows; positions count from the start of
+        each document. Both label tensors are the shifted ones (transformers wants `labels` to be
+        there and uses `shift_labels`). `longctx_shard` is read by the patched model.
 
     Example:
         >>> collate = SequenceShardCollator(LongContextConfig(), group_rank=0, pad_token_id=0)
@@ -53,6 +63,7 @@ class SequenceShardCollator:
         group_rank: int,
         pad_token_id: int,
         pad_to_length: int = 0,
+        packed: bool = False,
     ) -> None:
         if not 0 <= group_rank < config.sequence_degree:
             raise ValueError(
@@ -64,45 +75,87 @@ class SequenceShardCollator:
         self.group_rank = group_rank
         self.pad_token_id = pad_token_id
         self.pad_to_length = pad_to_length
+        self.packed = packed
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         if not rows:
             raise ValueError("a batch of no rows: give one row or more, the same on every rank.")
         parsed = [_parse(row, number) for number, row in enumerate(rows)]
-        length = self._padded_length(max(len(ids) for ids, _ in parsed))
-        input_ids = torch.stack([_pad(ids, length, self.pad_token_id) for ids, _ in parsed])
-        labels = torch.stack([_pad(row, length + 1, IGNORE_INDEX) for _, row in parsed])
-        shift_labels = labels[:, 1:]
-        layout = make_layout(
-            self.config.placement,
-            length,
+        if self.packed or any(len(row.lengths) > 1 for row in parsed):
+            parsed = [_joined(parsed)]
+        length = self._padded_length(parsed)
+        documents = Documents.of_row(parsed[0].lengths, length)
+        input_ids = torch.stack([_pad(row.ids, length, self.pad_token_id) for row in parsed])
+        labels = torch.stack([_pad(row.next_labels(), length, IGNORE_INDEX) for row in parsed])
+        layout = place(
+            placement_of(self.config, documents),
+            documents,
             ring=self.config.ring_degree,
             ulysses=self.config.ulysses_degree,
         )
-        shard_labels = layout.shard(shift_labels, self.group_rank, 1)
-        positions = layout.positions(self.group_rank)
-        checksums = [
-            zlib.crc32(ids.numpy().tobytes() + row.numpy().tobytes())
-            for ids, row in zip(input_ids, shift_labels, strict=True)
-        ]
+        shard_labels = layout.shard(labels, self.group_rank, 1)
+        positions = documents.positions(layout.positions(self.group_rank))
         return {
             "input_ids": layout.shard(input_ids, self.group_rank, 1),
-            "position_ids": positions.expand(len(rows), -1).contiguous(),
+            "position_ids": positions.expand(len(parsed), -1).contiguous(),
             "labels": shard_labels,
             "shift_labels": shard_labels.clone(),
-            SHARD_KEY: torch.tensor([[length, checksum] for checksum in checksums]),
+            SHARD_KEY: _describe(parsed, length, input_ids, labels),
         }
 
-    def _padded_length(self, longest: int) -> int:
-        multiple = length_multiple(
-            self.config.placement, ring=self.config.ring_degree, ulysses=self.config.ulysses_degree
+    def _padded_length(self, rows: Sequence["_Row"]) -> int:
+        config = self.config
+        is_packed = len(rows[0].lengths) > 1
+        multiple = padding_multiple(
+            config.packed_placement if is_packed else config.placement,
+            ring=config.ring_degree,
+            ulysses=config.ulysses_degree,
         )
-        wanted = max(longest, self.pad_to_length, 1)
+        wanted = max(*(len(row.ids) for row in rows), self.pad_to_length, 1)
         return -(-wanted // multiple) * multiple
 
 
-def _parse(row: Mapping[str, Any], number: int) -> tuple[Tensor, Tensor]:
-    """(input_ids, labels), int64 `[length]`, without padding."""
+class _Row(NamedTuple):
+    """Documents one after another; int64 tensors of one dimension."""
+
+    ids: Tensor
+    labels: Tensor
+    """Unshifted."""
+    lengths: tuple[int, ...]
+
+    def next_labels(self) -> Tensor:
+        """The label of each token: the token after it in its document."""
+        shifted = torch.cat([self.labels[1:], self.labels.new_full((1,), IGNORE_INDEX)])
+        if self.lengths:
+            shifted[torch.tensor(self.lengths).cumsum(0) - 1] = IGNORE_INDEX
+        return shifted[: len(self.ids)]
+
+
+def _joined(rows: Sequence[_Row]) -> _Row:
+    return _Row(
+        torch.cat([row.ids for row in rows]),
+        torch.cat([row.labels for row in rows]),
+        tuple(length for row in rows for length in row.lengths),
+    )
+
+
+def _describe(rows: Sequence[_Row], length: int, input_ids: Tensor, labels: Tensor) -> Tensor:
+    """`SHARD_KEY`'s tensor."""
+    checksums = [
+        zlib.crc32(ids.numpy().tobytes() + row.numpy().tobytes())
+        for ids, row in zip(input_ids, labels, strict=True)
+    ]
+    most = max(len(row.lengths) for row in rows)
+    return torch.tensor(
+        [
+            [length, checksum, *row.lengths, *[0] * (most - len(row.lengths))]
+            for checksum, row in zip(checksums, rows, strict=True)
+        ]
+    )
+
+
+def _parse(row: Mapping[str, Any], number: int) -> _Row:
+    """A row without its padding."""
     if not isinstance(row, Mapping) or "input_ids" not in row:
         has = (
             f"the keys {sorted(row)}" if isinstance(row, Mapping) else f"type {type(row).__name__}"
@@ -110,11 +163,11 @@ def _parse(row: Mapping[str, Any], number: int) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"row {number} has {has}: each row is a mapping with input_ids. Tokenise first."
         )
-    if unknown := sorted(set(row) - {"input_ids", "labels", "attention_mask"}):
+    if unknown := sorted(set(row) - _ROW_KEYS):
         raise ValueError(
-            f"row {number} has {', '.join(unknown)}, which would be dropped: position_ids or "
-            "document boundaries of packed rows are not supported, and attention would cross "
-            "documents. Give one document per row, with input_ids, labels and attention_mask only."
+            f"row {number} has {', '.join(unknown)}, which would be dropped: a row has "
+            f"{', '.join(sorted(_ROW_KEYS))}. Give the boundaries of packed documents as "
+            "seq_lengths, a list of their lengths; positions and masks follow from it."
         )
     ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
     given = row.get("labels")
@@ -125,7 +178,7 @@ def _parse(row: Mapping[str, Any], number: int) -> tuple[Tensor, Tensor]:
             "one-dimensional and equally long. Pass one row per example, unshifted labels."
         )
     if row.get("attention_mask") is None:
-        return ids, labels
+        return _Row(ids, labels, _lengths(row, number, len(ids)))
     mask = torch.as_tensor(row["attention_mask"]).bool()
     real = int(mask.sum())
     if mask.shape != ids.shape or not mask[:real].all():
@@ -133,7 +186,22 @@ def _parse(row: Mapping[str, Any], number: int) -> tuple[Tensor, Tensor]:
             f"row {number}: attention_mask must be as long as input_ids and mark padding on the "
             "right only. Left padding shifts positions; pad on the right, or don't pad at all."
         )
-    return ids[:real], labels[:real]
+    return _Row(ids[:real], labels[:real], _lengths(row, number, real))
+
+
+def _lengths(row: Mapping[str, Any], number: int, real: int) -> tuple[int, ...]:
+    """Lengths of the documents of a row that has so many real tokens."""
+    given = row.get("seq_lengths")
+    if given is None:
+        return (real,) if real else ()
+    lengths = tuple(int(length) for length in given)
+    if any(length < 1 for length in lengths) or sum(lengths) != real:
+        raise ValueError(
+            f"row {number}: seq_lengths {list(lengths[:6])}{'...' if len(lengths) > 6 else ''} add "
+            f"up to {sum(lengths)}, but the row has {real} tokens: every document has one or more, "
+            "and together they fill the row. Mark padding on the right with attention_mask."
+        )
+    return lengths
 
 
 def _pad(row: Tensor, length: int, value: int) -> Tensor:

@@ -1,6 +1,24 @@
-"""Hugging Face models."""
+"""Hugging Face models. Names load at first use: the table of support needs no transformers."""
 
-from longctx_patch.hf.families import FAMILIES, UnsupportedModelError, check_model_config
-from longctx_patch.hf.patching import PatchHandle, patch
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longctx_patch.hf.families import FAMILIES, UnsupportedModelError, check_model_config
+    from longctx_patch.hf.patching import PatchHandle, patch
+
+_HOME = {
+    "FAMILIES": "families",
+    "PatchHandle": "patching",
+    "UnsupportedModelError": "families",
+    "check_model_config": "families",
+    "patch": "patching",
+}
 
 __all__ = ["FAMILIES", "PatchHandle", "UnsupportedModelError", "check_model_config", "patch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

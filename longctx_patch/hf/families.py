@@ -1,26 +1,34 @@
-"""Which models can be patched, and the reasons why others can't."""
+"""Which models can be patched: the table of support, and what a config or modules can have that
+would silently go wrong all the same.
+
+Reading it needs neither torch nor transformers.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from longctx_patch.hf.table import FAMILIES, SINKS, SOFTCAP, TABLE, Family, refusal_of
 
-from longctx_patch.config import LongContextConfig
+if TYPE_CHECKING:
+    from torch import nn
 
-FAMILIES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2, Qwen2.5",
-    "qwen3": "Qwen3",
-}
-"""transformers' model_type -> what people call it."""
+    from longctx_patch.config import LongContextConfig
+
+__all__ = [
+    "FAMILIES",
+    "TABLE",
+    "Family",
+    "UnsupportedModelError",
+    "check_model_config",
+    "check_modules",
+]
 
 
 class UnsupportedModelError(ValueError):
     """The model has something that sequence parallelism would silently get wrong."""
 
 
-def check_model_config(model_config: Any, config: LongContextConfig) -> None:
+def check_model_config(model_config: Any, config: "LongContextConfig") -> None:
     """Raise UnsupportedModelError with every reason, before anything is changed.
 
     Args:
@@ -28,21 +36,23 @@ def check_model_config(model_config: Any, config: LongContextConfig) -> None:
         config: the degrees to check it against.
     """
     model_type = getattr(model_config, "model_type", None)
-    if model_type not in FAMILIES:
+    if (refusal := refusal_of(model_type)) is not None:
+        layer = _uncovered_layer(model_config, config)
         raise UnsupportedModelError(
-            f"model type {model_type!r} is not supported: longctx-patch supports "
-            f"{', '.join(FAMILIES)}. Other models mix tokens in ways that are not covered yet; "
-            "train them without sequence parallelism."
+            f"model type {model_type!r} is not supported: {refusal}"
+            + (f" ({layer})" if layer else "")
+            + ". `longctx families` prints what is supported; train this one without sequence "
+            "parallelism."
         )
     reasons = [reason for check in _CHECKS if (reason := check(model_config, config))]
     if reasons:
         raise UnsupportedModelError(
-            f"this {FAMILIES[model_type]} model can't be patched:\n"
+            f"this {FAMILIES[model_type].name} model can't be patched:\n"
             + "\n".join(f"  - {reason}" for reason in reasons)
         )
 
 
-def check_modules(model: nn.Module, attention_modules: list[nn.Module]) -> None:
+def check_modules(model: "nn.Module", attention_modules: "list[nn.Module]") -> None:
     """Check what a config does not show: adapters and values that modules have copied."""
     for name, peft_config in getattr(model, "peft_config", {}).items():
         if getattr(peft_config, "is_prompt_learning", False):
@@ -57,72 +67,90 @@ def check_modules(model: nn.Module, attention_modules: list[nn.Module]) -> None:
             )
     for module in attention_modules:
         if getattr(module, "is_causal", True) is False:
-            raise UnsupportedModelError(_BIDIRECTIONAL)
+            raise UnsupportedModelError(_bidirectional_reason("is_causal=False"))
         if (dropout := getattr(module, "attention_dropout", 0.0)) > 0:
-            raise UnsupportedModelError(_dropout_reason(dropout))
-        if getattr(module, "sinks", None) is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} has attention sinks: not covered."
-            )
+            raise UnsupportedModelError(_noise_reason(f"attention_dropout={dropout}"))
 
 
-def _window(model_config: Any, config: LongContextConfig) -> str | None:
-    layer_types = getattr(model_config, "layer_types", None)
+def _uncovered_layer(model_config: Any, config: "LongContextConfig") -> str | None:
+    kinds = enumerate(getattr(model_config, "layer_types", None) or ())
+    covered = ("full_attention", "sliding_attention")
+    uncovered = (f"layer {i} is {kind}" for i, kind in kinds if kind not in covered)
+    return next(uncovered, None)
+
+
+def _layer_types(model_config: Any, config: "LongContextConfig") -> str | None:
+    layer = _uncovered_layer(model_config, config)
+    if layer is None:
+        return None
+    return (
+        f"{layer}: layers here attend fully or through a sliding window. Use a model with "
+        "full_attention and sliding_attention layers only."
+    )
+
+
+def _window(model_config: Any, config: "LongContextConfig") -> str | None:
+    kinds = getattr(model_config, "layer_types", None) or ()
     window = getattr(model_config, "sliding_window", None)
-    if layer_types is not None and model_config.model_type != "mistral":  # it reads no layer types
-        active = [i for i, kind in enumerate(layer_types) if kind != "full_attention"]
-        if not active:
-            return None
-        kinds = ", ".join(sorted({layer_types[i] for i in active}))
-        where = f"{len(active)} of {len(layer_types)} layers are {kinds} (the first: {active[0]})"
-    elif window is None or not getattr(model_config, "use_sliding_window", True):
+    if "sliding_attention" not in kinds or (isinstance(window, int) and window > 0):
         return None
-    else:
-        where = f"sliding_window={window} on every layer"
     return (
-        f"{where}: sliding windows are not supported, and training them as full attention would be "
-        "silently different. If you mean full attention, set sliding_window=None (and "
-        "use_sliding_window=False, layer_types all 'full_attention') in config.json."
+        f"layer {list(kinds).index('sliding_attention')} is sliding_attention, but sliding_window="
+        f"{window}: a window holds one token or more, its own included. Set sliding_window (and "
+        "use_sliding_window=True where there is one), or make the layers full_attention."
     )
 
 
-def _bidirectional(model_config: Any, config: LongContextConfig) -> str | None:
-    return _BIDIRECTIONAL if getattr(model_config, "is_causal", True) is False else None
+def _unread_options(model_config: Any, config: "LongContextConfig") -> str | None:
+    """What the config asks for, but transformers' code of this family does not do."""
+    features = FAMILIES[model_config.model_type].features
+    options = {"attn_logit_softcapping": SOFTCAP, "attention_sinks": SINKS, "sinks": SINKS}
+    for option, feature in options.items():
+        value = getattr(model_config, option, None)
+        if value and feature not in features:
+            return (
+                f"{option}={value}: transformers has no {feature} for this family, so this model's "
+                "own code would not be what is trained. Remove it from config.json."
+            )
+    return None
 
 
-_BIDIRECTIONAL = (
-    "is_causal=False: attention here is causal over one document. Use a causal model, or train "
-    "this one in one process."
-)
+def _bidirectional(model_config: Any, config: "LongContextConfig") -> str | None:
+    if getattr(model_config, "is_causal", True) is False:
+        return _bidirectional_reason("is_causal=False")
+    if getattr(model_config, "use_bidirectional_attention", None):
+        return _bidirectional_reason("use_bidirectional_attention=True")
+    return None
 
 
-def _softcap(model_config: Any, config: LongContextConfig) -> str | None:
-    cap = getattr(model_config, "attn_logit_softcapping", None)
-    if cap is None:
-        return None
-    return f"attn_logit_softcapping={cap}: no kernel here caps scores. Use a model without it."
-
-
-def _sinks(model_config: Any, config: LongContextConfig) -> str | None:
-    sinks = getattr(model_config, "attention_sinks", None) or getattr(model_config, "sinks", None)
-    if not sinks:
-        return None
-    return f"attention sinks ({sinks}): a sink joins the softmax of every row and is not covered."
-
-
-def _dropout(model_config: Any, config: LongContextConfig) -> str | None:
-    dropout = getattr(model_config, "attention_dropout", 0.0) or 0.0
-    return _dropout_reason(dropout) if dropout > 0 else None
-
-
-def _dropout_reason(dropout: float) -> str:
+def _bidirectional_reason(option: str) -> str:
     return (
-        f"attention_dropout={dropout}: ranks would drop different entries of one attention matrix. "
-        "Load the model with attention_dropout=0.0."
+        f"{option}: attention here is causal over one document. Use a causal model, or train this "
+        "one in one process."
     )
 
 
-def _rope(model_config: Any, config: LongContextConfig) -> str | None:
+def _noise(model_config: Any, config: "LongContextConfig") -> str | None:
+    """Dropout and jitter, whatever a family calls them."""
+    drawn = [
+        f"{name}={value}"
+        for name, value in vars(model_config).items()
+        if name.endswith(("dropout", "_pdrop", "jitter", "jitter_noise"))
+        and isinstance(value, int | float)
+        and value > 0
+    ]
+    return _noise_reason(", ".join(drawn)) if drawn else None
+
+
+def _noise_reason(drawn: str) -> str:
+    zeros = ", ".join(f"{option.split('=')[0]}=0.0" for option in drawn.split(", "))
+    return (
+        f"{drawn}: ranks would draw other random numbers than one process, for attention different "
+        f"ones within a row. Load the model with {zeros}."
+    )
+
+
+def _rope(model_config: Any, config: "LongContextConfig") -> str | None:
     rope = getattr(model_config, "rope_parameters", None) or {}
     per_layer = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
     types = {str(r.get("rope_type")) for r in per_layer}
@@ -137,7 +165,7 @@ def _rope(model_config: Any, config: LongContextConfig) -> str | None:
     )
 
 
-def _heads(model_config: Any, config: LongContextConfig) -> str | None:
+def _heads(model_config: Any, config: "LongContextConfig") -> str | None:
     heads = model_config.num_attention_heads
     if config.ulysses_degree <= heads:
         return None
@@ -147,12 +175,12 @@ def _heads(model_config: Any, config: LongContextConfig) -> str | None:
     )
 
 
-_CHECKS: tuple[Callable[[Any, LongContextConfig], str | None], ...] = (
+_CHECKS: tuple[Callable[[Any, "LongContextConfig"], str | None], ...] = (
+    _layer_types,
     _window,
+    _unread_options,
     _bidirectional,
-    _softcap,
-    _sinks,
-    _dropout,
+    _noise,
     _rope,
     _heads,
 )

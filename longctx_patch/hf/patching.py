@@ -18,7 +18,13 @@ from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.families import check_model_config, check_modules
-from longctx_patch.hf.sharded import prepare_call, sharded_attention
+from longctx_patch.hf.fire_check import FireCheck
+from longctx_patch.hf.sharded import (
+    MaskFactory,
+    prepare_call,
+    sharded_attention,
+    with_whole_router_logits,
+)
 from longctx_patch.kernels import available
 from longctx_patch.loss import (
     IGNORE_INDEX,
@@ -36,7 +42,11 @@ class PatchHandle:
 
     model: PreTrainedModel
     group: SequenceGroup
+    mask: MaskFactory | None = None
     _undo: list[Callable[[], None]] = field(repr=False, default_factory=list)
+    first_step: FireCheck | None = field(repr=False, default=None)
+    """What the first sharded training step has run and sent."""
+    _is_proved: bool = field(repr=False, default=False)
 
     @property
     def config(self) -> LongContextConfig:
@@ -63,7 +73,9 @@ class PatchHandle:
             self._undo.pop()()
 
 
-def patch(model: nn.Module, config: LongContextConfig) -> PatchHandle:
+def patch(
+    model: nn.Module, config: LongContextConfig, *, mask: MaskFactory | None = None
+) -> PatchHandle:
     """Run a Hugging Face causal language model over sequences that are cut over ranks.
 
     Collective: every process calls it, after torch.distributed is initialised (`Accelerator()`
@@ -78,6 +90,12 @@ def patch(model: nn.Module, config: LongContextConfig) -> PatchHandle:
         model: Llama, Mistral, Qwen2 or Qwen3 for causal language modelling, or a PEFT model
             around one.
         config: degrees, layout, plan, kernel and checkpoint policy; the same on every rank.
+        mask: for other than causal attention, a function from the length of a padded row to its
+            `Mask` (`longctx_patch.masks`: block-sparse, prefix, bidirectional, any function).
+            Documents and sliding windows restrict it further.
+
+    The first training step proves that attention crossed the ranks as planned, or raises
+    `SequenceParallelismError`.
 
     Raises:
         UnsupportedModelError: the model has something that would silently go wrong.
@@ -95,7 +113,7 @@ def patch(model: nn.Module, config: LongContextConfig) -> PatchHandle:
     transformers_api.check_version()
     base = transformers_api.causal_lm(model)
     stock = _check(model, base, config)
-    handle = PatchHandle(base, make_sequence_group(config))
+    handle = PatchHandle(base, make_sequence_group(config), mask)
     handle._undo.append(handle.group.close)
     try:
         _bind(handle, stock)
@@ -154,10 +172,51 @@ def _bind_decoder(handle: PatchHandle) -> Callable[[], None]:
     def before_decoder(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, prepare_call(handle.group, decoder, args, dict(kwargs))
+        return args, prepare_call(
+            handle.group,
+            decoder,
+            args,
+            dict(kwargs),
+            mask_factory=handle.mask,
+            fire_check=_begin_fire_check(handle, decoder, kwargs),
+        )
 
-    hook = handle.model.get_decoder().register_forward_pre_hook(before_decoder, with_kwargs=True)
-    return hook.remove
+    def after_decoder(
+        decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    ) -> Any:
+        call = kwargs.get(transformers_api.CALL_KEY)
+        if call is None:
+            return outputs
+        if call.fire_check is not None:
+            call.fire_check.check_forward()
+        return with_whole_router_logits(outputs, call)
+
+    decoder = handle.model.get_decoder()
+    hooks = (
+        decoder.register_forward_pre_hook(before_decoder, with_kwargs=True),
+        decoder.register_forward_hook(after_decoder, with_kwargs=True),
+    )
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return remove
+
+
+def _begin_fire_check(
+    handle: PatchHandle, decoder: nn.Module, kwargs: dict[str, Any]
+) -> FireCheck | None:
+    """Ends the check of the step before; a new one for the first sharded training step."""
+    if handle.first_step is not None:
+        if not handle._is_proved:
+            handle._is_proved = True
+            handle.first_step.check_backward()
+        return None
+    if not (decoder.training and torch.is_grad_enabled()) or kwargs.get(SHARD_KEY) is None:
+        return None
+    handle.first_step = FireCheck(handle.group, transformers_api.attention_modules(handle.model))
+    return handle.first_step
 
 
 def _loss_of(handle: PatchHandle) -> Callable[..., Tensor]:

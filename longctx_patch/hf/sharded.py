@@ -1,6 +1,7 @@
 """One forward pass of a patched decoder over a shard: checks before it, attention inside it."""
 
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,13 +10,32 @@ from torch import Tensor, nn
 
 from longctx_patch.call import AttentionCall
 from longctx_patch.data import SHARD_KEY
+from longctx_patch.documents import Documents
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.hf import transformers_api
-from longctx_patch.operator import distributed_attention
+from longctx_patch.hf.fire_check import FireCheck
+from longctx_patch.hf.router import whole_router_logits
+from longctx_patch.kernels import Score
+from longctx_patch.masks import Mask, within
+from longctx_patch.operator import distributed_attention, restricted
+from longctx_patch.placement import placement_of
 
 _KNOWN = (
     transformers_api.DECODER_ARGUMENTS | transformers_api.HARMLESS_OPTIONS | {"num_valid_tokens"}
 )
+_KNOWN_TO_LAYERS = _KNOWN | transformers_api.LAYER_OPTIONS
+
+MaskFactory = Callable[[int], Mask]
+"""From the length of a padded row to who sees whom in its layers with full attention."""
+
+
+class LayerKind(NamedTuple):
+    """What decides a layer's attention call, besides the row."""
+
+    score: Score
+    num_heads: int
+    num_kv_heads: int
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -23,15 +43,29 @@ class ShardedCall:
     """Travels with one forward pass, from the decoder to each of its attention layers."""
 
     group: SequenceGroup
-    num_tokens: int
-    _calls: dict[tuple[float, int, int], AttentionCall] = field(default_factory=dict)
+    documents: Documents
+    mask: Mask | None
+    """Who sees whom in layers with full attention; None: causally within documents."""
+    real_lengths: tuple[int, ...]
+    """Tokens of each row of the batch without its padding."""
+    fire_check: FireCheck | None = None
+    _calls: dict[LayerKind, AttentionCall] = field(default_factory=dict)
 
-    def attention(self, scale: float, num_heads: int, num_kv_heads: int) -> AttentionCall:
+    def attention(self, kind: LayerKind) -> AttentionCall:
         """The same object for all layers that are alike."""
-        key = (scale, num_heads, num_kv_heads)
-        if key not in self._calls:
-            self._calls[key] = AttentionCall(self.group, self.num_tokens, *key)
-        return self._calls[key]
+        if kind not in self._calls:
+            longest = max(self.documents.lengths, default=0)
+            window = None if kind.window is None or kind.window >= longest else kind.window
+            self._calls[kind] = AttentionCall(
+                self.group,
+                self.documents,
+                restricted(self.mask, self.documents, window),
+                kind.score,
+                kind.num_heads,
+                kind.num_kv_heads,
+                plan_name=None if window is None else "halo",
+            )
+        return self._calls[kind]
 
 
 def sharded_attention(
@@ -46,33 +80,84 @@ def sharded_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: `[B, H, L, D]` in, `[B, L, H, D]` out.
 
     What a caller passes to the model was checked before the decoder ran; what a layer adds by
     itself is checked here, alike on every rank.
     """
-    options = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-    if dropout or any(value is not None for value in options.values()):
-        raise ValueError(
-            f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')} asks for "
-            f"dropout={dropout}, {options}: sequence parallelism does not cover it. Use a model "
-            "without it, or handle.unpatch() and train on one process."
-        )
+    _check_layer(module, value.shape[3] == query.shape[3], dropout, options)
     if torch.is_autocast_enabled(query.device.type):
         # Stock attention functions are on autocast's list; rotary embeddings leave q, k in float32.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    if sliding_window is None:
+        sliding_window = getattr(module, "sliding_window", None)  # Qwen2-MoE keeps it to itself
+    kind = LayerKind(Score(scale, softcap), query.shape[1], key.shape[1], sliding_window)
+    attention_call = call.attention(kind)
+    try:
+        attention_call.kernel(query.device.type, query.dtype, query.shape[3])
+    except ValueError as error:
+        raise ValueError(f"{layer_name(module)}: {error}") from error
     q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    attention_call = call.attention(scale, q_BLHD.shape[2], k_BLGD.shape[2])
-    out_BLHD, _lse = distributed_attention(q_BLHD, k_BLGD, v_BLGD, attention_call)
+    out_BLHD, _lse = distributed_attention(q_BLHD, k_BLGD, v_BLGD, s_aux, attention_call)
+    if call.fire_check is not None:
+        call.fire_check.layer_ran(
+            module, attention_call, q_BLHD, out_BLHD, has_sinks=s_aux is not None
+        )
     return out_BLHD, None
 
 
+def _check_layer(
+    module: nn.Module, alike_head_dims: bool, dropout: float, options: Mapping[str, Any]
+) -> None:
+    """Refuse what a layer asks for that would be dropped."""
+    asked = {"dropout": dropout} if dropout else {}
+    asked |= {
+        name: value
+        for name, value in options.items()
+        if name not in _KNOWN_TO_LAYERS and value is not None and value is not False
+    }
+    if asked:
+        described = ", ".join(f"{name}={_short(value)}" for name, value in asked.items())
+        raise ValueError(
+            f"{layer_name(module)} asks attention for {described}: sequence parallelism does not "
+            "cover it and would drop it. Use a model without it, or handle.unpatch() and train on "
+            "one process."
+        )
+    if not alike_head_dims:
+        raise ValueError(
+            f"{layer_name(module)} has values of another head dim than its queries: kernels here "
+            "take one head dim. Train this model on one process."
+        )
+
+
+def layer_name(module: nn.Module) -> str:
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+
+
+def with_whole_router_logits(outputs: Any, call: ShardedCall) -> Any:
+    """The decoder's outputs, with the router logits of whole rows where it returns some."""
+    if getattr(outputs, "router_logits", None):
+        outputs.router_logits = whole_router_logits(
+            outputs.router_logits,
+            call.group,
+            call.group.layout(call.documents),
+            call.real_lengths,
+        )
+    return outputs
+
+
 def prepare_call(
-    group: SequenceGroup, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    group: SequenceGroup,
+    decoder: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mask_factory: MaskFactory | None = None,
+    fire_check: FireCheck | None = None,
 ) -> dict[str, Any]:
     """The decoder's keyword arguments for a sharded or a stock forward pass."""
     shard = kwargs.pop(SHARD_KEY, None)
@@ -86,29 +171,79 @@ def prepare_call(
             )
         return kwargs | {transformers_api.CALL_KEY: None}
     tokens = _tokens(args, kwargs)
-    num_tokens = int(shard[0, 0])
-    positions = group.layout(num_tokens).positions(group.group_rank, tokens.device)[None]
+    row = ShardedRow.read(shard)
+    positions = row.documents.positions(
+        group.layout(row.documents).positions(group.group_rank, tokens.device)
+    )[None]
     problem = _input_problem(kwargs, positions)
+    mask = None
+    if mask_factory is not None and problem is None:
+        mask, problem = _made_mask(mask_factory, row)
     count = kwargs.get("num_valid_tokens")
     mine = _Facts(
-        num_tokens=num_tokens,
+        num_tokens=row.documents.num_tokens,
         checksum=zlib.crc32(repr(shard.tolist()).encode()),
         num_rows=tokens.shape[0],
         local_tokens=tokens.shape[1],
         training=int(decoder.training),
         grad_enabled=int(torch.is_grad_enabled()),
         num_valid_tokens=-1 if count is None or problem else int(count),
+        mask=0 if mask is None else mask.checksum,
         accepted=int(problem is None),
     )
-    _agree(group, mine, problem)
-    if group.num_ranks == 1 and group.config.checkpoint != "attention":
+    _agree(group, row.documents, mine, problem)
+    is_plain = row.documents.is_one and mask is None
+    if group.num_ranks == 1 and is_plain and group.config.checkpoint != "attention":
         return kwargs | {transformers_api.CALL_KEY: None}
     return kwargs | {
         "attention_mask": transformers_api.no_mask(tokens.shape[0], tokens.device),
         "position_ids": positions.expand(tokens.shape[0], -1),
         "use_cache": False,
-        transformers_api.CALL_KEY: ShardedCall(group, num_tokens),
+        transformers_api.CALL_KEY: ShardedCall(
+            group, row.documents, mask, row.real_lengths, fire_check
+        ),
     }
+
+
+@dataclass(frozen=True)
+class ShardedRow:
+    """What `longctx_shard` says of a batch."""
+
+    documents: Documents
+    """Those of every row of the batch."""
+    real_lengths: tuple[int, ...]
+    """Tokens of each row of the batch without its padding."""
+
+    @classmethod
+    def read(cls, shard: Tensor) -> "ShardedRow":
+        rows = shard.tolist()
+        lengths = [tuple(length for length in row[2:] if length) for row in rows]
+        documents = Documents.of_row(lengths[0], rows[0][0])
+        return cls(documents, tuple(map(sum, lengths)))
+
+    @property
+    def has_padding(self) -> bool:
+        return any(length < self.documents.num_tokens for length in self.real_lengths)
+
+
+def _made_mask(factory: MaskFactory, row: ShardedRow) -> tuple[Mask | None, str | None]:
+    """(mask, problem) of what the user's function gives for a row."""
+    num_tokens = row.documents.num_tokens
+    mask = factory(num_tokens)
+    if not isinstance(mask, Mask) or mask.num_tokens != num_tokens:
+        return None, (
+            f"the mask function gave {_short(mask)} for {num_tokens} tokens: it returns a Mask "
+            "over as many tokens as it is asked for (longctx_patch.masks makes them)."
+        )
+    if not (mask.sees_ahead and row.has_padding and row.documents.is_one):
+        return mask, None
+    if len(row.real_lengths) > 1:
+        return None, (
+            "the mask lets tokens see later ones, so they would see the padding of the rows "
+            f"({list(row.real_lengths)} of {num_tokens} tokens are real). Use "
+            "SequenceShardCollator(packed=True), or rows of equal lengths."
+        )
+    return mask & within(Documents(row.real_lengths, num_tokens), None), None
 
 
 class _Facts(NamedTuple):
@@ -121,6 +256,7 @@ class _Facts(NamedTuple):
     training: int
     grad_enabled: int
     num_valid_tokens: int
+    mask: int
     accepted: int
 
 
@@ -169,16 +305,17 @@ def _input_problem(kwargs: dict[str, Any], positions: Tensor) -> str | None:
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
         return (
-            f"attention_mask {_short(mask)} with a sharded batch: attention is causal over one "
-            "document per row. Pad on the right (the collator does) and pass no mask."
+            f"attention_mask {_short(mask)} with a sharded batch: padding and documents are known "
+            "from the collator, which gets attention_mask and seq_lengths with the rows; other "
+            "masks go to patch(model, config, mask=...). Pass the batch unchanged."
         )
     given = kwargs.get("position_ids")
     if given is not None and not _same_positions(given, positions):
         # A shard counted from 0 would rotate its keys wrongly, and train all the same.
         return (
             f"position_ids start {given.flatten()[:4].tolist()}, but this rank's tokens have the "
-            f"global positions {positions[0, :4].tolist()} and so on. Pass the collator's "
-            "position_ids, or none."
+            f"positions {positions[0, :4].tolist()} and so on in their documents. Pass the "
+            "collator's position_ids, or none."
         )
     for option, value in kwargs.items():
         if option in _KNOWN or value is None or (value is False and option != "is_causal"):
@@ -208,12 +345,12 @@ def _same_positions(given: Tensor, positions: Tensor) -> bool:
     return torch.equal(given, positions.expand_as(given).to(given))
 
 
-def _agree(group: SequenceGroup, mine: _Facts, problem: str | None) -> None:
+def _agree(group: SequenceGroup, documents: Documents, mine: _Facts, problem: str | None) -> None:
     """Raise on every rank unless all hold shards of one batch, before anything is sent."""
     rows = [_Facts(*row) for row in group.everyone.all_gather_numbers(mine)]
     if problem is not None:
         raise ValueError(problem)
-    sizes = group.layout(mine.num_tokens).sizes
+    sizes = group.layout(documents).sizes
     same = {row._replace(local_tokens=0) for row in rows} == {mine._replace(local_tokens=0)}
     if same and tuple(row.local_tokens for row in rows) == sizes:
         if min(sizes):
@@ -225,7 +362,8 @@ def _agree(group: SequenceGroup, mine: _Facts, problem: str | None) -> None:
     table = "\n".join(_describe(rank, row) for rank, row in enumerate(rows))
     raise ValueError(
         f"the {group.num_ranks} ranks of a sequence group must hold shards of the same batch:\n"
-        f"{table}\nThe {group.config.placement} layout of {mine.num_tokens} tokens gives the ranks "
+        f"{table}\nThe {placement_of(group.config, documents)} layout of {mine.num_tokens} tokens "
+        f"in {len(documents.lengths)} documents gives the ranks "
         f"{list(sizes)}. Feed every rank of the group the same rows (same sampler and seed; "
         "dispatch_batches=False) through SequenceShardCollator."
     )
@@ -238,5 +376,5 @@ def _describe(rank: int, row: _Facts) -> str:
     return (
         f"  rank {rank}: {row.local_tokens} of {row.num_tokens} tokens, {row.num_rows} rows, "
         f"checksum {row.checksum:08x}, {'training' if row.training else 'evaluating'}, "
-        f"gradients {'on' if row.grad_enabled else 'off'}{count}"
+        f"gradients {'on' if row.grad_enabled else 'off'}, mask {row.mask:08x}{count}"
     )

@@ -42,6 +42,9 @@ DECODER_ARGUMENTS = frozenset(
     {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"}
 )
 
+# What decoders and layers hand to attention functions by themselves and attention has no use for.
+LAYER_OPTIONS = frozenset({"output_router_logits", "output_attentions", "cache_position"})
+
 _EAGER = "eager_attention_forward"
 
 CALL_KEY = "longctx_call"

@@ -1,6 +1,21 @@
-"""Attention kernels of one block, and the choice between them."""
+"""Attention kernels of packed segments, the choice between them, and what to call them with."""
 
-from longctx_patch.kernels.base import Kernel, KernelRequest
+from longctx_patch.kernels.base import Kernel, KernelRequest, Score, Segments, Traits, Window
+from longctx_patch.kernels.calls import Call, calls_of
 from longctx_patch.kernels.registry import available, choose_kernel
+from longctx_patch.kernels.run import run_backward, run_forward
 
-__all__ = ["Kernel", "KernelRequest", "available", "choose_kernel"]
+__all__ = [
+    "Call",
+    "Kernel",
+    "KernelRequest",
+    "Score",
+    "Segments",
+    "Traits",
+    "Window",
+    "available",
+    "calls_of",
+    "choose_kernel",
+    "run_backward",
+    "run_forward",
+]

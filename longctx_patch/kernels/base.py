@@ -1,13 +1,65 @@
 """What a kernel does and what is asked of it.
 
 Shapes: B batch, L query tokens, M key tokens, H query heads, G key-value heads (G divides H),
-D head dim. A causal block is square and row `i` sees the columns `0..i`.
+D head dim. Rows are packed: segment after segment along the tokens, the same in every row of the
+batch. Every row of a segment sees one column or more.
 """
 
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from longctx_patch.masks import Tile
+
+
+class Score(NamedTuple):
+    """From a dot product `s` to what the softmax sees, before masking."""
+
+    scale: float
+    softcap: float | None = None
+    """`softcap * tanh(s * scale / softcap)` instead of `s * scale` (Gemma 2)."""
+
+
+class Window(NamedTuple):
+    """FlashAttention's: in a segment of n rows and m columns the last row ends at the last column.
+
+    Row `i` sees column `j` if `-left <= j - (i + m - n) <= right`; None: no bound. The token itself
+    is not counted, unlike the windows of transformers.
+    """
+
+    left: int | None
+    right: int | None
+
+
+FULL_WINDOW = Window(None, None)
+CAUSAL_WINDOW = Window(None, 0)
+
+
+class Segments(NamedTuple):
+    """Rows `q[n]` attend to columns `kv[n]`, for each n, all by one rule."""
+
+    q: tuple[int, ...]
+    """Number of rows of each segment; their sum is L."""
+    kv: tuple[int, ...]
+    """Number of columns of each segment; their sum is M."""
+    rule: Window | Tile
+    """A tile comes with one segment, and a window without full sight with n <= m."""
+
+
+class Traits(NamedTuple):
+    """What a kernel takes as it is. All take one segment that is full, or causal and square."""
+
+    segments: bool
+    """More than one segment, of any lengths."""
+    windows: bool
+    """Any window, also where n is less than m."""
+    tiles: bool
+    """A table of bits."""
+    softcap: bool
+
+
+EVERYTHING = Traits(segments=True, windows=True, tiles=True, softcap=True)
 
 
 class KernelRequest(NamedTuple):
@@ -16,19 +68,29 @@ class KernelRequest(NamedTuple):
     device_type: str
     dtype: torch.dtype
     head_dim: int
+    softcap: bool = False
+    tiles: bool = False
+    pieces: bool = False
+    """The mask is not plain causal: many short pieces or windows. It refuses no kernel, but `auto`
+    then prefers those with segments and windows of their own."""
 
 
 class Kernel(Protocol):
-    """One backend. `out` and `lse` given to `backward` are the global ones, over all keys."""
+    """One backend. `out` and `lse` given to `backward` are the global ones: over all keys of all
+    ranks, a sink included. It uses `p = exp(scores - lse)` and `rowsum(dout * out)`."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def traits(self) -> Traits: ...
 
     def refuses(self, request: KernelRequest) -> str | None:
         """Why this kernel can't do it, or None if it can."""
         ...
 
     def forward(
-        self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, *, causal: bool, scale: float
+        self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score
     ) -> tuple[Tensor, Tensor]:
         """(out_BLHD in q's dtype, lse_BHL in float32 or, for float64 inputs, float64)."""
         ...
@@ -41,16 +103,16 @@ class Kernel(Protocol):
         v_BMGD: Tensor,
         out_BLHD: Tensor,
         lse_BHL: Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        segments: Segments,
+        score: Score,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's share of (dq_BLHD, dk_BMGD, dv_BMGD)."""
+        """These segments' share of (dq_BLHD, dk_BMGD, dv_BMGD), in the dtypes of q, k and v."""
         ...
 
 
 def unsupported(
     request: KernelRequest,
+    traits: Traits,
     *,
     device_type: str,
     dtypes: tuple[torch.dtype, ...],
@@ -61,11 +123,19 @@ def unsupported(
     if request.device_type != device_type:
         return f"needs device {device_type}, tensors are on {request.device_type}"
     if request.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        return f"takes {names}, tensors are {str(request.dtype).removeprefix('torch.')}"
+        names = ", ".join(dtype_name(dtype) for dtype in dtypes)
+        return f"takes {names}, tensors are {dtype_name(request.dtype)}"
     if request.head_dim > max_head_dim or request.head_dim % head_dim_multiple:
         return (
             f"takes head dims up to {max_head_dim} that are a multiple of {head_dim_multiple}, "
             f"this one is {request.head_dim}"
         )
+    if request.softcap and not traits.softcap:
+        return "has no softcap of scores"
+    if request.tiles and not traits.tiles:
+        return "takes no tables of allowed pairs"
     return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

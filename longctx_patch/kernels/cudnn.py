@@ -3,17 +3,26 @@
 import torch
 from torch import Tensor
 
-from longctx_patch.kernels.base import KernelRequest, unsupported
+from longctx_patch.kernels.base import (
+    CAUSAL_WINDOW,
+    KernelRequest,
+    Score,
+    Segments,
+    Traits,
+    unsupported,
+)
 
 _aten = torch.ops.aten
 
 
 class CudnnKernel:
     name = "cudnn"
+    traits = Traits(segments=False, windows=False, tiles=False, softcap=False)
 
     def refuses(self, request: KernelRequest) -> str | None:
         reason = unsupported(
             request,
+            self.traits,
             device_type="cuda",
             dtypes=(torch.bfloat16, torch.float16),
             max_head_dim=128,
@@ -23,7 +32,7 @@ class CudnnKernel:
         return reason
 
     def forward(
-        self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, *, causal: bool, scale: float
+        self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score
     ) -> tuple[Tensor, Tensor]:
         out_BHLD, lse_BHL1, *_ = _aten._scaled_dot_product_cudnn_attention(
             q_BLHD.transpose(1, 2),
@@ -32,9 +41,9 @@ class CudnnKernel:
             None,
             True,
             0.0,
-            causal,
+            segments.rule == CAUSAL_WINDOW,
             False,
-            scale=scale,
+            scale=score.scale,
         )
         return out_BHLD.transpose(1, 2), lse_BHL1.squeeze(-1)
 
@@ -46,9 +55,8 @@ class CudnnKernel:
         v_BMGD: Tensor,
         out_BLHD: Tensor,
         lse_BHL: Tensor,
-        *,
-        causal: bool,
-        scale: float,
+        segments: Segments,
+        score: Score,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Without dropout the random state is not read, but the op wants tensors.
         philox = torch.empty((), dtype=torch.int64, device=q_BLHD.device)
@@ -67,8 +75,8 @@ class CudnnKernel:
             q_BLHD.shape[1],
             k_BMGD.shape[1],
             0.0,
-            causal,
-            scale=scale,
+            segments.rule == CAUSAL_WINDOW,
+            scale=score.scale,
         )
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads_BHLD)
         return dq, dk, dv

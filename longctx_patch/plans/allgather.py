@@ -9,10 +9,12 @@ and the sum in float32.
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
-from longctx_patch.plans.pieces import NOTHING, Ints, PieceTable
+from longctx_patch.plans.gathered import by_owner
+from longctx_patch.plans.pieces import NOTHING, Ints, PieceTable, key_contributions
 from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
-from longctx_patch.plans.types import EVERYONE, Direction, Operand, Share
+from longctx_patch.plans.types import EVERYONE, Direction, Operand, Share, Work
 
 
 def allgather(pieces: PieceTable, direction: Direction, *, head_groups: int) -> Schedule:
@@ -28,8 +30,8 @@ def _stages(pieces: PieceTable, direction: Direction, head_groups: int) -> Itera
         moves, computed = [], []
         if step < head_groups and len(gather.source):
             moves.append(_into_buffers(gather, step % 2)._replace(heads=groups[step]))
-        if step >= 2 and backward and len(scatter.source):
-            moves.append(scatter._replace(heads=groups[step - 2]))
+        if step >= 2 and backward:
+            moves += [lane._replace(heads=groups[step - 2]) for lane in scatter]
         if 1 <= step <= head_groups:
             computed.append(works._replace(heads=groups[step - 1]))
         yield Stage(tuple(moves), tuple(computed))
@@ -44,11 +46,9 @@ def _works(pieces: PieceTable) -> Works:
 def _gather(pieces: PieceTable) -> Moves:
     """Every block to every other rank, ordered so that all ranks send to different ones."""
     source, destination, shift = _all_pairs(len(pieces.sizes))
-    stop = pieces.sizes[source]
-    moves = Moves(
-        Operand.KV, source, destination, source, np.zeros_like(stop), stop, 2 * (shift - 1)
-    )
-    return moves.where(stop > 0)
+    whole = pieces.whole(source)
+    moves = Moves(Operand.KV, source, destination, source, whole, 2 * (shift - 1))
+    return moves.where(pieces.sizes[source] > 0)
 
 
 def _into_buffers(gather: Moves, parity: int) -> Moves:
@@ -57,12 +57,27 @@ def _into_buffers(gather: Moves, parity: int) -> Moves:
     return gather._replace(buffer=gather.buffer + parity)
 
 
-def _scatter(pieces: PieceTable) -> Moves:
+def _scatter(pieces: PieceTable) -> tuple[Moves, ...]:
     """To every owner the gradients that another rank's queries gave its keys."""
     rank, owner, _ = _all_pairs(len(pieces.sizes))
     kinds = pieces.kinds(rank, owner)
-    moves = Moves(Operand.DKV, rank, owner, owner, *pieces.kv_rows(kinds), None)
-    return moves.where(kinds != NOTHING)
+    moves = Moves(Operand.DKV, rank, owner, owner, pieces.kv_rows(kinds), None)
+    several = _several(pieces, rank, owner)
+    sums = moves._replace(operand=Operand.DKV_SUM).where((kinds != NOTHING) & several)
+    lanes = (moves.where((kinds != NOTHING) & ~several), sums)
+    return tuple(lane for lane in lanes if len(lane.source))
+
+
+def _several(pieces: PieceTable, rank: Ints, owner: Ints) -> NDArray[np.bool_]:
+    """For which pairs several pieces of the gathered keys add to one gradient."""
+    several = np.zeros((len(pieces.sizes),) * 2, dtype=np.bool_)
+    if not pieces.mask.is_causal:  # there every key of another rank is met once
+        kinds = pieces.gathered(np.arange(len(pieces.sizes)))
+        for q_owner, kind in enumerate(kinds.tolist()):
+            work = Work(q_owner, q_owner, EVERYONE, pieces.of_kind(kind))
+            for part in by_owner(work, pieces.layout):
+                several[q_owner, part.kv_owner] = key_contributions(part.pieces) > 1
+    return several[rank, owner]
 
 
 def _all_pairs(num_ranks: int) -> tuple[Ints, Ints, Ints]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx_patch.layout import Interval
+from longctx_patch.layout import Rows
 from longctx_patch.masks import Piece
 from longctx_patch.plans.hardware import Hardware
 from longctx_patch.plans.pieces import PieceTable
@@ -32,8 +32,8 @@ class Charges:
 
     def sizes(self, moves: Moves) -> Floats:
         """Bytes of each message."""
-        row = Block(moves.operand, 0, Interval(0, 1), moves.heads)
-        return (moves.stop - moves.start) * float(self.shape.block_bytes(row))
+        row = Block(moves.operand, 0, Rows.first(1), moves.heads)
+        return self.pieces.num_rows(moves.rows) * float(self.shape.block_bytes(row))
 
     def kernel_seconds(self, works: Works) -> Floats:
         """Attention's kernels, all pieces of each work."""
@@ -87,9 +87,9 @@ class Charges:
         per_q, _ = self._elements(works.heads)
         moved = np.zeros(len(works.rank))
         if self.direction is Direction.BACKWARD:
-            start, stop = self.pieces.q_rows(works.kind)
+            rows = self.pieces.num_rows(self.pieces.q_rows(works.kind))
             came = works.rank != works.q_owner
-            moved += np.where(came, _SURROGATE_BYTES * per_q * (stop - start), 0.0)
+            moved += np.where(came, _SURROGATE_BYTES * per_q * rows, 0.0)
         return moved / self.hardware.copy_bandwidth + self.copy_seconds(self.gathered_bytes(works))
 
     def copy_seconds(self, num_bytes: Floats) -> Floats:

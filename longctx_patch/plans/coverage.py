@@ -1,12 +1,15 @@
 """Every allowed (query, key) pair of every head is computed exactly once."""
 
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from itertools import product
 
-from longctx_patch.layout import Interval, Layout, slots_of
-from longctx_patch.masks import Mask, Piece
+import numpy as np
+
+from longctx_patch.masks import Piece, intersect
 from longctx_patch.plans.gathered import by_owner
 from longctx_patch.plans.types import Plan, Share
+
+PiecesOfPairs = Mapping[tuple[int, int], list[Piece]]
 
 
 def check_coverage(plan: Plan) -> list[str]:
@@ -23,78 +26,66 @@ def check_coverage(plan: Plan) -> list[str]:
     for heads in sorted(wanted):
         mine = pieces.get(heads, {})
         if mine not in checked:  # mostly all groups of heads compute the same
-            complaints += _check_pairs(plan, heads, mine)
+            of = f"heads {heads.part} of {heads.parts}: " if heads.parts > 1 else ""
+            complaints += [f"coverage: {of}{why}" for why in _check_pairs(plan, mine)]
             checked.append(mine)
     return complaints
 
 
-def _check_pairs(
-    plan: Plan, heads: Share, pieces: Mapping[tuple[int, int], list[Piece]]
-) -> list[str]:
+def _check_pairs(plan: Plan, pieces: PiecesOfPairs) -> list[str]:
     complaints = []
-    for q_owner in range(plan.num_ranks):
-        for kv_owner in range(plan.num_ranks):
-            here = pieces.get((q_owner, kv_owner), [])
-            where = f"coverage: queries of rank {q_owner}, keys of rank {kv_owner}"
-            if heads.parts > 1:
-                where += f", heads {heads.part} of {heads.parts}"
-            complaints += [
-                f"{where}: {piece} is not allowed by the mask"
-                for piece in here
-                if not _is_allowed(piece, plan.layout, plan.mask, q_owner, kv_owner)
-            ]
-            complaints += [
-                f"{where}: {a} and {b} overlap"
-                for i, a in enumerate(here)
-                for b in here[i + 1 :]
-                if a.q.intersect(b.q).size and a.kv.intersect(b.kv).size
-            ]
-            wanted = _allowed_area(plan.layout, plan.mask, q_owner, kv_owner)
-            computed = sum(piece.area for piece in here)
-            if computed != wanted:
-                complaints.append(f"{where}: {computed} pairs computed of {wanted} allowed")
+    for (q_owner, kv_owner), here in pieces.items():
+        where = f"queries of rank {q_owner}, keys of rank {kv_owner}"
+        complaints += [
+            f"{where}: {piece} is not allowed by the mask"
+            for piece in here
+            if _allowed_area(plan, piece, q_owner, kv_owner) != piece.area
+        ]
+        complaints += [f"{where}: {a} and {b} overlap" for a, b in _overlapping(here)]
+    # What is allowed, computed once, and as much as the mask allows is all that it allows.
+    computed = sum(piece.area for here in pieces.values() for piece in here)
+    if computed != plan.mask.area:
+        complaints.append(f"{computed} pairs computed of {plan.mask.area} allowed, namely")
+        complaints += _compare_areas(plan, pieces)
     return complaints
 
 
-def _allowed_area(layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> int:
+def _compare_areas(plan: Plan, pieces: PiecesOfPairs) -> list[str]:
+    complaints = []
+    for q_owner, kv_owner in product(range(plan.num_ranks), repeat=2):
+        computed = sum(piece.area for piece in pieces.get((q_owner, kv_owner), ()))
+        wanted = sum(
+            piece.area
+            for q in plan.layout.intervals[q_owner]
+            for kv in plan.layout.intervals[kv_owner]
+            for piece in plan.mask.pieces(q, kv)
+        )
+        if computed != wanted:
+            complaints.append(
+                f"queries of rank {q_owner}, keys of rank {kv_owner}: {computed} pairs computed of "
+                f"{wanted} allowed"
+            )
+    return complaints
+
+
+def _allowed_area(plan: Plan, piece: Piece, q_owner: int, kv_owner: int) -> int:
+    """How many pairs of a piece (in slots) the mask allows."""
     return sum(
-        mask.area(q, kv) for q in layout.intervals[q_owner] for kv in layout.intervals[kv_owner]
+        plan.mask.area_in(q_tokens, kv_tokens, part)
+        for q_tokens, q_slots in plan.layout.tokens_in(q_owner, piece.q)
+        for kv_tokens, kv_slots in plan.layout.tokens_in(kv_owner, piece.kv)
+        if (part := piece.at(q_slots, kv_slots)) is not None
     )
 
 
-def _is_allowed(piece: Piece, layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> bool:
-    """Cut the piece where its tokens are not contiguous and ask the mask about each part."""
-    q_pairs, kv_pairs = slots_of(layout.intervals[q_owner]), slots_of(layout.intervals[kv_owner])
-    rows = _cut_points(piece.q, q_pairs)
-    columns = _cut_points(piece.kv, kv_pairs)
-    if piece.causal:
-        rows = columns = sorted({*rows, *columns})
-    for row in (Interval(a, b) for a, b in pairwise(rows)):
-        for column in (Interval(a, b) for a, b in pairwise(columns)):
-            if piece.causal and column.start > row.start:
-                continue
-            q = _tokens(row.shift(piece.q.start), q_pairs)
-            kv = _tokens(column.shift(piece.kv.start), kv_pairs)
-            if q is None or kv is None:
-                return False
-            if piece.causal and column == row:
-                square = Interval(0, row.size)
-                if mask.pieces(q, kv) != (Piece(square, square, causal=True),):
-                    return False
-            elif mask.area(q, kv) != q.size * kv.size:
-                return False
-    return True
-
-
-def _cut_points(rows: Interval, pairs: list[tuple[Interval, Interval]]) -> list[int]:
-    """Edges of the runs of contiguous tokens inside `rows`, relative to its start."""
-    edges = {edge for _, slots in pairs for edge in slots[:2]}
-    inner = {edge - rows.start for edge in edges if rows.start < edge < rows.stop}
-    return sorted({0, rows.size} | inner)
-
-
-def _tokens(rows: Interval, pairs: list[tuple[Interval, Interval]]) -> Interval | None:
-    for tokens, slots in pairs:
-        if slots.start <= rows.start and rows.stop <= slots.stop:
-            return tokens.part(rows.shift(-slots.start))
-    return None
+def _overlapping(pieces: Sequence[Piece]) -> list[tuple[Piece, Piece]]:
+    """Pieces that have pairs in common."""
+    edges = np.array([(*piece.q[:2], *piece.kv[:2]) for piece in pieces])
+    found = []
+    for index, piece in enumerate(pieces):
+        q_start, q_stop, kv_start, kv_stop = edges[index + 1 :].T
+        meet = (q_start < piece.q.stop) & (piece.q.start < q_stop)
+        meet &= (kv_start < piece.kv.stop) & (piece.kv.start < kv_stop)
+        others = (pieces[index + 1 + i] for i in np.flatnonzero(meet).tolist())
+        found += [(piece, other) for other in others if intersect(piece, other)]
+    return found

@@ -5,10 +5,17 @@ length of one step to hide in. A generator only says who computes what when.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 
 import numpy as np
 
-from longctx_patch.plans.pieces import NOTHING, Ints, PieceTable
+from longctx_patch.plans.pieces import (
+    NOTHING,
+    Ints,
+    PieceTable,
+    key_contributions,
+    query_contributions,
+)
 from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
 from longctx_patch.plans.types import Direction, Operand
 
@@ -20,27 +27,35 @@ def direct(
     num_steps: int,
     works_of: Callable[[int], Sequence[Works]],
 ) -> Schedule:
-    """The schedule that computes `works_of(step)` in each step. The first step's must be local."""
+    """The schedule that computes `works_of(step)` in each step. The first step's must be local.
+
+    Steps in which the mask leaves nothing to compute are dropped.
+    """
 
     def works(step: int) -> tuple[Works, ...]:
-        if not 0 <= step < num_steps:
-            return ()
         return tuple(lane.where(lane.kind != NOTHING) for lane in works_of(step))
 
     def stages() -> Iterator[Stage]:
+        busy = (found for step in range(1, num_steps) if _any(found := works(step)))
         before: tuple[Works, ...] = ()
-        now, after = works(0), works(1)
+        now, after = works(0), next(busy, ())
         assert not inputs(pieces, now, direction, 0), "nothing can arrive before the first step"
-        for step in range(num_steps + 1):
+        for step in count():
             moves = (
                 *inputs(pieces, after, direction, step),
                 *results(pieces, before, direction),
             )
-            if moves or now:
+            if moves or _any(now):
                 yield Stage(moves, now)
-            before, now, after = now, after, works(step + 2)
+            before, now, after = now, after, next(busy, ())
+            if not (before or now):
+                return
 
     return Schedule(name, direction, pieces, stages)
+
+
+def _any(works: Sequence[Works]) -> bool:
+    return any(len(lane.rank) for lane in works)
 
 
 def inputs(
@@ -64,10 +79,12 @@ def results(pieces: PieceTable, works: Sequence[Works], direction: Direction) ->
         if direction is Direction.FORWARD:
             moves.append(_moves(pieces, lane, Operand.OUT, lane.q_owner))
             continue
-        several = pieces.measure(lane.kind, len) > 1
+        several = pieces.measure(lane.kind, query_contributions) > 1
         one, more = lane.where(~several), lane.where(several)
         moves.append(_moves(pieces, one, Operand.DQ, one.q_owner))
         moves.append(_moves(pieces, more, Operand.DQ_SUM, more.q_owner))
+        several = pieces.measure(lane.kind, key_contributions) > 1
+        one, more = lane.where(~several), lane.where(several)
         moves.append(_moves(pieces, one, Operand.DKV, one.kv_owner))
         moves.append(_moves(pieces, more, Operand.DKV_SUM, more.kv_owner))
     return tuple(lane for lane in moves if len(lane.source))
@@ -80,5 +97,5 @@ def _moves(
     rows = pieces.kv_rows if operand.is_of_keys else pieces.q_rows
     source, destination = (owner, works.rank) if operand.is_input else (works.rank, owner)
     buffers = None if buffer is None else np.full_like(owner, buffer)
-    moves = Moves(operand, source, destination, owner, *rows(works.kind), buffers, works.heads)
+    moves = Moves(operand, source, destination, owner, rows(works.kind), buffers, works.heads)
     return moves.where(source != destination)

@@ -7,14 +7,18 @@ queries against the helper's own keys, and sends the result home. There are floo
 Odd P has no idle time. For even P the last step is short of work: its pairs are at distance P / 2
 from both sides. As published the helpers idle there, 1 / (P + 1) of all time. `balanced` cuts the
 rows of those queries in two halves, one for the owner and one for the helper, and nobody idles.
+
+Where a mask lets queries see later keys, those ranks have work of their own, as in a ring.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
 from longctx_patch.layout import Interval
-from longctx_patch.masks import Piece
 from longctx_patch.plans.direct import direct
-from longctx_patch.plans.pieces import Ints, PieceTable, hull
+from longctx_patch.plans.joining import join_pieces, simple_parts
+from longctx_patch.plans.pieces import Ints, Pieces, PieceTable
 from longctx_patch.plans.schedule import Schedule, Works
 from longctx_patch.plans.types import Direction
 
@@ -22,41 +26,57 @@ from longctx_patch.plans.types import Direction
 def distflash(pieces: PieceTable, direction: Direction, *, balanced: bool) -> Schedule:
     """The schedule as published, or `balanced` for even numbers of ranks."""
     num_ranks = len(pieces.sizes)
+    sees_ahead = pieces.mask.sees_ahead
 
     def works(step: int) -> list[Works]:
         ranks = np.arange(num_ranks)
         owners, helpers = ranks[ranks >= step], ranks[ranks < step]
-        own = _works(pieces, owners, owners, owners - step)
-        helped = _works(pieces, helpers, helpers - step + num_ranks, helpers)
-        if step == 0 or 2 * step != num_ranks:
-            return [own, helped]
-        if not balanced:
-            return [own]
-        return [
-            own._replace(kind=pieces.change(own.kind, _back_rows)),
-            helped._replace(kind=pieces.change(helped.kind, _front_rows)),
-        ]
+        lanes = []
+        if 2 * step <= num_ranks:
+            own = _works(pieces, owners, owners, owners - step)
+            helped = _works(pieces, helpers, helpers - step + num_ranks, helpers)
+            lanes = (
+                _last_step(pieces, own, helped, balanced)
+                if 2 * step == num_ranks
+                else [own, helped]
+            )
+        if sees_ahead and step:
+            # Keys after the queries: causal masks have none, and then the helpers have time.
+            lanes.append(_works(pieces, helpers, helpers, helpers - step + num_ranks))
+        return lanes
 
     name = "distflash_balanced" if balanced else "distflash"
-    return direct(name, direction, pieces, num_ranks // 2 + 1, works)
+    num_steps = num_ranks if sees_ahead else num_ranks // 2 + 1
+    return direct(name, direction, pieces, num_steps, works)
+
+
+def _last_step(pieces: PieceTable, own: Works, helped: Works, balanced: bool) -> list[Works]:
+    """Pairs at half the way around: their owners' alone, or both ends' together."""
+    if not balanced or not len(helped.rank):
+        return [own]
+    return [
+        own._replace(kind=pieces.change(own.kind, _back_rows)),
+        helped._replace(kind=pieces.change(helped.kind, _front_rows)),
+    ]
 
 
 def _works(pieces: PieceTable, rank: Ints, q_owner: Ints, kv_owner: Ints) -> Works:
     return Works(rank, q_owner, kv_owner, pieces.kinds(q_owner, kv_owner))
 
 
-def _front_rows(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    rows = hull([piece.q for piece in pieces])
-    return _only_rows(pieces, Interval(rows.start, (rows.start + rows.stop) // 2))
+def _front_rows(pieces: Pieces) -> Pieces:
+    return _only_rows(pieces, lambda start, middle, stop: Interval(start, middle))
 
 
-def _back_rows(pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    rows = hull([piece.q for piece in pieces])
-    return _only_rows(pieces, Interval((rows.start + rows.stop) // 2, rows.stop))
+def _back_rows(pieces: Pieces) -> Pieces:
+    return _only_rows(pieces, lambda start, middle, stop: Interval(middle, stop))
 
 
-def _only_rows(pieces: tuple[Piece, ...], rows: Interval) -> tuple[Piece, ...]:
-    """The parts of full rectangles that lie in `rows`; shards apart have no causal squares."""
-    assert not any(piece.causal for piece in pieces)
-    cut = (piece._replace(q=piece.q.intersect(rows)) for piece in pieces)
-    return tuple(piece for piece in cut if piece.q.size)
+def _only_rows(pieces: Pieces, half: Callable[[int, int, int], Interval]) -> Pieces:
+    """What lies in one half of the rows, from the first to the last that are used."""
+    if not pieces:
+        return ()
+    start, stop = min(p.q.start for p in pieces), max(p.q.stop for p in pieces)
+    rows = half(start, (start + stop) // 2, stop)
+    cut = [part for piece in pieces if (part := piece.cut(rows, piece.kv))]
+    return join_pieces(simple for part in cut for simple in simple_parts(part))

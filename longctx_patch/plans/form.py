@@ -1,7 +1,9 @@
 """What every work and transfer of a plan must look like by itself, before plans are followed."""
 
-from longctx_patch.layout import Interval
-from longctx_patch.masks import Piece
+from itertools import pairwise
+
+from longctx_patch.layout import Interval, Rows
+from longctx_patch.masks import ANTICAUSAL, CAUSAL, Piece, Tile
 from longctx_patch.plans.types import EVERYONE, Direction, Operand, Plan, Share, Transfer, Work
 
 _FORWARD = {Operand.KV, Operand.Q, Operand.OUT}
@@ -37,10 +39,12 @@ def _work(plan: Plan, work: Work) -> list[str]:
 
 
 def _piece(piece: Piece, rows: int, columns: int) -> list[str]:
-    if not (_are_rows(piece.q, rows) and _are_rows(piece.kv, columns)):
+    if not (_is_run(piece.q, rows) and _is_run(piece.kv, columns)):
         return [f"no such rows or columns: {piece}"]
-    if piece.causal and piece.q.size != piece.kv.size:
+    if piece.rule in (CAUSAL, ANTICAUSAL) and piece.q.size != piece.kv.size:
         return [f"a causal piece is a square: {piece}"]
+    if isinstance(piece.rule, Tile) and piece.rule.bits.shape != (piece.q.size, piece.kv.size):
+        return [f"a table has a bit for each pair: {piece}"]
     return []
 
 
@@ -62,8 +66,13 @@ def _transfer(plan: Plan, transfer: Transfer) -> list[str]:
     return complaints
 
 
-def _are_rows(rows: Interval, size: int) -> bool:
-    return rows.step == 1 and 0 <= rows.start < rows.stop <= size
+def _are_rows(rows: Rows, size: int) -> bool:
+    in_order = all(a.stop < b.start for a, b in pairwise(rows.runs))
+    return bool(rows.runs) and in_order and all(_is_run(run, size) for run in rows.runs)
+
+
+def _is_run(run: Interval, size: int) -> bool:
+    return run.step == 1 and 0 <= run.start < run.stop <= size
 
 
 def _are_heads(heads: Share) -> bool:

@@ -6,7 +6,7 @@ from math import inf
 from types import MappingProxyType
 
 from longctx_patch.config import HardwareName
-from longctx_patch.masks import Piece
+from longctx_patch.masks import FULL, Piece
 from longctx_patch.plans.types import Direction
 
 
@@ -70,7 +70,7 @@ class Hardware:
         """Seconds of one piece. FLOPs: 2 matrix products forward, 5 backward."""
         products = 2 if direction is Direction.FORWARD else 5
         flops = 2 * products * batch * piece.area * num_heads * head_dim
-        return self._rate(direction, causal=piece.causal).seconds(flops, piece.kv.size)
+        return self._rate(direction, causal=piece.rule != FULL).seconds(flops, piece.kv.size)
 
     def with_free_links(self) -> "Hardware":
         """The same machine, if messages took no time."""

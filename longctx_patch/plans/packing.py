@@ -19,7 +19,7 @@ class Packing:
         self.num_ranks = num_ranks
         self.kept_bytes: Floats = np.zeros(num_ranks)
         """By rank: packed inputs, which stay until the call ends."""
-        self._packed: dict[tuple[Operand, Share, int, int], np.ndarray] = {}
+        self._packed: dict[tuple[Operand, Share, int], np.ndarray] = {}
         self._sum_at: Ints = np.full(num_ranks, -1)  # by rank: whose sum arrived last
 
     def copied_bytes(self, moves: Moves, sizes: Floats) -> Floats:
@@ -40,20 +40,13 @@ class Packing:
     def _own_blocks(self, moves: Moves, sizes: Floats) -> Floats:
         copied = np.zeros(self.num_ranks)
         own = moves.source == moves.owner
-        for start, stop in _distinct(moves.start[own], moves.stop[own]):
-            chosen = own & (moves.start == start) & (moves.stop == stop)
+        for rows in np.unique(moves.rows[own]).tolist():
+            chosen = own & (moves.rows == rows)
             block = np.zeros(self.num_ranks)
             block[moves.source[chosen]] = sizes[chosen]
-            key = (moves.operand, moves.heads, start, stop)
+            key = (moves.operand, moves.heads, rows)
             done = self._packed.setdefault(key, np.zeros(self.num_ranks, dtype=bool))
             copied += np.where(done, 0.0, block)
             done |= block > 0
         self.kept_bytes += copied
         return copied
-
-
-def _distinct(start: Ints, stop: Ints) -> list[tuple[int, int]]:
-    """The different (start, stop) pairs; mostly one or two among very many."""
-    if len(start) and start.min() == start.max() and stop.min() == stop.max():
-        return [(int(start[0]), int(stop[0]))]
-    return list(dict.fromkeys(zip(start.tolist(), stop.tolist(), strict=True)))

@@ -1,23 +1,26 @@
 """From a mask over global tokens to the fewest kernel calls over slots."""
 
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx_patch.layout import Interval, Layout, slots_of
-from longctx_patch.masks import CausalMask, Mask, Piece
+from longctx_patch.layout import Interval, Layout, Rows, slots_of
+from longctx_patch.masks import Mask, Piece
+from longctx_patch.plans.joining import join_pieces, simple_parts
 
 Ints = NDArray[np.int64]
+Pieces = tuple[Piece, ...]
+T = TypeVar("T")
 NOTHING = 0
 """Kind of the pairs that have no piece."""
 
 
 class PieceTable:
-    """Pieces of the pairs of owners of one layout and mask, numbered by kind.
+    """Pieces of the pairs of owners of one layout and mask, numbered by kind; sets of rows too.
 
     A long causal sequence over thousands of ranks has millions of pairs but three kinds: before,
     on, and after the diagonal.
@@ -27,74 +30,113 @@ class PieceTable:
         self.layout = layout
         self.mask = mask
         self.sizes: Ints = np.array(layout.sizes)
-        self._kinds: dict[tuple[Piece, ...], int] = {(): NOTHING}
-        self._pairs: dict[tuple[int, int], int] = {}
-        self._table: list[tuple[Piece, ...]] = [()]
+        self._kinds = _Numbers[Pieces](())
+        self._rows = _Numbers[Rows](Rows(()))
+        self._sides: dict[tuple[int, bool], int] = {}
 
     def kinds(self, q_owner: Ints, kv_owner: Ints) -> Ints:
         """The kind of each (queries of, keys of) pair."""
         if self._kind_by_order is not None:
             return self._kind_by_order[np.sign(q_owner - kv_owner) + 1]
-        pairs = zip(q_owner.tolist(), kv_owner.tolist(), strict=True)
-        return np.array([self._kind_of_pair(*pair) for pair in pairs], dtype=np.int64)
+        return self._kind_of_pairs[q_owner, kv_owner]
 
     def gathered(self, q_owner: Ints) -> Ints:
         """The kind of each rank's queries against the keys of all, with tokens as columns."""
         found = (gathered_pieces(self.layout, self.mask, owner) for owner in q_owner.tolist())
-        return np.array([self._number(pieces) for pieces in found], dtype=np.int64)
+        return np.array([self._kinds.of(pieces) for pieces in found], dtype=np.int64)
 
-    def change(self, kinds: Ints, rule: Callable[[tuple[Piece, ...]], tuple[Piece, ...]]) -> Ints:
+    def change(self, kinds: Ints, rule: Callable[[Pieces], Pieces]) -> Ints:
         """The kinds of the pieces that `rule` makes of those of each kind."""
-        return self.measure(kinds, lambda pieces: self._number(rule(pieces)), np.int64)
+        return self.measure(kinds, lambda pieces: self._kinds.of(rule(pieces)), np.int64)
 
-    def of_kind(self, kind: int) -> tuple[Piece, ...]:
-        return self._table[kind]
+    def of_kind(self, kind: int) -> Pieces:
+        return self._kinds.values[kind]
+
+    def of_rows(self, number: int) -> Rows:
+        return self._rows.values[number]
 
     def measure(
         self,
         kinds: Ints,
-        of: Callable[[tuple[Piece, ...]], float],
+        of: Callable[[Pieces], float],
         dtype: type[np.generic] = np.float64,
     ) -> NDArray[Any]:
         """A number for each entry; `of` is called once for each kind among them."""
-        found = np.zeros(len(self._table), dtype)
+        return _measure(kinds, self._kinds.values, of, dtype)
+
+    def q_rows(self, kinds: Ints) -> Ints:
+        """The number of the set of rows that each kind uses."""
+        return self._side(kinds, of_keys=False)
+
+    def kv_rows(self, kinds: Ints) -> Ints:
+        """The number of the set of columns that each kind uses."""
+        return self._side(kinds, of_keys=True)
+
+    def whole(self, owners: Ints) -> Ints:
+        """The number of the set of all rows of each owner."""
+        numbers = {size: self._rows.of(Rows.first(size)) for size in set(self.sizes.tolist())}
+        return np.array([numbers[size] for size in self.sizes[owners].tolist()], dtype=np.int64)
+
+    def num_rows(self, rows: Ints) -> Ints:
+        """How many rows the sets have."""
+        return _measure(rows, self._rows.values, lambda found: found.size, np.int64)
+
+    def _side(self, kinds: Ints, *, of_keys: bool) -> Ints:
+        found = np.zeros(len(self._kinds.values), dtype=np.int64)
         for kind in np.flatnonzero(np.bincount(kinds)).tolist():
-            found[kind] = of(self.of_kind(kind))
+            key = (kind, of_keys)
+            if key not in self._sides:
+                pieces = self.of_kind(kind)
+                used = Rows.of(piece.kv if of_keys else piece.q for piece in pieces)
+                self._sides[key] = self._rows.of(used)
+            found[kind] = self._sides[key]
         return found[kinds]
 
-    def q_rows(self, kinds: Ints) -> tuple[Ints, Ints]:
-        """(start, stop) of the rows that each kind uses."""
-        return self._hulls(kinds, lambda piece: piece.q)
-
-    def kv_rows(self, kinds: Ints) -> tuple[Ints, Ints]:
-        """(start, stop) of the columns that each kind uses."""
-        return self._hulls(kinds, lambda piece: piece.kv)
-
-    def _hulls(self, kinds: Ints, side: Callable[[Piece], Interval]) -> tuple[Ints, Ints]:
-        def span(pieces: tuple[Piece, ...]) -> Interval:
-            return hull([side(piece) for piece in pieces])
-
-        starts = self.measure(kinds, lambda pieces: span(pieces).start, np.int64)
-        return starts, self.measure(kinds, lambda pieces: span(pieces).stop, np.int64)
-
-    def _kind_of_pair(self, q_owner: int, kv_owner: int) -> int:
-        pair = (q_owner, kv_owner)
-        if pair not in self._pairs:
-            self._pairs[pair] = self._number(slot_pieces(self.layout, self.mask, *pair))
-        return self._pairs[pair]
-
-    def _number(self, pieces: tuple[Piece, ...]) -> int:
-        if pieces not in self._kinds:
-            self._kinds[pieces] = len(self._table)
-            self._table.append(pieces)
-        return self._kinds[pieces]
+    @cached_property
+    def _kind_of_pairs(self) -> Ints:
+        """`[q_owner, kv_owner]`."""
+        table = np.full((self.layout.num_ranks,) * 2, NOTHING)
+        for pair, pieces in pair_pieces(self.layout, self.mask).items():
+            table[pair] = self._kinds.of(pieces)
+        return table
 
     @cached_property
     def _kind_by_order(self) -> Ints | None:
         """Kinds of earlier, same and later queries, where only that order counts."""
-        if not isinstance(self.mask, CausalMask) or not _alike(self.layout):
+        if not self.mask.is_causal or not _alike(self.layout):
             return None
-        return np.array([self._kind_of_pair(*pair) for pair in ((0, 1), (0, 0), (1, 0))])
+        pairs = ((0, 1), (0, 0), (1, 0))
+        found = [slot_pieces(self.layout, self.mask, *pair) for pair in pairs]
+        return np.array([self._kinds.of(pieces) for pieces in found])
+
+
+@lru_cache(maxsize=16)
+def piece_table(layout: Layout, mask: Mask) -> PieceTable:
+    """One table for both directions and all plans of a layout and mask."""
+    return PieceTable(layout, mask)
+
+
+class _Numbers(Generic[T]):
+    """Different values, numbered in the order in which they are met."""
+
+    def __init__(self, first: T) -> None:
+        self.values = [first]
+        self._number_of = {first: 0}
+
+    def of(self, value: T) -> int:
+        number = self._number_of.setdefault(value, len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
+def _measure(
+    numbers: Ints, values: list[T], of: Callable[[T], float], dtype: type[np.generic]
+) -> NDArray[Any]:
+    found = np.zeros(len(values), dtype)
+    for number in np.flatnonzero(np.bincount(numbers)).tolist():
+        found[number] = of(values[number])
+    return found[numbers]
 
 
 def _alike(layout: Layout) -> bool:
@@ -112,29 +154,47 @@ def _alike(layout: Layout) -> bool:
     return bool((moves == moves[0]).all() and moves.all() and apart.all())
 
 
-def hull(intervals: list[Interval]) -> Interval:
-    """From the first to the last row of any."""
-    if not intervals:
-        return Interval(0, 0)
-    return Interval(min(i.start for i in intervals), max(i.stop for i in intervals))
+def query_contributions(pieces: Iterable[Piece]) -> int:
+    """How many pieces may add to the gradient of one query: 1 where no two share a row."""
+    return _contributions([piece.q for piece in pieces])
 
 
-def slot_pieces(layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> tuple[Piece, ...]:
+def key_contributions(pieces: Iterable[Piece]) -> int:
+    """How many pieces may add to the gradients of one key: 1 where no two share a column."""
+    return _contributions([piece.kv for piece in pieces])
+
+
+def _contributions(used: list[Interval]) -> int:
+    apart = all(a.stop <= b.start for a, b in pairwise(sorted(used)))
+    return min(1, len(used)) if apart else len(used)
+
+
+def slot_pieces(layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> Pieces:
     """Pieces of one rank's queries against another's keys, in slots, joined where possible."""
-    pieces = [
-        Piece(
-            piece.q.shift(q_slots.start),
-            piece.kv.shift(kv_slots.start),
-            piece.causal,
-        )
+    return join_pieces(
+        simple
         for q_tokens, q_slots in slots_of(layout.intervals[q_owner])
         for kv_tokens, kv_slots in slots_of(layout.intervals[kv_owner])
         for piece in mask.pieces(q_tokens, kv_tokens)
-    ]
-    return join_pieces(pieces)
+        for simple in simple_parts(piece.moved(q_slots.start, kv_slots.start))
+    )
 
 
-def gathered_pieces(layout: Layout, mask: Mask, q_owner: int) -> tuple[Piece, ...]:
+def pair_pieces(layout: Layout, mask: Mask) -> dict[tuple[int, int], Pieces]:
+    """`slot_pieces` of all pairs that have some; each region of the mask is looked at once."""
+    found: dict[tuple[int, int], list[Piece]] = {}
+    for region in mask.regions:
+        for q_rank, q_slots, q_tokens in layout.places(region.q):
+            seen = region.cut(Interval(q_tokens.start, q_tokens.stop), region.kv)
+            for kv_rank, kv_slots, kv_tokens in layout.places(seen.kv) if seen else ():
+                part = region.at(q_tokens, kv_tokens)
+                if part is not None:
+                    pieces = simple_parts(part.moved(q_slots.start, kv_slots.start))
+                    found.setdefault((q_rank, kv_rank), []).extend(pieces)
+    return {pair: join_pieces(pieces) for pair, pieces in found.items()}
+
+
+def gathered_pieces(layout: Layout, mask: Mask, q_owner: int) -> Pieces:
     """Pieces of one rank's queries (slots) against all keys (tokens), joined across runs of rows.
 
     Rows of several runs that see the same keys are one call, so each key of another rank is met
@@ -142,61 +202,9 @@ def gathered_pieces(layout: Layout, mask: Mask, q_owner: int) -> tuple[Piece, ..
     """
     everything = Interval(0, layout.num_tokens)
     pieces = [
-        piece._replace(q=piece.q.shift(slots.start))
+        simple
         for tokens, slots in slots_of(layout.intervals[q_owner])
         for piece in mask.pieces(tokens, everything)
+        for simple in simple_parts(piece.moved(slots.start, 0))
     ]
-    edges = {edge for piece in pieces for edge in piece.kv[:2]}
-    return join_pieces([part for piece in pieces for part in _cut_columns(piece, edges)])
-
-
-def _cut_columns(piece: Piece, edges: set[int]) -> list[Piece]:
-    """A rectangle cut at the edges inside it."""
-    if piece.causal:
-        return [piece]
-    cuts = sorted({*piece.kv[:2], *(e for e in edges if piece.kv.start < e < piece.kv.stop)})
-    return [piece._replace(kv=Interval(a, b)) for a, b in pairwise(cuts)]
-
-
-def join_pieces(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Join until nothing changes; a handful of pieces, so the plain search is enough."""
-    while True:
-        joined = _join_rows(pieces) or _join_columns(pieces) or _join_triangles(pieces)
-        if joined is None:
-            return tuple(pieces)
-        pieces = joined
-
-
-def _join_rows(pieces: list[Piece]) -> list[Piece] | None:
-    """Two full rectangles, one below the other, become one."""
-    for a in pieces:
-        for b in pieces:
-            if not (a.causal or b.causal) and a.kv == b.kv and a.q.stop == b.q.start:
-                new = a._replace(q=a.q._replace(stop=b.q.stop))
-                return [new if piece is a else piece for piece in pieces if piece is not b]
-    return None
-
-
-def _join_columns(pieces: list[Piece]) -> list[Piece] | None:
-    """Two full rectangles side by side become one."""
-    for a in pieces:
-        for b in pieces:
-            if not (a.causal or b.causal) and a.q == b.q and a.kv.stop == b.kv.start:
-                new = a._replace(kv=a.kv._replace(stop=b.kv.stop))
-                return [new if piece is a else piece for piece in pieces if piece is not b]
-    return None
-
-
-def _join_triangles(pieces: list[Piece]) -> list[Piece] | None:
-    """Two causal squares on one diagonal and the rectangle between them become one square."""
-    for a in pieces:
-        for b in pieces:
-            if not (a.causal and b.causal and a.q.stop == b.q.start and a.kv.stop == b.kv.start):
-                continue
-            between = Piece(b.q, a.kv, causal=False)
-            if between not in pieces:
-                continue
-            new = Piece(a.q._replace(stop=b.q.stop), a.kv._replace(stop=b.kv.stop), causal=True)
-            rest = [piece for piece in pieces if piece not in (a, b, between)]
-            return [new, *rest]
-    return None
+    return join_pieces(pieces, cut_columns=True)

@@ -7,7 +7,7 @@ from longctx_patch.plans.burst import burst_backward
 from longctx_patch.plans.direct_ring import direct_ring
 from longctx_patch.plans.distflash import distflash
 from longctx_patch.plans.double_ring import double_ring
-from longctx_patch.plans.pieces import PieceTable
+from longctx_patch.plans.pieces import piece_table
 from longctx_patch.plans.ring import ring
 from longctx_patch.plans.schedule import Schedule
 from longctx_patch.plans.types import Direction
@@ -27,7 +27,7 @@ def make_schedule(
     ranks_per_node: int | None = None,
 ) -> Schedule:
     """The schedule that `LongContextConfig.plan` calls `name`, over a layout it is made for."""
-    pieces = PieceTable(layout, mask)
+    pieces = piece_table(layout, mask)
     if name == "allgather":
         return allgather(pieces, direction, head_groups=min(num_kv_heads, MAX_HEAD_GROUPS))
     if name == "double_ring":
@@ -35,7 +35,7 @@ def make_schedule(
         return double_ring(pieces, direction, ranks_per_node=ranks_per_node)
     if name in ("distflash", "distflash_balanced"):
         return distflash(pieces, direction, balanced=name == "distflash_balanced")
-    if name == "zigzag_direct":
+    if name in ("zigzag_direct", "halo"):
         return direct_ring(pieces, direction, name=name)
     if name == "burst" and direction is Direction.BACKWARD:
         return burst_backward(pieces)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx_patch.layout import Interval
 from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.types import (
     ALL_HEADS,
@@ -49,14 +48,14 @@ class Works(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Messages that carry the same operand; rows are slots `start` to `stop` of the owner."""
+    """Messages that carry the same operand."""
 
     operand: Operand
     source: Ints
     destination: Ints
     owner: Ints
-    start: Ints
-    stop: Ints
+    rows: Ints
+    """Which slots of the owner, by their number in the schedule's `PieceTable`."""
     buffer: Ints | None
     """Where inputs land; None for results."""
     heads: Share = ALL_HEADS
@@ -67,8 +66,7 @@ class Moves(NamedTuple):
             source=self.source[chosen],
             destination=self.destination[chosen],
             owner=self.owner[chosen],
-            start=self.start[chosen],
-            stop=self.stop[chosen],
+            rows=self.rows[chosen],
             buffer=None if self.buffer is None else self.buffer[chosen],
         )
 
@@ -98,7 +96,7 @@ class Schedule:
         """The same as steps, for a number of ranks at which they may all be held at once."""
         steps = tuple(
             Step(
-                tuple(transfer for moves in stage.moves for transfer in _transfers(moves)),
+                tuple(transfer for moves in stage.moves for transfer in self._transfers(moves)),
                 tuple(work for works in stage.works for work in self._works(works)),
             )
             for stage in self.stages()
@@ -110,14 +108,13 @@ class Schedule:
         for rank, q_owner, kv_owner, kind in zip(*(c.tolist() for c in columns), strict=True):
             yield Work(rank, q_owner, kv_owner, self.pieces.of_kind(kind), works.heads)
 
-
-def _transfers(moves: Moves) -> Iterator[Transfer]:
-    buffers = [None] * len(moves.source) if moves.buffer is None else moves.buffer.tolist()
-    columns = (moves.source, moves.destination, moves.owner, moves.start, moves.stop)
-    rows = zip(*(c.tolist() for c in columns), buffers, strict=True)
-    for source, destination, owner, start, stop, buffer in rows:
-        block = Block(moves.operand, owner, Interval(start, stop), moves.heads)
-        yield Transfer(source, destination, block, buffer)
+    def _transfers(self, moves: Moves) -> Iterator[Transfer]:
+        buffers = [None] * len(moves.source) if moves.buffer is None else moves.buffer.tolist()
+        columns = (moves.source, moves.destination, moves.owner, moves.rows)
+        entries = zip(*(c.tolist() for c in columns), buffers, strict=True)
+        for source, destination, owner, rows, buffer in entries:
+            block = Block(moves.operand, owner, self.pieces.of_rows(rows), moves.heads)
+            yield Transfer(source, destination, block, buffer)
 
 
 def whole_blocks(
@@ -129,7 +126,6 @@ def whole_blocks(
     buffer: int | None,
 ) -> Moves:
     """Messages with all rows of their owners; owners without rows send none."""
-    stop = pieces.sizes[owner]
     buffers = None if buffer is None else np.full_like(source, buffer)
-    moves = Moves(operand, source, destination, owner, np.zeros_like(stop), stop, buffers)
-    return moves.where(stop > 0)
+    moves = Moves(operand, source, destination, owner, pieces.whole(owner), buffers)
+    return moves.where(pieces.sizes[owner] > 0)

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longctx_patch.layout import Interval, Layout
+from longctx_patch.layout import Interval, Layout, Rows
 from longctx_patch.masks import Mask, Piece
-from longctx_patch.plans.pieces import hull
 
 
 class Direction(Enum):
@@ -102,11 +101,11 @@ ALL_HEADS = Share(0, 1)
 
 
 class Block(NamedTuple):
-    """Rows of one rank's tensors; `rows` are slots of the owner."""
+    """Rows of one rank's tensors, packed; `rows` are slots of the owner."""
 
     operand: Operand
     owner: int
-    rows: Interval
+    rows: Rows
     heads: Share = ALL_HEADS
 
 
@@ -138,14 +137,14 @@ class Work(NamedTuple):
         return sum(piece.area for piece in self.pieces)
 
     @property
-    def q_rows(self) -> Interval:
-        """The rows of `q_owner` from the first to the last that are used."""
-        return hull([piece.q for piece in self.pieces])
+    def q_rows(self) -> Rows:
+        """The rows of `q_owner` that are used."""
+        return Rows.of(piece.q for piece in self.pieces)
 
     @property
-    def kv_rows(self) -> Interval:
-        """The rows of `kv_owner` from the first to the last that are used."""
-        return hull([piece.kv for piece in self.pieces])
+    def kv_rows(self) -> Rows:
+        """The rows of `kv_owner` that are used."""
+        return Rows.of(piece.kv for piece in self.pieces)
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class RankStep(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """A schedule of one direction of attention over the ranks of a layout."""
 

@@ -12,11 +12,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longctx_patch.layout import Interval
+from longctx_patch.layout import Rows
 from longctx_patch.plans.coverage import check_coverage
 from longctx_patch.plans.form import check_form
 from longctx_patch.plans.gathered import by_owner
-from longctx_patch.plans.pieces import hull
+from longctx_patch.plans.pieces import key_contributions, query_contributions
 from longctx_patch.plans.progress import check_progress
 from longctx_patch.plans.types import (
     EVERYONE,
@@ -124,7 +124,7 @@ class _Walk:
             holders = [
                 (rank, buffer)
                 for buffer in sorted(self.holders.get((rank, _rowless(block)), ()))
-                if _inside(block.rows, self.buffers[rank, buffer].rows)
+                if self.buffers[rank, buffer].rows.covers(block.rows)
             ]
             if not holders:
                 self.complaints.append(f"read: step {number}: rank {rank} does not hold {block}")
@@ -136,7 +136,7 @@ class _Walk:
         if work.kv_owner != EVERYONE:
             return [Block(Operand.KV, work.kv_owner, work.kv_rows, work.heads)]
         return [
-            Block(Operand.KV, owner, Interval(0, size), work.heads)
+            Block(Operand.KV, owner, Rows.first(size), work.heads)
             for owner, size in enumerate(self.plan.layout.sizes)
             if size
         ]
@@ -160,7 +160,7 @@ class _Walk:
             if partial is None:
                 self.complaints.append(f"read: step {number}: no partial result: {transfer}")
                 continue
-            if not _inside(partial.rows, rows):
+            if not rows.covers(partial.rows):
                 self.complaints.append(f"transfer: step {number}: rows left behind: {transfer}")
             if operand in (Operand.DQ, Operand.DKV) and partial.calls > 1:
                 self.complaints.append(
@@ -174,10 +174,10 @@ class _Walk:
         backward = self.plan.direction is Direction.BACKWARD
         result = Operand.DQ if backward else Operand.OUT
         for work in step.works:
-            partial = _Partial(work.q_rows, len(work.pieces))
+            partial = _Partial(work.q_rows, query_contributions(work.pieces))
             self._add((work.rank, result, work.q_owner, work.heads), partial)
             for part in by_owner(work, self.plan.layout) if backward else ():
-                partial = _Partial(part.kv_rows, len(part.pieces))
+                partial = _Partial(part.kv_rows, key_contributions(part.pieces))
                 self._add((work.rank, Operand.DKV, part.kv_owner, work.heads), partial)
 
     def _land(self, step: Step, moved: list[tuple[Transfer, "_Partial"]]) -> None:
@@ -202,19 +202,15 @@ class _Walk:
 
 
 class _Partial(NamedTuple):
-    """A partial result: the rows from the first to the last that were added to, and how often."""
+    """A partial result: the rows that were added to, and how often at most."""
 
-    rows: Interval
+    rows: Rows
     calls: int
 
     def plus(self, other: "_Partial") -> "_Partial":
-        return _Partial(hull([self.rows, other.rows]), self.calls + other.calls)
-
-
-def _inside(inner: Interval, outer: Interval) -> bool:
-    return outer.start <= inner.start and inner.stop <= outer.stop
+        return _Partial(self.rows | other.rows, self.calls + other.calls)
 
 
 def _rowless(block: Block) -> Block:
     """The key under which blocks are looked for that differ in rows alone."""
-    return block._replace(rows=Interval(0, 0))
+    return block._replace(rows=Rows(()))

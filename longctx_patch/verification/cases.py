@@ -46,6 +46,9 @@ def plan_name(config: LongContextConfig) -> str:
 class CaseResult:
     """One config against one unpatched process. Errors are relative; traffic is of all ranks."""
 
+    family: str
+    mask: str
+    """Who sees whom: `causal`, `window 23`, ...; of all kinds of layers."""
     plan: str
     ulysses: int
     ring: int

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch.call import AttentionCall
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
-from longctx_patch.hf import PatchHandle, check_model_config, patch
+from longctx_patch.documents import Documents
+from longctx_patch.hf import FAMILIES, PatchHandle, check_model_config, patch
+from longctx_patch.hf.sharded import ShardedRow
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.processes import run_processes
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, plan_name
@@ -28,7 +29,7 @@ from longctx_patch.verification.reference import (
     make_rows,
     relative_error,
 )
-from longctx_patch.verification.shrink import build_small_model, shrink_config
+from longctx_patch.verification.shrink import VOCAB_SIZE, build_small_model, shrink_config
 
 SEQ_LEN = 127
 """Prime, so that no degree divides it."""
@@ -43,6 +44,7 @@ class RankResult:
     grad_rel_err: float
     worst_parameter: str
     grad_norm_rel_err: float
+    mask: str
     sent: Traffic
     predicted: Traffic
 
@@ -53,6 +55,7 @@ def verify(
     *,
     dtype: str = "float32",
     seq_len: int = SEQ_LEN,
+    packed: bool = False,
     timeout_s: float = 300.0,
 ) -> Report:
     """Train one step of a shrunken model under each config and compare it with one process.
@@ -63,6 +66,7 @@ def verify(
             Kernels for GPUs are replaced by the CPU's.
         dtype: float32 or float64, which decides the tolerance.
         seq_len: tokens of the longer of the two rows.
+        packed: cut the rows into documents, each of which the one process runs by itself.
         timeout_s: hard limit, after which all processes are killed.
 
     Raises:
@@ -76,15 +80,16 @@ def verify(
     """
     num_ranks = _check(model_config, configs, dtype, seq_len)
     small = shrink_config(model_config)
-    rows = make_rows(small.vocab_size, seq_len)
+    rows = make_rows(small.vocab_size, seq_len, packed=packed)
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "reference.pt"
         torch.save(vars(compute_reference(small, rows, dtype)), file)
         by_rank = run_processes(
             run_rank, num_ranks, small, list(configs), rows, dtype, file, timeout_s=timeout_s
         )
+    family = FAMILIES[model_config.model_type].name
     cases = [
-        _case_result(config, [results[i] for results in by_rank], TOLERANCES[dtype])
+        _case_result(config, [results[i] for results in by_rank], TOLERANCES[dtype], family)
         for i, config in enumerate(configs)
     ]
     return Report(
@@ -137,21 +142,23 @@ def _run_case(
     handle = patch(model, _on_cpu(config))
     collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
     batch = collate(rows)
-    num_tokens = int(batch[SHARD_KEY][0, 0])
+    documents = ShardedRow.read(batch[SHARD_KEY]).documents
     out = model(**batch)
     out.loss.backward()
+    assert handle.first_step is not None
     sent = Traffic(handle.counters.messages, handle.counters.bytes)
     grads = {name: _mean_over_ranks(p.grad) for name, p in model.named_parameters()}
     worst, grad_error = _worst_gradient(grads, reference.grads)
     norm, wanted_norm = _norm(grads), _norm(reference.grads)
     return RankResult(
         loss_rel_err=abs(_mean_over_ranks(out.loss).item() / reference.loss - 1),
-        logits_rel_err=_logits_error(handle, num_tokens, out.logits.detach(), rows, reference),
+        logits_rel_err=_logits_error(handle, documents, out.logits.detach(), rows, reference),
         grad_rel_err=grad_error,
         worst_parameter=worst,
         grad_norm_rel_err=abs(norm / wanted_norm - 1),
+        mask=handle.first_step.masks or "stock attention",
         sent=sent,
-        predicted=_predicted(handle, num_tokens, len(rows), out.logits.itemsize),
+        predicted=handle.first_step.planned_forward() + handle.first_step.planned_backward(),
     )
 
 
@@ -169,17 +176,18 @@ def _mean_over_ranks(value: Tensor | None) -> Tensor:
 
 
 def _logits_error(
-    handle: PatchHandle, num_tokens: int, logits_BLV: Tensor, rows: Rows, reference: Reference
+    handle: PatchHandle, documents: Documents, logits_BLV: Tensor, rows: Rows, reference: Reference
 ) -> float:
     """Of the whole sequence, put together from all ranks; padding is left out."""
-    shards = [torch.empty_like(logits_BLV) for _ in range(handle.group.num_ranks)]
+    layout = handle.group.layout(documents)
+    shards = [logits_BLV.new_empty((len(logits_BLV), n, VOCAB_SIZE)) for n in layout.sizes]
     dist.all_gather(shards, logits_BLV.contiguous())
-    whole = handle.group.layout(num_tokens).unshard(shards, 1)
-    actual, expected = (
-        torch.cat([logits[i, : len(row["input_ids"])] for i, row in enumerate(rows)])
-        for logits in (whole, reference.logits_BLV)
-    )
-    return relative_error(actual, expected)
+    whole = layout.unshard(shards, 1)
+    lengths = [sum(len(row["input_ids"]) for row in rows)]
+    if len(whole) > 1:
+        lengths = [len(row["input_ids"]) for row in rows]
+    actual = torch.cat([row[:length] for row, length in zip(whole, lengths, strict=True)])
+    return relative_error(actual, reference.logits_NV)
 
 
 def _worst_gradient(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
@@ -193,31 +201,11 @@ def _norm(grads: dict[str, Tensor]) -> float:
     return float(torch.stack([grad.double().norm() for grad in grads.values()]).norm())
 
 
-def _predicted(handle: PatchHandle, num_tokens: int, batch: int, itemsize: int) -> Traffic:
-    """What this rank sends in one step over all layers, from the plans alone."""
-    model_config, policy = handle.model.config, handle.config.checkpoint
-    call = AttentionCall(
-        handle.group,
-        num_tokens,
-        1.0,
-        model_config.num_attention_heads,
-        model_config.num_key_value_heads,
-    )
-    traffic = call.predicted_traffic(batch, model_config.head_dim, itemsize)
-    layer = (
-        traffic.forward
-        + {
-            "none": traffic.backward,
-            "full": traffic.forward + traffic.backward,
-            "attention": traffic.backward_after_replay,
-        }[policy]
-    )
-    layers = model_config.num_hidden_layers
-    return Traffic(layers * layer.messages, layers * layer.bytes)
-
-
 def _case_result(
-    config: LongContextConfig, ranks: Sequence[RankResult], tolerance: float
+    config: LongContextConfig,
+    ranks: Sequence[RankResult],
+    tolerance: float,
+    family: str,
 ) -> CaseResult:
     sent = sum((rank.sent for rank in ranks), Traffic())
     predicted = sum((rank.predicted for rank in ranks), Traffic())
@@ -230,6 +218,8 @@ def _case_result(
         first.grad_norm_rel_err,
     )
     return CaseResult(
+        family=family,
+        mask=first.mask,
         plan=plan_name(config),
         ulysses=config.ulysses_degree,
         ring=config.ring_degree,

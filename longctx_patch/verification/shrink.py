@@ -1,21 +1,39 @@
 """A small model that has everything of a large one that matters for cutting its sequence.
 
-Kept: family, number of query and key-value heads, RoPE settings, norms, biases, tied embeddings.
-Made small: layers (two, so that gradients cross one attention into another), vocabulary, widths.
+Kept: family, number of query and key-value heads, RoPE settings, norms, biases, tied embeddings,
+each kind of layer in the model's order, softcap, sinks, routing to experts, shared experts.
+Made small: layers (two or more, so that gradients cross one attention into another), vocabulary,
+widths, experts, and the sliding window (so that it matters in short rows).
 """
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 NUM_LAYERS = 2
 VOCAB_SIZE = 251
 HIDDEN_SIZE = 48
-INTERMEDIATE_SIZE = 56
 HEAD_DIM = 8
+WINDOW = 23
+"""Odd, and less than a rank's share of the tokens that are verified."""
+SOFTCAP = 5.0
+"""Low enough to bend the scores of small heads."""
+NUM_EXPERTS = 4
+CHOSEN_EXPERTS = 2
+WIDTHS = {
+    "intermediate_size": 56,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "head_dim": HEAD_DIM,
+    "vocab_size": VOCAB_SIZE,
+}
+WIDE_AS_HEADS = ("helium", "olmoe")
+"""Families whose output projection or norms take all heads together for the hidden size."""
 SPREAD = 0.15
 """Standard deviation of the weights: large enough for attention that is far from uniform."""
 
@@ -23,13 +41,19 @@ SPREAD = 0.15
 def shrink_config(model_config: Any) -> Any:
     """A shrunken copy of a transformers config that has passed `check_model_config`."""
     small = copy.deepcopy(model_config)
-    small.num_hidden_layers = NUM_LAYERS
-    small.vocab_size = VOCAB_SIZE
-    small.hidden_size = HIDDEN_SIZE
-    small.intermediate_size = INTERMEDIATE_SIZE
-    small.head_dim = HEAD_DIM
-    if getattr(small, "layer_types", None) is not None:
-        small.layer_types = ["full_attention"] * NUM_LAYERS
+    head_dim = _head_dim(model_config)
+    _keep_layers(small, _chosen_layers(model_config))
+    _keep_score_scale(small, head_dim)
+    as_wide = model_config.model_type in WIDE_AS_HEADS
+    small.hidden_size = small.num_attention_heads * HEAD_DIM if as_wide else HIDDEN_SIZE
+    for name, width in WIDTHS.items():
+        if name == "head_dim" or hasattr(small, name):
+            setattr(small, name, width)
+    _lower(small, "sliding_window", WINDOW)
+    _lower(small, "attn_logit_softcapping", SOFTCAP)
+    for name in ("num_experts", "num_local_experts"):
+        _lower(small, name, NUM_EXPERTS)
+    _lower(small, "num_experts_per_tok", CHOSEN_EXPERTS)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(small, name, None)  # the ids of the large vocabulary are not in the small one
     if hasattr(small, "quantization_config"):
@@ -37,38 +61,116 @@ def shrink_config(model_config: Any) -> Any:
     return small
 
 
-def build_small_model(small_config: Any, dtype: torch.dtype) -> Any:
+def _head_dim(model_config: Any) -> int:
+    given = getattr(model_config, "head_dim", None)
+    return int(given or model_config.hidden_size // model_config.num_attention_heads)
+
+
+def _chosen_layers(model_config: Any) -> list[int]:
+    """The first layer of each kind, and more of the first ones if that is less than two."""
+    kinds = [_kind(model_config, layer) for layer in range(model_config.num_hidden_layers)]
+    firsts = sorted({kind: kinds.index(kind) for kind in kinds}.values())
+    others = [layer for layer in range(len(kinds)) if layer not in firsts]
+    return sorted(firsts + others[: max(0, NUM_LAYERS - len(firsts))])
+
+
+def _kind(model_config: Any, layer: int) -> tuple[Any, ...]:
+    """What of a layer differs from other layers of its model."""
+    per_layer = [getattr(model_config, name, None) for name in ("layer_types", "no_rope_layers")]
+    kinds = tuple(values[layer] if values else None for values in per_layer)
+    return (*kinds, _is_dense(model_config, layer))
+
+
+def _is_dense(model_config: Any, layer: int) -> bool:
+    """Whether this layer of a mixture-of-experts model (Qwen's options) has an ordinary MLP."""
+    step = getattr(model_config, "decoder_sparse_step", 1)
+    return layer in (getattr(model_config, "mlp_only_layers", None) or ()) or (layer + 1) % step > 0
+
+
+def _keep_layers(small: Any, layers: list[int]) -> None:
+    """Make the model these layers of itself."""
+    dense = [new for new, old in enumerate(layers) if _is_dense(small, old)]
+    # A model of one layer gets a second one like it.
+    layers = layers * NUM_LAYERS if len(layers) == 1 else layers
+    small.num_hidden_layers = len(layers)
+    for name in ("layer_types", "no_rope_layers"):
+        if values := getattr(small, name, None):
+            setattr(small, name, [values[layer] for layer in layers])
+    if hasattr(small, "mlp_only_layers"):
+        small.mlp_only_layers, small.decoder_sparse_step = dense, 1
+
+
+def _keep_score_scale(small: Any, head_dim: int) -> None:
+    """Keep the ratio of a scale of its own to `head_dim ** -0.5`."""
+    if getattr(small, "query_pre_attn_scalar", None) is not None:
+        small.query_pre_attn_scalar = round(small.query_pre_attn_scalar * HEAD_DIM / head_dim)
+    if getattr(small, "attention_multiplier", None) is not None:
+        small.attention_multiplier *= (head_dim / HEAD_DIM) ** 0.5
+
+
+def _lower(small: Any, name: str, value: float) -> None:
+    """To at most `value`; what is off (None or 0) stays off."""
+    if found := getattr(small, name, None):
+        setattr(small, name, min(found, value))
+
+
+def build_small_model(
+    small_config: Any, dtype: torch.dtype, *, attn_implementation: str = "eager"
+) -> Any:
     """The model on CPU in training mode, with stock attention and weights that a seed decides.
 
-    Every weight is drawn, also norms and biases that a fresh model has at 1 and 0, so that no
-    gradient is trivially right.
+    Every weight is drawn, also norms, biases and sinks that a fresh model has at 1 and 0, so that
+    no gradient is trivially right. In float64 nothing rounds to float32.
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(small_config, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(
+        small_config, dtype=dtype, attn_implementation=attn_implementation
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            is_norm = parameter.ndim == 1 and name.endswith("weight")
-            parameter.copy_(SPREAD * noise + (1.0 if is_norm else 0.0))
+            centre = 1.0 if bool((parameter == 1).all()) else 0.0  # norms; Gemma's are around 0
+            parameter.copy_(SPREAD * noise + centre)
     if dtype == torch.float64:
-        _norms_in_float64(model)
+        keep_float64(model)
     return model.train()
 
 
-def _norms_in_float64(model: nn.Module) -> None:
-    """Let norms compute in the model's dtype.
+def keep_float64(model: Any) -> None:
+    """Let a float64 model compute in float64 throughout.
 
-    transformers' norms round to float32 whatever the dtype is. That would hide errors below 1e-8
-    and, as each rank's loss carries the factor W of the loss law, round gradients differently
-    from one process wherever W is not a power of two.
+    transformers' norms, eager softmax, routers and some rotary embeddings round to float32
+    whatever the dtype is. That would hide errors below 1e-8 and, as each rank's loss carries the
+    factor W of the loss law, round gradients differently from one process wherever W is not a
+    power of two.
     """
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(_rms_norm, module)
+    if hasattr(model.config, "num_experts_per_tok"):
+        model.set_experts_implementation("eager")  # torch's grouped product has no float64
+    decoder = model.get_decoder()
+    parents = [decoder, *(m for m in decoder.modules() if hasattr(m, "self_attn"))]
+    for module in (child for parent in parents for child in parent.children()):
+        # Not the layers themselves: recomputing one for its gradient starts inside its forward.
+        if not isinstance(module, nn.ModuleList):
+            module.forward = functools.partial(_in_float64, module.forward)
 
 
-def _rms_norm(module: Any, hidden: Tensor) -> Tensor:
-    weight = module.weight
-    return nn.functional.rms_norm(hidden, weight.shape, weight, module.variance_epsilon)
+def _in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _WithoutFloat32():
+        return forward(*args, **kwargs)
+
+
+class _WithoutFloat32(TorchFunctionMode):
+    """What would make a float64 tensor float32 leaves it float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        return func(*args, **kwargs)

@@ -3,6 +3,7 @@
 from longctx_patch.cli.main import main
 from tests.cli.conftest import Run
 
+FAMILIES = ["--json", "--markdown"]
 PATCH = [
     *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
     *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--data", "--cpu"),
@@ -22,7 +23,8 @@ def options(command: str) -> list[str]:
 
 
 def test_every_option_was_decided_on() -> None:
-    assert sorted(main.commands) == ["patch", "schedule", "verify"]
+    assert sorted(main.commands) == ["families", "patch", "schedule", "verify"]
+    assert options("families") == FAMILIES
     assert options("patch") == PATCH
     assert options("schedule") == SCHEDULE
     assert options("verify") == VERIFY

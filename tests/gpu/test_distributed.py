@@ -72,8 +72,8 @@ def run_operator(group: SequenceGroup, inputs: list[Tensor]) -> tuple[list[Tenso
     q, k, v, dout = (layout.shard(x, group.group_rank, 1) for x in inputs)
     for x in (q, k, v):
         x.requires_grad_()
-    call = AttentionCall(group, length, HEAD_DIM**-0.5, heads, kv_heads)
-    out, _ = distributed_attention(q, k, v, call)
+    call = AttentionCall.causal(group, length, HEAD_DIM**-0.5, heads, kv_heads)
+    out, _ = distributed_attention(q, k, v, None, call)
     out.backward(dout)
     traffic = call.predicted_traffic(BATCH, HEAD_DIM, 2)
     sent = Traffic(group.counters.messages, group.counters.bytes)
@@ -133,14 +133,14 @@ def check_the_host_runs_ahead(rank: int, world_size: int) -> None:
         q, k, v, dout = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16).unbind(0)
         for x in (q, k, v):
             x.requires_grad_()
-        call = AttentionCall(group, 512 * world_size, HEAD_DIM**-0.5, 8, 8)
+        call = AttentionCall.causal(group, 512 * world_size, HEAD_DIM**-0.5, 8, 8)
 
         def forward_and_backward(
             call: AttentionCall = call,
             inputs: tuple[Tensor, Tensor, Tensor] = (q, k, v),
             dout: Tensor = dout,
         ) -> None:
-            out, _ = distributed_attention(*inputs, call)
+            out, _ = distributed_attention(*inputs, None, call)
             torch.autograd.grad(out, inputs, dout)
 
         forward_and_backward()  # what happens once: communicators, kernels, memory

@@ -1,17 +1,36 @@
 """CUDA kernels against float64, and what a distributed plan asks of them."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from longctx_patch.kernels import KernelRequest, available, choose_kernel
+from longctx_patch.kernels import (
+    Kernel,
+    KernelRequest,
+    Score,
+    Segments,
+    Window,
+    available,
+    choose_kernel,
+)
+from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
+from longctx_patch.layout import Interval
+from longctx_patch.masks import ANTICAUSAL, FULL, Band, Piece, Tile
+from tests.kernels.checks import check_calls, check_kernel, takes
+from tests.kernels.dense import answer, problem, table_of
 from tests.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.gpu
 
-KERNELS = ["torch_flash", "cudnn"]
+FAST = ["torch_flash", "cudnn"]
+KERNELS = [*FAST, "torch_eager"]
 # bfloat16 has 8 bits: rounding inputs of softmax, out and gradients gives a few of its 2^-9.
-BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
+BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+SCORE = Score(0.125)
+CAPPED = Score(0.125, softcap=1.5)
 
 
 def inputs(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -20,7 +39,7 @@ def inputs(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype)
     return [torch.randn(s, generator=generator, device="cuda", dtype=dtype) for s in shapes]
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", FAST)
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (7, 1)])
 @pytest.mark.parametrize("length", [64, 257])
 @pytest.mark.parametrize("dim", [64, 128])
@@ -30,42 +49,161 @@ def test_against_float64(
 ) -> None:
     kernel = available()[name]
     q, k, v, dout = inputs(length, *heads, dim, dtype)
-    out, lse = kernel.forward(q, k, v, causal=True, scale=dim**-0.5)
-    grads = kernel.backward(dout, q, k, v, out, lse, causal=True, scale=dim**-0.5)
+    segments, score = Segments((length,), (length,), CAUSAL_WINDOW), Score(dim**-0.5)
+    out, lse = kernel.forward(q, k, v, segments, score)
+    grads = kernel.backward(dout, q, k, v, out, lse, segments, score)
     assert lse.shape == (2, heads[0], length)
     assert lse.dtype == torch.float32
     for found, wanted in zip((out, lse, *grads), dense_attention(q, k, v, dout), strict=True):
         assert relative_error(found, wanted) < BOUND[dtype]
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", FAST)
 def test_row_slices_and_a_global_lse(name: str) -> None:
     """Slices of rows are not contiguous with a batch of two; block gradients add up."""
     kernel = available()[name]
     q, k, v, dout = inputs(256, 8, 2, 64, torch.bfloat16)
-    out, lse = kernel.forward(q, k, v, causal=False, scale=0.125)
-    whole = kernel.backward(dout, q, k, v, out, lse, causal=False, scale=0.125)
+    everything = Segments((256,), (256,), FULL_WINDOW)
+    out, lse = kernel.forward(q, k, v, everything, SCORE)
+    whole = kernel.backward(dout, q, k, v, out, lse, everything, SCORE)
     halves = (slice(0, 128), slice(128, 256))
+    part = Segments((128,), (128,), FULL_WINDOW)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     for rows in halves:
         for columns in halves:
-            part = kernel.backward(
-                dout[:, rows],
-                q[:, rows],
-                k[:, columns],
-                v[:, columns],
-                out[:, rows],
-                lse[:, :, rows],
-                causal=False,
-                scale=0.125,
+            own_dout, own_q, own_out = (x[:, rows] for x in (dout, q, out))
+            keys, values = (x[:, columns] for x in (k, v))
+            grads = kernel.backward(
+                own_dout, own_q, keys, values, own_out, lse[:, :, rows], part, SCORE
             )
-            dq[:, rows] += part[0]
-            dk[:, columns] += part[1]
-            dv[:, columns] += part[2]
+            dq[:, rows] += grads[0]
+            dk[:, columns] += grads[1]
+            dv[:, columns] += grads[2]
     for found, wanted in zip((dq, dk, dv), whole, strict=True):
         assert relative_error(found, wanted) < 1e-2
 
 
-def test_auto_prefers_cudnn() -> None:
-    assert choose_kernel("auto", KernelRequest("cuda", torch.bfloat16, 128)).name == "cudnn"
-    assert choose_kernel("auto", KernelRequest("cuda", torch.bfloat16, 256)).name == "torch_flash"
+def tile(rows: int, columns: int) -> Tile:
+    bits = np.random.default_rng(rows).random((rows, columns)) < 0.3
+    bits[np.arange(rows), np.arange(rows) % columns] = True
+    return Tile(bits)
+
+
+SEGMENTS = {
+    "full": Segments((70,), (200,), FULL_WINDOW),
+    "tall and full": Segments((200,), (3,), FULL_WINDOW),
+    "causal": Segments((257,), (257,), CAUSAL_WINDOW),
+    "causal, more columns": Segments((129,), (300,), CAUSAL_WINDOW),
+    "one row": Segments((1,), (300,), CAUSAL_WINDOW),
+    "window": Segments((300,), (300,), Window(64, 0)),
+    "window, more columns": Segments((150,), (300,), Window(100, 0)),
+    "window of one key": Segments((300,), (300,), Window(0, 0)),
+    "both sides": Segments((200,), (201,), Window(30, 20)),
+    "later only": Segments((200,), (200,), Window(0, None)),
+    "later, with left": Segments((130,), (200,), Window(60, None)),
+    "documents": Segments((100, 1, 257, 64, 7), (100, 1, 257, 64, 7), CAUSAL_WINDOW),
+    "documents of full sight": Segments((100, 1, 30), (20, 200, 30), FULL_WINDOW),
+    "documents of unequal sides": Segments((100, 1, 30), (150, 70, 30), CAUSAL_WINDOW),
+    "windows of documents": Segments((100, 1, 257, 2), (130, 3, 257, 2), Window(63, 0)),
+    "later in documents": Segments((100, 1, 30), (150, 70, 30), Window(20, None)),
+    "documents of one token": Segments((1,) * 20, (1,) * 20, FULL_WINDOW),
+    "one token of each document": Segments((1,) * 20, (9,) * 20, FULL_WINDOW),
+    "table": Segments((150,), (300,), tile(150, 300)),
+}
+
+
+def check_segments(
+    kernel: Kernel, case: str, score: Score, dtype: torch.dtype, *, dim: int = 64
+) -> None:
+    segments = SEGMENTS[case]
+    given = problem(sum(segments.q), sum(segments.kv), (8, 2), dtype, dim=dim, device="cuda")
+    want = answer(given, table_of(segments), score)
+    check_kernel(kernel, segments, score, given, want, BOUND[dtype])
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        (n, case)
+        for n in KERNELS
+        for case in SEGMENTS
+        if takes(available()[n], SEGMENTS[case], SCORE)
+    ],
+)
+def test_segments_windows_and_tables(name: str, case: str) -> None:
+    """Forward over some keys; their share of the gradients, with other keys and a sink."""
+    check_segments(available()[name], case, SCORE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("case", SEGMENTS)
+def test_eager_in_float32(case: str) -> None:
+    for score in (SCORE, CAPPED):
+        check_segments(available()["torch_eager"], case, score, torch.float32)
+
+
+PIECES = {
+    "window": (Piece(Interval(3, 400), Interval(0, 397), Band(-50, 0)),),
+    "window of one key": (Piece(Interval(0, 60), Interval(2, 62), Band(0, 0)),),
+    "two-sided": (Piece(Interval(0, 200), Interval(0, 260), Band(-30, 90)),),
+    "more rows than columns": (Piece(Interval(0, 300), Interval(0, 90), Band(-250, 40)),),
+    "later, more rows than columns": (Piece(Interval(0, 300), Interval(0, 90), Band(-250, None)),),
+    "stairs, more rows than columns": (Piece(Interval(0, 300), Interval(0, 90), Band(None, 20)),),
+    "later only": (Piece(Interval(0, 200), Interval(2, 202), ANTICAUSAL),),
+    "documents": tuple(
+        Piece(Interval(a, b), Interval(a, b), Band(None, 0) if b > a + 1 else FULL)
+        for a, b in [(0, 70), (70, 71), (71, 141), (141, 241), (241, 311)]
+    ),
+    "overlapping rows": (
+        Piece(Interval(0, 90), Interval(0, 90), Band(None, 0)),
+        Piece(Interval(40, 90), Interval(90, 200), FULL),
+        Piece(Interval(0, 90), Interval(200, 310), Band(-40, 40)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("case", PIECES)
+def test_calls_add_up(name: str, case: str) -> None:
+    """Pieces as windows, or as squares in both directions where a kernel has no windows."""
+    given = partial(problem, heads=(8, 2), dtype=torch.bfloat16, dim=64, device="cuda")
+    check_calls(available()[name], PIECES[case], SCORE, given, 1e-2)
+
+
+def test_auto_prefers_cudnn_and_for_pieces_flash() -> None:
+    request = KernelRequest("cuda", torch.bfloat16, 128)
+    assert choose_kernel("auto", request).name == "cudnn"
+    assert choose_kernel("auto", request._replace(head_dim=256)).name == "torch_flash"
+    assert choose_kernel("auto", request._replace(pieces=True)).name == "torch_flash"
+    assert choose_kernel("auto", request._replace(softcap=True)).name == "flex"
+    assert choose_kernel("auto", request._replace(tiles=True)).name == "flex"
+    assert choose_kernel("auto", request._replace(dtype=torch.float32)).name == "flex"
+
+
+RUNS = [case for case, segments in SEGMENTS.items() if not isinstance(segments.rule, Tile)]
+
+
+def test_flex_compiles_once_for_all_runs() -> None:
+    """Lengths, windows, numbers of documents and scales are data, not code."""
+    from torch._dynamo.utils import counters
+
+    kernel = available()["flex"]
+    check_segments(kernel, RUNS[0], SCORE, torch.bfloat16)
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled > 0
+    for case in RUNS[1:]:
+        check_segments(kernel, case, Score(0.1 + len(case) / 100), torch.bfloat16)
+    assert counters["stats"]["unique_graphs"] == compiled
+
+
+@pytest.mark.parametrize(
+    ("case", "score", "dtype", "dim"),
+    [
+        ("windows of documents", CAPPED, torch.bfloat16, 64),
+        ("table", SCORE, torch.bfloat16, 64),
+        ("table", CAPPED, torch.bfloat16, 64),
+        ("windows of documents", CAPPED, torch.bfloat16, 256),
+        ("window", SCORE, torch.float32, 64),
+    ],
+)
+def test_flex(case: str, score: Score, dtype: torch.dtype, dim: int) -> None:
+    check_segments(available()["flex"], case, score, dtype, dim=dim)

@@ -91,7 +91,7 @@ def assert_predicted(handle: PatchHandle, case: Case) -> None:
     """Two layers, each one attention call of 4 query and 2 key-value heads of 16."""
     degree = case.config.sequence_degree * (2 if case.layout == "zigzag" and case.ring > 1 else 1)
     padded = -(-case.length // degree) * degree
-    call = AttentionCall(handle.group, padded, 1.0, 4, 2)
+    call = AttentionCall.causal(handle.group, padded, 1.0, 4, 2)
     traffic = call.predicted_traffic(2, 16, case.dtype.itemsize)
     per_layer = traffic.forward + traffic.backward
     assert handle.counters.messages == 2 * per_layer.messages, case

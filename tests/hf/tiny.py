@@ -1,4 +1,4 @@
-"""Tiny models of every family, from configs, with two layers and four query heads."""
+"""Tiny models of every family, from configs, with two or three layers and four query heads."""
 
 from typing import Any
 
@@ -6,10 +6,83 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from longctx_patch.verification.shrink import keep_float64
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Dense, causal and without a window: what most tests run over."""
 VOCABULARY = 97
+WINDOW = 7
+
+_WINDOWED: dict[str, Any] = {"sliding_window": WINDOW}
+_ALTERNATING = _WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]}
+_QWEN_WINDOW = _WINDOWED | {"use_sliding_window": True}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROPE_PER_LAYER = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 
 _EXTRA: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 16}}
+
+_FEATURES: dict[str, dict[str, Any]] = {
+    "mistral": _WINDOWED,
+    "ministral": _ALTERNATING,
+    "ministral3": _WINDOWED
+    | {
+        "rope_parameters": _YARN
+        | {
+            "factor": 64.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "mixtral": _WINDOWED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": _QWEN_WINDOW | {"max_window_layers": 1},
+    "qwen2_moe": _QWEN_WINDOW
+    | _EXPERTS
+    | {
+        "num_hidden_layers": 3,
+        "num_experts": 4,
+        "max_window_layers": 3,
+        "shared_expert_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+    "qwen3": _QWEN_WINDOW | {"max_window_layers": 1},
+    "qwen3_moe": _QWEN_WINDOW | _EXPERTS | {"num_experts": 4},
+    "gemma2": _ALTERNATING | {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 5.0},
+    "gemma3_text": _ALTERNATING | {"query_pre_attn_scalar": 12, "rope_parameters": _ROPE_PER_LAYER},
+    "gpt_oss": _ALTERNATING
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": _YARN | {"original_max_position_embeddings": 128, "truncate": False},
+    },
+    "phi3": _WINDOWED
+    | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        },
+    },
+    "olmo": {"clip_qkv": 1.0},
+    "olmo3": _ALTERNATING | {"rope_parameters": _ROPE_PER_LAYER},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "cohere": {"use_qk_norm": True},
+    "cohere2": _ALTERNATING,
+    "smollm3": _ALTERNATING | {"use_sliding_window": True, "no_rope_layers": [0, 1]},
+    "starcoder2": _WINDOWED,
+    "granite": {
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+    },
+    "exaone4": _ALTERNATING,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+}
+"""What a family has beside causal attention, small enough to matter in rows of some 30 tokens."""
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
@@ -26,6 +99,13 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     return AutoConfig.for_model(family, **(values | _EXTRA.get(family, {}) | overrides))
 
 
+def featured_config(family: str, **overrides: Any) -> Any:
+    """With a window, softcap, experts and more where the family has them; eager attention."""
+    values = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    values |= {"head_dim": 16, "attn_implementation": "eager"}
+    return tiny_config(family, **values | _FEATURES.get(family, {}) | overrides)
+
+
 def tiny_model(
     family: str = "llama", *, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> PreTrainedModel:
@@ -33,21 +113,20 @@ def tiny_model(
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=dtype)
     if dtype == torch.float64:
-        _keep_norms_in_float64(model)
+        keep_float64(model)
     return model.train()
 
 
-def _keep_norms_in_float64(model: PreTrainedModel) -> None:
-    """transformers' RMSNorm rounds to float32 inside, which turns a last-bit difference of its
-    float64 input into one of 1e-8 now and then. Both sides of a comparison get this one."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-
-            def forward(x: Tensor, norm: Any = module) -> Tensor:
-                variance = x.pow(2).mean(-1, keepdim=True)
-                return norm.weight * x * torch.rsqrt(variance + norm.variance_epsilon)
-
-            module.forward = forward
+def featured_model(family: str, **overrides: Any) -> PreTrainedModel:
+    """The same weights wherever it is called, none of them as a fresh model has it: norms are not
+    at 1, biases and sinks not at 0, and scores are large enough for a softcap to bend them."""
+    torch.manual_seed(0)
+    config = featured_config(family, **overrides)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    return model.train()
 
 
 def token_rows(length: int, num_rows: int = 2, seed: int = 0) -> list[dict[str, list[int]]]:

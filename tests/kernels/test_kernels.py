@@ -1,59 +1,178 @@
+"""Every kernel that runs on a CPU, against attention over a whole table in float64."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from longctx_patch.kernels import Kernel, KernelRequest, available, choose_kernel
-from tests.reference import dense_attention, relative_error
+from longctx_patch.kernels import (
+    Kernel,
+    Score,
+    Segments,
+    Window,
+    available,
+)
+from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
+from longctx_patch.kernels.dense import DenseKernel
+from longctx_patch.kernels.flex import FlexKernel
+from longctx_patch.kernels.flex_masks import block_mask
+from longctx_patch.layout import Interval
+from longctx_patch.masks import ANTICAUSAL, FULL, Band, Piece, Tile
+from tests.kernels.checks import check_calls, check_kernel, takes
+from tests.kernels.dense import answer, problem, table_of
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-def inputs(
-    length: int, heads: tuple[int, int], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(length)
-    q, dout = torch.randn(2, 2, length, heads[0], 8, generator=generator, dtype=dtype)
-    k, v = torch.randn(2, 2, length, heads[1], 8, generator=generator, dtype=dtype)
-    return q, k, v, dout
-
-
-@pytest.mark.parametrize("name", ["reference", "torch_cpu"])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-@pytest.mark.parametrize("length", [1, 17, 64])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_against_dense(name: str, heads: tuple[int, int], length: int, dtype: torch.dtype) -> None:
-    kernel = available()[name]
-    q, k, v, dout = inputs(length, heads, dtype)
-    out, lse = kernel.forward(q, k, v, causal=True, scale=8**-0.5)
-    grads = kernel.backward(dout, q, k, v, out, lse, causal=True, scale=8**-0.5)
-    assert lse.shape == (2, heads[0], length)
-    for found, wanted in zip((out, lse, *grads), dense_attention(q, k, v, dout), strict=True):
-        assert found.dtype == dtype
-        assert relative_error(found, wanted) < TOLERANCE[dtype]
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+CAPPED = Score(0.3, softcap=0.7)
+PLAIN = Score(0.3)
 
 
-@pytest.mark.parametrize("name", ["reference", "torch_cpu"])
-def test_backward_takes_the_global_lse(name: str) -> None:
-    """Keys in two blocks: block gradients must use out and lse over both."""
-    kernel: Kernel = available()[name]
-    q, k, v, dout = inputs(16, (4, 2), torch.float64)
-    out, lse = kernel.forward(q, k, v, causal=False, scale=1.0)
-    whole = kernel.backward(dout, q, k, v, out, lse, causal=False, scale=1.0)
-    parts = [
-        kernel.backward(dout, q, k[:, cut], v[:, cut], out, lse, causal=False, scale=1.0)
-        for cut in (slice(0, 5), slice(5, 16))
-    ]
-    assert relative_error(parts[0][0] + parts[1][0], whole[0]) < 1e-10
-    for i in (1, 2):
-        assert relative_error(torch.cat([parts[0][i], parts[1][i]], 1), whole[i]) < 1e-10
+def attend_densely(
+    q_BHLD: Tensor, k_BGMD: Tensor, v_BGMD: Tensor, mask: Any, score: Score
+) -> tuple[Tensor, Tensor]:
+    """What FlexAttention computes from a block mask, in torch's own words."""
+    rows, columns = (torch.arange(x.shape[2]) for x in (q_BHLD, k_BGMD))
+    bits_LM = mask.mask_mod(torch.tensor(0), torch.tensor(0), rows[:, None], columns[None])
+    in_block_LM = mask.to_dense()[0, 0].bool().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    group = q_BHLD.shape[1] // k_BGMD.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k_BGMD, v_BGMD))
+    scores = q_BHLD @ k.mT * score.scale
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if score.softcap is not None:
+        scores = score.softcap * torch.tanh(scores / score.softcap)
+    hidden_LM = ~(bits_LM & in_block_LM)
+    scores = scores.masked_fill(hidden_LM, -torch.inf)
+    p = torch.where(hidden_LM.all(1)[:, None], 0.0, scores.softmax(-1))
+    return (p @ v.to(p.dtype)).to(v.dtype), scores.logsumexp(-1)
 
 
-def test_the_choice_gives_reasons() -> None:
-    request = KernelRequest("cpu", torch.float32, 8)
-    assert choose_kernel("auto", request).name == "torch_cpu"
-    assert choose_kernel("reference", request).name == "reference"
-    with pytest.raises(ValueError, match="cudnn: needs device cuda, tensors are on cpu"):
-        choose_kernel("cudnn", request)
-    with pytest.raises(ValueError, match="kernel='magic': choose auto or one of"):
-        choose_kernel("magic", request)
-    with pytest.raises(ValueError, match="takes bfloat16, float16, tensors are float32"):
-        choose_kernel("auto", KernelRequest("cuda", torch.float32, 64))
+KERNELS: dict[str, Kernel] = {
+    "reference": available()["reference"],
+    "torch_eager": available()["torch_eager"],
+    "torch_eager, a row at a time": DenseKernel("torch_eager", None, chunk_bytes=1),
+    "torch_eager, in chunks": DenseKernel("torch_eager", None, chunk_bytes=2**12),
+    "torch_cpu": available()["torch_cpu"],
+    "flex": FlexKernel(attend_densely),
+}
+
+
+def tile(rows: int, columns: int) -> Tile:
+    bits = np.random.default_rng(rows).random((rows, columns)) < 0.3
+    bits[np.arange(rows), np.arange(rows) % columns] = True
+    return Tile(bits)
+
+
+SEGMENTS = {
+    "full": Segments((7,), (11,), FULL_WINDOW),
+    "causal": Segments((17,), (17,), CAUSAL_WINDOW),
+    "causal, more columns": Segments((5,), (17,), CAUSAL_WINDOW),
+    "window": Segments((17,), (17,), Window(4, 0)),
+    "window, more columns": Segments((9,), (17,), Window(4, 0)),
+    "both sides": Segments((16,), (17,), Window(3, 2)),
+    "later only": Segments((17,), (17,), Window(0, None)),
+    "later, with left": Segments((9,), (12,), Window(5, None)),
+    "tall and full": Segments((19,), (3,), FULL_WINDOW),
+    "documents": Segments((5, 1, 9, 2), (5, 1, 9, 2), CAUSAL_WINDOW),
+    "documents of full sight": Segments((5, 1, 9), (2, 7, 4), FULL_WINDOW),
+    "documents of unequal sides": Segments((3, 1, 9), (5, 4, 9), CAUSAL_WINDOW),
+    "windows of documents": Segments((5, 1, 9, 2), (5, 3, 11, 2), Window(3, 0)),
+    "many blocks": Segments((150, 1, 140), (150, 30, 200), Window(64, 0)),
+    "table": Segments((9,), (13,), tile(9, 13)),
+    "table of many blocks": Segments((150,), (300,), tile(150, 300)),
+}
+
+
+TAKEN = [
+    (name, case, score)
+    for name, kernel in KERNELS.items()
+    for case, segments in SEGMENTS.items()
+    for score in (PLAIN, CAPPED)
+    if takes(kernel, segments, score) and not ("a row" in name and "many" in case)
+]
+
+
+@pytest.mark.parametrize(("name", "case", "score"), TAKEN)
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        ((4, 4), torch.float64),
+        ((6, 2), torch.float64),
+        ((6, 2), torch.float32),
+        ((4, 1), torch.bfloat16),
+    ],
+)
+def test_against_a_whole_table(
+    name: str, case: str, score: Score, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Forward over some keys; their share of the gradients, with other keys and a sink."""
+    kernel, segments = KERNELS[name], SEGMENTS[case]
+    given = problem(sum(segments.q), sum(segments.kv), heads, dtype)
+    want = answer(given, table_of(segments), score)
+    check_kernel(kernel, segments, score, given, want, TOLERANCE[dtype])
+
+
+PIECES = {
+    "window": (Piece(Interval(3, 40), Interval(0, 37), Band(-5, 0)),),
+    "window of one key": (Piece(Interval(0, 6), Interval(2, 8), Band(0, 0)),),
+    "two-sided": (Piece(Interval(0, 20), Interval(0, 26), Band(-3, 9)),),
+    "more rows than columns": (Piece(Interval(0, 30), Interval(0, 9), Band(-25, 4)),),
+    "later only": (Piece(Interval(0, 8), Interval(2, 10), ANTICAUSAL),),
+    "documents": tuple(
+        Piece(Interval(a, b), Interval(a, b), Band(None, 0) if b > a + 1 else FULL)
+        for a, b in [(0, 7), (7, 8), (8, 15), (15, 24), (24, 31)]
+    ),
+    "anticausal documents": tuple(
+        Piece(Interval(a, b), Interval(a, b), ANTICAUSAL)
+        for a, b in [(0, 7), (7, 14), (14, 24), (24, 31)]
+    ),
+    "overlapping rows": (
+        Piece(Interval(0, 9), Interval(0, 9), Band(None, 0)),
+        Piece(Interval(4, 9), Interval(9, 20), FULL),
+        Piece(Interval(0, 9), Interval(20, 31), Band(-4, 4)),
+    ),
+    "equal tables": tuple(
+        Piece(Interval(n, n + 4), Interval(n, n + 5), tile(4, 5)) for n in (0, 4, 12)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["reference", "torch_eager", "torch_cpu", "flex"])
+@pytest.mark.parametrize("case", PIECES)
+def test_calls_add_up(name: str, case: str) -> None:
+    """What the executor does with the calls of a work: merge outputs by lse, add gradients."""
+    given = partial(problem, heads=(6, 2), dtype=torch.float64)
+    check_calls(KERNELS[name], PIECES[case], PLAIN, given, 1e-10)
+
+
+def test_a_long_window_in_chunks_takes_few_products() -> None:
+    """A chunk computes the columns it can see, not the whole segment."""
+    kernel = DenseKernel("torch_eager", None, chunk_bytes=2**20)
+    segments = Segments((8192,), (8192,), Window(31, 0))
+    q = torch.zeros(1, 8192, 1, 8)
+    chunks = list(kernel._chunks(q, segments))
+    computed = sum((r.stop - r.start) * (c.stop - c.start) for r, c, _ in chunks)
+    assert computed * 4 / len(chunks) <= 2**20
+    assert len(chunks) < 30
+    out, _ = kernel.forward(q, q, torch.arange(8192.0)[None, :, None, None] + q, segments, PLAIN)
+    assert out[0, 100, 0, 0] == pytest.approx(100 - 15.5)
+
+
+@pytest.mark.parametrize("case", SEGMENTS)
+def test_block_masks_are_those_of_torch(case: str) -> None:
+    """Blocks and table as `create_block_mask` makes them from the same function."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    segments = SEGMENTS[case]
+    made = block_mask(segments, torch.device("cpu"))
+    lengths = made.seq_lengths
+    torchs = create_block_mask(made.mask_mod, None, None, *lengths, device="cpu")
+    assert torch.equal(made.to_dense(), torchs.to_dense())
+    for counts in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(made, counts), getattr(torchs, counts))
+    rows, columns = (torch.arange(n) for n in lengths)
+    bits = made.mask_mod(torch.tensor(0), torch.tensor(0), rows[:, None], columns[None])
+    wanted = torch.zeros(lengths, dtype=torch.bool)
+    wanted[: sum(segments.q), : sum(segments.kv)] = table_of(segments)
+    assert torch.equal(bits, wanted)

@@ -57,7 +57,7 @@ def one_step(config: LongContextConfig, *, lora: bool = False, fsdp: bool = Fals
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    call = AttentionCall(handle.group, LENGTH, 1.0, 4, 2)
+    call = AttentionCall.causal(handle.group, LENGTH, 1.0, 4, 2)
     return Outcome(
         loss.detach(),
         grads,

@@ -5,12 +5,10 @@ import pytest
 
 from longctx_patch.config import LayoutName
 from longctx_patch.layout import make_layout
-from longctx_patch.masks import CausalMask
+from longctx_patch.masks import causal
 from longctx_patch.plans import EVERYONE, PieceTable, Work
 from longctx_patch.plans.gathered import by_owner
 from longctx_patch.plans.pieces import slot_pieces
-
-MASK = CausalMask()
 
 
 @pytest.mark.parametrize("name", ["zigzag", "contiguous", "striped"])
@@ -20,15 +18,15 @@ def test_kinds_are_the_pieces_of_each_pair(
     name: LayoutName, num_ranks: int, num_tokens: int
 ) -> None:
     layout = make_layout(name, num_tokens, ring=num_ranks)
-    table = PieceTable(layout, MASK)
+    table = PieceTable(layout, causal(num_tokens))
     q, kv = (x.ravel() for x in np.indices((num_ranks, num_ranks)))
     kinds = table.kinds(q, kv)
     for q_owner, kv_owner, kind in zip(q.tolist(), kv.tolist(), kinds.tolist(), strict=True):
-        assert table.of_kind(kind) == slot_pieces(layout, MASK, q_owner, kv_owner)
-    starts, stops = table.kv_rows(kinds)
+        assert table.of_kind(kind) == slot_pieces(layout, causal(num_tokens), q_owner, kv_owner)
+    columns = table.num_rows(table.kv_rows(kinds))
     areas = table.measure(kinds, lambda pieces: sum(piece.area for piece in pieces))
     assert areas.sum() == num_tokens * (num_tokens + 1) // 2
-    assert ((stops - starts) * table.sizes[q] >= areas).all()
+    assert (columns * table.sizes[q] >= areas).all()
 
 
 @pytest.mark.parametrize("name", ["zigzag", "contiguous"])
@@ -38,14 +36,15 @@ def test_gathered_pieces_are_those_of_all_owners(
     name: LayoutName, num_ranks: int, num_tokens: int
 ) -> None:
     layout = make_layout(name, num_tokens, ring=num_ranks)
-    table = PieceTable(layout, MASK)
+    table = PieceTable(layout, causal(num_tokens))
     for rank, kind in enumerate(table.gathered(np.arange(num_ranks)).tolist()):
         pieces = table.of_kind(kind)
         assert len(pieces) <= 4
         works = by_owner(Work(rank, rank, EVERYONE, pieces), layout)
         for work in works:
-            assert set(work.pieces) == set(slot_pieces(layout, MASK, rank, work.kv_owner))
+            alone = slot_pieces(layout, causal(num_tokens), rank, work.kv_owner)
+            assert set(work.pieces) == set(alone)
             assert work.kv_owner == rank or len(work.pieces) == 1  # rounded once
         met = {work.kv_owner for work in works}
         others = set(range(num_ranks)) - met
-        assert not any(slot_pieces(layout, MASK, rank, other) for other in others)
+        assert not any(slot_pieces(layout, causal(num_tokens), rank, other) for other in others)

@@ -7,8 +7,8 @@ from time import process_time
 import pytest
 
 from longctx_patch.config import LAYOUTS_OF_PLAN
-from longctx_patch.layout import Interval, make_layout
-from longctx_patch.masks import CausalMask
+from longctx_patch.layout import Interval, Rows, make_layout
+from longctx_patch.masks import causal
 from longctx_patch.plans import (
     Block,
     Direction,
@@ -39,7 +39,7 @@ PLANS = (
 def make_plan(name: str, num_ranks: int, direction: Direction = Direction.FORWARD) -> Plan:
     layout = make_layout(LAYOUTS_OF_PLAN[name][0], 16 * num_ranks, ring=num_ranks)
     schedule = make_schedule(
-        name, direction, layout, CausalMask(), num_kv_heads=8, ranks_per_node=2
+        name, direction, layout, causal(layout.num_tokens), num_kv_heads=8, ranks_per_node=2
     )
     return schedule.plan()
 
@@ -50,7 +50,7 @@ def programs_of(name: str, num_ranks: int, direction: Direction = Direction.FORW
 
 def message(source: int, destination: int, number: int = 0) -> Transfer:
     """One that differs from others of the link in its rows."""
-    rows = Interval(number, number + 1)
+    rows = Rows((Interval(number, number + 1),))
     return Transfer(source, destination, Block(Operand.KV, source, rows), 0)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from longctx_patch.layout import contiguous, zigzag
-from longctx_patch.masks import CausalMask
+from longctx_patch.masks import causal
 from longctx_patch.plans import (
     AttentionShape,
     Direction,
@@ -21,7 +21,6 @@ from longctx_patch.plans import (
 )
 
 TOKENS, HEAD_DIM = 512, 4096  # so many that lse, delta and the diagonal's half rows vanish
-MASK = CausalMask()
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
@@ -37,7 +36,7 @@ def mean_units(plan: Plan, group: int) -> float:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 8])
 @pytest.mark.parametrize("direction", Direction)
 def test_idle_share_of_distflash(num_ranks: int, direction: Direction) -> None:
-    pieces = PieceTable(contiguous(TOKENS * num_ranks, num_ranks), MASK)
+    pieces = PieceTable(contiguous(TOKENS * num_ranks, num_ranks), causal(TOKENS * num_ranks))
     published, balanced = (
         verify_plan(distflash(pieces, direction, balanced=balanced).plan()).idle_fraction
         for balanced in (False, True)
@@ -56,7 +55,7 @@ def test_idle_share_of_distflash(num_ranks: int, direction: Direction) -> None:
 def test_bytes_of_distflash_on_8_ranks(
     balanced: bool, forward: dict[int, float], backward: dict[int, float]
 ) -> None:
-    pieces = PieceTable(contiguous(TOKENS * 8, 8), MASK)
+    pieces = PieceTable(contiguous(TOKENS * 8, 8), causal(TOKENS * 8))
     for direction, wanted in ((FORWARD, forward), (BACKWARD, backward)):
         plan = distflash(pieces, direction, balanced=balanced).plan()
         for group, units in wanted.items():
@@ -65,7 +64,7 @@ def test_bytes_of_distflash_on_8_ranks(
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_direct_zigzag_sends_three_quarters(num_ranks: int) -> None:
-    pieces = PieceTable(zigzag(TOKENS * num_ranks, num_ranks), MASK)
+    pieces = PieceTable(zigzag(TOKENS * num_ranks, num_ranks), causal(TOKENS * num_ranks))
     forward, backward = (direct_ring(pieces, direction).plan() for direction in Direction)
     assert mean_units(forward, 4) == pytest.approx(1.5 * (num_ranks - 1))
     assert mean_units(backward, 4) == pytest.approx(3 * (num_ranks - 1))
@@ -75,7 +74,7 @@ def test_direct_zigzag_sends_three_quarters(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_burst_saves_for_equal_heads_and_loses_for_grouped_ones(num_ranks: int) -> None:
     """3 g (P - 1) units against the float32 ring's 6 (P - 1): the paper's 40 % and more."""
-    pieces = PieceTable(zigzag(TOKENS * num_ranks, num_ranks), MASK)
+    pieces = PieceTable(zigzag(TOKENS * num_ranks, num_ranks), causal(TOKENS * num_ranks))
     burst, plain = burst_backward(pieces).plan(), ring(pieces, BACKWARD).plan()
     assert verify_plan(burst).idle_fraction == 0
     assert mean_units(plain, 1) == pytest.approx(6 * (num_ranks - 1))
@@ -89,7 +88,7 @@ def test_all_gather_sends_all_keys_once_and_all_gradients_once(
     num_ranks: int, head_groups: int
 ) -> None:
     """2 (P - 1) units forward; 2 more backward, less where no query of a rank sees a key."""
-    pieces = PieceTable(zigzag(TOKENS * num_ranks, num_ranks), MASK)
+    pieces = PieceTable(zigzag(TOKENS * num_ranks, num_ranks), causal(TOKENS * num_ranks))
     forward, backward = (
         allgather(pieces, direction, head_groups=head_groups).plan() for direction in Direction
     )
@@ -110,7 +109,7 @@ def test_a_rank_sends_a_block_per_other_node_across(
     num_nodes: int, per_node: int, direction: Direction
 ) -> None:
     num_ranks = num_nodes * per_node
-    pieces = PieceTable(zigzag(32 * num_ranks, num_ranks), MASK)
+    pieces = PieceTable(zigzag(32 * num_ranks, num_ranks), causal(32 * num_ranks))
     plan = double_ring(pieces, direction, ranks_per_node=per_node).plan()
     verify_plan(plan)
     across = [

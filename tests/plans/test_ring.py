@@ -2,7 +2,7 @@ import pytest
 
 from longctx_patch.config import LayoutName
 from longctx_patch.layout import Layout, contiguous, make_layout, zigzag
-from longctx_patch.masks import CausalMask
+from longctx_patch.masks import CAUSAL, causal
 from longctx_patch.plans import (
     AttentionShape,
     Direction,
@@ -14,12 +14,11 @@ from longctx_patch.plans import (
 )
 from longctx_patch.plans.pieces import slot_pieces
 
-MASK = CausalMask()
 SHAPE = AttentionShape(batch=2, num_heads=8, num_kv_heads=2, head_dim=16, itemsize_bytes=2)
 
 
 def forward_plan(layout: Layout) -> Plan:
-    return ring(PieceTable(layout, MASK), Direction.FORWARD).plan()
+    return ring(PieceTable(layout, causal(layout.num_tokens)), Direction.FORWARD).plan()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
@@ -28,7 +27,7 @@ def forward_plan(layout: Layout) -> Plan:
 def test_plans_are_right(num_ranks: int, num_tokens: int, name: LayoutName) -> None:
     layout = make_layout(name, num_tokens, ring=num_ranks)
     for direction in Direction:
-        report = verify_plan(ring(PieceTable(layout, MASK), direction).plan())
+        report = verify_plan(ring(PieceTable(layout, causal(layout.num_tokens)), direction).plan())
         assert report.area == num_tokens * (num_tokens + 1) // 2
 
 
@@ -55,12 +54,12 @@ def test_bytes_are_the_closed_forms(num_ranks: int) -> None:
     for sent in plan_traffic(forward_plan(layout), SHAPE):
         assert (sent.messages, sent.bytes) == (hops, 2 * hops * block)
     # Keys and values in bfloat16, their gradients in float32: 2 + 4 units, each over P - 1 hops.
-    backward = ring(PieceTable(layout, MASK), Direction.BACKWARD).plan()
+    backward = ring(PieceTable(layout, causal(layout.num_tokens)), Direction.BACKWARD).plan()
     for sent in plan_traffic(backward, SHAPE):
         assert (sent.messages, sent.bytes) == (2 * hops, (2 + 4) * hops * block)
 
 
 def test_the_diagonal_of_zigzag_is_one_causal_square() -> None:
-    (piece,) = slot_pieces(zigzag(16, 2), CausalMask(), 0, 0)
-    assert piece.causal
+    (piece,) = slot_pieces(zigzag(16, 2), causal(16), 0, 0)
+    assert piece.rule == CAUSAL
     assert piece.q.size == 8

@@ -8,7 +8,7 @@ import pytest
 
 from longctx_patch.config import LAYOUTS_OF_PLAN
 from longctx_patch.layout import make_layout
-from longctx_patch.masks import CausalMask
+from longctx_patch.masks import causal
 from longctx_patch.plans import (
     PRESETS,
     AttentionShape,
@@ -57,7 +57,7 @@ MESSAGES_ALONE = replace(
 def named(plan: str, direction: Direction, num_ranks: int, *, per_node: int = 1) -> Schedule:
     layout = make_layout(LAYOUTS_OF_PLAN[plan][0], TOKENS * num_ranks, ring=num_ranks)
     return make_schedule(
-        plan, direction, layout, CausalMask(), num_kv_heads=8, ranks_per_node=per_node
+        plan, direction, layout, causal(layout.num_tokens), num_kv_heads=8, ranks_per_node=per_node
     )
 
 

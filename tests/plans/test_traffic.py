@@ -2,7 +2,7 @@ import pytest
 
 from longctx_patch.config import LAYOUTS_OF_PLAN
 from longctx_patch.layout import make_layout
-from longctx_patch.masks import CausalMask
+from longctx_patch.masks import causal
 from longctx_patch.plans import AttentionShape, Direction, Plan, make_schedule, plan_traffic
 from longctx_patch.plans.traffic import bytes_per_link
 
@@ -17,7 +17,7 @@ def make_plan(name: str, num_ranks: int, direction: Direction) -> Plan:
         name,
         direction,
         layout,
-        CausalMask(),
+        causal(layout.num_tokens),
         num_kv_heads=SHAPE.num_kv_heads,
         ranks_per_node=2,
     ).plan()

@@ -1,0 +1,243 @@
+"""Packing of documents into rows of a given length, with as little padding as possible.
+
+`pack_rows` goes once over tokenised rows and yields packed ones for `SequenceShardCollator`, which
+keeps attention, positions and labels within documents. `best_fit` is the packing itself.
+
+Everything follows from the rows and the arguments: ranks that are given the same rows in the same
+order pack them the same.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from longctx_patch.data.collator import _parse
+
+TooLong = Literal["refuse", "split"]
+
+
+class PackedRow(TypedDict):
+    """Documents one after another, without padding."""
+
+    input_ids: Tensor
+    """int64 `[tokens]`, `seq_len` at most."""
+    labels: Tensor
+    """The same shape, unshifted: the collator shifts them within each document."""
+    seq_lengths: list[int]
+    """Length of each document, as TRL names it."""
+
+
+def pack_rows(
+    rows: Iterable[Mapping[str, Any]],
+    seq_len: int,
+    *,
+    buffer_rows: int = 32,
+    too_long: TooLong = "refuse",
+) -> "PackedRows":
+    """Pack rows, best fit first, while they stream by.
+
+    Args:
+        rows: mappings as the collator takes them (`input_ids`, optional `labels`, an optional
+            `attention_mask` that marks padding on the right, which is dropped), of one document
+            each, or of those that `seq_lengths` names. A list, a dataset, or, for one pass, an
+            iterator. The same rows on every rank of a sequence group.
+        seq_len: tokens of a packed row at most. Give it to the collator as `pad_to_length` where
+            all batches should have one length.
+        buffer_rows: how many packed rows' worth of documents to choose from: more of them pack
+            tighter, need more memory, and take documents further from their place in the stream.
+        too_long: what to do with a document longer than `seq_len`: an error, or split it into
+            documents of `seq_len` tokens. Attention does not cross such a cut, and the first token
+            after it is nobody's label.
+
+    Raises ValueError for bad arguments at once, and for bad rows when it comes to them.
+
+    Example:
+        >>> packed = pack_rows([{"input_ids": [1] * n} for n in (3, 4, 5)], seq_len=8)
+        >>> [row["seq_lengths"] for row in packed], packed.efficiency
+        ([[3, 5], [4]], 0.75)
+    """
+    for name, value in (("seq_len", seq_len), ("buffer_rows", buffer_rows)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: it counts from 1. Give 1 or more.")
+    if too_long not in get_args(TooLong):
+        raise ValueError(f"too_long={too_long!r}: use one of {', '.join(get_args(TooLong))}.")
+    return PackedRows(rows, seq_len, buffer_rows, too_long)
+
+
+class PackedRows(IterableDataset[PackedRow]):
+    """Packed rows, made while they are iterated over; see `pack_rows`, which makes it.
+
+    The counts are those of the pass that began last, up to the row it has come to.
+
+    In a `DataLoader` use `num_workers` 0 or 1: each worker would pack all rows, so several are
+    refused. One packs beside the training step; the counts then stay in that worker.
+    """
+
+    num_rows: int
+    """Packed rows so far."""
+    num_tokens: int
+    """Tokens in them."""
+    num_documents: int
+    """Documents in them, pieces of split ones each."""
+    num_split: int
+    """Documents that were longer than a row and have been split."""
+    num_empty: int
+    """Documents without a token, which are dropped."""
+
+    def __init__(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        seq_len: int,
+        buffer_rows: int,
+        too_long: TooLong,
+    ) -> None:
+        self.rows = rows
+        self.seq_len = seq_len
+        self.buffer_rows = buffer_rows
+        self.too_long = too_long
+        self._begun = False
+        self._reset_counts()
+
+    @property
+    def efficiency(self) -> float:
+        """Share of real tokens in the packed rows so far, each counted as `seq_len` long."""
+        if self.num_rows == 0:
+            raise ValueError(
+                "efficiency of 0 rows: it is known once rows are packed, in the process that packs "
+                "them. Iterate first, under a DataLoader with num_workers=0."
+            )
+        return self.num_tokens / (self.num_rows * self.seq_len)
+
+    def __iter__(self) -> Iterator[PackedRow]:
+        self._check_pass()
+        self._begun = True
+        self._reset_counts()
+        for documents in self._bins():
+            self.num_rows += 1
+            self.num_tokens += sum(len(document.ids) for document in documents)
+            self.num_documents += len(documents)
+            yield PackedRow(
+                input_ids=torch.cat([document.ids for document in documents]),
+                labels=torch.cat([document.labels for document in documents]),
+                seq_lengths=[len(document.ids) for document in documents],
+            )
+
+    def _reset_counts(self) -> None:
+        self.num_rows = self.num_tokens = self.num_documents = 0
+        self.num_split = self.num_empty = 0
+
+    def _check_pass(self) -> None:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(
+                f"num_workers={worker.num_workers}: each worker would pack all rows, and they "
+                "would come several times. Use num_workers=0 or 1."
+            )
+        if self._begun and isinstance(self.rows, Iterator):
+            raise ValueError(
+                f"a second pass over rows of type {type(self.rows).__name__}, which can be read "
+                "once. Give a list or a dataset."
+            )
+
+    def _bins(self) -> Iterator[list["_Document"]]:
+        """The documents of each packed row.
+
+        Of a full buffer all bins go but the emptiest, whose documents the next buffer takes over.
+        """
+        buffer: list[_Document] = []
+        num_buffered = 0
+        for document in self._documents():
+            buffer.append(document)
+            num_buffered += len(document.ids)
+            if num_buffered >= self.buffer_rows * self.seq_len:
+                *full, buffer = self._packed(buffer)
+                yield from full
+                num_buffered = sum(len(document.ids) for document in buffer)
+        if buffer:
+            yield from self._packed(buffer)
+
+    def _packed(self, documents: list["_Document"]) -> list[list["_Document"]]:
+        """Bins in the order of the stream, but the emptiest at the end."""
+        lengths = [len(document.ids) for document in documents]
+        bins = list(best_fit(lengths, self.seq_len))
+        emptiest = min(range(len(bins)), key=lambda n: sum(lengths[i] for i in bins[n]))
+        bins.append(bins.pop(emptiest))
+        return [[documents[index] for index in indices] for indices in bins]
+
+    def _documents(self) -> Iterator["_Document"]:
+        """The documents of all rows, none empty and none longer than a packed row."""
+        for number, row in enumerate(self.rows):
+            ids, labels, lengths = _parse(row, number)
+            if not lengths:
+                self.num_empty += 1
+            for document in _cut(_Document(ids, labels), lengths):
+                yield from self._fitting(document, number)
+
+    def _fitting(self, document: "_Document", number: int) -> Iterator["_Document"]:
+        length = len(document.ids)
+        if length <= self.seq_len:
+            yield document
+            return
+        if self.too_long == "refuse":
+            raise ValueError(
+                f"row {number} has a document of {length} tokens, and a packed row has "
+                f"seq_len={self.seq_len} at most. Give a larger seq_len, or too_long='split', "
+                "which makes documents of that length of it."
+            )
+        self.num_split += 1
+        whole, rest = divmod(length, self.seq_len)
+        yield from _cut(document, [self.seq_len] * whole + [rest] * (rest > 0))
+
+
+class _Document(NamedTuple):
+    ids: Tensor
+    labels: Tensor
+
+
+def _cut(document: _Document, lengths: Sequence[int]) -> Iterator[_Document]:
+    parts = (part.split(list(lengths)) for part in document)
+    yield from (_Document(ids, labels) for ids, labels in zip(*parts, strict=True))
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ...]:
+    """Bins of at most `capacity`: each length, longest first, goes where it leaves least room.
+
+    Best-fit decreasing (Johnson et al. 1974), which needs at most 11/9 of the fewest bins, plus a
+    few. A search takes the logarithm of the number of different rooms, so millions are fine.
+
+    Returns:
+        The indices of the lengths in each bin, ascending; bins in the order of their first index.
+
+    Raises:
+        ValueError: a length is below 1 or above `capacity`.
+    """
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= capacity:
+            raise ValueError(
+                f"length {length} at index {index}: bins have a capacity of {capacity}, so lengths "
+                f"lie in 1..{capacity}. Drop what is empty; split what is longer."
+            )
+    bins: list[list[int]] = []
+    bins_with: dict[int, list[int]] = {}  # by room: the bins that have just so much left
+    rooms: list[int] = []  # the keys of it, ascending
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect_left(rooms, lengths[index])
+        if place == len(rooms):
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        else:
+            room = rooms[place]
+            chosen = bins_with[room].pop()
+            if not bins_with[room]:
+                del bins_with[room], rooms[place]
+        bins[chosen].append(index)
+        left = room - lengths[index]
+        if left not in bins_with:
+            bins_with[left] = []
+            insort(rooms, left)
+        bins_with[left].append(chosen)
+    return tuple(sorted(tuple(sorted(indices)) for indices in bins))

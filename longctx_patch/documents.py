@@ -1,0 +1,64 @@
+"""Where the documents of a packed row begin and end."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents one after another from token 0; what is left of `num_tokens` is padding.
+
+    Tokens attend within their document only, padding to nothing at all.
+    """
+
+    lengths: tuple[int, ...]
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        if any(length < 1 for length in self.lengths) or sum(self.lengths) > self.num_tokens:
+            raise ValueError(
+                f"document lengths {_short(self.lengths)} in {self.num_tokens} tokens: each "
+                "document has a token or more, and together they fit. Leave empty ones out."
+            )
+
+    @classmethod
+    def one(cls, num_tokens: int) -> "Documents":
+        """A row that is not packed."""
+        return cls((num_tokens,) if num_tokens else (), num_tokens)
+
+    @classmethod
+    def of_row(cls, lengths: tuple[int, ...], num_tokens: int) -> "Documents":
+        """Those of a padded row. A document by itself takes the padding with it: causal attention
+        never sees it, and all rows of one length then have one mask."""
+        return cls(lengths, num_tokens) if len(lengths) > 1 else cls.one(num_tokens)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether a single document fills the row."""
+        return sum(self.lengths[:1]) == self.num_tokens
+
+    @cached_property
+    def edges(self) -> tuple[int, ...]:
+        """Where each document starts, and where the last one ends."""
+        return tuple(accumulate(self.lengths, initial=0))
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Place of each token (int64, any shape) in its document; padding counts from its start."""
+        edges = torch.tensor(self.edges, device=tokens.device)
+        return tokens - edges[torch.searchsorted(edges, tokens, right=True) - 1]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.lengths, self.num_tokens))
+
+
+def _short(lengths: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, lengths[:6]))
+    return f"({shown}{', ...' if len(lengths) > 6 else ''})"

@@ -1,0 +1,32 @@
+"""The layout of a row: the placement that a config names, for the documents that the row holds."""
+
+from functools import lru_cache
+
+from longctx_patch.balance import balanced, balanced_multiple
+from longctx_patch.config import LayoutName, LongContextConfig
+from longctx_patch.documents import Documents
+from longctx_patch.layout import Layout, length_multiple, make_layout
+
+
+def placement_of(config: LongContextConfig, documents: Documents) -> LayoutName:
+    """The placement that a config has for a row."""
+    return config.placement if documents.is_one else config.packed_placement
+
+
+@lru_cache(maxsize=256)
+def place(name: LayoutName, documents: Documents, *, ring: int, ulysses: int = 1) -> Layout:
+    """The layout of a (ring x Ulysses) group; Ulysses ranks are consecutive.
+
+    A balanced row of one document is the zigzag one; without a ring there is nothing to balance.
+    """
+    if name == "balanced" and ring > 1 and not documents.is_one:
+        return balanced(documents, ring).split_each(ulysses)
+    plain = "zigzag" if name == "balanced" else name
+    return make_layout(plain, documents.num_tokens, ring=ring, ulysses=ulysses)
+
+
+def padding_multiple(name: LayoutName, *, ring: int, ulysses: int = 1) -> int:
+    """Lengths that are a multiple of this give every rank the same number of tokens."""
+    if name == "balanced":
+        return balanced_multiple(ring=ring, ulysses=ulysses)
+    return length_multiple(name, ring=ring, ulysses=ulysses)

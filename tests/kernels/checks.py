@@ -1,0 +1,96 @@
+"""A kernel, alone and through the calls of pieces, against a whole table."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longctx_patch.kernels import Kernel, Score, Segments, calls_of, run_backward, run_forward
+from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
+from longctx_patch.layout import Interval
+from longctx_patch.masks import Piece, Tile
+from tests.kernels.dense import Answer, Problem, answer
+from tests.reference import relative_error
+
+
+def takes(kernel: Kernel, segments: Segments, score: Score) -> bool:
+    n, m, rule = segments
+    if isinstance(rule, Tile):
+        needs = [kernel.traits.tiles]
+    else:
+        is_simple = rule == FULL_WINDOW or (rule == CAUSAL_WINDOW and n == m)
+        needs = [is_simple or kernel.traits.windows, len(n) == 1 or kernel.traits.segments]
+    return all(needs) and (score.softcap is None or kernel.traits.softcap)
+
+
+def check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], bound: float) -> None:
+    for part, right in zip(found, wanted, strict=True):
+        assert part.shape == right.shape
+        assert relative_error(part, right) < bound
+
+
+def check_kernel(
+    kernel: Kernel, segments: Segments, score: Score, given: Problem, want: Answer, bound: float
+) -> None:
+    q, k, v, dout = given[:4]
+    out, lse = kernel.forward(q, k, v, segments, score)
+    assert out.dtype == q.dtype
+    assert lse.dtype == _lse_dtype(q)
+    check((out, lse), (want.own_out, want.own_lse), bound)
+    global_out, global_lse = want.out.to(out.dtype), want.lse.to(lse.dtype)
+    grads = kernel.backward(dout, q, k, v, global_out, global_lse, segments, score)
+    assert all(grad.dtype == q.dtype for grad in grads)
+    check(grads, (want.dq, want.dk, want.dv), bound)
+
+
+def check_calls(
+    kernel: Kernel,
+    pieces: tuple[Piece, ...],
+    score: Score,
+    make: Callable[[int, int], Problem],
+    bound: float,
+) -> None:
+    """Outputs of all calls merged by their lse, and the sum of their gradients, with a sink."""
+    size = max(piece.q.stop for piece in pieces), max(piece.kv.stop for piece in pieces)
+    table = np.zeros(size, dtype=np.bool_)
+    for piece in pieces:
+        table[slice(*piece.q), slice(*piece.kv)] |= piece.bits()
+    given = make(*size)
+    want = answer(given, torch.from_numpy(table), score)
+    q, k, v, dout = given[:4]
+    out, dq, dk, dv = (torch.zeros_like(x, dtype=torch.float64) for x in (q, q, k, v))
+    lse = torch.full_like(want.lse, -math.inf)
+    rows = [dout, q, want.out.to(q.dtype), want.lse.to(_lse_dtype(q)).transpose(1, 2)]
+    for call in calls_of(pieces, kernel.traits):
+        own_dout, own_q, own_out, own_lse = (_packed(x, call.q) for x in rows)
+        keys = _packed(k, call.kv), _packed(v, call.kv)
+        part, part_lse = run_forward(kernel, call, own_q, *keys, score)
+        at, columns = (_index(i).to(q.device) for i in (call.q, call.kv))
+        out[:, at] += part * part_lse.double().exp().transpose(1, 2)[..., None]
+        lse[:, :, at] = torch.logaddexp(lse[:, :, at], part_lse.double())
+        found = run_backward(
+            kernel, call, own_dout, own_q, *keys, own_out, own_lse.transpose(1, 2), score
+        )
+        for total, rows_of, grad in zip((dq, dk, dv), (at, columns, columns), found, strict=True):
+            total.index_add_(1, rows_of, grad.double())
+    seeing = torch.from_numpy(table.any(1)).to(q.device)
+    lse, out, dq = lse[:, :, seeing], out[:, seeing], dq[:, seeing]
+    check(
+        (out / lse.exp().transpose(1, 2)[..., None], lse, dq, dk, dv),
+        (want.own_out[:, seeing], want.own_lse[:, :, seeing], want.dq[:, seeing], want.dk, want.dv),
+        bound,
+    )
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _packed(x: Tensor, intervals: tuple[Interval, ...]) -> Tensor:
+    return torch.cat([x[:, slice(*i)] for i in intervals], 1)
+
+
+def _index(intervals: tuple[Interval, ...]) -> Tensor:
+    return torch.cat([torch.arange(*i) for i in intervals])

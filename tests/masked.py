@@ -1,0 +1,94 @@
+"""Masks of every kind with the dense table of each, written from its definition."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from longctx_patch.documents import Documents
+from longctx_patch.masks import Mask, bidirectional, block_sparse, function_mask, prefix_lm
+
+Table = NDArray[np.bool_]
+
+
+class Masked(NamedTuple):
+    """Arguments of `attention` and the pairs that they allow."""
+
+    name: str
+    documents: Documents
+    window: int | None
+    mask: Mask | None
+    table: Table
+
+
+def masks_of(num_tokens: int) -> Iterator[Masked]:
+    """Documents end at, before and after the edges of quarters; also one-token ones and padding."""
+    n, quarter = num_tokens, num_tokens // 4
+    one = Documents.one(n)
+    lengths = (quarter - 1, 1, 1, n // 2, 1, 3)
+    packed = Documents(lengths, n)
+    q, k = np.arange(n)[:, None], np.arange(n)[None, :]
+    causal = k <= q
+    inside = _same(lengths, n)
+    yield Masked("documents", packed, None, None, causal & inside)
+    yield Masked("window 1", one, 1, None, q == k)
+    yield Masked("window", one, 5, None, causal & (k > q - 5))
+    yield Masked("window beyond a shard", one, quarter + 3, None, causal & (k > q - quarter - 3))
+    yield Masked("documents in windows", packed, 3, None, causal & inside & (k > q - 3))
+    yield Masked("bidirectional", one, None, bidirectional(n), causal | True)
+    yield Masked("both ways in documents", packed, None, bidirectional(n), inside)
+    yield Masked("prefix", one, None, prefix_lm(n, n // 3), causal | (k < n // 3))
+    blocks = np.random.default_rng(0).random((-(-n // 5),) * 2) > 0.6
+    allowed = blocks[q // 5, k // 5]
+    yield Masked("blocks", one, None, block_sparse(n, blocks, 5), causal & allowed)
+    sparse = block_sparse(n, blocks, 5, is_causal=False)
+    yield Masked("blocks both ways", one, None, sparse, allowed)
+    yield Masked("blocks in documents", packed, None, sparse, allowed & inside)
+
+    def rule(q: Table, k: Table) -> Table:
+        return (q * 7 + k * 3) % 5 < 2
+
+    yield Masked("function", one, None, function_mask(n, rule, block_size=8), rule(q, k))
+
+
+def _same(lengths: tuple[int, ...], num_tokens: int) -> Table:
+    owner = np.full(num_tokens, -1)
+    start = 0
+    for number, length in enumerate(lengths):
+        owner[start : start + length] = number
+        start += length
+    return (owner[:, None] == owner[None, :]) & (owner >= 0)[:, None]
+
+
+def dense_masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    table: Table,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> dict[str, Tensor]:
+    """out, lse and all gradients through autograd in float64; rows that see nothing give 0."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    groups = q.shape[2] // k.shape[2]
+    keys, values = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    scores = torch.einsum("blhd,bmhd->bhlm", q, keys) / q.shape[-1] ** 0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~torch.from_numpy(table), -torch.inf)
+    wanted = [q, k, v]
+    sink = torch.full((1,), -torch.inf, dtype=torch.float64).expand(q.shape[2])
+    if sinks is not None:
+        sink = sinks.detach().double().requires_grad_()
+        wanted.append(sink)
+    scores = torch.cat([scores, sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    lse = torch.logsumexp(scores, -1)
+    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    out = torch.einsum("bhlm,bmhd->blhd", p[..., :-1], values)
+    grads = torch.autograd.grad(out, wanted, dout.double())
+    names = ("dq", "dk", "dv", "dsinks")
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, grads, strict=False))}
