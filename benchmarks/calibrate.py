@@ -134,10 +134,10 @@ def prepared(
     rows, keys, causal, heads, kv_heads = block
     q, dout = normal((2, 1, rows, heads, HEAD_DIM), clock.device)
     k, v = normal((2, 1, keys, kv_heads, HEAD_DIM), clock.device)
-    forward = partial(kernel.forward, q, k, v, causal=causal, scale=HEAD_DIM**-0.5)
-    backward = partial(
-        kernel.backward, dout, q, k, v, *forward(), causal=causal, scale=HEAD_DIM**-0.5
-    )
+    rule = CAUSAL_WINDOW if causal else FULL_WINDOW
+    how = (Segments((rows,), (keys,), rule), Score(HEAD_DIM**-0.5))
+    forward = partial(kernel.forward, q, k, v, *how)
+    backward = partial(kernel.backward, dout, q, k, v, *forward(), *how)
     return {"forward": forward, "backward": backward}
 
 

@@ -11,16 +11,26 @@ if TYPE_CHECKING:
     from longctx_patch.choice import compare, explain
     from longctx_patch.config import LongContextConfig
     from longctx_patch.costs import Workload
-    from longctx_patch.data import SequenceShardCollator
+    from longctx_patch.data import SequenceShardCollator, pack_rows
+    from longctx_patch.documents import Documents
     from longctx_patch.groups import make_sequence_group, virtual_group, world_place
-    from longctx_patch.hf import PatchHandle, UnsupportedModelError, patch
+    from longctx_patch.hf import (
+        PatchHandle,
+        SequenceParallelismError,
+        UnsupportedModelError,
+        patch,
+    )
     from longctx_patch.loss import count_valid_tokens
+    from longctx_patch.masks import Mask
     from longctx_patch.operator import attention
     from longctx_patch.transport import run_virtual_ranks
 
 _HOME = {
+    "Documents": "documents",
     "LongContextConfig": "config",
+    "Mask": "masks",
     "PatchHandle": "hf",
+    "SequenceParallelismError": "hf",
     "SequenceShardCollator": "data",
     "UnsupportedModelError": "hf",
     "Workload": "costs",
@@ -29,6 +39,7 @@ _HOME = {
     "count_valid_tokens": "loss",
     "explain": "choice",
     "make_sequence_group": "groups",
+    "pack_rows": "data",
     "patch": "hf",
     "run_virtual_ranks": "transport",
     "virtual_group": "groups",
@@ -36,8 +47,11 @@ _HOME = {
 }
 
 __all__ = [
+    "Documents",
     "LongContextConfig",
+    "Mask",
     "PatchHandle",
+    "SequenceParallelismError",
     "SequenceShardCollator",
     "UnsupportedModelError",
     "Workload",
@@ -46,6 +60,7 @@ __all__ = [
     "count_valid_tokens",
     "explain",
     "make_sequence_group",
+    "pack_rows",
     "patch",
     "run_virtual_ranks",
     "virtual_group",

@@ -161,12 +161,14 @@ def _placed(rank_of: Ints, num_ranks: int, num_tokens: int) -> Layout:
     """The layout in which the chunks, in the order of the tokens, belong to these ranks.
 
     Chunks get their lengths here: those of a rank add up to its even share of the tokens, whatever
-    the number of chunks. So edges may move by a token per rank, which `imbalance` then sees.
+    the number of chunks. Ranks round at different chunks, so that the roundings cancel and edges
+    stay within a few tokens of even ones.
     """
     sizes = np.empty_like(rank_of)
     for rank, share in enumerate(even_cuts(num_tokens, num_ranks)):
         chunks = np.flatnonzero(rank_of == rank)
-        sizes[chunks] = [cut.size for cut in even_cuts(share.size, len(chunks))]
+        ends = np.arange(len(chunks) + 1) * share.size * num_ranks + rank * len(chunks)
+        sizes[chunks] = np.diff(ends // (len(chunks) * num_ranks))
     sizes, rank_of = sizes[sizes > 0], rank_of[sizes > 0]
     first_of_run = np.flatnonzero(np.diff(rank_of, prepend=-1))
     edges = np.append((np.cumsum(sizes) - sizes)[first_of_run], num_tokens).tolist()

@@ -10,7 +10,7 @@ from longctx_patch.choice import choose
 from longctx_patch.config import LongContextConfig, PlanName
 from longctx_patch.costs import Setting, Workload, schedule_of
 from longctx_patch.documents import Documents
-from longctx_patch.executor import Executor
+from longctx_patch.executor import Executor, kernel_calls
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.kernels import Kernel, KernelRequest, Score, choose_kernel
 from longctx_patch.layout import Interval
@@ -132,6 +132,15 @@ class AttentionCall:
         """The plan for queries `[B, L, H, D]`."""
         batch, _, _, head_dim = q.shape
         return self.plan(direction, batch=batch, head_dim=head_dim, itemsize_bytes=q.dtype.itemsize)
+
+    def prepare(self, device_type: str, dtype: torch.dtype, head_dim: int, *, batch: int) -> None:
+        """Make plans and kernel calls of both directions before they are needed."""
+        traits = self.kernel(device_type, dtype, head_dim).traits
+        for direction in Direction:
+            plan = self.plan(
+                direction, batch=batch, head_dim=head_dim, itemsize_bytes=dtype.itemsize
+            )
+            kernel_calls(plan, self.group.ring.group_rank, traits)
 
     def executor(self, q: Tensor) -> Executor:
         kernel = self.kernel(q.device.type, q.dtype, q.shape[-1])

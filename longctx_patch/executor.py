@@ -89,7 +89,7 @@ class Executor:
         """Each step: post its messages, compute its works, wait for what arrives."""
         rank = self.transport.group_rank
         for works, (with_inputs, with_results) in zip(
-            _calls(plan, rank, self.kernel.traits), plan.rank_messages[rank], strict=True
+            kernel_calls(plan, rank, self.kernel.traits), plan.rank_messages[rank], strict=True
         ):
             arriving_inputs = _post(self.transport, inputs, with_inputs)
             arriving_results = _post(self.results_transport, partials, with_results)
@@ -151,7 +151,7 @@ class Executor:
 
 
 @lru_cache(maxsize=256)
-def _calls(
+def kernel_calls(
     plan: Plan, rank: int, traits: Traits
 ) -> tuple[tuple[tuple[Work, tuple[Call, ...]], ...], ...]:
     """By step: a rank's works, and the calls that compute each with a kernel of these traits."""

@@ -155,6 +155,12 @@ class Layout:
                 found.append((rank, members.shift(slots.start), held.part(members)))
         return found
 
+    def run_with(self, *tokens: Interval) -> tuple[int, int] | None:
+        """(rank, slot - token) of the run without gaps that holds all of them, if one does."""
+        held, slots, rank = self._runs[bisect_right(self._stops, tokens[0].start)]
+        inside = all(held.start <= i.start and i.stop <= held.stop for i in tokens)
+        return (rank, slots.start - held.start) if inside and held.step == 1 else None
+
     def tokens_in(self, rank: int, slots: Interval) -> list[tuple[Interval, Interval]]:
         """(tokens, slots) of each run of a rank that has some of its `slots`."""
         runs = self._runs_of[rank]

@@ -83,7 +83,7 @@ class Piece(NamedTuple):
         """Number of allowed (query, key) pairs."""
         if isinstance(self.rule, Tile):
             return self.rule.area
-        rows, columns = self.q.size, self.kv.size
+        rows, columns = self.q.stop - self.q.start, self.kv.stop - self.kv.start
         low, high = self.rule
         seen = rows * columns if high is None else _pairs_up_to(high, rows, columns)
         return seen if low is None else seen - _pairs_up_to(low - 1, rows, columns)
@@ -209,6 +209,14 @@ class Mask:
     def area(self) -> int:
         """Number of allowed pairs."""
         return sum(piece.area for piece in self.regions)
+
+    def has_region(self, piece: Piece) -> bool:
+        """Whether a piece, in tokens, is a region as it is."""
+        return piece in self._region_set
+
+    @cached_property
+    def _region_set(self) -> frozenset[Piece]:
+        return frozenset(self.regions)
 
     def overlapping(self, q: Interval) -> Sequence[Piece]:
         """The regions that may have some of these rows."""

@@ -7,17 +7,16 @@ the next.
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longctx_patch.config import LongContextConfig
+from longctx_patch.data.rows import Row, join_rows, parse_row
 from longctx_patch.documents import Documents
 from longctx_patch.loss import IGNORE_INDEX
 from longctx_patch.placement import padding_multiple, place, placement_of
-
-_ROW_KEYS = frozenset({"input_ids", "labels", "attention_mask", "seq_lengths"})
 
 SHARD_KEY = "longctx_shard"
 """`[B, 2 + n]` int64: length of the padded row, a checksum of all of it, and the lengths of its
@@ -80,9 +79,9 @@ class SequenceShardCollator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         if not rows:
             raise ValueError("a batch of no rows: give one row or more, the same on every rank.")
-        parsed = [_parse(row, number) for number, row in enumerate(rows)]
+        parsed = [parse_row(row, number) for number, row in enumerate(rows)]
         if self.packed or any(len(row.lengths) > 1 for row in parsed):
-            parsed = [_joined(parsed)]
+            parsed = [join_rows(parsed)]
         length = self._padded_length(parsed)
         documents = Documents.of_row(parsed[0].lengths, length)
         input_ids = torch.stack([_pad(row.ids, length, self.pad_token_id) for row in parsed])
@@ -103,7 +102,7 @@ class SequenceShardCollator:
             SHARD_KEY: _describe(parsed, length, input_ids, labels),
         }
 
-    def _padded_length(self, rows: Sequence["_Row"]) -> int:
+    def _padded_length(self, rows: Sequence[Row]) -> int:
         config = self.config
         is_packed = len(rows[0].lengths) > 1
         multiple = padding_multiple(
@@ -115,31 +114,7 @@ class SequenceShardCollator:
         return -(-wanted // multiple) * multiple
 
 
-class _Row(NamedTuple):
-    """Documents one after another; int64 tensors of one dimension."""
-
-    ids: Tensor
-    labels: Tensor
-    """Unshifted."""
-    lengths: tuple[int, ...]
-
-    def next_labels(self) -> Tensor:
-        """The label of each token: the token after it in its document."""
-        shifted = torch.cat([self.labels[1:], self.labels.new_full((1,), IGNORE_INDEX)])
-        if self.lengths:
-            shifted[torch.tensor(self.lengths).cumsum(0) - 1] = IGNORE_INDEX
-        return shifted[: len(self.ids)]
-
-
-def _joined(rows: Sequence[_Row]) -> _Row:
-    return _Row(
-        torch.cat([row.ids for row in rows]),
-        torch.cat([row.labels for row in rows]),
-        tuple(length for row in rows for length in row.lengths),
-    )
-
-
-def _describe(rows: Sequence[_Row], length: int, input_ids: Tensor, labels: Tensor) -> Tensor:
+def _describe(rows: Sequence[Row], length: int, input_ids: Tensor, labels: Tensor) -> Tensor:
     """`SHARD_KEY`'s tensor."""
     checksums = [
         zlib.crc32(ids.numpy().tobytes() + row.numpy().tobytes())
@@ -152,56 +127,6 @@ def _describe(rows: Sequence[_Row], length: int, input_ids: Tensor, labels: Tens
             for checksum, row in zip(checksums, rows, strict=True)
         ]
     )
-
-
-def _parse(row: Mapping[str, Any], number: int) -> _Row:
-    """A row without its padding."""
-    if not isinstance(row, Mapping) or "input_ids" not in row:
-        has = (
-            f"the keys {sorted(row)}" if isinstance(row, Mapping) else f"type {type(row).__name__}"
-        )
-        raise ValueError(
-            f"row {number} has {has}: each row is a mapping with input_ids. Tokenise first."
-        )
-    if unknown := sorted(set(row) - _ROW_KEYS):
-        raise ValueError(
-            f"row {number} has {', '.join(unknown)}, which would be dropped: a row has "
-            f"{', '.join(sorted(_ROW_KEYS))}. Give the boundaries of packed documents as "
-            "seq_lengths, a list of their lengths; positions and masks follow from it."
-        )
-    ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
-    given = row.get("labels")
-    labels = ids if given is None else torch.as_tensor(given, dtype=torch.int64)
-    if ids.ndim != 1 or labels.shape != ids.shape:
-        raise ValueError(
-            f"row {number}: input_ids {list(ids.shape)} and labels {list(labels.shape)} must be "
-            "one-dimensional and equally long. Pass one row per example, unshifted labels."
-        )
-    if row.get("attention_mask") is None:
-        return _Row(ids, labels, _lengths(row, number, len(ids)))
-    mask = torch.as_tensor(row["attention_mask"]).bool()
-    real = int(mask.sum())
-    if mask.shape != ids.shape or not mask[:real].all():
-        raise ValueError(
-            f"row {number}: attention_mask must be as long as input_ids and mark padding on the "
-            "right only. Left padding shifts positions; pad on the right, or don't pad at all."
-        )
-    return _Row(ids[:real], labels[:real], _lengths(row, number, real))
-
-
-def _lengths(row: Mapping[str, Any], number: int, real: int) -> tuple[int, ...]:
-    """Lengths of the documents of a row that has so many real tokens."""
-    given = row.get("seq_lengths")
-    if given is None:
-        return (real,) if real else ()
-    lengths = tuple(int(length) for length in given)
-    if any(length < 1 for length in lengths) or sum(lengths) != real:
-        raise ValueError(
-            f"row {number}: seq_lengths {list(lengths[:6])}{'...' if len(lengths) > 6 else ''} add "
-            f"up to {sum(lengths)}, but the row has {real} tokens: every document has one or more, "
-            "and together they fill the row. Mark padding on the right with attention_mask."
-        )
-    return lengths
 
 
 def _pad(row: Tensor, length: int, value: int) -> Tensor:

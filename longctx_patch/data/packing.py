@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from longctx_patch.data.collator import _parse
+from longctx_patch.data.rows import parse_row
 
 TooLong = Literal["refuse", "split"]
 
@@ -171,7 +171,7 @@ class PackedRows(IterableDataset[PackedRow]):
     def _documents(self) -> Iterator["_Document"]:
         """The documents of all rows, none empty and none longer than a packed row."""
         for number, row in enumerate(self.rows):
-            ids, labels, lengths = _parse(row, number)
+            ids, labels, lengths = parse_row(row, number)
             if not lengths:
                 self.num_empty += 1
             for document in _cut(_Document(ids, labels), lengths):

@@ -5,17 +5,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from longctx_patch.hf.families import FAMILIES, UnsupportedModelError, check_model_config
+    from longctx_patch.hf.fire_check import SequenceParallelismError
     from longctx_patch.hf.patching import PatchHandle, patch
 
 _HOME = {
     "FAMILIES": "families",
     "PatchHandle": "patching",
+    "SequenceParallelismError": "fire_check",
     "UnsupportedModelError": "families",
     "check_model_config": "families",
     "patch": "patching",
 }
 
-__all__ = ["FAMILIES", "PatchHandle", "UnsupportedModelError", "check_model_config", "patch"]
+__all__ = [
+    "FAMILIES",
+    "PatchHandle",
+    "SequenceParallelismError",
+    "UnsupportedModelError",
+    "check_model_config",
+    "patch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ def check_model_config(model_config: Any, config: "LongContextConfig") -> None:
         model_config: a transformers config; no weights are needed.
         config: the degrees to check it against.
     """
-    model_type = getattr(model_config, "model_type", None)
+    model_type = str(getattr(model_config, "model_type", None))
     if (refusal := refusal_of(model_type)) is not None:
         layer = _uncovered_layer(model_config, config)
         raise UnsupportedModelError(

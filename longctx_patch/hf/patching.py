@@ -5,9 +5,9 @@ gives it the loss law. Classes are never touched. A batch that carries `longctx_
 `SequenceShardCollator`) is a shard; anything else, such as `generate`, runs on the stock path.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,14 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf import transformers_api
+from longctx_patch.hf.ahead import one_ahead
 from longctx_patch.hf.families import check_model_config, check_modules
 from longctx_patch.hf.fire_check import FireCheck
 from longctx_patch.hf.sharded import (
+    CallShape,
+    LayerKind,
     MaskFactory,
+    plans_of_batch,
     prepare_call,
     sharded_attention,
     with_whole_router_logits,
@@ -35,6 +39,8 @@ from longctx_patch.loss import (
 from longctx_patch.memory import context_fn_of
 from longctx_patch.transport import Counters
 
+Batch = TypeVar("Batch", bound=Mapping[str, Any])
+
 
 @dataclass
 class PatchHandle:
@@ -47,6 +53,7 @@ class PatchHandle:
     first_step: FireCheck | None = field(repr=False, default=None)
     """What the first sharded training step has run and sent."""
     _is_proved: bool = field(repr=False, default=False)
+    _seen: dict[LayerKind, CallShape] = field(repr=False, default_factory=dict)
 
     @property
     def config(self) -> LongContextConfig:
@@ -61,6 +68,23 @@ class PatchHandle:
     def counters(self) -> Counters:
         """Messages, bytes and kernel calls of this process since the patch or `reset()`."""
         return self.group.counters
+
+    def plan_ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches; the plans of each are made beside the step before it.
+
+        Packed rows need new plans with every batch. Iterate over `handle.plan_ahead(loader)` and
+        they are ready when the batch is, once a first step has shown what layers the model has.
+
+        Example:
+            >>> for batch in handle.plan_ahead(loader):  # doctest: +SKIP
+            ...     model(**batch).loss.backward()
+        """
+        return one_ahead(batches, self._make_plans)
+
+    def _make_plans(self, batch: Mapping[str, Any]) -> None:
+        shard = batch.get(SHARD_KEY)
+        if shard is not None:
+            plans_of_batch(self.group, shard, self.mask, self._seen)
 
     def unpatch(self) -> None:
         """Restore attention implementation, loss, hooks and checkpointing. Once only.
@@ -178,6 +202,7 @@ def _bind_decoder(handle: PatchHandle) -> Callable[[], None]:
             args,
             dict(kwargs),
             mask_factory=handle.mask,
+            seen=handle._seen,
             fire_check=_begin_fire_check(handle, decoder, kwargs),
         )
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.layout import Layout
-from longctx_patch.transport import Message
 
 
 def whole_router_logits(
@@ -27,8 +26,8 @@ def whole_router_logits(
 ) -> tuple[Tensor, ...]:
     """Router logits of whole sequences, in place of those of this rank's tokens.
 
-    Collective: every rank of the group calls it, with as many layers. Each layer sends this rank's
-    logits to every other rank (counted as messages), and holds those of all; backward sends none.
+    Collective: every rank of the group calls it, with as many layers. Forward gathers the logits of
+    each layer on every rank; backward sends nothing.
 
     The gradient of this rank's own logits is multiplied by the number of ranks, that of the others
     is left to them: all ranks have the same loss, so the mean over ranks (what DDP and FSDP make of
@@ -53,21 +52,11 @@ def whole_router_logits(
 
 def _all_tokens(logits: Tensor, group: SequenceGroup, layout: Layout, num_rows: int) -> Tensor:
     """`[B * all tokens, E]`, with padding."""
-    shards = _all_shards(logits.detach(), group, [num_rows * size for size in layout.sizes])
+    sizes = [num_rows * size for size in layout.sizes]
+    shards = group.everyone.all_gather(logits.detach(), sizes)
     shards[group.group_rank] = _ScaleGradient.apply(logits, group.num_ranks)
     shards_BLE = [shard.unflatten(0, (num_rows, -1)) for shard in shards]
     return layout.unshard(shards_BLE, 1).flatten(0, 1)
-
-
-def _all_shards(mine: Tensor, group: SequenceGroup, sizes: Sequence[int]) -> list[Tensor]:
-    """Every rank's tensor, by rank; `sizes` are their numbers of rows."""
-    me = group.group_rank
-    mine = mine.contiguous()
-    shards = [mine if r == me else mine.new_empty(n, *mine.shape[1:]) for r, n in enumerate(sizes)]
-    others = [Message(rank, shard) for rank, shard in enumerate(shards) if rank != me]
-    sends = [Message(rank, mine) for rank, _ in others]
-    group.everyone.exchange(sends, others).wait()
-    return shards
 
 
 class _ScaleGradient(torch.autograd.Function):

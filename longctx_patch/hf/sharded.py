@@ -38,6 +38,14 @@ class LayerKind(NamedTuple):
     window: int | None
 
 
+class CallShape(NamedTuple):
+    """What decides a layer's plans and kernel, besides its kind and the row."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+
+
 @dataclass(frozen=True)
 class ShardedCall:
     """Travels with one forward pass, from the decoder to each of its attention layers."""
@@ -48,6 +56,8 @@ class ShardedCall:
     """Who sees whom in layers with full attention; None: causally within documents."""
     real_lengths: tuple[int, ...]
     """Tokens of each row of the batch without its padding."""
+    seen: dict[LayerKind, CallShape] = field(default_factory=dict)
+    """Kinds of layers that have run, for whoever makes plans ahead."""
     fire_check: FireCheck | None = None
     _calls: dict[LayerKind, AttentionCall] = field(default_factory=dict)
 
@@ -66,6 +76,11 @@ class ShardedCall:
                 plan_name=None if window is None else "halo",
             )
         return self._calls[kind]
+
+    def make_plans(self) -> None:
+        """Plans of both directions for all kinds of layers that have been seen."""
+        for kind, shape in list(self.seen.items()):
+            self.attention(kind).prepare(*shape, batch=len(self.real_lengths))
 
 
 def sharded_attention(
@@ -97,6 +112,7 @@ def sharded_attention(
         sliding_window = getattr(module, "sliding_window", None)  # Qwen2-MoE keeps it to itself
     kind = LayerKind(Score(scale, softcap), query.shape[1], key.shape[1], sliding_window)
     attention_call = call.attention(kind)
+    call.seen[kind] = CallShape(query.device.type, query.dtype, query.shape[3])
     try:
         attention_call.kernel(query.device.type, query.dtype, query.shape[3])
     except ValueError as error:
@@ -157,6 +173,7 @@ def prepare_call(
     kwargs: dict[str, Any],
     *,
     mask_factory: MaskFactory | None = None,
+    seen: dict[LayerKind, CallShape] | None = None,
     fire_check: FireCheck | None = None,
 ) -> dict[str, Any]:
     """The decoder's keyword arguments for a sharded or a stock forward pass."""
@@ -200,9 +217,27 @@ def prepare_call(
         "position_ids": positions.expand(tokens.shape[0], -1),
         "use_cache": False,
         transformers_api.CALL_KEY: ShardedCall(
-            group, row.documents, mask, row.real_lengths, fire_check
+            group,
+            row.documents,
+            mask,
+            row.real_lengths,
+            {} if seen is None else seen,
+            fire_check,
         ),
     }
+
+
+def plans_of_batch(
+    group: SequenceGroup,
+    shard: Tensor,
+    mask_factory: MaskFactory | None,
+    seen: dict[LayerKind, CallShape],
+) -> None:
+    """Make the plans that a forward pass over this batch will look for."""
+    row = ShardedRow.read(shard)
+    mask, problem = (None, None) if mask_factory is None else _made_mask(mask_factory, row)
+    if problem is None:  # else the forward pass says so, on all ranks
+        ShardedCall(group, row.documents, mask, row.real_lengths, seen).make_plans()
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ NOT_PROVEN = "not compared with one process, so not proven to be exact"
 """Why a model type that the table does not name is refused."""
 
 
-def refusal_of(model_type: str | None) -> str | None:
+def refusal_of(model_type: str) -> str | None:
     """Why this model type can't be patched, or None."""
     if model_type in FAMILIES:
         return None

@@ -11,6 +11,7 @@ from longctx_patch.kernels.base import (
     Traits,
     unsupported,
 )
+from longctx_patch.kernels.dense import DenseKernel
 
 _aten = torch.ops.aten
 
@@ -58,6 +59,11 @@ class CudnnKernel:
         segments: Segments,
         score: Score,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if q_BLHD.shape[1] == k_BMGD.shape[1] == 1:  # cuDNN refuses a single pair
+            eager = DenseKernel("torch_eager", None)
+            return eager.backward(
+                dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD, lse_BHL, segments, score
+            )
         # Without dropout the random state is not read, but the op wants tensors.
         philox = torch.empty((), dtype=torch.int64, device=q_BLHD.device)
         grads_BHLD = _aten._scaled_dot_product_cudnn_attention_backward(

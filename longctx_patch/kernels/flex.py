@@ -57,8 +57,8 @@ class FlexKernel:
     def forward(
         self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score
     ) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return self._block(q_BLHD, k_BMGD, v_BMGD, segments, score)
+        _, (out_BLHD, lse_BHL) = self._block(q_BLHD, k_BMGD, v_BMGD, segments, score)
+        return out_BLHD.detach(), lse_BHL.detach()
 
     def backward(
         self,
@@ -71,22 +71,26 @@ class FlexKernel:
         segments: Segments,
         score: Score,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (x.detach().requires_grad_() for x in (q_BLHD, k_BMGD, v_BMGD))
-        with torch.enable_grad():
-            own = self._block(q, k, v, segments, score)
+        inputs, own = self._block(q_BLHD, k_BMGD, v_BMGD, segments, score)
         gradients = _own_gradients(dout_BLHD, out_BLHD, lse_BHL, *(x.detach() for x in own))
-        dq, dk, dv = torch.autograd.grad(own, (q, k, v), gradients)
+        dq, dk, dv = torch.autograd.grad(own, inputs, gradients)
         return dq, dk, dv
 
     def _block(
         self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score
-    ) -> tuple[Tensor, Tensor]:
-        """(out_BLHD, lse_BHL) over these columns alone."""
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+        """The inputs as leaves of a graph, and (out_BLHD, lse_BHL) over these columns alone.
+
+        Forward makes the graph too, though it needs none: without one it would be compiled again.
+        """
         rows = q_BLHD.shape[1]
         mask = block_mask(segments, q_BLHD.device)
-        q, k, v = (_padded(x).transpose(1, 2) for x in (q_BLHD, k_BMGD, v_BMGD))
-        out_BHLD, lse_BHL = (self.attend or _flex)(q, k, v, mask, score)
-        return out_BHLD[:, :, :rows].transpose(1, 2), lse_BHL[:, :, :rows]
+        inputs = tuple(x.detach().requires_grad_() for x in (q_BLHD, k_BMGD, v_BMGD))
+        with torch.enable_grad():
+            q, k, v = (_padded(x).transpose(1, 2) for x in inputs)
+            out_BHLD, lse_BHL = (self.attend or _flex)(q, k, v, mask, score)
+            own = out_BHLD[:, :, :rows].transpose(1, 2), lse_BHL[:, :, :rows]
+        return inputs, own
 
 
 def _own_gradients(
@@ -118,8 +122,10 @@ def _flex(
     q_BHLD: Tensor, k_BGMD: Tensor, v_BGMD: Tensor, mask: Any, score: Score
 ) -> tuple[Tensor, Tensor]:
     numbers = _numbers(score, q_BHLD.device)
-    out_BHLD, lse_BHL = _compiled()(q_BHLD, k_BGMD, v_BGMD, mask, numbers.scale, numbers.softcap)
-    return out_BHLD, lse_BHL
+    # One for each combination of: square or not, batch of one or more, runs or table, softcap or
+    # not, dtype and heads. torch gives up after 8 unless told otherwise.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        return _compiled()(q_BHLD, k_BGMD, v_BGMD, mask, numbers.scale, numbers.softcap)
 
 
 class _Numbers(NamedTuple):

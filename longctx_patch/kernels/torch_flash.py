@@ -102,7 +102,7 @@ class _Lengths(NamedTuple):
         """The op wants `[B, H, L]`, of several segments `[H, B * L]`."""
         if self.cumulative_q is None:
             return lse_BHL.contiguous()
-        return lse_BHL.transpose(0, 1).flatten(1)
+        return lse_BHL.transpose(0, 1).flatten(1).contiguous()
 
     def lse_by_batch(self, lse: Tensor, batch: int) -> Tensor:
         """`[B, H, L]`."""

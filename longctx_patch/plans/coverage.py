@@ -70,10 +70,16 @@ def _compare_areas(plan: Plan, pieces: PiecesOfPairs) -> list[str]:
 
 def _allowed_area(plan: Plan, piece: Piece, q_owner: int, kv_owner: int) -> int:
     """How many pairs of a piece (in slots) the mask allows."""
+    rows = plan.layout.tokens_in(q_owner, piece.q)
+    columns = plan.layout.tokens_in(kv_owner, piece.kv)
+    if len(rows) == len(columns) == 1 and plan.mask.has_region(
+        Piece(rows[0][0], columns[0][0], piece.rule)
+    ):
+        return piece.area  # as most documents of a long row, which are all on one rank
     return sum(
         plan.mask.area_in(q_tokens, kv_tokens, part)
-        for q_tokens, q_slots in plan.layout.tokens_in(q_owner, piece.q)
-        for kv_tokens, kv_slots in plan.layout.tokens_in(kv_owner, piece.kv)
+        for q_tokens, q_slots in rows
+        for kv_tokens, kv_slots in columns
         if (part := piece.at(q_slots, kv_slots)) is not None
     )
 

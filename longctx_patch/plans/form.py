@@ -32,6 +32,8 @@ def _work(plan: Plan, work: Work) -> list[str]:
     rows = plan.layout.sizes[work.q_owner]
     gathered = work.kv_owner == EVERYONE
     columns = plan.layout.num_tokens if gathered else plan.layout.sizes[work.kv_owner]
+    if gathered and any(run.step > 1 for rank in plan.layout.intervals for run in rank):
+        return ["keys of a striped layout can't be gathered in the order of the tokens"]
     complaints = [] if work.pieces else ["no pieces"]
     complaints += [] if _are_heads(work.heads) else ["no such heads"]
     complaints += [why for piece in work.pieces for why in _piece(piece, rows, columns)]

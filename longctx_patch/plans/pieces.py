@@ -184,6 +184,10 @@ def pair_pieces(layout: Layout, mask: Mask) -> dict[tuple[int, int], Pieces]:
     """`slot_pieces` of all pairs that have some; each region of the mask is looked at once."""
     found: dict[tuple[int, int], list[Piece]] = {}
     for region in mask.regions:
+        if (home := layout.run_with(region.q, region.kv)) is not None:
+            rank, shift = home  # most documents of a long row are all on one rank
+            found.setdefault((rank, rank), []).extend(simple_parts(region.moved(shift, shift)))
+            continue
         for q_rank, q_slots, q_tokens in layout.places(region.q):
             seen = region.cut(Interval(q_tokens.start, q_tokens.stop), region.kv)
             for kv_rank, kv_slots, kv_tokens in layout.places(seen.kv) if seen else ():

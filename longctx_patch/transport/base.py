@@ -52,6 +52,14 @@ class Transport(Protocol):
         """Every rank's numbers (as many on each), by rank. Not counted: it is control, not data."""
         ...
 
+    def all_gather(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Every rank's tensor, by rank; its own may be `mine` itself.
+
+        Along dim 0 rank `i` has `sizes[i]`, which may be zero; other dims and the dtype are alike.
+        Not counted: plans of attention, which say what is counted, know nothing of it.
+        """
+        ...
+
 
 class Done:
     """Pending with nothing to wait for."""

@@ -78,3 +78,11 @@ class ProcessGroupTransport:
         everyone = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(everyone, mine, group=self.group)
         return [tuple(row) for row in torch.stack(everyone).tolist()]
+
+    def all_gather(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        # Of equal sizes, because gloo takes no others.
+        padded = mine.new_zeros(max(sizes), *mine.shape[1:])
+        padded[: len(mine)] = mine
+        everyone = [torch.empty_like(padded) for _ in range(self.num_ranks)]
+        dist.all_gather(everyone, padded, group=self.group)
+        return [tensor[:size] for tensor, size in zip(everyone, sizes, strict=True)]

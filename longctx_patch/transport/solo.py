@@ -32,3 +32,6 @@ class SoloTransport:
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         return [tuple(numbers)]
+
+    def all_gather(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        return [mine]

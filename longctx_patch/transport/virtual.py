@@ -114,6 +114,12 @@ class VirtualTransport:
         rows = [self.take(rank) for rank in range(self.num_ranks)]
         return [row for row in rows if isinstance(row, tuple)]
 
+    def all_gather(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        for rank in range(self.num_ranks):
+            self.put(rank, mine.clone())
+        everyone = [self.take(rank) for rank in range(self.num_ranks)]
+        return [tensor for tensor in everyone if isinstance(tensor, Tensor)]
+
 
 def run_virtual_ranks(
     num_ranks: int, function: Callable[[VirtualTransport], T], *, timeout_s: float = 60.0

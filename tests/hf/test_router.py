@@ -62,9 +62,7 @@ def test_whole_logits_in_global_order_with_the_gradient_of_one_process(
             assert torch.equal(found, layer[mask.bool()])
         loss = loss_of(whole)
         loss.backward()
-        others = num_ranks - 1
-        assert group.counters.messages == LAYERS * others
-        assert group.counters.bytes == sum(layer.nbytes for layer in mine) * others
+        assert group.counters.messages == 0, "attention's plans would seem wrong"
         return loss.detach(), [layer.grad for layer in mine if layer.grad is not None]
 
     results = run_virtual_ranks(num_ranks, on_one_rank)

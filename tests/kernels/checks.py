@@ -26,9 +26,10 @@ def takes(kernel: Kernel, segments: Segments, score: Score) -> bool:
 
 
 def check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], bound: float) -> None:
-    for part, right in zip(found, wanted, strict=True):
-        assert part.shape == right.shape
-        assert relative_error(part, right) < bound
+    """Shapes, and every part's relative error."""
+    assert [part.shape for part in found] == [right.shape for right in wanted]
+    errors = [relative_error(part, right) for part, right in zip(found, wanted, strict=True)]
+    assert max(errors) < bound, errors
 
 
 def check_kernel(

@@ -6,6 +6,7 @@ from longctx_patch.transport import (
     Message,
     Packet,
     ProcessGroupTransport,
+    SoloTransport,
     TensorSpec,
     Transport,
     VirtualTransport,
@@ -15,7 +16,7 @@ from tests.harness import run_distributed
 
 
 def exercise(transport: Transport) -> None:
-    """A ring exchange in two messages a link, an uneven all-to-all, and numbers."""
+    """A ring exchange in two messages a link, an uneven all-to-all, numbers and tensors."""
     rank, num_ranks = transport.group_rank, transport.num_ranks
     after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
     sends = [torch.full((4,), 10 * rank + i, dtype=torch.uint8) for i in range(2)]
@@ -34,6 +35,11 @@ def exercise(transport: Transport) -> None:
     wanted = [10 * source + rank for source, n in enumerate(sizes) for _ in range(n)]
     assert received.tolist() == wanted
 
+    rows = [2 * other for other in range(num_ranks)]  # none on rank 0
+    mine = torch.full((rows[rank], 3), rank + 0.5, dtype=torch.bfloat16)
+    for other, tensor in enumerate(transport.all_gather(mine, rows)):
+        assert torch.equal(tensor, torch.full((rows[other], 3), other + 0.5, dtype=mine.dtype))
+
     others = [n for other, n in enumerate(sizes) if other != rank and n]
     assert transport.counters.messages == 2 + len(others)
     assert transport.counters.bytes == 8 + sum(others)
@@ -48,6 +54,14 @@ def test_virtual_ranks(num_ranks: int) -> None:
 def check_process_group(rank: int) -> None:
     assert dist.group.WORLD is not None
     exercise(ProcessGroupTransport(dist.group.WORLD, torch.device("cpu")))
+
+
+def test_a_rank_that_is_alone_has_everything_already() -> None:
+    mine, transport = torch.ones(3, 2), SoloTransport()
+    (found,) = transport.all_gather(mine, [3])
+    assert torch.equal(found, mine)
+    assert transport.all_gather_numbers([4]) == [(4,)]
+    assert transport.counters.messages == 0
 
 
 def test_processes() -> None:

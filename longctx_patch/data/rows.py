@@ -1,0 +1,85 @@
+"""Tokenised rows as users give them, checked."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx_patch.loss import IGNORE_INDEX
+
+_KEYS = frozenset({"input_ids", "labels", "attention_mask", "seq_lengths"})
+
+
+class Row(NamedTuple):
+    """Documents one after another; int64 tensors of one dimension."""
+
+    ids: Tensor
+    labels: Tensor
+    """Unshifted."""
+    lengths: tuple[int, ...]
+
+    def next_labels(self) -> Tensor:
+        """The label of each token: the token after it in its document."""
+        shifted = torch.cat([self.labels[1:], self.labels.new_full((1,), IGNORE_INDEX)])
+        if self.lengths:
+            shifted[torch.tensor(self.lengths).cumsum(0) - 1] = IGNORE_INDEX
+        return shifted[: len(self.ids)]
+
+
+def join_rows(rows: Sequence[Row]) -> Row:
+    return Row(
+        torch.cat([row.ids for row in rows]),
+        torch.cat([row.labels for row in rows]),
+        tuple(length for row in rows for length in row.lengths),
+    )
+
+
+def parse_row(row: Mapping[str, Any], number: int) -> Row:
+    """A row without its padding."""
+    if not isinstance(row, Mapping) or "input_ids" not in row:
+        has = (
+            f"the keys {sorted(row)}" if isinstance(row, Mapping) else f"type {type(row).__name__}"
+        )
+        raise ValueError(
+            f"row {number} has {has}: each row is a mapping with input_ids. Tokenise first."
+        )
+    if unknown := sorted(set(row) - _KEYS):
+        raise ValueError(
+            f"row {number} has {', '.join(unknown)}, which would be dropped: a row has "
+            f"{', '.join(sorted(_KEYS))}. Give the boundaries of packed documents as "
+            "seq_lengths, a list of their lengths; positions and masks follow from it."
+        )
+    ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
+    given = row.get("labels")
+    labels = ids if given is None else torch.as_tensor(given, dtype=torch.int64)
+    if ids.ndim != 1 or labels.shape != ids.shape:
+        raise ValueError(
+            f"row {number}: input_ids {list(ids.shape)} and labels {list(labels.shape)} must be "
+            "one-dimensional and equally long. Pass one row per example, unshifted labels."
+        )
+    if row.get("attention_mask") is None:
+        return Row(ids, labels, _lengths(row, number, len(ids)))
+    mask = torch.as_tensor(row["attention_mask"]).bool()
+    real = int(mask.sum())
+    if mask.shape != ids.shape or not mask[:real].all():
+        raise ValueError(
+            f"row {number}: attention_mask must be as long as input_ids and mark padding on the "
+            "right only. Left padding shifts positions; pad on the right, or don't pad at all."
+        )
+    return Row(ids[:real], labels[:real], _lengths(row, number, real))
+
+
+def _lengths(row: Mapping[str, Any], number: int, real: int) -> tuple[int, ...]:
+    """Lengths of the documents of a row that has so many real tokens."""
+    given = row.get("seq_lengths")
+    if given is None:
+        return (real,) if real else ()
+    lengths = tuple(int(length) for length in given)
+    if any(length < 1 for length in lengths) or sum(lengths) != real:
+        raise ValueError(
+            f"row {number}: seq_lengths {list(lengths[:6])}{'...' if len(lengths) > 6 else ''} add "
+            f"up to {sum(lengths)}, but the row has {real} tokens: every document has one or more, "
+            "and together they fill the row. Mark padding on the right with attention_mask."
+        )
+    return lengths
