@@ -48,6 +48,8 @@ class Documents:
 
     def positions(self, tokens: Tensor) -> Tensor:
         """Place of each token (int64, any shape) in its document; padding counts from its start."""
+        if len(self.lengths) < 2:
+            return tokens
         edges = torch.tensor(self.edges, device=tokens.device)
         return tokens - edges[torch.searchsorted(edges, tokens, right=True) - 1]
 

@@ -40,6 +40,7 @@ class Settings:
     text: list[str] = setting("text files, folders, globs, .jsonl files, datasets", default=[])
     text_field: str = setting("name of the text field in JSONL and datasets", default="text")
     one_document_per_row: bool = setting("rows never join two documents", default=False)
+    pack: bool = setting("rows are packed of documents that don't see each other", default=False)
     output: str = setting("folder to write, empty or new", default="")
     resume: bool = setting("go on from the newest checkpoint in the output", default=False)
 
@@ -91,6 +92,11 @@ class Settings:
             )
         if self.lora and self.full:
             raise ValueError("both lora and full are set. Choose one: --lora or --full.")
+        if self.pack and self.one_document_per_row:
+            raise ValueError(
+                "both pack and one_document_per_row are set: packed rows hold several documents, "
+                "which don't see each other either. Choose one: --pack wastes less on padding."
+            )
         for name in ("rope", "dtype", "scheduler"):
             self._check_choice(name)
         for name in ("lora_rank", "max_steps", "batch_size", "gradient_accumulation_steps"):

@@ -16,6 +16,8 @@ import numpy as np
 
 Row = dict[str, list[int]]
 
+NO_TEXT = "no text found: the sources of text hold only empty documents."
+
 
 def read_documents(sources: Sequence[str], text_field: str) -> Iterator[str]:
     """The documents of all sources in order: sources as given, files of a folder or glob sorted.
@@ -48,9 +50,9 @@ def token_rows(
 
     Raises ValueError without any text, or with less than one row of it.
     """
-    streams = [_tokens(document, tokenizer) for document in documents]
+    streams = [tokens_of(document, tokenizer) for document in documents]
     if not streams:
-        raise ValueError("no text found: the sources of text hold only empty documents.")
+        raise ValueError(NO_TEXT)
     if not one_document_per_row:
         streams = [np.concatenate(streams)]
     shortest = 2 if one_document_per_row else seq_len
@@ -64,17 +66,19 @@ def token_rows(
         count = sum(map(len, streams))
         raise ValueError(
             f"the text has {count} tokens, less than one row of seq_len={seq_len}. Give more text, "
-            "a shorter --seq-len, or --one-document-per-row, which pads."
+            "a shorter --seq-len, or --pack or --one-document-per-row, which pad."
         )
     return rows
 
 
-def digest(rows: Sequence[np.ndarray]) -> str:
-    """Short fingerprint of the rows, equal for equal tokens in equal rows."""
+def digest(rows: Sequence[np.ndarray], seq_lengths: Sequence[Sequence[int]] | None = None) -> str:
+    """Short fingerprint of the rows, equal for equal tokens in equal rows and documents."""
     content = hashlib.sha256()
     for row in rows:
         content.update(len(row).to_bytes(8, "little"))
         content.update(row.tobytes())
+    for lengths in seq_lengths or ():
+        content.update(np.array([len(lengths), *lengths], dtype=np.int64).tobytes())
     return content.hexdigest()[:16]
 
 
@@ -82,19 +86,22 @@ class RowOrder:
     """Which rows each replica takes in each forward: shuffled anew in every pass over the data.
 
     A step takes the next `replicas * batch_size * accumulation` rows of one endless sequence, so
-    two worlds with the same product train on the same rows in every step.
+    two worlds with the same product train on the same rows in every step. `seq_lengths` are the
+    lengths of each row's documents, of packed rows.
     """
 
     def __init__(
         self,
         rows: Sequence[np.ndarray],
         *,
+        seq_lengths: Sequence[list[int]] | None = None,
         replicas: int,
         batch_size: int,
         accumulation: int,
         seed: int,
     ) -> None:
         self.rows = rows
+        self.seq_lengths = seq_lengths
         self.replicas = replicas
         self.batch_size = batch_size
         self.accumulation = accumulation
@@ -112,8 +119,12 @@ class RowOrder:
             first = step * self.rows_per_step
             first += (micro * self.replicas + replica) * self.batch_size
             indices = [self._row_index(first + offset) for offset in range(self.batch_size)]
-            batches.append([{"input_ids": self.rows[index].tolist()} for index in indices])
+            batches.append([self._row(index) for index in indices])
         return batches
+
+    def _row(self, index: int) -> Row:
+        row = {"input_ids": self.rows[index].tolist()}
+        return row if self.seq_lengths is None else {**row, "seq_lengths": self.seq_lengths[index]}
 
     def _row_index(self, position: int) -> int:
         epoch, within = divmod(position, len(self.rows))
@@ -123,7 +134,8 @@ class RowOrder:
         return int(self._shuffled[1][within])
 
 
-def _tokens(document: str, tokenizer: Any) -> np.ndarray:
+def tokens_of(document: str, tokenizer: Any) -> np.ndarray:
+    """int32 tokens of a document and the eos token."""
     ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
     return np.array([*ids, tokenizer.eos_token_id], dtype=np.int32)
 

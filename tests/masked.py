@@ -79,9 +79,9 @@ def dense_masked(
     scores = torch.einsum("blhd,bmhd->bhlm", q, keys) / q.shape[-1] ** 0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~torch.from_numpy(table), -torch.inf)
+    scores = scores.masked_fill(~torch.from_numpy(table).to(q.device), -torch.inf)
     wanted = [q, k, v]
-    sink = torch.full((1,), -torch.inf, dtype=torch.float64).expand(q.shape[2])
+    sink = q.new_full((q.shape[2],), -torch.inf)
     if sinks is not None:
         sink = sinks.detach().double().requires_grad_()
         wanted.append(sink)

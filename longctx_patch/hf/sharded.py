@@ -23,7 +23,7 @@ from longctx_patch.placement import placement_of
 _KNOWN = (
     transformers_api.DECODER_ARGUMENTS | transformers_api.HARMLESS_OPTIONS | {"num_valid_tokens"}
 )
-_KNOWN_TO_LAYERS = _KNOWN | transformers_api.LAYER_OPTIONS
+_KNOWN_TO_LAYERS = _KNOWN | transformers_api.LAYER_OPTIONS | {"sliding_window"}
 
 MaskFactory = Callable[[int], Mask]
 """From the length of a padded row to who sees whom in its layers with full attention."""
@@ -92,7 +92,6 @@ def sharded_attention(
     call: ShardedCall,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **options: Any,
@@ -108,9 +107,9 @@ def sharded_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    if sliding_window is None:
-        sliding_window = getattr(module, "sliding_window", None)  # Qwen2-MoE keeps it to itself
-    kind = LayerKind(Score(scale, softcap), query.shape[1], key.shape[1], sliding_window)
+    # Qwen2-MoE doesn't pass its window on; EXAONE-4's full layers have one, but pass None.
+    window = options.get("sliding_window", getattr(module, "sliding_window", None))
+    kind = LayerKind(Score(scale, softcap), query.shape[1], key.shape[1], window)
     attention_call = call.attention(kind)
     call.seen[kind] = CallShape(query.device.type, query.dtype, query.shape[3])
     try:
@@ -197,6 +196,7 @@ def prepare_call(
     if mask_factory is not None and problem is None:
         mask, problem = _made_mask(mask_factory, row)
     count = kwargs.get("num_valid_tokens")
+    wants_router_logits = _wants_router_logits(decoder, kwargs)
     mine = _Facts(
         num_tokens=row.documents.num_tokens,
         checksum=zlib.crc32(repr(shard.tolist()).encode()),
@@ -206,10 +206,11 @@ def prepare_call(
         grad_enabled=int(torch.is_grad_enabled()),
         num_valid_tokens=-1 if count is None or problem else int(count),
         mask=0 if mask is None else mask.checksum,
+        router_logits=int(wants_router_logits),
         accepted=int(problem is None),
     )
     _agree(group, row.documents, mine, problem)
-    is_plain = row.documents.is_one and mask is None
+    is_plain = row.documents.is_one and mask is None and not wants_router_logits
     if group.num_ranks == 1 and is_plain and group.config.checkpoint != "attention":
         return kwargs | {transformers_api.CALL_KEY: None}
     return kwargs | {
@@ -238,6 +239,13 @@ def plans_of_batch(
     mask, problem = (None, None) if mask_factory is None else _made_mask(mask_factory, row)
     if problem is None:  # else the forward pass says so, on all ranks
         ShardedCall(group, row.documents, mask, row.real_lengths, seen).make_plans()
+
+
+def _wants_router_logits(decoder: nn.Module, kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("output_router_logits")
+    if asked is None:
+        asked = getattr(decoder.config, "output_router_logits", False)
+    return bool(asked)
 
 
 @dataclass(frozen=True)
@@ -292,6 +300,7 @@ class _Facts(NamedTuple):
     grad_enabled: int
     num_valid_tokens: int
     mask: int
+    router_logits: int
     accepted: int
 
 
@@ -411,5 +420,6 @@ def _describe(rank: int, row: _Facts) -> str:
     return (
         f"  rank {rank}: {row.local_tokens} of {row.num_tokens} tokens, {row.num_rows} rows, "
         f"checksum {row.checksum:08x}, {'training' if row.training else 'evaluating'}, "
-        f"gradients {'on' if row.grad_enabled else 'off'}, mask {row.mask:08x}{count}"
+        f"gradients {'on' if row.grad_enabled else 'off'}, mask {row.mask:08x}, "
+        f"router logits {'on' if row.router_logits else 'off'}{count}"
     )

@@ -37,13 +37,15 @@ NAME_OVER_STOCK = {
 
 # What transformers hands to every attention function and causal attention has no use for, beside
 # the arguments that the decoder itself reads.
-HARMLESS_OPTIONS = frozenset({"output_hidden_states", "return_dict", "shift_labels", "use_cache"})
+HARMLESS_OPTIONS = frozenset(
+    {"output_hidden_states", "output_router_logits", "return_dict", "shift_labels", "use_cache"}
+)
 DECODER_ARGUMENTS = frozenset(
     {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"}
 )
 
 # What decoders and layers hand to attention functions by themselves and attention has no use for.
-LAYER_OPTIONS = frozenset({"output_router_logits", "output_attentions", "cache_position"})
+LAYER_OPTIONS = frozenset({"output_attentions", "cache_position"})
 
 _EAGER = "eager_attention_forward"
 

@@ -64,14 +64,16 @@ class CudnnKernel:
             return eager.backward(
                 dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD, lse_BHL, segments, score
             )
+        # torch keeps one compiled graph for all layouts of out and dout: with another layout than
+        # that of the first call, it would silently read the wrong entries (seen in torch 2.11).
         # Without dropout the random state is not read, but the op wants tensors.
         philox = torch.empty((), dtype=torch.int64, device=q_BLHD.device)
         grads_BHLD = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout_BLHD.transpose(1, 2),
+            dout_BLHD.contiguous().transpose(1, 2),
             q_BLHD.transpose(1, 2),
             k_BMGD.transpose(1, 2),
             v_BMGD.transpose(1, 2),
-            out_BLHD.transpose(1, 2),
+            out_BLHD.contiguous().transpose(1, 2),
             lse_BHL.contiguous()[..., None],
             philox,
             philox,

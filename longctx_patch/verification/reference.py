@@ -1,6 +1,8 @@
 """What one unpatched process computes, on whole rows."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +53,52 @@ def _cut(length: int) -> list[int]:
 
 
 def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
-    """One step of the unpatched model over each document by itself, with the loss written out."""
+    """One step of the unpatched model over each document by itself, with the loss written out.
+
+    A router's loss is over the tokens of all documents together.
+    """
     model = build_small_model(small_config, getattr(torch, dtype))
-    loss_sum, num_labels, logits = torch.zeros((), dtype=torch.float64), 0, []
-    for ids, labels in _documents(rows):
-        logits_LV = model(input_ids=ids[None], use_cache=False).logits[0]
-        logits.append(logits_LV.detach())
-        loss_sum = loss_sum + F.cross_entropy(
-            logits_LV[:-1], labels[1:], ignore_index=IGNORE_INDEX, reduction="sum"
-        )
-        num_labels += int((labels[1:] != IGNORE_INDEX).sum())
-    loss = loss_sum / num_labels
-    loss.backward()
+    with _one_thread():
+        outputs = [
+            (model(input_ids=ids[None], use_cache=False), labels)
+            for ids, labels in _documents(rows)
+        ]
+        loss = _token_loss(outputs) + _router_loss(model, [out for out, _ in outputs])
+        loss.backward()
+    logits = torch.cat([out.logits[0].detach() for out, _ in outputs])
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Reference(loss=loss.item(), logits_NV=torch.cat(logits), grads=grads)
+    return Reference(loss=loss.item(), logits_NV=logits, grads=grads)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute as the ranks do: sums that are cut for threads round differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _token_loss(outputs: Sequence[tuple[Any, Tensor]]) -> Tensor:
+    losses = [
+        F.cross_entropy(out.logits[0, :-1], labels[1:], ignore_index=IGNORE_INDEX, reduction="sum")
+        for out, labels in outputs
+    ]
+    count = sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels in outputs)
+    return torch.stack(losses).sum() / count
+
+
+def _router_loss(model: Any, outputs: Sequence[Any]) -> Tensor | float:
+    if not getattr(model.config, "output_router_logits", False):
+        return 0.0
+    by_layer = zip(*(out.router_logits for out in outputs), strict=True)
+    load_balancing_loss = sys.modules[type(model).__module__].load_balancing_loss_func
+    loss: Tensor = load_balancing_loss(
+        tuple(torch.cat(parts) for parts in by_layer), model.num_experts, model.num_experts_per_tok
+    )
+    return model.router_aux_loss_coef * loss
 
 
 def _documents(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:

@@ -19,6 +19,7 @@ from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.documents import Documents
 from longctx_patch.hf import FAMILIES, PatchHandle, check_model_config, patch
 from longctx_patch.hf.sharded import ShardedRow
+from longctx_patch.hf.table import ROUTER
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.processes import run_processes
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, plan_name
@@ -79,7 +80,10 @@ def verify(
         True
     """
     num_ranks = _check(model_config, configs, dtype, seq_len)
+    family = FAMILIES[model_config.model_type]
     small = shrink_config(model_config)
+    if ROUTER in family.features:
+        small.output_router_logits = True
     rows = make_rows(small.vocab_size, seq_len, packed=packed)
     with tempfile.TemporaryDirectory() as name:
         file = Path(name) / "reference.pt"
@@ -87,9 +91,8 @@ def verify(
         by_rank = run_processes(
             run_rank, num_ranks, small, list(configs), rows, dtype, file, timeout_s=timeout_s
         )
-    family = FAMILIES[model_config.model_type].name
     cases = [
-        _case_result(config, [results[i] for results in by_rank], TOLERANCES[dtype], family)
+        _case_result(config, [results[i] for results in by_rank], TOLERANCES[dtype], family.name)
         for i, config in enumerate(configs)
     ]
     return Report(
