@@ -35,7 +35,8 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig, make_sequence_group
 from longctx_patch.accumulate import RowSum, SoftmaxMerge
-from longctx_patch.kernels import Kernel, KernelRequest, choose_kernel
+from longctx_patch.kernels import Kernel, KernelRequest, Score, Segments, choose_kernel
+from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
 from longctx_patch.layout import Interval
 from longctx_patch.transport import Message, Packet, Pending, TensorSpec, Transport
 

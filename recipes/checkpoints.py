@@ -30,7 +30,10 @@ from .texts import RowOrder, digest
 
 RUN_FILE = "run.json"
 # Settings that may differ between a run and its resumption without changing any number.
-FREE = {"text", "output", "resume", "save_every", "tokenizer", "text_field", "one_document_per_row"}
+FREE = {
+    *("text", "output", "resume", "save_every", "tokenizer", "text_field"),
+    *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
+}
 WORLD = {
     *("ulysses", "ring", "layout", "plan", "backward_plan", "ranks_per_node", "hardware"),
     *("kernel", "checkpoint"),
@@ -70,7 +73,7 @@ def fingerprint(settings: Settings, order: RowOrder, processes: int) -> dict[str
         "exact": {
             **{key: values[key] for key in values if key not in FREE | WORLD | ROWS},
             "rows_per_step": order.rows_per_step,
-            "rows": digest(order.rows),
+            "rows": digest(order.rows, order.seq_lengths),
         },
         "world": {"processes": processes, **{key: values[key] for key in sorted(WORLD | ROWS)}},
     }

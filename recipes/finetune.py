@@ -5,15 +5,17 @@
         --seq-len 32768 --rope yarn --output run/out
 
 The order matters: load, RoPE, LoRA, patch, prepare. `--settings FILE` reads the same settings from
-YAML. Writes into the output folder: metrics.jsonl (one line per step; loss is the mean over all
-tokens of the step on all processes), checkpoints/ and final/.
+YAML, `--pack` fills rows with documents that don't see each other. Writes into the output folder:
+metrics.jsonl (one line per step; loss is the mean over all tokens of the step on all processes),
+checkpoints/ and final/.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import set_seed
@@ -28,6 +30,7 @@ from longctx_patch.loss import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.recipes import checkpoints, models, texts
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
+from longctx_patch.recipes.packing import PackedText, pack_documents
 from longctx_patch.recipes.settings import Settings, parse_settings
 
 
@@ -44,11 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None:
     """Build everything, go on from `checkpoint` if there is one, and train to the last step."""
     tokenizer, model = build_model(settings)
-    order, collator, replica = build_data(settings, tokenizer)
-    run = checkpoints.fingerprint(settings, order, accelerator.num_processes)
+    data = build_data(settings, tokenizer)
+    run = checkpoints.fingerprint(settings, data.order, accelerator.num_processes)
     if checkpoint:
         checkpoints.check_fingerprint(checkpoint, run)
-    patch(model, settings.sequence_parallelism())
+    handle = patch(model, settings.sequence_parallelism())
     state = build_state(settings, accelerator, model)
 
     # Nothing was written so far: whatever was refused above has left no trace.
@@ -59,12 +62,16 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
         checkpoints.load_checkpoint(accelerator, state, checkpoint)
     writes = accelerator.is_main_process
     metrics = MetricsFile(output, writes=writes, first_step=state.step)
+    if data.packed:
+        accelerator.print(data.packed)
     bar = tqdm(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")
 
+    # The plans of a batch are made beside the step before it.
+    ahead = handle.plan_ahead(micro_batches(data, range(state.step, settings.max_steps)))
     while state.step < settings.max_steps:
-        batches = [collator(rows) for rows in order.micro_batches(state.step, replica)]
+        batches = list(islice(ahead, settings.gradient_accumulation_steps))
         values = train_step(settings, accelerator, state, batches)
-        metrics.write(**values)
+        metrics.write(**values, **data.metrics())
         bar.set_postfix(loss=f"{values['loss']:.4f}", tok_s=f"{values['tokens_per_second']:.0f}")
         bar.update()
         if settings.save_every and state.step % settings.save_every == 0:
@@ -97,27 +104,63 @@ def build_model(settings: Settings) -> tuple[Any, Any]:
     return tokenizer, model.train()
 
 
-def build_data(
-    settings: Settings, tokenizer: Any
-) -> tuple[texts.RowOrder, SequenceShardCollator, int]:
-    """All rows in their order, the collator that cuts this process's shard, and its replica."""
+class Data(NamedTuple):
+    """What this process trains on."""
+
+    order: texts.RowOrder
+    """Of all rows, the same in every process."""
+    collator: SequenceShardCollator
+    """Cuts this process's shard."""
+    replica: int
+    packed: PackedText | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """What every line of metrics.jsonl says of the rows."""
+        return {"packing_efficiency": self.packed.efficiency} if self.packed else {}
+
+
+def build_data(settings: Settings, tokenizer: Any) -> Data:
+    """Rows of tokens, packed or cut from the joined text."""
     config = settings.sequence_parallelism()
     replica, group_rank, replicas = world_place(config)
-    rows = texts.token_rows(
-        texts.read_documents(settings.text, settings.text_field),
-        tokenizer,
-        seq_len=settings.seq_len,
-        one_document_per_row=settings.one_document_per_row,
-    )
+    documents = texts.read_documents(settings.text, settings.text_field)
+    packed = None
+    if settings.pack:
+        packed = pack_documents(documents, tokenizer, seq_len=settings.seq_len)
+        rows = packed.rows
+    else:
+        rows = texts.token_rows(
+            documents,
+            tokenizer,
+            seq_len=settings.seq_len,
+            one_document_per_row=settings.one_document_per_row,
+        )
     order = texts.RowOrder(
         rows,
+        seq_lengths=packed and packed.seq_lengths,
         replicas=replicas,
         batch_size=settings.batch_size,
         accumulation=settings.gradient_accumulation_steps,
         seed=settings.seed,
     )
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return order, SequenceShardCollator(config, group_rank=group_rank, pad_token_id=pad), replica
+    collator = SequenceShardCollator(
+        config,
+        group_rank=group_rank,
+        pad_token_id=(
+            tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        ),
+        packed=settings.pack,
+        # The rows of a forward become one; all as long, so that memory can be used again.
+        pad_to_length=settings.seq_len * settings.batch_size if settings.pack else 0,
+    )
+    return Data(order, collator, replica, packed)
+
+
+def micro_batches(data: Data, steps: range) -> Iterator[dict[str, torch.Tensor]]:
+    """This process's shards, one for each forward of all steps."""
+    for step in steps:
+        for rows in data.order.micro_batches(step, data.replica):
+            yield data.collator(rows)
 
 
 def build_state(settings: Settings, accelerator: Any, model: Any) -> checkpoints.TrainState:

@@ -41,8 +41,8 @@ def pack_documents(documents: Iterable[str], tokenizer: Any, *, seq_len: int) ->
 
     Every process computes the same rows. Raises ValueError without any text.
     """
-    streams = ({"input_ids": tokens_of(document, tokenizer)} for document in documents)
-    packed = pack_rows(_counted := _Counted(streams), seq_len, too_long="split")
+    streams = [tokens_of(document, tokenizer) for document in documents]
+    packed = pack_rows([{"input_ids": tokens} for tokens in streams], seq_len, too_long="split")
     kept = [
         (row["input_ids"].numpy().astype(np.int32), row["seq_lengths"])
         for row in packed
@@ -54,7 +54,7 @@ def pack_documents(documents: Iterable[str], tokenizer: Any, *, seq_len: int) ->
     return PackedText(
         rows=rows,
         seq_lengths=seq_lengths,
-        num_documents=_counted.count,
+        num_documents=len(streams),
         num_split=packed.num_split,
         efficiency=sum(map(len, rows)) / (len(rows) * seq_len),
     )

@@ -146,7 +146,7 @@ def forget_a_group(step: Step) -> Step:
         (FORWARD, 0, to_itself, r"transfer: step 0: a rank sends to itself"),
         (FORWARD, 0, no_such_rank, r"transfer: step 0: no such rank"),
         (FORWARD, 0, no_rows, r"transfer: step 0: no such rows"),
-        (FORWARD, 0, with_piece(Piece(R(0, 8), R(0, 4), CAUSAL)), r"work: step 0: a causal piece is"),
+        (FORWARD, 0, with_piece(Piece(R(0, 8), R(0, 4), CAUSAL)), r"a causal piece is a square"),
         (FORWARD, 0, with_piece(Piece(R(3, 3), R(2, 5))), r"work: step 0: no such rows"),
         (FORWARD, 0, with_piece(Piece(R(0, 8), R(7, 9))), r"work: step 0: no such rows"),
         (FORWARD, 0, with_piece(Piece(R(0, 8, 2), R(0, 4))), r"work: step 0: no such rows"),
