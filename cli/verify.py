@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 RUN_SETTINGS = "finetune.yaml"
 DEFAULT_LAYOUTS = ("zigzag", "contiguous")
+PACKED_LAYOUTS = ("balanced", *DEFAULT_LAYOUTS)
 COLUMNS = ("plan", "ulysses", "ring", "layout", "loss", "logits", "worst grad", "grad norm")
 
 
@@ -24,6 +25,8 @@ class Target:
 
     model_config: Any
     run: LongContextConfig | None = None
+    packed: bool = False
+    """Whether the run packs its rows."""
 
 
 @click.command("verify")
@@ -31,18 +34,20 @@ class Target:
 @click.option("--nproc", type=click.IntRange(1), help="Processes [4, or what the run needs].")
 @click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [every one that fits].")
 @click.option("--ring", type=click.IntRange(1), help="Ring degree [every one that fits].")
-@click.option("--layout", type=click.Choice(get_args(LayoutName)), help="Layout [both].")
+@click.option("--layout", type=click.Choice(get_args(LayoutName)), help="Layout [all].")
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32")
 @click.option("--seq-len", type=click.IntRange(3), help="Tokens of a row [127, a prime].")
 @click.option("--checkpoint", type=click.Choice(get_args(CheckpointPolicy)), help="Policy [none].")
+@click.option("--packed", is_flag=True, help="Rows of several documents [as the run has them].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def verify_command(target: str, as_json: bool, **options: Any) -> None:
     """Check that the patched MODEL (a hub name, folder or config.json) or RUN folder gives the
     loss, logits and gradients of one process.
 
-    Trains one step of a shrunken copy (same heads and RoPE; small widths; no weights needed) on
-    gloo processes. Exit code 0 if all errors are within 1e-5 (float64: 1e-10) and what was sent
-    is what the plan predicts, 1 otherwise.
+    Trains one step of a shrunken copy (same heads, RoPE, kinds of layers, softcap and sinks; small
+    widths and windows; no weights needed) on gloo processes. With --packed each row holds several
+    documents, and the one process runs each document by itself. Exit code 0 if all errors are
+    within 1e-5 (float64: 1e-10) and what was sent is what the plan predicts, 1 otherwise.
     """
     from longctx_patch.verification import ProcessesFailedError
 
@@ -70,11 +75,13 @@ def run(
     dtype: str,
     seq_len: int | None,
     checkpoint: str | None,
+    packed: bool,
 ) -> "Report":
     """Load the target, decide what to run, and run it."""
     from longctx_patch import verification
 
     found = load_target(target)
+    packed = packed or found.packed
     policy = checkpoint or (found.run.checkpoint if found.run else "none")
     run_degree = found.run.sequence_degree if found.run else None
     num_ranks = nproc or (ulysses * ring if ulysses and ring else run_degree or 4)
@@ -85,12 +92,12 @@ def run(
             num_ranks,
             ulysses=ulysses,
             ring=ring,
-            layouts=(layout,) if layout else DEFAULT_LAYOUTS,
+            layouts=(layout,) if layout else PACKED_LAYOUTS if packed else DEFAULT_LAYOUTS,
             checkpoint=policy,
             num_heads=getattr(found.model_config, "num_attention_heads", num_ranks),
         )
     length = {} if seq_len is None else {"seq_len": seq_len}
-    return verification.verify(found.model_config, configs, dtype=dtype, **length)
+    return verification.verify(found.model_config, configs, dtype=dtype, packed=packed, **length)
 
 
 def load_target(target: str) -> Target:
@@ -104,7 +111,11 @@ def load_target(target: str) -> Target:
 
     # Without a text yet, the settings lack what only training needs.
     settings = Settings(**read_settings_file(folder / RUN_SETTINGS) | {"text": ["-"]})
-    return Target(model_config=load_model_config(str(folder)), run=settings.sequence_parallelism())
+    return Target(
+        model_config=load_model_config(str(folder)),
+        run=settings.sequence_parallelism(),
+        packed=settings.pack,
+    )
 
 
 def choose_configs(
@@ -138,7 +149,7 @@ def choose_configs(
 
 def render(report: "Report", seconds: float) -> str:
     """Table and verdict."""
-    rows: list[list[str]] = [[*COLUMNS, "messages", "bytes", ""]]
+    rows: list[list[str]] = [[*COLUMNS, "messages", "bytes", "mask", ""]]
     for case in report.cases:
         errors = (
             case.loss_rel_err,
@@ -151,7 +162,7 @@ def render(report: "Report", seconds: float) -> str:
             verdict += f" (plan: {case.predicted_messages} messages, {case.predicted_bytes} bytes)"
         cut = [case.plan, str(case.ulysses), str(case.ring), case.layout]
         sent = [str(case.messages), str(case.bytes)]
-        rows.append([*cut, *(f"{error:.1e}" for error in errors), *sent, verdict])
+        rows.append([*cut, *(f"{error:.1e}" for error in errors), *sent, case.mask, verdict])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -159,7 +170,7 @@ def render(report: "Report", seconds: float) -> str:
     ]
     good = sum(case.ok for case in report.cases)
     head = (
-        f"{report.model_type}, 2 small layers, {report.seq_len} tokens, {report.num_ranks} "
+        f"{report.model_type}, small layers, {report.seq_len} tokens, {report.num_ranks} "
         f"process(es) against one, {report.dtype}; relative errors, tolerance {report.tolerance:g}"
     )
     verdict = "equal to one process" if report.ok else "NOT equal to one process"

@@ -44,7 +44,7 @@ class Segments(NamedTuple):
     kv: tuple[int, ...]
     """Number of columns of each segment; their sum is M."""
     rule: Window | Tile
-    """A tile comes with one segment, and a window without full sight with n <= m."""
+    """A tile comes with one segment; a window that hides pairs comes with n <= m."""
 
 
 class Traits(NamedTuple):

@@ -79,10 +79,41 @@ def test_the_reported_loss_is_that_of_the_stock_model(run: Run, text_file: Path)
     settings = finetune.parse_settings(
         [f"--text={text_file}", "--model=m", "--output=o", "--seq-len=100"]
     )
-    order, _, _ = finetune.build_data(settings, tokenizer)
+    order = finetune.build_data(settings, tokenizer).order
     row = torch.tensor([order.micro_batches(1, 0)[0][0]["input_ids"]])
     loss = model(input_ids=row, labels=row).loss.item()
     assert loss == pytest.approx(read_metrics(out)[1]["loss"], rel=1e-6)
+
+
+def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two packed rows a forward, of the model saved after step 1; one document is too long."""
+    lengths = (3, 50, 17, 150, 31, 8, 40, 2, 59)
+    documents = [chr(97 + n) * length for n, length in enumerate(lengths)]
+    run.text = tmp_path / "documents.jsonl"
+    run.text.write_text("\n".join(json.dumps({"text": text}) for text in documents))
+    flags = ("--full", "--pack", "--batch-size", "2", "--save-every", "1")
+    out = run("out", *flags, **{"max-steps": 2})
+    # With an eos token each, 369 tokens: 151 of them become 64, 64 and 23.
+    assert "packed 9 documents into 6 rows, 96.1% full; 1 longer" in capsys.readouterr().out
+    lines = read_metrics(out)
+    assert [line["packing_efficiency"] for line in lines] == [369 / (6 * 64)] * 2
+
+    tokenizer = AutoTokenizer.from_pretrained(out / "final")
+    arguments = [f"--text={run.text}", "--model=m", "--output=o", "--seq-len=64", *flags]
+    data = finetune.build_data(finetune.parse_settings(arguments), tokenizer)
+    (rows,) = data.order.micro_batches(1, 0)
+    assert all(len(row["seq_lengths"]) > 1 for row in rows)
+    model = AutoModelForCausalLM.from_pretrained(out / "checkpoints/step_000001/model")
+    total, count = 0.0, 0
+    for row in rows:
+        for ids in torch.tensor(row["input_ids"]).split(row["seq_lengths"]):
+            if len(ids) > 1:
+                total += model(input_ids=ids[None], labels=ids[None]).loss.item() * (len(ids) - 1)
+                count += len(ids) - 1
+    assert lines[1]["tokens"] == count
+    assert lines[1]["loss"] == pytest.approx(total / count, rel=1e-6)
 
 
 def test_adapter_loads_with_peft_and_the_config_beside_it(run: Run, config_file: Path) -> None:

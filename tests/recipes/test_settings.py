@@ -17,6 +17,12 @@ def test_defaults_and_flags() -> None:
     assert settings.sequence_parallelism().sequence_degree == 2
 
 
+def test_packed_rows_are_placed_balanced_unless_a_layout_is_asked_for() -> None:
+    for flags, wanted in (([], "balanced"), (["--layout", "zigzag"], "zigzag")):
+        settings = parse_settings([*NEEDED, "--pack", "--ring", "2", *flags])
+        assert settings.sequence_parallelism().packed_placement == wanted
+
+
 def test_flags_win_over_the_file_and_yaml_numbers_get_their_type(tmp_path: Path) -> None:
     """YAML 1.1 reads 1e-4 as a string, which once ended in a multiplication of strings."""
     file = tmp_path / "finetune.yaml"
@@ -38,6 +44,7 @@ def test_flags_win_over_the_file_and_yaml_numbers_get_their_type(tmp_path: Path)
     [
         (["--seq-len", "1"], "2 tokens or more.*--seq-len 32768"),
         (["--lora", "--full"], "both lora and full.*--lora or --full"),
+        (["--pack", "--one-document-per-row"], "both pack and one_document.*Choose one: --pack"),
         (["--model", ""], "Give --model"),
         (["--batch-size", "0"], "batch_size=0.*1 or more"),
         (["--lora-dropout", "1.0"], "lora_dropout=1.0"),
@@ -82,7 +89,8 @@ def test_unknown_and_shortened_flags_end_the_program(capsys: pytest.CaptureFixtu
 def test_every_option_was_decided_on() -> None:
     """Adding an option is a decision: extend this list with it."""
     assert list(Settings.__annotations__) == [
-        *("model", "tokenizer", "text", "text_field", "one_document_per_row", "output", "resume"),
+        *("model", "tokenizer", "text", "text_field", "one_document_per_row", "pack"),
+        *("output", "resume"),
         *("seq_len", "rope", "rope_factor", "dtype", "lora", "full"),
         *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
         *("ulysses", "ring", "layout", "plan", "backward_plan", "ranks_per_node", "hardware"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from longctx_patch.recipes.models import byte_tokenizer
+from longctx_patch.recipes.packing import pack_documents
 from longctx_patch.recipes.texts import RowOrder, digest, read_documents, token_rows
 
 EOS = 256
@@ -80,6 +81,28 @@ def test_one_document_per_row() -> None:
     assert decoded == ["ab<eos>", "cdef", "g<eos>", "hij<eos>", "klmn"]  # a lone <eos> is no row
 
 
+def test_packed_rows_hold_whole_documents_or_pieces_of_long_ones() -> None:
+    packed = pack_documents(["abc", "defghijklmnop", "q", "rs"], byte_tokenizer(), seq_len=8)
+    decoded = [
+        [byte_tokenizer().decode(part) for part in np.split(row, np.cumsum(lengths)[:-1])]
+        for row, lengths in zip(packed.rows, packed.seq_lengths, strict=True)
+    ]
+    assert sorted(sum(decoded, [])) == [
+        *("abc<eos>", "defghijk", "lmnop<eos>", "q<eos>", "rs<eos>"),
+    ]
+    assert all(row.dtype == np.int32 and len(row) <= 8 for row in packed.rows)
+    assert (packed.num_documents, packed.num_split) == (4, 1)
+    assert packed.efficiency == 23 / 24
+    assert str(packed).startswith("packed 4 documents into 3 rows, 95.8% full; 1 longer")
+
+
+def test_a_packed_row_with_nothing_to_learn_is_left_out() -> None:
+    packed = pack_documents(["abcd"], byte_tokenizer(), seq_len=4)  # the rest is a lone <eos>
+    assert packed.seq_lengths == [[4]]
+    with pytest.raises(ValueError, match="only empty documents"):
+        pack_documents([], byte_tokenizer(), seq_len=4)
+
+
 def test_bytes_go_there_and_back() -> None:
     tokenizer = byte_tokenizer()
     text = "tabs\tand  spaces\r\nü中🙂"
@@ -119,3 +142,5 @@ def test_digest_sees_tokens_and_cuts() -> None:
     whole, cut = rows_of(["abcdefg"]), rows_of(["abcdefg"], seq_len=2)
     assert digest(whole) == digest(rows_of(["abcdefg"]))
     assert len({digest(whole), digest(cut), digest(rows_of(["abcdefh"]))}) == 3
+    lengths = [[4], [1, 3], [2, 2]]
+    assert len({digest(whole, [of_row, [4]]) for of_row in lengths}) == 3
