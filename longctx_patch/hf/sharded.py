@@ -191,12 +191,12 @@ def prepare_call(
     positions = row.documents.positions(
         group.layout(row.documents).positions(group.group_rank, tokens.device)
     )[None]
-    problem = _input_problem(kwargs, positions)
+    wants_router_logits = _wants_router_logits(decoder, kwargs)
+    problem = _input_problem(kwargs, positions, wants_router_logits)
     mask = None
     if mask_factory is not None and problem is None:
         mask, problem = _made_mask(mask_factory, row)
     count = kwargs.get("num_valid_tokens")
-    wants_router_logits = _wants_router_logits(decoder, kwargs)
     mine = _Facts(
         num_tokens=row.documents.num_tokens,
         checksum=zlib.crc32(repr(shard.tolist()).encode()),
@@ -327,7 +327,9 @@ def _check_whole_rows(group: SequenceGroup, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _input_problem(kwargs: dict[str, Any], positions: Tensor) -> str | None:
+def _input_problem(
+    kwargs: dict[str, Any], positions: Tensor, wants_router_logits: bool
+) -> str | None:
     """What this rank can't compute with, in words; `positions` are the layout's, `[1, L]`."""
     if kwargs.get("num_items_in_batch") is not None:
         return (
@@ -352,6 +354,12 @@ def _input_problem(kwargs: dict[str, Any], positions: Tensor) -> str | None:
             f"attention_mask {_short(mask)} with a sharded batch: padding and documents are known "
             "from the collator, which gets attention_mask and seq_lengths with the rows; other "
             "masks go to patch(model, config, mask=...). Pass the batch unchanged."
+        )
+    if mask is not None and wants_router_logits:
+        return (
+            f"attention_mask {_short(mask)} with router logits of a sharded batch: transformers "
+            "would weigh the tokens of all ranks by this rank's mask. Pass no attention_mask; "
+            "padding is known from the collator."
         )
     given = kwargs.get("position_ids")
     if given is not None and not _same_positions(given, positions):

@@ -218,7 +218,7 @@ def check_bad_batches(rank: int) -> list[str]:
         (longer, r"rank 1: 10 of 20 tokens"),
         ({"input_ids": good["input_ids"]}, "the training batch has no longctx_shard"),
         (good | {"position_ids": local_positions + 100}, "this rank's tokens have the positions"),
-        (good | {"attention_mask": torch.zeros(2, 8)}, "pass no mask"),
+        (good | {"attention_mask": torch.zeros(2, 8)}, "other masks go to patch"),
         (
             good | {"cu_seq_lens_q": torch.tensor([0, 8])},
             r"cu_seq_lens_q=tensor \[2\] with a sharded",
@@ -237,7 +237,7 @@ def check_bad_batches(rank: int) -> list[str]:
             assert handle.counters.messages == 0
         messages.append(str(caught.value))
     for key, value, message in (
-        ("attention_mask", torch.zeros(2, 8), "pass no mask"),
+        ("attention_mask", torch.zeros(2, 8), "other masks go to patch"),
         ("cu_seq_lens_q", torch.tensor([0, 8]), "silently drop it"),
     ):
         one_sided = good | ({key: value} if rank == 1 else {})
