@@ -28,11 +28,6 @@ from longctx_patch.ulysses import (
 )
 
 
-_LONG_PIECE = 4096
-"""Tokens from which a document is worth a kernel call of its own (H200: below that the CPU takes
-longer to issue the call than cuDNN to compute it)."""
-
-
 @lru_cache(maxsize=64)
 def make_plan(
     setting: Setting, direction: Direction, documents: Documents, mask: Mask, num_kv_heads: int
@@ -159,7 +154,7 @@ class AttentionCall:
             head_dim,
             softcap=self.score.softcap is not None,
             tiles=self.mask.has_tiles,
-            pieces=not self.mask.is_causal and self.mask.is_finer_than(_LONG_PIECE),
+            pieces=not self.mask.is_causal,
         )
         return choose_kernel(self.group.config.kernel, request)
 

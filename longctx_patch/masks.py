@@ -201,13 +201,6 @@ class Mask:
         """Whether some token sees a later one."""
         return any(_last_ahead(piece) > 0 for piece in self.regions)
 
-    def is_finer_than(self, num_tokens: int) -> bool:
-        """Whether it has windows, or its regions are smaller than causal squares of this side."""
-        windows = any(
-            isinstance(piece.rule, Band) and None not in piece.rule for piece in self.regions
-        )
-        return windows or 2 * self.area < num_tokens**2 * len(self.regions)
-
     @cached_property
     def has_tiles(self) -> bool:
         return any(isinstance(piece.rule, Tile) for piece in self.regions)
