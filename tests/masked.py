@@ -41,10 +41,11 @@ def masks_of(num_tokens: int) -> Iterator[Masked]:
     yield Masked("bidirectional", one, None, bidirectional(n), causal | True)
     yield Masked("both ways in documents", packed, None, bidirectional(n), inside)
     yield Masked("prefix", one, None, prefix_lm(n, n // 3), causal | (k < n // 3))
-    blocks = np.random.default_rng(0).random((-(-n // 5),) * 2) > 0.6
-    allowed = blocks[q // 5, k // 5]
-    yield Masked("blocks", one, None, block_sparse(n, blocks, 5), causal & allowed)
-    sparse = block_sparse(n, blocks, 5, is_causal=False)
+    size = max(5, n // 12)
+    blocks = np.random.default_rng(0).random((-(-n // size),) * 2) > 0.6
+    allowed = blocks[q // size, k // size]
+    yield Masked("blocks", one, None, block_sparse(n, blocks, size), causal & allowed)
+    sparse = block_sparse(n, blocks, size, is_causal=False)
     yield Masked("blocks both ways", one, None, sparse, allowed)
     yield Masked("blocks in documents", packed, None, sparse, allowed & inside)
 

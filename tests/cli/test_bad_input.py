@@ -37,12 +37,12 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
 @pytest.mark.parametrize(
     ("changes", "words", "parts"),
     [
-        ({"model_type": "gpt2"}, [], ["model type 'gpt2'", "llama, mistral, qwen2, qwen3"]),
-        ({"model_type": "foo9"}, [], ["`foo9`", "llama, mistral, qwen2, qwen3"]),
+        ({"model_type": "gpt2"}, [], ["model type 'gpt2'", "learned positions", "families"]),
+        ({"model_type": "foo9"}, [], ["`foo9`", "llama, mistral, ministral"]),
         (
-            {"model_type": "mistral", "sliding_window": 16},
+            {"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]},
             [],
-            ["sliding_window=16", "set sliding_window=None"],
+            ["layer 1 is sliding_attention", "sliding_window=None", "use_sliding_window=True"],
         ),
         ({"attention_dropout": 0.1}, [], ["attention_dropout=0.1", "attention_dropout=0.0"]),
         ({}, ["--gpus", 8, "--ulysses", 8], ["exceeds its 4 query heads", "ulysses_degree <= 4"]),
@@ -121,7 +121,11 @@ def test_patch_refuses_a_folder_that_holds_files(
     ("changes", "words", "parts"),
     [
         ({"model_type": "gpt2"}, [], ["model type 'gpt2' is not supported"]),
-        ({"model_type": "mistral", "sliding_window": 8}, [], ["sliding windows are not supported"]),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention", "chunked_attention"]},
+            [],
+            ["layer 1 is chunked_attention", "Use a model with full_attention"],
+        ),
         ({"rope_parameters": DYNAMIC}, [], ["rope_type 'dynamic'"]),
         ({}, ["--ulysses", 3], ["--ulysses 3 x --ring 1 = 3, but --nproc is 4", "--nproc 3"]),
         ({}, ["--ulysses", 2, "--ring", 4, "--nproc", 4], ["= 8, but --nproc is 4"]),

@@ -6,7 +6,7 @@ from tests.cli.conftest import Run
 FAMILIES = ["--json", "--markdown"]
 PATCH = [
     *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
-    *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--data", "--cpu"),
+    *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--pack", "--data", "--cpu"),
 ]
 SCHEDULE = [
     *("--plan", "--compare", "--ranks", "--direction", "--ulysses", "--ranks-per-node", "--heads"),
@@ -14,7 +14,7 @@ SCHEDULE = [
 ]
 VERIFY = [
     *("target", "--nproc", "--ulysses", "--ring", "--layout", "--dtype", "--seq-len"),
-    *("--checkpoint", "--json"),
+    *("--checkpoint", "--packed", "--json"),
 ]
 
 

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from transformers import AutoConfig
 
+from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
 from tests.cli.conftest import Run
@@ -34,16 +36,23 @@ def test_the_run_folder_trains_and_verifies(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Relative paths in, and the commands are started in another folder."""
-    config()
+    """Relative paths in, and the commands are started in another folder. Rows are packed of
+    documents, layers have a window, and two processes train as one does."""
+    config(model_type="mistral", sliding_window=20)
     monkeypatch.chdir(tmp_path)
-    words = ["--seq-len", 131, "--gpus", 2, "--cpu", "--rope", "yarn", "--data", text_file.name]
+    words = ["--seq-len", 131, "--gpus", 2, "--ring", 2, "--cpu", "--rope", "yarn", "--pack"]
+    words += ["--data", text_file.name]
     result = run("patch", "model/config.json", *words, "--out", "runs/first run")
     assert result.exit_code == 0, result.output
     folder = tmp_path / "runs" / "first run"
     assert sorted(path.name for path in folder.iterdir()) == FILES
     rope = AutoConfig.from_pretrained(folder).rope_parameters
     assert (rope["rope_type"], rope["factor"]) == ("yarn", 131 / 64)
+
+    readme = (folder / "README.md").read_text()
+    assert "| attention | 2 layers of window 20 | documents of a row don't see" in readme
+    assert "66 tokens per CPU process" in readme  # 131, one more to divide it by 2
+    assert "Rows are packed" in readme
 
     launch, verify = commands(folder)
     assert launch in result.output
@@ -61,7 +70,12 @@ def test_the_run_folder_trains_and_verifies(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert [line["step"] for line in read_metrics(folder / "training")] == [1, 2]
+    lines = read_metrics(folder / "training")
+    again = ["--settings", str(folder / "finetune.yaml"), "--max-steps", "2"]
+    finetune.main([*again, "--ring", "1", "--output", "one"])
+    for two, one in zip(lines, read_metrics(tmp_path / "one"), strict=True):
+        for name in ("step", "loss", "grad_norm", "tokens", "packing_efficiency"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5), name
     assert (folder / "training" / "final" / "adapter_config.json").is_file()
 
     program, *arguments = shlex.split(verify)
@@ -69,7 +83,36 @@ def test_the_run_folder_trains_and_verifies(
     checked = run(*arguments)
     assert checked.exit_code == 0, checked.output
     assert "2 process(es) against one" in checked.output
+    assert "mask: window 20, 10 documents" in checked.output
+    assert "balanced" in checked.output
     assert "verify: ok: 1 of 1 cases" in checked.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({}, "2 layers causal"),
+        ({"num_hidden_layers": 1}, "1 layer causal"),
+        (
+            {"model_type": "gemma2", "sliding_window": 16},
+            "1 layer of window 16, 1 layer causal, softcap 50",
+        ),
+        (
+            {"model_type": "gpt_oss", "num_hidden_layers": 4, "num_local_experts": 4},
+            "2 layers of window 128, 2 layers causal, sinks",
+        ),
+    ],
+)
+def test_the_readme_says_what_layers_see(
+    run: Run, config: Callable[..., Path], tmp_path: Path, changes: dict[str, Any], layers: str
+) -> None:
+    words = ["--seq-len", 64, "--gpus", 2, "--out", tmp_path / "run"]
+    result = run("patch", config(head_dim=8, **changes), *words)
+    assert result.exit_code == 0, result.output
+    readme = (tmp_path / "run" / "README.md").read_text()
+    assert f"| attention | {layers} | within rows of joined text" in readme
+    assert f"that its attention ({layers}) is covered" in " ".join(readme.split())
+    assert "add `--pack`" in " ".join(readme.split())
 
 
 def test_a_job_of_two_nodes_without_text(

@@ -9,6 +9,8 @@ import pytest
 from tests.cli.conftest import Run
 
 SCHEMA = {
+    "family": str,
+    "mask": str,
     "plan": str,
     "ulysses": int,
     "ring": int,
@@ -65,11 +67,28 @@ def test_every_way_over_two_processes_as_json(run: Run, config: Callable[..., Pa
         assert case["messages"] > 0
 
 
+def test_packed_rows_of_a_model_with_windows_and_sinks_as_json(
+    run: Run, config: Callable[..., Path]
+) -> None:
+    path = config(model_type="gpt_oss", num_local_experts=4, head_dim=8)
+    words = ["--nproc", 2, "--ring", 2, "--layout", "contiguous", "--packed", "--json"]
+    result = run("verify", path, *words)
+    assert result.exit_code == 0, result.output
+    (case,) = json.loads(result.stdout)["cases"]
+    assert case["family"] == "gpt-oss"
+    assert case["mask"] == "window 23, 10 documents, sinks + causal, 10 documents, sinks"
+    assert case["messages"] == case["predicted_messages"] > 0
+
+
 def test_one_cut_in_float64_as_a_table(run: Run, config: Callable[..., Path]) -> None:
-    words = ["--nproc", 3, "--ring", 3, "--layout", "zigzag", "--dtype", "float64"]
-    result = run("verify", config(), *words, "--seq-len", 61)
+    """Of packed rows and a model with windows and softcap."""
+    words = ["--nproc", 3, "--ring", 3, "--layout", "balanced", "--dtype", "float64", "--packed"]
+    path = config(model_type="gemma2", sliding_window=9)
+    result = run("verify", path, *words, "--seq-len", 61)
     assert result.exit_code == 0, result.output
     assert "61 tokens, 3 process(es) against one, float64" in result.stdout
+    row = "10 documents, softcap 5"  # two rows of five, joined
+    assert f"mask: window 9, {row} + causal, {row}\n" in result.stdout
     assert "tolerance 1e-10" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("verify: ok: 1 of 1 cases equal")
 
@@ -79,7 +98,9 @@ def test_one_process_sends_nothing(run: Run, config: Callable[..., Path]) -> Non
     assert result.exit_code == 0, result.output
     (case,) = json.loads(result.stdout)["cases"]
     assert (case["plan"], case["messages"], case["bytes"]) == ("single", 0, 0)
-    assert case["logits_rel_err"] == case["grad_rel_err"] == 0.0  # bitwise
+    # Nearly bitwise: the rows are computed together, those of the one process one by one.
+    assert case["logits_rel_err"] <= case["grad_rel_err"] < 1e-6
+    assert (case["family"], case["mask"]) == ("Llama 1 to 3", "stock attention")
 
 
 @pytest.mark.parametrize("part", BREAKAGES)
@@ -97,11 +118,11 @@ def test_a_broken_engine_is_found(
     assert result.exit_code == 1
     answer = json.loads(result.stdout)
     assert answer["ok"] is False
+    if part == "traffic":  # the first training step counts for itself
+        assert answer["cases"] == []
+        assert "sequence parallelism did not run as planned" in answer["error"]
+        return
     (case,) = answer["cases"]
     assert case["ok"] is False
-    if part == "traffic":
-        assert case["grad_rel_err"] <= 1e-5
-        assert case["bytes"] == case["predicted_bytes"] + case["messages"]
-    else:
-        assert case["grad_rel_err"] > 1e-4
-        assert case["bytes"] == case["predicted_bytes"]
+    assert case["grad_rel_err"] > 1e-4
+    assert case["bytes"] == case["predicted_bytes"]

@@ -5,7 +5,9 @@ import torch
 
 from longctx_patch import LongContextConfig, SequenceShardCollator
 from longctx_patch.config import LayoutName
+from longctx_patch.documents import Documents
 from longctx_patch.layout import make_layout
+from longctx_patch.placement import place, placement_of
 
 
 def collator(group_rank: int = 0, **degrees: int) -> SequenceShardCollator:
@@ -37,6 +39,126 @@ def test_shards_are_the_whole_batch(layout: LayoutName, length: int) -> None:
     assert unshard("shift_labels") == [wanted, [-100] * padded]
     assert unshard("labels") == unshard("shift_labels")
     assert len({tuple(batch["longctx_shard"].flatten().tolist()) for batch in batches}) == 1
+
+
+def put_together(
+    config: LongContextConfig, rows: list[dict[str, Any]], **options: Any
+) -> tuple[dict[str, list[int]], Documents]:
+    """The one row of a batch from the shards of all ranks, and its documents."""
+    batches = [
+        SequenceShardCollator(config, group_rank=rank, pad_token_id=9, **options)(rows)
+        for rank in range(config.sequence_degree)
+    ]
+    ((length, _, *lengths),) = batches[0]["longctx_shard"].tolist()
+    assert all(torch.equal(b["longctx_shard"], batches[0]["longctx_shard"]) for b in batches)
+    assert len({batch["input_ids"].shape for batch in batches}) == 1  # as many tokens each
+    documents = Documents.of_row(tuple(lengths), length)
+    layout = place(
+        placement_of(config, documents),
+        documents,
+        ring=config.ring_degree,
+        ulysses=config.ulysses_degree,
+    )
+    names = ("input_ids", "position_ids", "labels", "shift_labels")
+    whole = {
+        name: layout.unshard([batch[name] for batch in batches], 1)[0].tolist() for name in names
+    }
+    assert whole["labels"] == whole["shift_labels"]
+    return whole, documents
+
+
+# Of 24 tokens over 3 ranks, 8 each where they are contiguous.
+BOUNDARIES = {
+    "on a rank's edge": [8, 16],
+    "before it": [7, 17],
+    "after it": [9, 15],
+    "one-token documents": [1, 1, 6, 1, 14, 1],
+    "longer than a rank's share": [3, 20, 1],
+    "padding": [5, 4, 2],
+    "padding of more than a rank": [2, 1],
+}
+
+
+@pytest.mark.parametrize("layout", [None, "zigzag", "balanced", "contiguous", "striped"])
+@pytest.mark.parametrize("lengths", BOUNDARIES.values(), ids=BOUNDARIES.keys())
+def test_shards_are_the_packed_row(layout: LayoutName | None, lengths: list[int]) -> None:
+    config = LongContextConfig(ring_degree=3, layout=layout)
+    total = sum(lengths)
+    row = {"input_ids": list(range(100, 100 + total)), "seq_lengths": lengths}
+    whole, documents = put_together(config, [row], pad_to_length=24)
+    padding = documents.num_tokens - total
+    assert documents.lengths == tuple(lengths)
+    assert documents.num_tokens == 24
+    assert whole["input_ids"] == [*row["input_ids"], *[9] * padding]
+    positions = [n for length in lengths for n in range(length)]
+    assert whole["position_ids"] == [*positions, *range(padding)]
+    labels: list[int] = []
+    for length in lengths:
+        labels += [*range(101 + len(labels), 100 + len(labels) + length), -100]
+    assert whole["labels"] == [*labels, *[-100] * padding]
+
+
+def test_packed_rows_over_ulysses_and_ring() -> None:
+    """Their length is that of the layout; 13 tokens are 16 over four ranks."""
+    config = LongContextConfig(ulysses_degree=2, ring_degree=2)
+    row = {"input_ids": list(range(13)), "seq_lengths": [6, 1, 4, 2]}
+    whole, documents = put_together(config, [row])
+    assert documents.num_tokens == 16
+    assert whole["input_ids"] == [*range(13), 9, 9, 9]
+    assert whole["position_ids"] == [*range(6), 0, *range(4), 0, 1, 0, 1, 2]
+
+
+def test_several_packed_rows_become_one() -> None:
+    rows = [
+        {"input_ids": [1, 2, 3], "seq_lengths": [2, 1]},
+        {"input_ids": [4, 5]},
+        {"input_ids": [6, 7, 8, 0], "attention_mask": [1, 1, 1, 0], "seq_lengths": [1, 2]},
+    ]
+    whole, documents = put_together(LongContextConfig(ring_degree=2), rows)
+    assert documents.lengths == (2, 1, 2, 1, 2)
+    assert whole["input_ids"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert whole["position_ids"] == [0, 1, 0, 0, 1, 0, 0, 1]
+    assert whole["labels"] == [2, -100, -100, 5, -100, -100, 8, -100]
+
+
+def test_labels_of_ones_own_stay_in_their_document() -> None:
+    row = {"input_ids": [1, 2, 3, 4], "labels": [10, 20, 30, 40], "seq_lengths": [2, 2]}
+    assert collator()([row])["labels"].tolist() == [[20, -100, 40, -100]]
+
+
+def test_rows_of_one_document_are_joined_where_asked_for() -> None:
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
+    whole, documents = put_together(LongContextConfig(ring_degree=2), rows, packed=True)
+    assert documents.lengths == (3, 1)
+    assert whole["labels"] == [2, 3, -100, -100]
+    apart = collator()(rows)
+    assert apart["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
+
+
+def test_empty_rows_add_nothing() -> None:
+    rows = [{"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3]}]
+    whole, documents = put_together(LongContextConfig(ring_degree=3), rows, packed=True)
+    assert documents.lengths == (2, 1)
+    assert whole["input_ids"] == [1, 2, 3]
+    nothing, _ = put_together(LongContextConfig(ring_degree=2), [{"input_ids": []}], packed=True)
+    assert set(nothing["input_ids"]) == {9}
+    assert set(nothing["labels"]) == {-100}
+
+
+def test_one_document_of_a_packed_row_is_an_ordinary_row() -> None:
+    rows = [{"input_ids": [1, 2, 3, 4, 5]}]
+    named = [{"input_ids": [1, 2, 3, 4, 5], "seq_lengths": [5]}]
+    config = LongContextConfig(ring_degree=2)
+    for packed in (False, True):
+        assert put_together(config, named, packed=packed) == put_together(config, rows)
+
+
+def test_other_boundaries_of_the_same_tokens_are_another_batch() -> None:
+    one, other = (
+        collator()([{"input_ids": [1, 2, 3], "seq_lengths": lengths}])["longctx_shard"]
+        for lengths in ([1, 2], [2, 1])
+    )
+    assert not torch.equal(one, other)
 
 
 def test_labels_are_shifted_before_the_cut() -> None:
@@ -80,6 +202,13 @@ def test_different_rows_have_different_checksums() -> None:
         ({"input_ids": [1, 2], "labels": [1]}, r"labels \[1\] must be"),
         ({"input_ids": [0, 1], "attention_mask": [0, 1]}, "Left padding shifts positions"),
         ({"input_ids": [0, 1], "attention_mask": [1]}, "as long as input_ids"),
+        ({"input_ids": [0, 1], "seq_lengths": [1]}, r"seq_lengths \[1\] add up to 1.* has 2 tok"),
+        ({"input_ids": [0, 1], "seq_lengths": [2, 0]}, "every document has one or more"),
+        ({"input_ids": [0, 1], "seq_lengths": [3, -1]}, "every document has one or more"),
+        (
+            {"input_ids": [0, 1], "attention_mask": [1, 0], "seq_lengths": [1, 1]},
+            "the row has 1 tokens",
+        ),
     ],
 )
 def test_bad_rows_are_refused(row: Any, message: str) -> None:

@@ -245,9 +245,7 @@ def with_piece(plan: Plan, at: Fault, piece: Piece | None) -> Plan:
     pieces = list(step.works[at.work].pieces)
     pieces[at.piece : at.piece + 1] = [] if piece is None else [piece]
     works = list(step.works)
-    works[at.work : at.work + 1] = (
-        [works[at.work]._replace(pieces=tuple(pieces))] if pieces else []
-    )
+    works[at.work : at.work + 1] = [works[at.work]._replace(pieces=tuple(pieces))] if pieces else []
     steps = list(plan.steps)
     steps[at.step] = replace(step, works=tuple(works))
     return replace(plan, steps=tuple(steps))

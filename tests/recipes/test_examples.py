@@ -1,6 +1,8 @@
 """The examples run as their docstrings say; `make demo` runs the long one."""
 
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -22,12 +24,21 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(150)
-def test_import_and_patch_in_two_processes(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "import_and_patch.py")
+@pytest.mark.parametrize("name", ["import_and_patch.py", "packed_documents.py"])
+def test_two_processes_train_as_one(name: str, tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = run(tmp_path, *launcher, script)  # compares with the unpatched loss by itself
+    done = run(tmp_path, *launcher, str(EXAMPLES / name))  # compares losses by itself
     assert done.returncode == 0, done.stderr[-3000:]
     assert "2 processes, losses" in done.stdout
+
+
+def test_masks_are_dense_attention_and_send_less(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLES / "masks.py"), run_name="__main__")  # compares by itself
+    found = re.findall(r"^(.+?) +\d+ pairs, +(\d+) bytes", capsys.readouterr().out, re.MULTILINE)
+    sent = {name: int(num_bytes) for name, num_bytes in found}
+    assert list(sent) == ["causal", "window", "block-sparse", "documents", "sinks, softcap"]
+    assert sent["block-sparse"] < sent["window"] < sent["documents"] < sent["causal"]
+    assert sent["sinks, softcap"] == sent["causal"]
 
 
 def test_the_demo_leaves_a_folder_with_files_alone(tmp_path: Path) -> None:
