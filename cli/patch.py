@@ -28,6 +28,7 @@ ROPE_KINDS = ("linear", "dynamic", "yarn")
     default="attention",
     help="What is kept for backward [attention].",
 )
+@click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
 @click.option("--data", multiple=True, help="Text to train on: files, folders, JSONL, datasets.")
 @click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs, to try it out.")
 def patch_command(model: str, out: Path, **options: Any) -> None:

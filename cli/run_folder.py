@@ -13,12 +13,13 @@ from typing import Any
 import yaml
 
 from longctx_patch.cli.degrees import DegreeChoice, choose_degrees
+from longctx_patch.cli.layer_masks import describe_layers
 from longctx_patch.cli.run_readme import render_readme, size_text
-from longctx_patch.config import LongContextConfig
+from longctx_patch.config import LayoutName, LongContextConfig
 from longctx_patch.hf import check_model_config
 from longctx_patch.hf.models import is_local, load_model_config
 from longctx_patch.hf.rope import reachable_length
-from longctx_patch.layout import length_multiple
+from longctx_patch.placement import padding_multiple
 from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes import models, texts
 from longctx_patch.recipes.settings import Settings
@@ -59,9 +60,15 @@ class Decisions:
         return self.num_gpus // self.degrees.sequence_degree
 
     @property
+    def placement(self) -> LayoutName:
+        """That of the rows that are trained on."""
+        config = self.settings.sequence_parallelism()
+        return config.packed_placement if self.settings.pack else config.placement
+
+    @property
     def tokens_per_gpu(self) -> int:
-        multiple = length_multiple(
-            self.settings.sequence_parallelism().placement,
+        multiple = padding_multiple(
+            self.placement,
             ring=self.degrees.ring,
             ulysses=self.degrees.ulysses,
         )
@@ -94,6 +101,7 @@ def decide(
     sequence_degree: int | None,
     nodes: int,
     checkpoint: Any,
+    pack: bool,
     data: Sequence[str],
     cpu: bool,
 ) -> Decisions:
@@ -121,6 +129,7 @@ def decide(
     settings = Settings(
         model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
         text=text or [NO_TEXT],
+        pack=pack,
         output=str(folder / "training"),
         seq_len=seq_len,
         rope=rope or "none",
@@ -170,18 +179,18 @@ def write(decisions: Decisions) -> None:
 def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     """(what, value, why) of every decision."""
     settings, degrees = decisions.settings, decisions.degrees
-    rope_type = decisions.model_config.rope_parameters["rope_type"]
     reach = reachable_length(decisions.old_config)
     unit = "CPU process" if decisions.cpu else "GPU"
     random = " (random weights: a bare config)" if models.is_bare_config(settings.model) else ""
-    balanced = "every rank has the same share of the causal mask"
+    balanced = "every rank has the same share of the mask"
     sequences = f"{degrees.sequence_degree} of {decisions.num_gpus} per sequence"
     return [
         ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
         ("text", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
         ("trained", "LoRA adapter" if settings.uses_lora else "every weight", "--lora or --full"),
         ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reach}"),
-        ("rope", settings.rope, _rope_reason(decisions, rope_type)),
+        ("rope", settings.rope, _rope_reason(decisions)),
+        ("attention", describe_layers(decisions.model_config), _rows(settings)),
         ("degrees", f"ulysses {degrees.ulysses} x ring {degrees.ring}", degrees.reason),
         (
             "shards",
@@ -190,7 +199,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ),
         (
             "layout",
-            settings.sequence_parallelism().placement,
+            decisions.placement,
             balanced if degrees.ring > 1 else "alike without a ring",
         ),
         ("checkpoint", settings.checkpoint, _CHECKPOINT_REASONS[settings.checkpoint]),
@@ -222,13 +231,24 @@ _CHECKPOINT_REASONS = {
 }
 
 
-def _rope_reason(decisions: Decisions, rope_type: str) -> str:
-    if decisions.settings.rope == "none":
-        return f"as published ({rope_type}), long enough"
+def _rows(settings: Settings) -> str:
+    apart = "documents of a row don't see each other (--pack)"
+    return apart if settings.pack else "within rows of joined text; --pack keeps documents apart"
+
+
+def _rope_reason(decisions: Decisions) -> str:
     rope = decisions.model_config.rope_parameters
+    if decisions.settings.rope == "none":
+        return f"as published ({' and '.join(_rope_types(rope))}), long enough"
     if decisions.settings.rope == "dynamic":
         return f"frozen at this length: rope_theta {rope['rope_theta']:.6g}"
     return f"factor {rope['factor']:g}"
+
+
+def _rope_types(rope: dict[str, Any]) -> list[str]:
+    """One for all layers, or those of each kind of layer."""
+    kinds = [rope] if "rope_type" in rope else rope.values()
+    return list(dict.fromkeys(kind["rope_type"] for kind in kinds))
 
 
 def _weights(decisions: Decisions) -> tuple[str, str]:
@@ -271,7 +291,7 @@ def _check_length(config: Any, seq_len: int, rope: str | None, factor: float | N
                 f"--seq-len {seq_len}: this model reaches {reach} tokens, so its RoPE must be "
                 f"scaled. Add --rope yarn (or linear or dynamic), or use --seq-len {reach}."
             )
-    elif seq_len <= reach and config.rope_parameters["rope_type"] != rope:
+    elif seq_len <= reach and _rope_types(config.rope_parameters) != [rope]:
         raise ValueError(
             f"--rope {rope} with --seq-len {seq_len}: this model already reaches {reach} tokens, "
             "and scaling would only blur positions. Leave --rope out."

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from longctx_patch.cli.layer_masks import describe_layers
 from longctx_patch.plugin.launch_yaml import MAIN_PROCESS_IP
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ Settings can be added to the command, for example `--max-steps 10`; they win ove
 
 trains one step of a shrunken copy on {degree} CPU process(es), cut as this run is, and compares
 loss, logits and every gradient with one process. It needs no GPU and no weights. `--nproc 4` takes
-4 processes and every way to cut a sequence over them.
+4 processes and every way to cut a sequence over them; `--packed` takes rows of several
+documents{as_here}.
 
 ## What was decided
 
@@ -45,16 +47,17 @@ out: more GPUs per sequence, `--checkpoint full`, or a smaller `--seq-len`.{load
 
 ## What was checked
 
-The model's family, that no layer has a sliding window, softcap, sinks or attention dropout, that
-its {heads} query heads and {kv_heads} key-value heads fit the degrees, that its RoPE reaches
-the length, and that the tokenizer fits the vocabulary.
+The model's family, that its attention ({layers}) is covered and has no dropout, that its
+{heads} query heads and {kv_heads} key-value heads fit the degrees, that its RoPE reaches the
+length, and that the tokenizer fits the vocabulary. The first training step checks that attention
+crosses the ranks as planned.
 
 Not checked: that memory suffices, that weights can be downloaded, and whether the text is enough
 for a row (the recipe says so when it starts).
 
-Not covered: sliding windows, packed documents that don't see each other. Rows are cut from the
-joined text, so a row's documents see each other; `--one-document-per-row` keeps them apart and
-pads.
+## Rows
+
+{rows}
 
 ## Files
 
@@ -64,6 +67,18 @@ pads.
 - `config.json`: the model's config with the RoPE change, as the recipe makes it from the model and
   `rope` in finetune.yaml. For `longctx verify` and for inference; training does not read it.
 """
+
+
+PACKED = """\
+Rows are packed, best fit first, of documents that don't see each other: attention, positions and
+labels stay within a document. One longer than {seq_len} tokens is split into documents of that
+length and a rest. The recipe prints how full the rows are and how many documents were split, and
+writes `packing_efficiency` into every line of metrics.jsonl."""
+
+JOINED = """\
+Rows are cut from the joined text, so a row's documents see each other. To keep them apart, add
+`--pack` to the command (several documents in a row, little padding) or `--one-document-per-row`
+(one, padded)."""
 
 
 def render_readme(decisions: "Decisions", table: Sequence[tuple[str, str, str]]) -> str:
@@ -85,6 +100,9 @@ def render_readme(decisions: "Decisions", table: Sequence[tuple[str, str, str]])
         table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table),
         logits=size_text(decisions.tokens_per_gpu * settings.batch_size * config.vocab_size * 4),
         loading=loading,
+        as_here=", as here" if settings.pack else "",
+        layers=describe_layers(config),
+        rows=PACKED.format(seq_len=settings.seq_len) if settings.pack else JOINED,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
     )

@@ -34,7 +34,11 @@ class Target:
 @click.option("--nproc", type=click.IntRange(1), help="Processes [4, or what the run needs].")
 @click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [every one that fits].")
 @click.option("--ring", type=click.IntRange(1), help="Ring degree [every one that fits].")
-@click.option("--layout", type=click.Choice(get_args(LayoutName)), help="Layout [all].")
+@click.option(
+    "--layout",
+    type=click.Choice(get_args(LayoutName)),
+    help="Layout [zigzag, contiguous; balanced too if packed].",
+)
 @click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32")
 @click.option("--seq-len", type=click.IntRange(3), help="Tokens of a row [127, a prime].")
 @click.option("--checkpoint", type=click.Choice(get_args(CheckpointPolicy)), help="Policy [none].")
@@ -86,7 +90,8 @@ def run(
     run_degree = found.run.sequence_degree if found.run else None
     num_ranks = nproc or (ulysses * ring if ulysses and ring else run_degree or 4)
     if found.run and num_ranks == run_degree and ulysses is ring is layout is None:
-        configs = [replace(found.run, checkpoint=policy)]  # type: ignore[arg-type]  # a click.Choice
+        layout_of_rows = found.run.packed_placement if packed else found.run.layout
+        configs = [replace(found.run, checkpoint=policy, layout=layout_of_rows)]  # type: ignore[arg-type]  # a click.Choice
     else:
         configs = choose_configs(
             num_ranks,
@@ -149,7 +154,7 @@ def choose_configs(
 
 def render(report: "Report", seconds: float) -> str:
     """Table and verdict."""
-    rows: list[list[str]] = [[*COLUMNS, "messages", "bytes", "mask", ""]]
+    rows: list[list[str]] = [[*COLUMNS, "messages", "bytes", ""]]
     for case in report.cases:
         errors = (
             case.loss_rel_err,
@@ -162,7 +167,7 @@ def render(report: "Report", seconds: float) -> str:
             verdict += f" (plan: {case.predicted_messages} messages, {case.predicted_bytes} bytes)"
         cut = [case.plan, str(case.ulysses), str(case.ring), case.layout]
         sent = [str(case.messages), str(case.bytes)]
-        rows.append([*cut, *(f"{error:.1e}" for error in errors), *sent, case.mask, verdict])
+        rows.append([*cut, *(f"{error:.1e}" for error in errors), *sent, verdict])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -173,6 +178,7 @@ def render(report: "Report", seconds: float) -> str:
         f"{report.model_type}, small layers, {report.seq_len} tokens, {report.num_ranks} "
         f"process(es) against one, {report.dtype}; relative errors, tolerance {report.tolerance:g}"
     )
+    masks = f"mask: {' | '.join(dict.fromkeys(case.mask for case in report.cases))}"
     verdict = "equal to one process" if report.ok else "NOT equal to one process"
     tail = f"verify: {'ok' if report.ok else 'FAILED'}: {good} of {len(report.cases)} cases "
-    return "\n".join([head, "", *lines, "", f"{tail}{verdict} ({seconds:.0f} s)"])
+    return "\n".join([head, masks, "", *lines, "", f"{tail}{verdict} ({seconds:.0f} s)"])

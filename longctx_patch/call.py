@@ -28,7 +28,7 @@ from longctx_patch.ulysses import (
 )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def make_plan(
     setting: Setting, direction: Direction, documents: Documents, mask: Mask, num_kv_heads: int
 ) -> Plan:

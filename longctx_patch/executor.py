@@ -150,7 +150,7 @@ class Executor:
             first += run.size
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=128)
 def kernel_calls(
     plan: Plan, rank: int, traits: Traits
 ) -> tuple[tuple[tuple[Work, tuple[Call, ...]], ...], ...]:

@@ -3,7 +3,6 @@
 import faulthandler
 import os
 import pickle
-import socket
 import tempfile
 import time
 import traceback
@@ -48,7 +47,7 @@ def run_processes(
         folder = Path(name)
         context = mp.get_context("spawn")
         deadline = time.time() + timeout_s
-        job = (function, num_processes, free_port(), folder, args, deadline, backend)
+        job = (function, num_processes, folder, args, deadline, backend)
         processes = [
             context.Process(target=_run_rank, args=(rank, *job), daemon=True)
             for rank in range(num_processes)
@@ -68,13 +67,6 @@ def run_processes(
         limit = f"the time limit of {timeout_s:g} s passed\n" if timed_out else ""
         raise ProcessesFailedError(limit + "\n".join(failures))
     return [result for result, _ in outcomes]
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait(processes: list[Any], deadline: float) -> bool:
@@ -104,7 +96,6 @@ def _run_rank(
     rank: int,
     function: Callable[..., Any],
     num_processes: int,
-    port: int,
     folder: Path,
     args: tuple[Any, ...],
     deadline: float,
@@ -120,7 +111,7 @@ def _run_rank(
     try:
         dist.init_process_group(
             backend,
-            init_method=f"tcp://127.0.0.1:{port}",
+            init_method=(folder / "meeting").as_uri(),  # a port could be taken meanwhile
             rank=rank,
             world_size=num_processes,
             timeout=timedelta(seconds=remaining_s + 30.0),

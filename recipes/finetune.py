@@ -66,8 +66,11 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
         accelerator.print(data.packed)
     bar = tqdm(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")
 
-    # The plans of a batch are made beside the step before it.
-    ahead = handle.plan_ahead(micro_batches(data, range(state.step, settings.max_steps)))
+    # The plans of a step's batches are made beside the step before it.
+    ahead = handle.plan_ahead(
+        micro_batches(data, range(state.step, settings.max_steps)),
+        depth=settings.gradient_accumulation_steps,
+    )
     while state.step < settings.max_steps:
         batches = list(islice(ahead, settings.gradient_accumulation_steps))
         values = train_step(settings, accelerator, state, batches)

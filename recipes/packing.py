@@ -28,7 +28,7 @@ class PackedText:
     def __str__(self) -> str:
         return (
             f"packed {self.num_documents:,} documents into {len(self.rows):,} rows, "
-            f"{self.efficiency:.1%} full; {self.num_split:,} longer than a row were split"
+            f"{self.efficiency:.1%} full; longer than a row, so split: {self.num_split:,}"
         )
 
 

@@ -1,5 +1,6 @@
 """Distributed tests run on processes of this machine; a hang ends with each rank's trace."""
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -15,3 +16,10 @@ def run_distributed(
 ) -> list[Any]:
     """`run_processes` with a limit that suits a test."""
     return run_processes(function, world_size, *args, timeout_s=timeout_s, backend=backend)
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

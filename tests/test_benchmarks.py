@@ -29,7 +29,7 @@ from benchmarks.plans import (
     run_case,
 )
 from longctx_patch import LongContextConfig, make_sequence_group
-from longctx_patch.processes import free_port
+from tests.harness import free_port
 from tests.reference import dense_attention
 
 ROOT = Path(__file__).parents[1]

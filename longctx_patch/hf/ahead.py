@@ -5,6 +5,7 @@ CPU for a long row, in which the device would wait. What is made here lands in t
 forward pass looks into.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -12,23 +13,25 @@ from typing import TypeVar
 Batch = TypeVar("Batch")
 
 
-def one_ahead(batches: Iterable[Batch], prepare: Callable[[Batch], None]) -> Iterator[Batch]:
-    """The batches in order; `prepare` runs for each in a thread, one batch ahead.
+def ahead(
+    batches: Iterable[Batch], prepare: Callable[[Batch], None], *, depth: int = 1
+) -> Iterator[Batch]:
+    """The batches in order; `prepare` runs for each in a thread, `depth` batches ahead.
 
     What it raises is raised where its batch would come.
     """
+    if depth < 1:
+        raise ValueError(f"depth={depth}: plans are made 1 batch ahead or more.")
+    waiting: deque[tuple[Batch, Future[None]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="longctx-plans") as pool:
-        waiting: tuple[Batch, Future[None]] | None = None
         for batch in batches:
-            following = (batch, pool.submit(prepare, batch))
-            if waiting is not None:
-                yield _ready(waiting)
-            waiting = following
-        if waiting is not None:
-            yield _ready(waiting)
+            waiting.append((batch, pool.submit(prepare, batch)))
+            if len(waiting) > depth:
+                yield _ready(*waiting.popleft())
+        while waiting:
+            yield _ready(*waiting.popleft())
 
 
-def _ready(waiting: tuple[Batch, Future[None]]) -> Batch:
-    batch, prepared = waiting
+def _ready(batch: Batch, prepared: Future[None]) -> Batch:
     prepared.result()
     return batch

@@ -17,7 +17,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf import transformers_api
-from longctx_patch.hf.ahead import one_ahead
+from longctx_patch.hf.ahead import ahead
 from longctx_patch.hf.families import check_model_config, check_modules
 from longctx_patch.hf.fire_check import FireCheck
 from longctx_patch.hf.sharded import (
@@ -69,17 +69,18 @@ class PatchHandle:
         """Messages, bytes and kernel calls of this process since the patch or `reset()`."""
         return self.group.counters
 
-    def plan_ahead(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def plan_ahead(self, batches: Iterable[Batch], *, depth: int = 1) -> Iterator[Batch]:
         """The same batches; the plans of each are made beside the step before it.
 
         Packed rows need new plans with every batch. Iterate over `handle.plan_ahead(loader)` and
         they are ready when the batch is, once a first step has shown what layers the model has.
+        `depth`: how many batches to be ahead; those of a step where gradients accumulate.
 
         Example:
             >>> for batch in handle.plan_ahead(loader):  # doctest: +SKIP
             ...     model(**batch).loss.backward()
         """
-        return one_ahead(batches, self._make_plans)
+        return ahead(batches, self._make_plans, depth=depth)
 
     def _make_plans(self, batch: Mapping[str, Any]) -> None:
         shard = batch.get(SHARD_KEY)
@@ -111,8 +112,8 @@ def patch(
     over all ranks, which DDP and FSDP do.
 
     Args:
-        model: Llama, Mistral, Qwen2 or Qwen3 for causal language modelling, or a PEFT model
-            around one.
+        model: for causal language modelling, of a family that `longctx families` lists as
+            supported, or a PEFT model around one.
         config: degrees, layout, plan, kernel and checkpoint policy; the same on every rank.
         mask: for other than causal attention, a function from the length of a padded row to its
             `Mask` (`longctx_patch.masks`: block-sparse, prefix, bidirectional, any function).

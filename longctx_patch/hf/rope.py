@@ -41,15 +41,16 @@ def scale_rope(
     `max_position_embeddings` becomes L (or `factor * M` where a larger factor was asked for).
     A config that already carries this kind and reaches L comes back unchanged.
 
-    Raises ValueError for a model without RoPE, RoPE per layer type, RoPE already scaled by another
-    kind, a target that needs scaling (`none`) or does not (the others), or too small a factor.
+    Raises ValueError for a model without RoPE, scaling RoPE per layer type, RoPE already scaled by
+    another kind, a target that needs scaling (`none`) or does not (the others), or too small a
+    factor.
 
     >>> from transformers import LlamaConfig
     >>> scale_rope(LlamaConfig(), kind="yarn", target_length=8192).rope_parameters["factor"]
     4.0
     """
     _check_arguments(kind, target_length, factor)
-    rope = _current_rope(model_config)
+    rope = _current_rope(model_config, kind)
     if target_length <= reachable_length(model_config):
         _refuse_unneeded(model_config, rope, kind, target_length)
         return copy.deepcopy(model_config)
@@ -95,7 +96,8 @@ def _check_arguments(kind: str, target_length: int, factor: float | None) -> Non
         raise ValueError(f"rope factor {factor}: scaling stretches positions, so 1 or more.")
 
 
-def _current_rope(model_config: "PreTrainedConfig") -> dict[str, Any]:
+def _current_rope(model_config: "PreTrainedConfig", kind: str) -> dict[str, Any]:
+    """RoPE of all layers; where kinds of layers differ and nothing is scaled, of any of them."""
     rope = getattr(model_config, "rope_parameters", None)
     length = getattr(model_config, "max_position_embeddings", None)
     if not rope or not length:
@@ -103,6 +105,9 @@ def _current_rope(model_config: "PreTrainedConfig") -> dict[str, Any]:
             f"model type {model_config.model_type!r} declares no rope_parameters or no "
             "max_position_embeddings: only models with rotary embeddings can be scaled."
         )
+    if "rope_type" not in rope and kind == "none":
+        per_layer = [r for r in rope.values() if isinstance(r, dict)]
+        return next((r for r in per_layer if r["rope_type"] == "dynamic"), per_layer[0])
     if "rope_type" not in rope:
         raise ValueError(
             f"model type {model_config.model_type!r} has RoPE per layer type "

@@ -32,9 +32,11 @@ def all_configs(
     ]
 
 
-def plan_name(config: LongContextConfig) -> str:
-    """What a config runs, in one word or two."""
-    ring = config.placement if config.plan == "auto" else config.plan
+def plan_name(config: LongContextConfig, *, packed: bool = False) -> str:
+    """What a config runs in layers with full attention, in one word or two."""
+    ring: str = config.plan
+    if ring == "auto":
+        ring = "halo" if packed else config.placement
     if config.sequence_degree == 1:
         return "single"
     if config.ring_degree == 1:

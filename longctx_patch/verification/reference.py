@@ -1,10 +1,11 @@
 """What one unpatched process computes, on whole rows."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,19 +54,19 @@ def _cut(length: int) -> list[int]:
 
 
 def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
-    """One step of the unpatched model over each document by itself, with the loss written out.
+    """One step of the unpatched model, with the loss written out; each document by itself.
 
     A router's loss is over the tokens of all documents together.
     """
     model = build_small_model(small_config, getattr(torch, dtype))
+    batches = list(_batches(rows))
     with _one_thread():
-        outputs = [
-            (model(input_ids=ids[None], use_cache=False), labels)
-            for ids, labels in _documents(rows)
-        ]
-        loss = _token_loss(outputs) + _router_loss(model, [out for out, _ in outputs])
+        outputs = [model(input_ids=batch.ids, use_cache=False) for batch in batches]
+        loss = _token_loss(outputs, batches) + _router_loss(model, outputs, batches)
         loss.backward()
-    logits = torch.cat([out.logits[0].detach() for out, _ in outputs])
+    logits = torch.cat(
+        [out.logits.detach()[batch.is_real] for out, batch in zip(outputs, batches, strict=True)]
+    )
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Reference(loss=loss.item(), logits_NV=logits, grads=grads)
 
@@ -81,33 +82,65 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _token_loss(outputs: Sequence[tuple[Any, Tensor]]) -> Tensor:
+class _Batch(NamedTuple):
+    """Documents of one token each or more, `[B, L]`, padded on the right."""
+
+    ids: Tensor
+    next_labels: Tensor
+    is_real: Tensor
+
+
+def _batches(rows: Rows) -> Iterator[_Batch]:
+    """Plain rows together, padded; each document of packed rows by itself."""
+    if not any("seq_lengths" in row for row in rows):
+        yield _padded([(row["input_ids"], row.get("labels", row["input_ids"])) for row in rows])
+        return
+    for row in rows:
+        ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
+        for start, stop in pairwise(accumulate(row["seq_lengths"], initial=0)):
+            part = slice(start, stop)
+            yield _padded([(ids[part], labels[part])])
+
+
+def _padded(documents: Sequence[tuple[list[int], list[int]]]) -> _Batch:
+    longest = max(len(ids) for ids, _ in documents)
+
+    def stacked(values: Iterable[list[int]], fill: int) -> Tensor:
+        return torch.tensor([row + [fill] * (longest - len(row)) for row in values])
+
+    return _Batch(
+        ids=stacked((ids for ids, _ in documents), 0),
+        next_labels=stacked(([*labels[1:], IGNORE_INDEX] for _, labels in documents), IGNORE_INDEX),
+        is_real=stacked(([1] * len(ids) for ids, _ in documents), 0).bool(),
+    )
+
+
+def _token_loss(outputs: Sequence[Any], batches: Sequence[_Batch]) -> Tensor:
     losses = [
-        F.cross_entropy(out.logits[0, :-1], labels[1:], ignore_index=IGNORE_INDEX, reduction="sum")
-        for out, labels in outputs
+        F.cross_entropy(
+            out.logits.flatten(0, 1),
+            batch.next_labels.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+        for out, batch in zip(outputs, batches, strict=True)
     ]
-    count = sum(int((labels[1:] != IGNORE_INDEX).sum()) for _, labels in outputs)
+    count = sum(int((batch.next_labels != IGNORE_INDEX).sum()) for batch in batches)
     return torch.stack(losses).sum() / count
 
 
-def _router_loss(model: Any, outputs: Sequence[Any]) -> Tensor | float:
+def _router_loss(model: Any, outputs: Sequence[Any], batches: Sequence[_Batch]) -> Tensor | float:
     if not getattr(model.config, "output_router_logits", False):
         return 0.0
     by_layer = zip(*(out.router_logits for out in outputs), strict=True)
+    real = torch.cat([batch.is_real.flatten() for batch in batches])
     load_balancing_loss = sys.modules[type(model).__module__].load_balancing_loss_func
     loss: Tensor = load_balancing_loss(
-        tuple(torch.cat(parts) for parts in by_layer), model.num_experts, model.num_experts_per_tok
+        tuple(torch.cat(parts)[real] for parts in by_layer),
+        model.num_experts,
+        model.num_experts_per_tok,
     )
     return model.router_aux_loss_coef * loss
-
-
-def _documents(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-    """(input_ids, unshifted labels) of each document."""
-    for row in rows:
-        ids = torch.tensor(row["input_ids"])
-        labels = torch.tensor(row.get("labels", row["input_ids"]))
-        lengths = row.get("seq_lengths", [len(ids)])
-        yield from zip(ids.split(lengths), labels.split(lengths), strict=True)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -92,7 +92,9 @@ def verify(
             run_rank, num_ranks, small, list(configs), rows, dtype, file, timeout_s=timeout_s
         )
     cases = [
-        _case_result(config, [results[i] for results in by_rank], TOLERANCES[dtype], family.name)
+        _case_result(
+            config, [results[i] for results in by_rank], TOLERANCES[dtype], family.name, packed
+        )
         for i, config in enumerate(configs)
     ]
     return Report(
@@ -209,6 +211,7 @@ def _case_result(
     ranks: Sequence[RankResult],
     tolerance: float,
     family: str,
+    packed: bool,
 ) -> CaseResult:
     sent = sum((rank.sent for rank in ranks), Traffic())
     predicted = sum((rank.predicted for rank in ranks), Traffic())
@@ -223,10 +226,10 @@ def _case_result(
     return CaseResult(
         family=family,
         mask=first.mask,
-        plan=plan_name(config),
+        plan=plan_name(config, packed=packed),
         ulysses=config.ulysses_degree,
         ring=config.ring_degree,
-        layout=config.placement,
+        layout=config.packed_placement if packed else config.placement,
         checkpoint=config.checkpoint,
         loss_rel_err=first.loss_rel_err,
         logits_rel_err=first.logits_rel_err,

@@ -127,7 +127,7 @@ def test_labels_of_ones_own_stay_in_their_document() -> None:
 
 
 def test_rows_of_one_document_are_joined_where_asked_for() -> None:
-    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
+    rows: list[dict[str, Any]] = [{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]
     whole, documents = put_together(LongContextConfig(ring_degree=2), rows, packed=True)
     assert documents.lengths == (3, 1)
     assert whole["labels"] == [2, 3, -100, -100]
@@ -136,7 +136,7 @@ def test_rows_of_one_document_are_joined_where_asked_for() -> None:
 
 
 def test_empty_rows_add_nothing() -> None:
-    rows = [{"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3]}]
+    rows: list[dict[str, Any]] = [{"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3]}]
     whole, documents = put_together(LongContextConfig(ring_degree=3), rows, packed=True)
     assert documents.lengths == (2, 1)
     assert whole["input_ids"] == [1, 2, 3]

@@ -4,7 +4,6 @@ They set up torch.distributed themselves, through Accelerate: that is what these
 """
 
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -13,13 +12,15 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from tests.harness import free_port
+
 
 def run_launched(
     fn: Callable[..., Any], num_processes: int, *args: Any, timeout_s: float = 50
 ) -> list[Any]:
     """`fn(*args)` in every process; its results by rank. Raises with the tracebacks of all."""
     context = mp.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(num_processes)]
     processes = [
         context.Process(target=_child, args=(fn, rank, num_processes, port, sender, args))
@@ -79,9 +80,3 @@ def _child(
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
