@@ -18,14 +18,14 @@ from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.ahead import ahead
+from longctx_patch.hf.decoder_call import prepare_call
 from longctx_patch.hf.families import check_model_config, check_modules
 from longctx_patch.hf.fire_check import FireCheck
+from longctx_patch.hf.row import MaskFactory
 from longctx_patch.hf.sharded import (
     CallShape,
     LayerKind,
-    MaskFactory,
     plans_of_batch,
-    prepare_call,
     sharded_attention,
     with_whole_router_logits,
 )

@@ -18,7 +18,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.documents import Documents
 from longctx_patch.hf import FAMILIES, PatchHandle, check_model_config, patch
-from longctx_patch.hf.sharded import ShardedRow
+from longctx_patch.hf.row import ShardedRow
 from longctx_patch.hf.table import ROUTER
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.processes import run_processes

@@ -1,0 +1,84 @@
+"""From the arguments of a patched decoder to those of a sharded, or a stock, forward pass."""
+
+import zlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from longctx_patch.data import SHARD_KEY
+from longctx_patch.groups import SequenceGroup
+from longctx_patch.hf import transformers_api
+from longctx_patch.hf.agreement import Facts, agree
+from longctx_patch.hf.fire_check import FireCheck
+from longctx_patch.hf.inputs import (
+    check_whole_rows,
+    input_problem,
+    tokens_of,
+    wants_router_logits,
+)
+from longctx_patch.hf.row import MaskFactory, ShardedRow, made_mask
+from longctx_patch.hf.sharded import CallShape, LayerKind, ShardedCall
+
+
+def prepare_call(
+    group: SequenceGroup,
+    decoder: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    mask_factory: MaskFactory | None = None,
+    seen: dict[LayerKind, CallShape] | None = None,
+    fire_check: FireCheck | None = None,
+) -> dict[str, Any]:
+    """The decoder's keyword arguments for a sharded or a stock forward pass."""
+    shard = kwargs.pop(SHARD_KEY, None)
+    if shard is None:
+        check_whole_rows(group, kwargs)
+        if decoder.training and group.num_ranks > 1:
+            raise ValueError(
+                f"this model is patched for {group.num_ranks} ranks per sequence, but the training "
+                "batch has no longctx_shard. Use SequenceShardCollator; model.eval() first to "
+                "generate or evaluate whole rows; or handle.unpatch()."
+            )
+        return kwargs | {transformers_api.CALL_KEY: None}
+    tokens = tokens_of(args, kwargs)
+    row = ShardedRow.read(shard)
+    positions = row.documents.positions(
+        group.layout(row.documents).positions(group.group_rank, tokens.device)
+    )[None]
+    routed = wants_router_logits(decoder, kwargs)
+    problem = input_problem(kwargs, positions, routed)
+    mask = None
+    if mask_factory is not None and problem is None:
+        mask, problem = made_mask(mask_factory, row)
+    count = kwargs.get("num_valid_tokens")
+    mine = Facts(
+        num_tokens=row.documents.num_tokens,
+        checksum=zlib.crc32(repr(shard.tolist()).encode()),
+        num_rows=tokens.shape[0],
+        local_tokens=tokens.shape[1],
+        training=int(decoder.training),
+        grad_enabled=int(torch.is_grad_enabled()),
+        num_valid_tokens=-1 if count is None or problem else int(count),
+        mask=0 if mask is None else mask.checksum,
+        router_logits=int(routed),
+        accepted=int(problem is None),
+    )
+    agree(group, row.documents, mine, problem)
+    is_plain = row.documents.is_one and mask is None and not routed
+    if group.num_ranks == 1 and is_plain and group.config.checkpoint != "attention":
+        return kwargs | {transformers_api.CALL_KEY: None}
+    return kwargs | {
+        "attention_mask": transformers_api.no_mask(tokens.shape[0], tokens.device),
+        "position_ids": positions.expand(tokens.shape[0], -1),
+        "use_cache": False,
+        transformers_api.CALL_KEY: ShardedCall(
+            group,
+            row.documents,
+            mask,
+            row.real_lengths,
+            {} if seen is None else seen,
+            fire_check,
+        ),
+    }
