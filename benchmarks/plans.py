@@ -250,9 +250,7 @@ class Case:
         problem = self.problem
         scale = problem.head_dim**-0.5
         heads = (problem.num_heads, problem.num_kv_heads)
-        return AttentionCall.causal(
-            self.group, problem.num_tokens, scale, *heads, returns_lse=True
-        )
+        return AttentionCall.causal(self.group, problem.num_tokens, scale, *heads, returns_lse=True)
 
 
 def run_case(case: Case, clock: Clock) -> tuple[list[Row], Sketches]:

@@ -6,7 +6,7 @@ additive mask.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -51,6 +51,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
 }
 """Without a window, with one in one layer, with sinks too, and with one in every layer."""
+TRAINED = ("llama", "qwen2", "gpt_oss")
 
 
 class Step(NamedTuple):
@@ -153,6 +154,15 @@ MASKS: dict[str, tuple[Callable[[int], Mask], Callable[[int], Table]]] = {
 
 
 # One process: every document alone, through the stock model.
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """As the processes have: tiny tensors only wait for more of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def document_ids(lengths: Sequence[int]) -> list[list[int]]:
@@ -274,13 +284,7 @@ def complaints(found: Step, case: Case) -> Iterator[str]:
     errors = {
         name: relative_error(found.grads[name], grad) for name, grad in expected.grads.items()
     }
-    # Each is held to 1e-5 of its own norm; noise of sums that cancel, to 1e-7 of the whole.
-    whole = torch.stack([grad.norm() for grad in expected.grads.values()]).norm().item()
-    wrong = [
-        name
-        for name, error in errors.items()
-        if not error < TOLERANCE and not error * expected.grads[name].norm() < 1e-7 * whole
-    ]
+    wrong = [name for name, error in errors.items() if not error < TOLERANCE]
     if wrong:
         worst = max(wrong, key=lambda name: errors[name])
         yield f"{case}: {len(wrong)} gradients differ, {worst} by {errors[worst]:.1e}"
@@ -304,35 +308,39 @@ def packs_of(num_ranks: int) -> dict[str, Case]:
     return {name: Case("", packs, pad_to=n) for name, packs in made.items()}
 
 
-def cases_of(num_ranks: int, ulysses: int) -> list[Case]:
-    """Every row and placement for a plain model; for the others each row, placements in turn."""
-    ring = num_ranks // ulysses
-    found = []
-    for number, (case, layout) in enumerate(product(packs_of(num_ranks).values(), LAYOUTS)):
-        placed = case._replace(ulysses=ulysses, ring=ring, layout=layout)
-        found.append(placed._replace(model="llama"))
-        # Six rows and three placements: each of these two models gets each row once.
-        if number % 3 == (number // 3) % 3:
-            found.append(placed._replace(model="qwen2"))
-        if number % 3 == (number // 3 + 1) % 3:
-            found.append(placed._replace(model="gpt_oss"))
-    row = packs_of(num_ranks)["tiny and one longer than a share"]
-    policies: tuple[CheckpointPolicy, ...] = ("full", "attention")
-    found += [
-        row._replace(model=model, ulysses=ulysses, ring=ring, checkpoint=policy)
-        for model, policy in product(("llama", "qwen2", "gpt_oss"), policies)
+def cases_of(ulysses: int, ring: int) -> list[Case]:
+    """Each row in each of three models, the placements in turn."""
+    rows = packs_of(ulysses * ring).values()
+    return [
+        case._replace(model=model, ulysses=ulysses, ring=ring, layout=LAYOUTS[(at + number) % 3])
+        for (at, model), (number, case) in product(enumerate(TRAINED), enumerate(rows))
     ]
-    return found
+
+
+def placement_cases(ring: int) -> list[Case]:
+    """Each row in each placement."""
+    return [
+        case._replace(model="llama", ring=ring, layout=layout)
+        for case, layout in product(packs_of(ring).values(), LAYOUTS)
+    ]
+
+
+def policy_cases(ulysses: int, ring: int) -> list[Case]:
+    row = packs_of(ulysses * ring)["tiny and one longer than a share"]
+    policies: tuple[CheckpointPolicy, ...] = ("full", "attention")
+    return [
+        row._replace(model=model, ulysses=ulysses, ring=ring, checkpoint=policy)
+        for model, policy in product(TRAINED, policies)
+    ]
 
 
 def mask_cases(ulysses: int, ring: int) -> list[Case]:
     """One document, one with padding, and packed ones, under every mask; each mask in models
     with a window too, with one of these rows."""
     rows: list[tuple[Pack, int]] = [((48,), 0), ((41,), 48), ((3, 20, 1, 19), 48)]
-    models = ("llama", "qwen2", "gpt_oss")
     found = []
     for (turn, mask), (at, model), (number, (pack, pad_to)) in product(
-        enumerate(MASKS), enumerate(models), enumerate(rows)
+        enumerate(MASKS), enumerate(TRAINED), enumerate(rows)
     ):
         if (model == "llama" and ulysses == 1) or (turn + at + number) % 3 == 0:
             layout = LAYOUTS[(turn + at + ulysses) % 3]
@@ -364,11 +372,12 @@ def assert_equal(found: Sequence[Step], cases: Sequence[Case]) -> None:
 
 
 CASES = {
-    1: cases_of(1, 1),
-    2: cases_of(2, 1) + [case for case in cases_of(2, 2) if case.layout is None],
-    3: cases_of(3, 1) + mask_cases(1, 3),
-    4: cases_of(4, 1)
-    + [case for case in cases_of(4, 2) if case.layout is None]
+    1: cases_of(1, 1) + mask_cases(1, 1),
+    2: cases_of(1, 2) + policy_cases(1, 2),
+    3: cases_of(1, 3) + mask_cases(1, 3),
+    4: placement_cases(4)
+    + cases_of(2, 2)
+    + policy_cases(2, 2)
     + mask_cases(2, 2)
     + window_cases(4),
 }
@@ -467,7 +476,7 @@ def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
     layout = handle.group.layout(int(packed["longctx_shard"][0, 0]))
     whole_positions = layout.positions(handle.group_rank)[None]
     local_positions = torch.arange(packed["input_ids"].shape[1])[None]
-    bad: list[tuple[Mapping[str, Any], str]] = [
+    bad: list[tuple[dict[str, Any], str]] = [
         ({"position_ids": whole_positions}, "the positions .* in their documents"),
         ({"position_ids": local_positions}, "the positions .* in their documents"),
         ({"position_ids": packed["position_ids"] + 1}, "Pass the collator's position_ids, or none"),

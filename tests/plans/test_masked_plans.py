@@ -7,7 +7,7 @@ written from the definition of each mask, so the code that cuts masks into piece
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName
+from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, LongContextConfig
 from longctx_patch.documents import Documents
 from longctx_patch.layout import Interval, Layout
 from longctx_patch.masks import (
@@ -45,6 +45,8 @@ from longctx_patch.plans import (
     verify_plan,
 )
 from longctx_patch.plans.pieces import piece_table
+from tests.masked import Masked as MaskedCase
+from tests.test_masked_attention import assert_exact
 
 Table = NDArray[np.bool_]
 Made = tuple[Mask, Table]
@@ -128,7 +130,7 @@ def any_layouts(draw: st.DrawFn, n: int, num_ranks: int) -> Layout:
     """Any runs of tokens in any order on any ranks, some of which may have none."""
     row = draw(rows_of(n))
     edges = [*row.edges, n] if row.edges[-1] < n else [*row.edges]
-    runs = [Interval(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    runs = [Interval(a, b) for a, b in pairwise(edges)]
     ranks: list[list[Interval]] = [[] for _ in range(num_ranks)]
     for run in draw(st.permutations(runs)):
         ranks[draw(st.integers(0, num_ranks - 1))].append(run)
@@ -217,6 +219,66 @@ def test_every_allowed_pair_is_computed_once_and_no_other(made: Masked) -> None:
         assert np.array_equal(counted, table), plan.mask
     assert times or not table.any()
     assert verify_plan(plan).area == np.count_nonzero(table)
+
+
+# Executed.
+
+
+class Call(NamedTuple):
+    """Arguments of `assert_exact`."""
+
+    config: LongContextConfig
+    masked: MaskedCase
+    heads: tuple[int, int]
+    sinks: bool
+    softcap: float | None
+
+
+@st.composite
+def masked_calls(draw: st.DrawFn) -> Call:
+    """Any mask, documents and window together, under any plan, with and without Ulysses."""
+    n, ring = draw(st.integers(1, 30)), draw(st.integers(1, 4))
+    q, k = tokens(n)
+    mask, table = draw(st.one_of(st.just((None, k <= q)), masks(n)))
+    row = draw(st.one_of(st.just(Documents.one(n)), rows_of(n)))
+    window = draw(st.one_of(st.none(), st.integers(1, n + 2)))
+    table = table & same_document(row.lengths, n) & (q - k < (window or n))
+    name, layout = draw(st.sampled_from([("auto", None), *PLANS]))
+    config = LongContextConfig(
+        ulysses_degree=draw(st.sampled_from([1, 1, 2])),
+        ring_degree=ring,
+        plan=name,  # type: ignore[arg-type]
+        layout=layout,
+        ranks_per_node=ring if name == "double_ring" else None,
+    )
+    heads = draw(st.sampled_from([(4, 2), (3, 1), (2, 2)]))
+    softcap = draw(st.sampled_from([None, None, 2.0]))
+    masked = MaskedCase("any", row, window, mask, table)
+    return Call(config, masked, heads, draw(st.booleans()), softcap)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(masked_calls())
+def test_any_mask_under_any_plan_is_exact(call: Call) -> None:
+    assert_exact(call.config, call.masked, call.heads, sinks=call.sinks, softcap=call.softcap)
+
+
+def test_gathered_tables_whose_keys_lie_on_several_ranks() -> None:
+    """The first rank's table has a hole at its own last key, the second rank's at its only one:
+    what backward sends home must have the rows that the plan says."""
+    table = np.array([[1, 0, 1], [0, 1, 0], [0, 1, 0]], dtype=np.bool_)
+    mask = function_mask(3, lambda q, k: table[q, k])
+    config = LongContextConfig(ring_degree=2, plan="allgather", layout="contiguous")
+    case = MaskedCase("table", Documents.one(3), None, mask, table)
+    assert_exact(config, case, (1, 1))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_ranks_without_tokens_have_sinks_too(num_tokens: int) -> None:
+    q, k = tokens(num_tokens)
+    case = MaskedCase("short", Documents.one(num_tokens), None, None, k <= q)
+    for layout in ("contiguous", "zigzag"):
+        assert_exact(LongContextConfig(ring_degree=4, layout=layout), case, (2, 1), sinks=True)
 
 
 # Planted faults.
@@ -419,7 +481,7 @@ def test_a_window_costs_what_is_in_it_whatever_the_length(num_tokens: int) -> No
     # A zigzag rank holds two chunks; the fourth rank from the front both sides of the middle.
     edges = {"contiguous": [1] * 7 + [0], "zigzag": [1] + [2] * 6 + [1]}
     for placement, sends in edges.items():
-        layout = place(placement, row, ring=8)  # type: ignore[arg-type]
+        layout = place(placement, row, ring=8)
         forward, backward = (halo(layout, mask, direction) for direction in Direction)
         wanted = [before * count for count in sends]
         assert rows_sent(forward, Operand.KV) == wanted
@@ -590,7 +652,7 @@ def test_the_two_ends_of_sparsity_are_causal_and_bidirectional() -> None:
         (bidirectional(n), prefix_lm(n, n)),
     ]
     for (one, other), placement in product(pairs, ("contiguous", "zigzag")):
-        layout = place(placement, Documents.one(n), ring=4)  # type: ignore[arg-type]
+        layout = place(placement, Documents.one(n), ring=4)
         for direction in Direction:
             plans = [halo(layout, mask, direction) for mask in (one, other)]
             assert areas(plans[0]) == areas(plans[1])
