@@ -43,7 +43,7 @@ class Executor:
         rank = self.transport.group_rank
         inputs = Inputs(rank, plan.layout, {Operand.KV: (k, v), Operand.Q: (q,)})
         partials = Partials(rank, k.shape[2], {Operand.OUT: (q,)})
-        if sinks is not None:
+        if sinks is not None and q.shape[1]:
             self._begin_with_sinks(plan, q, sinks, k.shape[2], partials)
 
         def compute(work: Work, call: Call) -> None:

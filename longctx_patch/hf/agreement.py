@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from longctx_patch.documents import Documents
 from longctx_patch.groups import SequenceGroup
+from longctx_patch.hf.fire_check import SequenceParallelismError
 from longctx_patch.placement import placement_of
 
 
@@ -19,12 +20,29 @@ class Facts(NamedTuple):
     num_valid_tokens: int
     mask: int
     router_logits: int
+    watched: int
+    """Whether the first step is checked."""
+    misfired: int
+    """Whether attention has not run as planned before."""
     accepted: int
 
 
-def agree(group: SequenceGroup, documents: Documents, mine: Facts, problem: str | None) -> None:
-    """Raise on every rank unless all hold shards of one batch, before anything is sent."""
+def agree(
+    group: SequenceGroup,
+    documents: Documents,
+    mine: Facts,
+    *,
+    misfire: str | None,
+    problem: str | None,
+) -> None:
+    """Raise on every rank unless all hold shards of one batch, before anything is sent.
+
+    `misfire` and `problem`: what this rank alone knows to be wrong, with attention and the batch.
+    """
     rows = [Facts(*row) for row in group.everyone.all_gather_numbers(mine)]
+    misfired = [rank for rank, row in enumerate(rows) if row.misfired]
+    if misfired:
+        raise SequenceParallelismError(misfire or f"see the error of rank {misfired[0]}")
     if problem is not None:
         raise ValueError(problem)
     sizes = group.layout(documents).sizes
@@ -54,5 +72,6 @@ def _describe(rank: int, row: Facts) -> str:
         f"  rank {rank}: {row.local_tokens} of {row.num_tokens} tokens, {row.num_rows} rows, "
         f"checksum {row.checksum:08x}, {'training' if row.training else 'evaluating'}, "
         f"gradients {'on' if row.grad_enabled else 'off'}, mask {row.mask:08x}, "
-        f"router logits {'on' if row.router_logits else 'off'}{count}"
+        f"router logits {'on' if row.router_logits else 'off'}, "
+        f"first step {'now' if row.watched else 'done or not training'}{count}"
     )

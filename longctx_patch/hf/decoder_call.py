@@ -1,10 +1,12 @@
 """From the arguments of a patched decoder to those of a sharded, or a stock, forward pass."""
 
 import zlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup
@@ -21,15 +23,47 @@ from longctx_patch.hf.row import MaskFactory, ShardedRow, made_mask
 from longctx_patch.hf.sharded import CallShape, LayerKind, ShardedCall
 
 
+@dataclass
+class FirstStep:
+    """When the first training step of a model is checked, and what came out."""
+
+    model: PreTrainedModel
+    group: SequenceGroup
+    check: FireCheck | None = None
+    """Of the first sharded training pass, or the last try if it failed."""
+    _is_over: bool = False
+
+    def is_due(self, decoder: nn.Module) -> bool:
+        """Whether the next sharded pass is checked."""
+        done = self.check is not None and self.check.has_run_forward
+        return not done and decoder.training and torch.is_grad_enabled()
+
+    def begin(self, decoder: nn.Module) -> FireCheck | None:
+        if not self.is_due(decoder):
+            return None
+        self.check = FireCheck(self.group, transformers_api.attention_modules(self.model))
+        return self.check
+
+    def misfire(self) -> str | None:
+        """What went wrong since: another attention, or another traffic in the first backward."""
+        found = transformers_api.attention_implementation(self.model)
+        if found not in transformers_api.NAME_OVER_STOCK.values():
+            return f"the model's attention is {found!r} now"
+        if self.check is None or self._is_over or not self.check.has_run_forward:
+            return None
+        self._is_over = True
+        return self.check.backward_problem()
+
+
 def prepare_call(
     group: SequenceGroup,
     decoder: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    mask_factory: MaskFactory | None = None,
-    seen: dict[LayerKind, CallShape] | None = None,
-    fire_check: FireCheck | None = None,
+    mask_factory: MaskFactory | None,
+    seen: dict[LayerKind, CallShape],
+    first_step: FirstStep,
 ) -> dict[str, Any]:
     """The decoder's keyword arguments for a sharded or a stock forward pass."""
     shard = kwargs.pop(SHARD_KEY, None)
@@ -52,6 +86,7 @@ def prepare_call(
     mask = None
     if mask_factory is not None and problem is None:
         mask, problem = made_mask(mask_factory, row)
+    misfire = first_step.misfire()
     count = kwargs.get("num_valid_tokens")
     mine = Facts(
         num_tokens=row.documents.num_tokens,
@@ -63,9 +98,11 @@ def prepare_call(
         num_valid_tokens=-1 if count is None or problem else int(count),
         mask=0 if mask is None else mask.checksum,
         router_logits=int(routed),
+        watched=int(first_step.is_due(decoder)),
+        misfired=int(misfire is not None),
         accepted=int(problem is None),
     )
-    agree(group, row.documents, mine, problem)
+    agree(group, row.documents, mine, misfire=misfire, problem=problem)
     is_plain = row.documents.is_one and mask is None and not routed
     if group.num_ranks == 1 and is_plain and group.config.checkpoint != "attention":
         return kwargs | {transformers_api.CALL_KEY: None}
@@ -78,7 +115,7 @@ def prepare_call(
             row.documents,
             mask,
             row.real_lengths,
-            {} if seen is None else seen,
-            fire_check,
+            seen,
+            first_step.begin(decoder),
         ),
     }

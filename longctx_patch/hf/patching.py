@@ -18,7 +18,7 @@ from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.ahead import ahead
-from longctx_patch.hf.decoder_call import prepare_call
+from longctx_patch.hf.decoder_call import FirstStep, prepare_call
 from longctx_patch.hf.families import check_model_config, check_modules
 from longctx_patch.hf.fire_check import FireCheck
 from longctx_patch.hf.row import MaskFactory
@@ -50,9 +50,7 @@ class PatchHandle:
     group: SequenceGroup
     mask: MaskFactory | None = None
     _undo: list[Callable[[], None]] = field(repr=False, default_factory=list)
-    first_step: FireCheck | None = field(repr=False, default=None)
-    """What the first sharded training step has run and sent."""
-    _is_proved: bool = field(repr=False, default=False)
+    _first_step: FirstStep = field(repr=False, kw_only=True)
     _seen: dict[LayerKind, CallShape] = field(repr=False, default_factory=dict)
 
     @property
@@ -63,6 +61,11 @@ class PatchHandle:
     def group_rank(self) -> int:
         """This process's rank among those that share its sequence."""
         return self.group.group_rank
+
+    @property
+    def first_step(self) -> FireCheck | None:
+        """What the first sharded training step has run and sent."""
+        return self._first_step.check
 
     @property
     def counters(self) -> Counters:
@@ -138,7 +141,8 @@ def patch(
     transformers_api.check_version()
     base = transformers_api.causal_lm(model)
     stock = _check(model, base, config)
-    handle = PatchHandle(base, make_sequence_group(config), mask)
+    group = make_sequence_group(config)
+    handle = PatchHandle(base, group, mask, _first_step=FirstStep(base, group))
     handle._undo.append(handle.group.close)
     try:
         _bind(handle, stock)
@@ -204,7 +208,7 @@ def _bind_decoder(handle: PatchHandle) -> Callable[[], None]:
             dict(kwargs),
             mask_factory=handle.mask,
             seen=handle._seen,
-            fire_check=_begin_fire_check(handle, decoder, kwargs),
+            first_step=handle._first_step,
         )
 
     def after_decoder(
@@ -228,21 +232,6 @@ def _bind_decoder(handle: PatchHandle) -> Callable[[], None]:
             hook.remove()
 
     return remove
-
-
-def _begin_fire_check(
-    handle: PatchHandle, decoder: nn.Module, kwargs: dict[str, Any]
-) -> FireCheck | None:
-    """Ends the check of the step before; a new one for the first sharded training step."""
-    if handle.first_step is not None:
-        if not handle._is_proved:
-            handle._is_proved = True
-            handle.first_step.check_backward()
-        return None
-    if not (decoder.training and torch.is_grad_enabled()) or kwargs.get(SHARD_KEY) is None:
-        return None
-    handle.first_step = FireCheck(handle.group, transformers_api.attention_modules(handle.model))
-    return handle.first_step
 
 
 def _loss_of(handle: PatchHandle) -> Callable[..., Tensor]:

@@ -106,6 +106,8 @@ def sharded_attention(
         attention_call.kernel(query.device.type, query.dtype, query.shape[3])
     except ValueError as error:
         raise ValueError(f"{layer_name(module)}: {error}") from error
+    if call.fire_check is not None:
+        call.fire_check.layer_begins(module)
     q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
     out_BLHD, _lse = distributed_attention(q_BLHD, k_BLGD, v_BLGD, s_aux, attention_call)
     if call.fire_check is not None:

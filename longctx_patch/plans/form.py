@@ -35,6 +35,13 @@ def _work(plan: Plan, work: Work) -> list[str]:
     if gathered and any(run.step > 1 for rank in plan.layout.intervals for run in rank):
         return ["keys of a striped layout can't be gathered in the order of the tokens"]
     complaints = [] if work.pieces else ["no pieces"]
+    if gathered:
+        tables = (piece for piece in work.pieces if isinstance(piece.rule, Tile))
+        complaints += [
+            f"a table over keys of several runs: {piece}"
+            for piece in tables
+            if len(plan.layout.places(piece.kv)) > 1
+        ]
     complaints += [] if _are_heads(work.heads) else ["no such heads"]
     complaints += [why for piece in work.pieces for why in _piece(piece, rows, columns)]
     return complaints

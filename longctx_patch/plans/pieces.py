@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx_patch.layout import Interval, Layout, Rows, slots_of
-from longctx_patch.masks import Mask, Piece
+from longctx_patch.masks import Mask, Piece, Tile
 from longctx_patch.plans.joining import join_pieces, simple_parts
 
 Ints = NDArray[np.int64]
@@ -209,6 +209,15 @@ def gathered_pieces(layout: Layout, mask: Mask, q_owner: int) -> Pieces:
         simple
         for tokens, slots in slots_of(layout.intervals[q_owner])
         for piece in mask.pieces(tokens, everything)
-        for simple in simple_parts(piece.moved(slots.start, 0))
+        for part in _tables_by_owner(piece.moved(slots.start, 0), layout)
+        for simple in simple_parts(part)
     ]
     return join_pieces(pieces, cut_columns=True)
+
+
+def _tables_by_owner(piece: Piece, layout: Layout) -> list[Piece]:
+    """A table cut by the owners of its columns: without one's rows and columns that are empty."""
+    if not isinstance(piece.rule, Tile):
+        return [piece]
+    parts = (piece.cut(piece.q, tokens) for _, _, tokens in layout.places(piece.kv))
+    return [part for part in parts if part is not None]

@@ -1,7 +1,7 @@
 """What was really sent and computed, to hold against a plan's prediction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -11,6 +11,8 @@ class Counters:
     messages: int = 0
     bytes: int = 0
     kernel_calls: int = 0
+    _messages_before: int = field(default=0, repr=False)
+    _bytes_before: int = field(default=0, repr=False)
 
     def sent(self, num_bytes: int) -> None:
         self.messages += 1
@@ -22,5 +24,10 @@ class Counters:
             if rank != group_rank and size:
                 self.sent(size)
 
+    def sent_ever(self) -> tuple[int, int]:
+        """(messages, bytes) since the beginning, whoever has reset the totals."""
+        return self._messages_before + self.messages, self._bytes_before + self.bytes
+
     def reset(self) -> None:
+        self._messages_before, self._bytes_before = self.sent_ever()
         self.messages = self.bytes = self.kernel_calls = 0

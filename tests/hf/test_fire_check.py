@@ -404,7 +404,7 @@ def test_what_is_wrong_raises_on_every_rank(name: str, outcomes: list[dict[str, 
     for rank, found in enumerate(outcomes):
         says = found[name]
         assert says.startswith("sequence parallelism did not run as planned"), f"rank {rank}:{says}"
-        assert "Patch last." in says
+        assert "Patch last" in says
     if name.startswith("layer"):
         layer = name.split()[1]
         assert f"layer {layer}: {2 if 'twice' in name else 0}" in outcomes[0][name]
@@ -439,5 +439,5 @@ def test_one_rank_with_packed_rows_is_checked_too() -> None:
     assert handle.first_step is not None
     assert handle.first_step.masks == "window 7, 2 documents, sinks + causal, 2 documents, sinks"
     assert handle.counters.messages == 0
-    with pytest.raises(SequenceParallelismError, match=r"ranks \[0\] .* layer 1: 0"):
+    with pytest.raises(SequenceParallelismError, match="layer 1: 0"):
         first_step_alone(attends_locally)
