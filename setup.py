@@ -19,6 +19,7 @@ DEV = [
     "mypy",
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
     "ruff",
     "types-PyYAML",
     *DATA,

@@ -9,7 +9,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, LongContextConfig
+from longctx_patch.config import (
+    LAYOUTS_OF_PLAN,
+    SPARSE_PLAN,
+    LayoutName,
+    LongContextConfig,
+)
 from longctx_patch.costs import Prediction, Setting, Workload, predict
 from longctx_patch.plans import PRESETS, Direction, Hardware
 
@@ -18,8 +23,6 @@ _NOTE = (
     f"As fast: within {TIE:.0%}; then fewer bytes win. Forward and backward share degrees and "
     "layout. MiB: sent is the mean of the ranks, buffers the largest."
 )
-_SPARSE = "halo"
-"""For masks that leave blocks out; for a causal one it is what `zigzag_direct` is."""
 _HYBRIDS = ("zigzag", "zigzag_direct", "allgather")
 """Ring parts that `compare` tries under Ulysses."""
 
@@ -121,7 +124,7 @@ def choose(
     if not _serves(plan, direction):
         plan = config.placement  # burst's forward is the ring of its layout, named alike
     if not is_causal and plan == "auto":
-        plan = _SPARSE
+        plan = SPARSE_PLAN
     if plan != "auto":
         setting = _setting(config, plan, config.ranks_per_node)
         return replace(setting, layout=placement or setting.layout)
@@ -167,7 +170,7 @@ def _settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]
     plans = [
         plan
         for plan, layouts in LAYOUTS_OF_PLAN.items()
-        if config.placement in layouts and (plan != _SPARSE or plan in asked)
+        if config.placement in layouts and (plan != SPARSE_PLAN or plan in asked)
     ]
     if config.ring_degree == 1:
         plans = plans[:1]
@@ -196,7 +199,7 @@ def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterable[Se
         ring, per_node = ranks // degree, _ring_ranks_in_node(degree, hardware)
         plans = LAYOUTS_OF_PLAN if degree == 1 else _HYBRIDS[: 1 if ring == 1 else None]
         for plan in plans:
-            if plan != _SPARSE and (plan != "double_ring" or _has_full_nodes(ring, per_node)):
+            if plan != SPARSE_PLAN and (plan != "double_ring" or _has_full_nodes(ring, per_node)):
                 yield Setting(
                     plan=plan,
                     layout=LAYOUTS_OF_PLAN[plan][0],

@@ -22,6 +22,8 @@ PlanName = Literal[
     "allgather",
     "halo",
 ]
+SPARSE_PLAN: PlanName = "halo"
+"""What `auto` takes for masks that leave blocks out, and layers with a window always run."""
 HardwareName = Literal["a100", "h100", "h200"]
 CheckpointPolicy = Literal["none", "full", "attention"]
 

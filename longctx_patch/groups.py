@@ -13,7 +13,7 @@ import torch.distributed as dist
 from longctx_patch.config import LongContextConfig
 from longctx_patch.documents import Documents
 from longctx_patch.layout import Layout
-from longctx_patch.placement import place, placement_of
+from longctx_patch.placement import layout_of
 from longctx_patch.transport import (
     Counters,
     ProcessGroupTransport,
@@ -62,13 +62,7 @@ class SequenceGroup:
 
     def layout(self, row: int | Documents) -> Layout:
         """Placement of a row, given as its documents or its length, over all ranks of the group."""
-        documents = Documents.one(row) if isinstance(row, int) else row
-        return place(
-            placement_of(self.config, documents),
-            documents,
-            ring=self.config.ring_degree,
-            ulysses=self.config.ulysses_degree,
-        )
+        return layout_of(self.config, Documents.one(row) if isinstance(row, int) else row)
 
 
 def world_place(config: LongContextConfig) -> WorldPlace:

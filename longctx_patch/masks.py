@@ -188,6 +188,16 @@ class Mask:
     name: str = field(default="mask", compare=False)
     """How reports call it."""
 
+    def __post_init__(self) -> None:
+        edges = [(*piece.q[:2], *piece.kv[:2]) for piece in self.regions]
+        table = np.array(edges, dtype=np.int64).reshape(-1, 4)
+        inside = bool((table >= 0).all() and (table <= self.num_tokens).all())
+        if not inside or edges != sorted(edges, key=lambda edge: edge[0]):
+            raise ValueError(
+                f"regions of a mask over {self.num_tokens} tokens lie inside it, in order of "
+                "their queries. Make it with mask_of(num_tokens, regions)."
+            )
+
     @cached_property
     def is_causal(self) -> bool:
         """Whether every token sees itself and all before it, and nothing else."""
@@ -347,8 +357,11 @@ def bidirectional(num_tokens: int) -> Mask:
 
 def window_band(window: int | None) -> Band:
     """The last `window` keys, the token itself included, as transformers counts them."""
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: a token sees itself at least. Use 1 or more, or None.")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(
+            f"window={window!r}: a whole number of keys, the token itself included. Use 1 or more, "
+            "or None."
+        )
     return CAUSAL if window is None else Band(1 - window, 0)
 
 
@@ -434,6 +447,8 @@ def function_mask(
     `allowed` is called with broadcastable arrays `[b, 1]` and `[1, m]` and returns `[b, m]`. Every
     pair is asked once, so give long sequences as `block_sparse` where that can say it.
     """
+    if block_size < 1:
+        raise ValueError(f"block_size={block_size}: blocks have one token or more.")
     regions: list[Piece] = []
     keys = np.arange(num_tokens)[None, :]
     for start in range(0, num_tokens, block_size):

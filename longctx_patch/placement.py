@@ -13,6 +13,16 @@ def placement_of(config: LongContextConfig, documents: Documents) -> LayoutName:
     return config.placement if documents.is_one else config.packed_placement
 
 
+def layout_of(config: LongContextConfig, documents: Documents) -> Layout:
+    """Where all ranks of a config's group have the tokens of a row."""
+    return place(
+        placement_of(config, documents),
+        documents,
+        ring=config.ring_degree,
+        ulysses=config.ulysses_degree,
+    )
+
+
 @lru_cache(maxsize=256)
 def place(name: LayoutName, documents: Documents, *, ring: int, ulysses: int = 1) -> Layout:
     """The layout of a (ring x Ulysses) group; Ulysses ranks are consecutive.
@@ -25,8 +35,9 @@ def place(name: LayoutName, documents: Documents, *, ring: int, ulysses: int = 1
     return make_layout(plain, documents.num_tokens, ring=ring, ulysses=ulysses)
 
 
-def padding_multiple(name: LayoutName, *, ring: int, ulysses: int = 1) -> int:
+def padding_multiple(config: LongContextConfig, *, packed: bool) -> int:
     """Lengths that are a multiple of this give every rank the same number of tokens."""
+    name = config.packed_placement if packed else config.placement
     if name == "balanced":
-        return balanced_multiple(ring=ring, ulysses=ulysses)
-    return length_multiple(name, ring=ring, ulysses=ulysses)
+        return balanced_multiple(ring=config.ring_degree, ulysses=config.ulysses_degree)
+    return length_multiple(name, ring=config.ring_degree, ulysses=config.ulysses_degree)

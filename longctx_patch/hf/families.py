@@ -125,8 +125,8 @@ def _bidirectional(model_config: Any, config: "LongContextConfig") -> str | None
 
 def _bidirectional_reason(option: str) -> str:
     return (
-        f"{option}: attention here is causal over one document. Use a causal model, or train this "
-        "one in one process."
+        f"{option}: this model sees ahead, and its own code decides how. Use a causal model, with "
+        "patch(model, config, mask=longctx_patch.masks.bidirectional) for attention both ways."
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.call import AttentionCall
+from longctx_patch.config import SPARSE_PLAN
 from longctx_patch.documents import Documents
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.hf.fire_check import FireCheck
@@ -63,7 +64,7 @@ class ShardedCall:
                 kind.score,
                 kind.num_heads,
                 kind.num_kv_heads,
-                plan_name=None if window is None else "halo",
+                plan_name=None if window is None else SPARSE_PLAN,
             )
         return self._calls[kind]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from threading import Lock
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -117,16 +118,18 @@ def piece_table(layout: Layout, mask: Mask) -> PieceTable:
 
 
 class _Numbers(Generic[T]):
-    """Different values, numbered in the order in which they are met."""
+    """Different values, numbered in the order in which they are met; threads may share it."""
 
     def __init__(self, first: T) -> None:
         self.values = [first]
         self._number_of = {first: 0}
+        self._lock = Lock()
 
     def of(self, value: T) -> int:
-        number = self._number_of.setdefault(value, len(self.values))
-        if number == len(self.values):
-            self.values.append(value)
+        with self._lock:
+            number = self._number_of.setdefault(value, len(self.values))
+            if number == len(self.values):
+                self.values.append(value)
         return number
 
 

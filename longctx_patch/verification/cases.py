@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from longctx_patch.config import CheckpointPolicy, LayoutName, LongContextConfig
+from longctx_patch.config import SPARSE_PLAN, CheckpointPolicy, LayoutName, LongContextConfig
 
 TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
 """Largest relative error of loss, logits and gradients, by dtype."""
@@ -36,7 +36,7 @@ def plan_name(config: LongContextConfig, *, packed: bool = False) -> str:
     """What a config runs in layers with full attention, in one word or two."""
     ring: str = config.plan
     if ring == "auto":
-        ring = "halo" if packed else config.placement
+        ring = SPARSE_PLAN if packed else config.placement
     if config.sequence_degree == 1:
         return "single"
     if config.ring_degree == 1:
@@ -69,17 +69,6 @@ class CaseResult:
     traffic_as_predicted: bool
     """On every rank, not only in the sum."""
     ok: bool
-
-    @property
-    def worst_rel_err(self) -> float:
-        """The largest of the four errors; NaN if one is."""
-        errors = [
-            self.loss_rel_err,
-            self.logits_rel_err,
-            self.grad_rel_err,
-            self.grad_norm_rel_err,
-        ]
-        return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ def _cut(length: int) -> list[int]:
     lengths = [max(1, length // 9), 1]
     while (rest := length - sum(lengths)) > 0:
         lengths.append(min(rest, 2 * max(lengths)))
-    return [n for n in lengths if sum(lengths) == length] or [length]
+    return lengths if sum(lengths) == length else [length]
 
 
 def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
