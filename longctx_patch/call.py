@@ -1,6 +1,6 @@
 """Everything about one attention call but its tensors: who computes what, and what will be sent."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -56,6 +56,9 @@ class AttentionCall:
     """Whether lse is wanted for this rank's tokens; under Ulysses it travels with out then."""
     plan_name: PlanName | None = None
     """Another plan than the config's, e.g. for layers with a window."""
+    _plans: dict[tuple[Direction, int, int, int], Plan] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def causal(
@@ -103,6 +106,14 @@ class AttentionCall:
 
     def plan(self, direction: Direction, *, batch: int, head_dim: int, itemsize_bytes: int) -> Plan:
         """What the ring part runs. Sizes matter to the choice that `plan="auto"` makes."""
+        key = (direction, batch, head_dim, itemsize_bytes)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(*key)
+        return self._plans[key]
+
+    def _make_plan(
+        self, direction: Direction, batch: int, head_dim: int, itemsize_bytes: int
+    ) -> Plan:
         workload = Workload(
             num_tokens=self.documents.num_tokens,
             num_heads=self.num_heads,

@@ -8,6 +8,7 @@ Zhao 2024). Inside a checkpointed region that keeps attention, the recompute tak
 the frame, and neither the kernel nor communication runs again.
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -87,9 +88,14 @@ def attention(
     local = q.shape[1] if q.ndim > 1 else 0  # what is wrong with a shape, _check says
     total = local * group.num_ranks if num_tokens is None else num_tokens
     row = Documents.one(total) if documents is None else documents
-    allowed = restricted(mask, row, window)
+    try:
+        allowed, problem = restricted(mask, row, window), None
+    except ValueError as error:  # on this rank perhaps: the others must hear of it, not wait
+        if not check_ranks:
+            raise
+        allowed, problem = documents_mask(row), str(error)
     if check_ranks:
-        _check(q, k, v, sinks, num_tokens, row, allowed, Score(scale, softcap), group)
+        _check(q, k, v, sinks, num_tokens, row, allowed, Score(scale, softcap), group, problem)
     call = AttentionCall(
         group, row, allowed, Score(scale, softcap), q.shape[2], k.shape[2], returns_lse=True
     )
@@ -101,6 +107,11 @@ def restricted(mask: Mask | None, documents: Documents, window: int | None) -> M
     """Causal attention, or `mask`, within documents and a window."""
     if mask is None:
         return documents_mask(documents, window=window)
+    if window is not None and mask.sees_ahead:
+        raise ValueError(
+            f"window={window} with a mask that sees ahead: a window is the last keys. Put it into "
+            "the mask (mask & other), and give no window."
+        )
     if documents.is_one and window is None:
         return mask
     return mask & within(documents, window)
@@ -136,7 +147,8 @@ class _DistributedAttention(torch.autograd.Function):
         if frame is not None and frame.replaying:
             out, lse, returned_lse = frame.take()
         else:
-            saved, out, returned_lse = _run_forward(call, q, k, v, sinks)
+            with torch.autocast(q.device.type, enabled=False):  # kernels choose their dtypes
+                saved, out, returned_lse = _run_forward(call, q, k, v, sinks)
             lse = saved[-1]
             if frame is not None:
                 frame.keep(out, lse, returned_lse)
@@ -153,7 +165,8 @@ class _DistributedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         *saved, sinks = ctx.saved_tensors
-        gradients = _run_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
+        with torch.autocast(grads[0].device.type, enabled=False):
+            gradients = _run_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
         return *gradients, None
 
 
@@ -287,10 +300,15 @@ def _value_problem(
             f"a mask over {mask.num_tokens} tokens for a sequence of {total}: make it for the "
             "whole sequence, padding included."
         )
-    if sinks is not None and sinks.shape != (q.shape[2],):
-        return f"sinks {list(sinks.shape)} for {q.shape[2]} heads: give a logit for each head."
-    if score.softcap is not None and not score.softcap > 0:
+    if sinks is not None and (sinks.shape != (q.shape[2],) or not sinks.is_floating_point()):
+        return (
+            f"sinks {list(sinks.shape)} {sinks.dtype} for {q.shape[2]} heads: give a logit for "
+            "each head, in a float dtype."
+        )
+    if score.softcap is not None and not 0 < score.softcap < math.inf:
         return f"softcap={score.softcap}: scores are capped by a number above 0. Or give None."
+    if not math.isfinite(score.scale):
+        return f"softmax_scale={score.scale}: give a finite number, or None."
     return None
 
 
@@ -304,11 +322,11 @@ def _check(
     mask: Mask,
     score: Score,
     group: SequenceGroup,
+    mask_problem: str | None,
 ) -> None:
     """Compare across ranks before anything is sent that could hang; raise on every rank or none."""
-    problem = _shape_problem(q, k, v) or _value_problem(
-        q, sinks, num_tokens, documents, mask, score
-    )
+    problem = _shape_problem(q, k, v) or mask_problem
+    problem = problem or _value_problem(q, sinks, num_tokens, documents, mask, score)
     if problem is None:
         batch, length, heads, dim = q.shape
         total = documents.num_tokens

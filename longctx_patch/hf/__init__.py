@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from longctx_patch.hf.families import FAMILIES, UnsupportedModelError, check_model_config
-    from longctx_patch.hf.fire_check import SequenceParallelismError
+    from longctx_patch.hf.meeting import SequenceParallelismError
     from longctx_patch.hf.patching import PatchHandle, patch
 
 _HOME = {
     "FAMILIES": "families",
     "PatchHandle": "patching",
-    "SequenceParallelismError": "fire_check",
+    "SequenceParallelismError": "meeting",
     "UnsupportedModelError": "families",
     "check_model_config": "families",
     "patch": "patching",

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from longctx_patch.documents import Documents
 from longctx_patch.groups import SequenceGroup
-from longctx_patch.hf.fire_check import SequenceParallelismError
+from longctx_patch.hf.meeting import Meeting, SequenceParallelismError, meet
 from longctx_patch.placement import placement_of
 
 
@@ -39,7 +39,7 @@ def agree(
 
     `misfire` and `problem`: what this rank alone knows to be wrong, with attention and the batch.
     """
-    rows = [Facts(*row) for row in group.everyone.all_gather_numbers(mine)]
+    rows = [Facts(*row) for row in meet(group, Meeting.BATCH, mine)]
     misfired = [rank for rank, row in enumerate(rows) if row.misfired]
     if misfired:
         raise SequenceParallelismError(misfire or f"see the error of rank {misfired[0]}")

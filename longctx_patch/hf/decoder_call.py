@@ -1,18 +1,17 @@
 """From the arguments of a patched decoder to those of a sharded, or a stock, forward pass."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.agreement import Facts, agree
-from longctx_patch.hf.fire_check import FireCheck
+from longctx_patch.hf.fire_check import FirstStep
 from longctx_patch.hf.inputs import (
     check_whole_rows,
     input_problem,
@@ -20,39 +19,7 @@ from longctx_patch.hf.inputs import (
     wants_router_logits,
 )
 from longctx_patch.hf.row import MaskFactory, ShardedRow, made_mask
-from longctx_patch.hf.sharded import CallShape, LayerKind, ShardedCall
-
-
-@dataclass
-class FirstStep:
-    """When the first training step of a model is checked, and what came out."""
-
-    model: PreTrainedModel
-    group: SequenceGroup
-    check: FireCheck | None = None
-    """Of the first sharded training pass, or the last try if it failed."""
-    _is_over: bool = False
-
-    def is_due(self, decoder: nn.Module) -> bool:
-        """Whether the next sharded pass is checked."""
-        done = self.check is not None and self.check.has_run_forward
-        return not done and decoder.training and torch.is_grad_enabled()
-
-    def begin(self, decoder: nn.Module) -> FireCheck | None:
-        if not self.is_due(decoder):
-            return None
-        self.check = FireCheck(self.group, transformers_api.attention_modules(self.model))
-        return self.check
-
-    def misfire(self) -> str | None:
-        """What went wrong since: another attention, or another traffic in the first backward."""
-        found = transformers_api.attention_implementation(self.model)
-        if found not in transformers_api.NAME_OVER_STOCK.values():
-            return f"the model's attention is {found!r} now"
-        if self.check is None or self._is_over or not self.check.has_run_forward:
-            return None
-        self._is_over = True
-        return self.check.backward_problem()
+from longctx_patch.hf.sharded import CallShape, LayerKind, ShardedCall, key_of
 
 
 def prepare_call(
@@ -63,12 +30,19 @@ def prepare_call(
     *,
     mask_factory: MaskFactory | None,
     seen: dict[LayerKind, CallShape],
+    prepared: dict[bytes, ShardedCall],
     first_step: FirstStep,
 ) -> dict[str, Any]:
     """The decoder's keyword arguments for a sharded or a stock forward pass."""
     shard = kwargs.pop(SHARD_KEY, None)
     if shard is None:
         check_whole_rows(group, kwargs)
+        if mask_factory is not None:
+            raise ValueError(
+                "whole rows with a model that was patched with a mask: the stock path would attend "
+                "causally. Pass sharded batches (SequenceShardCollator; in evaluation too), or "
+                "handle.unpatch() to generate."
+            )
         if decoder.training and group.num_ranks > 1:
             raise ValueError(
                 f"this model is patched for {group.num_ranks} ranks per sequence, but the training "
@@ -82,7 +56,7 @@ def prepare_call(
         group.layout(row.documents).positions(group.group_rank, tokens.device)
     )[None]
     routed = wants_router_logits(decoder, kwargs)
-    problem = input_problem(kwargs, positions, routed)
+    problem = row.problem or input_problem(kwargs, positions, routed)
     mask = None
     if mask_factory is not None and problem is None:
         mask, problem = made_mask(mask_factory, row)
@@ -106,16 +80,12 @@ def prepare_call(
     is_plain = row.documents.is_one and mask is None and not routed
     if group.num_ranks == 1 and is_plain and group.config.checkpoint != "attention":
         return kwargs | {transformers_api.CALL_KEY: None}
+    call = prepared.pop(key_of(shard), None)
+    if call is None:
+        call = ShardedCall(group, row.documents, mask, row.real_lengths, seen)
     return kwargs | {
         "attention_mask": transformers_api.no_mask(tokens.shape[0], tokens.device),
         "position_ids": positions.expand(tokens.shape[0], -1),
         "use_cache": False,
-        transformers_api.CALL_KEY: ShardedCall(
-            group,
-            row.documents,
-            mask,
-            row.real_lengths,
-            seen,
-            first_step.begin(decoder),
-        ),
+        transformers_api.CALL_KEY: replace(call, fire_check=first_step.begin(decoder)),
     }

@@ -9,25 +9,19 @@ when the next sharded pass begins.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from longctx_patch.call import AttentionCall, CallTraffic
 from longctx_patch.groups import SequenceGroup
+from longctx_patch.hf import transformers_api
+from longctx_patch.hf.meeting import Meeting, SequenceParallelismError, meet
 from longctx_patch.plans import Traffic
 
 _END = -1
-
-
-class SequenceParallelismError(RuntimeError):
-    """Attention did not run as it was planned."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(
-            f"sequence parallelism did not run as planned: {problem}. Something replaced the "
-            "patched attention after patch() (set_attn_implementation, another patch, a compiled "
-            "graph)? Patch last, or handle.unpatch() and patch again."
-        )
 
 
 class FireCheck:
@@ -127,8 +121,7 @@ class FireCheck:
 
     def _meet(self, place: int, problem: str | None = None) -> None:
         """Raise on every rank unless all are at one place, and none has a problem."""
-        mine = (place, int(problem is not None))
-        everyone = self._group.everyone.all_gather_numbers(mine)
+        everyone = meet(self._group, Meeting.LAYER, (place, int(problem is not None)))
         if set(everyone) == {(place, 0)}:
             return
         there = ", ".join(
@@ -136,3 +129,35 @@ class FireCheck:
             for rank, (at, _) in enumerate(everyone)
         )
         raise SequenceParallelismError(problem or f"the ranks of the group stand {there}")
+
+
+@dataclass
+class FirstStep:
+    """When the first training step of a model is checked, and what came out."""
+
+    model: PreTrainedModel
+    group: SequenceGroup
+    check: FireCheck | None = None
+    """Of the first sharded training pass, or the last try if it failed."""
+    _is_over: bool = False
+
+    def is_due(self, decoder: nn.Module) -> bool:
+        """Whether the next sharded pass is checked."""
+        done = self.check is not None and self.check.has_run_forward
+        return not done and decoder.training and torch.is_grad_enabled()
+
+    def begin(self, decoder: nn.Module) -> FireCheck | None:
+        if not self.is_due(decoder):
+            return None
+        self.check = FireCheck(self.group, transformers_api.attention_modules(self.model))
+        return self.check
+
+    def misfire(self) -> str | None:
+        """What went wrong since: another attention, or another traffic in the first backward."""
+        found = transformers_api.attention_implementation(self.model)
+        if found not in transformers_api.NAME_OVER_STOCK.values():
+            return f"the model's attention is {found!r} now"
+        if self.check is None or self._is_over or not self.check.has_run_forward:
+            return None
+        self._is_over = True
+        return self.check.backward_problem()

@@ -7,10 +7,10 @@ gives it the loss law. Classes are never touched. A batch that carries `longctx_
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from longctx_patch.config import LongContextConfig
@@ -18,24 +18,21 @@ from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.ahead import ahead
-from longctx_patch.hf.decoder_call import FirstStep, prepare_call
+from longctx_patch.hf.decoder_call import prepare_call
 from longctx_patch.hf.families import check_model_config, check_modules
-from longctx_patch.hf.fire_check import FireCheck
+from longctx_patch.hf.fire_check import FireCheck, FirstStep
 from longctx_patch.hf.row import MaskFactory
+from longctx_patch.hf.shard_loss import ShardLoss
 from longctx_patch.hf.sharded import (
     CallShape,
     LayerKind,
-    plans_of_batch,
+    ShardedCall,
+    key_of,
+    planned_call,
     sharded_attention,
     with_whole_router_logits,
 )
 from longctx_patch.kernels import available
-from longctx_patch.loss import (
-    IGNORE_INDEX,
-    all_valid_tokens,
-    averaged_ranks,
-    sequence_parallel_loss,
-)
 from longctx_patch.memory import context_fn_of
 from longctx_patch.transport import Counters
 
@@ -52,6 +49,8 @@ class PatchHandle:
     _undo: list[Callable[[], None]] = field(repr=False, default_factory=list)
     _first_step: FirstStep = field(repr=False, kw_only=True)
     _seen: dict[LayerKind, CallShape] = field(repr=False, default_factory=dict)
+    _prepared: dict[bytes, ShardedCall] = field(repr=False, default_factory=dict)
+    """Calls with their plans, made ahead."""
 
     @property
     def config(self) -> LongContextConfig:
@@ -83,12 +82,17 @@ class PatchHandle:
             >>> for batch in handle.plan_ahead(loader):  # doctest: +SKIP
             ...     model(**batch).loss.backward()
         """
-        return ahead(batches, self._make_plans, depth=depth)
+        try:
+            yield from ahead(batches, self._make_plans, depth=depth)
+        finally:
+            self._prepared.clear()
 
     def _make_plans(self, batch: Mapping[str, Any]) -> None:
         shard = batch.get(SHARD_KEY)
         if shard is not None:
-            plans_of_batch(self.group, shard, self.mask, self._seen)
+            call = planned_call(self.group, shard, self.mask, self._seen)
+            if call is not None:
+                self._prepared[key_of(shard)] = call
 
     def unpatch(self) -> None:
         """Restore attention implementation, loss, hooks and checkpointing. Once only.
@@ -119,8 +123,9 @@ def patch(
             supported, or a PEFT model around one.
         config: degrees, layout, plan, kernel and checkpoint policy; the same on every rank.
         mask: for other than causal attention, a function from the length of a padded row to its
-            `Mask` (`longctx_patch.masks`: block-sparse, prefix, bidirectional, any function).
-            Documents and sliding windows restrict it further.
+            `Mask` (`longctx_patch.masks`: block-sparse, prefix, bidirectional, any function), which
+            is asked once for each length. Documents and sliding windows restrict it further.
+            Whole rows, and so `generate`, are refused then.
 
     The first training step proves that attention crossed the ranks as planned, or raises
     `SequenceParallelismError`.
@@ -142,7 +147,9 @@ def patch(
     base = transformers_api.causal_lm(model)
     stock = _check(model, base, config)
     group = make_sequence_group(config)
-    handle = PatchHandle(base, group, mask, _first_step=FirstStep(base, group))
+    # A mask is made once for each length: the function may look at every pair.
+    made_once = None if mask is None else lru_cache(maxsize=8)(mask)
+    handle = PatchHandle(base, group, made_once, _first_step=FirstStep(base, group))
     handle._undo.append(handle.group.close)
     try:
         _bind(handle, stock)
@@ -155,8 +162,10 @@ def patch(
 def _bind(handle: PatchHandle, stock: str) -> None:
     transformers_api.register(sharded_attention)
     handle._undo.append(transformers_api.bind_attention(handle.model, stock))
-    handle._undo.append(_bind_decoder(handle))
-    handle._undo.append(transformers_api.bind_loss(handle.model, _loss_of(handle)))
+    loss = ShardLoss(handle.model, handle.group)
+    handle._undo.append(_bind_decoder(handle, loss))
+    handle._undo.append(transformers_api.bind_loss(handle.model, loss))
+    handle._undo.append(loss.restore)
     if handle.config.checkpoint != "none":
         context_fn = context_fn_of(handle.config.checkpoint)
         handle._undo.append(transformers_api.checkpoint_layers(handle.model, context_fn))
@@ -197,7 +206,7 @@ def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig) -
     return stock
 
 
-def _bind_decoder(handle: PatchHandle) -> Callable[[], None]:
+def _bind_decoder(handle: PatchHandle, loss: ShardLoss) -> Callable[[], None]:
     def before_decoder(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -208,6 +217,7 @@ def _bind_decoder(handle: PatchHandle) -> Callable[[], None]:
             dict(kwargs),
             mask_factory=handle.mask,
             seen=handle._seen,
+            prepared=handle._prepared,
             first_step=handle._first_step,
         )
 
@@ -219,6 +229,7 @@ def _bind_decoder(handle: PatchHandle) -> Callable[[], None]:
             return outputs
         if call.fire_check is not None:
             call.fire_check.check_forward()
+        loss.has_router_loss = bool(getattr(outputs, "router_logits", None))
         return with_whole_router_logits(outputs, call)
 
     decoder = handle.model.get_decoder()
@@ -232,56 +243,3 @@ def _bind_decoder(handle: PatchHandle) -> Callable[[], None]:
             hook.remove()
 
     return remove
-
-
-def _loss_of(handle: PatchHandle) -> Callable[..., Tensor]:
-    stock_loss = handle.model.loss_function
-
-    def loss_function(
-        logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any
-    ) -> Tensor:
-        if kwargs.pop(SHARD_KEY, None) is not None:
-            return _loss_of_shard(handle, logits, labels, **kwargs)
-        return stock_loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
-
-    return loss_function
-
-
-def _loss_of_shard(
-    handle: PatchHandle,
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    shift_labels: Tensor | None = None,
-    num_valid_tokens: int | Tensor | None = None,
-    **_: Any,
-) -> Tensor:
-    """The loss law; `num_valid_tokens` counts the whole step over all processes.
-
-    In evaluation each sequence group counts for itself: the mean over its ranks is the loss of its
-    batch, and replicas may have different numbers of batches. Options that would change a stock
-    loss were refused with the decoder's inputs.
-    """
-    if shift_labels is None:
-        raise ValueError(
-            "this batch is a shard but has no shift_labels: labels must be shifted over the whole "
-            "sequence before it is cut. Pass the batch of SequenceShardCollator unchanged."
-        )
-    if not torch.equal(labels, shift_labels):
-        raise ValueError(
-            "labels differ from shift_labels: the loss reads shift_labels, so a change of labels "
-            "alone would do nothing. Mask labels in the rows, before the collator shifts them."
-        )
-    alone = not handle.model.training
-    if num_valid_tokens is None and alone:
-        mine = int((shift_labels != IGNORE_INDEX).sum())
-        counts = handle.group.everyone.all_gather_numbers([mine])
-        num_valid_tokens = sum(count for (count,) in counts)
-    elif num_valid_tokens is None:
-        num_valid_tokens = all_valid_tokens(shift_labels.to(logits.device))
-    return sequence_parallel_loss(
-        logits,
-        shift_labels,
-        num_valid_tokens=num_valid_tokens,
-        num_averaged_ranks=handle.group.num_ranks if alone else averaged_ranks(),
-    )

@@ -21,12 +21,22 @@ class ShardedRow:
     real_lengths: tuple[int, ...]
     """Tokens of each row of the batch without its padding."""
 
+    problem: str | None = None
+    """What makes the batch unusable, in words."""
+
     @classmethod
     def read(cls, shard: Tensor) -> "ShardedRow":
         rows = shard.tolist()
         lengths = [tuple(length for length in row[2:] if length) for row in rows]
         documents = Documents.of_row(lengths[0], rows[0][0])
-        return cls(documents, tuple(map(sum, lengths)))
+        problem = None
+        if len(rows) > 1 and any(len(row) > 1 for row in lengths):
+            problem = (
+                f"a batch of {len(rows)} packed rows: rows with documents of their own have masks "
+                "of their own. Give all rows to one call of SequenceShardCollator, which joins "
+                "them, instead of joining its batches."
+            )
+        return cls(documents, tuple(map(sum, lengths)), problem)
 
     @property
     def has_padding(self) -> bool:
@@ -36,7 +46,10 @@ class ShardedRow:
 def made_mask(factory: MaskFactory, row: ShardedRow) -> tuple[Mask | None, str | None]:
     """(mask, problem) of what the user's function gives for a row."""
     num_tokens = row.documents.num_tokens
-    mask = factory(num_tokens)
+    try:
+        mask = factory(num_tokens)
+    except Exception as error:  # on one rank perhaps: the others must hear of it, not wait
+        return None, f"the mask function failed for {num_tokens} tokens: {error!r}"
     if not isinstance(mask, Mask) or mask.num_tokens != num_tokens:
         return None, (
             f"the mask function gave {repr(mask)[:80]} for {num_tokens} tokens: it returns a Mask "

@@ -158,14 +158,25 @@ def with_whole_router_logits(outputs: Any, call: ShardedCall) -> Any:
     return outputs
 
 
-def plans_of_batch(
+def planned_call(
     group: SequenceGroup,
     shard: Tensor,
     mask_factory: MaskFactory | None,
     seen: dict[LayerKind, CallShape],
-) -> None:
-    """Make the plans that a forward pass over this batch will look for."""
+) -> ShardedCall | None:
+    """The call of a forward pass over this batch, its plans made.
+
+    None for a batch that can't be used: the forward pass says so, on all ranks.
+    """
     row = ShardedRow.read(shard)
     mask, problem = (None, None) if mask_factory is None else made_mask(mask_factory, row)
-    if problem is None:  # else the forward pass says so, on all ranks
-        ShardedCall(group, row.documents, mask, row.real_lengths, seen).make_plans()
+    if row.problem or problem:
+        return None
+    call = ShardedCall(group, row.documents, mask, row.real_lengths, seen)
+    call.make_plans()
+    return call
+
+
+def key_of(shard: Tensor) -> bytes:
+    """Equal for batches of equal rows, on any device."""
+    return shard.cpu().numpy().tobytes()

@@ -85,7 +85,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": None},
         "layer 0 is sliding_attention, but sliding_window=None",
     ),
-    ("llama", {"is_causal": False}, "is_causal=False: attention here is causal"),
+    ("llama", {"is_causal": False}, "is_causal=False: this model sees ahead"),
     ("llama", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),
     ("llama", {"attention_sinks": 4}, r"attention_sinks=4: transformers has no sinks"),
     ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0.1.*=0"),
@@ -192,7 +192,7 @@ def test_a_failure_while_binding_leaves_the_model_as_it_was(
 ) -> None:
     model = tiny_model()
     before = state_of(model)
-    monkeypatch.setattr(patching, "_loss_of", lambda handle: 1 / 0)
+    monkeypatch.setattr(patching, "ShardLoss", lambda model, group: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         patch(model, ALONE)
     assert state_of(model) == before
