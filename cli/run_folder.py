@@ -67,11 +67,8 @@ class Decisions:
 
     @property
     def tokens_per_gpu(self) -> int:
-        multiple = padding_multiple(
-            self.placement,
-            ring=self.degrees.ring,
-            ulysses=self.degrees.ulysses,
-        )
+        config = self.settings.sequence_parallelism()
+        multiple = padding_multiple(config, packed=self.settings.pack)
         padded = -(-self.settings.seq_len // multiple) * multiple
         return padded // self.degrees.sequence_degree
 
