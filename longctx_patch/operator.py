@@ -61,7 +61,8 @@ def attention(
         num_tokens: length of the whole sequence; default: L times the number of ranks.
         documents: boundaries of a packed row, the same for all B rows. Tokens attend within their
             document only.
-        window: the last `window` keys only, the token itself included.
+        window: the last `window` keys only, the token itself included. Keys after the token, where
+            a `mask` lets it see some, stay.
         mask: any `longctx_patch.masks.Mask` over the whole sequence, in place of the causal one;
             `documents` and `window` restrict it further.
         sinks: `[H]`, differentiable: a logit of each head that joins the softmax of every row and
@@ -107,11 +108,6 @@ def restricted(mask: Mask | None, documents: Documents, window: int | None) -> M
     """Causal attention, or `mask`, within documents and a window."""
     if mask is None:
         return documents_mask(documents, window=window)
-    if window is not None and mask.sees_ahead:
-        raise ValueError(
-            f"window={window} with a mask that sees ahead: a window is the last keys. Put it into "
-            "the mask (mask & other), and give no window."
-        )
     if documents.is_one and window is None:
         return mask
     return mask & within(documents, window)

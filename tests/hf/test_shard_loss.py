@@ -112,14 +112,6 @@ def test_over_two_ranks(checked: Any) -> None:
     run_distributed(checked, 2, 2)
 
 
-def test_a_window_with_a_mask_that_sees_ahead_is_refused() -> None:
-    model = tiny_model("mistral", sliding_window=4)
-    handle = patch(model, LongContextConfig(), mask=bidirectional)
-    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-    with pytest.raises(ValueError, match="window=4 with a mask that sees ahead"):
-        model(**collate(token_rows(12)))
-
-
 def test_models_that_see_ahead_by_themselves_are_refused_with_what_to_do() -> None:
     with pytest.raises(UnsupportedModelError, match=r"mask=longctx_patch.masks.bidirectional"):
         check_model_config(tiny_config("llama", is_causal=False), LongContextConfig())
