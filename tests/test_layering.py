@@ -5,7 +5,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "longctx_patch"
 ROWS = (
-    ("config", "documents", "layout", "masks", "balance", "placement"),
+    ("config", "documents", "layout", "regions", "masks", "balance", "placement"),
     ("plans",),
     ("transport", "kernels"),
     ("groups", "accumulate", "operands", "partials", "executor"),

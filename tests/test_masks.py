@@ -10,8 +10,6 @@ from longctx_patch.documents import Documents
 from longctx_patch.layout import Interval
 from longctx_patch.masks import (
     Mask,
-    Piece,
-    Tile,
     bidirectional,
     block_sparse,
     causal,
@@ -20,6 +18,7 @@ from longctx_patch.masks import (
     prefix_lm,
     within,
 )
+from longctx_patch.regions import Piece, Tile
 
 Table = NDArray[np.bool_]
 

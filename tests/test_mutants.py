@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from longctx_patch.layout import Interval, Rows
-from longctx_patch.masks import ANTICAUSAL, CAUSAL, FULL, Band
 from longctx_patch.plans import Direction, Plan, PlanError, Share, Step, Transfer, Work, verify_plan
+from longctx_patch.regions import ANTICAUSAL, CAUSAL, FULL, Band
 from longctx_patch.transport import run_virtual_ranks
 from tests.reference import dense_attention, relative_error
 from tests.test_executor import Case, all_cases, one_rank, whole_inputs

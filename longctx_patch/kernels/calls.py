@@ -11,7 +11,7 @@ from typing import NamedTuple
 from longctx_patch.kernels.base import Segments, Traits, Window
 from longctx_patch.kernels.lowering import Part, parts_of
 from longctx_patch.layout import Interval
-from longctx_patch.masks import Piece, Tile
+from longctx_patch.regions import Piece, Tile
 
 
 class Call(NamedTuple):

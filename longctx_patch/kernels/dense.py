@@ -20,7 +20,7 @@ from longctx_patch.kernels.base import (
     Window,
     dtype_name,
 )
-from longctx_patch.masks import Tile
+from longctx_patch.regions import Tile
 
 _CHUNK_BYTES = 64 * 2**20  # of scores; a few tensors of this size live at once
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longctx_patch.kernels.base import Segments, Window
-from longctx_patch.masks import Tile
+from longctx_patch.regions import Tile
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -11,7 +11,7 @@ from longctx_patch.kernels.base import (
     Traits,
     unsupported,
 )
-from longctx_patch.masks import Tile
+from longctx_patch.regions import Tile
 
 _aten = torch.ops.aten
 

@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx_patch.layout import Rows
-from longctx_patch.masks import Piece
 from longctx_patch.plans.hardware import Hardware
 from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.schedule import Moves, Works
 from longctx_patch.plans.traffic import AttentionShape
 from longctx_patch.plans.types import EVERYONE, Block, Direction, Share
+from longctx_patch.regions import Piece
 
 Floats = NDArray[np.floating]
 

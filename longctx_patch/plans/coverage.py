@@ -5,9 +5,9 @@ from itertools import product
 
 import numpy as np
 
-from longctx_patch.masks import Piece, intersect
 from longctx_patch.plans.gathered import by_owner
 from longctx_patch.plans.types import Plan, Share
+from longctx_patch.regions import Piece, intersect
 
 PiecesOfPairs = Mapping[tuple[int, int], list[Piece]]
 

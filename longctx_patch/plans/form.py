@@ -3,8 +3,8 @@
 from itertools import pairwise
 
 from longctx_patch.layout import Interval, Rows
-from longctx_patch.masks import ANTICAUSAL, CAUSAL, Piece, Tile
 from longctx_patch.plans.types import EVERYONE, Direction, Operand, Plan, Share, Transfer, Work
+from longctx_patch.regions import ANTICAUSAL, CAUSAL, Piece, Tile
 
 _FORWARD = {Operand.KV, Operand.Q, Operand.OUT}
 _BACKWARD = set(Operand) - {Operand.Q, Operand.OUT}

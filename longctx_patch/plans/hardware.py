@@ -6,8 +6,8 @@ from math import inf
 from types import MappingProxyType
 
 from longctx_patch.config import HardwareName
-from longctx_patch.masks import FULL, Piece
 from longctx_patch.plans.types import Direction
+from longctx_patch.regions import FULL, Piece
 
 
 @dataclass(frozen=True)

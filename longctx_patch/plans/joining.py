@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from longctx_patch.layout import Interval
-from longctx_patch.masks import ANTICAUSAL, CAUSAL, FULL, Piece, Tile
+from longctx_patch.regions import ANTICAUSAL, CAUSAL, FULL, Piece, Tile
 
 
 def simple_parts(piece: Piece) -> list[Piece]:

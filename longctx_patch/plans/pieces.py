@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx_patch.layout import Interval, Layout, Rows, slots_of
-from longctx_patch.masks import Mask, Piece, Tile
+from longctx_patch.masks import Mask
 from longctx_patch.plans.joining import join_pieces, simple_parts
+from longctx_patch.regions import Piece, Tile
 
 Ints = NDArray[np.int64]
 Pieces = tuple[Piece, ...]

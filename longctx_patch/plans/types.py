@@ -19,7 +19,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from longctx_patch.layout import Interval, Layout, Rows
-from longctx_patch.masks import Mask, Piece
+from longctx_patch.masks import Mask
+from longctx_patch.regions import Piece
 
 
 class Direction(Enum):

@@ -18,7 +18,7 @@ from longctx_patch.kernels import (
 )
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
 from longctx_patch.layout import Interval
-from longctx_patch.masks import ANTICAUSAL, FULL, Band, Piece, Tile
+from longctx_patch.regions import ANTICAUSAL, FULL, Band, Piece, Tile
 from tests.kernels.checks import check, check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
 from tests.reference import dense_attention, relative_error

@@ -20,7 +20,7 @@ from longctx_patch.kernels.dense import DenseKernel
 from longctx_patch.kernels.flex import FlexKernel
 from longctx_patch.kernels.flex_masks import block_mask
 from longctx_patch.layout import Interval
-from longctx_patch.masks import ANTICAUSAL, FULL, Band, Piece, Tile
+from longctx_patch.regions import ANTICAUSAL, FULL, Band, Piece, Tile
 from tests.kernels.checks import check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
 

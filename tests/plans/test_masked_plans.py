@@ -20,10 +20,7 @@ from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, LongContextConfig
 from longctx_patch.documents import Documents
 from longctx_patch.layout import Interval, Layout
 from longctx_patch.masks import (
-    Band,
     Mask,
-    Piece,
-    Tile,
     bidirectional,
     block_sparse,
     causal,
@@ -45,6 +42,7 @@ from longctx_patch.plans import (
     verify_plan,
 )
 from longctx_patch.plans.pieces import piece_table
+from longctx_patch.regions import Band, Piece, Tile
 from tests.masked import Masked as MaskedCase
 from tests.test_masked_attention import assert_exact
 

@@ -2,7 +2,7 @@ import pytest
 
 from longctx_patch.config import LayoutName
 from longctx_patch.layout import Layout, contiguous, make_layout, zigzag
-from longctx_patch.masks import CAUSAL, causal
+from longctx_patch.masks import causal
 from longctx_patch.plans import (
     AttentionShape,
     Direction,
@@ -13,6 +13,7 @@ from longctx_patch.plans import (
     verify_plan,
 )
 from longctx_patch.plans.pieces import slot_pieces
+from longctx_patch.regions import CAUSAL
 
 SHAPE = AttentionShape(batch=2, num_heads=8, num_kv_heads=2, head_dim=16, itemsize_bytes=2)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from longctx_patch.layout import Interval, Rows, striped, zigzag
-from longctx_patch.masks import CAUSAL, FULL, Piece, causal
+from longctx_patch.masks import causal
 from longctx_patch.plans import (
     Block,
     Direction,
@@ -23,6 +23,7 @@ from longctx_patch.plans import (
     ring,
     verify_plan,
 )
+from longctx_patch.regions import CAUSAL, FULL, Piece
 
 R = Interval
 PIECES = PieceTable(zigzag(32, 4), causal(32))
