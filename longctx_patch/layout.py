@@ -158,8 +158,10 @@ class Layout:
     def run_with(self, *tokens: Interval) -> tuple[int, int] | None:
         """(rank, slot - token) of the run without gaps that holds all of them, if one does."""
         held, slots, rank = self._runs[bisect_right(self._stops, tokens[0].start)]
-        inside = all(held.start <= i.start and i.stop <= held.stop for i in tokens)
-        return (rank, slots.start - held.start) if inside and held.step == 1 else None
+        for interval in tokens:
+            if interval.start < held.start or held.stop < interval.stop:
+                return None
+        return (rank, slots.start - held.start) if held.step == 1 else None
 
     def tokens_in(self, rank: int, slots: Interval) -> list[tuple[Interval, Interval]]:
         """(tokens, slots) of each run of a rank that has some of its `slots`."""

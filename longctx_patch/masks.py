@@ -179,28 +179,28 @@ def documents_mask(
     band = window_band(window) if is_causal else FULL
     if not is_causal and window is not None:
         raise ValueError(f"window={window} with is_causal=False: a window looks back. Drop one.")
-    regions = []
-    for start, length in zip(documents.edges, documents.lengths, strict=False):
-        piece = trim_band(length, length, band)
-        assert piece is not None
-        regions.append(piece.moved(start, start))
     name = "causal" if is_causal else "bidirectional"
     if window is not None:
         name = f"window {window}"
     if not documents.is_one:
         name += f", {len(documents.lengths)} documents"
-    return Mask(documents.num_tokens, tuple(regions), name)
+    return Mask(documents.num_tokens, _in_each(documents, band), name)
 
 
 def within(documents: Documents, window: int | None) -> Mask:
     """Everything inside documents, or the last `window` keys and those after the token."""
     low = None if window is None else window_band(window).low
-    regions = []
-    for start, length in zip(documents.edges, documents.lengths, strict=False):
-        piece = trim_band(length, length, Band(low, None))
-        assert piece is not None
-        regions.append(piece.moved(start, start))
-    return Mask(documents.num_tokens, tuple(regions), f"{len(regions)} documents")
+    regions = _in_each(documents, Band(low, None))
+    return Mask(documents.num_tokens, regions, f"{len(regions)} documents")
+
+
+def _in_each(documents: Documents, band: Band) -> tuple[Piece, ...]:
+    """The square of each document, with a band."""
+    squares = {length: trim_band(length, length, band) for length in set(documents.lengths)}
+    placed = zip(documents.edges, documents.lengths, strict=False)
+    return tuple(
+        square.moved(start, start) for start, length in placed if (square := squares[length])
+    )
 
 
 def prefix_lm(num_tokens: int, prefix: int) -> Mask:

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -17,6 +18,9 @@ import torch.multiprocessing as mp
 
 GRACE_S = 1.0
 """After one rank failed, the time that its waiting peers get to write their own traces."""
+
+SLOW_TO_LOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp", "accelerate", "peft")
+"""Modules that take seconds, as do transformers' `modeling_...`."""
 
 
 class ProcessesFailedError(RuntimeError):
@@ -45,7 +49,7 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        context = mp.get_context("spawn")
+        context = _context(backend)
         deadline = time.time() + timeout_s
         job = (function, num_processes, folder, args, deadline, backend)
         processes = [
@@ -67,6 +71,20 @@ def run_processes(
         limit = f"the time limit of {timeout_s:g} s passed\n" if timed_out else ""
         raise ProcessesFailedError(limit + "\n".join(failures))
     return [result for result, _ in outcomes]
+
+
+def _context(backend: str) -> Any:
+    """How processes start: where it is safe, with the slow modules loaded that the parent has.
+
+    A fork server loads them once, for this call and later ones, where each spawned process takes
+    seconds. CUDA doesn't outlive a fork, nor do the libraries of macOS.
+    """
+    if backend == "nccl" or sys.platform != "linux":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    loaded = [name for name in sys.modules if name in SLOW_TO_LOAD or ".modeling_" in name]
+    context.set_forkserver_preload(loaded)  # read when the server starts, at the first call
+    return context
 
 
 def _wait(processes: list[Any], deadline: float) -> bool:

@@ -104,7 +104,7 @@ class Piece(NamedTuple):
 
     def moved(self, row: int, column: int) -> "Piece":
         """The same further down and to the right."""
-        return self._replace(q=self.q.shift(row), kv=self.kv.shift(column))
+        return Piece(self.q.shift(row), self.kv.shift(column), self.rule)
 
     def cut(self, q: Interval, kv: Interval) -> "Piece | None":
         """The part in some of its own rows and columns, at the same place; None: nothing of it."""

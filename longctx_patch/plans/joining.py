@@ -18,6 +18,8 @@ def simple_parts(piece: Piece) -> list[Piece]:
     if isinstance(piece.rule, Tile):
         return [piece]
     low, high = piece.rule
+    if high == 0 and low is None and piece.q.stop - piece.q.start == piece.kv.stop - piece.kv.start:
+        return [piece]  # a whole document: the commonest
     if low is None and high is not None:
         parts = _below(piece, high)
     elif low is not None and high is None:

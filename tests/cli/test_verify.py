@@ -1,8 +1,12 @@
 """`longctx verify`: right where the engine is right, wrong where it is broken on purpose."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -23,8 +27,9 @@ SCHEMA = {
     "bytes": int,
 }
 
-# Run by every process that starts afterwards: Python imports `sitecustomize` by itself. The process
-# of the test, which computes the reference, is not affected.
+# For the server that forks the ranks: Python imports `sitecustomize` by itself. The command's own
+# process, which computes the reference, is not affected.
+IN_RANKS = "import sys\nif 'forkserver' in ' '.join(sys.orig_argv):\n"
 BREAKAGES = {
     "merge": """
 from longctx_patch.accumulate import SoftmaxMerge
@@ -103,18 +108,17 @@ def test_one_process_sends_nothing(run: Run, config: Callable[..., Path]) -> Non
 
 
 @pytest.mark.parametrize("part", BREAKAGES)
-def test_a_broken_engine_is_found(
-    run: Run,
-    config: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    part: str,
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(BREAKAGES[part])
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    words = ["--nproc", 2, "--ring", 2, "--layout", "contiguous"]
-    result = run("verify", config(), *words, "--json")
-    assert result.exit_code == 1
+def test_a_broken_engine_is_found(config: Callable[..., Path], tmp_path: Path, part: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(IN_RANKS + indent(BREAKAGES[part], "    "))
+    words = ["verify", config(), "--nproc", "2", "--ring", "2", "--layout", "contiguous", "--json"]
+    result = subprocess.run(
+        [sys.executable, "-c", "from longctx_patch.cli.main import main; main()", *words],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 1
     answer = json.loads(result.stdout)
     assert answer["ok"] is False
     if part == "traffic":  # the first training step counts for itself

@@ -311,8 +311,11 @@ def with_piece(plan: Plan, at: Fault, piece: Piece | None) -> Plan:
     return replace(plan, steps=tuple(steps))
 
 
+REJECTED = "coverage:|no such rows or columns|is a square|a table over keys of several runs"
+
+
 def assert_rejected(plan: Plan) -> None:
-    with pytest.raises(PlanError, match=r"coverage:|no such rows or columns|is a square"):
+    with pytest.raises(PlanError, match=REJECTED):
         verify_plan(plan)
 
 
@@ -624,7 +627,7 @@ def test_a_million_tokens_are_planned_in_50_ms(seed: int) -> None:
     weights = np.random.default_rng(seed).lognormal(0.0, 1.0, size=2000)
     lengths = np.maximum(1, weights * (1_048_576 - 2000) / weights.sum()).astype(int)
     row = Documents(tuple(lengths.tolist()), 1_048_576)
-    assert min(seconds_to_plan(row, 8) for _ in range(3)) < 0.05
+    assert min(seconds_to_plan(row, 8) for _ in range(5)) < 0.05
 
 
 def test_masks_that_allow_nothing_have_plans_that_do_nothing() -> None:
