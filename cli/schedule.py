@@ -108,6 +108,7 @@ def make_setting(plan: str, ranks: int, ulysses: int | None, hardware: "Hardware
         layout=LAYOUTS_OF_PLAN.get(plan, ("zigzag",))[0],
         ulysses_degree=degree,
         ring_degree=ring,
+        ulysses_waves=LongContextConfig.ulysses_waves,
         ranks_per_node=_inner_ring(ring, degree, hardware) if plan == "double_ring" else None,
     )
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ class AttentionCall:
     """Whether lse is wanted for this rank's tokens; under Ulysses it travels with out then."""
     plan_name: PlanName | None = None
     """Another plan than the config's, e.g. for layers with a window."""
-    _plans: dict[tuple[Direction, int, int, int], Plan] = field(
+    _plans: dict[tuple[Direction, int, int, int, int], Plan] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -76,43 +78,44 @@ class AttentionCall:
         return cls(group, row, mask, score, num_heads, num_kv_heads, returns_lse)
 
     @cached_property
-    def split(self) -> HeadSplit:
-        return HeadSplit(self.num_heads, self.num_kv_heads, self.group.ulysses.num_ranks)
+    def waves(self) -> "tuple[HeadWave, ...]":
+        """The heads, in the parts in which Ulysses exchanges them; one without a Ulysses part."""
+        split = HeadSplit(self.num_heads, self.num_kv_heads, self.group.ulysses.num_ranks)
+        parts = split.in_waves(self.group.config.ulysses_waves)
+        return tuple(HeadWave(self, part) for part in parts)
 
     @cached_property
-    def kv_runs(self) -> tuple[Interval, ...] | None:
-        """Query heads of each of this rank's key-value heads; None where they group evenly."""
-        return self.split.kv_runs(self.group.ulysses.group_rank)
-
-    @cached_property
-    def heads(self) -> slice:
-        """The query heads that this rank computes."""
-        mine = self.split.query[self.group.ulysses.group_rank]
-        return slice(mine.start, mine.stop)
-
-    @cached_property
-    def resharder(self) -> Resharder | None:
-        """None where there is no Ulysses part."""
-        if self.group.ulysses.num_ranks == 1:
-            return None
-        return Resharder(self.group.ulysses, self.split, self._group_sizes)
-
-    @cached_property
-    def _group_sizes(self) -> tuple[int, ...]:
+    def group_sizes(self) -> tuple[int, ...]:
         """Tokens of each rank of this Ulysses group."""
         degree = self.group.ulysses.num_ranks
         first = self.group.ring.group_rank * degree
         return self.group.layout(self.documents).sizes[first : first + degree]
 
-    def plan(self, direction: Direction, *, batch: int, head_dim: int, itemsize_bytes: int) -> Plan:
-        """What the ring part runs. Sizes matter to the choice that `plan="auto"` makes."""
-        key = (direction, batch, head_dim, itemsize_bytes)
+    def plan(
+        self,
+        direction: Direction,
+        *,
+        batch: int,
+        head_dim: int,
+        itemsize_bytes: int,
+        num_kv_heads: int,
+    ) -> Plan:
+        """What the ring part runs for `num_kv_heads` key-value heads of its own.
+
+        The other sizes matter to the choice that `plan="auto"` makes.
+        """
+        key = (direction, batch, head_dim, itemsize_bytes, num_kv_heads)
         if key not in self._plans:
             self._plans[key] = self._make_plan(*key)
         return self._plans[key]
 
     def _make_plan(
-        self, direction: Direction, batch: int, head_dim: int, itemsize_bytes: int
+        self,
+        direction: Direction,
+        batch: int,
+        head_dim: int,
+        itemsize_bytes: int,
+        num_kv_heads: int,
     ) -> Plan:
         workload = Workload(
             num_tokens=self.documents.num_tokens,
@@ -129,7 +132,6 @@ class AttentionCall:
             placement=placement_of(self.group.config, self.documents),
             is_causal=self.mask.is_causal,
         )
-        num_kv_heads = self.split.num_kv_computed(self.group.ulysses.group_rank)
         return make_plan(setting, direction, self.documents, self.mask, num_kv_heads)
 
     @cached_property
@@ -139,18 +141,11 @@ class AttentionCall:
             return config
         return replace(config, plan=self.plan_name, backward_plan="auto", ranks_per_node=None)
 
-    def plan_for(self, direction: Direction, q: Tensor) -> Plan:
-        """The plan for queries `[B, L, H, D]`."""
-        batch, _, _, head_dim = q.shape
-        return self.plan(direction, batch=batch, head_dim=head_dim, itemsize_bytes=q.dtype.itemsize)
-
     def prepare(self, device_type: str, dtype: torch.dtype, head_dim: int, *, batch: int) -> None:
         """Make plans and kernel calls of both directions before they are needed."""
         traits = self.kernel(device_type, dtype, head_dim).traits
-        for direction in Direction:
-            plan = self.plan(
-                direction, batch=batch, head_dim=head_dim, itemsize_bytes=dtype.itemsize
-            )
+        for wave, direction in product(self.waves, Direction):
+            plan = wave.plan(direction, batch, head_dim, dtype.itemsize)
             kernel_calls(plan, self.group.ring.group_rank, traits)
 
     def executor(self, q: Tensor) -> Executor:
@@ -171,8 +166,52 @@ class AttentionCall:
 
     def predicted_traffic(self, batch: int, head_dim: int, itemsize_bytes: int) -> "CallTraffic":
         """What this rank will send, from the plans alone."""
-        rank, ring_rank = self.group.ulysses.group_rank, self.group.ring.group_rank
-        split, sizes = self.split, self._group_sizes
+        waves = [wave.predicted_traffic(batch, head_dim, itemsize_bytes) for wave in self.waves]
+        return CallTraffic(*(sum(part, Traffic()) for part in zip(*waves, strict=True)))
+
+
+@dataclass(frozen=True)
+class HeadWave:
+    """Heads that are exchanged and computed together."""
+
+    call: AttentionCall
+    split: HeadSplit
+
+    @property
+    def _rank(self) -> int:
+        return self.call.group.ulysses.group_rank
+
+    @cached_property
+    def kv_runs(self) -> tuple[Interval, ...] | None:
+        """Query heads of each of this rank's key-value heads; None where they group evenly."""
+        return self.split.kv_runs(self._rank)
+
+    @cached_property
+    def heads(self) -> slice:
+        """The query heads that this rank computes."""
+        mine = self.split.query[self._rank]
+        return slice(mine.start, mine.stop)
+
+    @cached_property
+    def resharder(self) -> Resharder:
+        return Resharder(self.call.group.ulysses, self.split, self.call.group_sizes)
+
+    def plan(self, direction: Direction, batch: int, head_dim: int, itemsize_bytes: int) -> Plan:
+        return self.call.plan(
+            direction,
+            batch=batch,
+            head_dim=head_dim,
+            itemsize_bytes=itemsize_bytes,
+            num_kv_heads=self.split.num_kv_computed(self._rank),
+        )
+
+    def plan_for(self, direction: Direction, q: Tensor) -> Plan:
+        """The plan for queries `[B, L, H, D]`."""
+        return self.plan(direction, q.shape[0], q.shape[3], q.dtype.itemsize)
+
+    def predicted_traffic(self, batch: int, head_dim: int, itemsize_bytes: int) -> "CallTraffic":
+        """What this rank will send for these heads."""
+        split, rank, sizes = self.split, self._rank, self.call.group_sizes
         shape = AttentionShape(
             batch=batch,
             num_heads=split.query[rank].size,
@@ -180,11 +219,11 @@ class AttentionCall:
             head_dim=head_dim,
             itemsize_bytes=itemsize_bytes,
         )
+        ring_rank = self.call.group.ring.group_rank
         ring = {
-            direction: plan_traffic(
-                self.plan(direction, batch=batch, head_dim=head_dim, itemsize_bytes=itemsize_bytes),
-                shape,
-            )[ring_rank]
+            direction: plan_traffic(self.plan(direction, batch, head_dim, itemsize_bytes), shape)[
+                ring_rank
+            ]
             for direction in Direction
         }
         per_head = batch * head_dim * itemsize_bytes
@@ -192,27 +231,25 @@ class AttentionCall:
         def to_heads(*heads: Heads) -> Traffic:
             return to_heads_traffic(split, heads, rank, tokens=sizes[rank], bytes_per_head=per_head)
 
-        def to_tokens(*heads: Heads) -> Traffic:
-            return to_tokens_traffic(split, heads, rank, sizes=sizes, bytes_per_head=per_head)
+        def to_tokens(*heads: Heads, bytes_per_head: int = per_head) -> Traffic:
+            return to_tokens_traffic(split, heads, rank, sizes=sizes, bytes_per_head=bytes_per_head)
 
         returns = to_tokens(Heads.QUERY)
-        if self.returns_lse:
-            wide = batch * max(4, itemsize_bytes)
-            lse = to_tokens_traffic(split, [Heads.QUERY], rank, sizes=sizes, bytes_per_head=wide)
-            returns = Traffic(returns.messages, returns.bytes + lse.bytes)
+        if self.call.returns_lse:
+            returns += to_tokens(Heads.QUERY, bytes_per_head=batch * max(4, itemsize_bytes))
+        inputs, query = to_heads(*QKV), to_heads(Heads.QUERY)
         gradients = ring[Direction.BACKWARD] + to_tokens(*QKV)
         return CallTraffic(
-            forward=to_heads(*QKV) + ring[Direction.FORWARD] + returns,
-            backward=to_heads(Heads.QUERY) + gradients,
-            backward_after_replay=to_heads(*QKV, Heads.QUERY, Heads.QUERY) + gradients,
+            forward=inputs + ring[Direction.FORWARD] + returns,
+            backward=query + gradients,
+            backward_after_replay=inputs + query + query + gradients,  # out and dout
         )
 
 
-@dataclass(frozen=True)
-class CallTraffic:
+class CallTraffic(NamedTuple):
     """Messages and bytes that one rank sends for one attention call."""
 
     forward: Traffic
     backward: Traffic
     backward_after_replay: Traffic
-    """Where the recompute replayed (out, lse): under Ulysses, backward exchanges q, k, v again."""
+    """Where the recompute replayed (out, lse): under Ulysses q, k, v and out are exchanged again."""

@@ -187,6 +187,7 @@ def _setting(config: LongContextConfig, plan: str, ranks_per_node: int | None) -
         layout=config.placement,
         ulysses_degree=config.ulysses_degree,
         ring_degree=config.ring_degree,
+        ulysses_waves=config.ulysses_waves,
         ranks_per_node=ranks_per_node,
     )
 
@@ -205,6 +206,7 @@ def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterable[Se
                     layout=LAYOUTS_OF_PLAN[plan][0],
                     ulysses_degree=degree,
                     ring_degree=ring,
+                    ulysses_waves=LongContextConfig.ulysses_waves,
                     ranks_per_node=per_node,
                 )
 

@@ -54,6 +54,10 @@ class LongContextConfig:
     ring_degree: int = 1
     """Ranks (or groups of Ulysses ranks) that pass key-value blocks to each other."""
 
+    ulysses_waves: int = 2
+    """Ulysses exchanges heads in this many parts (fewer, if a rank has fewer heads), so that those
+    of one part travel while another is computed."""
+
     layout: LayoutName | None = None
     """Placement of tokens over the ring ranks. None: the plan's, else `zigzag`, which balances a
     causal mask, and `balanced` for packed rows. See `placement` and `packed_placement`."""
@@ -84,12 +88,12 @@ class LongContextConfig:
     runs neither its kernel nor its communication (DISTFLASHATTN, section 3.3)."""
 
     def __post_init__(self) -> None:
-        for name in ("ulysses_degree", "ring_degree"):
+        for name in ("ulysses_degree", "ring_degree", "ulysses_waves"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(
-                    f"{name}={value!r}: a degree is a whole number of ranks, 1 or more. "
-                    f"Use {name}=1 to switch it off."
+                    f"{name}={value!r}: a degree is a whole number of ranks (ulysses_waves: of "
+                    f"parts), 1 or more. Use {name}=1 to switch it off."
                 )
         if self.layout is not None:
             _require_choice("layout", self.layout, get_args(LayoutName))

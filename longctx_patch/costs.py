@@ -3,8 +3,9 @@
 `predict` answers for one config; `longctx_patch.choice` compares many. Nothing here needs a device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import add
 from typing import Any, NamedTuple
 
 from longctx_patch.config import LayoutName
@@ -65,6 +66,8 @@ class Setting:
     layout: LayoutName
     ulysses_degree: int
     ring_degree: int
+    ulysses_waves: int = 1
+    """In how many parts Ulysses exchanges heads; see `LongContextConfig`."""
     ranks_per_node: int | None = None
     """Ring ranks on one machine; None: as many as the hardware has GPUs for."""
 
@@ -115,15 +118,23 @@ def predict(
 ) -> Prediction:
     """Simulate one direction of one call."""
     split = HeadSplit(workload.num_heads, workload.num_kv_heads, setting.ulysses_degree)
-    shapes = [_ring_shape(workload, split, rank) for rank in range(setting.ulysses_degree)]
+    waves = split.in_waves(setting.ulysses_waves)
+    shapes = [
+        [_ring_shape(workload, wave, rank) for wave in waves]
+        for rank in range(setting.ulysses_degree)
+    ]
     of_shape = {
         shape: _simulate_ring(setting, direction, workload, hardware, shape, with_timeline)
-        for shape in dict.fromkeys(shapes)
+        for shape in {shape for of_rank in shapes for shape in of_rank}
     }
-    rings = [of_shape[shape] for shape in shapes]
+    rings = [_one_after_another([of_shape[shape] for shape in of_rank]) for of_rank in shapes]
     slowest = max(rings, key=lambda ring: ring.makespan_s)
-    exchanges = _exchanges(setting, direction, workload, split)
-    before, after = (_all_to_all(part, setting, hardware) for part in exchanges)
+    of_waves = [_exchanges(setting, direction, workload, wave) for wave in waves]
+    exchanges = tuple(_sum_over(parts) for parts in zip(*of_waves, strict=True))
+    computed_s = slowest.makespan_s / len(waves)
+    before, after = (
+        _all_to_all(part, setting, hardware, len(waves), computed_s) for part in exchanges
+    )
     sent = _sum_traffic(exchanges, rings)
     busiest = max(cut.size for cut in split.query)
     mean = workload.num_heads / setting.ulysses_degree
@@ -220,10 +231,39 @@ def _exchanges(
     return before, after
 
 
+def _sum_over(waves: Sequence[Sequence[Traffic]]) -> list[Traffic]:
+    """By rank."""
+    return [sum(of_rank, Traffic()) for of_rank in zip(*waves, strict=True)]
+
+
+def _one_after_another(rings: Sequence[Simulation]) -> Simulation:
+    """The rings of several waves of heads."""
+    first, *others = rings
+    whole = first
+    for ring in others:
+        span = whole.makespan_s + ring.makespan_s
+        busy = sum((1 - part.idle_fraction) * part.makespan_s for part in (whole, ring))
+        moved = [
+            s._replace(start_s=s.start_s + whole.makespan_s, stop_s=s.stop_s + whole.makespan_s)
+            for s in ring.spans
+        ]
+        whole = Simulation(
+            makespan_s=span,
+            idle_fraction=1 - busy / span if span else 0.0,
+            exposed_communication_s=whole.exposed_communication_s + ring.exposed_communication_s,
+            bytes_sent=tuple(map(add, whole.bytes_sent, ring.bytes_sent)),
+            messages=tuple(map(add, whole.messages, ring.messages)),
+            peak_buffer_bytes=max(whole.peak_buffer_bytes, ring.peak_buffer_bytes),
+            spans=(*whole.spans, *moved),
+        )
+    return whole
+
+
 class _Exchange(NamedTuple):
-    """Seconds of an all-to-all."""
+    """Seconds that all-to-alls add."""
 
     travel_s: float
+    """What is not hidden behind computation."""
     other_s: float
     """Packing, putting together, and the CPU's part."""
 
@@ -232,21 +272,29 @@ class _Exchange(NamedTuple):
         return self.travel_s + self.other_s
 
 
-def _all_to_all(sent: Iterable[Traffic], setting: Setting, hardware: Hardware) -> _Exchange:
-    """Of the rank that sends most."""
+def _all_to_all(
+    sent: Iterable[Traffic],
+    setting: Setting,
+    hardware: Hardware,
+    num_waves: int,
+    computed_s: float,
+) -> _Exchange:
+    """Of the rank that sends most; while one wave travels, another is computed for `computed_s`."""
     largest = max((traffic.bytes for traffic in sent), default=0)
     if not largest:
         return _Exchange(0.0, 0.0)
     degree = setting.ulysses_degree
     near = min(degree, hardware.gpus_per_node)
     far_share = (degree - near) / (degree - 1)
+    in_wave = largest / num_waves
     within, across = hardware.intra_node, hardware.inter_node
     travel = max(
-        within.latency_s + largest * (1 - far_share) / within.bandwidth,
-        (across.latency_s + largest * far_share / across.bandwidth) if far_share else 0.0,
+        within.latency_s + in_wave * (1 - far_share) / within.bandwidth,
+        (across.latency_s + in_wave * far_share / across.bandwidth) if far_share else 0.0,
     )
+    exposed = travel + (num_waves - 1) * max(0.0, travel - computed_s)
     copied = 4 * largest / hardware.copy_bandwidth  # packed and put together, read and written
-    return _Exchange(travel, copied + hardware.host_exchange_s)
+    return _Exchange(exposed, copied + num_waves * hardware.host_exchange_s)
 
 
 def _sum_traffic(

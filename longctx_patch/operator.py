@@ -10,7 +10,6 @@ the frame, and neither the kernel nor communication runs again.
 
 import math
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,18 +17,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longctx_patch.accumulate import sum_dtype
 from longctx_patch.call import AttentionCall
 from longctx_patch.documents import Documents
-from longctx_patch.executor import row_dots
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.kernels import Score
 from longctx_patch.masks import Mask, documents_mask, within
 from longctx_patch.placement import placement_of
-from longctx_patch.plans import Direction
 from longctx_patch.replay import current_frame
 from longctx_patch.transport import VirtualTransport
-from longctx_patch.ulysses import QKV, Heads
+from longctx_patch.usp import Saved, all_lse, run_backward, run_forward
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -144,109 +140,28 @@ class _DistributedAttention(torch.autograd.Function):
             out, lse, returned_lse = frame.take()
         else:
             with torch.autocast(q.device.type, enabled=False):  # kernels choose their dtypes
-                saved, out, returned_lse = _run_forward(call, q, k, v, sinks)
-            lse = saved[-1]
+                saved, out, returned_lse = run_forward(call, q, k, v, sinks)
             if frame is not None:
+                lse = all_lse(saved)
                 frame.keep(out, lse, returned_lse)
         # Checkpointing drops what the first forward saves and wants the recompute to save the same
         # shapes; the recompute has only this rank's tokens.
         ctx.local = frame is not None
         if ctx.local:
-            saved = (q, k, v, out, lse)
-        ctx.save_for_backward(*saved, sinks)
+            saved = [Saved(q, k, v, out, lse)]
+        ctx.save_for_backward(sinks, *(tensor for part in saved for tensor in part))
         ctx.mark_non_differentiable(returned_lse)
         return out, returned_lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
-        *saved, sinks = ctx.saved_tensors
+        sinks, *flat = ctx.saved_tensors
+        size = len(Saved._fields)
+        saved = [Saved(*flat[first : first + size]) for first in range(0, len(flat), size)]
         with torch.autocast(grads[0].device.type, enabled=False):
-            gradients = _run_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
+            gradients = run_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
         return *gradients, None
-
-
-_Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def _run_forward(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> tuple[_Saved, Tensor, Tensor]:
-    """((q, k, v, out, lse) as the plan saw them, this rank's out_BLHD, the lse to return)."""
-    resharder, executor = call.resharder, call.executor(q)
-    if resharder is None:
-        out, lse = executor.forward(call.plan_for(Direction.FORWARD, q), q, k, v, sinks)
-        return (q, k, v, out, lse), out, lse
-    q, k, v = resharder.to_heads([q, k, v], QKV)
-    plan = call.plan_for(Direction.FORWARD, q)
-    mine = None if sinks is None else sinks[call.heads]
-    out, lse = executor.forward(plan, q, *_matched(call, k, v), mine)
-    saved = (q, k, v, out, lse)
-    if not call.returns_lse:
-        (out,) = resharder.to_tokens([out], [Heads.QUERY])
-        return saved, out, lse
-    # lse is a column of every head, so it travels like one.
-    lse_BLH1 = lse.transpose(1, 2)[..., None]
-    lse_BLH1, out = resharder.to_tokens([lse_BLH1, out], [Heads.QUERY, Heads.QUERY])
-    return saved, out, lse_BLH1[..., 0].transpose(1, 2).contiguous()
-
-
-def _run_backward(
-    call: AttentionCall,
-    dout: Tensor,
-    saved: Sequence[Tensor],
-    sinks: Tensor | None,
-    *,
-    local: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsinks) of this rank; `local`: saved are this rank's tokens of all heads."""
-    q, k, v, out, lse = saved
-    resharder, executor = call.resharder, call.executor(q)
-    if resharder is not None and local:
-        heads = (*QKV, Heads.QUERY, Heads.QUERY)
-        q, k, v, out, dout = resharder.to_heads([q, k, v, out, dout], heads)
-    elif resharder is not None:
-        (dout,) = resharder.to_heads([dout], [Heads.QUERY])
-    keys, values = _matched(call, k, v)
-    plan = call.plan_for(Direction.BACKWARD, q)
-    dq, dk, dv = executor.backward(plan, dout, q, keys, values, out, lse)
-    dk, dv = _unmatched(call, dk).to(k.dtype), _unmatched(call, dv).to(v.dtype)
-    dsinks = None if sinks is None else _sink_gradient(call, sinks, dout, out, lse)
-    if resharder is not None:
-        dq, dk, dv = resharder.to_tokens([dq, dk, dv], QKV)
-    return dq, dk, dv, dsinks
-
-
-def _sink_gradient(
-    call: AttentionCall, sinks: Tensor, dout: Tensor, out: Tensor, lse: Tensor
-) -> Tensor:
-    """`[H]`: what this rank's rows add. A sink is a key whose value is 0, so dP is 0 there."""
-    p_BHL = torch.exp(sinks[call.heads].to(lse.dtype)[:, None] - lse)
-    dsinks = torch.zeros_like(sinks)
-    dsinks[call.heads] = -(p_BHL * row_dots(dout, out).transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
-    return dsinks
-
-
-def _matched(call: AttentionCall, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat key-value heads where this rank's query heads don't group evenly over them."""
-    runs = call.kv_runs
-    if runs is None:
-        return k, v
-
-    def repeated(x: Tensor) -> Tensor:
-        parts = [x[:, :, i : i + 1].expand(-1, -1, run.size, -1) for i, run in enumerate(runs)]
-        return torch.cat(parts, 2)
-
-    return repeated(k), repeated(v)
-
-
-def _unmatched(call: AttentionCall, grad: Tensor) -> Tensor:
-    """Sum the gradients of repeated heads, in float32 or wider and in a fixed order."""
-    runs = call.kv_runs
-    if runs is None:
-        return grad
-    wide = grad.to(sum_dtype(grad.dtype))
-    return torch.stack([wide[:, :, slice(run.start, run.stop)].sum(2) for run in runs], 2)
 
 
 def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -3,13 +3,18 @@
 Before attention every rank of a Ulysses group holds some tokens of all heads, inside it all tokens
 of some heads. Key-value heads fewer than ranks are sent to every rank whose query heads need them,
 and their gradients are summed in float32 where they came from. Query heads need not divide evenly.
+
+Heads don't depend on each other, so they are exchanged in waves: those of one wave travel while
+another is computed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +22,7 @@ from torch import Tensor
 from longctx_patch.accumulate import sum_dtype
 from longctx_patch.layout import Interval, even_cuts
 from longctx_patch.plans.traffic import Traffic
-from longctx_patch.transport import Packet, TensorSpec, Transport
+from longctx_patch.transport import Pending, Transport
 
 
 class Heads(Enum):
@@ -33,11 +38,13 @@ QKV = (Heads.QUERY, Heads.KEY_VALUE, Heads.KEY_VALUE)
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """Which heads each rank of a Ulysses group computes."""
+    """Which heads each rank of a Ulysses group computes, all at once or in one of several waves."""
 
     num_heads: int
     num_kv_heads: int
     degree: int
+    wave: int = 0
+    num_waves: int = 1
 
     def __post_init__(self) -> None:
         if self.num_heads < self.degree:
@@ -47,14 +54,27 @@ class HeadSplit:
                 "ring_degree."
             )
 
+    def in_waves(self, most: int) -> "tuple[HeadSplit, ...]":
+        """The same heads, in as many parts as each rank has heads for, and at most `most`."""
+        count = min(most, self.num_heads // self.degree) if self.degree > 1 else 1
+        return tuple(replace(self, wave=wave, num_waves=count) for wave in range(count))
+
     @cached_property
     def query(self) -> tuple[Interval, ...]:
         """Query heads of each rank."""
-        return tuple(even_cuts(self.num_heads, self.degree))
+        return tuple(self._of_wave(heads) for heads in even_cuts(self.num_heads, self.degree))
+
+    def _of_wave(self, heads: Interval) -> Interval:
+        """A part of a rank's query heads: those of whole key-value heads, if there are enough."""
+        group = self.num_heads // self.num_kv_heads
+        whole = heads.start % group == heads.stop % group == 0
+        unit = group if whole and heads.size >= group * self.num_waves else 1
+        part = even_cuts(heads.size // unit, self.num_waves)[self.wave]
+        return Interval(heads.start + part.start * unit, heads.start + part.stop * unit)
 
     @cached_property
     def key_value(self) -> tuple[Interval, ...]:
-        """Key-value heads that each rank's query heads attend to; ranks may share some."""
+        """Key-value heads that each rank's query heads need; ranks and waves may share some."""
         group = self.num_heads // self.num_kv_heads
         return tuple(Interval(q.start // group, (q.stop - 1) // group + 1) for q in self.query)
 
@@ -76,97 +96,145 @@ class HeadSplit:
         return self.key_value[rank].size if self.kv_runs(rank) is None else self.query[rank].size
 
 
-@dataclass(frozen=True)
-class Resharder:
+class HeadPart(NamedTuple):
+    """Some heads of a tensor `[B, L, heads, D]`."""
+
+    heads: Interval
+    tensor: Tensor
+
+
+class Resharder(NamedTuple):
     """Exchanges heads for tokens in a Ulysses group.
 
-    `sizes` are the tokens of each rank before the exchange. Every exchange is one all-to-all that
-    carries all tensors it is given.
+    Every exchange is one all-to-all that carries all tensors it is given. They have one dtype and
+    head dim, and travel side by side along the heads.
     """
 
     transport: Transport
     split: HeadSplit
     sizes: tuple[int, ...]
+    """Tokens of each rank before the exchange."""
 
-    @property
-    def _rank(self) -> int:
-        return self.transport.group_rank
+    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingHeads":
+        """Begin: from `[B, L_local, all heads, D]` each to some heads of all ranks' tokens."""
+        rank = self.transport.group_rank
+        batch, _, _, dim = tensors[0].shape
+        widths = [self.split.of(kind)[rank].size for kind in heads]
+        shapes = [(batch, size, sum(widths), dim) for size in self.sizes]
+        send, sizes = _packed_by_heads(tensors, [self.split.of(kind) for kind in heads])
+        return ArrivingHeads(self._all_to_all(send, sizes, shapes), widths)
 
-    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> list[Tensor]:
-        """`[B, L_local, all heads, D]` each -> `[B, L of the group, this rank's heads, D]`."""
-        sends = [
-            [x[:, :, slice(*self.split.of(kind)[rank])] for x, kind in self._pairs(tensors, heads)]
-            for rank in range(self.transport.num_ranks)
-        ]
-        shapes = [
-            [
-                (x.shape[0], size, self.split.of(kind)[self._rank].size, x.shape[3])
-                for x, kind in self._pairs(tensors, heads)
-            ]
-            for size in self.sizes
-        ]
-        arrived = self._all_to_all(sends, shapes)
-        return [torch.cat(parts, 1) for parts in zip(*arrived, strict=True)]
-
-    def to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> list[Tensor]:
-        """The inverse; what several ranks hold of one head (key-value gradients) is summed."""
-        rows = [
-            Interval(sum(self.sizes[:rank]), sum(self.sizes[: rank + 1]))
-            for rank in range(self.transport.num_ranks)
-        ]
-        sends = [[x[:, cut.start : cut.stop] for x in tensors] for cut in rows]
-        shapes = [
-            [
-                (x.shape[0], self.sizes[self._rank], self.split.of(kind)[rank].size, x.shape[3])
-                for x, kind in self._pairs(tensors, heads)
-            ]
-            for rank in range(self.transport.num_ranks)
-        ]
-        arrived = self._all_to_all(sends, shapes)
-        return [
-            _join_heads(parts, self.split.of(kind))
-            for parts, kind in zip(zip(*arrived, strict=True), heads, strict=True)
-        ]
-
-    def _pairs(
-        self, tensors: Sequence[Tensor], heads: Sequence[Heads]
-    ) -> list[tuple[Tensor, Heads]]:
-        return list(zip(tensors, heads, strict=True))
+    def to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingTokens":
+        """Begin the way back: from what `to_heads` brings to parts of all heads."""
+        rank = self.transport.group_rank
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 2)
+        batch, _, _, dim = whole.shape
+        cuts = list(zip(*(self.split.of(kind) for kind in heads), strict=True))
+        shapes = [(batch, self.sizes[rank], sum(cut.size for cut in mine), dim) for mine in cuts]
+        parts = whole.split(self.sizes, 1)
+        # Of one row, the tokens of each rank lie side by side already.
+        send = whole.reshape(-1) if batch == 1 else torch.cat([part.flatten() for part in parts])
+        return ArrivingTokens(self._all_to_all(send, [p.numel() for p in parts], shapes), cuts)
 
     def _all_to_all(
-        self, sends: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[tuple[Tensor, ...]]:
-        """Send `sends[i]` to rank `i`; the tensors of these shapes that rank `i` sent, by rank."""
-        dtypes = [tensor.dtype for tensor in sends[0]]
-        device = sends[0][0].device
-        out, packets = Packet.carve(
-            [[TensorSpec(tuple(t.shape), t.dtype) for t in part] for part in sends], device
+        self, send: Tensor, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]
+    ) -> "_Arriving":
+        """Send `sizes[i]` numbers to rank `i` and get a tensor of `shapes[i]` from it."""
+        width = send.dtype.itemsize
+        arriving = [prod(shape) for shape in shapes]
+        received = send.new_empty(sum(arriving))
+        pending = self.transport.all_to_all(
+            send.view(torch.uint8),
+            [size * width for size in sizes],
+            received.view(torch.uint8),
+            [size * width for size in arriving],
         )
-        for packet, part in zip(packets, sends, strict=True):
-            for view, tensor in zip(packet.tensors, part, strict=True):
-                view.copy_(tensor)
-        received, arrivals = Packet.carve(
-            [[TensorSpec(*pair) for pair in zip(s, dtypes, strict=True)] for s in shapes], device
-        )
-        self.transport.all_to_all(
-            out,
-            [packet.buffer.numel() for packet in packets],
-            received,
-            [packet.buffer.numel() for packet in arrivals],
-        )
-        return [packet.tensors for packet in arrivals]
+        return _Arriving(pending, received, tuple(shapes))
 
 
-def _join_heads(parts: Sequence[Tensor], heads: Sequence[Interval]) -> Tensor:
-    """Put each rank's heads in place; add up in float32 where ranks overlap."""
-    if all(a.stop == b.start for a, b in pairwise(heads)):
-        return torch.cat(list(parts), 2)
-    batch, rows, _, dim = parts[0].shape
-    shape = (batch, rows, heads[-1].stop, dim)
-    total = parts[0].new_zeros(shape, dtype=sum_dtype(parts[0].dtype))
-    for part, where in zip(parts, heads, strict=True):
-        total[:, :, slice(where.start, where.stop)] += part
-    return total.to(parts[0].dtype)
+class _Arriving(NamedTuple):
+    """Tensors from each rank, on their way into one buffer."""
+
+    pending: Pending
+    received: Tensor
+    shapes: tuple[tuple[int, ...], ...]
+
+    def wait(self) -> list[Tensor]:
+        self.pending.wait()
+        parts = self.received.split([prod(shape) for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+class ArrivingHeads(NamedTuple):
+    """The tokens of all ranks, for some heads of several tensors."""
+
+    arriving: _Arriving
+    widths: Sequence[int]
+    """Heads of each tensor."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """`[B, L of the group, heads, D]` each."""
+        parts = self.arriving.wait()
+        batch, _, heads, dim = parts[0].shape
+        # Of one row, the tokens of the ranks lie side by side as they came.
+        whole = (
+            self.arriving.received.view(1, -1, heads, dim) if batch == 1 else torch.cat(parts, 1)
+        )
+        return whole.split(self.widths, 2)
+
+
+class ArrivingTokens(NamedTuple):
+    """This rank's tokens, some heads of several tensors from each rank."""
+
+    arriving: _Arriving
+    cuts: Sequence[tuple[Interval, ...]]
+    """From each rank, the heads of each tensor."""
+
+    def wait(self) -> list[list[HeadPart]]:
+        """Of each tensor, the parts that came from the ranks."""
+        parts = [
+            [
+                HeadPart(*pair)
+                for pair in zip(cuts, part.split([c.size for c in cuts], 2), strict=True)
+            ]
+            for part, cuts in zip(self.arriving.wait(), self.cuts, strict=True)
+        ]
+        return [list(of_tensor) for of_tensor in zip(*parts, strict=True)]
+
+
+def _packed_by_heads(
+    tensors: Sequence[Tensor], cuts: Sequence[tuple[Interval, ...]]
+) -> tuple[Tensor, list[int]]:
+    """(flat buffer, numbers for each rank): each rank's heads of all tensors, side by side."""
+    batch, tokens, _, dim = tensors[0].shape
+    widths = [sum(cut.size for cut in of_rank) for of_rank in zip(*cuts, strict=True)]
+    sizes = [batch * tokens * width * dim for width in widths]
+    buffer = tensors[0].new_empty(sum(sizes))
+    segments = [
+        part.view(batch, tokens, width, dim)
+        for part, width in zip(buffer.split(sizes), widths, strict=True)
+    ]
+    first = [0] * len(widths)
+    for tensor, of_tensor in zip(tensors, cuts, strict=True):
+        for rank, cut in enumerate(of_tensor):
+            place = segments[rank].narrow(2, first[rank], cut.size)
+            place.copy_(tensor.narrow(2, cut.start, cut.size))
+            first[rank] += cut.size
+    return buffer, sizes
+
+
+def join_heads(parts: Sequence[HeadPart]) -> Tensor:
+    """All heads; what several parts have of one (key-value gradients) is summed in float32."""
+    parts = sorted(parts, key=lambda part: part.heads)
+    if all(a.heads.stop == b.heads.start for a, b in pairwise(parts)):
+        return torch.cat([part.tensor for part in parts], 2)
+    batch, rows, _, dim = parts[0].tensor.shape
+    dtype = parts[0].tensor.dtype
+    shape = (batch, rows, max(part.heads.stop for part in parts), dim)
+    total = parts[0].tensor.new_zeros(shape, dtype=sum_dtype(dtype))
+    for heads, tensor in parts:
+        total[:, :, heads.start : heads.stop] += tensor
+    return total.to(dtype)
 
 
 def to_heads_traffic(

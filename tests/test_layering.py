@@ -9,7 +9,7 @@ ROWS = (
     ("plans",),
     ("transport", "kernels"),
     ("groups", "accumulate", "operands", "partials", "executor"),
-    ("ulysses", "costs", "choice", "call", "replay", "operator"),
+    ("ulysses", "costs", "choice", "call", "replay", "usp", "operator"),
     ("memory", "loss"),
     ("data", "hf", "plugin"),
     ("processes", "verification"),

@@ -40,11 +40,12 @@ class Transport(Protocol):
         send_sizes: Sequence[int],
         receive: Tensor,
         receive_sizes: Sequence[int],
-    ) -> None:
+    ) -> Pending:
         """Send part `i` of `send` to rank `i` and fill part `i` of `receive` from it.
 
         Both are one-dimensional uint8; sizes are in bytes, may differ and may be zero. A rank's
-        own part is copied. Returns when `receive` may be read on the current stream.
+        own part is copied. Once waited for, `receive` may be read on the current stream; what is
+        posted first is waited for first.
         """
         ...
 

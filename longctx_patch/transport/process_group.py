@@ -67,11 +67,11 @@ class ProcessGroupTransport:
         send_sizes: Sequence[int],
         receive: Tensor,
         receive_sizes: Sequence[int],
-    ) -> None:
+    ) -> Pending:
         self.counters.sent_to_others(send_sizes, self.group_rank)
-        dist.all_to_all_single(
-            receive, send, list(receive_sizes), list(send_sizes), group=self.group
-        )
+        sizes = list(receive_sizes), list(send_sizes)
+        work = dist.all_to_all_single(receive, send, *sizes, group=self.group, async_op=True)
+        return _Requests([work], [send, receive])
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)

@@ -101,12 +101,12 @@ class VirtualTransport:
         send_sizes: Sequence[int],
         receive: Tensor,
         receive_sizes: Sequence[int],
-    ) -> None:
+    ) -> Pending:
         self.counters.sent_to_others(send_sizes, self.group_rank)
         for rank, part in enumerate(send.split(list(send_sizes))):
             self.put(rank, part.clone())
         parts = receive.split(list(receive_sizes))
-        _Receives(self, [Message(rank, part) for rank, part in enumerate(parts)]).wait()
+        return _Receives(self, [Message(rank, part) for rank, part in enumerate(parts)])
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
         for rank in range(self.num_ranks):

@@ -31,7 +31,7 @@ def exercise(transport: Transport) -> None:
         [torch.full((n,), 10 * rank + to, dtype=torch.uint8) for to, n in enumerate(sizes)]
     )
     received = torch.empty(sum(sizes), dtype=torch.uint8)
-    transport.all_to_all(sent, sizes, received, sizes)
+    transport.all_to_all(sent, sizes, received, sizes).wait()
     wanted = [10 * source + rank for source, n in enumerate(sizes) for _ in range(n)]
     assert received.tolist() == wanted
 
