@@ -112,7 +112,8 @@ def register(sharded_attention: AttentionFunction) -> None:
     in one process can be patched differently.
     """
     for stock, name in NAME_OVER_STOCK.items():
-        function = functools.partial(_dispatch, sharded_attention, stock)
+        # A compiled layer calls it as it is: its plans, caches and messages are not for tracing.
+        function = torch.compiler.disable(functools.partial(_dispatch, sharded_attention, stock))
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, functools.partial(_stock_mask, stock))
 
