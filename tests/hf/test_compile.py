@@ -1,6 +1,5 @@
 """Compiled layers of a patched model: nothing of the engine is traced, and nothing changes."""
 
-import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
