@@ -130,7 +130,7 @@ def predict(
     rings = [_one_after_another([of_shape[shape] for shape in of_rank]) for of_rank in shapes]
     slowest = max(rings, key=lambda ring: ring.makespan_s)
     of_waves = [_exchanges(setting, direction, workload, wave) for wave in waves]
-    exchanges = tuple(_sum_over(parts) for parts in zip(*of_waves, strict=True))
+    exchanges = (_sum_over([b for b, _ in of_waves]), _sum_over([a for _, a in of_waves]))
     computed_s = slowest.makespan_s / len(waves)
     before, after = (
         _all_to_all(part, setting, hardware, len(waves), computed_s) for part in exchanges
