@@ -70,7 +70,12 @@ setup(
         "data": DATA,
         "dev": DEV,
         "draw": DRAW,
-        "flash-attn": ["flash-attn-4>=4.0.0b3"],
+        # A pre-release whose functions may still change, so one version. [cu13] is the compiler for
+        # CUDA 13, which torch 2.11 and later come with by default.
+        "fa4": ["flash-attn-4[cu13]==4.0.0b36"],
+        "fa4-cu12": ["flash-attn-4==4.0.0b36"],
+        # Compiled from source on most platforms: torch first, then pip with --no-build-isolation.
+        "fa2": ["flash-attn>=2.8,<3"],
         "liger": ["liger-kernel"],
     },
     entry_points={"console_scripts": ["longctx = longctx_patch.cli.main:main"]},

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from longctx_patch.cli.families import families_command
+from longctx_patch.cli.kernels import kernels_command
 from longctx_patch.cli.patch import patch_command
 from longctx_patch.cli.schedule import schedule_command
 from longctx_patch.cli.verify import verify_command
@@ -27,6 +28,7 @@ def main() -> None:
 
 
 main.add_command(families_command)
+main.add_command(kernels_command)
 main.add_command(patch_command)
 main.add_command(schedule_command)
 main.add_command(verify_command)

@@ -25,8 +25,8 @@ ROPE_KINDS = ("linear", "dynamic", "yarn")
 @click.option(
     "--checkpoint",
     type=click.Choice(get_args(CheckpointPolicy)),
-    default="attention",
-    help="What is kept for backward [attention].",
+    default="auto",
+    help="What is kept for backward [auto: as much as the GPU's memory takes].",
 )
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
 @click.option("--data", multiple=True, help="Text to train on: files, folders, JSONL, datasets.")

@@ -42,8 +42,9 @@ documents{as_here}.
 |---|---|---|
 {table}
 
-One rank's logits are {logits} in float32, and their gradient as much again. If memory runs
-out: more GPUs per sequence, `--checkpoint full`, or a smaller `--seq-len`.{loading}
+One rank's logits would be {logits} in float32. The loss is computed for a part of the tokens at a
+time, so they are never held at once (with `--loss logits` they are). If memory runs out: more GPUs
+per sequence, `--checkpoint full`, or a smaller `--seq-len`.{loading}
 
 ## What was checked
 

@@ -14,7 +14,7 @@ from longctx_patch.costs import Setting, Workload, schedule_of
 from longctx_patch.documents import Documents
 from longctx_patch.executor import Executor, kernel_calls
 from longctx_patch.groups import SequenceGroup
-from longctx_patch.kernels import Kernel, KernelRequest, Score, choose_kernel
+from longctx_patch.kernels import Kernel, KernelRequest, Score
 from longctx_patch.layout import Interval
 from longctx_patch.masks import Mask, causal
 from longctx_patch.placement import placement_of
@@ -142,27 +142,45 @@ class AttentionCall:
         return replace(config, plan=self.plan_name, backward_plan="auto", ranks_per_node=None)
 
     def prepare(self, device_type: str, dtype: torch.dtype, head_dim: int, *, batch: int) -> None:
-        """Make plans and kernel calls of both directions before they are needed."""
-        traits = self.kernel(device_type, dtype, head_dim).traits
+        """Make plans and kernel calls of both directions before they are needed.
+
+        It asks no other rank, so calls are left out where the ranks haven't agreed on a kernel yet.
+        """
+        request = self._request(device_type, dtype, head_dim)
+        kernel = self.group.kernels.known(self.group.config.kernel, request)
         for wave, direction in product(self.waves, Direction):
             plan = wave.plan(direction, batch, head_dim, dtype.itemsize)
-            kernel_calls(plan, self.group.ring.group_rank, traits)
+            if kernel is not None:
+                kernel_calls(plan, self.group.ring.group_rank, kernel.traits)
 
     def executor(self, q: Tensor) -> Executor:
         kernel = self.kernel(q.device.type, q.dtype, q.shape[-1])
         return Executor(self.group.ring, self.group.ring_results, kernel, self.score)
 
     def kernel(self, device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel:
-        """Raises ValueError where no kernel can do what the mask and the score ask for."""
-        request = KernelRequest(
+        """What all ranks of the group compute with: collective on GPUs, for the first such call.
+
+        Raises ValueError where no kernel can do what the mask and the score ask for.
+        """
+        request = self._request(device_type, dtype, head_dim)
+        return self.group.kernels.agree(self.group.config.kernel, request, self.group.everyone)
+
+    def _request(self, device_type: str, dtype: torch.dtype, head_dim: int) -> KernelRequest:
+        """The same on every rank of the group, also where heads and tokens don't divide evenly."""
+        ulysses = self.group.ulysses.num_ranks
+        kv_heads = -(-self.num_kv_heads // ulysses)
+        return KernelRequest(
             device_type,
             dtype,
             head_dim,
             softcap=self.score.softcap is not None,
             tiles=self.mask.has_tiles,
             pieces=not self.mask.is_causal,
+            deterministic=self.group.config.deterministic,
+            num_heads=kv_heads * (self.num_heads // self.num_kv_heads),
+            num_kv_heads=kv_heads,
+            num_rows=self.documents.num_tokens // self.group.ring.num_ranks,
         )
-        return choose_kernel(self.group.config.kernel, request)
 
     def predicted_traffic(self, batch: int, head_dim: int, itemsize_bytes: int) -> "CallTraffic":
         """What this rank will send, from the plans alone."""
@@ -252,4 +270,4 @@ class CallTraffic(NamedTuple):
     forward: Traffic
     backward: Traffic
     backward_after_replay: Traffic
-    """Where the recompute replayed (out, lse): under Ulysses q, k, v and out are exchanged again."""
+    """Where the recompute replayed (out, lse): Ulysses exchanges q, k, v and out once more."""

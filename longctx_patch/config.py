@@ -25,7 +25,8 @@ PlanName = Literal[
 SPARSE_PLAN: PlanName = "halo"
 """What `auto` takes for masks that leave blocks out, and layers with a window always run."""
 HardwareName = Literal["a100", "h100", "h200"]
-CheckpointPolicy = Literal["none", "full", "attention"]
+LossName = Literal["chunked", "logits"]
+CheckpointPolicy = Literal["none", "full", "attention", "auto"]
 
 # Each plan is balanced, or at all defined, for some placements of tokens; the first is its own.
 LAYOUTS_OF_PLAN: Mapping[str, tuple[LayoutName, ...]] = MappingProxyType(
@@ -82,10 +83,22 @@ class LongContextConfig:
     kernel: str = "auto"
     """Attention kernel of one block; `longctx_patch.kernels.available()` lists the names."""
 
+    deterministic: bool = False
+    """Two runs on the same GPUs are bitwise equal, in what attention and its plans compute: kernels
+    whose backward can't sum in a fixed order are refused, and none is chosen by a measurement."""
+
     checkpoint: CheckpointPolicy = "none"
     """`none`: keep all activations; `full`: recompute each layer, attention included;
     `attention`: recompute each layer but keep attention's output and lse, so that the recompute
-    runs neither its kernel nor its communication (DISTFLASHATTN, section 3.3)."""
+    runs neither its kernel nor its communication (DISTFLASHATTN, section 3.3); `auto`: `attention`
+    in as many of the first layers as the GPU's memory demands, `none` in the others, measured
+    between the first steps (`longctx_patch.memory.auto`; on CPU `attention` in all)."""
+
+    loss: LossName = "chunked"
+    """How a sharded pass with labels gets its loss. `chunked`: a part of the tokens at a time, so
+    that no rank ever holds all its logits; `out.logits` is None then, and the loss goes backward
+    once. `logits`: from full logits, which `out.logits` returns. A pass without labels returns
+    logits under both."""
 
     def __post_init__(self) -> None:
         for name in ("ulysses_degree", "ring_degree", "ulysses_waves"):
@@ -100,6 +113,9 @@ class LongContextConfig:
         _require_choice("plan", self.plan, get_args(PlanName))
         _require_choice("backward_plan", self.backward_plan, get_args(PlanName))
         _require_choice("hardware", self.hardware, get_args(HardwareName))
+        _require_choice("loss", self.loss, get_args(LossName))
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic={self.deterministic!r}: give True or False.")
         _require_choice("checkpoint", self.checkpoint, get_args(CheckpointPolicy))
         for field in ("plan", "backward_plan"):
             plan = getattr(self, field)

@@ -4,7 +4,7 @@ Ulysses ranks are consecutive, so that their all-to-all stays inside a node; a r
 Ulysses group; data-parallel replicas are outermost. The order is that of Accelerate's mesh.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.documents import Documents
+from longctx_patch.kernels import AgreedKernels
 from longctx_patch.layout import Layout
 from longctx_patch.placement import layout_of
 from longctx_patch.transport import (
@@ -44,6 +45,8 @@ class SequenceGroup:
     ring_results: Transport
     ulysses: Transport
     counters: Counters
+    kernels: AgreedKernels = field(default_factory=AgreedKernels, compare=False, repr=False)
+    """What its ranks have agreed to compute with."""
 
     @property
     def num_ranks(self) -> int:

@@ -42,8 +42,17 @@ def sequence_parallel_loss(
         ignore_index=IGNORE_INDEX,
         reduction="sum",
     )
+    return share_of_loss(
+        token_sum, num_valid_tokens=num_valid_tokens, num_averaged_ranks=num_averaged_ranks
+    )
+
+
+def share_of_loss(
+    token_sum: Tensor, *, num_valid_tokens: int | Tensor, num_averaged_ranks: int
+) -> Tensor:
+    """This rank's loss by the loss law, from the sum over its own tokens: a scalar of its dtype."""
     if isinstance(num_valid_tokens, Tensor):
-        count = num_valid_tokens.to(logits.device).clamp(min=1)
+        count = num_valid_tokens.to(token_sum.device).clamp(min=1)
         return token_sum / count * num_averaged_ranks
     return token_sum / max(num_valid_tokens, 1) * num_averaged_ranks
 

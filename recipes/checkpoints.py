@@ -36,7 +36,7 @@ FREE = {
 }
 WORLD = {
     *("ulysses", "ring", "layout", "plan", "backward_plan", "ranks_per_node", "hardware"),
-    *("kernel", "checkpoint"),
+    *("kernel", "loss", "checkpoint"),
 }
 ROWS = {"batch_size", "gradient_accumulation_steps"}
 

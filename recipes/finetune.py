@@ -74,7 +74,8 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     while state.step < settings.max_steps:
         batches = list(islice(ahead, settings.gradient_accumulation_steps))
         values = train_step(settings, accelerator, state, batches)
-        metrics.write(**values, **data.metrics())
+        whole_layers = handle.checkpointing.num_whole_layers
+        metrics.write(**values, **data.metrics(), layers_not_recomputed=whole_layers)
         bar.set_postfix(loss=f"{values['loss']:.4f}", tok_s=f"{values['tokens_per_second']:.0f}")
         bar.update()
         if settings.save_every and state.step % settings.save_every == 0:

@@ -65,7 +65,10 @@ class Settings:
     ranks_per_node: int | None = setting("ring ranks per machine, for double_ring", default=None)
     hardware: str = setting("what auto chooses for: a100, h100 or h200", default="h100")
     kernel: str = setting("attention kernel", default="auto")
-    checkpoint: str = setting("none, full or attention", default="none")
+    loss: str = setting("chunked, or logits: from all logits at once", default="chunked")
+    checkpoint: str = setting(
+        "none, full, attention, or auto: as much recompute as the memory demands", default="auto"
+    )
 
     # Optimisation
     learning_rate: float = setting("peak learning rate", default=1e-4)
@@ -129,6 +132,7 @@ class Settings:
             ranks_per_node=self.ranks_per_node,
             hardware=self.hardware,  # type: ignore[arg-type]
             kernel=self.kernel,
+            loss=self.loss,  # type: ignore[arg-type]
             checkpoint=self.checkpoint,  # type: ignore[arg-type]
         )
 

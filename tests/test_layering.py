@@ -10,7 +10,7 @@ ROWS = (
     ("transport", "kernels"),
     ("groups", "accumulate", "operands", "partials", "executor"),
     ("ulysses", "costs", "choice", "call", "replay", "usp", "operator"),
-    ("memory", "loss"),
+    ("memory", "loss", "linear_loss"),
     ("data", "hf", "plugin"),
     ("processes", "verification"),
 )

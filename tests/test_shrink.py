@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from longctx_patch import LongContextConfig
 from longctx_patch.hf.families import FAMILIES, check_model_config
 from longctx_patch.hf.transformers_api import checkpoint_layers
+from longctx_patch.memory import run_layer
 from longctx_patch.verification.shrink import (
     HEAD_DIM,
     SOFTCAP,
@@ -179,7 +180,7 @@ def test_nothing_rounds_in_float64(family: str) -> None:
 
 def test_nothing_rounds_in_float64_when_layers_are_recomputed() -> None:
     model = build_small_model(shrink_config(config_of("gemma2")), torch.float64)
-    checkpoint_layers(model, None)
+    checkpoint_layers(model, lambda layer, forward, *args: run_layer("full", forward, *args))
     with Roundings() as roundings:
         model(input_ids=ids(), use_cache=False).logits.square().sum().backward()
     assert roundings.found == []

@@ -9,12 +9,15 @@ from longctx_patch.placement import placement_of
 
 
 class Facts(NamedTuple):
-    """What ranks compare before a forward pass; all but `local_tokens` must be equal."""
+    """What ranks compare before a forward pass; all but two must be equal."""
 
     num_tokens: int
     checksum: int
     num_rows: int
     local_tokens: int
+    """Differ as the layout says."""
+    whole_layers: int
+    """How many layers this rank can leave without recompute; the least holds for all."""
     training: int
     grad_enabled: int
     num_valid_tokens: int
@@ -34,8 +37,10 @@ def agree(
     *,
     misfire: str | None,
     problem: str | None,
-) -> None:
+) -> int:
     """Raise on every rank unless all hold shards of one batch, before anything is sent.
+
+    Returns the least `whole_layers`.
 
     `misfire` and `problem`: what this rank alone knows to be wrong, with attention and the batch.
     """
@@ -46,10 +51,10 @@ def agree(
     if problem is not None:
         raise ValueError(problem)
     sizes = group.layout(documents).sizes
-    same = {row._replace(local_tokens=0) for row in rows} == {mine._replace(local_tokens=0)}
+    same = {_alike(row) for row in rows} == {_alike(mine)}
     if same and tuple(row.local_tokens for row in rows) == sizes:
         if min(sizes):
-            return
+            return min(row.whole_layers for row in rows)
         raise ValueError(
             f"{mine.num_tokens} tokens over {group.num_ranks} ranks leaves a rank without tokens, "
             "which a model can't compute. Pad the rows; SequenceShardCollator does."
@@ -62,6 +67,10 @@ def agree(
         f"{list(sizes)}. Feed every rank of the group the same rows (same sampler and seed; "
         "dispatch_batches=False) through SequenceShardCollator."
     )
+
+
+def _alike(row: Facts) -> Facts:
+    return row._replace(local_tokens=0, whole_layers=0)
 
 
 def _describe(rank: int, row: Facts) -> str:

@@ -11,6 +11,7 @@ from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.agreement import Facts, agree
+from longctx_patch.hf.checkpointing import LayerCheckpoints
 from longctx_patch.hf.fire_check import FirstStep
 from longctx_patch.hf.inputs import (
     check_whole_rows,
@@ -32,6 +33,7 @@ def prepare_call(
     seen: dict[LayerKind, CallShape],
     prepared: dict[bytes, ShardedCall],
     first_step: FirstStep,
+    checkpoints: LayerCheckpoints,
 ) -> dict[str, Any]:
     """The decoder's keyword arguments for a sharded or a stock forward pass."""
     shard = kwargs.pop(SHARD_KEY, None)
@@ -49,6 +51,9 @@ def prepare_call(
                 "batch has no longctx_shard. Use SequenceShardCollator; model.eval() first to "
                 "generate or evaluate whole rows; or handle.unpatch()."
             )
+        if decoder.training:
+            tokens = tokens_of(args, kwargs)
+            checkpoints.begin(decoder, checkpoints.propose(decoder, tokens, tokens.shape[1]))
         return kwargs | {transformers_api.CALL_KEY: None}
     tokens = tokens_of(args, kwargs)
     row = ShardedRow.read(shard)
@@ -67,6 +72,7 @@ def prepare_call(
         checksum=zlib.crc32(repr(shard.tolist()).encode()),
         num_rows=tokens.shape[0],
         local_tokens=tokens.shape[1],
+        whole_layers=checkpoints.propose(decoder, tokens, row.documents.num_tokens),
         training=int(decoder.training),
         grad_enabled=int(torch.is_grad_enabled()),
         num_valid_tokens=-1 if count is None or problem else int(count),
@@ -76,9 +82,10 @@ def prepare_call(
         misfired=int(misfire is not None),
         accepted=int(problem is None),
     )
-    agree(group, row.documents, mine, misfire=misfire, problem=problem)
+    whole_layers = agree(group, row.documents, mine, misfire=misfire, problem=problem)
+    checkpoints.begin(decoder, whole_layers)
     is_plain = row.documents.is_one and mask is None and not routed
-    if group.num_ranks == 1 and is_plain and group.config.checkpoint != "attention":
+    if group.num_ranks == 1 and is_plain and not checkpoints.replays_attention:
         return kwargs | {transformers_api.CALL_KEY: None}
     call = prepared.pop(key_of(shard), None)
     if call is None:

@@ -18,17 +18,25 @@ from transformers import PreTrainedModel
 from longctx_patch.call import AttentionCall, CallTraffic
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.hf import transformers_api
+from longctx_patch.hf.checkpointing import LayerCheckpoints
 from longctx_patch.hf.meeting import Meeting, SequenceParallelismError, meet
+from longctx_patch.memory import LayerPolicy
 from longctx_patch.plans import Traffic
 
 _END = -1
 
 
 class FireCheck:
-    """Watches one step of one model; `layers` are its attention modules."""
+    """Watches one step of one model; `layers` are its attention modules, run under `policies`."""
 
-    def __init__(self, group: SequenceGroup, layers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        group: SequenceGroup,
+        layers: Sequence[nn.Module],
+        policies: Sequence[LayerPolicy],
+    ) -> None:
         self.has_run_forward = False
+        self._policies = policies
         self._group = group
         self._numbers = {id(layer): number for number, layer in enumerate(layers)}
         self._before = self._sent()
@@ -90,9 +98,9 @@ class FireCheck:
 
         Layers below all that is trained have neither.
         """
-        replays = self._group.config.checkpoint == "attention"
         planned = Traffic()
         for layer, traffic in self._traffic.items():
+            replays = self._policies[layer] == "attention"
             recomputed = [] if replays else [traffic.forward] * (self._runs[layer] - 1)
             once = traffic.backward_after_replay if replays else traffic.backward
             planned = sum(recomputed + [once] * self._backward[layer], planned)
@@ -137,6 +145,7 @@ class FirstStep:
 
     model: PreTrainedModel
     group: SequenceGroup
+    checkpoints: LayerCheckpoints
     check: FireCheck | None = None
     """Of the first sharded training pass, or the last try if it failed."""
     _is_over: bool = False
@@ -149,7 +158,8 @@ class FirstStep:
     def begin(self, decoder: nn.Module) -> FireCheck | None:
         if not self.is_due(decoder):
             return None
-        self.check = FireCheck(self.group, transformers_api.attention_modules(self.model))
+        layers = transformers_api.attention_modules(self.model)
+        self.check = FireCheck(self.group, layers, self.checkpoints.policies)
         return self.check
 
     def misfire(self) -> str | None:

@@ -25,6 +25,8 @@ class Meeting(IntEnum):
 
     BATCH = 1
     LAYER = 2
+    LABELS = 3
+    KERNEL = 4  # kernels.agreement meets by itself
 
 
 def meet(group: SequenceGroup, meeting: Meeting, mine: Sequence[int]) -> list[tuple[int, ...]]:

@@ -18,9 +18,11 @@ from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.ahead import ahead
+from longctx_patch.hf.checkpointing import Checkpointing, LayerCheckpoints
 from longctx_patch.hf.decoder_call import prepare_call
 from longctx_patch.hf.families import check_model_config, check_modules
 from longctx_patch.hf.fire_check import FireCheck, FirstStep
+from longctx_patch.hf.lm_head import bind_head, bind_passes
 from longctx_patch.hf.row import MaskFactory
 from longctx_patch.hf.shard_loss import ShardLoss
 from longctx_patch.hf.sharded import (
@@ -33,7 +35,6 @@ from longctx_patch.hf.sharded import (
     with_whole_router_logits,
 )
 from longctx_patch.kernels import available
-from longctx_patch.memory import context_fn_of
 from longctx_patch.transport import Counters
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
@@ -48,6 +49,7 @@ class PatchHandle:
     mask: MaskFactory | None = None
     _undo: list[Callable[[], None]] = field(repr=False, default_factory=list)
     _first_step: FirstStep = field(repr=False, kw_only=True)
+    _checkpoints: LayerCheckpoints = field(repr=False, kw_only=True)
     _seen: dict[LayerKind, CallShape] = field(repr=False, default_factory=dict)
     _prepared: dict[bytes, ShardedCall] = field(repr=False, default_factory=dict)
     """Calls with their plans, made ahead."""
@@ -65,6 +67,11 @@ class PatchHandle:
     def first_step(self) -> FireCheck | None:
         """What the first sharded training step has run and sent."""
         return self._first_step.check
+
+    @property
+    def checkpointing(self) -> Checkpointing:
+        """Which layers are recomputed, and the memory that `checkpoint="auto"` decided by."""
+        return self._checkpoints.report()
 
     @property
     def counters(self) -> Counters:
@@ -114,14 +121,16 @@ def patch(
     does that) and before DDP, FSDP or torch.compile wrap the model. Adapters may be added before
     or after.
 
-    A sharded batch gives what belongs to this rank: `out.logits` are of its tokens, in the order of
-    its shard, and `out.loss` is its share of the loss. Gradients are right once they are averaged
-    over all ranks, which DDP and FSDP do.
+    A sharded batch gives what belongs to this rank: `out.loss` is its share of the loss, and
+    `out.logits` are of its tokens, in the order of its shard. With labels there are none, since
+    they would fill the memory; leave out labels, or use `loss="logits"`, to have them. Gradients
+    are right once they are averaged over all ranks, which DDP and FSDP do; go backward once, or use
+    `loss="logits"`.
 
     Args:
         model: for causal language modelling, of a family that `longctx families` lists as
             supported, or a PEFT model around one.
-        config: degrees, layout, plan, kernel and checkpoint policy; the same on every rank.
+        config: degrees, layout, plan, kernel, checkpoint policy and loss; the same on every rank.
         mask: for other than causal attention, a function from the length of a padded row to its
             `Mask` (`longctx_patch.masks`: block-sparse, prefix, bidirectional, any function), which
             is asked once for each length. Documents and sliding windows restrict it further (a
@@ -150,7 +159,14 @@ def patch(
     group = make_sequence_group(config)
     # A mask is made once for each length: the function may look at every pair.
     made_once = None if mask is None else lru_cache(maxsize=8)(mask)
-    handle = PatchHandle(base, group, made_once, _first_step=FirstStep(base, group))
+    checkpoints = LayerCheckpoints(base, config.checkpoint)
+    handle = PatchHandle(
+        base,
+        group,
+        made_once,
+        _first_step=FirstStep(base, group, checkpoints),
+        _checkpoints=checkpoints,
+    )
     handle._undo.append(handle.group.close)
     try:
         _bind(handle, stock)
@@ -167,9 +183,11 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(_bind_decoder(handle, loss))
     handle._undo.append(transformers_api.bind_loss(handle.model, loss))
     handle._undo.append(loss.restore)
-    if handle.config.checkpoint != "none":
-        context_fn = context_fn_of(handle.config.checkpoint)
-        handle._undo.append(transformers_api.checkpoint_layers(handle.model, context_fn))
+    chunked = handle.config.loss == "chunked"
+    handle._undo.append(bind_passes(handle.model, loss, keeps_logits=not chunked))
+    if chunked:
+        handle._undo.append(bind_head(handle.model, loss))
+    handle._undo.append(handle._checkpoints.bind())
 
 
 def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig) -> str:
@@ -220,11 +238,13 @@ def _bind_decoder(handle: PatchHandle, loss: ShardLoss) -> Callable[[], None]:
             seen=handle._seen,
             prepared=handle._prepared,
             first_step=handle._first_step,
+            checkpoints=handle._checkpoints,
         )
 
     def after_decoder(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
     ) -> Any:
+        handle._checkpoints.end(decoder, outputs[0])
         call = kwargs.get(transformers_api.CALL_KEY)
         if call is None:
             return outputs

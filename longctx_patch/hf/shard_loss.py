@@ -1,18 +1,44 @@
 """The loss of a patched model: the loss law for shards, the stock loss for everything else."""
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.groups import SequenceGroup
+from longctx_patch.hf.inputs import short
+from longctx_patch.hf.meeting import Meeting, meet
 from longctx_patch.loss import (
     IGNORE_INDEX,
     all_valid_tokens,
     averaged_ranks,
     sequence_parallel_loss,
+    share_of_loss,
 )
+
+
+@dataclass
+class LossPass:
+    """A forward pass over a shard with labels, which all ranks of the group have accepted."""
+
+    shift_labels: Tensor
+    """`[B, L]`"""
+    num_labels: int
+    """Tokens of this rank that have a loss."""
+    group_labels: int
+    """Those of all ranks of the group."""
+    rows: Tensor | None = None
+    """Which of the `B * L` have a loss, for whoever drops the others; None: not looked up, or all
+    have one."""
+    token_sum: Tensor | None = None
+    """The sum of this rank's token losses, once the head has computed it."""
+    sum_is_handed_on: bool = False
+    """Whether the model's forward hands to the loss what the head returns, unchanged."""
+    logits: Any = None
+    """What the model's forward takes for logits, and returns."""
 
 
 class ShardLoss:
@@ -25,10 +51,25 @@ class ShardLoss:
     def __init__(self, model: PreTrainedModel, group: SequenceGroup) -> None:
         self.has_router_loss = False
         """Whether the pass under way returns router logits."""
+        self.current: LossPass | None = None
+        """The pass under way, between `open` and `close`."""
         self._model = model
         self._group = group
         self._stock = model.loss_function
         self._coefficient: float | None = getattr(model, "router_aux_loss_coef", None)
+
+    def open(
+        self, labels: Tensor, shift_labels: Tensor | None, logits_to_keep: Any = 0
+    ) -> LossPass:
+        """Begin a pass over a shard with labels; collective over the group.
+
+        Raises on every rank if one has labels that can't be right, before anything is computed.
+        """
+        self.current = self._accepted(labels, shift_labels, logits_to_keep)
+        return self.current
+
+    def close(self) -> None:
+        self.current = None
 
     def __call__(
         self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any
@@ -57,45 +98,91 @@ class ShardLoss:
         its batch, and replicas may have different numbers of batches. Options that would change a
         stock loss were refused with the decoder's inputs.
         """
-        group_count = self._valid_tokens_of_group(labels, shift_labels)
-        assert shift_labels is not None
+        # There is none where the model's forward was called past its hooks.
+        current = self.current or self._accepted(labels, shift_labels)
+        current.logits = logits
         alone = not self._model.training
         if num_valid_tokens is None:
             num_valid_tokens = (
-                group_count if alone else all_valid_tokens(shift_labels.to(logits.device))
+                current.group_labels
+                if alone
+                else all_valid_tokens(current.shift_labels.to(logits.device))
             )
         ranks = self._group.num_ranks if alone else averaged_ranks()
         if self.has_router_loss:
             replicas = ranks / self._group.num_ranks
-            self._count_router_loss(replicas * group_count / max(1, int(num_valid_tokens)))
+            self._count_router_loss(replicas * current.group_labels / max(1, int(num_valid_tokens)))
+        if current.token_sum is not None:
+            _check_nothing_came_between(current, logits)
+            return share_of_loss(
+                current.token_sum, num_valid_tokens=num_valid_tokens, num_averaged_ranks=ranks
+            )
         return sequence_parallel_loss(
-            logits, shift_labels, num_valid_tokens=num_valid_tokens, num_averaged_ranks=ranks
+            logits,
+            current.shift_labels,
+            num_valid_tokens=num_valid_tokens,
+            num_averaged_ranks=ranks,
         )
 
-    def _valid_tokens_of_group(self, labels: Tensor, shift_labels: Tensor | None) -> int:
-        """Collective over the group; raises on every rank if one has labels that can't be right."""
-        problem = _label_problem(labels, shift_labels)
-        mine = 0 if shift_labels is None else int((shift_labels != IGNORE_INDEX).sum())
-        everyone = self._group.everyone.all_gather_numbers((mine, int(problem is not None)))
+    def _accepted(
+        self, labels: Tensor, shift_labels: Tensor | None, logits_to_keep: Any = 0
+    ) -> LossPass:
+        num_labels, problem = _read_labels(labels, shift_labels, self._model.config.vocab_size)
+        if not isinstance(logits_to_keep, int) or logits_to_keep:
+            problem = problem or (
+                f"logits_to_keep={short(logits_to_keep)} with labels of a sharded batch: the loss "
+                "is over all tokens of the shard. Leave it out, or leave out labels."
+            )
+        everyone = meet(self._group, Meeting.LABELS, (num_labels, int(problem is not None)))
         wrong = [rank for rank, (_, is_wrong) in enumerate(everyone) if is_wrong]
         if wrong:
             raise ValueError(problem or f"rank {wrong[0]} of the group refused its labels.")
-        return sum(count for count, _ in everyone)
+        assert shift_labels is not None
+        return LossPass(shift_labels, num_labels, sum(count for count, _ in everyone))
 
     def _count_router_loss(self, share: float) -> None:
         if self._coefficient is not None:
             self._model.router_aux_loss_coef = self._coefficient * share
 
 
-def _label_problem(labels: Tensor, shift_labels: Tensor | None) -> str | None:
+def _check_nothing_came_between(current: LossPass, logits: Tensor) -> None:
+    """Logits that the model changes in a way that the table doesn't know have another loss.
+
+    FSDP's `output_dtype` may have cast what the head returned, which changes no loss.
+    """
+    is_cast = current.token_sum is not None and logits.dtype != current.token_sum.dtype
+    if current.sum_is_handed_on and logits is not current.token_sum and not is_cast:
+        raise RuntimeError(
+            "something changes the logits between the model's head and its loss, which the loss "
+            "inside the head can't know. Use LongContextConfig(loss='logits')."
+        )
+
+
+def _read_labels(
+    labels: Tensor, shift_labels: Tensor | None, num_words: int
+) -> tuple[int, str | None]:
+    """(number of tokens that have a loss, what is wrong in words)."""
     if shift_labels is None:
-        return (
+        return 0, (
             "this batch is a shard but has no shift_labels: labels must be shifted over the whole "
             "sequence before it is cut. Pass the batch of SequenceShardCollator unchanged."
         )
-    if labels.shape != shift_labels.shape or not bool((labels == shift_labels).all()):
-        return (
-            "labels differ from shift_labels: the loss reads shift_labels, so a change of labels "
-            "alone would do nothing. Mask labels in the rows, before the collator shifts them."
+    differ = (
+        "labels differ from shift_labels: the loss reads shift_labels, so a change of labels alone "
+        "would do nothing. Mask labels in the rows, before the collator shifts them."
+    )
+    if labels.shape != shift_labels.shape:
+        return 0, differ
+    counts = shift_labels != IGNORE_INDEX
+    is_wrong = counts & ((shift_labels < 0) | (shift_labels >= num_words))
+    facts = torch.stack([counts.sum(), is_wrong.sum(), (labels != shift_labels).sum()])
+    num_labels, num_wrong, num_differ = facts.tolist()  # waits for the device once
+    if num_differ:
+        return 0, differ
+    if num_wrong:
+        return 0, (
+            f"label {int(shift_labels[is_wrong][0])}: labels are from 0 to {num_words - 1}, or "
+            f"{IGNORE_INDEX} for tokens without loss. Check the tokenizer against the model's "
+            "vocab_size."
         )
-    return None
+    return num_labels, None

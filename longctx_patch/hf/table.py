@@ -8,8 +8,20 @@ attention. Imports nothing of ours, neither torch nor transformers.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 WINDOW, SOFTCAP, SINKS, ROUTER = "sliding window", "softcap", "sinks", "router loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsRule:
+    """What a model's forward does to logits after its head: one number, one operation."""
+
+    operation: Literal["softcap", "multiply", "divide"]
+    """`softcap` is c * tanh(logits / c), left out where the number is None."""
+    holder: Literal["config", "model"]
+    """Whose attribute the number is."""
+    attribute: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +34,21 @@ class Family:
     """What people call it."""
     features: tuple[str, ...] = ()
     """What is covered beside causal attention; the model may or may not have it."""
+    logits: LogitsRule | None = None
+    """What happens to logits after the head; None: nothing."""
     refusal: str | None = None
     """Why it can't be patched; None if it can."""
 
 
-def _supported(model_type: str, name: str, *features: str) -> Family:
-    return Family(model_type=model_type, name=name, features=features)
+GEMMA_LOGITS = LogitsRule(operation="softcap", holder="config", attribute="final_logit_softcapping")
+COHERE_LOGITS = LogitsRule(operation="multiply", holder="model", attribute="logit_scale")
+GRANITE_LOGITS = LogitsRule(operation="divide", holder="config", attribute="logits_scaling")
+
+
+def _supported(
+    model_type: str, name: str, *features: str, logits: LogitsRule | None = None
+) -> Family:
+    return Family(model_type=model_type, name=name, features=features, logits=logits)
 
 
 def _refused(reason: str, names: Mapping[str, str]) -> tuple[Family, ...]:
@@ -48,19 +69,19 @@ TABLE = (
     _supported("qwen3", "Qwen3", WINDOW),
     _supported("qwen3_moe", "Qwen3-MoE", WINDOW, ROUTER),
     _supported("gemma", "Gemma"),
-    _supported("gemma2", "Gemma 2", WINDOW, SOFTCAP),
-    _supported("gemma3_text", "Gemma 3 (text)", WINDOW),
+    _supported("gemma2", "Gemma 2", WINDOW, SOFTCAP, logits=GEMMA_LOGITS),
+    _supported("gemma3_text", "Gemma 3 (text)", WINDOW, logits=GEMMA_LOGITS),
     _supported("gpt_oss", "gpt-oss", WINDOW, SINKS, ROUTER),
     _supported("phi3", "Phi-3, Phi-3.5, Phi-4", WINDOW),
     _supported("olmo", "OLMo"),
     _supported("olmo2", "OLMo 2"),
     _supported("olmo3", "OLMo 3", WINDOW),
     _supported("olmoe", "OLMoE", ROUTER),
-    _supported("cohere", "Command R, Aya"),
-    _supported("cohere2", "Command R7B, Command A", WINDOW),
+    _supported("cohere", "Command R, Aya", logits=COHERE_LOGITS),
+    _supported("cohere2", "Command R7B, Command A", WINDOW, logits=COHERE_LOGITS),
     _supported("smollm3", "SmolLM3", WINDOW),
     _supported("starcoder2", "StarCoder2", WINDOW),
-    _supported("granite", "Granite 3"),
+    _supported("granite", "Granite 3", logits=GRANITE_LOGITS),
     _supported("glm", "GLM-4 (9B)"),
     _supported("glm4", "GLM-4-0414"),
     _supported("exaone4", "EXAONE 4", WINDOW),

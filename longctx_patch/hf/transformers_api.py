@@ -14,7 +14,6 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -159,18 +158,24 @@ def no_mask(batch: int, device: torch.device) -> Tensor:
     return torch.empty((batch, 1, 0, 0), dtype=torch.bool, device=device)
 
 
-def checkpoint_layers(
-    model: PreTrainedModel, context_fn: Callable[[], Any] | None
-) -> Callable[[], None]:
-    """Checkpoint every decoder layer; return a function that restores what was there before."""
-    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
-    function = functools.partial(checkpoint, use_reentrant=False, **options)
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """The layers that transformers can checkpoint, first to last."""
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def checkpoint_layers(model: PreTrainedModel, run: Callable[..., Any]) -> Callable[[], None]:
+    """While training, the forward of decoder layer `i` runs as `run(i, forward, *args)`.
+
+    Neither backward nor a recompute comes back to `run`: what it does for a layer holds until the
+    layer's backward is over. Up to 5.17 at least `forward` includes the layer's hooks, in 5.23 the
+    hooks are outside. Returns a function that restores what was there before.
+    """
+    layers = decoder_layers(model)
     keys = ("gradient_checkpointing", "_gradient_checkpointing_func")
     before = [{key: vars(layer)[key] for key in keys if key in vars(layer)} for layer in layers]
-    for layer in layers:
+    for number, layer in enumerate(layers):
         layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = function
+        layer._gradient_checkpointing_func = functools.partial(run, number)
 
     def restore() -> None:
         for layer, values in zip(layers, before, strict=True):

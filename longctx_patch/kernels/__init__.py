@@ -1,12 +1,23 @@
 """Attention kernels of packed segments, the choice between them, and what to call them with."""
 
-from longctx_patch.kernels.base import Kernel, KernelRequest, Score, Segments, Traits, Window
+from longctx_patch.kernels.agreement import AgreedKernels
+from longctx_patch.kernels.base import (
+    Domain,
+    Kernel,
+    KernelRequest,
+    Score,
+    Segments,
+    Traits,
+    Window,
+)
 from longctx_patch.kernels.calls import Call, calls_of
 from longctx_patch.kernels.registry import available, choose_kernel
 from longctx_patch.kernels.run import run_backward, run_forward
 
 __all__ = [
+    "AgreedKernels",
     "Call",
+    "Domain",
     "Kernel",
     "KernelRequest",
     "Score",

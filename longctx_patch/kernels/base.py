@@ -63,7 +63,10 @@ EVERYTHING = Traits(segments=True, windows=True, tiles=True, softcap=True)
 
 
 class KernelRequest(NamedTuple):
-    """What a kernel must be able to compute."""
+    """What a kernel must be able to compute, the same on every rank of a group.
+
+    The first fields and `deterministic` decide which kernels can, the others which is the fastest.
+    """
 
     device_type: str
     dtype: torch.dtype
@@ -71,8 +74,27 @@ class KernelRequest(NamedTuple):
     softcap: bool = False
     tiles: bool = False
     pieces: bool = False
-    """The mask is not plain causal: many short pieces or windows. It refuses no kernel, but `auto`
-    then prefers those with segments and windows of their own."""
+    """The mask is not plain causal: many short pieces or windows."""
+    deterministic: bool = False
+    """Two runs on the same GPUs must be bitwise equal."""
+    num_heads: int = 32
+    """Query heads of a rank, about."""
+    num_kv_heads: int = 8
+    num_rows: int = 8192
+    """Query tokens of a block, about."""
+
+
+class Domain(NamedTuple):
+    """The tensors that a kernel takes, whatever the mask."""
+
+    device_type: str | None
+    """None: any."""
+    dtypes: tuple[torch.dtype, ...]
+    max_head_dim: int | None = None
+    """None: any."""
+    head_dim_multiple: int = 8
+    deterministic: bool = True
+    """Whether its backward can sum in the same order in every run."""
 
 
 class Kernel(Protocol):
@@ -84,6 +106,9 @@ class Kernel(Protocol):
 
     @property
     def traits(self) -> Traits: ...
+
+    @property
+    def domain(self) -> Domain: ...
 
     def refuses(self, request: KernelRequest) -> str | None:
         """Why this kernel can't do it, or None if it can."""
@@ -110,30 +135,25 @@ class Kernel(Protocol):
         ...
 
 
-def unsupported(
-    request: KernelRequest,
-    traits: Traits,
-    *,
-    device_type: str,
-    dtypes: tuple[torch.dtype, ...],
-    max_head_dim: int,
-    head_dim_multiple: int = 8,
-) -> str | None:
-    """The first thing a request asks that a kernel lacks, in words."""
-    if request.device_type != device_type:
-        return f"needs device {device_type}, tensors are on {request.device_type}"
-    if request.dtype not in dtypes:
-        names = ", ".join(dtype_name(dtype) for dtype in dtypes)
+def unsupported(request: KernelRequest, traits: Traits, domain: Domain) -> str | None:
+    """The first thing a request asks that a kernel lacks on any machine, in words."""
+    if domain.device_type not in (None, request.device_type):
+        return f"needs device {domain.device_type}, tensors are on {request.device_type}"
+    if request.dtype not in domain.dtypes:
+        names = ", ".join(dtype_name(dtype) for dtype in domain.dtypes)
         return f"takes {names}, tensors are {dtype_name(request.dtype)}"
-    if request.head_dim > max_head_dim or request.head_dim % head_dim_multiple:
+    most, step = domain.max_head_dim, domain.head_dim_multiple
+    if most is not None and (request.head_dim > most or request.head_dim % step):
         return (
-            f"takes head dims up to {max_head_dim} that are a multiple of {head_dim_multiple}, "
+            f"takes head dims up to {most} that are a multiple of {step}, "
             f"this one is {request.head_dim}"
         )
     if request.softcap and not traits.softcap:
         return "has no softcap of scores"
     if request.tiles and not traits.tiles:
         return "takes no tables of allowed pairs"
+    if request.deterministic and not domain.deterministic:
+        return "has no deterministic backward"
     return None
 
 

@@ -1,10 +1,14 @@
-"""cuDNN's flash attention through torch. It takes GQA as it is and a merged out and lse."""
+"""cuDNN's flash attention through torch. It takes GQA as it is and a merged out and lse.
+
+torch does not hand its deterministic switch on to cuDNN's backward, so there is no such backward.
+"""
 
 import torch
 from torch import Tensor
 
 from longctx_patch.kernels.base import (
     CAUSAL_WINDOW,
+    Domain,
     KernelRequest,
     Score,
     Segments,
@@ -12,6 +16,7 @@ from longctx_patch.kernels.base import (
     unsupported,
 )
 from longctx_patch.kernels.dense import DenseKernel
+from longctx_patch.kernels.machine import lacks_gpu
 
 _aten = torch.ops.aten
 
@@ -19,18 +24,10 @@ _aten = torch.ops.aten
 class CudnnKernel:
     name = "cudnn"
     traits = Traits(segments=False, windows=False, tiles=False, softcap=False)
+    domain = Domain("cuda", (torch.bfloat16, torch.float16), max_head_dim=128, deterministic=False)
 
     def refuses(self, request: KernelRequest) -> str | None:
-        reason = unsupported(
-            request,
-            self.traits,
-            device_type="cuda",
-            dtypes=(torch.bfloat16, torch.float16),
-            max_head_dim=128,
-        )
-        if reason is None and torch.cuda.get_device_capability() < (8, 0):
-            return "needs compute capability 8.0 or higher"
-        return reason
+        return unsupported(request, self.traits, self.domain) or lacks_gpu((8, 0))
 
     def forward(
         self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score

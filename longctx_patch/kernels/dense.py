@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longctx_patch.kernels.base import (
     EVERYTHING,
+    Domain,
     KernelRequest,
     Score,
     Segments,
@@ -33,6 +34,7 @@ class DenseKernel:
     compute_dtype: torch.dtype | None
     """What it computes in; None: as the inputs, float32 at least."""
     traits: Traits = EVERYTHING
+    domain = Domain(None, (torch.float64, torch.float32, torch.bfloat16, torch.float16))
     chunk_bytes: int = _CHUNK_BYTES
 
     def refuses(self, request: KernelRequest) -> str | None:

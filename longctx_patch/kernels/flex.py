@@ -16,6 +16,7 @@ from torch import Tensor
 
 from longctx_patch.kernels.base import (
     EVERYTHING,
+    Domain,
     KernelRequest,
     Score,
     Segments,
@@ -23,6 +24,7 @@ from longctx_patch.kernels.base import (
     unsupported,
 )
 from longctx_patch.kernels.flex_masks import block_mask, padded_size
+from longctx_patch.kernels.machine import lacks_gpu
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any, Score], tuple[Tensor, Tensor]]
 """(out_BHLD, lse_BHL) of q_BHLD, k_BGMD and v_BGMD under a `BlockMask`, differentiable in both."""
@@ -36,23 +38,22 @@ class FlexKernel:
     """None: FlexAttention."""
     name: str = "flex"
     traits: Traits = EVERYTHING
+    domain = Domain(
+        "cuda",
+        (torch.bfloat16, torch.float16, torch.float32),
+        max_head_dim=256,
+        head_dim_multiple=16,
+    )
 
     def refuses(self, request: KernelRequest) -> str | None:
-        reason = unsupported(
-            request,
-            self.traits,
-            device_type="cuda",
-            dtypes=(torch.bfloat16, torch.float16, torch.float32),
-            max_head_dim=256,
-            head_dim_multiple=16,
-        )
+        reason = unsupported(request, self.traits, self.domain)
         if reason is not None:
             return reason
         if request.head_dim & (request.head_dim - 1):
             return f"takes head dims that are a power of two, this one is {request.head_dim}"
         if find_spec("triton") is None:
-            return "needs the package triton"
-        return None
+            return "needs the package triton: pip install triton"
+        return lacks_gpu((7, 0))
 
     def forward(
         self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from longctx_patch.kernels.base import (
     CAUSAL_WINDOW,
+    Domain,
     KernelRequest,
     Score,
     Segments,
@@ -19,16 +20,15 @@ _aten = torch.ops.aten
 class TorchCpuKernel:
     name = "torch_cpu"
     traits = Traits(segments=False, windows=False, tiles=True, softcap=False)
+    domain = Domain(
+        "cpu",
+        (torch.float32, torch.float64, torch.bfloat16, torch.float16),
+        max_head_dim=1024,
+        head_dim_multiple=1,
+    )
 
     def refuses(self, request: KernelRequest) -> str | None:
-        return unsupported(
-            request,
-            self.traits,
-            device_type="cpu",
-            dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-            max_head_dim=1024,
-            head_dim_multiple=1,
-        )
+        return unsupported(request, self.traits, self.domain)
 
     def forward(
         self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score

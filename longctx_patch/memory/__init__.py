@@ -1,5 +1,17 @@
 """What is kept and what is recomputed."""
 
-from longctx_patch.memory.policies import context_fn_of
+from longctx_patch.memory.auto import LADDER, MARGIN, AutoPolicy, MemoryUse, Pass
+from longctx_patch.memory.meter import Meter, meter_of
+from longctx_patch.memory.policies import LayerPolicy, run_layer
 
-__all__ = ["context_fn_of"]
+__all__ = [
+    "LADDER",
+    "MARGIN",
+    "AutoPolicy",
+    "LayerPolicy",
+    "MemoryUse",
+    "Meter",
+    "Pass",
+    "meter_of",
+    "run_layer",
+]

@@ -1,4 +1,4 @@
-"""Checkpoint policies, as what torch's non-reentrant checkpoint takes for them.
+"""What one decoder layer keeps for backward: its checkpoint policy.
 
 | policy | kept per layer | attention in the recompute |
 |---|---|---|
@@ -10,18 +10,23 @@ Under Ulysses the backward pass of `attention` exchanges q, k, v and out for hea
 the frame keeps this rank's tokens only.
 
 `attention` costs B * L * H * D numbers of the model's dtype and B * H * L float32 a layer, and
-saves a third of attention's forward-and-backward work (DISTFLASHATTN, section 3.3).
+saves a third of attention's forward-and-backward work (DISTFLASHATTN, section 3.3). The policy
+`auto` gives each layer one of these (`longctx_patch.memory.auto`).
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from typing import Any, Literal
 
-from longctx_patch.config import CheckpointPolicy
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
 from longctx_patch.replay import checkpoint_contexts
 
-ContextFn = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
+LayerPolicy = Literal["none", "full", "attention"]
 
 
-def context_fn_of(policy: CheckpointPolicy) -> ContextFn | None:
-    """`context_fn` for `torch.utils.checkpoint.checkpoint`; None where the default does."""
-    return checkpoint_contexts if policy == "attention" else None
+def run_layer(policy: LayerPolicy, forward: Callable[..., Any], *args: Any) -> Any:
+    """`forward(*args)` of one layer. Its backward follows the policy that its forward ran under."""
+    if policy == "none":
+        return forward(*args)
+    contexts = checkpoint_contexts if policy == "attention" else noop_context_fn
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)

@@ -32,6 +32,11 @@ def test_json_has_every_field(run: Run) -> None:
         "model_type": "gemma2",
         "name": "Gemma 2",
         "features": ["sliding window", "softcap"],
+        "logits": {
+            "operation": "softcap",
+            "holder": "config",
+            "attribute": "final_logit_softcapping",
+        },
         "refusal": None,
     }
     assert "recurrent state" in by_type["mamba"]["refusal"]

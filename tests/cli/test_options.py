@@ -4,6 +4,7 @@ from longctx_patch.cli.main import main
 from tests.cli.conftest import Run
 
 FAMILIES = ["--json", "--markdown"]
+KERNELS = ["--json", "--measure"]
 PATCH = [
     *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
     *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--pack", "--data", "--cpu"),
@@ -23,8 +24,9 @@ def options(command: str) -> list[str]:
 
 
 def test_every_option_was_decided_on() -> None:
-    assert sorted(main.commands) == ["families", "patch", "schedule", "verify"]
+    assert sorted(main.commands) == ["families", "kernels", "patch", "schedule", "verify"]
     assert options("families") == FAMILIES
+    assert options("kernels") == KERNELS
     assert options("patch") == PATCH
     assert options("schedule") == SCHEDULE
     assert options("verify") == VERIFY

@@ -103,7 +103,8 @@ def test_one_process_sends_nothing(run: Run, config: Callable[..., Path]) -> Non
     assert result.exit_code == 0, result.output
     (case,) = json.loads(result.stdout)["cases"]
     assert (case["plan"], case["messages"], case["bytes"]) == ("single", 0, 0)
-    assert case["loss_rel_err"] == case["logits_rel_err"] == case["grad_rel_err"] == 0.0
+    assert case["logits_rel_err"] == 0.0
+    assert max(case["loss_rel_err"], case["grad_rel_err"]) < 2e-6  # the chunked loss rounds anew
     assert (case["family"], case["mask"]) == ("Llama 1 to 3", "stock attention")
 
 

@@ -1,6 +1,8 @@
 """CUDA kernels against float64, and what a distributed plan asks of them."""
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,10 @@ from longctx_patch.kernels import (
     choose_kernel,
 )
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
+from longctx_patch.kernels.preference import measurable, preferred_order
+from longctx_patch.kernels.probe import measure, rounded
+from longctx_patch.kernels.probe_cache import ProbeCache
+from longctx_patch.kernels.registry import usual_order
 from longctx_patch.layout import Interval
 from longctx_patch.regions import ANTICAUSAL, FULL, Band, Piece, Tile
 from tests.kernels.checks import check, check_calls, check_kernel, takes
@@ -25,12 +31,24 @@ from tests.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.gpu
 
-FAST = ["torch_flash", "cudnn"]
+PACKAGED = ["flash_attn_4", "flash_attn_3", "flash_attn_2"]
+FAST = ["torch_flash", "cudnn", *PACKAGED]
 KERNELS = [*FAST, "torch_eager"]
 # bfloat16 has 8 bits: rounding inputs of softmax, out and gradients gives a few of its 2^-9.
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 SCORE = Score(0.125)
 CAPPED = Score(0.125, softcap=1.5)
+NO_CACHE = ProbeCache(Path("/dev/null/kernels.json"), "nothing is kept")
+
+
+def usable(name: str, **changes: Any) -> Kernel:
+    """The kernel, or the test is skipped with the reason why it can't be used here."""
+    request = KernelRequest("cuda", torch.bfloat16, 64)._replace(**changes)
+    kernel = available(deterministic=request.deterministic)[name]
+    reason = kernel.refuses(request)
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    return kernel
 
 
 def inputs(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
@@ -47,7 +65,7 @@ def inputs(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype)
 def test_against_float64(
     name: str, heads: tuple[int, int], length: int, dim: int, dtype: torch.dtype
 ) -> None:
-    kernel = available()[name]
+    kernel = usable(name, dtype=dtype, head_dim=dim)
     q, k, v, dout = inputs(length, *heads, dim, dtype)
     segments, score = Segments((length,), (length,), CAUSAL_WINDOW), Score(dim**-0.5)
     out, lse = kernel.forward(q, k, v, segments, score)
@@ -61,7 +79,7 @@ def test_against_float64(
 @pytest.mark.parametrize("name", FAST)
 def test_row_slices_and_a_global_lse(name: str) -> None:
     """Slices of rows are not contiguous with a batch of two; block gradients add up."""
-    kernel = available()[name]
+    kernel = usable(name)
     q, k, v, dout = inputs(256, 8, 2, 64, torch.bfloat16)
     everything = Segments((256,), (256,), FULL_WINDOW)
     out, lse = kernel.forward(q, k, v, everything, SCORE)
@@ -87,6 +105,7 @@ def test_row_slices_and_a_global_lse(name: str) -> None:
 def test_layouts_of_out_and_dout(name: str) -> None:
     """torch keeps cuDNN's graphs by the layout of q, k and v only: gradients were wrong by a third
     where out came in another layout than in an earlier call of the same shape."""
+    kernel = usable(name)
     segments = Segments((256,), (256,), CAUSAL_WINDOW)
     given = problem(256, 256, (8, 2), torch.bfloat16, dim=64, device="cuda")
     want = answer(given, table_of(segments), SCORE)
@@ -97,7 +116,7 @@ def test_layouts_of_out_and_dout(name: str) -> None:
             x.permute(dims).contiguous().permute(back) for x in (out, given.dout)
         )
         for own in ((laid_out, given.dout), (out, laid_dout), (laid_out, laid_dout)):
-            grads = available()[name].backward(own[1], *given[:3], own[0], lse, segments, SCORE)
+            grads = kernel.backward(own[1], *given[:3], own[0], lse, segments, SCORE)
             check(grads, (want.dq, want.dk, want.dv), 1e-2)
 
 
@@ -153,7 +172,56 @@ def check_segments(
 )
 def test_segments_windows_and_tables(name: str, case: str) -> None:
     """Forward over some keys; their share of the gradients, with other keys and a sink."""
-    check_segments(available()[name], case, SCORE, torch.bfloat16)
+    check_segments(usable(name), case, SCORE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+@pytest.mark.parametrize("case", ["causal", "full", "windows of documents", "documents"])
+def test_softcap(name: str, case: str) -> None:
+    check_segments(usable(name, softcap=True), case, CAPPED, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+@pytest.mark.parametrize("dim", [96, 192, 256])
+@pytest.mark.parametrize("case", ["causal", "windows of documents"])
+def test_other_head_dims(name: str, case: str, dim: int) -> None:
+    check_segments(usable(name, head_dim=dim), case, Score(dim**-0.5), torch.bfloat16, dim=dim)
+
+
+@pytest.mark.parametrize("name", [*KERNELS, "flex"])
+@pytest.mark.parametrize("case", ["causal", "windows of documents", "documents"])
+def test_deterministic_gradients_are_bitwise_equal(name: str, case: str) -> None:
+    """Many keys for each query, so that sums over blocks could fall out in any order."""
+    kernel = usable(name, deterministic=True)
+    segments = SEGMENTS[case]
+    segments = segments._replace(
+        q=tuple(9 * n for n in segments.q), kv=tuple(9 * n for n in segments.kv)
+    )
+    if not takes(kernel, segments, SCORE):
+        pytest.skip(f"{name} has these taken apart")
+    given = problem(
+        sum(segments.q), sum(segments.kv), (8, 2), torch.bfloat16, dim=64, device="cuda"
+    )
+    q, k, v, dout = given[:4]
+    out, lse = kernel.forward(q, k, v, segments, SCORE)
+    first = kernel.backward(dout, q, k, v, out, lse, segments, SCORE)
+    for _ in range(5):
+        again = kernel.backward(dout, q, k, v, out, lse, segments, SCORE)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{}, {"pieces": True}, {"softcap": True}])
+def test_all_kernels_here_are_right_and_timed(changes: dict[str, bool]) -> None:
+    """The probe finds no problem, and `auto` takes the fastest."""
+    request = rounded(KernelRequest("cuda", torch.bfloat16, 128, **changes))
+    names = measurable(request)
+    if not names:
+        pytest.skip("no kernel to measure can do this here")
+    measured = measure([available()[name] for name in names], request)
+    assert {name: one.problem for name, one in measured.items()} == dict.fromkeys(names)
+    fastest = min(names, key=lambda name: measured[name].total_s)
+    order = preferred_order(request, NO_CACHE, lambda kernels, asked: measured)
+    assert order[0] == fastest
 
 
 @pytest.mark.parametrize("case", SEGMENTS)
@@ -187,15 +255,14 @@ PIECES = {
 def test_calls_add_up(name: str, case: str) -> None:
     """Pieces as windows, or as squares in both directions where a kernel has no windows."""
     given = partial(problem, heads=(8, 2), dtype=torch.bfloat16, dim=64, device="cuda")
-    check_calls(available()[name], PIECES[case], SCORE, given, 1e-2)
+    check_calls(usable(name), PIECES[case], SCORE, given, 1e-2)
 
 
-def test_auto_prefers_cudnn_and_for_pieces_flash() -> None:
+def test_auto_takes_the_usual_order_where_nothing_was_measured() -> None:
     request = KernelRequest("cuda", torch.bfloat16, 128)
-    assert choose_kernel("auto", request).name == "cudnn"
-    assert choose_kernel("auto", request._replace(head_dim=256)).name == "torch_flash"
-    assert choose_kernel("auto", request._replace(pieces=True)).name == "torch_flash"
-    assert choose_kernel("auto", request._replace(softcap=True)).name == "flex"
+    for asked in (request, request._replace(pieces=True), request._replace(softcap=True)):
+        kernels, chosen = available(), choose_kernel("auto", asked).name
+        assert chosen == next(n for n in usual_order(asked) if kernels[n].refuses(asked) is None)
     assert choose_kernel("auto", request._replace(tiles=True)).name == "flex"
     assert choose_kernel("auto", request._replace(dtype=torch.float32)).name == "flex"
 

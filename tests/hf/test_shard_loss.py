@@ -14,9 +14,17 @@ from longctx_patch import (
     patch,
 )
 from longctx_patch.hf.families import check_model_config
+from longctx_patch.hf.meeting import SequenceParallelismError
 from longctx_patch.masks import bidirectional
 from tests.harness import run_distributed
-from tests.hf.tiny import featured_model, gradients, tiny_config, tiny_model, token_rows
+from tests.hf.tiny import (
+    VOCABULARY,
+    featured_model,
+    gradients,
+    tiny_config,
+    tiny_model,
+    token_rows,
+)
 from tests.reference import relative_error
 
 LENGTHS = (11, 24)
@@ -79,6 +87,17 @@ def check_refusals(rank: int, num_ranks: int) -> None:
     says = "labels differ from shift_labels" if rank == 0 else "rank 0 of the group refused"
     with pytest.raises(ValueError, match=says):
         model(**batch | {"labels": labels})
+    shifted = batch["shift_labels"].clone()
+    if rank == 0:  # as if its tokenizer had more words than the model
+        shifted[0, 0] = VOCABULARY
+    says = f"label {VOCABULARY}: labels are from 0" if rank == 0 else "rank 0 of the group refused"
+    with pytest.raises(ValueError, match=says):
+        model(**batch | {"labels": shifted, "shift_labels": shifted})
+    mine = dict(batch)
+    if rank == 1:
+        del mine["labels"]
+    with pytest.raises(SequenceParallelismError, match="rank 0: LABELS, rank 1: BATCH"):
+        model(**mine)
     row = {"input_ids": list(range(8)), "seq_lengths": [3, 5]}
     one = collate([row])
     joined = {key: torch.cat([value, value]) for key, value in one.items()}

@@ -50,8 +50,18 @@ _FEATURES: dict[str, dict[str, Any]] = {
     },
     "qwen3": _QWEN_WINDOW | {"max_window_layers": 1},
     "qwen3_moe": _QWEN_WINDOW | _EXPERTS | {"num_experts": 4},
-    "gemma2": _ALTERNATING | {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 5.0},
-    "gemma3_text": _ALTERNATING | {"query_pre_attn_scalar": 12, "rope_parameters": _ROPE_PER_LAYER},
+    "gemma2": _ALTERNATING
+    | {
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 2.0,
+    },
+    "gemma3_text": _ALTERNATING
+    | {
+        "query_pre_attn_scalar": 12,
+        "rope_parameters": _ROPE_PER_LAYER,
+        "final_logit_softcapping": 3.0,
+    },
     "gpt_oss": _ALTERNATING
     | {
         "num_local_experts": 4,
@@ -69,8 +79,8 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "olmo": {"clip_qkv": 1.0},
     "olmo3": _ALTERNATING | {"rope_parameters": _ROPE_PER_LAYER},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "cohere": {"use_qk_norm": True},
-    "cohere2": _ALTERNATING,
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
+    "cohere2": _ALTERNATING | {"logit_scale": 0.7},
     "smollm3": _ALTERNATING | {"use_sliding_window": True, "no_rope_layers": [0, 1]},
     "starcoder2": _WINDOWED,
     "granite": {

@@ -1,5 +1,6 @@
 """Every kernel that runs on a CPU, against attention over a whole table in float64."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,14 @@ from longctx_patch.layout import Interval
 from longctx_patch.regions import ANTICAUSAL, FULL, Band, Piece, Tile
 from tests.kernels.checks import check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
+from tests.kernels.fakes import fake_kernels, flash_attn_3_ops
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.bfloat16: 1e-2,
+    torch.float16: 2e-3,
+}
 CAPPED = Score(0.3, softcap=0.7)
 PLAIN = Score(0.3)
 
@@ -55,7 +62,15 @@ KERNELS: dict[str, Kernel] = {
     "torch_eager, in chunks": DenseKernel("torch_eager", None, chunk_bytes=2**12),
     "torch_cpu": available()["torch_cpu"],
     "flex": FlexKernel(attend_densely),
+    **fake_kernels(),
 }
+PACKAGED = list(fake_kernels())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops() -> Iterator[None]:
+    with flash_attn_3_ops():
+        yield
 
 
 def tile(rows: int, columns: int) -> Tile:
@@ -90,13 +105,14 @@ FORMS = [
     ((6, 2), torch.float32),
     ((4, 1), torch.bfloat16),
 ]
+HALF_FORMS = [((6, 2), torch.float16), ((4, 1), torch.bfloat16)]
 TAKEN = [
     (name, case, score, *form)
     for name, kernel in KERNELS.items()
     for case, segments in SEGMENTS.items()
     for score in (PLAIN, CAPPED)
     # How rows are cut is one question, what is computed with them another.
-    for form in (FORMS[1:2] if "," in name else FORMS)
+    for form in (FORMS[1:2] if "," in name else HALF_FORMS if name in PACKAGED else FORMS)
     if takes(kernel, segments, score) and not ("," in name and "many" in case)
 ]
 
@@ -137,12 +153,20 @@ PIECES = {
 }
 
 
-@pytest.mark.parametrize("name", ["reference", "torch_eager", "torch_cpu", "flex"])
-@pytest.mark.parametrize("case", PIECES)
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        (name, case)
+        for name in ("reference", "torch_eager", "torch_cpu", "flex", *PACKAGED)
+        for case in PIECES
+        if KERNELS[name].traits.tiles or "tables" not in case
+    ],
+)
 def test_calls_add_up(name: str, case: str) -> None:
     """What the executor does with the calls of a work: merge outputs by lse, add gradients."""
-    given = partial(problem, heads=(6, 2), dtype=torch.float64)
-    check_calls(KERNELS[name], PIECES[case], PLAIN, given, 1e-10)
+    dtype = torch.float16 if name in PACKAGED else torch.float64
+    given = partial(problem, heads=(6, 2), dtype=dtype)
+    check_calls(KERNELS[name], PIECES[case], PLAIN, given, TOLERANCE[dtype])
 
 
 def test_a_long_window_in_chunks_takes_few_products() -> None:

@@ -51,6 +51,7 @@ def test_flags_win_over_the_file_and_yaml_numbers_get_their_type(tmp_path: Path)
         (["--scheduler", "constant", "--warmup-steps", "3"], "Use --scheduler constant_with"),
         (["--ulysses", "0"], "ulysses_degree=0"),
         (["--layout", "spiral"], "layout='spiral'"),
+        (["--loss", "mean"], "loss='mean': choose one of chunked, logits"),
     ],
 )
 def test_refusals_name_value_rule_and_fix(flags: list[str], message: str) -> None:
@@ -94,7 +95,7 @@ def test_every_option_was_decided_on() -> None:
         *("seq_len", "rope", "rope_factor", "dtype", "lora", "full"),
         *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
         *("ulysses", "ring", "layout", "plan", "backward_plan", "ranks_per_node", "hardware"),
-        *("kernel", "checkpoint"),
+        *("kernel", "loss", "checkpoint"),
         *("learning_rate", "scheduler", "warmup_steps", "weight_decay", "max_steps"),
         *("batch_size", "gradient_accumulation_steps", "max_grad_norm", "seed", "save_every"),
     ]

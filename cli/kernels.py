@@ -1,0 +1,273 @@
+"""`longctx kernels`: which attention kernels this machine has, what the others lack, and rates."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+if TYPE_CHECKING:
+    from longctx_patch.kernels import Kernel, KernelRequest
+    from longctx_patch.kernels.machine import Package
+    from longctx_patch.kernels.probe import Measured
+
+
+class Rates(NamedTuple):
+    """TFLOP/s of allowed pairs."""
+
+    forward: float
+    backward: float
+
+
+Figures = Mapping[str, Mapping[str, Rates]]
+"""Kernel -> case -> rates."""
+
+DOCUMENTED_ON = "one NVIDIA H200, 32,768 tokens, torch 2.11 (docs/kernels.md)"
+DOCUMENTED: Figures = {
+    "flash_attn_4": {"causal": Rates(646, 582), "full": Rates(659, 612)},
+    "cudnn": {"causal": Rates(589, 528), "full": Rates(613, 530)},
+    "torch_flash": {"causal": Rates(337, 320), "full": Rates(350, 318)},
+}
+_AREA = {"causal": 0.5, "full": 1.0}  # of a block
+
+
+@dataclass(frozen=True)
+class Row:
+    """What there is to say of one kernel."""
+
+    name: str
+    version: str | None
+    """Of the package that it comes in; None: it is not there."""
+    device: str
+    dtypes: tuple[str, ...]
+    head_dims: str
+    segments: bool
+    windows: bool
+    tables: bool
+    softcap: bool
+    deterministic: bool
+    missing: str | None
+    """Why it can't be used here, and what to type; None: it can."""
+    tflops: Mapping[str, Rates] | None
+    share_of_best: float | None
+    """Its speed over that of the fastest of the table."""
+
+
+@click.command("kernels")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+@click.option(
+    "--measure/--no-measure",
+    default=None,
+    help="Measure again, or not at all. [measured once where a GPU is]",
+)
+def kernels_command(as_json: bool, measure: bool | None) -> None:
+    """List the attention kernels, what each supports, what is missing here, and how fast they are.
+
+    Rates are of blocks of 8,192 tokens in bfloat16 with 32 / 8 heads of 128, on this machine's GPU;
+    without one they are figures of another machine, named as such. docs/kernels.md says more.
+    """
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if measure and not has_gpu:
+        raise click.UsageError(
+            "--measure without a GPU: torch sees none here. Leave --measure out for the figures of "
+            "docs/kernels.md."
+        )
+    request = typical_request("cuda")
+    measured = {} if not has_gpu or measure is False else _measured(request, anew=bool(measure))
+    report = {
+        "machine": torch.cuda.get_device_name() if has_gpu else None,
+        "figures": "measured here" if measured else DOCUMENTED_ON,
+        "auto": _auto("cuda" if has_gpu else "cpu", measured),
+        "kernels": rows(request, measured),
+    }
+    click.echo(_as_json(report) if as_json else render(report))
+
+
+def typical_request(device_type: str) -> "KernelRequest":
+    import torch
+
+    from longctx_patch.kernels import KernelRequest
+
+    return KernelRequest(device_type, torch.bfloat16, 128)
+
+
+def rows(request: "KernelRequest", measured: Mapping[str, "Measured"]) -> list[Row]:
+    """All kernels, with the rates of `measured` or, where that is empty, the documented ones."""
+    from longctx_patch.kernels import available
+
+    figures = _figures(request, measured) if measured else DOCUMENTED
+    fastest = min(_time(rates) for rates in figures.values()) if figures else None
+    return [_row(kernel, figures, fastest, measured) for kernel in available().values()]
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The table, and what is missing below it."""
+    machine = report["machine"] or "No NVIDIA GPU here"
+    lines = [f"{machine}.", ""]
+    lines += _table([_TAKES, *(_what_it_takes(row) for row in report["kernels"])])
+    lines += ["", f"TFLOP/s, forward / backward: {report['figures']}", ""]
+    lines += _table([_SPEED, *(_how_fast(row) for row in report["kernels"])])
+    missing = [row for row in report["kernels"] if row.missing]
+    lines += ["", "Missing here:"] if missing else []
+    lines += [f"  {row.name}: {row.missing}" for row in missing]
+    return "\n".join([*lines, "", _conclusion(report["auto"], report["kernels"])])
+
+
+def _measured(request: "KernelRequest", *, anew: bool) -> Mapping[str, "Measured"]:
+    from longctx_patch.kernels import available
+    from longctx_patch.kernels.preference import machine_cache, measurable, measured_here
+    from longctx_patch.kernels.probe import measure
+
+    names, cache = measurable(request), machine_cache()
+    if anew:
+        cache.write(request, measure([available()[name] for name in names], request))
+    return measured_here(names, request, cache)
+
+
+def _auto(device_type: str, measured: Mapping[str, "Measured"]) -> str:
+    """What `kernel="auto"` takes here for a causal mask; unmeasured: what it usually would."""
+    from longctx_patch.kernels import available
+    from longctx_patch.kernels.preference import measured_order
+
+    request, kernels = typical_request(device_type), available()
+    order = measured_order(request, measured)
+    return next(name for name in order if kernels[name].refuses(request) is None)
+
+
+def _figures(request: "KernelRequest", measured: Mapping[str, "Measured"]) -> Figures:
+    from longctx_patch.kernels.probe import allowed_pairs
+
+    def rates(case: str, seconds: tuple[float, float]) -> Rates:
+        products = allowed_pairs(case, request.num_rows) * request.num_heads * request.head_dim * 2
+        forward, backward = seconds
+        return Rates(2 * products / forward / 1e12, 5 * products / backward / 1e12)
+
+    return {
+        name: {case: rates(case, seconds) for case, seconds in one.seconds.items()}
+        for name, one in measured.items()
+        if one.problem is None
+    }
+
+
+def _row(
+    kernel: "Kernel", figures: Figures, fastest: float | None, measured: Mapping[str, "Measured"]
+) -> Row:
+    from longctx_patch.kernels.base import dtype_name
+
+    traits, domain = kernel.traits, kernel.domain
+    rates = figures.get(kernel.name)
+    problem = measured[kernel.name].problem if kernel.name in measured else None
+    return Row(
+        name=kernel.name,
+        version=_version(kernel),
+        device=domain.device_type or "any",
+        dtypes=tuple(dtype_name(dtype) for dtype in domain.dtypes),
+        head_dims=_head_dims(kernel),
+        segments=traits.segments,
+        windows=traits.windows,
+        tables=traits.tiles,
+        softcap=traits.softcap,
+        deterministic=domain.deterministic,
+        missing=_missing(kernel) or problem,
+        tflops=rates,
+        share_of_best=fastest / _time(rates) if rates and fastest else None,
+    )
+
+
+def _missing(kernel: "Kernel") -> str | None:
+    """Why it can't be used; on a machine without a GPU also the package that would be needed."""
+    reason = kernel.refuses(typical_request(kernel.domain.device_type or "cpu"))
+    package = _package(kernel)
+    if reason is None or package is None or package.version is not None:
+        return reason
+    needed = package.problem()
+    return reason if needed is None or needed in reason else f"{reason}; {needed}"
+
+
+def _package(kernel: "Kernel") -> "Package | None":
+    return getattr(kernel, "package", None)
+
+
+def _version(kernel: "Kernel") -> str | None:
+    import torch
+
+    package = _package(kernel)
+    if package is not None:
+        return package.version
+    if kernel.name == "cudnn":
+        number = torch.backends.cudnn.version()
+        return None if number is None else str(number)
+    return f"torch {torch.__version__}"
+
+
+def _head_dims(kernel: "Kernel") -> str:
+    domain = kernel.domain
+    if domain.max_head_dim is None:
+        return "any"
+    if kernel.name == "flex":
+        return f"powers of 2 to {domain.max_head_dim}"
+    step = "" if domain.head_dim_multiple == 1 else f", by {domain.head_dim_multiple}"
+    return f"to {domain.max_head_dim}{step}"
+
+
+def _time(rates: Mapping[str, Rates]) -> float:
+    """Of a causal and a full block, in an arbitrary unit."""
+    return sum(_AREA[case] * (2 / both.forward + 5 / both.backward) for case, both in rates.items())
+
+
+_TAKES = (
+    *("KERNEL", "DEVICE", "DTYPES", "HEAD DIMS"),
+    *("PACKED", "WINDOWS", "TABLES", "SOFTCAP", "DETERMINISTIC"),
+)
+_SPEED = ("KERNEL", "VERSION", "CAUSAL", "FULL", "OF BEST")
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
+def _what_it_takes(row: Row) -> tuple[str, ...]:
+    has = (row.segments, row.windows, row.tables, row.softcap, row.deterministic)
+    dtypes = " ".join(_SHORT.get(dtype, dtype) for dtype in row.dtypes)
+    return row.name, row.device, dtypes, row.head_dims, *("yes" if one else "no" for one in has)
+
+
+def _how_fast(row: Row) -> tuple[str, ...]:
+    rates = row.tflops or {}
+    return (
+        row.name,
+        row.version or "-",
+        *(
+            f"{rates[case].forward:.0f} / {rates[case].backward:.0f}" if case in rates else "-"
+            for case in _AREA
+        ),
+        "-" if row.share_of_best is None else f"{row.share_of_best:.0%}",
+    )
+
+
+def _table(lines: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return [
+        "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def _conclusion(auto: str, kernels: list[Row]) -> str:
+    """What `auto` takes, and what it would gain with the fastest one."""
+    taken = f"kernel='auto' takes {auto} here for causal masks in bfloat16"
+    mine = next(row for row in kernels if row.name == auto)
+    best = max(kernels, key=lambda row: row.share_of_best or 0.0)
+    if mine.share_of_best is None or best.missing is None:
+        return f"{taken}."
+    return f"{taken}, {mine.share_of_best:.0%} as fast as {best.name}, which is missing."
+
+
+def _as_json(report: Mapping[str, Any]) -> str:
+    listed = []
+    for row in report["kernels"]:
+        one = dataclasses.asdict(row)
+        one["tflops"] = row.tflops and {case: r._asdict() for case, r in row.tflops.items()}
+        listed.append(one)
+    return json.dumps({**report, "kernels": listed}, indent=2, allow_nan=False)

@@ -1,0 +1,136 @@
+"""Checkpoint policies on the decoder layers of one patched model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longctx_patch.config import CheckpointPolicy
+from longctx_patch.hf import transformers_api
+from longctx_patch.memory import (
+    LADDER,
+    AutoPolicy,
+    LayerPolicy,
+    MemoryUse,
+    Meter,
+    Pass,
+    meter_of,
+    run_layer,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """What the decoder's layers keep for backward, on this rank."""
+
+    policies: tuple[LayerPolicy, ...]
+    """Of each layer, first to last, in the last training pass."""
+    memory: MemoryUse | None
+    """What `auto` has measured and decides by; None before its first pass, on CPU, and under the
+    other policies."""
+
+    @property
+    def num_whole_layers(self) -> int:
+        """Layers that are not recomputed."""
+        return self.policies.count("none")
+
+
+class LayerCheckpoints:
+    """Runs each decoder layer of a model under a policy of its own.
+
+    Policies change as a training pass begins and at no other time; a graph that exists already
+    keeps those it was made under. All ranks of a group must run the same ones: what backward sends
+    depends on them. Data-parallel replicas need not, since the collectives of DDP and FSDP2 belong
+    to layers and gradients, whatever is recomputed.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: CheckpointPolicy,
+        find_meter: Callable[[torch.device], Meter | None] = meter_of,
+    ) -> None:
+        self.find_meter = find_meter
+        self._layers = transformers_api.decoder_layers(model)
+        self._model = model
+        self._policy = policy
+        self._fixed: LayerPolicy = LADDER[-1] if policy == "auto" else policy
+        self._auto: AutoPolicy | None = None
+        self._pass: Pass | None = None
+        self._num_tokens = 0
+
+    @property
+    def policies(self) -> tuple[LayerPolicy, ...]:
+        """Of each layer, first to last, in the pass under way or the last one."""
+        return self._auto.policies if self._auto else (self._fixed,) * len(self._layers)
+
+    @property
+    def replays_attention(self) -> bool:
+        """Whether layers may ask attention for what it computed before."""
+        return self._policy in ("attention", "auto")
+
+    def report(self) -> Checkpointing:
+        memory = None if self._auto is None else self._auto.use
+        return Checkpointing(policies=self.policies, memory=memory)
+
+    def bind(self) -> Callable[[], None]:
+        """Take the layers over; return a function that gives them back."""
+        if self._policy == "none":
+            return lambda: None
+
+        def run(layer: int, forward: Callable[..., Any], *args: Any) -> Any:
+            return self._run(layer, forward, *args)
+
+        # Not the method: a deep copy of the model, whose hooks are those of this one, would get an
+        # object of its own with it, which no pass tells anything.
+        return transformers_api.checkpoint_layers(self._model, run)
+
+    def propose(self, decoder: nn.Module, tokens: Tensor, row_length: int) -> int:
+        """How many layers this rank can leave whole in the pass that begins, or `MEASURE`.
+
+        0 where nothing is chosen. `tokens` are this rank's, of rows of `row_length` over all ranks,
+        so that what must be the same on all ranks is taken from what they agree on.
+        """
+        if not self._counts(decoder):
+            return 0
+        if self._auto is None and (meter := self.find_meter(tokens.device)) is not None:
+            self._auto = AutoPolicy(meter, [_kind(layer) for layer in self._layers])
+        self._num_tokens = tokens.shape[0] * row_length
+        return self._auto.propose(self._num_tokens) if self._auto else 0
+
+    def begin(self, decoder: nn.Module, agreed: int) -> None:
+        """The pass begins with the least of what the ranks of the group proposed."""
+        if self._auto is not None and self._counts(decoder):
+            self._pass = self._auto.begin(self._num_tokens, agreed)
+
+    def end(self, decoder: nn.Module, hidden: Tensor) -> None:
+        """The decoder's forward is over; a training pass is when its backward is."""
+        this, self._pass = self._pass, None
+        auto = self._auto
+        if auto is None or this is None or not (self._counts(decoder) and hidden.requires_grad):
+            return
+
+        def backward_begins(_: Tensor) -> None:
+            # As DDP and FSDP do it, to come after the last gradient.
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: auto.end(this))
+
+        hidden.register_hook(backward_begins)
+
+    def _counts(self, decoder: nn.Module) -> bool:
+        """Whether a pass is a training pass of a model whose policies are chosen."""
+        return self._policy == "auto" and decoder.training and torch.is_grad_enabled()
+
+    def _run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
+        if self._auto is None:
+            return run_layer(self._fixed, forward, *args)
+        return self._auto.run(layer, forward, *args)
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Equal for layers that keep equally much: experts or not, with adapter or without."""
+    named = layer.named_parameters()
+    return (type(layer), *((name, tuple(p.shape), p.requires_grad) for name, p in named))

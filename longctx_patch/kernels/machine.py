@@ -1,0 +1,75 @@
+"""What this machine has: its GPU, and packages that kernels come in.
+
+Nothing is imported before a kernel of that package is asked for.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+
+def lacks_gpu(least: tuple[int, int], below: int | None = None) -> str | None:
+    """Why this machine's GPU doesn't do, or None: compute capability `least` or higher.
+
+    `below`: and a major version under this one.
+    """
+    wanted = f"{least[0]}.{least[1]}" + (" or higher" if below is None else f" to {below - 1}.x")
+    try:
+        found = torch.cuda.get_device_capability()
+    except (AssertionError, RuntimeError):  # torch without CUDA, or CUDA without a GPU
+        return "needs an NVIDIA GPU, and torch sees none"
+    if found < least or (below is not None and found[0] >= below):
+        return f"needs compute capability {wanted}, this GPU has {found[0]}.{found[1]}"
+    return None
+
+
+@dataclass(frozen=True)
+class Package:
+    """A distribution that may be installed, and the module of it that has the kernel."""
+
+    distribution: str
+    module: str
+    least: str
+    """The oldest version whose functions are called as we call them."""
+    install: str
+    """What to type to get it."""
+
+    @property
+    def version(self) -> str | None:
+        """None: not installed.
+
+        Asked of the distribution: flash-attn 2 brings a module `flash_attn.cute` of its own, which
+        is not flash-attn 4, and looking for a submodule would import the package around it.
+        """
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return None
+
+    def problem(self) -> str | None:
+        """Why it can't be used, with what to type, or None. Imports it, unless it is too old."""
+        from packaging.version import Version
+
+        found = self.version
+        if found is None:
+            return f"needs the package {self.distribution}: {self.install}"
+        if Version(found) < Version(self.least):
+            return (
+                f"needs {self.distribution} {self.least} or newer, {found} is installed: "
+                f"{self.install}"
+            )
+        try:
+            self.load()
+        except Exception as error:  # whatever a build for another torch, CUDA or driver raises
+            return (
+                f"{self.distribution} {found} is installed, but importing {self.module} fails "
+                f"({type(error).__name__}: {error}). Install it anew: {self.install}"
+            )
+        return None
+
+    def load(self) -> Any:
+        """The module."""
+        return import_module(self.module)

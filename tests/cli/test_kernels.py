@@ -1,0 +1,133 @@
+"""`longctx kernels`: what is listed, where the figures are from, and what is missing."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longctx_patch.cli import kernels as command
+from longctx_patch.kernels import available
+from longctx_patch.kernels.probe import Measured, allowed_pairs
+from tests.cli.conftest import Run
+
+DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks() -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lacks)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Pretend a GPU on which kernels were measured; whether each command measured anew."""
+    asked: list[bool] = []
+
+    def measured(request: Any, *, anew: bool) -> Mapping[str, Measured]:
+        asked.append(anew)
+        return {
+            "cudnn": Measured({"causal": (1e-3, 2e-3), "full": (2e-3, 4e-3)}),
+            "torch_flash": Measured({"causal": (2e-3, 4e-3), "full": (4e-3, 8e-3)}),
+            "flash_attn_4": Measured({}, "gives wrong numbers (dq of the full block is off by 1)"),
+        }
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Testing")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(command, "_measured", measured)
+    return asked
+
+
+def listed(run: Run, *options: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The report, and its kernels by name."""
+    report = json.loads(run("kernels", "--json", *options).output)
+    return report, {kernel["name"]: kernel for kernel in report["kernels"]}
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu_figures_are_those_of_another_machine(run: Run) -> None:
+    report, kernels = listed(run)
+    assert list(kernels) == list(available())
+    assert report["machine"] is None
+    assert "H200" in report["figures"]
+    assert report["auto"] == "torch_cpu"
+    four = kernels["flash_attn_4"]
+    assert four["tflops"]["causal"] == {"forward": 646, "backward": 582}
+    assert four["share_of_best"] == 1
+    assert 0.85 < kernels["cudnn"]["share_of_best"] < 0.95
+    assert "torch sees none; needs the package flash-attn-4: pip install" in four["missing"]
+    assert kernels["torch_cpu"]["missing"] is None
+    text = run("kernels").output
+    assert text.startswith("No NVIDIA GPU here.")
+    assert "646 / 582" in text
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_a_kernel_takes_is_what_it_accepts(run: Run) -> None:
+    _, kernels = listed(run)
+    for name, kernel in available().items():
+        found = kernels[name]
+        taken = (kernel.traits.segments, kernel.traits.windows, kernel.traits.tiles)
+        assert (found["segments"], found["windows"], found["tables"]) == taken
+        assert (found["softcap"], found["deterministic"]) == (
+            kernel.traits.softcap,
+            kernel.domain.deterministic,
+        )
+    assert kernels["cudnn"]["dtypes"] == ["bfloat16", "float16"]
+    assert kernels["cudnn"]["head_dims"] == "to 128, by 8"
+
+
+def test_rates_are_measured_where_a_gpu_is(run: Run, gpu: list[bool]) -> None:
+    report, kernels = listed(run)
+    assert (report["machine"], report["figures"]) == ("NVIDIA Testing", "measured here")
+    products = 2 * 32 * 128 * allowed_pairs("causal", 8192)
+    assert kernels["cudnn"]["tflops"]["causal"] == {
+        "forward": pytest.approx(2 * products / 1e-3 / 1e12),
+        "backward": pytest.approx(5 * products / 2e-3 / 1e12),
+    }
+    assert kernels["cudnn"]["share_of_best"] == 1
+    assert kernels["torch_flash"]["share_of_best"] == pytest.approx(0.5)
+    assert kernels["flash_attn_4"]["tflops"] is None
+    listed(run, "--measure")
+    assert gpu == [False, True]
+    assert "H200" in listed(run, "--no-measure")[0]["figures"]
+    assert gpu == [False, True]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_kernel_with_a_problem_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_missing", lambda kernel: None)
+    _, kernels = listed(run)
+    assert kernels["flash_attn_4"]["missing"] == (
+        "gives wrong numbers (dq of the full block is off by 1)"
+    )
+    assert "flash_attn_4: gives wrong numbers" in run("kernels").output
+
+
+@pytest.mark.usefixtures("gpu")
+def test_it_says_what_a_missing_kernel_costs(run: Run) -> None:
+    text = run("kernels", "--no-measure").output
+    assert "kernel='auto' takes cudnn here for causal masks in bfloat16, 89% as fast as" in text
+    assert 'flash_attn_4: needs the package flash-attn-4: pip install "flash-attn-4[cu13]' in text
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_measuring_without_a_gpu_is_wrong_usage(run: Run) -> None:
+    result = run("kernels", "--measure")
+    assert result.exit_code == 2
+    assert "--measure without a GPU: torch sees none here. Leave --measure out" in result.output
+
+
+def test_the_documented_figures_are_in_the_docs() -> None:
+    text = DOCS.read_text()
+    assert set(command.DOCUMENTED) <= set(available())
+    for name, cases in command.DOCUMENTED.items():
+        cells = " | ".join(f"{r.forward:.0f} / {r.backward:.0f}" for r in cases.values())
+        assert f"| `{name}` | {cells} |" in text, name
