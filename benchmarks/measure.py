@@ -5,10 +5,11 @@ Every function that is called collective is to be called by all ranks of the job
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,20 @@ import torch
 import torch.distributed as dist
 
 WARM_UP_CALLS = 3
+PACKAGES = (
+    "accelerate",
+    "deepspeed",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "liger-kernel",
+    "longctx-patch",
+    "ring-flash-attn",
+    "transformers",
+    "triton",
+    "trl",
+    "yunchang",
+)
 
 Row = dict[str, Any]
 """What the JSON says of one measurement or fit."""
@@ -40,6 +55,7 @@ class Clock:
 
     device: torch.device
     iterations: int
+    warm_up_calls: int = field(default=WARM_UP_CALLS, kw_only=True)
 
     @property
     def on_cuda(self) -> bool:
@@ -47,7 +63,7 @@ class Clock:
 
     def warm_up(self, call: Callable[[], object]) -> None:
         """The first calls compile and allocate."""
-        for _ in range(WARM_UP_CALLS):
+        for _ in range(self.warm_up_calls):
             call()
 
     def device_time(self, call: Callable[[], object]) -> Timing:
@@ -128,8 +144,21 @@ def machine(device: torch.device) -> Row:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that matter here and are installed."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:

@@ -1,0 +1,130 @@
+"""Start the processes of one job on this machine, and end them when their time is up.
+
+A job that hangs or crashes ends alone: whoever starts several, one after the other, goes on.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+GRACE_S = 10.0  # for the other processes, once one has failed
+POLL_S = 0.1
+
+
+class Ending(NamedTuple):
+    """How a job ended."""
+
+    seconds: float
+    problem: str | None
+    """None: every process ended well. Otherwise what happened, with the last line of its log."""
+
+
+def end_with_children() -> None:
+    """Where this process is asked to end (SIGTERM, as `timeout` sends it), end its jobs too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+class Budget:
+    """Time for all jobs together."""
+
+    def __init__(self, total_s: float) -> None:
+        self._deadline = time.monotonic() + total_s
+
+    def limit_s(self, most_s: float) -> float:
+        """What a job may take now: `most_s` or what is left; 0 if that is nothing."""
+        return max(0.0, min(most_s, self._deadline - time.monotonic()))
+
+
+def run_job(
+    script: Path, arguments: Sequence[str], num_processes: int, limit_s: float, logs: Path
+) -> Ending:
+    """Run a script in `num_processes` processes that find each other as under torchrun.
+
+    One process gets no such environment: Accelerate would wrap its model in DDP.
+
+    Args:
+        script: of Python; its folder is on the path of its processes.
+        limit_s: after that many seconds all processes, and what they have started, are killed.
+        logs: prefix of the files with what each process prints: `logs`.rank0.log and so on.
+    """
+    started = time.monotonic()
+    if limit_s <= 0:
+        return Ending(0.0, "not started: the time for all launches (--budget-s) was over")
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    job = {
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
+    files = [logs.with_name(f"{logs.name}.rank{rank}.log") for rank in range(num_processes)]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, file in enumerate(files):
+            place = job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with file.open("wb") as stream:
+                process = subprocess.Popen(
+                    [sys.executable, str(script), *arguments],
+                    env=os.environ | threads | (place if num_processes > 1 else {}),
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # a group that can be killed with its children
+                )
+            processes.append(process)
+        problem = _wait(processes, files, started + limit_s, limit_s)
+    finally:
+        for process in processes:
+            _kill(process)
+    return Ending(time.monotonic() - started, problem)
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]],
+    files: Sequence[Path],
+    deadline: float,
+    limit_s: float,
+) -> str | None:
+    """Until all have ended, the time is up, or one has failed and the others had their grace."""
+    first_failed: int | None = None
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed and first_failed is None:
+            first_failed = failed[0]
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        if None not in codes or time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    if first_failed is not None:
+        code, said = codes[first_failed], _last_line(files[first_failed])
+        return f"rank {first_failed} ended with {code}: {said}"
+    if None in codes:
+        return f"ended at its time limit of {limit_s:g} s; rank 0 said last: {_last_line(files[0])}"
+    return None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The process and its children, also those that it has left behind."""
+    with suppress(ProcessLookupError, PermissionError):  # where nobody of the group is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_line(file: Path) -> str:
+    lines = [line.strip() for line in file.read_text(errors="replace").splitlines()]
+    said = [line for line in lines if line]
+    errors = [line for line in said if "Error" in line.split(" ")[0]]
+    return (errors or said or ["nothing"])[-1][:300]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

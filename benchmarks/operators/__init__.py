@@ -1,0 +1,75 @@
+"""Attention over ranks as ours and others provide it: what `attention_job.py` times.
+
+A module here has `candidates(job)`. Importing it must need nothing but torch and this project:
+the package that it wraps is imported inside.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from problems import Problem
+from torch import Tensor
+
+FASTEST = "the fastest kernel"
+
+
+class NotCovered(Exception):
+    """A candidate doesn't compute this problem; says why."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes that share a sequence: all of this launch."""
+
+    device: torch.device
+    rank: int
+    num_ranks: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the command line: kernels, plans, configs."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A candidate, ready for one problem."""
+
+    positions: Tensor
+    """int64 `[L]`: which tokens of the sequence this rank holds."""
+    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(q_BLHD, k_BLGD, v_BLGD) of these tokens to out_BLHD, differentiable."""
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around forward and backward."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute attention over ranks."""
+
+    name: str
+    kernel: str
+    """Which kernel's ideal it is compared with; `FASTEST` where it chooses by itself."""
+    prepare: Callable[[Problem], Prepared]
+    """Collective. Raises NotCovered."""
+    problem_of: Callable[[Problem], Problem] = lambda problem: problem
+    """What it computes instead of the problem (the ideal: one rank's part)."""
+    close: Callable[[], None] = lambda: None
+    """Collective; gives back process groups."""
+
+
+def contiguous(problem: Problem, job: Job) -> Tensor:
+    """Positions of this rank's tokens, where ranks hold one run each."""
+    length = problem.num_tokens // job.num_ranks
+    return torch.arange(job.rank * length, (job.rank + 1) * length, device=job.device)
+
+
+def zigzag(problem: Problem, job: Job) -> Tensor:
+    """Positions where each rank holds a chunk from the start and one from the end."""
+    chunks = torch.arange(problem.num_tokens, device=job.device).chunk(2 * job.num_ranks)
+    return torch.cat([chunks[job.rank], chunks[2 * job.num_ranks - 1 - job.rank]])
+
+
+def require_plain(problem: Problem, covered: Sequence[str] = ("causal",)) -> None:
+    if problem.mask not in covered:
+        raise NotCovered(f"{problem.mask}: it covers {', '.join(covered)}")

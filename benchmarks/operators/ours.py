@@ -1,0 +1,106 @@
+"""This project's operator: every plan and product of degrees that fits the ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from config_text import config_of, name_of
+from problems import Problem
+
+from longctx_patch import Documents, LongContextConfig, make_sequence_group
+from longctx_patch.call import AttentionCall
+from longctx_patch.config import SPARSE_PLAN
+from longctx_patch.groups import SequenceGroup
+from longctx_patch.kernels import Score
+from longctx_patch.operator import distributed_attention, restricted
+from operators import FASTEST, Candidate, Job, NotCovered, Prepared
+
+PLANS = (
+    "auto",
+    "zigzag",
+    "zigzag_direct",
+    "distflash_balanced",
+    "allgather",
+    "burst",
+    "double_ring",
+)
+"""Of the grid, unless others are asked for; `halo`, `distflash`, `striped` and `ring` do worse on
+causal rows. Documents and windows run `halo` under `auto`."""
+
+
+def candidates(job: Job) -> list[Candidate]:
+    """The configs that were asked for, or the grid of degrees, plans and kernels."""
+    texts = job.settings.get("configs") or [
+        name_of(fields)
+        for kernel in job.settings.get("kernels") or ("auto",)
+        for fields in grid(job.num_ranks, job.settings.get("plans") or PLANS, kernel)
+    ]
+    return [_candidate(text, job) for text in texts]
+
+
+def grid(num_ranks: int, plans: tuple[str, ...], kernel: str) -> Iterator[dict[str, Any]]:
+    """Fields of LongContextConfig: each degree of Ulysses with each plan for the ring that is left.
+
+    Plans that their own rules exclude at a degree are left out.
+    """
+    for ulysses in (n for n in range(num_ranks, 0, -1) if num_ranks % n == 0):
+        ring = num_ranks // ulysses
+        for plan in plans if ring > 1 else ("auto",):
+            fields: dict[str, Any] = {"ulysses_degree": ulysses, "ring_degree": ring, "plan": plan}
+            if plan == "burst":  # a backward; its forward is the ring
+                fields |= {"plan": "zigzag", "backward_plan": "burst"}
+            if plan == "double_ring":
+                fields |= {"ranks_per_node": ring // 2}
+                if ring < 4 or ring % 2:
+                    continue
+            if kernel != "auto":
+                fields |= {"kernel": kernel}
+            yield fields
+
+
+@dataclass
+class _Groups:
+    """Makes the sequence group at its first use, for most of a grid may be filtered out."""
+
+    config: LongContextConfig
+    made: list[SequenceGroup] = field(default_factory=list)
+
+    def get(self) -> SequenceGroup:
+        if not self.made:
+            self.made.append(make_sequence_group(self.config))
+        return self.made[0]
+
+    def close(self) -> None:
+        while self.made:
+            self.made.pop().close()
+
+
+def _candidate(text: str, job: Job) -> Candidate:
+    config = config_of(text)
+    groups = _Groups(config)
+    kernel = FASTEST if config.kernel == "auto" else config.kernel
+    return Candidate(text, kernel, partial(_prepare, groups, job), close=groups.close)
+
+
+def _prepare(groups: _Groups, job: Job, problem: Problem) -> Prepared:
+    config = groups.config
+    if config.sequence_degree != job.num_ranks:
+        raise NotCovered(f"{config.sequence_degree} ranks share a sequence, not {job.num_ranks}")
+    if problem.mask == "window" and config.plan not in ("auto", SPARSE_PLAN):
+        raise NotCovered(f"layers with a window run {SPARSE_PLAN} under any plan")
+    group = groups.get()
+    documents = Documents.one(problem.num_tokens)
+    if problem.lengths is not None:
+        documents = Documents(problem.lengths, problem.num_tokens)
+    call = AttentionCall(  # as the layers of a patched model make it
+        group,
+        documents,
+        restricted(None, documents, problem.window),
+        Score(problem.head_dim**-0.5),
+        problem.num_heads,
+        problem.num_kv_heads,
+        plan_name=None if problem.window is None else SPARSE_PLAN,
+    )
+    positions = group.layout(documents).positions(group.group_rank, job.device)
+    return Prepared(positions, lambda q, k, v: distributed_attention(q, k, v, None, call)[0])

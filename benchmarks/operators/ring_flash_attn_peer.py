@@ -1,0 +1,69 @@
+"""ring-flash-attn 0.1.8: the zigzag ring, and Llama 3's all-gather for rows of documents."""
+
+import sys
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from problems import Problem
+from torch import Tensor
+
+from operators import Candidate, Job, NotCovered, Prepared, contiguous, require_plain, zigzag
+from operators.flash_attn_2_over_torch import install
+
+STRIDES = (1, 4)  # key-value heads that are gathered at once; 1 is what its README uses
+
+
+def candidates(job: Job) -> list[Candidate]:
+    llama3 = [
+        Candidate(f"llama3, {stride} heads at once", "torch_flash", partial(_llama3, job, stride))
+        for stride in STRIDES
+    ]
+    return [Candidate("zigzag", "torch_flash", partial(_zigzag, job)), *llama3]
+
+
+def _zigzag(job: Job, problem: Problem) -> Prepared:
+    require_plain(problem)
+    package = _package()
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return package.zigzag_ring_flash_attn_func(q, k, v, causal=True)
+
+    return Prepared(zigzag(problem, job), run)
+
+
+def _llama3(job: Job, stride: int, problem: Problem) -> Prepared:
+    if problem.num_kv_heads % stride:
+        raise NotCovered(f"{stride} at once don't divide {problem.num_kv_heads} key-value heads")
+    package = _package()
+    lengths = problem.lengths or (problem.num_tokens,)
+    edges = torch.tensor((0, *lengths), device=job.device).cumsum(0).int()
+    *mine, where = package.llama3_flash_attn_prepare_cu_seqlens(
+        edges, causal=True, rank=job.rank, world_size=job.num_ranks
+    )
+    window = (-1, -1) if problem.window is None else (problem.window - 1, 0)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = package.llama3_flash_attn_varlen_func(
+            *(x[0] for x in (q, k, v)),
+            *mine,
+            heads_k_stride=stride,
+            local_k_slice=where,
+            causal=True,
+            window_size=window,
+        )
+        return out[None]
+
+    return Prepared(contiguous(problem, job), run)
+
+
+def _package() -> Any:
+    """Without its adapters, which import names that newer transformers don't have."""
+    install()
+    adapters = ModuleType("ring_flash_attn.adapters")
+    adapters.__dict__.update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)
+    sys.modules.setdefault(adapters.__name__, adapters)
+    import ring_flash_attn
+
+    return ring_flash_attn

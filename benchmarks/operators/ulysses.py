@@ -1,0 +1,84 @@
+"""Plain Ulysses: heads for tokens, one kernel, tokens for heads, nothing hidden behind anything.
+
+What it takes to beat: an afternoon's work over the same kernels (Jacobs et al. 2023).
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from problems import Problem
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from operators import Candidate, Job, NotCovered, Prepared, contiguous, require_plain
+
+KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_ATTENTION}
+
+
+def candidates(job: Job) -> list[Candidate]:
+    """Over each kernel that torch has."""
+    kernels = KERNELS if job.device.type == "cuda" else {"torch_cpu": SDPBackend.FLASH_ATTENTION}
+    return [
+        Candidate(name, name, partial(_prepare, job, backend)) for name, backend in kernels.items()
+    ]
+
+
+def _prepare(job: Job, backend: SDPBackend, problem: Problem) -> Prepared:
+    require_plain(problem)
+    if problem.num_kv_heads % job.num_ranks:
+        raise NotCovered(f"{problem.num_kv_heads} key-value heads over {job.num_ranks} ranks")
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (_HeadsForTokens.apply(x).transpose(1, 2) for x in (q, k, v))
+        out = causal_attention(q, k, v, backend)
+        return _TokensForHeads.apply(out.transpose(1, 2))
+
+    return Prepared(contiguous(problem, job), run)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
+    """torch's attention of one kernel over `[B, H, N, D]`."""
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def _to_heads(x_BLHD: Tensor) -> Tensor:
+    """`[B, L, H, D]` to `[B, L * ranks, H / ranks, D]`, for B of 1."""
+    ranks = dist.get_world_size()
+    sent = x_BLHD[0].unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    return received.flatten(0, 1)[None]
+
+
+def _to_tokens(x_BNHD: Tensor) -> Tensor:
+    """The other way."""
+    ranks = dist.get_world_size()
+    sent = x_BNHD[0].unflatten(0, (ranks, -1)).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    return received.transpose(0, 1).flatten(1, 2)[None]
+
+
+class _HeadsForTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BLHD: Tensor) -> Tensor:
+        return _to_heads(x_BLHD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _to_tokens(grads[0])
+
+
+class _TokensForHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BNHD: Tensor) -> Tensor:
+        return _to_tokens(x_BNHD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _to_heads(grads[0])

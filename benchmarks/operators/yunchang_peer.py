@@ -1,0 +1,82 @@
+"""yunchang 0.6.4 (USP): LongContextAttention over each product of degrees.
+
+Of its kernels only FlashAttention has a backward: "torch_flash" and "torch_cudnn" raise there, and
+are tried so that the report says so.
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+from problems import Problem
+from torch import Tensor
+
+from operators import Candidate, Job, NotCovered, Prepared, require_plain
+from operators.flash_attn_2_over_torch import install
+
+KERNELS = {"FA": "torch_flash", "FA3": "flash_attn_3"}
+FORWARD_ONLY = {"TORCH_FLASH": "torch_flash", "TORCH_CUDNN": "cudnn"}
+
+
+def candidates(job: Job) -> list[Candidate]:
+    # The ring of one comes last: its backward sends to itself, which not every backend does.
+    degrees = [
+        (ulysses, job.num_ranks // ulysses)
+        for ulysses in range(1, job.num_ranks + 1)
+        if job.num_ranks % ulysses == 0
+    ]
+    pairs = [(kernel, degree) for kernel in KERNELS for degree in degrees]
+    pairs += [(kernel, degrees[-1]) for kernel in FORWARD_ONLY]
+    return [
+        Candidate(
+            f"ulysses={ulysses},ring={ring}, {kernel}",
+            (KERNELS | FORWARD_ONLY)[kernel],
+            partial(_prepare, job, kernel, ulysses, ring),
+        )
+        for kernel, (ulysses, ring) in pairs
+    ]
+
+
+def _prepare(job: Job, kernel: str, ulysses: int, ring: int, problem: Problem) -> Prepared:
+    # A window inside each block of a ring is another mask than one over the sequence.
+    require_plain(problem, ("causal", "window") if ring == 1 else ("causal",))
+    if problem.num_kv_heads % ulysses:
+        raise NotCovered(f"{problem.num_kv_heads} key-value heads over {ulysses} ranks")
+    install()
+    import yunchang
+    from yunchang.globals import HAS_FLASH_ATTN_HOPPER
+    from yunchang.kernels import AttnType
+
+    if kernel == "FA3" and not HAS_FLASH_ATTN_HOPPER:
+        raise NotCovered("flash-attn 3 (flash_attn_interface) isn't installed")
+    _set_groups(yunchang, ulysses, ring, job)
+    attention = yunchang.LongContextAttention(
+        ring_impl_type="zigzag", attn_type=getattr(AttnType, kernel)
+    )
+    tokens = torch.arange(problem.num_tokens, device=job.device).view(1, -1, 1)
+    positions = yunchang.EXTRACT_FUNC_DICT["zigzag"](
+        tokens, job.rank, job.num_ranks, rd=ring, ud=ulysses
+    )
+    window = (-1, -1) if problem.window is None else (problem.window - 1, 0)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, causal=True, window_size=window)
+
+    return Prepared(positions.flatten(), run)
+
+
+@cache
+def _groups(yunchang: Any, ulysses: int, ring: int, rank: int, num_ranks: int) -> tuple[Any, Any]:
+    """Process groups of these degrees, made once."""
+    from yunchang.globals import PROCESS_GROUP
+
+    yunchang.set_seq_parallel_pg(ulysses, ring, rank, num_ranks)
+    return PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG
+
+
+def _set_groups(yunchang: Any, ulysses: int, ring: int, job: Job) -> None:
+    """It looks its groups up in a singleton."""
+    from yunchang.globals import PROCESS_GROUP
+
+    groups = _groups(yunchang, ulysses, ring, job.rank, job.num_ranks)
+    PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = groups

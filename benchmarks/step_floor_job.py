@@ -1,0 +1,86 @@
+"""One launch of step.py: how fast kernels alone are here, and the step that they would allow.
+
+The floor of a step: attention of every layer at the rate of one causal kernel over all tokens with
+a rank's part of the heads, matrix products at the rate of a large one, forward and backward,
+nothing recomputed, and all else hidden behind them. Measured on all GPUs at once.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attention_job import timed
+from measure import Clock, Row, dtype_on, finish, is_first_rank, num_processes, start
+from operators import Job, NotCovered, ideal
+from problems import Problem
+from report import append_line
+from systems import Shape
+
+MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
+
+
+def matmul_flops_per_s(clock: Clock) -> float:
+    size = MATMUL_SIZE[clock.device.type]
+    a, b = torch.randn(2, size, size, device=clock.device, dtype=dtype_on(clock.device))
+    return 2 * size**3 / clock.device_time(lambda: a @ b).seconds
+
+
+def floor_s(
+    shape: Shape, num_tokens: int, num_ranks: int, attention_s: float, rate: float
+) -> float:
+    """Seconds of a step; `attention_s` is of one layer, `rate` of matrix products in FLOP/s."""
+    linear_flops = 6 * shape.linear_weights * num_tokens / num_ranks
+    return shape.num_layers * attention_s + linear_flops / rate
+
+
+def measure(settings: dict[str, Any], num_tokens: int, job: Job, clock: Clock, rate: float) -> Row:
+    shape = Shape(**settings["shape"])
+    problem = Problem(
+        num_tokens=num_tokens,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    kernels: dict[str, Row] = {}
+    for candidate in ideal.candidates(job):
+        mine = candidate.problem_of(problem)
+        try:
+            forward, both = timed(candidate.prepare(mine), mine, clock)
+        except (NotCovered, RuntimeError) as error:
+            kernels[candidate.name] = {"reason": str(error)[:200]}
+            continue
+        seconds = both.seconds
+        kernels[candidate.name] = {
+            "forward_s": forward.seconds,
+            "backward_s": seconds - forward.seconds,
+            "floor_s": floor_s(shape, num_tokens, job.num_ranks, seconds, rate),
+        }
+    floors = [found["floor_s"] for found in kernels.values() if "floor_s" in found]
+    return {
+        "num_tokens": num_tokens,
+        "status": "ok" if floors else "failed",
+        "seconds": min(floors, default=None),
+        "matmul_tflops_per_s": rate * 1e-12,
+        "kernels": kernels,
+    }
+
+
+def main() -> None:
+    settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    device = start()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    job = Job(device, rank, num_processes(), {"ideal_kernels": settings["floor_kernels"]})
+    clock = Clock(device, settings["steps"])
+    rate = matmul_flops_per_s(clock)
+    for num_tokens in settings["tokens"]:
+        row = measure(settings, num_tokens, job, clock, rate)
+        if is_first_rank():
+            append_line({"system": "floor", **row}, Path(settings["lines"]))
+    finish()
+
+
+if __name__ == "__main__":
+    main()

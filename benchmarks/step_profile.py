@@ -1,0 +1,195 @@
+"""Where the time of a training step goes: a table by part, from what ran on one GPU.
+
+Every instant of the step belongs to one part. Computing comes first: communication counts only
+while nothing else runs, which is what better overlap could win.
+"""
+
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import Row
+from torch import nn
+
+STEP = "benchmark step"
+IDLE = "idle"
+# Where several run at once, the first named here has the time.
+PARTS = (
+    "attention backward",
+    "attention forward",
+    "loss",
+    "linear",
+    "optimizer",
+    "elementwise",
+    "FSDP",
+    "exposed communication",
+    IDLE,
+)
+ATTENTION = ("flash", "fmha", "sdpa", "attention", "dot_do_o", "convert_dq")
+BACKWARD = ("bwd", "backward", "bprop", "dot_do_o", "convert_dq", "dgrad")
+LINEAR = ("gemm", "nvjet", "cublas", "cutlass", "matmul")
+LOSS = ("cross_entropy", "softmax", "nll_loss", "logprob")
+OPTIMIZER = ("multi_tensor_apply", "adam")
+FSDP_COLLECTIVES = ("allgather", "all_gather", "reducescatter", "reduce_scatter")
+FSDP_COPIES = ("chunk_cat", "split_with_sizes")
+
+
+@dataclass(frozen=True)
+class Activity:
+    """A kernel or a copy on the GPU."""
+
+    name: str
+    start_us: float
+    stop_us: float
+    ranges: tuple[str, ...] = ()
+    """Names of the `record_function` ranges that it was started in."""
+
+
+def part_of(activity: Activity) -> str:
+    """The part of the step that a kernel belongs to, from its name and ranges."""
+    name = activity.name.lower()
+    ranges = " ".join(activity.ranges).lower()
+    if name.startswith("nccl") or "memcpy ptop" in name:
+        belongs = "fsdp" in ranges or _any(FSDP_COLLECTIVES, name)
+        return "FSDP" if belongs else "exposed communication"
+    if "optimizer" in ranges or _any(OPTIMIZER, name):
+        return "optimizer"
+    if "fsdp" in ranges or _any(FSDP_COPIES, name):
+        return "FSDP"
+    if _any(ATTENTION, name):
+        return "attention backward" if _any(BACKWARD, name) else "attention forward"
+    if "loss" in ranges.split() or _any(LOSS, name):
+        return "loss"
+    return "linear" if _any(LINEAR, name) else "elementwise"
+
+
+def _any(words: Iterable[str], text: str) -> bool:
+    return any(word in text for word in words)
+
+
+def microseconds_by_part(
+    activities: Sequence[Activity], start_us: float, stop_us: float
+) -> dict[str, float]:
+    """How long each part has the step, from `start_us` to `stop_us`; they sum up to all of it."""
+    edges = []
+    for activity in activities:
+        begin, end = max(activity.start_us, start_us), min(activity.stop_us, stop_us)
+        if begin < end:
+            part = part_of(activity)
+            edges += [(begin, 1, part), (end, -1, part)]
+    totals, running = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0)
+    now = start_us
+    for moment, change, part in sorted(edges):
+        totals[_first_running(running)] += moment - now
+        running[part] += change
+        now = moment
+    totals[IDLE] += stop_us - now
+    return totals
+
+
+def _first_running(running: dict[str, int]) -> str:
+    return next((part for part in PARTS if running[part]), IDLE)
+
+
+def activities_of(trace: dict[str, Any]) -> tuple[list[Activity], float, float]:
+    """(what ran on the GPU, start, stop) of the step in a trace of torch.profiler."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    steps = [e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation"]
+    start, stop = steps[0]["ts"], steps[0]["ts"] + steps[0]["dur"]
+    streams = defaultdict(list)
+    for event in events:
+        streams[event["pid"], event["tid"]].append(event)
+    found: list[Activity] = []
+    for stream in streams.values():
+        found += _with_ranges(stream)
+    return found, start, stop
+
+
+def _with_ranges(events: Sequence[dict[str, Any]]) -> list[Activity]:
+    """The kernels of one stream with the ranges that they lie in."""
+    found: list[Activity] = []
+    open_ranges: list[dict[str, Any]] = []
+    # A range comes before a kernel that starts with it.
+    for event in sorted(events, key=lambda e: (e["ts"], e.get("cat") != "gpu_user_annotation")):
+        if event.get("cat") == "gpu_user_annotation":
+            open_ranges.append(event)
+        elif event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            start, stop = event["ts"], event["ts"] + event["dur"]
+            open_ranges = [e for e in open_ranges if e["ts"] + e["dur"] > start]
+            names = tuple(e["name"] for e in open_ranges)
+            found.append(Activity(event["name"], start, stop, names))
+    return found
+
+
+@contextmanager
+def named(module: nn.Module, name: str) -> Iterator[None]:
+    """What `module.forward` starts is in a `record_function` range of this name."""
+    ranges: list[Any] = []
+
+    def begin(module: nn.Module, args: Any) -> None:
+        ranges.append(torch.profiler.record_function(name))
+        ranges[-1].__enter__()
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        ranges.pop().__exit__(None, None, None)
+
+    hooks = (module.register_forward_pre_hook(begin), module.register_forward_hook(end))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def profiled(step: Callable[[], object], model: nn.Module, device: torch.device) -> Row | None:
+    """One step's milliseconds by part on rank 0; None on other ranks and without a GPU.
+
+    Collective: every rank runs the step. Kernels by time are in `kernels`, to judge the table by.
+    What the model's head runs forward counts as loss: a chunked loss computes its gradients there.
+    """
+    if device.type != "cuda":
+        step()
+        return None
+    if dist.is_initialized() and dist.get_rank() != 0:
+        step()
+        torch.cuda.synchronize()
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    with (
+        named(head, "loss"),
+        torch.profiler.profile(activities=activities) as profile,
+        torch.profiler.record_function(STEP),
+    ):
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(file))
+        found, start, stop = activities_of(json.loads(file.read_text()))
+    parts = microseconds_by_part(found, start, stop)
+    return {
+        "milliseconds": {part: value / 1e3 for part, value in parts.items()},
+        "kernels": _longest(found),
+    }
+
+
+def _longest(activities: Sequence[Activity], count: int = 40) -> list[Row]:
+    """The kernels that took most time, with their part."""
+    totals: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for activity in activities:
+        duration = activity.stop_us - activity.start_us
+        totals[activity.name[:120], part_of(activity)].append(duration)
+    by_time = sorted(totals.items(), key=lambda item: -sum(item[1]))[:count]
+    return [
+        {"kernel": name, "part": part, "milliseconds": sum(times) / 1e3, "calls": len(times)}
+        for (name, part), times in by_time
+    ]

@@ -1,0 +1,151 @@
+"""Training steps over long rows as ours and others do them: what `step_job.py` times.
+
+A module here has `build(job, model, options)`, which returns a `System`. Importing it must need
+nothing but torch, transformers, Accelerate and this project: other packages are imported inside.
+Without FSDP (one process, or the CPU) weights keep the dtype they are made in; with it they are
+kept in float32 and used in bfloat16, as Accelerate's mixed precision does.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IGNORE_INDEX = -100
+LEARNING_RATE = 1e-7  # so small that the loss stays comparable from step to step
+CHECKED_PARTS = ("self_attn.v_proj.weight", "self_attn.o_proj.weight")
+_WRAPPERS = ("_checkpoint_wrapped_module.", "module.")
+
+
+class NotCovered(Exception):
+    """A system can't run this; says why."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama; the default is Llama-3.1-8B's with 8 layers."""
+
+    num_layers: int = 8
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    vocab_size: int = 128256
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def linear_weights(self) -> int:
+        """Of all linear layers and the head."""
+        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        layer = attention + 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * layer + self.vocab_size * self.hidden_size
+
+    def step_flops(self, num_tokens: int) -> int:
+        """Of one causal row, forward and backward, without recompute."""
+        width = self.num_heads * self.head_dim
+        pairs = self.num_layers * num_tokens * num_tokens
+        return 6 * self.linear_weights * num_tokens + 6 * pairs * width
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes that share a row: all of this launch."""
+
+    device: torch.device
+    rank: int
+    num_ranks: int
+    shape: Shape
+
+    @property
+    def shards_weights(self) -> bool:
+        """FSDP2, which Accelerate has on GPUs only."""
+        return self.device.type == "cuda" and self.num_ranks > 1
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.shards_weights else "no"
+
+    def shard_length(self, num_tokens: int) -> int:
+        return num_tokens // self.num_ranks
+
+
+class System(Protocol):
+    """A model, its optimizer, and what cuts a row over the ranks. Every method is collective."""
+
+    model: nn.Module
+    warm_up_steps: int
+
+    def load(self, row: Tensor) -> None:
+        """The row `[1, N]` of the steps to come, whole and the same on every rank."""
+        ...
+
+    def loss(self) -> Tensor:
+        """This rank's loss, whose mean over ranks is the mean over all tokens."""
+        ...
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def gradient_norm(self, name: str) -> float:
+        """Of the gradient that one process would have, between `backward` and `update`."""
+        ...
+
+    def update(self) -> None:
+        """The optimizer's step, and gradients cleared."""
+        ...
+
+    def details(self) -> dict[str, Any]:
+        """What it has decided by itself, for the report."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def next_tokens(row: Tensor) -> Tensor:
+    """Labels of a row `[1, N]`, shifted: the last token has none."""
+    return F.pad(row[:, 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def mean_loss(logits: Tensor, labels: Tensor, num_tokens: int, num_ranks: int) -> Tensor:
+    """A rank's loss, whose mean over ranks is the mean over the N - 1 tokens with a label."""
+    total = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+    return total.float() / (num_tokens - 1) * num_ranks
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers have put before and into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def parameter(model: nn.Module, name: str) -> nn.Parameter:
+    return next(p for full, p in model.named_parameters() if plain_name(full) == name)
+
+
+def gradient_norm(model: nn.Module, name: str) -> float:
+    """Of a parameter that is whole, or sharded by FSDP2. Collective."""
+    gradient = parameter(model, name).grad
+    if gradient is None:
+        return 0.0
+    norm = torch.linalg.vector_norm(gradient.float())
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.AdamW:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=device.type == "cuda")
+
+
+def take(options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+    """Options with defaults, all known. Raises ValueError for others."""
+    unknown = sorted(options.keys() - defaults.keys())
+    if unknown:
+        raise ValueError(f"options {', '.join(unknown)}: this system has {', '.join(defaults)}.")
+    return defaults | options

@@ -1,0 +1,78 @@
+"""The model that all systems train: a Llama with random weights, alike in every process."""
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from systems import CHECKED_PARTS, Shape, mean_loss, next_tokens
+
+SEED = 0
+KERNEL_NAMES = ("rope", "swiglu", "rms_norm")
+
+
+def make_model(
+    shape: Shape, max_tokens: int, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
+    config = LlamaConfig(
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=max_tokens,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(SEED)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.train()
+
+
+def random_row(num_tokens: int, shape: Shape, device: torch.device) -> Tensor:
+    """int64 `[1, N]`, the same in every process."""
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(shape.vocab_size, (1, num_tokens), generator=generator).to(device)
+
+
+def checkpoint_layers(model: PreTrainedModel, *, offload: bool = False) -> None:
+    """transformers' own checkpointing of every layer; `offload` keeps their inputs on the host."""
+    # Renamed in transformers 5.23.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False}, offload=offload)
+
+
+def use_liger(model: nn.Module, *, fused_loss: bool = False) -> None:
+    """Liger Kernel's RMSNorm, SwiGLU and rotary embeddings; with `fused_loss` its loss too."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(
+        model=model,
+        **dict.fromkeys(KERNEL_NAMES, True),
+        cross_entropy=False,
+        fused_linear_cross_entropy=fused_loss,
+    )
+
+
+def checked_names(shape: Shape) -> list[str]:
+    """Parameters whose gradients tell right attention from wrong: of the first and last layer."""
+    layers = sorted({0, shape.num_layers - 1})
+    return [f"model.layers.{layer}.{part}" for layer in layers for part in CHECKED_PARTS]
+
+
+def one_process(model: nn.Module, row: Tensor, shape: Shape) -> dict[str, float]:
+    """Loss and gradient norms of the plain model on the whole row. Leaves no gradients."""
+    logits = model(input_ids=row, use_cache=False).logits.float()
+    loss = mean_loss(logits, next_tokens(row), row.shape[1], 1)
+    loss.backward()
+    parameters = dict(model.named_parameters())
+    gradients = {name: parameters[name].grad for name in checked_names(shape)}
+    norms = {
+        name: float(torch.linalg.vector_norm(gradient.float()))
+        for name, gradient in gradients.items()
+        if gradient is not None
+    }
+    model.zero_grad(set_to_none=True)
+    return {"loss": float(loss.detach())} | norms

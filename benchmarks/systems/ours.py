@@ -1,0 +1,80 @@
+"""A model patched by this project, under FSDP2 as its run folders set it up.
+
+Options: fields of LongContextConfig (`ulysses` and `ring` for the degrees), and `liger=true` for
+Liger Kernel's RMSNorm, SwiGLU and rotary embeddings.
+"""
+
+import dataclasses
+import os
+from typing import Any
+
+import yaml
+from config_text import NAMES
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch.plugin import accelerate_yaml, close_accelerator, make_accelerator
+from systems import Job, gradient_norm, make_optimizer
+from systems.model import use_liger
+
+
+def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Ours":
+    return Ours(job, model, dict(options))
+
+
+class Ours:
+    def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
+        self._device = job.device
+        if options.pop("liger", False):
+            use_liger(model)
+        config = LongContextConfig(**{NAMES.get(key, key): x for key, x in options.items()})
+        # `auto` measures its first steps before it decides.
+        self.warm_up_steps = 4 if config.checkpoint == "auto" else 2
+        if config.sequence_degree != job.num_ranks:
+            raise ValueError(
+                f"{config.sequence_degree} ranks share a sequence, and {job.num_ranks} run: give "
+                "ulysses= and ring= so that they multiply to it."
+            )
+        if job.shards_weights:
+            os.environ.update(launch_environment(job.num_ranks))
+        self._accelerator = make_accelerator(
+            config, mixed_precision=job.precision, cpu=job.device.type == "cpu"
+        )
+        self._handle = patch(model, config)
+        self._collate = SequenceShardCollator(
+            config, group_rank=self._handle.group_rank, pad_token_id=0
+        )
+        optimizer = make_optimizer(model.parameters(), job.device)
+        self.model, self._optimizer = self._accelerator.prepare(model, optimizer)
+
+    def load(self, row: Tensor) -> None:
+        batch = self._collate([{"input_ids": row[0].cpu()}])
+        self._batch = {name: value.to(self._device) for name, value in batch.items()}
+
+    def loss(self) -> Tensor:
+        loss: Tensor = self.model(**self._batch, use_cache=False).loss
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
+
+    def gradient_norm(self, name: str) -> float:
+        return gradient_norm(self.model, name)
+
+    def update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def details(self) -> dict[str, Any]:
+        return {"checkpointing": dataclasses.asdict(self._handle.checkpointing)}
+
+    def close(self) -> None:
+        close_accelerator(self._accelerator)
+
+
+def launch_environment(num_ranks: int) -> dict[str, str]:
+    """What `accelerate launch` exports for the FSDP2 settings of a run folder's accelerate.yaml."""
+    settings = yaml.safe_load(accelerate_yaml(num_ranks, num_ranks, fsdp=True))["fsdp_config"]
+    exported = {key.upper(): str(value) for key, value in settings.items()}
+    return {"ACCELERATE_USE_FSDP": "true", **exported}
