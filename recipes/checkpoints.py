@@ -35,8 +35,17 @@ FREE = {
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
 }
 WORLD = {
-    *("ulysses", "ring", "layout", "plan", "backward_plan", "ranks_per_node", "hardware"),
-    *("kernel", "loss", "checkpoint"),
+    *(
+        "ulysses",
+        "ulysses_waves",
+        "ring",
+        "layout",
+        "plan",
+        "backward_plan",
+        "ranks_per_node",
+        "hardware",
+    ),
+    *("kernel", "deterministic", "loss", "checkpoint"),
 }
 ROWS = {"batch_size", "gradient_accumulation_steps"}
 

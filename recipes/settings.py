@@ -58,13 +58,15 @@ class Settings:
 
     # Sequence parallelism: see LongContextConfig
     ulysses: int = setting("ranks that exchange heads for tokens", default=1)
+    ulysses_waves: int = setting("parts in which heads are exchanged", default=2)
     ring: int = setting("ranks that pass key-value blocks round", default=1)
     layout: str = setting("placement of tokens; auto: that of the plan", default="auto")
     plan: str = setting("schedule of the ring; auto: the cost model's", default="auto")
     backward_plan: str = setting("schedule of backward; auto: the cost model's", default="auto")
     ranks_per_node: int | None = setting("ring ranks per machine, for double_ring", default=None)
     hardware: str = setting("what auto chooses for: a100, h100 or h200", default="h100")
-    kernel: str = setting("attention kernel", default="auto")
+    kernel: str = setting("attention kernel; auto: the fastest that fits", default="auto")
+    deterministic: bool = setting("attention sums in a fixed order on GPUs too", default=False)
     loss: str = setting("chunked, or logits: from all logits at once", default="chunked")
     checkpoint: str = setting(
         "none, full, attention, or auto: as much recompute as the memory demands", default="auto"
@@ -124,6 +126,7 @@ class Settings:
         """The part of the settings that the patch takes."""
         return LongContextConfig(
             ulysses_degree=self.ulysses,
+            ulysses_waves=self.ulysses_waves,
             ring_degree=self.ring,
             # Checked by LongContextConfig.
             layout=None if self.layout == "auto" else self.layout,  # type: ignore[arg-type]
@@ -132,6 +135,7 @@ class Settings:
             ranks_per_node=self.ranks_per_node,
             hardware=self.hardware,  # type: ignore[arg-type]
             kernel=self.kernel,
+            deterministic=self.deterministic,
             loss=self.loss,  # type: ignore[arg-type]
             checkpoint=self.checkpoint,  # type: ignore[arg-type]
         )
