@@ -138,8 +138,8 @@ def decide(
         checkpoint=checkpoint,
         save_every=SAVE_EVERY,
     )
-    check_model_config(config, settings.sequence_parallelism())
     scaled = models.load_config(settings)
+    check_model_config(scaled, settings.sequence_parallelism())
     models.check_vocabulary(models.load_tokenizer(settings), scaled)
     launch_yaml = accelerate_yaml(
         gpus,
@@ -270,7 +270,12 @@ def _check_text(source: str) -> None:
     try:
         found = Path(source).is_dir() or next(iter(texts.read_documents([source], "text")), None)
     except ValueError as error:
-        raise ValueError(f"--data {source}: {error}") from error
+        raise ValueError(
+            f"--data {source}: {error} `longctx patch` reads the field 'text' only: leave --data "
+            "out, and set text: and text_field: in the run folder's finetune.yaml."
+            if "--text-field" in str(error)
+            else f"--data {source}: {error}"
+        ) from error
     if not found:
         raise ValueError(f"--data {source}: no text in it. Give files or folders with text.")
 
@@ -284,6 +289,11 @@ def _check_length(config: Any, seq_len: int, rope: str | None, factor: float | N
             "Add --rope yarn (or linear or dynamic)."
         )
     if rope is None:
+        if "dynamic" in _rope_types(config.rope_parameters):
+            raise ValueError(
+                "this model's RoPE is of type 'dynamic': its frequencies follow the length that "
+                "each process sees. Add --rope dynamic, which freezes them at --seq-len."
+            )
         if seq_len > reach:
             raise ValueError(
                 f"--seq-len {seq_len}: this model reaches {reach} tokens, so its RoPE must be "

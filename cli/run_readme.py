@@ -21,9 +21,13 @@ tokenizer.
 {launch}
 ```
 {how_to_start}
-Settings can be added to the command, for example `--max-steps 10`; they win over `finetune.yaml`.
-`training/` gets metrics.jsonl (one line per step), checkpoints (`--save-every N`; go on with
-`--resume`) and final/.
+Settings can be added to the command, for example `--max-steps 10`, or `--full` to train every
+weight in place of an adapter; they win over `finetune.yaml`. `training/` gets metrics.jsonl (one
+line per step), checkpoints (`--save-every N`) and final/.
+
+An interrupted run goes on from its newest checkpoint with `--resume`, added to its own command:
+settings that were added then are repeated. A run that differs in what decides its numbers is a new
+one, a longer run (`--max-steps`) too, unless its learning rate is constant (`--scheduler`).
 
 ## Check the numbers
 

@@ -31,7 +31,7 @@ class Target:
 
 @click.command("verify")
 @click.argument("target", metavar="MODEL_OR_RUN")
-@click.option("--nproc", type=click.IntRange(1), help="Processes [4, or what the run needs].")
+@click.option("--nproc", type=click.IntRange(1), help="Processes [4, or what degrees or run need].")
 @click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [every one that fits].")
 @click.option("--ring", type=click.IntRange(1), help="Ring degree [every one that fits].")
 @click.option(
@@ -88,7 +88,8 @@ def run(
     packed = packed or found.packed
     policy = checkpoint or (found.run.checkpoint if found.run else "none")
     run_degree = found.run.sequence_degree if found.run else None
-    num_ranks = nproc or (ulysses * ring if ulysses and ring else run_degree or 4)
+    asked = (ulysses or 1) * (ring or 1) if ulysses or ring else None
+    num_ranks = nproc or asked or run_degree or 4
     if found.run and num_ranks == run_degree and ulysses is ring is layout is None:
         layout_of_rows = found.run.packed_placement if packed else found.run.layout
         configs = [replace(found.run, checkpoint=policy, layout=layout_of_rows)]  # type: ignore[arg-type]  # a click.Choice
@@ -137,13 +138,15 @@ def choose_configs(
 
     if ulysses is None and ring is None:
         return all_configs(num_ranks, layouts=layouts, checkpoint=checkpoint, max_ulysses=num_heads)
-    given = ulysses or ring or 1
-    ulysses, ring = ulysses or num_ranks // given, ring or num_ranks // given
-    if ulysses * ring != num_ranks:
+    given = {"--ulysses": ulysses, "--ring": ring}
+    words = " ".join(f"{name} {degree}" for name, degree in given.items() if degree)
+    product = (ulysses or 1) * (ring or 1)
+    if num_ranks % product or (ulysses and ring and product != num_ranks):
         raise ValueError(
-            f"--ulysses {ulysses} x --ring {ring} = {ulysses * ring}, but --nproc is {num_ranks}: "
-            f"the degrees must multiply to it. Use --nproc {ulysses * ring}, or other degrees."
+            f"{words} with --nproc {num_ranks}: the two degrees multiply to the processes. Use "
+            f"--nproc {product}, or leave --nproc out."
         )
+    ulysses, ring = ulysses or num_ranks // product, ring or num_ranks // product
     return [
         LongContextConfig(
             ulysses_degree=ulysses, ring_degree=ring, layout=layout, checkpoint=checkpoint

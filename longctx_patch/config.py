@@ -104,9 +104,10 @@ class LongContextConfig:
         for name in ("ulysses_degree", "ring_degree", "ulysses_waves"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                kind = "" if type(value) is int else f", of type {type(value).__name__}"
                 raise ValueError(
-                    f"{name}={value!r}: a degree is a whole number of ranks (ulysses_waves: of "
-                    f"parts), 1 or more. Use {name}=1 to switch it off."
+                    f"{name}={value!r}{kind}: a degree is a whole number of ranks "
+                    f"(ulysses_waves: of parts), 1 or more. Use {name}=1 to switch it off."
                 )
         if self.layout is not None:
             _require_choice("layout", self.layout, get_args(LayoutName))

@@ -52,7 +52,7 @@ def share_of_loss(
 ) -> Tensor:
     """This rank's loss by the loss law, from the sum over its own tokens: a scalar of its dtype."""
     if isinstance(num_valid_tokens, Tensor):
-        count = num_valid_tokens.to(token_sum.device).clamp(min=1)
+        count = num_valid_tokens.to(token_sum.device).reshape(()).clamp(min=1)
         return token_sum / count * num_averaged_ranks
     return token_sum / max(num_valid_tokens, 1) * num_averaged_ranks
 

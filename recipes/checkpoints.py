@@ -56,10 +56,10 @@ HOW_TO_LOAD = """\
 together; loading the adapter alone would take the base model's own RoPE.
 
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
     config = AutoConfig.from_pretrained("{folder}")
-    model = AutoModelForCausalLM.{how}
+    {how}
     model = PeftModel.from_pretrained(model, "{folder}")
 """
 
@@ -138,7 +138,7 @@ def save_checkpoint(
         shutil.rmtree(folder, ignore_errors=True)  # left incomplete by a run that was stopped
         folder.mkdir(parents=True)
     accelerator.wait_for_everyone()
-    export_model(accelerator, state.model, tokenizer, folder / "model")
+    export_model(accelerator, state.model, tokenizer, folder / "model", seed=run["exact"]["seed"])
     with _one_process_is_fine():
         dcp.save(_tensors(state), checkpoint_id=folder / "state", no_dist=not _distributed())
     torch.save(_random_states(), folder / f"random_{accelerator.process_index}.pt")
@@ -167,8 +167,11 @@ def load_checkpoint(accelerator: Any, state: TrainState, folder: Path) -> None:
     state.step = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["step"]
 
 
-def export_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path) -> None:
-    """Save the adapter or the model, its config and tokenizer; every process calls this."""
+def export_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path, *, seed: int) -> None:
+    """Save the adapter or the model, its config and tokenizer; every process calls this.
+
+    `seed` is the run's, from which the base model of an adapter may have its weights.
+    """
     inner = accelerator.unwrap_model(model)
     adapter = hasattr(inner, "peft_config")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
@@ -179,16 +182,21 @@ def export_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path) -> 
         tokenizer.save_pretrained(folder)
         if adapter:
             inner.get_base_model().config.save_pretrained(folder)
-            _write_how_to_load(inner, folder)
+            _write_how_to_load(inner, folder, seed)
     accelerator.wait_for_everyone()
 
 
-def _write_how_to_load(model: Any, folder: Path) -> None:
+def _write_how_to_load(model: Any, folder: Path, seed: int) -> None:
     config, base = model.get_base_model().config, model.get_base_model().name_or_path
-    how = f'from_pretrained("{base}", config=config)'
     if base.endswith(".json"):
-        how = "from_config(config)  # after transformers.set_seed(the run's seed): random weights"
-    text = HOW_TO_LOAD.format(length=config.max_position_embeddings, folder=folder, how=how)
+        how = f"set_seed({seed})  # the base model has the random weights of this seed\n"
+        how += "    model = AutoModelForCausalLM.from_config(config)"
+    else:
+        base = str(Path(base).resolve()) if Path(base).is_dir() else base
+        how = f'model = AutoModelForCausalLM.from_pretrained("{base}", config=config)'
+    text = HOW_TO_LOAD.format(
+        length=config.max_position_embeddings, folder=folder.resolve(), how=how
+    )
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 

@@ -81,7 +81,9 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
         if settings.save_every and state.step % settings.save_every == 0:
             checkpoints.save_checkpoint(accelerator, state, tokenizer, output, run)
     bar.close()
-    checkpoints.export_model(accelerator, state.model, tokenizer, output / "final")
+    checkpoints.export_model(
+        accelerator, state.model, tokenizer, output / "final", seed=settings.seed
+    )
     accelerator.print(
         f"saved to {output / 'final'}; one line per step in {output / 'metrics.jsonl'}"
     )

@@ -1,5 +1,6 @@
 """The recipe's model and tokenizer: from the hub, a local folder or a bare config.json."""
 
+import shlex
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import (
 )
 
 from longctx_patch.hf.models import load_model_config
-from longctx_patch.hf.rope import scale_rope
+from longctx_patch.hf.rope import reachable_length, scale_rope
 
 from .settings import Settings
 
@@ -33,6 +34,7 @@ def load_config(settings: Settings) -> PreTrainedConfig:
     """The model's config with RoPE that reaches `settings.seq_len`."""
     config = load_model_config(settings.model)
     check_weights(settings.model)
+    _check_length(settings, config)
     return scale_rope(
         config, kind=settings.rope, target_length=settings.seq_len, factor=settings.rope_factor
     )
@@ -119,11 +121,28 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
+def _check_length(settings: Settings, config: PreTrainedConfig) -> None:
+    """Refuse a length that needs scaling, with the flag to give; `scale_rope` checks the rest."""
+    has_rope = getattr(config, "rope_parameters", None) and config.max_position_embeddings
+    if settings.rope != "none" or not has_rope:
+        return
+    reach = reachable_length(config)
+    if settings.seq_len > reach:
+        raise ValueError(
+            f"seq_len={settings.seq_len}, but the model reaches {reach} tokens "
+            "(max_position_embeddings). Use --rope yarn (or linear or dynamic), a smaller "
+            "--seq-len, or, if the model is fine with longer ones, raise max_position_embeddings "
+            "in its config.json."
+        )
+
+
 def check_weights(model: str) -> None:
     """Refuse a local folder without weights; those of a hub name are found when it is loaded."""
     folder = Path(model).expanduser()
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        path = shlex.quote(str(folder / "config.json"))
         raise ValueError(
             f"model folder {model!r} has no weights ({', '.join(WEIGHT_FILES)}). To start from "
-            f"random weights, give the file itself: {folder / 'config.json'}"
+            f"random weights, give the file itself: `longctx patch {path} ...`, or in the recipe "
+            f"`--model {path}`."
         )

@@ -1,8 +1,9 @@
 """Settings of the fine-tuning recipe: one frozen dataclass, filled from a YAML file and from flags.
 
 A key of the YAML file is the name of a field, a flag is the same name with dashes
-(`max_steps: 100`, `--max-steps 100`); a flag wins over the file. Relative paths are taken from the
-current directory. Checks that need nothing but the values are made here.
+(`max_steps: 100`, `--max-steps 100`); a flag wins over the file, `--full` over its `lora` too, and
+the other way round. Relative paths are taken from the current directory. Checks that need nothing
+but the values are made here.
 """
 
 # ruff: noqa: RUF009  # setting() returns a dataclasses.field, which ruff cannot see
@@ -20,6 +21,8 @@ from longctx_patch import LongContextConfig
 RopeName = Literal["none", "linear", "dynamic", "yarn"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 SchedulerName = Literal["cosine", "linear", "constant", "constant_with_warmup"]
+OPPOSITES = {"lora": "full", "full": "lora"}
+"""Of these settings one flag takes back the other in the file."""
 
 
 def setting(help_text: str, *, default: Any) -> Any:
@@ -162,7 +165,10 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
         Settings, parents=[file_parser], allow_abbrev=False, prog="longctx_patch.recipes.finetune"
     )
     if found.settings:
-        parser.set_defaults(**read_settings_file(Path(found.settings)))
+        asked = vars(parser.parse_args(flags))
+        from_file = read_settings_file(Path(found.settings))
+        taken_back = {name for name, opposite in OPPOSITES.items() if asked[opposite]}
+        parser.set_defaults(**{k: v for k, v in from_file.items() if k not in taken_back})
     values = vars(parser.parse_args(flags))
     values.pop("settings")
     return Settings(**values)
@@ -172,7 +178,10 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     """The file's keys and values, each of the type of its field."""
     if not path.is_file():
         raise ValueError(f"--settings {path}: no such file.")
-    content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not lines of 'name: value'.")
     known = Settings.__annotations__

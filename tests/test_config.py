@@ -15,6 +15,11 @@ def test_degrees_are_whole_numbers(value: object) -> None:
         LongContextConfig(ring_degree=value)  # type: ignore[arg-type]
 
 
+def test_a_number_in_quotes_is_called_a_str() -> None:
+    with pytest.raises(ValueError, match=r"ring_degree='2', of type str: .*whole number"):
+        LongContextConfig(ring_degree="2")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["layout", "plan", "checkpoint"])
 def test_choices_are_listed(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}='nonsense': choose one of"):

@@ -80,13 +80,7 @@ class LayerCheckpoints:
         """Take the layers over; return a function that gives them back."""
         if self._policy == "none":
             return lambda: None
-
-        def run(layer: int, forward: Callable[..., Any], *args: Any) -> Any:
-            return self._run(layer, forward, *args)
-
-        # Not the method: a deep copy of the model, whose hooks are those of this one, would get an
-        # object of its own with it, which no pass tells anything.
-        return transformers_api.checkpoint_layers(self._model, run)
+        return transformers_api.checkpoint_layers(self._model, self._run)
 
     def propose(self, decoder: nn.Module, tokens: Tensor, row_length: int) -> int:
         """How many layers this rank can leave whole in the pass that begins, or `MEASURE`.
@@ -94,6 +88,7 @@ class LayerCheckpoints:
         0 where nothing is chosen. `tokens` are this rank's, of rows of `row_length` over all ranks,
         so that what must be the same on all ranks is taken from what they agree on.
         """
+        self._pass = None  # one whose forward was interrupted holds nothing any more
         if not self._counts(decoder):
             return 0
         if self._auto is None and (meter := self.find_meter(tokens.device)) is not None:

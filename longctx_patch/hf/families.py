@@ -157,11 +157,15 @@ def _rope(model_config: Any, config: "LongContextConfig") -> str | None:
     moving = sorted(types & {"dynamic", "longrope"})
     if not moving or config.sequence_degree == 1:
         return None
+    fix = (
+        "Freeze them at your length: --rope dynamic, which is longctx_patch.hf.rope.scale_rope("
+        "config, kind='dynamic', target_length=...)."
+        if moving == ["dynamic"]
+        else "Use a model with another type, or one process."
+    )
     return (
         f"rope_type {', '.join(map(repr, moving))}: transformers takes its frequencies from the "
-        "largest position that a process sees, so ranks would rotate by different angles. Use "
-        "longctx_patch.hf.rope.scale_rope (--rope dynamic or yarn) on a config whose rope_type is "
-        "'default'; it writes fixed frequencies."
+        f"largest position that a process sees, so ranks would rotate by different angles. {fix}"
     )
 
 

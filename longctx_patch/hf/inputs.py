@@ -82,9 +82,9 @@ def input_problem(
     if given is not None and not _same_positions(given, positions):
         # A shard counted from 0 would rotate its keys wrongly, and train all the same.
         return (
-            f"position_ids start {given.flatten()[:4].tolist()}, but this rank's tokens have the "
-            f"positions {positions[0, :4].tolist()} and so on in their documents. Pass the "
-            "collator's position_ids, or none."
+            f"{_first_difference(given, positions)}: the collator has another config than patch "
+            "(degrees, layout, group_rank), or these are not its position_ids. Give both the same "
+            "config, and pass the collator's position_ids, or none."
         )
     for option, value in kwargs.items():
         if option in _KNOWN or value is None or (value is False and option != "is_causal"):
@@ -106,6 +106,17 @@ def _is_count(value: object) -> bool:
 
 def short(value: object) -> str:
     return f"tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+
+
+def _first_difference(given: Tensor, positions: Tensor) -> str:
+    num_tokens = positions.shape[1]
+    if given.ndim != 2 or given.shape[1] != num_tokens:
+        return f"position_ids {list(given.shape)} for the {num_tokens} tokens of this rank"
+    row, token = (given != positions.to(given)).nonzero()[0].tolist()
+    return (
+        f"position_ids[{row}, {token}] is {given[row, token].item()}, but this rank's token there "
+        f"has position {int(positions[0, token])} in its document"
+    )
 
 
 def _same_positions(given: Tensor, positions: Tensor) -> bool:

@@ -7,9 +7,10 @@ of a patched model returns the sum of the token losses in place of logits. What 
 does to it is dropped (`LogitsRule` says what that is, and the loss has it already), and ShardLoss
 makes this rank's loss of the sum. Every other pass runs the stock head.
 
-A head that is not a plain `nn.Linear`, or is no longer the module that was bound (PEFT wraps it to
-train it by LoRA or as a whole: `modules_to_save`), runs as it is: the loss then comes from full
-logits, just as exact. Under `loss="chunked"` they are dropped from the outputs all the same.
+A head that is not a plain `nn.Linear`, has a forward hook, or is no longer the module that was
+bound (PEFT wraps it to train it by LoRA or as a whole: `modules_to_save`), runs as it is: the loss
+then comes from full logits, just as exact. Under `loss="chunked"` they are dropped from the outputs
+all the same.
 """
 
 import inspect
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -42,10 +44,15 @@ def bind_passes(
         if kwargs.get(SHARD_KEY) is None:
             return
         given = signature.bind_partial(*args, **kwargs).arguments | kwargs
-        if given.get("labels") is None:
+        labels, shift_labels = given.get("labels"), given.get("shift_labels")
+        # In training shift_labels alone are a mistake, which `open` refuses on all ranks.
+        if labels is None and (shift_labels is None or not model.training):
             return
         current = loss.open(
-            given["labels"], given.get("shift_labels"), given.get("logits_to_keep", 0)
+            labels,
+            shift_labels,
+            tokens=_token_shape(given),
+            logits_to_keep=given.get("logits_to_keep", 0),
         )
         if not keeps_logits and current.num_labels < current.shift_labels.numel():
             # Here, where the device was waited for anyway, and not in the middle of the pass.
@@ -54,9 +61,16 @@ def bind_passes(
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         current = loss.current
         loss.close()
-        if current is None or outputs is None or keeps_logits:  # None: the forward has failed
+        if current is None or outputs is None:  # None: the forward has failed
             return outputs
-        return _without(current.logits, outputs)
+        if current.logits is None:
+            raise RuntimeError(
+                "the model made a loss of a shard by itself, which is not that of the whole row: "
+                "its forward or its loss_function was replaced (a fused loss of Liger Kernel, "
+                "say). Leave them as they were (Liger: fused_linear_cross_entropy=False); the loss "
+                "of a patched model is in chunks already."
+            )
+        return outputs if keeps_logits else _without(current.logits, outputs)
 
     hooks = (
         model.register_forward_pre_hook(before, with_kwargs=True),
@@ -85,7 +99,8 @@ def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
 
     def forward(self: nn.Linear, hidden: Tensor) -> Tensor:
         current = loss.current
-        if current is None or self is not head or model.get_output_embeddings() is not head:
+        is_bound = self is head and model.get_output_embeddings() is head
+        if current is None or not is_bound or _has_hooks_on_logits(head):
             return type(self).forward(self, hidden)
         current.token_sum = _token_sum(self, hidden, current, *_softcap_and_scale(rule, model))
         current.sum_is_handed_on = rule is None
@@ -99,6 +114,20 @@ def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
             del vars(head)["forward"]
 
     return restore
+
+
+def _token_shape(given: Mapping[str, Any]) -> torch.Size | None:
+    """`[B, L]` of a forward pass."""
+    if isinstance(given.get("input_ids"), Tensor):
+        return given["input_ids"].shape
+    embeds = given.get("inputs_embeds")
+    return embeds.shape[:2] if isinstance(embeds, Tensor) else None
+
+
+def _has_hooks_on_logits(head: nn.Module) -> bool:
+    """Whether somebody looks at what the head returns, and may change it; FSDP changes no value."""
+    hooks = (getattr(hook, "func", hook) for hook in head._forward_hooks.values())
+    return any(not str(hook.__module__).startswith("torch.distributed.") for hook in hooks)
 
 
 def _token_sum(

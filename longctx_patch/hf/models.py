@@ -59,7 +59,7 @@ def _unreadable(model: str, local: bool, error: OSError) -> str:
     if local:
         return f"model {model!r}: its config can't be read ({reason}). Give a valid config.json."
     return (
-        f"model {model!r} is neither a local folder nor reachable under this name ({reason}). "
-        "Without a network, give a local folder, a config.json, or set HF_HOME to a cache that "
-        "holds the model."
+        f"model {model!r} is neither a file or folder in the current directory nor reachable under "
+        f"this name ({reason}). Without a network, give a local folder, a config.json, or set "
+        "HF_HOME to a cache that holds the model."
     )

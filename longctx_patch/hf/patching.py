@@ -155,7 +155,7 @@ def patch(
     """
     transformers_api.check_version()
     base = transformers_api.causal_lm(model)
-    stock = _check(model, base, config)
+    stock = _check(model, base, config, mask)
     group = make_sequence_group(config)
     # A mask is made once for each length: the function may look at every pair.
     made_once = None if mask is None else lru_cache(maxsize=8)(mask)
@@ -182,7 +182,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     loss = ShardLoss(handle.model, handle.group)
     handle._undo.append(_bind_decoder(handle, loss))
     handle._undo.append(transformers_api.bind_loss(handle.model, loss))
-    handle._undo.append(loss.restore)
+    handle._undo.append(loss.close)
     chunked = handle.config.loss == "chunked"
     handle._undo.append(bind_passes(handle.model, loss, keeps_logits=not chunked))
     if chunked:
@@ -190,7 +190,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(handle._checkpoints.bind())
 
 
-def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig) -> str:
+def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig, mask: object) -> str:
     """Refuse what can't work; return the stock attention implementation."""
     stock = transformers_api.attention_implementation(base)
     if stock in transformers_api.NAME_OVER_STOCK.values():
@@ -215,6 +215,11 @@ def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig) -
             f"attn_implementation={stock!r}: outside sharded calls the model keeps its own "
             f"attention, which must be one of {', '.join(transformers_api.NAME_OVER_STOCK)}. "
             "Call model.set_attn_implementation('sdpa') first."
+        )
+    if mask is not None and not callable(mask):
+        raise ValueError(
+            f"mask is a {type(mask).__name__}: give a function from the length of a padded row to "
+            "its Mask, for example mask=bidirectional or mask=lambda n: prefix_lm(n, min(512, n))."
         )
     if config.kernel not in ("auto", *available()):
         raise ValueError(

@@ -36,6 +36,8 @@ def scale_rope(
     * `dynamic`: transformers' dynamic NTK at length L with `factor` f (default 1), frozen: default
       RoPE with `rope_theta * (f * L / M - (f - 1)) ** (d / (d - 2))`, d being the rotary dim.
       f = 1 stretches the slowest wave by exactly L / M.
+      A model whose RoPE is of that type already is frozen at L, or at M if that is longer, with
+      the factor it has.
     * `none`: nothing changes; L must be within what the model has.
 
     `max_position_embeddings` becomes L (or `factor * M` where a larger factor was asked for).
@@ -51,17 +53,17 @@ def scale_rope(
     """
     _check_arguments(kind, target_length, factor)
     rope = _current_rope(model_config, kind)
+    if kind == rope["rope_type"] == "dynamic":
+        return _frozen_dynamic(model_config, rope, target_length, factor or rope["factor"])
     if target_length <= reachable_length(model_config):
         _refuse_unneeded(model_config, rope, kind, target_length)
         return copy.deepcopy(model_config)
     _refuse_unreachable(model_config, rope, kind, target_length, factor)
+    if kind == "dynamic":
+        return _frozen_dynamic(model_config, rope, target_length, factor or 1.0)
     scaled = copy.deepcopy(model_config)
     original_length = model_config.max_position_embeddings
     needed = target_length / original_length
-    if kind == "dynamic":
-        scaled.rope_parameters = _frozen_dynamic(model_config, rope, target_length, factor or 1.0)
-        scaled.max_position_embeddings = target_length
-        return scaled
     used = float(factor or needed)
     scaled.rope_parameters = {**rope, "rope_type": kind, "factor": used}
     if kind == "yarn":
@@ -122,8 +124,8 @@ def _refuse_unneeded(
     if kind == "none" and rope["rope_type"] == "dynamic":
         raise ValueError(
             "the model's RoPE is of type 'dynamic': its frequencies depend on the largest position "
-            "that each process sees, so ranks would disagree. Set rope_type to 'default' in its "
-            "config.json and use rope kind 'dynamic', which freezes it at the target length."
+            "that each process sees, so ranks would disagree. Use rope kind 'dynamic', which "
+            "freezes it at the target length."
         )
     if kind not in ("none", rope["rope_type"]) or rope["rope_type"] == "dynamic":
         raise ValueError(
@@ -162,13 +164,19 @@ def _refuse_unreachable(
 
 def _frozen_dynamic(
     model_config: "PreTrainedConfig", rope: dict[str, Any], target_length: int, factor: float
-) -> dict[str, Any]:
+) -> "PreTrainedConfig":
     """Default RoPE with the base that transformers' dynamic NTK has at `target_length`."""
+    scaled = copy.deepcopy(model_config)
+    original_length = model_config.max_position_embeddings
+    length = max(target_length, original_length)
     head_dim = getattr(model_config, "head_dim", None)
     head_dim = head_dim or model_config.hidden_size // model_config.num_attention_heads
     dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if dim <= 2:
         raise ValueError(f"rope kind 'dynamic' needs a rotary dim above 2, this model has {dim}.")
-    stretch = factor * target_length / model_config.max_position_embeddings - (factor - 1)
+    stretch = factor * length / original_length - (factor - 1)
     base = rope["rope_theta"] * stretch ** (dim / (dim - 2))
-    return {**rope, "rope_type": "default", "rope_theta": base}
+    kept = {name: value for name, value in rope.items() if name != "factor"}
+    scaled.rope_parameters = {**kept, "rope_type": "default", "rope_theta": base}
+    scaled.max_position_embeddings = length
+    return scaled

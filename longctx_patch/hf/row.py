@@ -51,8 +51,10 @@ def made_mask(factory: MaskFactory, row: ShardedRow) -> tuple[Mask | None, str |
     except Exception as error:  # on one rank perhaps: the others must hear of it, not wait
         return None, f"the mask function failed for {num_tokens} tokens: {error!r}"
     if not isinstance(mask, Mask) or mask.num_tokens != num_tokens:
+        is_mask = isinstance(mask, Mask)
+        gave = f"{mask.name!r} over {mask.num_tokens} tokens" if is_mask else repr(mask)[:80]
         return None, (
-            f"the mask function gave {repr(mask)[:80]} for {num_tokens} tokens: it returns a Mask "
+            f"the mask function gave {gave} for {num_tokens} tokens: it returns a Mask "
             "over as many tokens as it is asked for (longctx_patch.masks makes them)."
         )
     if not (mask.sees_ahead and row.has_padding and row.documents.is_one):

@@ -56,32 +56,44 @@ class ShardLoss:
         self._model = model
         self._group = group
         self._stock = model.loss_function
-        self._coefficient: float | None = getattr(model, "router_aux_loss_coef", None)
+        self._coefficient: float | None = None
+        """The model's own, while the pass under way has another."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardLoss":
+        raise ValueError(
+            "a patched model can't be copied: the copy would have the hooks and process groups of "
+            "this one. Copy it before patch(), or copy its weights (state_dict)."
+        )
 
     def open(
-        self, labels: Tensor, shift_labels: Tensor | None, logits_to_keep: Any = 0
+        self,
+        labels: Any,
+        shift_labels: Any,
+        *,
+        tokens: torch.Size | None = None,
+        logits_to_keep: Any = 0,
     ) -> LossPass:
         """Begin a pass over a shard with labels; collective over the group.
 
         Raises on every rank if one has labels that can't be right, before anything is computed.
+        `tokens`: the shape `[B, L]` of what the labels are for, where it is known.
         """
-        self.current = self._accepted(labels, shift_labels, logits_to_keep)
+        self.current = self._accepted(labels, shift_labels, tokens, logits_to_keep)
         return self.current
 
     def close(self) -> None:
         self.current = None
+        if self._coefficient is not None:
+            self._model.router_aux_loss_coef = self._coefficient
+            self._coefficient = None
 
     def __call__(
         self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any
     ) -> Tensor:
         if kwargs.pop(SHARD_KEY, None) is not None:
             return self._of_shard(logits, labels, **kwargs)
-        self._count_router_loss(1.0)
         loss: Tensor = self._stock(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         return loss
-
-    def restore(self) -> None:
-        self._count_router_loss(1.0)
 
     def _of_shard(
         self,
@@ -94,14 +106,21 @@ class ShardLoss:
     ) -> Tensor:
         """The loss law; `num_valid_tokens` counts the whole step over all processes.
 
-        In evaluation each sequence group counts for itself: the mean over its ranks is the loss of
-        its batch, and replicas may have different numbers of batches. Options that would change a
-        stock loss were refused with the decoder's inputs.
+        In evaluation without it each sequence group counts for itself: the mean over its ranks is
+        the loss of its batch, and replicas may have different numbers of batches. Options that
+        would change a stock loss were refused with the decoder's inputs.
         """
         # There is none where the model's forward was called past its hooks.
         current = self.current or self._accepted(labels, shift_labels)
         current.logits = logits
-        alone = not self._model.training
+        alone = not self._model.training and num_valid_tokens is None
+        if alone and torch.is_grad_enabled() and averaged_ranks() > self._group.num_ranks:
+            raise ValueError(
+                "a loss in evaluation mode with gradients enabled, on several data-parallel "
+                "replicas: to evaluate, use torch.no_grad(), and each replica's loss is that of "
+                "its own batch; to train, give num_valid_tokens=count_valid_tokens(batches), which "
+                "counts over all."
+            )
         if num_valid_tokens is None:
             num_valid_tokens = (
                 current.group_labels
@@ -125,24 +144,46 @@ class ShardLoss:
         )
 
     def _accepted(
-        self, labels: Tensor, shift_labels: Tensor | None, logits_to_keep: Any = 0
+        self,
+        labels: Any,
+        shift_labels: Any,
+        tokens: torch.Size | None = None,
+        logits_to_keep: Any = 0,
     ) -> LossPass:
-        num_labels, problem = _read_labels(labels, shift_labels, self._model.config.vocab_size)
+        problem = _shape_problem(labels, shift_labels, tokens)
+        num_labels = 0
+        if problem is None:
+            num_labels, problem = _read_labels(labels, shift_labels, self._num_words)
         if not isinstance(logits_to_keep, int) or logits_to_keep:
             problem = problem or (
                 f"logits_to_keep={short(logits_to_keep)} with labels of a sharded batch: the loss "
                 "is over all tokens of the shard. Leave it out, or leave out labels."
             )
-        everyone = meet(self._group, Meeting.LABELS, (num_labels, int(problem is not None)))
-        wrong = [rank for rank, (_, is_wrong) in enumerate(everyone) if is_wrong]
+        training = self._model.training
+        mine = (num_labels, int(problem is not None), int(training))
+        everyone = meet(self._group, Meeting.LABELS, mine)
+        wrong = [rank for rank, (_, is_wrong, _) in enumerate(everyone) if is_wrong]
         if wrong:
             raise ValueError(problem or f"rank {wrong[0]} of the group refused its labels.")
-        assert shift_labels is not None
-        return LossPass(shift_labels, num_labels, sum(count for count, _ in everyone))
+        others = [rank for rank, row in enumerate(everyone) if row[2] != training]
+        if others:
+            raise ValueError(
+                f"the model is in {'training' if training else 'evaluation'} mode here and not on "
+                f"rank(s) {others} of the group: call model.train() or model.eval() on all."
+            )
+        return LossPass(shift_labels, num_labels, sum(count for count, _, _ in everyone))
+
+    @property
+    def _num_words(self) -> int:
+        """How many words the head knows."""
+        head = self._model.get_output_embeddings()
+        return getattr(head, "out_features", self._model.config.vocab_size)
 
     def _count_router_loss(self, share: float) -> None:
-        if self._coefficient is not None:
-            self._model.router_aux_loss_coef = self._coefficient * share
+        """Until the pass is closed; read anew in each pass, as whoever trains may change it."""
+        if self._coefficient is None:
+            self._coefficient = self._model.router_aux_loss_coef
+        self._model.router_aux_loss_coef = self._coefficient * share
 
 
 def _check_nothing_came_between(current: LossPass, logits: Tensor) -> None:
@@ -158,27 +199,47 @@ def _check_nothing_came_between(current: LossPass, logits: Tensor) -> None:
         )
 
 
-def _read_labels(
-    labels: Tensor, shift_labels: Tensor | None, num_words: int
-) -> tuple[int, str | None]:
-    """(number of tokens that have a loss, what is wrong in words)."""
+_DIFFER = (
+    "labels differ from shift_labels: the loss reads shift_labels, so a change of labels alone "
+    "would do nothing. Mask labels in the rows, before the collator shifts them."
+)
+
+
+def _shape_problem(labels: Any, shift_labels: Any, tokens: torch.Size | None) -> str | None:
     if shift_labels is None:
-        return 0, (
+        return (
             "this batch is a shard but has no shift_labels: labels must be shifted over the whole "
             "sequence before it is cut. Pass the batch of SequenceShardCollator unchanged."
         )
-    differ = (
-        "labels differ from shift_labels: the loss reads shift_labels, so a change of labels alone "
-        "would do nothing. Mask labels in the rows, before the collator shifts them."
-    )
+    if labels is None:
+        return (
+            "this training batch has shift_labels but no labels: transformers would compute no "
+            "loss. Pass the batch of SequenceShardCollator unchanged, or without both."
+        )
+    if not isinstance(labels, Tensor) or not isinstance(shift_labels, Tensor):
+        return (
+            f"labels are a {type(labels).__name__} and shift_labels a "
+            f"{type(shift_labels).__name__}: both are tensors. Pass the batch of "
+            "SequenceShardCollator unchanged."
+        )
     if labels.shape != shift_labels.shape:
-        return 0, differ
+        return _DIFFER
+    if tokens is not None and labels.shape != tokens:
+        return (
+            f"labels {list(labels.shape)} for tokens {list(tokens)}: each token of the shard has "
+            "one label. Pass the batch of SequenceShardCollator unchanged."
+        )
+    return None
+
+
+def _read_labels(labels: Tensor, shift_labels: Tensor, num_words: int) -> tuple[int, str | None]:
+    """(number of tokens that have a loss, what is wrong in words)."""
     counts = shift_labels != IGNORE_INDEX
     is_wrong = counts & ((shift_labels < 0) | (shift_labels >= num_words))
     facts = torch.stack([counts.sum(), is_wrong.sum(), (labels != shift_labels).sum()])
     num_labels, num_wrong, num_differ = facts.tolist()  # waits for the device once
     if num_differ:
-        return 0, differ
+        return 0, _DIFFER
     if num_wrong:
         return 0, (
             f"label {int(shift_labels[is_wrong][0])}: labels are from 0 to {num_words - 1}, or "

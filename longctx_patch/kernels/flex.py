@@ -51,9 +51,10 @@ class FlexKernel:
             return reason
         if request.head_dim & (request.head_dim - 1):
             return f"takes head dims that are a power of two, this one is {request.head_dim}"
-        if find_spec("triton") is None:
+        reason = lacks_gpu((7, 0))
+        if reason is None and find_spec("triton") is None:
             return "needs the package triton: pip install triton"
-        return lacks_gpu((7, 0))
+        return reason
 
     def forward(
         self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score

@@ -60,7 +60,7 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
         (
             {"rope_parameters": DYNAMIC},
             [],
-            ["rope_type 'dynamic'", "largest position", "'default'"],
+            ["RoPE is of type 'dynamic'", "follow the length", "Add --rope dynamic"],
         ),
         (
             {"rope_parameters": YARN},
@@ -91,7 +91,7 @@ def test_patch_refuses_models_that_are_not_there(
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     message = refuse_patch(run, tmp_path, "nobody/nothing-8B")
-    assert "'nobody/nothing-8B' is neither a local folder nor reachable" in message
+    assert "is neither a file or folder in the current directory nor reachable" in message
     assert "give a local folder, a config.json, or set HF_HOME" in message
     assert "no such file or folder" in refuse_patch(run, tmp_path, tmp_path / "none")
     (tmp_path / "empty").mkdir()
@@ -99,7 +99,7 @@ def test_patch_refuses_models_that_are_not_there(
     folder = config().parent
     message = refuse_patch(run, tmp_path, folder)
     assert "has no weights" in message
-    assert str(folder / "config.json") in message
+    assert f"`longctx patch {folder / 'config.json'} ...`" in message
     (folder / "config.json").write_text('{"model_type": ')
     assert "its config can't be read" in refuse_patch(run, tmp_path, folder / "config.json")
 
@@ -127,8 +127,8 @@ def test_patch_refuses_a_folder_that_holds_files(
             ["layer 1 is chunked_attention", "Use a model with full_attention"],
         ),
         ({"rope_parameters": DYNAMIC}, [], ["rope_type 'dynamic'"]),
-        ({}, ["--ulysses", 3], ["--ulysses 3 x --ring 1 = 3, but --nproc is 4", "--nproc 3"]),
-        ({}, ["--ulysses", 2, "--ring", 4, "--nproc", 4], ["= 8, but --nproc is 4"]),
+        ({}, ["--ulysses", 3, "--nproc", 2], ["--ulysses 3 with --nproc 2", "Use --nproc 3"]),
+        ({}, ["--ulysses", 2, "--ring", 4, "--nproc", 4], ["--ring 4 with --nproc 4", "--nproc 8"]),
         ({}, ["--ulysses", 8, "--nproc", 8], ["exceeds its 4 query heads"]),
     ],
 )

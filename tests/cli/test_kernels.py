@@ -63,6 +63,7 @@ def test_without_a_gpu_figures_are_those_of_another_machine(run: Run) -> None:
     assert four["share_of_best"] == 1
     assert 0.85 < kernels["cudnn"]["share_of_best"] < 0.95
     assert "torch sees none; needs the package flash-attn-4: pip install" in four["missing"]
+    assert kernels["flex"]["missing"] == "needs an NVIDIA GPU, and torch sees none"
     assert kernels["torch_cpu"]["missing"] is None
     text = run("kernels").output
     assert text.startswith("No NVIDIA GPU here.")

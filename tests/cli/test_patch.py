@@ -53,6 +53,7 @@ def test_the_run_folder_trains_and_verifies(
     assert "| attention | 2 layers of window 20 | documents of a row don't see" in readme
     assert "66 tokens per CPU process" in readme  # 131, one more to divide it by 2
     assert "Rows are packed" in readme
+    assert "with `--resume`, added to its own command" in readme
 
     launch, verify = commands(folder)
     assert launch in result.output

@@ -4,6 +4,7 @@ be there, full logits are used; every other pass is the stock one."""
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
 from longctx_patch.config import LossName
@@ -38,11 +42,23 @@ def collated(handle: PatchHandle) -> dict[str, Tensor]:
 
 
 class SeenByHead:
-    """Dimensions of what a head returned."""
+    """Dimensions of what a head returned; by a hook on all modules, since one on the head counts
+    as somebody who may change it."""
 
     def __init__(self, head: nn.Module) -> None:
         self.dims: list[int] = []
-        head.register_forward_hook(lambda *call: self.dims.append(call[2].ndim))
+
+        def look(module: nn.Module, _: Any, out: Any) -> None:
+            if module is head:
+                self.dims.append(out.ndim)
+
+        self._hook = register_module_forward_hook(look)
+
+    def __enter__(self) -> "SeenByHead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
 
 
 def step(model: Any, loss: LossName, **options: Any) -> dict[str, Tensor]:
@@ -67,8 +83,8 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str) -> None:
     model = featured_model(family)
-    seen = SeenByHead(model.get_output_embeddings())
-    found = step(model, "chunked")
+    with SeenByHead(model.get_output_embeddings()) as seen:
+        found = step(model, "chunked")
     assert seen.dims == [0], "the head returned logits"
     assert_close(found, step(featured_model(family), "logits"))
 
@@ -138,8 +154,8 @@ def test_every_kind_of_head(kind: str) -> None:
     torch.manual_seed(0)
     model = build()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    seen = SeenByHead(base.get_output_embeddings())
-    found = step(model, "chunked")
+    with SeenByHead(base.get_output_embeddings()) as seen:
+        found = step(model, "chunked")
     assert seen.dims == [0 if is_chunked else 3]
     torch.manual_seed(0)
     assert_close(found, step(build(), "logits"))
@@ -171,13 +187,48 @@ def test_a_head_that_is_wrapped_after_the_patch(options: dict[str, Any]) -> None
     assert_close(trained("chunked"), trained("logits"))
 
 
-def test_a_copy_of_a_patched_model_has_its_own_head() -> None:
+def test_patched_models_are_not_copied() -> None:
     model = tiny_model()
     handle = patch(model, LongContextConfig())
-    other = copy.deepcopy(model)
-    nn.init.zeros_(other.lm_head.weight)
-    loss = other(**collated(handle)).loss
-    assert loss.item() == pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), rel=1e-6)
+    with pytest.raises(ValueError, match=r"a patched model can't be copied: .* before patch\(\)"):
+        copy.deepcopy(model)
+    handle.unpatch()
+    copy.deepcopy(model)
+
+
+def test_a_loss_that_the_model_makes_by_itself_is_refused() -> None:
+    """As Liger Kernel's fused loss does, whose forward calls neither the head nor the loss."""
+    for loss in ("chunked", "logits"):
+        model: Any = tiny_model().train()
+        handle = patch(model, LongContextConfig(loss=loss))
+        batch = collated(handle)
+
+        def forward(self: Any, labels: Any = None, **kwargs: Any) -> CausalLMOutputWithPast:
+            hidden = self.model(**kwargs).last_hidden_state
+            logits = hidden @ self.lm_head.weight.t()
+            return CausalLMOutputWithPast(
+                loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            )
+
+        model.forward = MethodType(forward, model)
+        with pytest.raises(RuntimeError, match=r"fused_linear_cross_entropy=False"):
+            model(**batch)
+        del model.forward
+        model(**batch).loss.backward()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite"])
+def test_hooks_on_the_head_are_heard(family: str) -> None:
+    def trained(loss: LossName) -> dict[str, Tensor]:
+        model = featured_model(family).train()
+        handle = patch(model, LongContextConfig(loss=loss))
+        model.lm_head.register_forward_hook(lambda *given: given[-1] * 0.5)
+        out = model(**collated(handle))
+        out.loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return {"loss": out.loss.detach()} | grads
+
+    assert_close(trained("chunked"), trained("logits"))
 
 
 def test_other_passes_are_stock() -> None:
@@ -268,7 +319,7 @@ def refused(match: str, error: type[Exception] = ValueError, **changes: Any) -> 
         refused(r"logits_to_keep=tensor \[2\]", logits_to_keep=torch.tensor([0, 1])),
         refused(f"label {VOCABULARY}: labels are from 0 to {VOCABULARY - 1}", label=VOCABULARY),
         refused("label -1: labels are from 0", label=-1),
-        refused("hidden states of .* tokens: each token", drop=1),
+        refused(r"labels \[2, 18\] for tokens \[2, 19\]: each token of the shard has one", drop=1),
     ],
 )
 @pytest.mark.parametrize("loss", ["chunked", "logits"])
@@ -284,15 +335,20 @@ def test_what_can_not_be_right(
     if drop := options.pop("drop", 0):
         for name in ("labels", "shift_labels"):
             batch[name] = batch[name][:, :-drop]
-        message = message if loss == "chunked" else "batch_size"
     with pytest.raises(error, match=message):
         model(**batch, **options)
 
 
 def test_logits_that_change_on_their_way_are_noticed() -> None:
-    model = tiny_model()
+    model: Any = tiny_model()
     handle = patch(model, LongContextConfig())
-    model.lm_head.register_forward_hook(lambda *call: 2 * call[2])
+
+    def forward(self: Any, labels: Any = None, **kwargs: Any) -> Any:
+        logits = 2 * self.lm_head(self.model(**kwargs).last_hidden_state)
+        loss = self.loss_function(logits, labels, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model.forward = MethodType(forward, model)
     with pytest.raises(RuntimeError, match=r"something changes the logits .*loss='logits'"):
         model(**collated(handle))
 

@@ -476,11 +476,17 @@ def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
     layout = handle.group.layout(int(packed["longctx_shard"][0, 0]))
     whole_positions = layout.positions(handle.group_rank)[None]
     local_positions = torch.arange(packed["input_ids"].shape[1])[None]
+
+    def first_wrong(given: Any) -> str:
+        pairs = zip(given[0].tolist(), packed["position_ids"][0].tolist(), strict=True)
+        index, (found, wanted) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
+        return rf"position_ids\[0, {index}\] is {found}, but .* has position {wanted}"
+
     bad: list[tuple[dict[str, Any], str]] = [
-        ({"position_ids": whole_positions}, "the positions .* in their documents"),
-        ({"position_ids": local_positions}, "the positions .* in their documents"),
-        ({"position_ids": packed["position_ids"] + 1}, "Pass the collator's position_ids, or none"),
-        ({"position_ids": packed["position_ids"][None]}, "position_ids"),
+        ({"position_ids": whole_positions}, f"{first_wrong(whole_positions)}.* in its document"),
+        ({"position_ids": local_positions}, f"{first_wrong(local_positions)}.*another config"),
+        ({"position_ids": packed["position_ids"] + 1}, "pass the collator's position_ids, or none"),
+        ({"position_ids": packed["position_ids"][None]}, r"position_ids \[1, 1, .* tokens of this"),
         ({"sparse_kernel": "fast"}, "sparse_kernel='fast' with a sharded batch"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 12])}, r"cu_seq_lens_q=tensor \[3\]"),
         ({"max_length_q": 12}, "max_length_q=12"),
@@ -506,7 +512,10 @@ def refused_masks(config: LongContextConfig, rank: int) -> None:
     cases: list[tuple[Callable[[int], Any], str]] = [
         (bidirectional, r"would see the padding .*\[12, 9\] of 12 .*packed=True"),
         (lambda n: prefix_lm(n, 3), "let.* tokens see later ones"),
-        (lambda n: causal(n + 1), "for 12 tokens: it returns a Mask over as many tokens"),
+        (
+            lambda n: causal(n + 1),
+            "gave 'causal' over 13 tokens for 12 tokens: it returns a Mask over as many tokens",
+        ),
         (lambda n: np.ones((n, n)), "for 12 tokens: it returns a Mask"),
         (lambda n: None, "the mask function gave None"),
         (lambda n: prefix_lm(n, 0) if rank else block_sparse(n, blocks_of(n, 3), 3), "same batch"),

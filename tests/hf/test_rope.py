@@ -68,6 +68,10 @@ def test_frozen_dynamic_has_transformers_dynamic_frequencies_at_that_length(
     )
     theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](dynamic, torch.device("cpu"), seq_len=length)
     assert torch.equal(frequencies(scaled), theirs)
+    frozen = scale_rope(dynamic, kind="dynamic", target_length=length)
+    assert frozen.rope_parameters == scaled.rope_parameters
+    shorter = scale_rope(dynamic, kind="dynamic", target_length=64)  # default RoPE up to there
+    assert shorter.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
     # And through a forward, where transformers takes the length from the positions.
     embedding, positions = LlamaRotaryEmbedding(dynamic), torch.arange(length)[None]
     theirs_cos, _ = embedding(torch.zeros(1), positions)
@@ -135,6 +139,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}
         ({}, {"kind": "yarn", "target_length": 0}, "1 or more"),
         ({"rope_parameters": LINEAR}, {"kind": "yarn", "target_length": 512}, "already scaled"),
         ({"rope_parameters": DYNAMIC}, {"kind": "none", "target_length": 64}, "ranks would"),
+        ({"rope_parameters": DYNAMIC}, {"kind": "yarn", "target_length": 512}, "already scaled"),
     ],
 )
 def test_refusals_name_value_rule_and_fix(

@@ -52,13 +52,11 @@ def stock_step(model: Any) -> float:
 
 
 def check_accumulation(rank: int, num_ranks: int) -> None:
-    def model() -> Any:
-        return featured_model("qwen3_moe", router_aux_loss_coef=1.0)
-
-    reference = model()
+    reference: Any = featured_model("qwen3_moe", router_aux_loss_coef=1.0)
     wanted = stock_step(reference)
-    patched = model()
+    patched: Any = featured_model("qwen3_moe", router_aux_loss_coef=0.25)
     handle = patch(patched, LongContextConfig(ring_degree=num_ranks))
+    patched.router_aux_loss_coef = 1.0  # set late, as by a schedule
     collate = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)
     collated = [collate(rows) for rows in batches()]
     count = count_valid_tokens(collated)
@@ -67,6 +65,7 @@ def check_accumulation(rank: int, num_ranks: int) -> None:
         loss = patched(**batch, num_valid_tokens=count, output_router_logits=True).loss
         loss.backward()
         total += loss.detach()
+        assert patched.router_aux_loss_coef == 1.0
     dist.all_reduce(total)
     assert abs(total.item() / num_ranks / wanted - 1) < 1e-5
     for name, grad in gradients(patched).items():
@@ -93,9 +92,29 @@ def check_refusals(rank: int, num_ranks: int) -> None:
     says = f"label {VOCABULARY}: labels are from 0" if rank == 0 else "rank 0 of the group refused"
     with pytest.raises(ValueError, match=says):
         model(**batch | {"labels": shifted, "shift_labels": shifted})
-    mine = dict(batch)
-    if rank == 1:
-        del mine["labels"]
+    for changed, problem in (
+        ({"labels": batch["labels"].tolist()}, "labels are a list"),
+        ({n: batch[n][:, 1:] for n in ("labels", "shift_labels")}, "each token of the shard"),
+    ):
+        says = problem if rank == 0 else "rank 0 of the group refused"
+        with pytest.raises(ValueError, match=says):
+            model(**(batch | changed if rank == 0 else batch))
+    head = model.lm_head
+    model.lm_head = torch.nn.Linear(64, VOCABULARY - 1, bias=False)  # fewer words than the config
+    shifted[0, 0] = VOCABULARY - 1 if rank == 0 else 0
+    says = f"label {VOCABULARY - 1}: labels are" if rank == 0 else "rank 0 of the group refused"
+    with pytest.raises(ValueError, match=says):
+        model(**batch | {"labels": shifted, "shift_labels": shifted})
+    model.lm_head = head
+    unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
+    without = unlabelled | {"shift_labels": batch["shift_labels"]}
+    says = "has shift_labels but no labels" if rank == 1 else "rank 1 of the group refused"
+    with pytest.raises(ValueError, match=says):
+        model(**(without if rank == 1 else batch))
+    model.eval()
+    assert torch.equal(model(**without).logits, model(**unlabelled).logits)
+    model.train()
+    mine = unlabelled if rank == 1 else batch
     with pytest.raises(SequenceParallelismError, match="rank 0: LABELS, rank 1: BATCH"):
         model(**mine)
     row = {"input_ids": list(range(8)), "seq_lengths": [3, 5]}
@@ -126,7 +145,27 @@ def check_refusals(rank: int, num_ranks: int) -> None:
         model(input_ids=torch.ones(1, 4, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("checked", [check_accumulation, check_refusals])
+def check_evaluation_of_replicas(rank: int, num_ranks: int) -> None:
+    """With the count of all tokens it is the loss law; without, each replica is by itself."""
+    model = tiny_model()
+    handle = patch(model, LongContextConfig())
+    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    batch = collate(batches()[rank])
+    count = count_valid_tokens(batch)
+    wanted = model(**batch, num_valid_tokens=count).loss
+    model.eval()
+    assert torch.equal(model(**batch, num_valid_tokens=count).loss, wanted)
+    with pytest.raises(ValueError, match=r"evaluation mode with gradients enabled, on several"):
+        model(**batch)
+    with torch.no_grad():
+        alone = model(**batch).loss
+    share = (LENGTHS[rank] - 1) / count * num_ranks
+    assert relative_error(alone * share, wanted.detach()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "checked", [check_accumulation, check_refusals, check_evaluation_of_replicas]
+)
 def test_over_two_ranks(checked: Any) -> None:
     run_distributed(checked, 2, 2)
 

@@ -59,7 +59,7 @@ def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
     state = sharded_state(lora=lora)
     step(state)
     step(state)
-    run = {"world": dist.get_world_size()}
+    run = {"exact": {"seed": 0}, "world": dist.get_world_size()}
     checkpoints.save_checkpoint(accelerator_of(rank), state, byte_tokenizer(), folder, run)
     return [step(state) for _ in range(3)]
 
@@ -92,7 +92,7 @@ def test_sharded_models_go_on_exactly_and_are_saved_whole(tmp_path: Path) -> Non
     torch.testing.assert_close(torch.tensor(elsewhere), torch.tensor(losses["full"]))
 
     full, lora = (tmp_path / name / "checkpoints" / "step_000002" for name in ("full", "lora"))
-    assert json.loads((full / "run.json").read_text())["fingerprint"] == {"world": 2}
+    assert json.loads((full / "run.json").read_text())["fingerprint"]["world"] == 2
     set_seed(0)
     base = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA))
     ids = torch.arange(40).view(2, 20) + 2

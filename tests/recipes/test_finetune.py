@@ -1,6 +1,7 @@
 """The recipe in this process: training, saving, loading with stock libraries, going on exactly."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,10 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(
     assert lines[1]["loss"] == pytest.approx(total / count, rel=1e-6)
 
 
-def test_adapter_loads_with_peft_and_the_config_beside_it(run: Run, config_file: Path) -> None:
+def test_adapter_loads_with_peft_and_the_config_beside_it(
+    run: Run, config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     out = run("out", "--rope", "yarn", "--lora-targets", "q_proj", "v_proj", **{"seq-len": 128})
     final = out / "final"
     config = AutoConfig.from_pretrained(final)
@@ -133,7 +137,12 @@ def test_adapter_loads_with_peft_and_the_config_beside_it(run: Run, config_file:
         "v_proj",
     }
     assert not torch.equal(tuned(torch.arange(128)[None]).logits, plain)
-    assert "from_config(config)" in (final / "README.md").read_text()
+    snippet = "\n".join(re.findall("^    (.*)$", (final / "README.md").read_text(), re.MULTILINE))
+    monkeypatch.chdir("/")  # its paths hold everywhere
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    ids = torch.arange(128)[None]
+    assert torch.equal(names["model"](ids).logits, tuned(ids).logits)
     assert not list(final.glob("model*.safetensors"))
 
 
@@ -222,7 +231,7 @@ def test_a_constant_schedule_may_be_extended(run: Run) -> None:
         (["--lora-targets", "q_proj", "query"], {}, "lora_targets query: .*It has down_proj"),
         ([], {"text": "nowhere/*.txt"}, "no text found"),
         ([], {"seq-len": 60000, "rope": "yarn"}, "5001 tokens, less than one row"),
-        ([], {"seq-len": 65}, "reaches 64.*Use rope kind 'yarn'"),
+        ([], {"seq-len": 65}, "seq_len=65.*reaches 64.*Use --rope yarn"),
         ([], {"model": "./nowhere"}, "no such file or folder"),
         ([], {"model": "nobody/nothing"}, "nobody/nothing.*config.json, or set HF_HOME"),
         ([], {"tokenizer": "./nowhere"}, "--tokenizer bytes"),
@@ -244,7 +253,7 @@ def test_bad_input_is_refused_and_leaves_no_trace(
 
 
 def test_models_that_do_not_fit_are_refused(run: Run, config_file: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no weights.*give the file itself: .*config\.json"):
+    with pytest.raises(ValueError, match=r"has no weights.*`--model .*config\.json`"):
         run("out", model=config_file.parent)
     config = json.loads(config_file.read_text())
     config_file.write_text(json.dumps({**config, "vocab_size": 256}))

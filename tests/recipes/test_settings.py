@@ -39,6 +39,19 @@ def test_flags_win_over_the_file_and_yaml_numbers_get_their_type(tmp_path: Path)
     assert not settings.uses_lora
 
 
+def test_a_flag_takes_back_its_opposite_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "finetune.yaml"
+    for named, flag, uses_lora in (("lora", "--full", False), ("full", "--lora", True)):
+        file.write_text(f"model: m\ntext: a\nseq_len: 64\noutput: out\n{named}: true\n")
+        assert parse_settings(["--settings", str(file), flag]).uses_lora is uses_lora
+        assert parse_settings(["--settings", str(file)]).uses_lora is not uses_lora
+        with pytest.raises(ValueError, match="both lora and full"):
+            parse_settings(["--settings", str(file), "--lora", "--full"])
+    file.write_text("lora: true\nfull: true\n")
+    with pytest.raises(ValueError, match="both lora and full"):
+        parse_settings([*NEEDED, "--settings", str(file)])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
