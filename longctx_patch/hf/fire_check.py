@@ -42,6 +42,8 @@ class FireCheck:
         self._before = self._sent()
         self._runs: Counter[int] = Counter()  # by number of the layer
         self._backward: Counter[int] = Counter()
+        self._finished: Counter[int] = Counter()
+        self._queries_train: set[int] = set()
         self._traffic: dict[int, CallTraffic] = {}
         self._masks: list[str] = []
 
@@ -74,6 +76,9 @@ class FireCheck:
         self._traffic[layer] = call.predicted_traffic(batch, head_dim, q.dtype.itemsize)
         if out.requires_grad:
             out.register_hook(lambda _: self._backward.update([layer]))
+        if q.requires_grad:
+            self._queries_train.add(layer)
+            q.register_hook(lambda _: self._finished.update([layer]))
 
     def check_forward(self) -> None:
         """After the decoder's forward pass; collective, raises on every rank if on one."""
@@ -84,10 +89,14 @@ class FireCheck:
         self._before = self._sent()
 
     def backward_problem(self) -> str | None:
-        """When the next forward pass begins; a step without backward proves nothing."""
-        if not self._backward:
+        """When the next forward pass begins; a step without a whole backward proves nothing."""
+        if not self._backward or self._was_interrupted():
             return None
         return self._wrong_traffic("backward", self.planned_backward())
+
+    def _was_interrupted(self) -> bool:
+        """Whether a layer's backward began and did not end: out of memory, say."""
+        return any(self._finished[layer] < self._backward[layer] for layer in self._queries_train)
 
     def planned_forward(self) -> Traffic:
         """What this rank sends in forward."""

@@ -4,6 +4,7 @@ rank where it does not, and never the cause of a hang."""
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -285,6 +286,17 @@ def refused_batch_first(rank: int) -> None:
     it.step()
 
 
+def backward_that_failed_first(rank: int) -> None:
+    """What was sent until then is less than was planned, which is no fault of attention's."""
+    it = patched()
+    loss = it.loss()
+    broken = mock.patch("longctx_patch.operator.run_backward", side_effect=MemoryError)
+    with broken, pytest.raises(MemoryError):
+        loss.backward()
+    it.step()
+    it.step()
+
+
 def forward_that_failed_first(rank: int) -> None:
     """Nor is one that ended in an error, out of memory say."""
     it = patched()
@@ -337,6 +349,7 @@ def fine_scenarios() -> Iterator[tuple[str, Scenario]]:
         patched_again,
     ):
         yield function.__name__.replace("_", " "), without_rank(function)
+    yield "after a backward that failed", backward_that_failed_first
 
 
 def wrong_scenarios() -> Iterator[tuple[str, Scenario]]:
