@@ -93,7 +93,8 @@ def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return lambda: None
-    if "forward" in vars(head):
+    own = vars(head).get("forward")
+    if own is not None and own.__module__ != __name__:  # ours may be left in a copy by PEFT
         return lambda: None
     rule = FAMILIES[model.config.model_type].logits
 

@@ -187,6 +187,17 @@ def test_a_head_that_is_wrapped_after_the_patch(options: dict[str, Any]) -> None
     assert_close(trained("chunked"), trained("logits"))
 
 
+def test_a_head_that_was_copied_while_patched_is_patched_again() -> None:
+    """As PEFT's modules_to_save leaves it after a merge."""
+    model = tiny_model()
+    handle = patch(model, LongContextConfig())
+    model.lm_head = copy.deepcopy(model.lm_head)
+    handle.unpatch()
+    with SeenByHead(model.lm_head) as seen:
+        step(model, "chunked")
+    assert seen.dims == [0]
+
+
 def test_patched_models_are_not_copied() -> None:
     model = tiny_model()
     handle = patch(model, LongContextConfig())
