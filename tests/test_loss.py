@@ -17,12 +17,13 @@ def test_shards_add_up_to_the_mean() -> None:
     assert torch.stack(parts).mean().item() == pytest.approx(wanted.item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("count", [0, torch.tensor(0)])
+@pytest.mark.parametrize("count", [0, torch.tensor(0), torch.tensor([0])])
 def test_no_valid_token_is_zero_with_gradient(count: int | torch.Tensor) -> None:
     logits = torch.randn(1, 3, 5, requires_grad=True)
     labels = torch.full((1, 3), -100)
     loss = sequence_parallel_loss(logits, labels, num_valid_tokens=count, num_averaged_ranks=4)
     loss.backward()
+    assert loss.shape == ()
     assert loss.item() == 0
     assert logits.grad is not None
     assert logits.grad.abs().sum() == 0

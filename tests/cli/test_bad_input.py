@@ -84,6 +84,16 @@ def test_patch_refuses(
         assert part in message
 
 
+def test_patch_says_what_to_do_with_text_under_another_name(
+    run: Run, config: WriteConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"content": "some text"}\n')
+    message = refuse_patch(run, tmp_path, config(), "--data", file)
+    assert "there is: content" in message
+    assert "leave --data out, and set text: and text_field: in the run folder's" in message
+
+
 def test_patch_refuses_models_that_are_not_there(
     run: Run, config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

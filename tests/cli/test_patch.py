@@ -116,12 +116,14 @@ def test_the_readme_says_what_layers_see(
     assert "add `--pack`" in " ".join(readme.split())
 
 
+@pytest.mark.parametrize("published", ["default", "dynamic"])
 def test_a_job_of_two_nodes_without_text(
-    run: Run, config: Callable[..., Path], tmp_path: Path
+    run: Run, config: Callable[..., Path], tmp_path: Path, published: str
 ) -> None:
+    rope = {"rope_type": published, "rope_theta": 1e4, "factor": 2.0}
     folder = tmp_path / "run"
     words = ["--seq-len", 1000, "--gpus", 16, "--nodes", 2, "--rope", "dynamic", "--full"]
-    result = run("patch", config(), *words, "--out", folder)
+    result = run("patch", config(rope_parameters=rope), *words, "--out", folder)
     assert result.exit_code == 0, result.output
     launch = yaml.safe_load((folder / "accelerate.yaml").read_text())
     assert (launch["distributed_type"], launch["num_machines"]) == ("FSDP", 2)

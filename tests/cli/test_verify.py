@@ -9,7 +9,10 @@ from pathlib import Path
 from textwrap import indent
 
 import pytest
+from transformers import LlamaConfig
 
+from longctx_patch import LongContextConfig
+from longctx_patch.cli import verify
 from tests.cli.conftest import Run
 
 SCHEMA = {
@@ -96,6 +99,21 @@ def test_one_cut_in_float64_as_a_table(run: Run, config: Callable[..., Path]) ->
     assert f"mask: window 9, {row} + causal, {row}\n" in result.stdout
     assert "tolerance 1e-10" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("verify: ok: 1 of 1 cases equal")
+
+
+def test_degrees_alone_say_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def note(_: object, configs: list[LongContextConfig], **options: object) -> None:
+        asked.extend((config.ulysses_degree, config.ring_degree) for config in configs)
+
+    monkeypatch.setattr("longctx_patch.verification.verify", note)
+    monkeypatch.setattr(verify, "load_target", lambda _: verify.Target(model_config=LlamaConfig()))
+    options = dict.fromkeys(("nproc", "ulysses", "ring", "seq_len", "checkpoint"))
+    common = {"layout": "zigzag", "dtype": "float32", "packed": False}
+    for given in ({"ulysses": 3}, {"ring": 3}, {"ulysses": 2, "ring": 2}, {"ring": 2, "nproc": 4}):
+        verify.run("model", **options | common | given)
+    assert asked == [(3, 1), (1, 3), (2, 2), (2, 2)]
 
 
 def test_one_process_sends_nothing(run: Run, config: Callable[..., Path]) -> None:

@@ -15,6 +15,7 @@ from longctx_patch import (
     patch,
 )
 from longctx_patch.hf import check_model_config, patching
+from longctx_patch.masks import bidirectional
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, tiny_config, tiny_model, token_rows
 
@@ -173,6 +174,13 @@ def test_only_causal_language_models() -> None:
     for model in (classifier, tiny_model().model):
         with pytest.raises(ValueError, match="is not a causal language model"):
             patch(model, ALONE)
+
+
+def test_a_mask_is_given_as_a_function_of_the_length() -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match=r"mask is a Mask: give a function .* mask=bidirectional"):
+        patch(model, ALONE, mask=bidirectional(16))  # type: ignore[arg-type]
+    patch(model, ALONE, mask=bidirectional).unpatch()
 
 
 def test_models_that_share_a_config_object() -> None:

@@ -82,6 +82,7 @@ def test_refusals_name_value_rule_and_fix(flags: list[str], message: str) -> Non
         ("scheduler: cos\n", "scheduler='cos': choose one of cosine"),
         ("rope: ntk\n", "rope='ntk': choose one of none"),
         ("- a\n", "holds a list"),
+        ("model: [\n", "finetune.yaml is not YAML: while parsing"),
     ],
 )
 def test_a_wrong_file_is_refused(content: str, message: str, tmp_path: Path) -> None:
