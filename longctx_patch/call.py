@@ -14,20 +14,14 @@ from longctx_patch.costs import Setting, Workload, schedule_of
 from longctx_patch.documents import Documents
 from longctx_patch.executor import Executor, kernel_calls
 from longctx_patch.groups import SequenceGroup
+from longctx_patch.head_split import QKV, Heads, HeadSplit
 from longctx_patch.kernels import Kernel, KernelRequest, Score
 from longctx_patch.layout import Interval
 from longctx_patch.masks import Mask, causal
 from longctx_patch.placement import placement_of
 from longctx_patch.plans import AttentionShape, Direction, Plan, plan_traffic, verify_plan
 from longctx_patch.plans.traffic import Traffic
-from longctx_patch.ulysses import (
-    QKV,
-    Heads,
-    HeadSplit,
-    Resharder,
-    to_heads_traffic,
-    to_tokens_traffic,
-)
+from longctx_patch.ulysses import Resharder, to_heads_traffic, to_tokens_traffic
 
 
 @lru_cache(maxsize=32)

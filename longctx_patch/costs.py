@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from longctx_patch.config import LayoutName
 from longctx_patch.documents import Documents
+from longctx_patch.head_split import QKV, Heads, HeadSplit
 from longctx_patch.layout import even_cuts
 from longctx_patch.masks import Mask, causal
 from longctx_patch.placement import place
@@ -24,7 +25,7 @@ from longctx_patch.plans import (
     make_schedule,
     simulate,
 )
-from longctx_patch.ulysses import QKV, Heads, HeadSplit, to_heads_traffic, to_tokens_traffic
+from longctx_patch.ulysses import to_heads_traffic, to_tokens_traffic
 
 _MOST_TOKENS, _MOST_BYTES = 2**40, 2**60  # what 64-bit sums over steps and ranks bear
 

@@ -146,8 +146,16 @@ def _virtual_part(transport: VirtualTransport, members: torch.Tensor) -> Transpo
 
 def _my_transport(groups: torch.Tensor, counters: Counters) -> Transport:
     """Create every group (torch wants all processes to take part); keep the one we are in."""
-    mine, _ = dist.new_subgroups_by_enumeration(groups.tolist())
+    mine, _ = dist.new_subgroups_by_enumeration(groups.tolist(), pg_options=_group_options())
     return ProcessGroupTransport(mine, _control_device(), counters)
+
+
+def _group_options() -> Any:
+    """On NCCL, transfers go first where they and attention's kernel compete for multiprocessors:
+    they need few of them, and what they bring is waited for."""
+    if "nccl" not in dist.get_backend():
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def _control_device() -> torch.device:

@@ -9,10 +9,6 @@ another is computed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
-from functools import cached_property
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -20,87 +16,10 @@ import torch
 from torch import Tensor
 
 from longctx_patch.accumulate import sum_dtype
-from longctx_patch.layout import Interval, even_cuts
+from longctx_patch.head_packing import HeadCuts, HeadTotal, are_shared, pack, unpack
+from longctx_patch.head_split import Heads, HeadSplit
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.transport import Pending, Transport
-
-
-class Heads(Enum):
-    """Which heads a tensor has."""
-
-    QUERY = "query"
-    KEY_VALUE = "key_value"
-
-
-QKV = (Heads.QUERY, Heads.KEY_VALUE, Heads.KEY_VALUE)
-"""What q, k and v have, in this order; so do their gradients."""
-
-
-@dataclass(frozen=True)
-class HeadSplit:
-    """Which heads each rank of a Ulysses group computes, all at once or in one of several waves."""
-
-    num_heads: int
-    num_kv_heads: int
-    degree: int
-    wave: int = 0
-    num_waves: int = 1
-
-    def __post_init__(self) -> None:
-        if self.num_heads < self.degree:
-            raise ValueError(
-                f"ulysses_degree={self.degree}, but the model has {self.num_heads} query heads and "
-                f"each rank needs one. Use ulysses_degree <= {self.num_heads} and a larger "
-                "ring_degree."
-            )
-
-    def in_waves(self, most: int) -> "tuple[HeadSplit, ...]":
-        """The same heads, in as many parts as each rank has heads for, and at most `most`."""
-        count = min(most, self.num_heads // self.degree) if self.degree > 1 else 1
-        return tuple(replace(self, wave=wave, num_waves=count) for wave in range(count))
-
-    @cached_property
-    def query(self) -> tuple[Interval, ...]:
-        """Query heads of each rank."""
-        return tuple(self._of_wave(heads) for heads in even_cuts(self.num_heads, self.degree))
-
-    def _of_wave(self, heads: Interval) -> Interval:
-        """A part of a rank's query heads: those of whole key-value heads, if there are enough."""
-        group = self.num_heads // self.num_kv_heads
-        whole = heads.start % group == heads.stop % group == 0
-        unit = group if whole and heads.size >= group * self.num_waves else 1
-        part = even_cuts(heads.size // unit, self.num_waves)[self.wave]
-        return Interval(heads.start + part.start * unit, heads.start + part.stop * unit)
-
-    @cached_property
-    def key_value(self) -> tuple[Interval, ...]:
-        """Key-value heads that each rank's query heads need; ranks and waves may share some."""
-        group = self.num_heads // self.num_kv_heads
-        return tuple(Interval(q.start // group, (q.stop - 1) // group + 1) for q in self.query)
-
-    def of(self, heads: Heads) -> tuple[Interval, ...]:
-        return self.query if heads is Heads.QUERY else self.key_value
-
-    def kv_runs(self, rank: int) -> tuple[Interval, ...] | None:
-        """Local query heads of each local key-value head, or None where they group evenly."""
-        group = self.num_heads // self.num_kv_heads
-        q, kv = self.query[rank], self.key_value[rank]
-        runs = tuple(
-            q.intersect(Interval(head * group, (head + 1) * group)).shift(-q.start)
-            for head in range(kv.start, kv.stop)
-        )
-        return None if len({run.size for run in runs}) == 1 else runs
-
-    def num_kv_computed(self, rank: int) -> int:
-        """Key-value heads that a rank's kernel sees."""
-        return self.key_value[rank].size if self.kv_runs(rank) is None else self.query[rank].size
-
-
-class HeadPart(NamedTuple):
-    """Some heads of a tensor `[B, L, heads, D]`."""
-
-    heads: Interval
-    tensor: Tensor
 
 
 class Resharder(NamedTuple):
@@ -121,7 +40,7 @@ class Resharder(NamedTuple):
         batch, _, _, dim = tensors[0].shape
         widths = [self.split.of(kind)[rank].size for kind in heads]
         shapes = [(batch, size, sum(widths), dim) for size in self.sizes]
-        send, sizes = _packed_by_heads(tensors, [self.split.of(kind) for kind in heads])
+        send, sizes = pack(tensors, [self.split.of(kind) for kind in heads])
         return ArrivingHeads(self._all_to_all(send, sizes, shapes), widths)
 
     def to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingTokens":
@@ -129,8 +48,9 @@ class Resharder(NamedTuple):
         rank = self.transport.group_rank
         whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 2)
         batch, _, _, dim = whole.shape
-        cuts = list(zip(*(self.split.of(kind) for kind in heads), strict=True))
-        shapes = [(batch, self.sizes[rank], sum(cut.size for cut in mine), dim) for mine in cuts]
+        cuts = [self.split.of(kind) for kind in heads]
+        widths = [sum(cut.size for cut in mine) for mine in zip(*cuts, strict=True)]
+        shapes = [(batch, self.sizes[rank], width, dim) for width in widths]
         parts = whole.split(self.sizes, 1)
         # Of one row, the tokens of each rank lie side by side already.
         send = whole.reshape(-1) if batch == 1 else torch.cat([part.flatten() for part in parts])
@@ -159,10 +79,10 @@ class _Arriving(NamedTuple):
     received: Tensor
     shapes: tuple[tuple[int, ...], ...]
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Tensor:
+        """The buffer."""
         self.pending.wait()
-        parts = self.received.split([prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        return self.received
 
 
 class ArrivingHeads(NamedTuple):
@@ -174,12 +94,13 @@ class ArrivingHeads(NamedTuple):
 
     def wait(self) -> tuple[Tensor, ...]:
         """`[B, L of the group, heads, D]` each."""
-        parts = self.arriving.wait()
-        batch, _, heads, dim = parts[0].shape
+        received, shapes = self.arriving.wait(), self.arriving.shapes
+        batch, _, heads, dim = shapes[0]
         # Of one row, the tokens of the ranks lie side by side as they came.
-        whole = (
-            self.arriving.received.view(1, -1, heads, dim) if batch == 1 else torch.cat(parts, 1)
-        )
+        whole = received.view(1, -1, heads, dim)
+        if batch > 1:
+            parts = received.split([prod(shape) for shape in shapes])
+            whole = torch.cat([p.view(shape) for p, shape in zip(parts, shapes, strict=True)], 1)
         return whole.split(self.widths, 2)
 
 
@@ -187,54 +108,40 @@ class ArrivingTokens(NamedTuple):
     """This rank's tokens, some heads of several tensors from each rank."""
 
     arriving: _Arriving
-    cuts: Sequence[tuple[Interval, ...]]
-    """From each rank, the heads of each tensor."""
-
-    def wait(self) -> list[list[HeadPart]]:
-        """Of each tensor, the parts that came from the ranks."""
-        parts = [
-            [
-                HeadPart(*pair)
-                for pair in zip(cuts, part.split([c.size for c in cuts], 2), strict=True)
-            ]
-            for part, cuts in zip(self.arriving.wait(), self.cuts, strict=True)
-        ]
-        return [list(of_tensor) for of_tensor in zip(*parts, strict=True)]
+    cuts: Sequence[HeadCuts]
+    """Of each tensor."""
 
 
-def _packed_by_heads(
-    tensors: Sequence[Tensor], cuts: Sequence[tuple[Interval, ...]]
-) -> tuple[Tensor, list[int]]:
-    """(flat buffer, numbers for each rank): each rank's heads of all tensors, side by side."""
-    batch, tokens, _, dim = tensors[0].shape
-    widths = [sum(cut.size for cut in of_rank) for of_rank in zip(*cuts, strict=True)]
-    sizes = [batch * tokens * width * dim for width in widths]
-    buffer = tensors[0].new_empty(sum(sizes))
-    segments = [
-        part.view(batch, tokens, width, dim)
-        for part, width in zip(buffer.split(sizes), widths, strict=True)
+def join_waves(waves: Sequence[Sequence[ArrivingTokens]]) -> list[Tensor]:
+    """`[B, L, all heads, D]` of each tensor, from the exchanges that each wave comes back in.
+
+    What several ranks or waves have of one head (key-value gradients) is summed in float32. A wave
+    is put in its place when it has come, while those after it travel; all are waited for in the
+    order in which they were posted.
+    """
+    totals = [_empty_totals(exchange) for exchange in zip(*waves, strict=True)]
+    for wave in waves:
+        for exchange, of_exchange in zip(wave, totals, strict=True):
+            unpack(exchange.arriving.wait(), of_exchange, exchange.cuts)
+    return [
+        total.tensor.to(exchange.arriving.received.dtype)
+        for exchange, of_exchange in zip(waves[0], totals, strict=True)
+        for total in of_exchange
     ]
-    first = [0] * len(widths)
-    for tensor, of_tensor in zip(tensors, cuts, strict=True):
-        for rank, cut in enumerate(of_tensor):
-            place = segments[rank].narrow(2, first[rank], cut.size)
-            place.copy_(tensor.narrow(2, cut.start, cut.size))
-            first[rank] += cut.size
-    return buffer, sizes
 
 
-def join_heads(parts: Sequence[HeadPart]) -> Tensor:
-    """All heads; what several parts have of one (key-value gradients) is summed in float32."""
-    parts = sorted(parts, key=lambda part: part.heads)
-    if all(a.heads.stop == b.heads.start for a, b in pairwise(parts)):
-        return torch.cat([part.tensor for part in parts], 2)
-    batch, rows, _, dim = parts[0].tensor.shape
-    dtype = parts[0].tensor.dtype
-    shape = (batch, rows, max(part.heads.stop for part in parts), dim)
-    total = parts[0].tensor.new_zeros(shape, dtype=sum_dtype(dtype))
-    for heads, tensor in parts:
-        total[:, :, heads.start : heads.stop] += tensor
-    return total.to(dtype)
+def _empty_totals(waves: Sequence[ArrivingTokens]) -> list[HeadTotal]:
+    """Of each tensor of an exchange, which every wave has one of."""
+    like, (batch, rows, _, dim) = waves[0].arriving.received, waves[0].arriving.shapes[0]
+    totals = []
+    for of_waves in zip(*(wave.cuts for wave in waves), strict=True):
+        shape = (batch, rows, max(cut.stop for cuts in of_waves for cut in cuts), dim)
+        is_sum = are_shared(of_waves)
+        tensor = (
+            like.new_zeros(shape, dtype=sum_dtype(like.dtype)) if is_sum else like.new_empty(shape)
+        )
+        totals.append(HeadTotal(tensor, is_sum))
+    return totals
 
 
 def to_heads_traffic(

@@ -17,8 +17,9 @@ from torch import Tensor
 from longctx_patch.accumulate import sum_dtype
 from longctx_patch.call import AttentionCall, HeadWave
 from longctx_patch.executor import Executor, row_dots
+from longctx_patch.head_split import QKV, Heads
 from longctx_patch.plans import Direction
-from longctx_patch.ulysses import QKV, ArrivingHeads, ArrivingTokens, Heads, join_heads
+from longctx_patch.ulysses import ArrivingHeads, ArrivingTokens, join_waves
 
 
 class Saved(NamedTuple):
@@ -64,7 +65,7 @@ def run_forward(
                 for result in results[: 1 + call.returns_lse]
             ]
         )
-    out, *lse_BLH1 = _joined(leaving)
+    out, *lse_BLH1 = join_waves(leaving)
     if lse_BLH1:
         return ForwardResult(saved, out, lse_BLH1[0][..., 0].transpose(1, 2).contiguous())
     return ForwardResult(saved, out, all_lse(saved))
@@ -97,7 +98,7 @@ def run_backward(
             dsinks[wave.heads] = _sink_gradient(sinks[wave.heads], wave_dout, part)
         if call.group.ulysses.num_ranks > 1:
             leaving.append([wave.resharder.to_tokens(grads.pop(), QKV)])
-    dq, dk, dv = _joined(leaving) if leaving else grads[0]
+    dq, dk, dv = join_waves(leaving) if leaving else grads[0]
     return dq, dk, dv, dsinks
 
 
@@ -130,15 +131,6 @@ def _exchange_for_backward(
         q, k, v, out, _ = saved[0]
         exchanges = [wave.resharder.to_heads([q, k, v], QKV), wave.resharder.to_heads([out], query)]
     return [*exchanges, wave.resharder.to_heads([dout], query)]
-
-
-def _joined(leaving: Sequence[Sequence[ArrivingTokens]]) -> list[Tensor]:
-    """All heads of this rank's tokens, once the waves are back; waited for as they were posted."""
-    waves = [[part for exchange in wave for part in exchange.wait()] for wave in leaving]
-    return [
-        join_heads([p for parts in of_tensor for p in parts])
-        for of_tensor in zip(*waves, strict=True)
-    ]
 
 
 def _forward_of(

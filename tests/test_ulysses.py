@@ -11,12 +11,12 @@ from longctx_patch import LongContextConfig, run_virtual_ranks, virtual_group
 from longctx_patch.call import AttentionCall
 from longctx_patch.documents import Documents
 from longctx_patch.groups import SequenceGroup
+from longctx_patch.head_split import HeadSplit
 from longctx_patch.operator import distributed_attention
 from longctx_patch.placement import layout_of
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.replay import checkpoint_contexts
 from longctx_patch.transport import VirtualTransport
-from longctx_patch.ulysses import HeadSplit
 from tests.reference import dense_attention, relative_error
 
 LENGTH, HEAD_DIM = 13, 8

@@ -17,7 +17,7 @@ def test_the_cpu_has_no_meter() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_bytes_are_those_of_tensors() -> None:
-    meter = meter_of(torch.device("cuda"))
+    meter = meter_of(torch.device("cuda", 0))
     assert meter is not None
     before = meter.allocated()
     big = torch.empty(2**26, dtype=torch.uint8, device="cuda")
