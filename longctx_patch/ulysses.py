@@ -40,7 +40,7 @@ class Resharder(NamedTuple):
         batch, _, _, dim = tensors[0].shape
         widths = [self.split.of(kind)[rank].size for kind in heads]
         shapes = [(batch, size, sum(widths), dim) for size in self.sizes]
-        send, sizes = pack(tensors, [self.split.of(kind) for kind in heads])
+        send, sizes = pack(tensors, tuple(self.split.of(kind) for kind in heads))
         return ArrivingHeads(self._all_to_all(send, sizes, shapes), widths)
 
     def to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingTokens":
@@ -48,7 +48,7 @@ class Resharder(NamedTuple):
         rank = self.transport.group_rank
         whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 2)
         batch, _, _, dim = whole.shape
-        cuts = [self.split.of(kind) for kind in heads]
+        cuts = tuple(self.split.of(kind) for kind in heads)
         widths = [sum(cut.size for cut in mine) for mine in zip(*cuts, strict=True)]
         shapes = [(batch, self.sizes[rank], width, dim) for width in widths]
         parts = whole.split(self.sizes, 1)
@@ -108,7 +108,7 @@ class ArrivingTokens(NamedTuple):
     """This rank's tokens, some heads of several tensors from each rank."""
 
     arriving: _Arriving
-    cuts: Sequence[HeadCuts]
+    cuts: tuple[HeadCuts, ...]
     """Of each tensor."""
 
 

@@ -21,7 +21,7 @@ def strided(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, torch.zeros_like(tensor[:, :, :1])], 2)[:, :, :-1]
 
 
-def one_by_one(tensors: list[Tensor], cuts: list[tuple[Interval, ...]]) -> Tensor:
+def one_by_one(tensors: list[Tensor], cuts: tuple[tuple[Interval, ...], ...]) -> Tensor:
     ranks = zip(*cuts, strict=True)
     parts = [
         torch.cat([t[:, :, slice(*cut)] for t, cut in zip(tensors, mine, strict=True)], 2).flatten()
@@ -37,7 +37,7 @@ def test_packed_as_one_by_one_and_back(batch: int, heads: int, kv_heads: int, de
     for split in HeadSplit(heads, kv_heads, degree).in_waves(2):
         tensors = [strided(numbers(batch, n, 4, torch.float32)) for n in (heads, kv_heads)]
         tensors.append(-tensors[1])
-        cuts = [split.of(kind) for kind in QKV]
+        cuts = tuple(split.of(kind) for kind in QKV)
         buffer, sizes = pack(tensors, cuts)
         assert torch.equal(buffer, one_by_one(tensors, cuts))
         assert sum(sizes) == buffer.numel()
@@ -60,7 +60,7 @@ def test_every_width_and_alignment(dtype: torch.dtype, dim: int, offset: int) ->
     """Copied in wider numbers where those fit."""
     memory = torch.empty(offset + ROWS * 6 * dim, dtype=dtype)
     tensor = memory[offset:].view(1, ROWS, 6, dim).copy_(numbers(1, 6, dim, torch.float32) % 251)
-    cuts = [(Interval(0, 2), Interval(2, 4), Interval(4, 6))]
+    cuts = ((Interval(0, 2), Interval(2, 4), Interval(4, 6)),)
     buffer, _ = pack([tensor], cuts)
     assert torch.equal(buffer, one_by_one([tensor], cuts))
     back = torch.full_like(memory, -1)
@@ -81,12 +81,15 @@ def test_even_splits_are_one_copy_for_each_tensor(
 
     monkeypatch.setattr(Tensor, "copy_", counted)
     split = HeadSplit(32, 8, degree)
-    pack([numbers(1, n, 8, torch.bfloat16) for n in (32, 8, 8)], [split.of(kind) for kind in QKV])
+    pack(
+        [numbers(1, n, 8, torch.bfloat16) for n in (32, 8, 8)],
+        tuple(split.of(kind) for kind in QKV),
+    )
     assert [shape[0] for shape in copies] == [degree] * 3
 
 
 def test_ranks_without_tokens() -> None:
-    cuts = [(Interval(0, 1), Interval(1, 2))]
+    cuts = ((Interval(0, 1), Interval(1, 2)),)
     buffer, sizes = pack([torch.empty(1, 0, 2, 8)], cuts)
     assert sizes == [0, 0]
     assert not len(buffer)
