@@ -40,6 +40,11 @@ class Executor:
 
         `sinks`: `[H]`, a logit for each head that joins the softmax of every row, without a value.
         """
+        alone = only_call(plan, self.kernel.traits)
+        if alone is not None and sinks is None:
+            out, lse = run_forward(self.kernel, alone, q, k, v, self.score)
+            self.transport.counters.kernel_calls += 1
+            return out.to(q.dtype), lse
         rank = self.transport.group_rank
         inputs = Inputs(rank, plan.layout, {Operand.KV: (k, v), Operand.Q: (q,)})
         partials = Partials(rank, k.shape[2], {Operand.OUT: (q,)})
@@ -60,6 +65,11 @@ class Executor:
 
         dk and dv come as they were summed, so that a sum over repeated heads can go on from there.
         """
+        alone = only_call(plan, self.kernel.traits)
+        if alone is not None:
+            dq, dk, dv = run_backward(self.kernel, alone, dout, q, k, v, out, lse, self.score)
+            self.transport.counters.kernel_calls += 1
+            return dq.to(q.dtype), dk, dv
         rank = self.transport.group_rank
         lse_BLH = lse.transpose(1, 2)
         own: dict[Operand, tuple[Tensor, ...]] = {Operand.KV: (k, v)}
@@ -159,6 +169,21 @@ def kernel_calls(
         tuple((work, calls_of(work.pieces, traits)) for work in step.works)
         for step in plan.rank_steps[rank]
     )
+
+
+@lru_cache(maxsize=128)
+def only_call(plan: Plan, traits: Traits) -> Call | None:
+    """The call that a plan of one rank consists of, over all its rows; None if there is more to it.
+
+    It needs no bookkeeping, which would take the host longer than a small block takes the GPU.
+    """
+    if plan.num_ranks > 1:
+        return None
+    calls = [call for step in kernel_calls(plan, 0, traits) for _, calls in step for call in calls]
+    all_rows = [Interval(0, plan.layout.num_tokens)]
+    if len(calls) == 1 and adjoined(calls[0].q) == adjoined(calls[0].kv) == all_rows:
+        return calls[0]
+    return None
 
 
 def _find(
