@@ -4,7 +4,8 @@ At 32,768 tokens and 128,256 words the logits take 16 GiB in float32, their grad
 Here a chunk of tokens at a time gets its logits, and from them at once the gradients of what went
 in, which are small: this is the chunked loss of Liger Kernel (arXiv 2410.10989, section 3.2); cut
 cross-entropy (arXiv 2411.09009) takes the idea down into one kernel. Three matrix products in all,
-as many as with full logits; nothing is computed twice.
+as many as with full logits; no product is computed twice. What lies between them is one Triton
+kernel on NVIDIA GPUs (`fused_softmax.py`), and torch's operations elsewhere.
 
 torch >= 2.13 has `F.linear_cross_entropy`. It is not used: it has no softcap and no scale, which
 four supported families need, and older versions of torch don't have it.
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longctx_patch.kernels.machine import runs_triton
 from longctx_patch.loss import IGNORE_INDEX
 
 CHUNK_BYTES = 2 * 2**30
@@ -42,15 +44,17 @@ def linear_cross_entropy(
     sum. The same inputs give the same bits.
 
     The work goes over chunks of equal size, each of as many tokens as keep its logits below
-    `chunk_bytes` in float32 (one token at least); with the logarithm of their softmax they take
-    twice that. The gradient of `weight` is summed over chunks in float32, which is held until
-    backward. A bfloat16 or float16 matrix product gives float32 logits on CUDA, and is rounded
-    first elsewhere, as `nn.Linear` is.
+    `chunk_bytes` in float32 (one token at least). That is all the memory of a chunk with the fused
+    kernel, whose gradients overwrite the logits. Elsewhere a chunk takes twice that, and with a
+    softcap in 16 bits two and a half times. The gradient of `weight` is summed over chunks in
+    float32, which is held until backward. A bfloat16 or float16 matrix product gives float32 logits
+    on CUDA, and is rounded first elsewhere, as `nn.Linear` is.
 
-    Per logit, with bfloat16 on CUDA, these passes over memory: the product writes 4 bytes,
-    log-softmax reads 4 (up to three times, for its maximum, sum and result) and writes 4, exp reads
-    4 and writes 2, the two products of the gradients read 2 each: 30 bytes, against 3 multiply-adds
-    for each number of a token's hidden state. A scale adds a pass, a bias one, a softcap seven.
+    Per logit, with bfloat16 on CUDA, these passes over memory: the product writes 4 bytes, the
+    kernel reads 4 twice and writes 2, the two products of the gradients read 2 each: 18 bytes,
+    against 3 multiply-adds for each number of a token's hidden state. A bias adds a pass of 8. With
+    torch's operations they are 30, and a pass of 8 for a bias, one for a scale, seven for a
+    softcap.
 
     Args:
         hidden: `[..., D]`, any float dtype; under autocast, products run in its dtype.
@@ -73,7 +77,9 @@ def linear_cross_entropy(
         torch.Size([5, 8])
     """
     _check(hidden, weight, labels, bias, softcap, chunk_bytes)
-    head = _Head(_product_dtype(hidden), softcap, scale, chunk_bytes)
+    dtype = _product_dtype(hidden)
+    fused = fits_fused(hidden.device.type, dtype) and runs_triton()
+    head = _Head(dtype, softcap, scale, chunk_bytes, fused)
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if not torch.is_grad_enabled():
         return head.walk(hidden, weight, bias, labels, _Wanted())[0]
@@ -132,6 +138,8 @@ class _Head:
     softcap: float | None
     scale: float
     chunk_bytes: int
+    fused: bool
+    """Whether one kernel makes losses and gradients of logits."""
 
     def walk(
         self,
@@ -166,20 +174,12 @@ class _Head:
         grads: Gradients,
     ) -> Tensor:
         """The sum of a chunk's losses; adds to the gradients that are wanted."""
-        logits_CV = self._logits(hidden_CD, factors_VD, bias)
-        logs_CV = logits_CV.log_softmax(-1)
-        if self.softcap is None:
-            del logits_CV  # makes room
-        is_valid_C = labels_C != IGNORE_INDEX
-        words_C1 = labels_C.where(is_valid_C, 0)[:, None]
-        logs_C1 = logs_CV.gather(1, words_C1)
-        if any(gradient is not None for gradient in grads):
-            grad_CV = self._gradient_of_logits(logs_CV, words_C1, logs_C1)
-            if self.softcap is not None:
-                # d/dx c * tanh(x / c) = 1 - tanh(x / c)^2
-                grad_CV.addcmul_(grad_CV, logits_CV.div_(self.softcap).square_(), value=-1)
-            _add_gradients(grads, rows, grad_CV.to(self.dtype), hidden_CD, factors_VD, is_valid_C)
-        return -logs_C1[:, 0].where(is_valid_C, 0).sum()
+        wants_any = any(gradient is not None for gradient in grads)
+        losses_C, grad_CV = self._losses(hidden_CD, factors_VD, bias, labels_C, wants_any)
+        if grad_CV is not None:
+            is_valid_C = labels_C != IGNORE_INDEX
+            _add_gradients(grads, rows, grad_CV, hidden_CD, factors_VD, is_valid_C)
+        return losses_C.sum()
 
     def _chunks(self, num_tokens: int, num_words: int) -> Iterator[slice]:
         """As few as `chunk_bytes` allows, of equal size up to a token each."""
@@ -188,15 +188,47 @@ class _Head:
         for chunk in range(num_chunks):
             yield slice(chunk * num_tokens // num_chunks, (chunk + 1) * num_tokens // num_chunks)
 
-    def _logits(self, hidden_CD: Tensor, factors_VD: Tensor, bias: Tensor | None) -> Tensor:
+    def _losses(
+        self,
+        hidden_CD: Tensor,
+        factors_VD: Tensor,
+        bias: Tensor | None,
+        labels_C: Tensor,
+        with_gradient: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of a chunk's rows, and their gradients by scaled logits in the dtype of the products."""
         logits_CV = _wide_product(hidden_CD, factors_VD.t())
         if bias is not None:
             logits_CV += bias
+        if self.fused:
+            from longctx_patch.fused_softmax import softmax_losses
+
+            grad_dtype = self.dtype if with_gradient else None
+            return softmax_losses(
+                logits_CV, labels_C, softcap=self.softcap, scale=self.scale, grad_dtype=grad_dtype
+            )
+        self._scale_and_cap_(logits_CV)
+        logs_CV = logits_CV.log_softmax(-1)
+        if self.softcap is None:
+            del logits_CV  # makes room
+        is_valid_C = labels_C != IGNORE_INDEX
+        words_C1 = labels_C.where(is_valid_C, 0)[:, None]
+        logs_C1 = logs_CV.gather(1, words_C1)
+        losses_C = -logs_C1[:, 0].where(is_valid_C, 0)
+        if not with_gradient:
+            return losses_C, None
+        grad_CV = self._gradient_of_logits(logs_CV, words_C1, logs_C1)
+        if self.softcap is not None:
+            # d/dx c * tanh(x / c) = 1 - tanh(x / c)^2
+            grad_CV.addcmul_(grad_CV, logits_CV.div_(self.softcap).square_(), value=-1)
+        return losses_C, grad_CV.to(self.dtype)
+
+    def _scale_and_cap_(self, logits_CV: Tensor) -> None:
+        """In place."""
         if self.scale != 1:
             logits_CV *= self.scale
         if self.softcap is not None:
             logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits_CV
 
     def _gradient_of_logits(self, logs_CV: Tensor, words_C1: Tensor, logs_C1: Tensor) -> Tensor:
         """softmax - one_hot, by logits after the softcap; may overwrite `logs_CV`.
@@ -253,6 +285,11 @@ def _has_wide_products(factor: Tensor) -> bool:
     (pytorch/pytorch#167931); both on CUDA alone.
     """
     return factor.is_cuda and factor.dtype in (torch.bfloat16, torch.float16)
+
+
+def fits_fused(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether the fused kernel takes the logits of such products, which are float32 then."""
+    return device_type == "cuda" and dtype != torch.float64
 
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:

@@ -8,7 +8,7 @@ ROWS = (
     ("config", "documents", "layout", "regions", "masks", "balance", "placement"),
     ("plans",),
     ("transport", "kernels"),
-    ("groups", "accumulate", "operands", "partials", "executor"),
+    ("groups", "accumulate", "fused_merge", "operands", "partials", "executor"),
     (
         "head_split",
         "head_packing",
@@ -20,7 +20,7 @@ ROWS = (
         "usp",
         "operator",
     ),
-    ("memory", "loss", "linear_loss"),
+    ("memory", "loss", "fused_softmax", "linear_loss"),
     ("data", "hf", "plugin"),
     ("processes", "verification"),
 )

@@ -1,5 +1,7 @@
 """The chunked linear cross-entropy against F.cross_entropy on full logits in float64."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -8,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longctx_patch.linear_loss import linear_cross_entropy
+from longctx_patch import linear_loss
+from longctx_patch.linear_loss import fits_fused, linear_cross_entropy
 from tests.reference import relative_error
 
 TOKENS, WIDTH, WORDS = (3, 17), 16, 41
@@ -101,6 +104,45 @@ def test_loss_and_gradients(
     errors_of_stock = [relative_error(a, b) for a, b in zip(stock, wanted, strict=True)]
     assert errors[0] < 1e-3, "of a single number, which may happen to be near"
     assert all(a <= 2 * b for a, b in zip(errors[1:], errors_of_stock[1:], strict=True))
+
+
+def test_what_gets_the_fused_kernel() -> None:
+    assert all(fits_fused("cuda", d) for d in (torch.bfloat16, torch.float16, torch.float32))
+    assert not fits_fused("cuda", torch.float64)
+    assert not fits_fused("cpu", torch.float32)
+
+
+def half_rows(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    *,
+    softcap: float | None,
+    scale: float,
+    grad_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns what the fused kernel does, gradients in the first half of each row of logits."""
+    scaled = (scale * logits_CV.double()).requires_grad_()
+    with torch.enable_grad():
+        capped = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
+        losses = F.cross_entropy(capped, labels_C, reduction="none")
+        (exact_grads,) = torch.autograd.grad(losses.sum(), scaled)
+    if grad_dtype is None:
+        return losses.float(), None
+    grads = logits_CV.view(grad_dtype)[:, : logits_CV.shape[1]]
+    return losses.float(), grads.copy_(exact_grads)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_around_the_fused_kernel(
+    dtype: torch.dtype, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is taken by torch's functions; the kernel itself is tested in tests/gpu."""
+    name = "longctx_patch.fused_softmax"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(softmax_losses=half_rows))
+    monkeypatch.setattr(linear_loss, "fits_fused", lambda *_: True)
+    monkeypatch.setattr(linear_loss, "runs_triton", lambda: True)
+    test_loss_and_gradients(dtype, variant, tokens_of_chunk=7)
 
 
 class Largest(TorchDispatchMode):

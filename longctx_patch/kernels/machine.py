@@ -3,9 +3,13 @@
 Nothing is imported before a kernel of that package is asked for.
 """
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -24,6 +28,28 @@ def lacks_gpu(least: tuple[int, int], below: int | None = None) -> str | None:
     if found < least or (below is not None and found[0] >= below):
         return f"needs compute capability {wanted}, this GPU has {found[0]}.{found[1]}"
     return None
+
+
+@cache
+def runs_triton() -> bool:
+    """Whether Triton can compile for this GPU and start what it has compiled."""
+    is_nvidia = torch.version.hip is None and lacks_gpu((8, 0)) is None
+    if not is_nvidia or find_spec("triton") is None:
+        return False
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()  # builds a small program in C
+    except (ImportError, OSError, RuntimeError, SubprocessError, AssertionError) as error:
+        # The usual reason is a machine without a C compiler or without Python's headers.
+        warnings.warn(
+            f"Triton is installed but does not run here ({type(error).__name__}: {error}), so "
+            "merges and the loss take several passes over memory, which is slower. To make it "
+            "run, install a C compiler and Python's headers (gcc, python3-dev).",
+            stacklevel=1,
+        )
+        return False
+    return True
 
 
 @dataclass(frozen=True)
