@@ -11,8 +11,10 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 from measure import (
@@ -26,7 +28,7 @@ from measure import (
     num_processes,
     start,
 )
-from operators import Candidate, Job, NotCovered, Prepared
+from operators import FASTEST, Candidate, Job, NotCovered, Prepared, ideal
 from problems import (
     RESULTS,
     TOLERANCES,
@@ -44,6 +46,7 @@ from torch import Tensor
 SHARDS_SEED = 1
 ENOUGH_S = 1.0
 LEAST_ITERATIONS = 3
+TURNS = 3
 
 
 def gradients(prepared: Prepared, shards: Shards) -> tuple[Tensor, ...]:
@@ -88,12 +91,65 @@ def timed(prepared: Prepared, problem: Problem, clock: Clock) -> tuple[Timing, T
         return forward, about_a_second(lambda: gradients(prepared, shards), clock)
 
 
+class Turn(NamedTuple):
+    """What is timed by turns with something else."""
+
+    prepared: Prepared
+    shards: Shards
+
+
+def timed_beside_ideal(mine: Turn, beside: Turn, clock: Clock) -> tuple[Timing, Timing, Timing]:
+    """(forward, forward and backward, the ideal's forward and backward). Collective.
+
+    By turns, since clocks fall as GPUs get warm: by more than what is to be told apart.
+    """
+    with mine.prepared.scope(), torch.no_grad():
+        forward = about_a_second(lambda: mine.prepared.run(*mine.shards[:3]), clock)
+    short = replace(clock, iterations=_fitting(forward.seconds, clock), warm_up_calls=1)
+    found: tuple[list[Timing], list[Timing]] = ([], [])
+    for _ in range(TURNS):
+        for turn, timings in zip((mine, beside), found, strict=True):
+            with turn.prepared.scope():
+                timings.append(short.device_time(partial(gradients, *turn)))
+    of_mine, of_ideal = (_of_turns(timings) for timings in found)
+    return forward, of_mine, of_ideal
+
+
+def _of_turns(timings: Sequence[Timing]) -> Timing:
+    return Timing(
+        median(timing.seconds for timing in timings),
+        min(timing.p20_s for timing in timings),
+        max(timing.p80_s for timing in timings),
+    )
+
+
+def ideal_turn(
+    candidate: Candidate, problem: Problem, fastest: str | None, job: Job
+) -> Turn | None:
+    """The ideal of a candidate's kernel; None where this machine doesn't have it. Collective."""
+    name = fastest if candidate.kernel == FASTEST else candidate.kernel
+    if name is None:
+        return None
+    (found,) = ideal.candidates(replace(job, settings={"ideal_kernels": [name]}))
+    mine = found.problem_of(problem)
+    try:
+        prepared = found.prepare(mine)
+    except (NotCovered, KeyError):
+        return None
+    shards = random_shards(mine, len(prepared.positions), job.device, SHARDS_SEED)
+    return Turn(prepared, shards)
+
+
 def about_a_second(call: Callable[[], object], clock: Clock) -> Timing:
     """The clock's iterations, or fewer of a call that takes long. Collective."""
     first = replace(clock, iterations=1).device_time(call)
-    fitting = int(ENOUGH_S / max(first.seconds, 1e-9))
-    iterations = max(LEAST_ITERATIONS, min(fitting, clock.iterations))
-    return replace(clock, iterations=iterations, warm_up_calls=0).device_time(call)
+    return replace(clock, iterations=_fitting(first.seconds, clock), warm_up_calls=0).device_time(
+        call
+    )
+
+
+def _fitting(seconds: float, clock: Clock) -> int:
+    return max(LEAST_ITERATIONS, min(int(ENOUGH_S / max(seconds, 1e-9)), clock.iterations))
 
 
 Checks = dict[Problem, dict[str, Difference]]
@@ -101,11 +157,19 @@ Checks = dict[Problem, dict[str, Difference]]
 
 
 def measure(
-    candidate: Candidate, problem: Problem, check_tokens: int, clock: Clock, checks: Checks
+    candidate: Candidate,
+    problem: Problem,
+    fastest: str | None,
+    job: Job,
+    clock: Clock,
+    checks: Checks,
 ) -> Row:
-    """A row: timed only if its results are right. Collective."""
-    problem = candidate.problem_of(problem)
-    checked = small(problem, check_tokens)
+    """A row: timed only if its results are right, beside its kernel's ideal. Collective.
+
+    `fastest`: the kernel of whoever chooses by itself.
+    """
+    whole, problem = problem, candidate.problem_of(problem)
+    checked = small(problem, job.settings["check_tokens"])
     try:
         if checked not in checks:
             checks[checked] = check(candidate.prepare(checked), checked, clock.device)
@@ -116,7 +180,15 @@ def measure(
         }
         if not is_right(found, dtype_on(clock.device)):
             return row | {"status": "wrong", "reason": _worst(found)}
-        forward, both = timed(candidate.prepare(problem), problem, clock)
+        prepared = candidate.prepare(problem)
+        is_ideal = job.settings["peer"] == "ideal"
+        beside = None if is_ideal else ideal_turn(candidate, whole, fastest, job)
+        if beside is None:
+            forward, both = timed(prepared, problem, clock)
+        else:
+            shards = random_shards(problem, len(prepared.positions), clock.device, SHARDS_SEED)
+            forward, both, best = timed_beside_ideal(Turn(prepared, shards), beside, clock)
+            row["ideal_beside_s"] = best.seconds
     except NotCovered as reason:
         return {"status": "not covered", "reason": str(reason)}
     except Exception as error:  # of a peer's code, whatever it may be: the next one goes on
@@ -162,7 +234,8 @@ def main() -> None:
         checks: Checks = {}
         for number, problem in enumerate(problems):
             names = {"peer": settings["peer"], "candidate": candidate.name, "problem": number}
-            row = measure(candidate, problem, settings["check_tokens"], clock, checks)
+            fastest = settings["fastest"].get(str(number))
+            row = measure(candidate, problem, fastest, job, clock, checks)
             if is_first_rank():
                 append_line({**names, "kernel": candidate.kernel, **row}, Path(settings["lines"]))
         candidate.close()

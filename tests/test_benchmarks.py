@@ -243,10 +243,13 @@ def test_attention_checks_candidates_before_it_times_them(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     sizes = "--tokens 64 --heads 4/2 --head-dim 8 --documents 3 --window 9 --check-tokens 48"
-    options = "--gpus 2 --iterations 2 --limit-s 60 --configs ulysses=2 --peers fakes.attention"
+    options = "--gpus 2 --iterations 2 --limit-s 60 --configs ulysses=2 --ideal-kernels torch_cpu"
+    options += " --peers ideal fakes.attention"
     attention_benchmark.main(["--out", str(tmp_path), *sizes.split(), *options.split()])
 
     rows = read_lines(tmp_path / "attention.jsonl")
+    assert [row["status"] for row in rows[:3]] == ["ok"] * 3
+    rows = rows[3:]
     masks = ["causal", "packed", "window"]
     expected = [(name, mask) for name in ("right", "wrong", "broken") for mask in masks]
     assert [(row["candidate"], row["mask"]) for row in rows] == expected
@@ -258,6 +261,10 @@ def test_attention_checks_candidates_before_it_times_them(
             assert row["forward_s"] > 0 < row["tflops_per_s_per_gpu"]
             assert all(x["whole"] < 1e-5 for x in row["differences"].values())
             assert row["status"] == "ok"
+            assert row["ideal_s"] == pytest.approx(
+                row["ideal_beside_s"] * problems.share_of(_problem_of(row), 2)
+            )
+            assert row["share_of_ideal"] == pytest.approx(row["ideal_s"] / row["seconds"])
         else:
             assert "seconds" not in row
     wrong, broken = rows[3], rows[6]
@@ -271,6 +278,12 @@ def test_attention_checks_candidates_before_it_times_them(
     report = (tmp_path / "attention.md").read_text()
     assert "64 tokens, 4/2 heads of 8, window 9" in report
     assert "this peer doesn't work" in report
+
+
+def _problem_of(row: dict[str, Any]) -> problems.Problem:
+    names = ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "window")
+    lengths = row["lengths"] and tuple(row["lengths"])
+    return problems.Problem(**{name: row[name] for name in names}, lengths=lengths)
 
 
 def test_a_plot_leaves_empty_panels_out(tmp_path: Path) -> None:
@@ -297,6 +310,7 @@ def test_shares_of_the_ideal() -> None:
         {"peer": "x", "candidate": "of a", "kernel": "a", "problem": 0, "seconds": 2.5, **timed},
         {"peer": "x", "candidate": "", "status": "failed", "reason": "no memory"},
     ]
+    assert attention_benchmark.fastest_ideals(rows, [causal, window]) == {0: "b"}
     with_ideals = attention_benchmark.with_ideals(rows, [causal, window], 4)
     found = with_ideals[2]
     assert found["share_of_ideal"] == pytest.approx(0.8)
