@@ -76,7 +76,7 @@ setup(
         "fa4-cu12": ["flash-attn-4==4.0.0b36"],
         # Compiled from source on most platforms: torch first, then pip with --no-build-isolation.
         "fa2": ["flash-attn>=2.8,<3"],
-        "liger": ["liger-kernel"],
+        "liger": ["liger-kernel>=0.8.5"],
     },
     entry_points={"console_scripts": ["longctx = longctx_patch.cli.main:main"]},
     classifiers=[

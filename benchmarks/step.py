@@ -33,6 +33,8 @@ ONE_GPU_TOKENS, TOKENS = (32768,), (32768, 131072, 262144)
 ONE_GPU = (
     "ours:checkpoint=auto",
     "ours:checkpoint=attention",
+    "ours:checkpoint=auto,layers=liger",
+    "ours:checkpoint=auto,layers=compile",
     "stock",
     "stock:checkpoint=none,liger=true",
 )
@@ -52,7 +54,8 @@ def default_systems(num_gpus: int) -> tuple[str, ...]:
     if num_gpus == 1:
         return ONE_GPU
     ours = [f"ours:ulysses={num_gpus},checkpoint={policy}" for policy in ("auto", "attention")]
-    ours += [f"{ours[0]},liger=true", f"ours:ring={num_gpus},checkpoint=auto"]
+    ours += [f"{ours[0]},layers={layers}" for layers in ("liger", "compile")]
+    ours += [f"ours:ring={num_gpus},checkpoint=auto"]
     return (*ours, *PEERS)
 
 

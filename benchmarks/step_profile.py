@@ -9,7 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from measure import Row
 from torch import nn
 
 STEP = "benchmark step"
+MOST_WAITS = 30
 IDLE = "idle"
+COMMUNICATION = "exposed communication"
 # Where several run at once, the first named here has the time.
 PARTS = (
     "attention backward",
@@ -29,7 +31,7 @@ PARTS = (
     "optimizer",
     "elementwise",
     "FSDP",
-    "exposed communication",
+    COMMUNICATION,
     IDLE,
 )
 ATTENTION = ("flash", "fmha", "sdpa", "attention", "dot_do_o", "convert_dq")
@@ -58,7 +60,7 @@ def part_of(activity: Activity) -> str:
     ranges = " ".join(activity.ranges).lower()
     if name.startswith("nccl") or "memcpy ptop" in name:
         belongs = "fsdp" in ranges or _any(FSDP_COLLECTIVES, name)
-        return "FSDP" if belongs else "exposed communication"
+        return "FSDP" if belongs else COMMUNICATION
     if "optimizer" in ranges or _any(OPTIMIZER, name):
         return "optimizer"
     if "fsdp" in ranges or _any(FSDP_COPIES, name):
@@ -92,6 +94,41 @@ def microseconds_by_part(
         now = moment
     totals[IDLE] += stop_us - now
     return totals
+
+
+@dataclass(frozen=True)
+class Wait:
+    """An instant after which nothing but communication ran for a while."""
+
+    start_us: float
+    """From the start of the step."""
+    duration_us: float
+    waits_for: str
+    """The communication that ended it, or ran last."""
+    before: str
+    """What was computed next."""
+
+
+def waits_of(activities: Sequence[Activity], start_us: float, stop_us: float) -> list[Wait]:
+    """Every stretch of the step in which communication ran and nothing else, the longest first."""
+    inside = [a for a in activities if a.stop_us > start_us and a.start_us < stop_us]
+    talks = [a for a in inside if _is_communication(a)]
+    works = sorted((a for a in inside if not _is_communication(a)), key=lambda a: a.start_us)
+    found, now = [], start_us
+    for work in works:
+        silent = [a for a in talks if a.start_us < work.start_us and a.stop_us > now]
+        if work.start_us > now and silent:
+            begin = max(now, min(a.start_us for a in silent))
+            last = max(silent, key=lambda a: min(a.stop_us, work.start_us))
+            end = min(last.stop_us, work.start_us)
+            found.append(Wait(begin - start_us, end - begin, last.name[:60], work.name[:60]))
+        now = max(now, work.stop_us)
+    return sorted(found, key=lambda wait: -wait.duration_us)
+
+
+def _is_communication(activity: Activity) -> bool:
+    name = activity.name.lower()
+    return name.startswith("nccl") or "memcpy ptop" in name
 
 
 def _first_running(running: dict[str, int]) -> str:
@@ -151,34 +188,34 @@ def named(module: nn.Module, name: str) -> Iterator[None]:
 def profiled(step: Callable[[], object], model: nn.Module, device: torch.device) -> Row | None:
     """One step's milliseconds by part on rank 0; None on other ranks and without a GPU.
 
-    Collective: every rank runs the step. Kernels by time are in `kernels`, to judge the table by.
-    What the model's head runs forward counts as loss: a chunked loss computes its gradients there.
+    Collective: every rank runs two steps, of which the second counts. `kernels` are those
+    that take most time, to judge the table by, `waits` the longest stretches in which only
+    communication ran. What the model's head runs forward counts as loss: a chunked loss computes
+    its gradients there.
     """
-    if device.type != "cuda":
-        step()
-        return None
-    if dist.is_initialized() and dist.get_rank() != 0:
-        step()
-        torch.cuda.synchronize()
+    if device.type != "cuda" or (dist.is_initialized() and dist.get_rank() != 0):
+        for _ in range(2):
+            step()
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     head = model.get_output_embeddings()  # type: ignore[operator]
-    with (
-        named(head, "loss"),
-        torch.profiler.profile(activities=activities) as profile,
-        torch.profiler.record_function(STEP),
-    ):
-        step()
+    with named(head, "loss"), torch.profiler.profile(activities=activities) as profile:
+        step()  # the profiler's own start is slow
         torch.cuda.synchronize()
+        with torch.profiler.record_function(STEP):
+            step()
+            torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         profile.export_chrome_trace(str(file))
         found, start, stop = activities_of(json.loads(file.read_text()))
+    found = [a for a in found if a.start_us < stop and a.stop_us > start]
     parts = microseconds_by_part(found, start, stop)
     return {
         "milliseconds": {part: value / 1e3 for part, value in parts.items()},
         "kernels": _longest(found),
+        "waits": [asdict(wait) for wait in waits_of(found, start, stop)[:MOST_WAITS]],
     }
 
 

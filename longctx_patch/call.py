@@ -214,8 +214,12 @@ class HeadWave:
             batch=batch,
             head_dim=head_dim,
             itemsize_bytes=itemsize_bytes,
-            num_kv_heads=self.split.num_kv_computed(self._rank),
+            num_kv_heads=self._num_kv_computed,
         )
+
+    @cached_property
+    def _num_kv_computed(self) -> int:
+        return self.split.num_kv_computed(self._rank)
 
     def plan_for(self, direction: Direction, q: Tensor) -> Plan:
         """The plan for queries `[B, L, H, D]`."""

@@ -4,10 +4,10 @@
         -m longctx_patch.recipes.finetune --ring 2 --model MODEL --text FOLDER \
         --seq-len 32768 --rope yarn --output run/out
 
-The order matters: load, RoPE, LoRA, patch, prepare. `--settings FILE` reads the same settings from
-YAML, `--pack` fills rows with documents that don't see each other. Writes into the output folder:
-metrics.jsonl (one line per step; loss is the mean over all tokens of the step on all processes),
-checkpoints/ and final/.
+The order matters: load, RoPE, LoRA, fused layers, patch, prepare. `--settings FILE` reads the same
+settings from YAML, `--pack` fills rows with documents that don't see each other. Writes into the
+output folder: metrics.jsonl (one line per step; loss is the mean over all tokens of the step on all
+processes), checkpoints/ and final/.
 """
 
 import time
@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 # Absolute imports: they still hold in a copy of this file.
 from longctx_patch import SequenceShardCollator, patch
 from longctx_patch.groups import world_place
+from longctx_patch.hf.fused_layers import choose_fused_layers, fuse_layers
 from longctx_patch.loss import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.recipes import checkpoints, models, texts
@@ -51,6 +52,8 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     run = checkpoints.fingerprint(settings, data.order, accelerator.num_processes)
     if checkpoint:
         checkpoints.check_fingerprint(checkpoint, run)
+    fused = choose_fused_layers(settings.fused_layers, model, accelerator.device.type)
+    fuse_layers(model, fused.how)
     handle = patch(model, settings.sequence_parallelism())
     state = build_state(settings, accelerator, model)
 
@@ -62,6 +65,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
         checkpoints.load_checkpoint(accelerator, state, checkpoint)
     writes = accelerator.is_main_process
     metrics = MetricsFile(output, writes=writes, first_step=state.step)
+    accelerator.print(f"fused layers: {fused.how} ({fused.why})")
     if data.packed:
         accelerator.print(data.packed)
     bar = tqdm(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")

@@ -17,6 +17,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from longctx_patch import LongContextConfig
+from longctx_patch.hf.fused_layers import FusedLayersName
 
 RopeName = Literal["none", "linear", "dynamic", "yarn"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -52,6 +53,9 @@ class Settings:
     rope: RopeName = setting("RoPE scaling that reaches seq_len", default="none")
     rope_factor: float | None = setting("factor of the scaling, if not the ratio", default=None)
     dtype: DtypeName = setting("dtype that the weights are loaded in", default="float32")
+    fused_layers: FusedLayersName = setting(
+        "RMSNorm, RoPE and SwiGLU by liger or compile; auto: liger where it fits", default="auto"
+    )
     lora: bool = setting("train a LoRA adapter (the default)", default=False)
     full: bool = setting("train every weight", default=False)
     lora_rank: int = setting("rank of the adapter", default=16)
@@ -105,7 +109,7 @@ class Settings:
                 "both pack and one_document_per_row are set: packed rows hold several documents, "
                 "which don't see each other either. Choose one: --pack wastes less on padding."
             )
-        for name in ("rope", "dtype", "scheduler"):
+        for name in ("rope", "dtype", "fused_layers", "scheduler"):
             self._check_choice(name)
         for name in ("lora_rank", "max_steps", "batch_size", "gradient_accumulation_steps"):
             self._check_at_least(name, 1)

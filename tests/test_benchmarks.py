@@ -376,6 +376,17 @@ def test_options_on_the_command_line() -> None:
         config_of("ulises=4")
 
 
+@pytest.mark.parametrize("num_gpus", [1, 4])
+def test_default_systems_of_ours_have_options_that_exist(num_gpus: int) -> None:
+    ours = [name for name in step.default_systems(num_gpus) if name.startswith("ours:")]
+    layers = []
+    for name in ours:
+        options = options_of(name.removeprefix("ours:"))
+        layers.append(options.pop("layers", "none"))
+        assert config_of(name_of(options)).sequence_degree == num_gpus
+    assert {*layers} == {"none", "liger", "compile"}
+
+
 def test_a_job_that_hangs_or_fails_ends_alone(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -556,6 +567,12 @@ def test_every_instant_of_a_step_has_one_part() -> None:
         "idle": 6 + 25,
     }
     assert sum(parts.values()) == 100
+    waits = step_profile.waits_of(activities, 0, 100)
+    assert [(w.start_us, w.duration_us, w.before) for w in waits] == [
+        (10, 10, "nvjet"),
+        (25, 9, "flash_bwd"),
+    ]
+    assert waits[1].waits_for == "ncclDevKernel_AllGather"
 
 
 def test_a_trace_of_the_profiler() -> None:

@@ -1,7 +1,8 @@
 """A model patched by this project, under FSDP2 as its run folders set it up.
 
-Options: fields of LongContextConfig (`ulysses` and `ring` for the degrees), and `liger=true` for
-Liger Kernel's RMSNorm, SwiGLU and rotary embeddings.
+Options: fields of LongContextConfig (`ulysses` and `ring` for the degrees), and `layers` (none,
+liger, compile): what computes RMSNorm, SwiGLU and rotary embeddings; `reshard=false` keeps weights
+whole between forward and backward.
 """
 
 import dataclasses
@@ -14,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch.hf.fused_layers import fuse_layers
 from longctx_patch.plugin import accelerate_yaml, close_accelerator, make_accelerator
 from systems import Job, gradient_norm, make_optimizer
-from systems.model import use_liger
 
 
 def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Ours":
@@ -26,8 +27,7 @@ def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Ours":
 class Ours:
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self._device = job.device
-        if options.pop("liger", False):
-            use_liger(model)
+        layers, reshards = options.pop("layers", "none"), options.pop("reshard", True)
         config = LongContextConfig(**{NAMES.get(key, key): x for key, x in options.items()})
         # `auto` measures its first steps before it decides.
         self.warm_up_steps = 4 if config.checkpoint == "auto" else 2
@@ -37,10 +37,11 @@ class Ours:
                 "ulysses= and ring= so that they multiply to it."
             )
         if job.shards_weights:
-            os.environ.update(launch_environment(job.num_ranks))
+            os.environ.update(launch_environment(job.num_ranks, reshards))
         self._accelerator = make_accelerator(
             config, mixed_precision=job.precision, cpu=job.device.type == "cpu"
         )
+        fuse_layers(model, layers)
         self._handle = patch(model, config)
         self._collate = SequenceShardCollator(
             config, group_rank=self._handle.group_rank, pad_token_id=0
@@ -73,8 +74,9 @@ class Ours:
         close_accelerator(self._accelerator)
 
 
-def launch_environment(num_ranks: int) -> dict[str, str]:
+def launch_environment(num_ranks: int, reshards: bool = True) -> dict[str, str]:
     """What `accelerate launch` exports for the FSDP2 settings of a run folder's accelerate.yaml."""
     settings = yaml.safe_load(accelerate_yaml(num_ranks, num_ranks, fsdp=True))["fsdp_config"]
+    settings["fsdp_reshard_after_forward"] = reshards
     exported = {key.upper(): str(value) for key, value in settings.items()}
     return {"ACCELERATE_USE_FSDP": "true", **exported}

@@ -79,6 +79,7 @@ def test_refusals_name_value_rule_and_fix(flags: list[str], message: str) -> Non
         ("max_steps: many\n", "'many' should be of type int"),
         ("max_steps: 3.5\n", "3.5 should be of type int"),
         ("learning_rate: fast\n", "'fast' should be of type float"),
+        ("fused_layers: trition\n", "fused_layers='trition': choose one of auto, liger, compile"),
         ("scheduler: cos\n", "scheduler='cos': choose one of cosine"),
         ("rope: ntk\n", "rope='ntk': choose one of none"),
         ("- a\n", "holds a list"),
@@ -106,7 +107,7 @@ def test_every_option_was_decided_on() -> None:
     assert list(Settings.__annotations__) == [
         *("model", "tokenizer", "text", "text_field", "one_document_per_row", "pack"),
         *("output", "resume"),
-        *("seq_len", "rope", "rope_factor", "dtype", "lora", "full"),
+        *("seq_len", "rope", "rope_factor", "dtype", "fused_layers", "lora", "full"),
         *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
         *(
             "ulysses",

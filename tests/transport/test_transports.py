@@ -16,7 +16,7 @@ from tests.harness import run_distributed
 
 
 def exercise(transport: Transport) -> None:
-    """A ring exchange in two messages a link, an uneven all-to-all, numbers and tensors."""
+    """A ring exchange in two messages a link, all-to-alls, numbers and tensors."""
     rank, num_ranks = transport.group_rank, transport.num_ranks
     after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
     sends = [torch.full((4,), 10 * rank + i, dtype=torch.uint8) for i in range(2)]
@@ -26,21 +26,24 @@ def exercise(transport: Transport) -> None:
     ).wait()
     assert [x[0].item() for x in receives] == [10 * before, 10 * before + 1]
 
-    sizes = [(rank + other) % 3 for other in range(num_ranks)]
-    sent = torch.cat(
-        [torch.full((n,), 10 * rank + to, dtype=torch.uint8) for to, n in enumerate(sizes)]
-    )
-    received = torch.empty(sum(sizes), dtype=torch.uint8)
-    transport.all_to_all(sent, sizes, received, sizes).wait()
-    wanted = [10 * source + rank for source, n in enumerate(sizes) for _ in range(n)]
-    assert received.tolist() == wanted
+    others: list[int] = []
+    for tokens, heads in (([3] * num_ranks, [2] * num_ranks), (range(num_ranks), range(1, 9))):
+        send_sizes = [tokens[rank] * heads[to] for to in range(num_ranks)]
+        receive_sizes = [tokens[source] * heads[rank] for source in range(num_ranks)]
+        parts = [
+            torch.full((n,), 10 * rank + to, dtype=torch.uint8) for to, n in enumerate(send_sizes)
+        ]
+        received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
+        transport.all_to_all(torch.cat(parts), send_sizes, received, receive_sizes).wait()
+        wanted = [10 * source + rank for source, n in enumerate(receive_sizes) for _ in range(n)]
+        assert received.tolist() == wanted
+        others += [n for other, n in enumerate(send_sizes) if other != rank and n]
 
     rows = [2 * other for other in range(num_ranks)]  # none on rank 0
     mine = torch.full((rows[rank], 3), rank + 0.5, dtype=torch.bfloat16)
     for other, tensor in enumerate(transport.all_gather(mine, rows)):
         assert torch.equal(tensor, torch.full((rows[other], 3), other + 0.5, dtype=mine.dtype))
 
-    others = [n for other, n in enumerate(sizes) if other != rank and n]
     assert transport.counters.messages == 2 + len(others)
     assert transport.counters.bytes == 8 + sum(others)
     assert transport.all_gather_numbers([rank, 7]) == [(r, 7) for r in range(num_ranks)]
