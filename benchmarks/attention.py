@@ -196,6 +196,7 @@ COLUMNS = (
     Column(
         "share of fastest ideal", lambda row: _of(row, "share_of_fastest_ideal", "{:.1%}".format)
     ),
+    Column("error / kernel's", lambda row: _of(row, "error_over_plain", "{:.2f}".format)),
     Column("TFLOP/s/GPU", lambda row: _of(row, "tflops_per_s_per_gpu", "{:.0f}".format)),
     Column("note", lambda row: row["status"] if row["status"] != "ok" else None),
     Column("reason", lambda row: row.get("reason")),

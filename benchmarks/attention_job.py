@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from measure import (
     num_processes,
     start,
 )
-from operators import FASTEST, Candidate, Job, NotCovered, Prepared, ideal
+from operators import FASTEST, Candidate, Job, NotCovered, Prepared, ideal, ours
 from problems import (
     RESULTS,
     TOLERANCES,
@@ -44,9 +44,11 @@ from report import append_line
 from torch import Tensor
 
 SHARDS_SEED = 1
-ENOUGH_S = 1.0
-LEAST_ITERATIONS = 3
+ENOUGH_S = 0.5
+LEAST_ITERATIONS = 2
 TURNS = 3
+BOTH_OVER_FORWARD = 4  # about what forward and backward take, by FLOPs 3.5
+MOST_OVER_PLAIN = 2.0  # of the error of the kernel alone
 
 
 def gradients(prepared: Prepared, shards: Shards) -> tuple[Tensor, ...]:
@@ -56,17 +58,39 @@ def gradients(prepared: Prepared, shards: Shards) -> tuple[Tensor, ...]:
     return out, *torch.autograd.grad(out, (q, k, v), shards.dout)
 
 
-def check(prepared: Prepared, problem: Problem, device: torch.device) -> dict[str, Difference]:
-    """How far each result is from dense attention in float64, on the worst rank. Collective."""
+class Check(NamedTuple):
+    """How far a candidate's results are from dense attention in float64, on the worst rank."""
+
+    mine: dict[str, Difference]
+    plain: dict[str, Difference] | None
+    """The same of its kernel in one process, where this machine has it."""
+
+    @property
+    def error_over_plain(self) -> float | None:
+        """The largest of the results."""
+        if self.plain is None:
+            return None
+        return max(self.mine[name].whole / self.plain[name].whole for name in RESULTS)
+
+
+def check(prepared: Prepared, problem: Problem, kernel: str | None, device: torch.device) -> Check:
+    """Collective."""
     whole, right = dense_results(problem, device)
     shards = Shards(*(x[:, prepared.positions].contiguous() for x in whole))
     with prepared.scope():
         mine = gradients(prepared, shards)
-    found = {
-        name: difference(x.detach(), y[:, prepared.positions])
-        for name, x, y in zip(RESULTS, mine, right, strict=True)
-    }
-    ranks = everyone({name: tuple(value) for name, value in found.items()})
+    rights = [x[:, prepared.positions] for x in right]
+    plain = None if kernel is None else plain_results(kernel, problem, device)
+    return Check(
+        _worst_rank(mine, rights),
+        plain and _worst_rank([x[:, prepared.positions] for x in plain], rights),
+    )
+
+
+def _worst_rank(mine: Sequence[Tensor], right: Sequence[Tensor]) -> dict[str, Difference]:
+    """Collective."""
+    pairs = zip(RESULTS, mine, right, strict=True)
+    ranks = everyone({name: tuple(difference(x.detach(), y)) for name, x, y in pairs})
     # amax(), unlike max(), takes NaN for the largest.
     return {
         name: Difference(*torch.tensor([rank[name] for rank in ranks]).amax(0).tolist())
@@ -74,11 +98,34 @@ def check(prepared: Prepared, problem: Problem, device: torch.device) -> dict[st
     }
 
 
+@lru_cache(maxsize=8)
+def plain_results(kernel: str, problem: Problem, device: torch.device) -> tuple[Tensor, ...] | None:
+    """(out, dq, dk, dv) of all tokens by one kernel in this process alone. Collective."""
+    alone = Job(device, 0, 1, {"configs": [f"kernel={kernel}"]})
+    (candidate,) = ours.candidates(alone)
+    whole, _ = dense_results(problem, device)
+    try:
+        return gradients(candidate.prepare(problem), Shards(*(x.clone() for x in whole)))
+    except ValueError:  # this machine doesn't have it
+        return None
+
+
 def is_right(found: dict[str, Difference], dtype: torch.dtype) -> bool:
     allowed = TOLERANCES[dtype]
     return all(
         value.whole <= allowed.whole and value.worst_token <= allowed.worst_token
         for value in found.values()
+    )
+
+
+def is_as_exact(found: Check, dtype: torch.dtype) -> bool:
+    """Whether no result is further off than twice what the kernel alone is, rounding aside."""
+    if found.plain is None:
+        return True
+    rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return all(
+        found.mine[name].whole <= MOST_OVER_PLAIN * found.plain[name].whole + 10 * rounding
+        for name in RESULTS
     )
 
 
@@ -105,7 +152,8 @@ def timed_beside_ideal(mine: Turn, beside: Turn, clock: Clock) -> tuple[Timing, 
     """
     with mine.prepared.scope(), torch.no_grad():
         forward = about_a_second(lambda: mine.prepared.run(*mine.shards[:3]), clock)
-    short = replace(clock, iterations=_fitting(forward.seconds, clock), warm_up_calls=1)
+    iterations = _fitting(BOTH_OVER_FORWARD * forward.seconds, clock)
+    short = replace(clock, iterations=iterations, warm_up_calls=1)
     found: tuple[list[Timing], list[Timing]] = ([], [])
     for _ in range(TURNS):
         for turn, timings in zip((mine, beside), found, strict=True):
@@ -123,14 +171,9 @@ def _of_turns(timings: Sequence[Timing]) -> Timing:
     )
 
 
-def ideal_turn(
-    candidate: Candidate, problem: Problem, fastest: str | None, job: Job
-) -> Turn | None:
-    """The ideal of a candidate's kernel; None where this machine doesn't have it. Collective."""
-    name = fastest if candidate.kernel == FASTEST else candidate.kernel
-    if name is None:
-        return None
-    (found,) = ideal.candidates(replace(job, settings={"ideal_kernels": [name]}))
+def ideal_turn(kernel: str, problem: Problem, job: Job) -> Turn | None:
+    """The ideal of a kernel; None where this machine doesn't have it. Collective."""
+    (found,) = ideal.candidates(replace(job, settings={"ideal_kernels": [kernel]}))
     mine = found.problem_of(problem)
     try:
         prepared = found.prepare(mine)
@@ -152,7 +195,7 @@ def _fitting(seconds: float, clock: Clock) -> int:
     return max(LEAST_ITERATIONS, min(int(ENOUGH_S / max(seconds, 1e-9)), clock.iterations))
 
 
-Checks = dict[Problem, dict[str, Difference]]
+Checks = dict[Problem, Check]
 """Of one candidate: what was found for the small problems so far."""
 
 
@@ -170,19 +213,24 @@ def measure(
     """
     whole, problem = problem, candidate.problem_of(problem)
     checked = small(problem, job.settings["check_tokens"])
+    kernel = fastest if candidate.kernel == FASTEST else candidate.kernel
     try:
         if checked not in checks:
-            checks[checked] = check(candidate.prepare(checked), checked, clock.device)
+            checks[checked] = check(candidate.prepare(checked), checked, kernel, clock.device)
         found = checks[checked]
         row: Row = {
-            "differences": {name: value._asdict() for name, value in found.items()},
+            "differences": {name: value._asdict() for name, value in found.mine.items()},
+            "error_over_plain": found.error_over_plain,
             "checked": asdict(checked),
         }
-        if not is_right(found, dtype_on(clock.device)):
-            return row | {"status": "wrong", "reason": _worst(found)}
+        if not is_right(found.mine, dtype_on(clock.device)):
+            return row | {"status": "wrong", "reason": _worst(found.mine)}
+        if job.settings["peer"] == "ours" and not is_as_exact(found, dtype_on(clock.device)):
+            reason = f"{found.error_over_plain:.2f} times the error of {kernel} alone"
+            return row | {"status": "wrong", "reason": reason}
         prepared = candidate.prepare(problem)
         is_ideal = job.settings["peer"] == "ideal"
-        beside = None if is_ideal else ideal_turn(candidate, whole, fastest, job)
+        beside = None if is_ideal or kernel is None else ideal_turn(kernel, whole, job)
         if beside is None:
             forward, both = timed(prepared, problem, clock)
         else:

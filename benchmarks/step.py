@@ -147,14 +147,17 @@ COLUMNS = (
 
 def profile_table(row: Row) -> str:
     """Milliseconds of one step by part, in Markdown."""
-    parts = row["profile"]["milliseconds"]
+    parts, ranks = row["profile"]["milliseconds"], row["profile"]["by_rank"]
     total = sum(parts.values())
-    rows: list[Row] = [{"part": part, "ms": parts[part]} for part in PARTS]
-    rows.append({"part": "all", "ms": total})
+    rows: list[Row] = [
+        {"part": part, "ms": parts[part], "ranks": [rank[part] for rank in ranks]} for part in PARTS
+    ]
+    rows.append({"part": "all", "ms": total, "ranks": [sum(rank.values()) for rank in ranks]})
     columns = (
         Column("part", lambda r: r["part"]),
         Column("ms", lambda r: f"{r['ms']:.1f}"),
         Column("share", lambda r: f"{r['ms'] / total:.1%}"),
+        Column("ranks", lambda r: f"{min(r['ranks']):.1f} to {max(r['ranks']):.1f}"),
     )
     title = f"### {row['system']}, {row['num_tokens']:,} tokens: one step by part\n\n"
     return f"{title}{table(columns, rows)}\n"

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from measure import Row
+from measure import Row, everyone
 from torch import nn
 
 STEP = "benchmark step"
@@ -167,38 +166,40 @@ def _with_ranges(events: Sequence[dict[str, Any]]) -> list[Activity]:
 
 @contextmanager
 def named(module: nn.Module, name: str) -> Iterator[None]:
-    """What `module.forward` starts is in a `record_function` range of this name."""
-    ranges: list[Any] = []
+    """What `module.forward` starts is in a `record_function` range of this name.
 
-    def begin(module: nn.Module, args: Any) -> None:
-        ranges.append(torch.profiler.record_function(name))
-        ranges[-1].__enter__()
+    Not by hooks: the head of a patched model makes full logits for whoever looks at them.
+    """
+    forward, own = module.forward, vars(module).get("forward")
 
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        ranges.pop().__exit__(None, None, None)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(name):
+            return forward(*args, **kwargs)
 
-    hooks = (module.register_forward_pre_hook(begin), module.register_forward_hook(end))
+    vars(module)["forward"] = within
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        if own is None:
+            del vars(module)["forward"]
+        else:
+            vars(module)["forward"] = own
 
 
 def profiled(step: Callable[[], object], model: nn.Module, device: torch.device) -> Row | None:
-    """One step's milliseconds by part on rank 0; None on other ranks and without a GPU.
+    """One step's milliseconds by part on rank 0; None without a GPU.
 
-    Collective: every rank runs two steps, of which the second counts. `kernels` are those
-    that take most time, to judge the table by, `waits` the longest stretches in which only
-    communication ran. What the model's head runs forward counts as loss: a chunked loss computes
-    its gradients there.
+    Collective: every rank runs two steps, of which the second counts, and all are recorded, so that
+    none waits for another that is slower for it. `by_rank` has the milliseconds of each, `kernels`
+    those of rank 0 that take most time, to judge the table by, `waits` its longest stretches in
+    which only communication ran. What the model's head runs forward counts as loss: a chunked loss
+    computes its gradients there.
     """
-    if device.type != "cuda" or (dist.is_initialized() and dist.get_rank() != 0):
+    if device.type != "cuda":
         for _ in range(2):
             step()
         return None
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
     head = model.get_output_embeddings()  # type: ignore[operator]
     with named(head, "loss"), torch.profiler.profile(activities=activities) as profile:
         step()  # the profiler's own start is slow
@@ -212,8 +213,10 @@ def profiled(step: Callable[[], object], model: nn.Module, device: torch.device)
         found, start, stop = activities_of(json.loads(file.read_text()))
     found = [a for a in found if a.start_us < stop and a.stop_us > start]
     parts = microseconds_by_part(found, start, stop)
+    ranks = everyone({part: value / 1e3 for part, value in parts.items()})
     return {
-        "milliseconds": {part: value / 1e3 for part, value in parts.items()},
+        "milliseconds": ranks[0],
+        "by_rank": ranks,
         "kernels": _longest(found),
         "waits": [asdict(wait) for wait in waits_of(found, start, stop)[:MOST_WAITS]],
     }

@@ -265,6 +265,7 @@ def test_attention_checks_candidates_before_it_times_them(
                 row["ideal_beside_s"] * problems.share_of(_problem_of(row), 2)
             )
             assert row["share_of_ideal"] == pytest.approx(row["ideal_s"] / row["seconds"])
+            assert 0.3 < row["error_over_plain"] < 3
         else:
             assert "seconds" not in row
     wrong, broken = rows[3], rows[6]
@@ -573,6 +574,19 @@ def test_every_instant_of_a_step_has_one_part() -> None:
         (25, 9, "flash_bwd"),
     ]
     assert waits[1].waits_for == "ncclDevKernel_AllGather"
+
+
+def test_a_named_range_leaves_no_trace_on_a_module() -> None:
+    layer = torch.nn.Linear(2, 2)
+    bound = vars(layer)["forward"] = lambda x: x + 1
+    with step_profile.named(layer, "loss"):
+        assert layer(1) == 2
+        assert not layer._forward_hooks, "a head with hooks makes full logits"
+    assert vars(layer)["forward"] is bound
+    del vars(layer)["forward"]
+    with step_profile.named(layer, "loss"):
+        assert layer(torch.ones(1, 2)).shape == (1, 2)
+    assert "forward" not in vars(layer)
 
 
 def test_a_trace_of_the_profiler() -> None:
