@@ -243,7 +243,7 @@ class Case:
         return [found for found, _ in ranks]
 
     def num_steps(self, direction: Direction) -> int:
-        plan = self._call().waves[0].plan_for(direction, self.shards.q)
+        plan = self._call().waves_for(self.shards.q)[0].plan_for(direction, self.shards.q)
         return len(plan.rank_steps[self.group.ring.group_rank])
 
     def _call(self) -> AttentionCall:

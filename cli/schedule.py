@@ -79,15 +79,18 @@ def schedule_command(
         if plan is None:
             _compare(workload, hardware, ranks, direction, as_json)
         else:
-            asked = make_setting(plan, ranks, ulysses, hardware)
+            asked = make_setting(plan, ranks, ulysses, workload, hardware)
             setting = _of_direction(asked, direction or "forward", workload, hardware)
             _predict(setting, direction or "forward", workload, hardware, out, as_json)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
 
 
-def make_setting(plan: str, ranks: int, ulysses: int | None, hardware: "Hardware") -> "Setting":
+def make_setting(
+    plan: str, ranks: int, ulysses: int | None, workload: "Workload", hardware: "Hardware"
+) -> "Setting":
     """The plan over `ranks`, of which `ulysses` exchange heads. Raises ValueError."""
+    from longctx_patch.choice import choose_waves
     from longctx_patch.costs import Setting
 
     degree = ulysses or (ranks if plan == ULYSSES else 1)
@@ -103,12 +106,13 @@ def make_setting(plan: str, ranks: int, ulysses: int | None, hardware: "Hardware
             f"so all ranks exchange heads. Use --ulysses {ranks}, or name the plan of the ring, "
             "for example --plan zigzag."
         )
+    degrees = LongContextConfig(ulysses_degree=degree, ring_degree=ring)
     return Setting(
         plan="zigzag" if plan == ULYSSES else plan,
         layout=LAYOUTS_OF_PLAN.get(plan, ("zigzag",))[0],
         ulysses_degree=degree,
         ring_degree=ring,
-        ulysses_waves=LongContextConfig.ulysses_waves,
+        ulysses_waves=choose_waves(degrees, workload, hardware),
         ranks_per_node=_inner_ring(ring, degree, hardware) if plan == "double_ring" else None,
     )
 

@@ -37,7 +37,7 @@ def main() -> None:
     workload = read_workload(**SIZES)
     for plan, directions in PICTURES.items():
         hardware = read_hardware("h100", RANKS_PER_NODE.get(plan))
-        setting = make_setting(plan, NUM_RANKS, None, hardware)
+        setting = make_setting(plan, NUM_RANKS, None, workload, hardware)
         for direction in directions:
             path = FOLDER / f"{plan}_{direction.value}.png"
             check_drawable(path, NUM_RANKS)

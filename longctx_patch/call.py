@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx_patch.choice import choose
+from longctx_patch.choice import choose, choose_waves
 from longctx_patch.config import LongContextConfig, PlanName
 from longctx_patch.costs import Setting, Workload, schedule_of
 from longctx_patch.documents import Documents
@@ -55,6 +55,9 @@ class AttentionCall:
     _plans: dict[tuple[Direction, int, int, int, int], Plan] = field(
         default_factory=dict, compare=False, repr=False
     )
+    _waves: "dict[tuple[int, int, int], tuple[HeadWave, ...]]" = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @classmethod
     def causal(
@@ -71,12 +74,18 @@ class AttentionCall:
         row, mask, score = Documents.one(num_tokens), causal(num_tokens), Score(scale)
         return cls(group, row, mask, score, num_heads, num_kv_heads, returns_lse)
 
-    @cached_property
-    def waves(self) -> "tuple[HeadWave, ...]":
+    def waves(self, batch: int, head_dim: int, itemsize_bytes: int) -> "tuple[HeadWave, ...]":
         """The heads, in the parts in which Ulysses exchanges them; one without a Ulysses part."""
-        split = HeadSplit(self.num_heads, self.num_kv_heads, self.group.ulysses.num_ranks)
-        parts = split.in_waves(self.group.config.ulysses_waves)
-        return tuple(HeadWave(self, part) for part in parts)
+        shape = (batch, head_dim, itemsize_bytes)
+        if shape not in self._waves:
+            split = HeadSplit(self.num_heads, self.num_kv_heads, self.group.ulysses.num_ranks)
+            most = choose_waves(self.group.config, self._workload(*shape))
+            self._waves[shape] = tuple(HeadWave(self, part) for part in split.in_waves(most))
+        return self._waves[shape]
+
+    def waves_for(self, tensor: Tensor) -> "tuple[HeadWave, ...]":
+        """Those of tensors `[B, L, heads, D]`."""
+        return self.waves(tensor.shape[0], tensor.shape[3], tensor.dtype.itemsize)
 
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
@@ -111,7 +120,17 @@ class AttentionCall:
         itemsize_bytes: int,
         num_kv_heads: int,
     ) -> Plan:
-        workload = Workload(
+        setting = choose(
+            self._config,
+            direction,
+            self._workload(batch, head_dim, itemsize_bytes),
+            placement=placement_of(self.group.config, self.documents),
+            is_causal=self.mask.is_causal,
+        )
+        return make_plan(setting, direction, self.documents, self.mask, num_kv_heads)
+
+    def _workload(self, batch: int, head_dim: int, itemsize_bytes: int) -> Workload:
+        return Workload(
             num_tokens=self.documents.num_tokens,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -119,14 +138,6 @@ class AttentionCall:
             batch=batch,
             itemsize_bytes=itemsize_bytes,
         )
-        setting = choose(
-            self._config,
-            direction,
-            workload,
-            placement=placement_of(self.group.config, self.documents),
-            is_causal=self.mask.is_causal,
-        )
-        return make_plan(setting, direction, self.documents, self.mask, num_kv_heads)
 
     @cached_property
     def _config(self) -> LongContextConfig:
@@ -142,7 +153,7 @@ class AttentionCall:
         """
         request = self._request(device_type, dtype, head_dim)
         kernel = self.group.kernels.known(self.group.config.kernel, request)
-        for wave, direction in product(self.waves, Direction):
+        for wave, direction in product(self.waves(batch, head_dim, dtype.itemsize), Direction):
             plan = wave.plan(direction, batch, head_dim, dtype.itemsize)
             if kernel is not None:
                 kernel_calls(plan, self.group.ring.group_rank, kernel.traits)
@@ -178,7 +189,8 @@ class AttentionCall:
 
     def predicted_traffic(self, batch: int, head_dim: int, itemsize_bytes: int) -> "CallTraffic":
         """What this rank will send, from the plans alone."""
-        waves = [wave.predicted_traffic(batch, head_dim, itemsize_bytes) for wave in self.waves]
+        shape = (batch, head_dim, itemsize_bytes)
+        waves = [wave.predicted_traffic(*shape) for wave in self.waves(*shape)]
         return CallTraffic(*(sum(part, Traffic()) for part in zip(*waves, strict=True)))
 
 

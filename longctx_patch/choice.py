@@ -7,13 +7,14 @@ are hidden today are the first to show on a slower link.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from longctx_patch.config import (
     LAYOUTS_OF_PLAN,
     SPARSE_PLAN,
     LayoutName,
     LongContextConfig,
+    PlanName,
 )
 from longctx_patch.costs import Prediction, Setting, Workload, predict
 from longctx_patch.plans import PRESETS, Direction, Hardware
@@ -23,6 +24,9 @@ _NOTE = (
     f"As fast: within {TIE:.0%}; then fewer bytes win. Forward and backward share degrees and "
     "layout. MiB: sent is the mean of the ranks, buffers the largest."
 )
+MOST_WAVES = 2
+"""Of Ulysses, unless more are asked for: three and more were no faster wherever it was measured."""
+
 _HYBRIDS = ("zigzag", "zigzag_direct", "allgather")
 """Ring parts that `compare` tries under Ulysses."""
 
@@ -97,6 +101,7 @@ def explain(
     With `plan="auto"` the chosen rows are those that the cost model takes.
     """
     hardware = PRESETS[config.hardware]
+    config = replace(config, ulysses_waves=choose_waves(config, workload))
     settings = _settings_of(config, hardware)
     chosen = {d: choose(config, d, workload).plan for d in directions}
     return _compare(settings, workload, hardware, directions, chosen)
@@ -118,6 +123,8 @@ def choose(
     row with one document. A mask that is not plain causal leaves blocks out, and `auto` takes the
     plan that sends only what is needed.
     """
+    if config.ulysses_waves is None:
+        config = replace(config, ulysses_waves=choose_waves(config, workload, hardware))
     plan: str = config.plan if direction is Direction.FORWARD else config.backward_plan
     if plan == "auto" and direction is Direction.BACKWARD and config.plan != "auto":
         plan = config.plan
@@ -133,6 +140,29 @@ def choose(
     if len(candidates) == 1:
         return candidates[0]
     return _best([_predicted(s, direction, workload, hardware) for s in candidates]).setting
+
+
+@lru_cache(maxsize=1024)
+def choose_waves(
+    config: LongContextConfig, workload: Workload, hardware: Hardware | None = None
+) -> int:
+    """In how many waves Ulysses exchanges heads: those of forward are backward's too.
+
+    A wave hides messages and costs the CPU, so small blocks go in one. Of a plan that is `auto` the
+    first of its layout is looked at, which is enough to tell.
+    """
+    if config.ulysses_waves is not None or config.ulysses_degree == 1:
+        return config.ulysses_waves or 1
+    known = hardware or PRESETS[config.hardware]
+    plan = _settings_of(replace(config, ulysses_waves=1), known)[0].plan
+    plain = config if config.plan != "auto" else replace(config, plan=cast(PlanName, plan))
+
+    def seconds(waves: int) -> float:
+        fixed = replace(plain, ulysses_waves=waves)
+        settings = {d: choose(fixed, d, workload, hardware) for d in Direction}
+        return sum(predict(s, d, workload, known).makespan_s for d, s in settings.items())
+
+    return min(range(1, MOST_WAVES + 1), key=seconds)
 
 
 class _Candidate(NamedTuple):
@@ -187,7 +217,7 @@ def _setting(config: LongContextConfig, plan: str, ranks_per_node: int | None) -
         layout=config.placement,
         ulysses_degree=config.ulysses_degree,
         ring_degree=config.ring_degree,
-        ulysses_waves=config.ulysses_waves,
+        ulysses_waves=config.ulysses_waves or 1,
         ranks_per_node=ranks_per_node,
     )
 
@@ -198,6 +228,7 @@ def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterable[Se
         if ranks % degree or (degree > hardware.gpus_per_node and degree < ranks):
             continue
         ring, per_node = ranks // degree, _ring_ranks_in_node(degree, hardware)
+        degrees = LongContextConfig(ulysses_degree=degree, ring_degree=ring)
         plans = LAYOUTS_OF_PLAN if degree == 1 else _HYBRIDS[: 1 if ring == 1 else None]
         for plan in plans:
             if plan != SPARSE_PLAN and (plan != "double_ring" or _has_full_nodes(ring, per_node)):
@@ -206,7 +237,7 @@ def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterable[Se
                     layout=LAYOUTS_OF_PLAN[plan][0],
                     ulysses_degree=degree,
                     ring_degree=ring,
-                    ulysses_waves=LongContextConfig.ulysses_waves,
+                    ulysses_waves=choose_waves(degrees, workload, hardware),
                     ranks_per_node=per_node,
                 )
 

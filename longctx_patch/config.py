@@ -55,9 +55,9 @@ class LongContextConfig:
     ring_degree: int = 1
     """Ranks (or groups of Ulysses ranks) that pass key-value blocks to each other."""
 
-    ulysses_waves: int = 2
+    ulysses_waves: int | None = None
     """Ulysses exchanges heads in this many parts (fewer, if a rank has fewer heads), so that those
-    of one part travel while another is computed."""
+    of one part travel while another is computed. None: as many as the cost model says."""
 
     layout: LayoutName | None = None
     """Placement of tokens over the ring ranks. None: the plan's, else `zigzag`, which balances a
@@ -103,6 +103,8 @@ class LongContextConfig:
     def __post_init__(self) -> None:
         for name in ("ulysses_degree", "ring_degree", "ulysses_waves"):
             value = getattr(self, name)
+            if name == "ulysses_waves" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 kind = "" if type(value) is int else f", of type {type(value).__name__}"
                 raise ValueError(

@@ -46,15 +46,15 @@ def run_forward(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> ForwardResult:
     """`q` `[B, L, H, D]`, `k` and `v` `[B, L, G, D]`, `sinks` `[H]`."""
-    executor = call.executor(q)
+    executor, waves = call.executor(q), call.waves_for(q)
     if call.group.ulysses.num_ranks == 1:
-        (wave,) = call.waves
+        (wave,) = waves
         whole = _forward_of(wave, executor, (q, k, v), sinks)
         return ForwardResult([whole], whole.out, whole.lse)
-    arriving = [wave.resharder.to_heads([q, k, v], QKV) for wave in call.waves]
+    arriving = [wave.resharder.to_heads([q, k, v], QKV) for wave in waves]
     saved: list[Saved] = []
     leaving: list[list[ArrivingTokens]] = []
-    for wave, inputs in zip(call.waves, arriving, strict=True):
+    for wave, inputs in zip(waves, arriving, strict=True):
         part = _forward_of(wave, executor, inputs.wait(), sinks)
         # lse is a column of every head, so it travels like one.
         results = [part.out, part.lse.transpose(1, 2)[..., None]]
@@ -106,13 +106,14 @@ def _backward_inputs(
     call: AttentionCall, dout: Tensor, saved: Sequence[Saved], *, local: bool
 ) -> Iterator[tuple[HeadWave, Tensor, Saved]]:
     """Each wave with the heads that it computes, of dout and of what forward saved."""
+    waves = call.waves_for(dout)
     if call.group.ulysses.num_ranks == 1:
-        yield call.waves[0], dout, saved[0]
+        yield waves[0], dout, saved[0]
         return
-    arriving = [_exchange_for_backward(wave, dout, saved, local) for wave in call.waves]
-    widths = [wave.heads.stop - wave.heads.start for wave in call.waves]
+    arriving = [_exchange_for_backward(wave, dout, saved, local) for wave in waves]
+    widths = [wave.heads.stop - wave.heads.start for wave in waves]
     lse_of_waves = saved[0].lse.split(widths, 1) if local else [part.lse for part in saved]
-    for index, (wave, exchanges) in enumerate(zip(call.waves, arriving, strict=True)):
+    for index, (wave, exchanges) in enumerate(zip(waves, arriving, strict=True)):
         *arrived, wave_dout = (tensor for exchange in exchanges for tensor in exchange.wait())
         part = Saved._make([*arrived, lse_of_waves[index]]) if local else saved[index]
         yield wave, wave_dout, part

@@ -65,7 +65,9 @@ class Settings:
 
     # Sequence parallelism: see LongContextConfig
     ulysses: int = setting("ranks that exchange heads for tokens", default=1)
-    ulysses_waves: int = setting("parts in which heads are exchanged", default=2)
+    ulysses_waves: int | None = setting(
+        "parts in which heads are exchanged, if not as many as the cost model says", default=None
+    )
     ring: int = setting("ranks that pass key-value blocks round", default=1)
     layout: str = setting("placement of tokens; auto: that of the plan", default="auto")
     plan: str = setting("schedule of the ring; auto: the cost model's", default="auto")

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from longctx_patch.choice import TIE, choose, compare, explain
+from longctx_patch.choice import TIE, choose, choose_waves, compare, explain
 from longctx_patch.config import LAYOUTS_OF_PLAN, LongContextConfig
 from longctx_patch.costs import Setting, Workload, predict
 from longctx_patch.plans import PRESETS, Direction
@@ -162,3 +162,15 @@ def test_sizes_beyond_64_bit_sums_are_refused(huge: dict[str, int]) -> None:
 def test_a_workload_that_cannot_be(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         replace(WORKLOAD, **bad)
+
+
+def test_waves_are_worth_it_where_blocks_are_large() -> None:
+    """One set for both directions, as backward goes on from what forward has saved."""
+    ulysses = LongContextConfig(ulysses_degree=4)
+    found = [choose_waves(ulysses, Workload(num_tokens=n)) for n in (4096, 16384, 65536, 131072)]
+    assert found == [1, 1, 2, 2]
+    assert choose_waves(LongContextConfig(ring_degree=4), Workload(num_tokens=131072)) == 1
+    asked = LongContextConfig(ulysses_degree=4, ulysses_waves=4)
+    assert choose_waves(asked, Workload(num_tokens=4096)) == 4
+    for direction in Direction:
+        assert choose(ulysses, direction, Workload(num_tokens=131072)).ulysses_waves == 2

@@ -203,7 +203,7 @@ def test_picture_in_other_formats(run: Run, tmp_path: Path, ending: str, head: b
 def predicted(plan: str, ranks: int, direction: Direction, ulysses: int | None) -> Prediction:
     workload = read_workload(heads=32, kv_heads=8, head_dim=128, seq_len=131072, batch=1)
     hardware = read_hardware("h100", None)
-    setting = make_setting(plan, ranks, ulysses, hardware)
+    setting = make_setting(plan, ranks, ulysses, workload, hardware)
     return predict(setting, direction, workload, hardware, with_timeline=True)
 
 
