@@ -136,6 +136,10 @@ def predict(
     before, after = (
         _all_to_all(part, setting, hardware, len(waves), computed_s) for part in exchanges
     )
+    # The CPU runs ahead of the device unless it takes longer for everything.
+    on_device_s = before.total_s + slowest.makespan_s + after.total_s
+    exchanges_s = len(waves) * hardware.host_wave_s if setting.ulysses_degree > 1 else 0.0
+    on_host_s = slowest.host_s + exchanges_s
     sent = _sum_traffic(exchanges, rings)
     busiest = max(cut.size for cut in split.query)
     mean = workload.num_heads / setting.ulysses_degree
@@ -146,7 +150,7 @@ def predict(
         direction=direction,
         ulysses_degree=setting.ulysses_degree,
         layout=setting.layout,
-        makespan_s=before.total_s + slowest.makespan_s + after.total_s,
+        makespan_s=max(on_device_s, on_host_s),
         idle_fraction=1 - (1 - slowest.idle_fraction) * mean / busiest,
         exposed_communication_s=before.travel_s + slowest.exposed_communication_s + after.travel_s,
         bytes_sent_per_rank=tuple(traffic.bytes for traffic in sent),
@@ -250,6 +254,7 @@ def _one_after_another(rings: Sequence[Simulation]) -> Simulation:
         ]
         whole = Simulation(
             makespan_s=span,
+            host_s=whole.host_s + ring.host_s,
             idle_fraction=1 - busy / span if span else 0.0,
             exposed_communication_s=whole.exposed_communication_s + ring.exposed_communication_s,
             bytes_sent=tuple(map(add, whole.bytes_sent, ring.bytes_sent)),
@@ -265,12 +270,12 @@ class _Exchange(NamedTuple):
 
     travel_s: float
     """What is not hidden behind computation."""
-    other_s: float
-    """Packing, putting together, and the CPU's part."""
+    copy_s: float
+    """Packing and putting together."""
 
     @property
     def total_s(self) -> float:
-        return self.travel_s + self.other_s
+        return self.travel_s + self.copy_s
 
 
 def _all_to_all(
@@ -295,7 +300,7 @@ def _all_to_all(
     )
     exposed = travel + (num_waves - 1) * max(0.0, travel - computed_s)
     copied = 4 * largest / hardware.copy_bandwidth  # packed and put together, read and written
-    return _Exchange(exposed, copied + num_waves * hardware.host_exchange_s)
+    return _Exchange(exposed, copied)
 
 
 def _sum_traffic(

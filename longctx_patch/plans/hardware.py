@@ -63,6 +63,8 @@ class Hardware:
     """Seconds of the CPU for one batch of messages: packing, posting, waiting."""
     host_message_s: float
     """Seconds of the CPU for each message in it."""
+    host_wave_s: float
+    """Seconds of the CPU for one of Ulysses' waves: packing, two all-to-alls, putting together."""
 
     def kernel_seconds(
         self, direction: Direction, piece: Piece, *, batch: int, num_heads: int, head_dim: int
@@ -104,6 +106,7 @@ _H200 = Hardware(
     host_backward_s=140e-6,
     host_exchange_s=80e-6,
     host_message_s=15e-6,
+    host_wave_s=900e-6,
 )
 _H100 = replace(
     _H200, name="h100", copy_bandwidth=3.0e12, add_bandwidth=2.0e12, merge_bandwidth=1.08e12

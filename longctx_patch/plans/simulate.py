@@ -40,6 +40,8 @@ class Simulation:
     """What a schedule takes; tuples are by rank."""
 
     makespan_s: float
+    host_s: float
+    """What the CPU of the busiest rank takes to start it all, which goes on beside the device."""
     idle_fraction: float
     """Share of rank-time without work, if a step took as long as its busiest rank's area."""
     exposed_communication_s: float
@@ -116,6 +118,7 @@ class _Player:
         rank_area = self.busiest_area * self.num_ranks
         return Simulation(
             makespan_s=self.finish_s(),
+            host_s=float(self.host_s.max()),
             idle_fraction=1 - self.total_area / rank_area if rank_area else 0.0,
             exposed_communication_s=max(0.0, self.finish_s() - unhindered_s),
             bytes_sent=tuple(self.sent.tolist()),

@@ -42,6 +42,7 @@ ATTENTION_ALONE = Hardware(
     host_forward_s=0,
     host_backward_s=0,
     host_exchange_s=0,
+    host_wave_s=0,
     host_message_s=0,
 )
 FREE_KERNELS = replace(
