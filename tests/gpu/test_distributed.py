@@ -218,3 +218,21 @@ def check_models(rank: int, world_size: int) -> None:
 def test_models_are_as_accurate_as_on_one_gpu() -> None:
     world_size = min(4, torch.cuda.device_count())
     run_distributed(check_models, world_size, world_size, backend="nccl", timeout_s=240)
+
+
+def check_bits(rank: int, world_size: int) -> None:
+    inputs = operator_inputs(4093, 8, 2)
+    for ulysses, ring in degrees_of(world_size):
+        config = LongContextConfig(
+            ulysses_degree=ulysses, ring_degree=ring, ulysses_waves=2, deterministic=True
+        )
+        group = make_sequence_group(config)
+        first, *others = (run_operator(group, inputs)[0] for _ in range(4))
+        for other in others:
+            assert all(map(torch.equal, first, other)), config
+        group.close()
+
+
+def test_deterministic_runs_are_bitwise_equal() -> None:
+    world_size = min(4, torch.cuda.device_count())
+    run_distributed(check_bits, world_size, world_size, backend="nccl", timeout_s=120)
