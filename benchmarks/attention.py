@@ -89,8 +89,7 @@ def run_peer(
     script = HERE / "attention_job.py"
     ending = run_job(script, [str(job)], arguments.gpus, limit_s, logs)
     rows = read_lines(lines)
-    for file in (lines, job):
-        file.unlink(missing_ok=True)
+    job.unlink(missing_ok=True)
     if ending.problem is not None:
         rows.append({"peer": peer, "candidate": "", "status": "failed", "reason": ending.problem})
     print(
@@ -288,6 +287,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
         # After each, so that an interruption leaves the peers that were done before it.
         complete = with_ideals(rows, problems, arguments.gpus)
         write_report(complete, problems, arguments.gpus, arguments.out, machine(device))
+        (arguments.out / f"{_file_name(peer)}.lines").unlink(missing_ok=True)
     print((arguments.out / "attention.md").read_text(), file=sys.stdout)
 
 

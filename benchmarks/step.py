@@ -67,7 +67,7 @@ def run_launch(
     limit_s: float,
 ) -> list[Row]:
     """What one launch gave, and a row for how it went wrong."""
-    name = f"step.{number:02}.{system.partition(':')[0]}"
+    name = _file_name(number, system)
     lines, job = arguments.out / f"{name}.lines", arguments.out / f"{name}.job.json"
     lines.unlink(missing_ok=True)
     settings = {
@@ -86,13 +86,16 @@ def run_launch(
     script = HERE / ("step_floor_job.py" if system == FLOOR else "step_job.py")
     ending = run_job(script, [str(job)], arguments.gpus, limit_s, arguments.out / name)
     rows = read_lines(lines)
-    for file in (lines, job):
-        file.unlink(missing_ok=True)
+    job.unlink(missing_ok=True)
     if ending.problem is not None and not any(row["status"] == OUT_OF_MEMORY for row in rows):
         status = OUT_OF_MEMORY if "OutOfMemoryError" in ending.problem else "failed"
         rows.append({"system": system, "status": status, "reason": ending.problem})
     print(f"{system}: {ending.seconds:.0f} s, {ending.problem or 'ended well'}", flush=True)
     return rows
+
+
+def _file_name(number: int, system: str) -> str:
+    return f"step.{number:02}.{system.partition(':')[0]}"
 
 
 def first_losses(rows: Sequence[Row]) -> dict[int, float]:
@@ -228,6 +231,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
         rows += run_launch(number, system, first_losses(rows), arguments, limit_s)
         # After each, so that an interruption leaves the systems that were done before it.
         write_report(with_ratios(rows), arguments, machine(device))
+        (arguments.out / f"{_file_name(number, system)}.lines").unlink(missing_ok=True)
     print((arguments.out / "step.md").read_text(), file=sys.stdout)
 
 

@@ -2,11 +2,13 @@
 
 The floor of a step: attention of every layer at the rate of one causal kernel over all tokens with
 a rank's part of the heads, matrix products at the rate of a large one, forward and backward,
-nothing recomputed, and all else hidden behind them. Measured on all GPUs at once.
+nothing recomputed, and all else hidden behind them. Measured on all GPUs at once, and for as long
+as it takes them to get warm.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from report import append_line
 from systems import Shape
 
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
+MATMUL_CALLS = {"cuda": 1500, "cpu": 5}  # two seconds: clocks fall as a GPU gets warm
 
 
 def matmul_flops_per_s(clock: Clock) -> float:
     size = MATMUL_SIZE[clock.device.type]
     a, b = torch.randn(2, size, size, device=clock.device, dtype=dtype_on(clock.device))
-    return 2 * size**3 / clock.device_time(lambda: a @ b).seconds
+    long = replace(clock, iterations=MATMUL_CALLS[clock.device.type])
+    return 2 * size**3 / long.device_time(lambda: a @ b).seconds
 
 
 def floor_s(
