@@ -226,6 +226,7 @@ _CHECKPOINT_REASONS = {
     "none": "all activations are kept: fastest, most memory",
     "full": "each layer is recomputed, attention and its communication too: least memory",
     "attention": "each layer is recomputed except attention, which does not run twice",
+    "offload": "as attention, and what layers keep is in host memory until backward",
 }
 
 

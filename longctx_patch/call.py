@@ -55,9 +55,6 @@ class AttentionCall:
     _plans: dict[tuple[Direction, int, int, int, int], Plan] = field(
         default_factory=dict, compare=False, repr=False
     )
-    _waves: "dict[tuple[int, int, int], tuple[HeadWave, ...]]" = field(
-        default_factory=dict, compare=False, repr=False
-    )
 
     @classmethod
     def causal(
@@ -73,6 +70,11 @@ class AttentionCall:
         """Plain causal attention over one document."""
         row, mask, score = Documents.one(num_tokens), causal(num_tokens), Score(scale)
         return cls(group, row, mask, score, num_heads, num_kv_heads, returns_lse)
+
+    @cached_property
+    def _waves(self) -> "dict[tuple[int, int, int], tuple[HeadWave, ...]]":
+        """Not a field, since waves know their call."""
+        return {}
 
     def waves(self, batch: int, head_dim: int, itemsize_bytes: int) -> "tuple[HeadWave, ...]":
         """The heads, in the parts in which Ulysses exchanges them; one without a Ulysses part."""

@@ -26,7 +26,7 @@ SPARSE_PLAN: PlanName = "halo"
 """What `auto` takes for masks that leave blocks out, and layers with a window always run."""
 HardwareName = Literal["a100", "h100", "h200"]
 LossName = Literal["chunked", "logits"]
-CheckpointPolicy = Literal["none", "full", "attention", "auto"]
+CheckpointPolicy = Literal["none", "full", "attention", "offload", "auto"]
 
 # Each plan is balanced, or at all defined, for some placements of tokens; the first is its own.
 LAYOUTS_OF_PLAN: Mapping[str, tuple[LayoutName, ...]] = MappingProxyType(
@@ -90,7 +90,8 @@ class LongContextConfig:
     checkpoint: CheckpointPolicy = "none"
     """`none`: keep all activations; `full`: recompute each layer, attention included;
     `attention`: recompute each layer but keep attention's output and lse, so that the recompute
-    runs neither its kernel nor its communication (DISTFLASHATTN, section 3.3); `auto`: `attention`
+    runs neither its kernel nor its communication (DISTFLASHATTN, section 3.3); `offload`: the same,
+    with what each layer keeps in pinned host memory until backward; `auto`: `attention`
     in as many of the first layers as the GPU's memory demands, `none` in the others, measured
     between the first steps (`longctx_patch.memory.auto`; on CPU `attention` in all)."""
 

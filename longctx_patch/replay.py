@@ -7,31 +7,49 @@ rematerialisation-aware checkpointing of DISTFLASHATTN (section 3.3) without mov
 of the checkpointed layers.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-Kept = tuple[Tensor, ...]
+Getter = Callable[[], Tensor]
+
+
+def as_it_is(tensor: Tensor) -> Getter:
+    """Keep a tensor where it is."""
+    return lambda: tensor
 
 
 @dataclass
 class Frame:
     """Results of the attention calls inside one checkpointed region, in order."""
 
-    kept: list[Kept] = field(default_factory=list)
+    store: Callable[[Tensor], Getter] = as_it_is
+    """Keeps a tensor, and returns what gives it back."""
+    kept: list[tuple[Getter, ...]] = field(default_factory=list)
     replaying: bool = False
     next_call: int = 0
 
     def keep(self, *results: Tensor) -> None:
         # Detached: the returned tensors carry the graph, and the graph carries this frame.
-        self.kept.append(tuple(tensor.detach() for tensor in results))
+        stored: dict[tuple[object, ...], Getter] = {}
+        for tensor in results:  # some are the same: they are stored once
+            if _place(tensor) not in stored:
+                stored[_place(tensor)] = self.store(tensor.detach())
+        self.kept.append(tuple(stored[_place(tensor)] for tensor in results))
 
-    def take(self) -> Kept:
+    def take(self) -> tuple[Tensor, ...]:
         assert self.next_call < len(self.kept), "the recompute calls attention more often"
         self.next_call += 1
-        return self.kept[self.next_call - 1]
+        getters = self.kept[self.next_call - 1]
+        tensors = {getter: getter() for getter in set(getters)}
+        return tuple(tensors[getter] for getter in getters)
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 # Set in the thread that runs the region: on CUDA the recompute happens in autograd's own thread,
@@ -44,9 +62,11 @@ def current_frame() -> Frame | None:
     return _frame.get()
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def checkpoint_contexts(
+    store: Callable[[Tensor], Getter] = as_it_is,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."""
-    frame = Frame()
+    frame = Frame(store)
     return _Inside(frame, replaying=False), _Inside(frame, replaying=True)
 
 

@@ -13,6 +13,7 @@ from longctx_patch.hf import transformers_api
 from longctx_patch.memory import (
     LADDER,
     AutoPolicy,
+    HostCopies,
     LayerPolicy,
     MemoryUse,
     Meter,
@@ -59,6 +60,7 @@ class LayerCheckpoints:
         self._policy = policy
         self._fixed: LayerPolicy = LADDER[-1] if policy == "auto" else policy
         self._auto: AutoPolicy | None = None
+        self._host: HostCopies | None = None
         self._pass: Pass | None = None
         self._num_tokens = 0
 
@@ -70,7 +72,7 @@ class LayerCheckpoints:
     @property
     def replays_attention(self) -> bool:
         """Whether layers may ask attention for what it computed before."""
-        return self._policy in ("attention", "auto")
+        return self._policy in ("attention", "offload", "auto")
 
     def report(self) -> Checkpointing:
         memory = None if self._auto is None else self._auto.use
@@ -120,8 +122,10 @@ class LayerCheckpoints:
         return self._policy == "auto" and decoder.training and torch.is_grad_enabled()
 
     def _run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
+        if self._fixed == "offload":
+            self._host = self._host or HostCopies(args[0].device)
         if self._auto is None:
-            return run_layer(self._fixed, forward, *args)
+            return run_layer(self._fixed, forward, *args, host=self._host)
         return self._auto.run(layer, forward, *args)
 
 

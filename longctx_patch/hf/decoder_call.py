@@ -1,7 +1,6 @@
 """From the arguments of a patched decoder to those of a sharded, or a stock, forward pass."""
 
 import zlib
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,9 +89,10 @@ def prepare_call(
     call = prepared.pop(key_of(shard), None)
     if call is None:
         call = ShardedCall(group, row.documents, mask, row.real_lengths, seen)
+    call.fire_check = first_step.begin(decoder)
     return kwargs | {
         "attention_mask": transformers_api.no_mask(tokens.shape[0], tokens.device),
         "position_ids": positions.expand(tokens.shape[0], -1),
         "use_cache": False,
-        transformers_api.CALL_KEY: replace(call, fire_check=first_step.begin(decoder)),
+        transformers_api.CALL_KEY: call,
     }

@@ -109,7 +109,7 @@ class FireCheck:
         """
         planned = Traffic()
         for layer, traffic in self._traffic.items():
-            replays = self._policies[layer] == "attention"
+            replays = self._policies[layer] in ("attention", "offload")
             recomputed = [] if replays else [traffic.forward] * (self._runs[layer] - 1)
             once = traffic.backward_after_replay if replays else traffic.backward
             planned = sum(recomputed + [once] * self._backward[layer], planned)

@@ -1,7 +1,6 @@
 """Attention in the layers of a patched decoder, for one forward pass over a shard."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -37,20 +36,31 @@ class CallShape(NamedTuple):
     head_dim: int
 
 
-@dataclass(frozen=True)
 class ShardedCall:
-    """Travels with one forward pass, from the decoder to each of its attention layers."""
+    """Travels with one forward pass, from the decoder to each of its attention layers.
 
-    group: SequenceGroup
-    documents: Documents
-    mask: Mask | None
-    """Who sees whom in layers with full attention; None: causally within documents."""
-    real_lengths: tuple[int, ...]
-    """Tokens of each row of the batch without its padding."""
-    seen: dict[LayerKind, CallShape] = field(default_factory=dict)
-    """Kinds of layers that have run, for whoever makes plans ahead."""
-    fire_check: FireCheck | None = None
-    _calls: dict[LayerKind, AttentionCall] = field(default_factory=dict)
+    Not a dataclass: FSDP looks for tensors in the fields of those that layers are given, and plans
+    have many.
+    """
+
+    def __init__(
+        self,
+        group: SequenceGroup,
+        documents: Documents,
+        mask: Mask | None,
+        real_lengths: tuple[int, ...],
+        seen: dict[LayerKind, CallShape],
+    ) -> None:
+        self.group = group
+        self.documents = documents
+        self.mask = mask
+        """Who sees whom in layers with full attention; None: causally within documents."""
+        self.real_lengths = real_lengths
+        """Tokens of each row of the batch without its padding."""
+        self.seen = seen
+        """Kinds of layers that have run, for whoever makes plans ahead."""
+        self.fire_check: FireCheck | None = None
+        self._calls: dict[LayerKind, AttentionCall] = {}
 
     def attention(self, kind: LayerKind) -> AttentionCall:
         """The same object for all layers that are alike."""

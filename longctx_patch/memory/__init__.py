@@ -2,12 +2,14 @@
 
 from longctx_patch.memory.auto import LADDER, MARGIN, AutoPolicy, MemoryUse, Pass
 from longctx_patch.memory.meter import Meter, meter_of
+from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import LayerPolicy, run_layer
 
 __all__ = [
     "LADDER",
     "MARGIN",
     "AutoPolicy",
+    "HostCopies",
     "LayerPolicy",
     "MemoryUse",
     "Meter",

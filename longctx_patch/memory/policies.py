@@ -5,6 +5,7 @@
 | none | all activations | - |
 | full | the layer's input | kernel and communication run again |
 | attention | the input, attention's out and lse | replayed: neither runs again |
+| offload | the same, in pinned host memory | likewise |
 
 Under Ulysses the backward pass of `attention` exchanges q, k, v and out for heads once more, since
 the frame keeps this rank's tokens only.
@@ -15,18 +16,52 @@ saves a third of attention's forward-and-backward work (DISTFLASHATTN, section 3
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from longctx_patch.memory.offload import Getter, HostCopies
 from longctx_patch.replay import checkpoint_contexts
 
-LayerPolicy = Literal["none", "full", "attention"]
+LayerPolicy = Literal["none", "full", "attention", "offload"]
 
 
-def run_layer(policy: LayerPolicy, forward: Callable[..., Any], *args: Any) -> Any:
-    """`forward(*args)` of one layer. Its backward follows the policy that its forward ran under."""
+def run_layer(
+    policy: LayerPolicy, forward: Callable[..., Any], *args: Any, host: HostCopies | None = None
+) -> Any:
+    """`forward(*args)` of one layer, hidden states first.
+
+    Its backward follows the policy that its forward ran under. `host` is for `offload`.
+    """
     if policy == "none":
         return forward(*args)
+    if policy == "offload":
+        assert host is not None
+        keep = host.begin().keep
+        with _inputs_on_host(args[0], keep):
+            return _checkpoint(partial(checkpoint_contexts, keep), forward, *args)
     contexts = checkpoint_contexts if policy == "attention" else noop_context_fn
+    return _checkpoint(contexts, forward, *args)
+
+
+def _checkpoint(contexts: Callable[[], Any], forward: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _inputs_on_host(hidden: Tensor, keep: Callable[[Tensor], Getter]) -> saved_tensors_hooks:
+    """Hooks for what torch's checkpoint saves of a region's inputs; in the region it has its own.
+
+    Only the hidden states go to the host: all layers share their other inputs.
+    """
+
+    def pack(tensor: Tensor) -> Tensor | Getter:
+        is_hidden = tensor.data_ptr() == hidden.data_ptr() and tensor.shape == hidden.shape
+        return keep(tensor) if is_hidden else tensor
+
+    def unpack(packed: Tensor | Getter) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed()
+
+    return saved_tensors_hooks(pack, unpack)

@@ -17,7 +17,7 @@ from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator,
 from longctx_patch.call import AttentionCall, CallTraffic
 from longctx_patch.hf import FAMILIES
 from longctx_patch.hf.transformers_api import attention_modules, decoder_layers
-from longctx_patch.memory import MARGIN, LayerPolicy, MemoryUse, run_layer
+from longctx_patch.memory import MARGIN, HostCopies, LayerPolicy, MemoryUse, run_layer
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
 from tests.hf.tiny import featured_model, gradients, tiny_model, token_rows
@@ -35,6 +35,7 @@ class Forced:
 
     def __init__(self, policies: Sequence[LayerPolicy]) -> None:
         self.policies = tuple(policies)
+        self.host = HostCopies(torch.device("cpu"))
 
     def propose(self, num_tokens: int) -> int:
         return 0
@@ -43,7 +44,7 @@ class Forced:
         return None
 
     def run(self, layer: int, forward: Any, *args: Any) -> Any:
-        return run_layer(self.policies[layer], forward, *args)
+        return run_layer(self.policies[layer], forward, *args, host=self.host)
 
 
 class Trained(NamedTuple):
@@ -226,7 +227,7 @@ def counted(it: Trained) -> Iterator[None]:
 
 
 def _planned(traffic: CallTraffic, policy: LayerPolicy) -> Traffic:
-    if policy == "attention":
+    if policy in ("attention", "offload"):
         return traffic.forward + traffic.backward_after_replay
     again = traffic.forward if policy == "full" else Traffic()
     return traffic.forward + again + traffic.backward

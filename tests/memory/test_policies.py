@@ -19,7 +19,7 @@ from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model, token_rows
 from tests.reference import relative_error
 
-POLICIES: tuple[CheckpointPolicy, ...] = ("none", "full", "attention")
+POLICIES: tuple[CheckpointPolicy, ...] = ("none", "full", "attention", "offload")
 LAYERS = 2
 LENGTH = 32
 
@@ -75,7 +75,7 @@ def check_policies(rank: int, degrees: list[tuple[int, int]]) -> None:
             )
             for policy in POLICIES
         }
-        for policy in ("full", "attention"):
+        for policy in ("full", "attention", "offload"):
             assert_bitwise(outcomes[policy], outcomes["none"])
         assert_counted(outcomes, ring)
 
@@ -93,6 +93,7 @@ def assert_counted(outcomes: dict[str, Outcome], ring: int) -> None:
         "none": predicted.forward + predicted.backward,
         "full": predicted.forward + predicted.forward + predicted.backward,
         "attention": predicted.forward + predicted.backward_after_replay,
+        "offload": predicted.forward + predicted.backward_after_replay,
     }
     for policy, traffic in per_layer.items():
         sent = outcomes[policy].sent
@@ -102,7 +103,7 @@ def assert_counted(outcomes: dict[str, Outcome], ring: int) -> None:
     calls = {policy: outcome.kernel_calls for policy, outcome in outcomes.items()}
     once = calls["none"] // 2
     assert once >= LAYERS * ring
-    assert calls == {"none": 2 * once, "full": 3 * once, "attention": 2 * once}
+    assert calls == {"none": 2 * once, "full": 3 * once, "attention": 2 * once, "offload": 2 * once}
 
 
 def test_policies_are_bitwise_equal_and_counted() -> None:
@@ -122,7 +123,7 @@ def check_with_peft_and_fsdp(rank: int) -> None:
             assert outcome.grads.keys() == wanted.grads.keys()
             for name, grad in wanted.grads.items():
                 assert relative_error(outcome.grads[name], grad) < 1e-5, (name, lora, fsdp)
-        for policy in ("full", "attention"):
+        for policy in ("full", "attention", "offload"):
             assert_bitwise(outcomes[policy], outcomes["none"])
 
 
@@ -145,7 +146,7 @@ def test_two_forwards_before_backward_keep_their_own_frames() -> None:
         losses = [model(**collate(token_rows(12, seed=seed))).loss for seed in (1, 2)]
         torch.stack(losses).sum().backward()
         grads[policy] = [parameter.grad for parameter in model.parameters()]
-    for policy in ("full", "attention"):
+    for policy in ("full", "attention", "offload"):
         pairs = zip(grads[policy], grads["none"], strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
 
@@ -160,7 +161,7 @@ def test_backward_twice_over_one_graph() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
         grads[policy] = [parameter.grad for parameter in model.parameters()]
-    for policy in ("full", "attention"):
+    for policy in ("full", "attention", "offload"):
         pairs = zip(grads[policy], grads["none"], strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
 

@@ -1,0 +1,126 @@
+"""What layers keep on the host: where it is, when it comes back, and that memory is used again."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch.memory import HostCopies, run_layer
+from longctx_patch.memory.offload import Getter
+from tests.hf.tiny import tiny_model, token_rows
+
+CPU = torch.device("cpu")
+
+
+class Watched(HostCopies):
+    """Writes down which tensors, by their first number, come back and when."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.came: list[float] = []
+
+    def bring_back(self, held: object) -> Tensor:
+        back = super().bring_back(held)  # type: ignore[arg-type]
+        self.came.append(back.flatten()[0].item())
+        return back
+
+
+def layers_of(host: HostCopies, count: int) -> tuple[list[object], list[list[Getter]]]:
+    """`count` layers with two tensors each: 10 and 11, 20 and 21, ..."""
+    kept = [host.begin() for _ in range(count)]
+    getters = [
+        [layer.keep(torch.full((3,), 10.0 * n + i)) for i in range(2)]
+        for n, layer in enumerate(kept, 1)
+    ]
+    return list(kept), getters
+
+
+def test_a_layer_comes_back_while_the_one_after_it_is_in_backward() -> None:
+    host = Watched()
+    kept, getters = layers_of(host, 3)
+    assert getters[2][0]().tolist() == [30.0] * 3
+    assert host.came == [30, 31, 20, 21]
+    assert [get().tolist()[0] for get in (getters[2][1], getters[1][0])] == [31, 20]
+    assert host.came == [30, 31, 20, 21, 10, 11]
+    assert len(kept) == 3
+
+
+def test_a_tensor_can_be_asked_for_again() -> None:
+    host = HostCopies(CPU)
+    kept, getters = layers_of(host, 2)
+    first = getters[1][0]()
+    first.zero_()
+    assert getters[1][0]().tolist() == [20.0] * 3
+    assert kept
+
+
+def test_memory_is_used_again_once_nobody_can_ask_for_it() -> None:
+    host = HostCopies(CPU)
+    for _ in range(3):
+        kept, getters = layers_of(host, 4)
+        assert host.num_bytes == 4 * 2 * 3 * 4
+        assert getters[0][0]().tolist() == [10.0] * 3
+        del kept, getters
+        gc.collect()
+    kept, getters = layers_of(host, 5)
+    assert host.num_bytes == 5 * 2 * 3 * 4
+    assert kept
+    assert getters
+
+
+def test_a_layer_leaves_its_input_and_shares_the_others() -> None:
+    """Two inputs of one shape: the hidden states go to the host, what layers share stays."""
+    host, layer = HostCopies(CPU), nn.Linear(4, 4)
+    hidden, shared = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4)
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        return torch.tanh(layer(x)) * y
+
+    out = run_layer("offload", forward, hidden, shared, host=host)
+    assert host.num_bytes == hidden.nbytes
+    found = torch.autograd.grad(out.sum(), (hidden, *layer.parameters()))
+    wanted = torch.autograd.grad(forward(hidden, shared).sum(), (hidden, *layer.parameters()))
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_bytes_of_a_model() -> None:
+    """Of each layer its input, attention's output and its lse; the same memory in every step."""
+    model = tiny_model()
+    handle = patch(model, LongContextConfig(checkpoint="offload"))
+    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    config, (rows, length) = model.config, (2, 32)
+    for _ in range(3):
+        model(**collate(token_rows(length))).loss.backward()
+        model.zero_grad()
+    width = config.hidden_size + config.num_attention_heads * (config.head_dim + 1)
+    host = handle._checkpoints._host
+    assert host is not None
+    assert host.num_bytes == 4 * rows * length * width * config.num_hidden_layers
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_layers_leave_nothing_behind() -> None:
+    """Bitwise the gradients of `attention`, with the memory of two layers in place of all."""
+    peaks, grads = {}, {}
+    for policy in ("attention", "offload"):
+        torch.manual_seed(0)
+        model = tiny_model(
+            num_hidden_layers=16, hidden_size=1024, num_attention_heads=8, intermediate_size=1024
+        ).to("cuda", torch.bfloat16)
+        handle = patch(model, LongContextConfig(checkpoint=policy, deterministic=True))
+        collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+        batch = {k: v.cuda() for k, v in collate(token_rows(2**13, 1)).items()}
+        for _ in range(3):
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(**batch).loss.backward()
+            peaks[policy] = torch.cuda.max_memory_allocated() - before
+        grads[policy] = [p.grad.clone() for p in model.parameters()]
+        handle.unpatch()
+    assert all(map(torch.equal, grads["attention"], grads["offload"]))
+    one_layer = 2 * 2**13 * 2 * 1024  # its input and attention's output
+    assert peaks["attention"] - peaks["offload"] > 10 * one_layer
