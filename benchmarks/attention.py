@@ -22,6 +22,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from config_text import config_of
 from launch import Budget, end_with_children, run_job
 from measure import Row, machine
 from operators import FASTEST
@@ -50,8 +51,11 @@ def make_problems(arguments: argparse.Namespace) -> list[Problem]:
 
 
 def _heads(text: str) -> tuple[int, int]:
-    query, kv = text.split("/")
-    return int(query), int(kv)
+    try:
+        query, kv = (int(number) for number in text.split("/"))
+    except ValueError:
+        raise SystemExit(f"--heads {text}: write query/key-value heads, such as 32/8") from None
+    return query, kv
 
 
 def _problem(tokens: int, heads: int, kv_heads: int, head_dim: int) -> Problem:
@@ -254,11 +258,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder to write")
-    add("--gpus", type=int, default=4, help="processes of a launch; without GPUs on the CPU")
-    add("--tokens", type=int, nargs="+", default=TOKENS, help="of the whole sequence")
+    add("--gpus", type=int, default=4, help="processes of a launch (4); without GPUs on the CPU")
+    add(
+        "--tokens", type=int, nargs="+", default=TOKENS, help="of the sequence (16384 65536 131072)"
+    )
     add("--heads", nargs="+", default=HEADS, help="query/key-value heads, such as 32/8")
     add("--head-dim", type=int, default=128)
-    add("--masks", nargs="+", default=["causal", "packed", "window"])
+    masks = ["causal", "packed", "window"]
+    add("--masks", nargs="+", default=masks, choices=masks, help="default: all")
     add("--documents", type=int, default=64, help="log-normal ones in the packed row")
     add("--window", type=int, default=4096)
     add("--peers", nargs="+", default=PEERS, help="ideal gives the shares; also module.names")
@@ -268,10 +275,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--kernels", nargs="+", help="ours: kernels of the grid (default auto)")
     add("--ideal-kernels", nargs="+", help="default: all fast ones")
     add("--iterations", type=int, default=10, help="timed calls (default 10)")
-    add("--check-tokens", type=int, default=4096, help="of the problem that is compared")
+    add("--check-tokens", type=int, default=4096, help="of the problem compared (default 4096)")
     add("--limit-s", type=float, default=300.0, help="of each launch (default 300)")
     add("--budget-s", type=float, default=math.inf, help="of all launches (default none)")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    for text in parsed.configs or ():
+        try:
+            config_of(text)
+        except ValueError as error:
+            parser.error(str(error))
+    return parsed
 
 
 def main(command_line: Sequence[str] | None = None) -> None:

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from config_text import options_of
 from launch import Budget, end_with_children, run_job
 from measure import Row, machine
 from report import Bars, Column, append_line, hardware, heading, plot, read_lines, table
@@ -200,11 +201,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder to write")
-    add("--gpus", type=int, default=4, help="processes of a launch; without GPUs on the CPU")
+    add("--gpus", type=int, default=4, help="processes of a launch (4); without GPUs on the CPU")
     add("--tokens", type=int, nargs="+", help="of the row (default 32768 131072 262144)")
     add("--systems", nargs="+", help="name:option=value,...; ours first (default: all)")
     add("--steps", type=int, default=5, help="timed steps (default 5)")
-    add("--check-tokens", type=int, default=4096, help="of the row compared with one process")
+    add("--check-tokens", type=int, default=4096, help="of the row compared (default 4096)")
     add("--limit-s", type=float, default=300.0, help="of each launch (default 300)")
     add("--budget-s", type=float, default=math.inf, help="of all launches (default none)")
     add("--profile", action="store_true", help="of ours: one step by part")
@@ -216,6 +217,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parsed.shape = Shape(**{name: getattr(parsed, name) for name in asdict(Shape())})
     parsed.tokens = parsed.tokens or (ONE_GPU_TOKENS if parsed.gpus == 1 else TOKENS)
     parsed.systems = parsed.systems or default_systems(parsed.gpus)
+    for system in parsed.systems:
+        name, _, options = system.partition(":")
+        known = sorted(file.stem for file in (HERE / "systems").glob("[!_]*.py"))
+        if "." not in name and name not in known:
+            parser.error(f"--systems {system}: name one of {', '.join(known)}.")
+        try:
+            options_of(options)
+        except ValueError as error:
+            parser.error(str(error))
     return parsed
 
 

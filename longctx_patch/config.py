@@ -108,9 +108,10 @@ class LongContextConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 kind = "" if type(value) is int else f", of type {type(value).__name__}"
+                what = "it counts parts" if name == "ulysses_waves" else "a degree counts ranks"
                 raise ValueError(
-                    f"{name}={value!r}{kind}: a degree is a whole number of ranks "
-                    f"(ulysses_waves: of parts), 1 or more. Use {name}=1 to switch it off."
+                    f"{name}={value!r}{kind}: {what}, a whole number of 1 or more. Use {name}=1 to "
+                    "switch it off."
                 )
         if self.layout is not None:
             _require_choice("layout", self.layout, get_args(LayoutName))

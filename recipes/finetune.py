@@ -26,7 +26,11 @@ from transformers.utils.logging import disable_progress_bar
 # Absolute imports: they still hold in a copy of this file.
 from longctx_patch import SequenceShardCollator, patch
 from longctx_patch.groups import world_place
-from longctx_patch.hf.fused_layers import choose_fused_layers, fuse_layers
+from longctx_patch.hf.fused_layers import (
+    choose_fused_layers,
+    fuse_layers,
+    require_fused_layers,
+)
 from longctx_patch.loss import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.recipes import checkpoints, models, texts
@@ -47,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None:
     """Build everything, go on from `checkpoint` if there is one, and train to the last step."""
+    require_fused_layers(settings.fused_layers, accelerator.device.type)
     tokenizer, model = build_model(settings)
     data = build_data(settings, tokenizer)
     run = checkpoints.fingerprint(settings, data.order, accelerator.num_processes)

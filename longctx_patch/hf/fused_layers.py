@@ -60,13 +60,22 @@ def choose_fused_layers(how: FusedLayersName, model: nn.Module, device_type: str
     """
     if how != "auto":
         return FusedLayers(how, "as asked for")
-    if device_type != "cuda":
-        return FusedLayers("none", f"no kernels for device {device_type}")
-    if (problem := _not_served(transformers_api.causal_lm(model))) is not None:
+    problem = _lacks_liger(device_type) or _not_served(transformers_api.causal_lm(model))
+    if problem is not None:
         return FusedLayers("none", problem)
-    if find_spec("liger_kernel") is None:
-        return FusedLayers("none", _MISSING)
     return FusedLayers("liger", "RMSNorm, rotary embedding and SwiGLU of Liger Kernel")
+
+
+def require_fused_layers(how: FusedLayersName, device_type: str) -> None:
+    """Raise ValueError if `how` can't be had for any model, before one is built."""
+    if how == "liger" and (problem := _lacks_liger(device_type)) is not None:
+        raise ValueError(f"fused_layers='liger': {problem}. Or use 'compile', 'auto' or 'none'.")
+
+
+def _lacks_liger(device_type: str) -> str | None:
+    if device_type != "cuda":
+        return f"Liger Kernel has no kernels for device {device_type}"
+    return _MISSING if find_spec("liger_kernel") is None else None
 
 
 def fuse_layers(model: nn.Module, how: FusedLayersName) -> None:

@@ -16,7 +16,12 @@ from transformers.models.llama import modeling_llama
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.hf import FAMILIES, UnsupportedModelError, fused_layers
-from longctx_patch.hf.fused_layers import LIGER_FAMILIES, choose_fused_layers, fuse_layers
+from longctx_patch.hf.fused_layers import (
+    LIGER_FAMILIES,
+    choose_fused_layers,
+    fuse_layers,
+    require_fused_layers,
+)
 from longctx_patch.memory import LayerPolicy, run_layer
 from tests.harness import run_distributed
 from tests.hf.tiny import gradients, tiny_model, token_rows
@@ -184,7 +189,10 @@ def test_auto() -> None:
     assert set(LIGER_FAMILIES) <= set(FAMILIES)
     llama, olmo = tiny_model(), tiny_model("olmo")
     assert choose_fused_layers("auto", llama, "cuda").how == "liger"
-    assert choose_fused_layers("auto", llama, "cpu") == ("none", "no kernels for device cpu")
+    assert choose_fused_layers("auto", llama, "cpu") == (
+        "none",
+        "Liger Kernel has no kernels for device cpu",
+    )
     how, why = choose_fused_layers("auto", olmo, "cuda")
     assert how == "none"
     assert why.startswith("Liger Kernel has no kernels for olmo, only for llama, mistral,")
@@ -206,6 +214,11 @@ def test_refusals() -> None:
         fuse_layers(tiny_model("olmo"), "liger")
     with pytest.raises(UnsupportedModelError, match=r"act_fn is .*would compute silu"):
         fuse_layers(tiny_model(hidden_act="gelu"), "liger")
+    with pytest.raises(
+        ValueError, match=r"'liger': .* no kernels for device cpu. Or use 'compile'"
+    ):
+        require_fused_layers("liger", "cpu")
+    require_fused_layers("liger", "cuda")
     with pytest.raises(ValueError, match=r"'auto': choose one of liger.*choose_fused_layers"):
         fuse_layers(tiny_model(), "auto")
     with pytest.raises(ValueError, match="'triton': choose one of liger, compile, none"):
