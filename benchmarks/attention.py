@@ -149,7 +149,7 @@ def _with_ideal(
     fastest = ideals.get((number, FASTEST))
     if "ideal_beside_s" in row:  # measured by turns with the candidate, where clocks were its own
         beside = row["ideal_beside_s"] * share_of(problem, num_ranks)
-        fastest = fastest and ideal and fastest * beside / ideal
+        fastest = fastest * beside / ideal if fastest and ideal else fastest
         ideal = beside
     for name, best in (("ideal", ideal), ("fastest_ideal", fastest)):
         row[f"{name}_s"] = best

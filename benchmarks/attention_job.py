@@ -195,8 +195,8 @@ def _fitting(seconds: float, clock: Clock) -> int:
     return max(LEAST_ITERATIONS, min(int(ENOUGH_S / max(seconds, 1e-9)), clock.iterations))
 
 
-Checks = dict[Problem, Check]
-"""Of one candidate: what was found for the small problems so far."""
+Checks = dict[tuple[Problem, str | None], Check]
+"""Of one candidate: what was found for the small problems so far, beside which kernel."""
 
 
 def measure(
@@ -215,9 +215,10 @@ def measure(
     checked = small(problem, job.settings["check_tokens"])
     kernel = fastest if candidate.kernel == FASTEST else candidate.kernel
     try:
-        if checked not in checks:
-            checks[checked] = check(candidate.prepare(checked), checked, kernel, clock.device)
-        found = checks[checked]
+        key = (checked, kernel)
+        if key not in checks:
+            checks[key] = check(candidate.prepare(checked), checked, kernel, clock.device)
+        found = checks[key]
         row: Row = {
             "differences": {name: value._asdict() for name, value in found.mine.items()},
             "error_over_plain": found.error_over_plain,

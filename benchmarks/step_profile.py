@@ -105,23 +105,35 @@ class Wait:
     waits_for: str
     """The communication that ended it, or ran last."""
     before: str
-    """What was computed next."""
+    """What was computed when it ended, if anything was."""
 
 
 def waits_of(activities: Sequence[Activity], start_us: float, stop_us: float) -> list[Wait]:
     """Every stretch of the step in which communication ran and nothing else, the longest first."""
-    inside = [a for a in activities if a.stop_us > start_us and a.start_us < stop_us]
-    talks = [a for a in inside if _is_communication(a)]
-    works = sorted((a for a in inside if not _is_communication(a)), key=lambda a: a.start_us)
-    found, now = [], start_us
-    for work in works:
-        silent = [a for a in talks if a.start_us < work.start_us and a.stop_us > now]
-        if work.start_us > now and silent:
-            begin = max(now, min(a.start_us for a in silent))
-            last = max(silent, key=lambda a: min(a.stop_us, work.start_us))
-            end = min(last.stop_us, work.start_us)
-            found.append(Wait(begin - start_us, end - begin, last.name[:60], work.name[:60]))
-        now = max(now, work.stop_us)
+    edges = sorted(
+        (min(max(moment, start_us), stop_us), change, number)
+        for number, activity in enumerate(activities)
+        for moment, change in ((activity.start_us, 1), (activity.stop_us, -1))
+    )
+    works, talks = 0, 0
+    found: list[Wait] = []
+    open_since, last_talk = None, ""
+    for moment, change, number in edges:
+        activity = activities[number]
+        if _is_communication(activity):
+            talks += change
+            last_talk = activity.name if change < 0 or talks == 1 else last_talk
+        else:
+            works += change
+        waits = talks > 0 and works == 0
+        if waits and open_since is None:
+            open_since = moment
+        elif not waits and open_since is not None:
+            if moment > open_since:
+                next_work = activity.name if works else "nothing yet"
+                times = (open_since - start_us, moment - open_since)
+                found.append(Wait(*times, last_talk[:60], next_work[:60]))
+            open_since = None
     return sorted(found, key=lambda wait: -wait.duration_us)
 
 

@@ -90,7 +90,7 @@ def make_setting(
     plan: str, ranks: int, ulysses: int | None, workload: "Workload", hardware: "Hardware"
 ) -> "Setting":
     """The plan over `ranks`, of which `ulysses` exchange heads. Raises ValueError."""
-    from longctx_patch.choice import choose_waves
+    from longctx_patch.choice import best_waves
     from longctx_patch.costs import Setting
 
     degree = ulysses or (ranks if plan == ULYSSES else 1)
@@ -106,15 +106,14 @@ def make_setting(
             f"so all ranks exchange heads. Use --ulysses {ranks}, or name the plan of the ring, "
             "for example --plan zigzag."
         )
-    degrees = LongContextConfig(ulysses_degree=degree, ring_degree=ring)
-    return Setting(
+    setting = Setting(
         plan="zigzag" if plan == ULYSSES else plan,
         layout=LAYOUTS_OF_PLAN.get(plan, ("zigzag",))[0],
         ulysses_degree=degree,
         ring_degree=ring,
-        ulysses_waves=choose_waves(degrees, workload, hardware),
         ranks_per_node=_inner_ring(ring, degree, hardware) if plan == "double_ring" else None,
     )
+    return dataclasses.replace(setting, ulysses_waves=best_waves(setting, workload, hardware))
 
 
 def read_hardware(name: HardwareName, ranks_per_node: int | None) -> "Hardware":

@@ -7,14 +7,13 @@ are hidden today are the first to show on a slower link.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from longctx_patch.config import (
     LAYOUTS_OF_PLAN,
     SPARSE_PLAN,
     LayoutName,
     LongContextConfig,
-    PlanName,
 )
 from longctx_patch.costs import Prediction, Setting, Workload, predict
 from longctx_patch.plans import PRESETS, Direction, Hardware
@@ -142,25 +141,37 @@ def choose(
     return _best([_predicted(s, direction, workload, hardware) for s in candidates]).setting
 
 
-@lru_cache(maxsize=1024)
 def choose_waves(
     config: LongContextConfig, workload: Workload, hardware: Hardware | None = None
 ) -> int:
     """In how many waves Ulysses exchanges heads: those of forward are backward's too.
 
-    A wave hides messages and costs the CPU, so small blocks go in one. Of a plan that is `auto` the
-    first of its layout is looked at, which is enough to tell.
+    Of a plan that is `auto` the first of its layout is looked at, which is enough to tell.
     """
-    if config.ulysses_waves is not None or config.ulysses_degree == 1:
-        return config.ulysses_waves or 1
-    known = hardware or PRESETS[config.hardware]
-    plan = _settings_of(replace(config, ulysses_waves=1), known)[0].plan
-    plain = config if config.plan != "auto" else replace(config, plan=cast(PlanName, plan))
+    if config.ulysses_waves is not None:
+        return config.ulysses_waves
+    hardware = hardware or PRESETS[config.hardware]
+    setting = (
+        _settings_of(config, hardware)[0]
+        if config.plan == "auto"
+        else _setting(config, config.plan, config.ranks_per_node)
+    )
+    return best_waves(setting, workload, hardware)
+
+
+@lru_cache(maxsize=1024)
+def best_waves(setting: Setting, workload: Workload, hardware: Hardware) -> int:
+    """The number of waves in which forward and backward together are fastest.
+
+    A wave hides messages and costs the CPU, so small blocks go in one.
+    """
+    if setting.ulysses_degree == 1:
+        return 1
+    directions = [direction for direction in Direction if _serves(setting.plan, direction)]
 
     def seconds(waves: int) -> float:
-        fixed = replace(plain, ulysses_waves=waves)
-        settings = {d: choose(fixed, d, workload, hardware) for d in Direction}
-        return sum(predict(s, d, workload, known).makespan_s for d, s in settings.items())
+        fixed = replace(setting, ulysses_waves=waves)
+        return sum(predict(fixed, d, workload, hardware).makespan_s for d in directions)
 
     return min(range(1, MOST_WAVES + 1), key=seconds)
 
@@ -228,18 +239,17 @@ def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterable[Se
         if ranks % degree or (degree > hardware.gpus_per_node and degree < ranks):
             continue
         ring, per_node = ranks // degree, _ring_ranks_in_node(degree, hardware)
-        degrees = LongContextConfig(ulysses_degree=degree, ring_degree=ring)
         plans = LAYOUTS_OF_PLAN if degree == 1 else _HYBRIDS[: 1 if ring == 1 else None]
         for plan in plans:
             if plan != SPARSE_PLAN and (plan != "double_ring" or _has_full_nodes(ring, per_node)):
-                yield Setting(
+                setting = Setting(
                     plan=plan,
                     layout=LAYOUTS_OF_PLAN[plan][0],
                     ulysses_degree=degree,
                     ring_degree=ring,
-                    ulysses_waves=choose_waves(degrees, workload, hardware),
                     ranks_per_node=per_node,
                 )
+                yield replace(setting, ulysses_waves=best_waves(setting, workload, hardware))
 
 
 def _ring_ranks_in_node(ulysses_degree: int, hardware: Hardware) -> int:

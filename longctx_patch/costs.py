@@ -144,15 +144,17 @@ def predict(
     busiest = max(cut.size for cut in split.query)
     mean = workload.num_heads / setting.ulysses_degree
     widest = max((t.bytes for part in exchanges for t in part), default=0)
+    makespan_s = max(on_device_s, on_host_s)
+    messages_s = before.travel_s + slowest.exposed_communication_s + after.travel_s
     return Prediction(
         plan=setting.name,
         ranks=setting.ulysses_degree * setting.ring_degree,
         direction=direction,
         ulysses_degree=setting.ulysses_degree,
         layout=setting.layout,
-        makespan_s=max(on_device_s, on_host_s),
+        makespan_s=makespan_s,
         idle_fraction=1 - (1 - slowest.idle_fraction) * mean / busiest,
-        exposed_communication_s=before.travel_s + slowest.exposed_communication_s + after.travel_s,
+        exposed_communication_s=makespan_s - max(on_device_s - messages_s, on_host_s),
         bytes_sent_per_rank=tuple(traffic.bytes for traffic in sent),
         messages_per_rank=tuple(traffic.messages for traffic in sent),
         peak_buffer_bytes=max(ring.peak_buffer_bytes for ring in rings) + 2 * widest,

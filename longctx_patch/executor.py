@@ -115,7 +115,9 @@ class Executor:
         self, plan: Plan, q: Tensor, sinks: Tensor, num_kv_heads: int, partials: Partials
     ) -> None:
         """A sink is a key with a logit and no value: what is merged starts from it."""
-        lse_BLH = sinks.to(sum_dtype(q.dtype)).expand(q.shape[:3]).contiguous()
+        # Memory of its own, since results are merged into it.
+        lse_BLH = sinks.to(sum_dtype(q.dtype)).expand(q.shape[:3])
+        lse_BLH = lse_BLH.clone(memory_format=torch.contiguous_format)
         for part in range(plan.num_head_groups):
             heads = Share(part, plan.num_head_groups)
             mine = tuple(heads.cut(x, num_kv_heads) for x in (lse_BLH, torch.zeros_like(q)))

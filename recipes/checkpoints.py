@@ -33,11 +33,11 @@ RUN_FILE = "run.json"
 FREE = {
     *("text", "output", "resume", "save_every", "tokenizer", "text_field"),
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
+    *("ulysses_waves", "fused_layers"),  # but for rounding
 }
 WORLD = {
     *(
         "ulysses",
-        "ulysses_waves",
         "ring",
         "layout",
         "plan",
@@ -45,7 +45,7 @@ WORLD = {
         "ranks_per_node",
         "hardware",
     ),
-    *("kernel", "deterministic", "loss", "checkpoint", "fused_layers"),
+    *("kernel", "deterministic", "loss", "checkpoint"),
 }
 ROWS = {"batch_size", "gradient_accumulation_steps"}
 
@@ -121,9 +121,12 @@ def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
                 f"resume: {key} is {value!r}, the run at {checkpoint} has {before!r}, so the "
                 "numbers would not be those of one run. Use the old value, or start a new run."
             )
-    if now["exact"]["lora_dropout"] > 0 and then["world"] != now["world"]:
+    # Settings that an older version did not have, or a newer one counts as free, are left out.
+    both = sorted(then["world"].keys() & now["world"].keys())
+    was, is_now = ({key: run["world"][key] for key in both} for run in (then, now))
+    if now["exact"]["lora_dropout"] > 0 and was != is_now:
         raise ValueError(
-            f"resume: the world was {then['world']} and is {now['world']}. With lora_dropout="
+            f"resume: the world was {was} and is {is_now}. With lora_dropout="
             f"{now['exact']['lora_dropout']} each process has random numbers of its own, which "
             "another world cannot take over. Use the old world, or start a new run."
         )

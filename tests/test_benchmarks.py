@@ -571,9 +571,12 @@ def test_every_instant_of_a_step_has_one_part() -> None:
     waits = step_profile.waits_of(activities, 0, 100)
     assert [(w.start_us, w.duration_us, w.before) for w in waits] == [
         (10, 10, "nvjet"),
-        (25, 9, "flash_bwd"),
+        (25, 9, "nothing yet"),
     ]
     assert waits[1].waits_for == "ncclDevKernel_AllGather"
+    at_the_end = [Activity("gemm", 0, 10), Activity("ncclA", 12, 14), Activity("ncclB", 50, 120)]
+    waits = step_profile.waits_of(at_the_end, 0, 100)
+    assert [(w.start_us, w.duration_us) for w in waits] == [(50, 50), (12, 2)]
 
 
 def test_a_named_range_leaves_no_trace_on_a_module() -> None:

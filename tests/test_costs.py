@@ -174,3 +174,30 @@ def test_waves_are_worth_it_where_blocks_are_large() -> None:
     assert choose_waves(asked, Workload(num_tokens=4096)) == 4
     for direction in Direction:
         assert choose(ulysses, direction, Workload(num_tokens=131072)).ulysses_waves == 2
+
+
+def test_waves_with_two_levels_of_ring_and_of_each_plan() -> None:
+    config = LongContextConfig(ulysses_degree=2, ring_degree=4, ranks_per_node=2)
+    assert choose_waves(config, Workload(num_tokens=65536)) in (1, 2)
+    assert explain(config, Workload(num_tokens=65536)).rows
+    hardware = PRESETS["h100"]
+    for plan in ("allgather", "zigzag", "zigzag_direct"):
+        workload = Workload(num_tokens=131072)
+        config = LongContextConfig(ulysses_degree=4, ring_degree=4, plan=plan)  # type: ignore[arg-type]
+        rows = [row.prediction for row in compare(workload, hardware, 16).rows]
+        alike = [
+            row
+            for row in rows
+            if (row.plan, row.ulysses_degree, row.direction) == (plan, 4, Direction.FORWARD)
+        ]
+        mine = predict(
+            choose(config, Direction.FORWARD, workload), Direction.FORWARD, workload, hardware
+        )
+        assert [row.messages_per_rank for row in alike] == [mine.messages_per_rank]
+
+
+def test_what_the_cpu_bounds_waits_for_no_message() -> None:
+    ulysses = Setting(plan="zigzag", layout="zigzag", ulysses_degree=8, ring_degree=1)
+    found = predict(ulysses, Direction.FORWARD, Workload(num_tokens=4096), PRESETS["h100"])
+    assert found.makespan_s >= PRESETS["h100"].host_wave_s
+    assert found.exposed_communication_s == 0

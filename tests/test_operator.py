@@ -313,3 +313,16 @@ def test_more_ulysses_ranks_than_heads_are_refused() -> None:
 def test_degrees_that_do_not_fit_the_world_are_refused() -> None:
     with pytest.raises(ValueError, match=r"2 x ring_degree=2 = 4 .* 1 process.* Start 4 processes"):
         make_sequence_group(LongContextConfig(ulysses_degree=2, ring_degree=2))
+
+
+def test_sinks_of_the_caller_stay_as_they_are() -> None:
+    """Of one token, whose lse has the sinks' own shape."""
+    group = make_sequence_group(LongContextConfig())
+    q, k, v = torch.randn(3, 1, 1, 2, 4).unbind(0)
+    sinks = torch.tensor([0.5, -1.0], requires_grad=True)
+    out, _ = attention(q, k, v, group=group, sinks=sinks)
+    assert sinks.tolist() == [0.5, -1.0]
+    score = (q * k).sum(-1, keepdim=True) / 2
+    weight = torch.sigmoid(score - sinks.detach()[:, None])
+    assert relative_error(out.detach(), weight * v) < 1e-6
+    out.sum().backward()

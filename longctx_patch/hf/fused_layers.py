@@ -17,7 +17,6 @@ Numbers are those of the stock layers to within rounding.
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from transformers.activations import ACT2FN
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.families import FAMILIES, UnsupportedModelError
 from longctx_patch.hf.table import ROUTER
+from longctx_patch.kernels.machine import Package, runs_triton
 
 FusedLayersName = Literal["auto", "liger", "compile", "none"]
 
@@ -42,7 +42,12 @@ whatever the model's own is."""
 
 _ROPE = "apply_rotary_pos_emb"
 _ACTIVATIONS = ("act_fn", "activation_fn")
-_MISSING = "Liger Kernel is not installed: pip install 'liger-kernel>=0.8.5'"
+_LIGER = Package(
+    distribution="liger-kernel",
+    module="liger_kernel.transformers",
+    least="0.8.5",  # older ones rotate Phi-3 wrongly, and fuse less
+    install="pip install 'liger-kernel>=0.8.5'",
+)
 
 
 class FusedLayers(NamedTuple):
@@ -75,7 +80,9 @@ def require_fused_layers(how: FusedLayersName, device_type: str) -> None:
 def _lacks_liger(device_type: str) -> str | None:
     if device_type != "cuda":
         return f"Liger Kernel has no kernels for device {device_type}"
-    return _MISSING if find_spec("liger_kernel") is None else None
+    if not runs_triton():
+        return "Liger Kernel needs Triton, which does not run on this machine"
+    return _LIGER.problem()
 
 
 def fuse_layers(model: nn.Module, how: FusedLayersName) -> None:
@@ -95,7 +102,8 @@ def fuse_layers(model: nn.Module, how: FusedLayersName) -> None:
     `compile` compiles at the first step (minutes on a GPU) and once more when a second length
     comes, then for all lengths; likewise for evaluation. Layers share what was compiled, so that
     their number does not matter. Past `torch._dynamo.config.recompile_limit` (8) variants of a
-    part, torch warns and runs it uncompiled. Attention itself and experts are not compiled.
+    part, torch warns and runs it uncompiled. Attention itself and experts are not compiled. A
+    copy of the model (`copy.deepcopy`) is not compiled: call this on the copy.
 
     Raises:
         UnsupportedModelError: `liger` for a family, or an activation, that it has no kernels for.
@@ -156,11 +164,12 @@ def _not_served(model: PreTrainedModel) -> str | None:
 def _use_liger(model: PreTrainedModel) -> None:
     if (problem := _not_served(model)) is not None:
         raise UnsupportedModelError(f"{problem}. Use how='compile' or how='none'.")
-    if find_spec("liger_kernel") is None:
-        raise ImportError(f"{_MISSING}.")
+    if (problem := _LIGER.problem()) is not None:
+        raise ImportError(f"fuse_layers(model, 'liger') {problem}.")
     from transformers.integrations.liger import apply_liger_kernel
 
-    home = sys.modules[type(model).__module__]
+    homes = (sys.modules[base.__module__] for base in type(model).__mro__)
+    home = next(module for module in homes if hasattr(module, _ROPE))
     stock = dict(vars(home))
     # The loss is the patched model's, in chunks; Liger's would replace the model's forward.
     losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}

@@ -1,6 +1,5 @@
 """Compiled parts of layers under every recompute, FSDP2 and adapters; what Liger Kernel may do."""
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from longctx_patch.hf.fused_layers import (
     fuse_layers,
     require_fused_layers,
 )
+from longctx_patch.kernels.machine import Package
 from longctx_patch.memory import LayerPolicy, run_layer
 from tests.harness import run_distributed
 from tests.hf.tiny import gradients, tiny_model, token_rows
@@ -162,7 +162,8 @@ def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for name in ("LlamaMLP", "LlamaRMSNorm", "apply_rotary_pos_emb"):
         monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
     monkeypatch.setattr(liger, "apply_liger_kernel", apply)
-    monkeypatch.setattr(fused_layers, "find_spec", lambda name: importlib.util.find_spec("torch"))
+    monkeypatch.setattr(Package, "problem", lambda package: None)
+    monkeypatch.setattr(fused_layers, "runs_triton", lambda: True)
     return asked
 
 
@@ -200,12 +201,31 @@ def test_auto() -> None:
 
 
 def test_auto_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_layers, "find_spec", lambda name: None)
-    how, why = choose_fused_layers("auto", tiny_model(), "cuda")
-    missing = "Liger Kernel is not installed: pip install 'liger-kernel>=0.8.5'"
-    assert (how, why) == ("none", missing)
-    with pytest.raises(ImportError, match=f"^{missing}.$"):
-        fuse_layers(tiny_model(), "liger")
+    """Or with an old one, or where Triton can't compile its kernels."""
+    assert choose_fused_layers("auto", tiny_model(), "cuda").why.startswith(
+        "Liger Kernel needs Tri"
+    )
+    monkeypatch.setattr(fused_layers, "runs_triton", lambda: True)
+    for version, problem in ((None, "needs the package liger-kernel"), ("0.8.0", "0.8.0 is inst")):
+        monkeypatch.setattr(Package, "version", version)
+        how, why = choose_fused_layers("auto", tiny_model(), "cuda")
+        assert how == "none"
+        assert problem in why
+        assert why.endswith("pip install 'liger-kernel>=0.8.5'")
+        with pytest.raises(ImportError, match=problem):
+            fuse_layers(tiny_model(), "liger")
+
+
+def test_liger_on_a_class_of_ones_own(liger_is_installed: dict[str, Any]) -> None:
+    """As remote code derives it from a family's."""
+
+    class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
+        pass
+
+    stock = modeling_llama.LlamaRMSNorm
+    fuse_layers(LlamaForCausalLM(tiny_model().config), "liger")
+    assert liger_is_installed["rope"]
+    assert modeling_llama.LlamaRMSNorm is stock
 
 
 @pytest.mark.usefixtures("liger_is_installed")

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -105,3 +106,15 @@ def test_sharded_models_go_on_exactly_and_are_saved_whole(tmp_path: Path) -> Non
 
     kept = FileSystemReader(lora / "state").read_metadata().state_dict_metadata
     assert all("lora_" in name for name in kept if name.startswith("model."))
+
+
+def test_a_run_of_an_older_version_goes_on_in_its_world(tmp_path: Path) -> None:
+    """With dropout the world counts; settings that only one of the versions has don't."""
+    exact = {"scheduler": "cosine", "lora_dropout": 0.1}
+    now = {"exact": exact, "world": {"processes": 2, "ulysses": 2}}
+    then = {"exact": exact, "world": {"processes": 2, "ulysses": 2, "ulysses_waves": 2}}
+    (tmp_path / "run.json").write_text(json.dumps({"fingerprint": then}))
+    checkpoints.check_fingerprint(tmp_path, now)
+    now["world"]["ulysses"] = 1
+    with pytest.raises(ValueError, match=r"the world was .*'ulysses': 2.* and is .*'ulysses': 1"):
+        checkpoints.check_fingerprint(tmp_path, now)
