@@ -35,7 +35,10 @@ class Case(NamedTuple):
     @property
     def config(self) -> LongContextConfig:
         return LongContextConfig(
-            ulysses_degree=self.ulysses, ring_degree=self.ring, layout=self.layout
+            ulysses_degree=self.ulysses,
+            ring_degree=self.ring,
+            layout=self.layout,
+            ulysses_waves=2,
         )
 
 

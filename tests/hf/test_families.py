@@ -85,7 +85,9 @@ def check_families(rank: int, num_ranks: int) -> list[str]:
     found = []
     for number, family in enumerate(FAMILIES, start=num_ranks):
         ulysses, ring = pairs[number % len(pairs)]
-        found += complaints(family, LongContextConfig(ulysses_degree=ulysses, ring_degree=ring))
+        found += complaints(
+            family, LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, ulysses_waves=2)
+        )
     return found
 
 

@@ -324,7 +324,7 @@ def check_two_models(rank: int) -> None:
     """Two models in one process, patched differently; and the first unpatched under the second."""
     first, second = tiny_model(), tiny_model("qwen2")
     ring = patch(first, LongContextConfig(ring_degree=2))
-    ulysses = patch(second, LongContextConfig(ulysses_degree=2))
+    ulysses = patch(second, LongContextConfig(ulysses_degree=2, ulysses_waves=2))
     for model, handle in ((first, ring), (second, ulysses)):
         collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
         model(**collate(token_rows(16))).loss.backward()

@@ -71,7 +71,12 @@ def check_policies(rank: int, degrees: list[tuple[int, int]]) -> None:
     for ulysses, ring in degrees:
         outcomes = {
             policy: one_step(
-                LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, checkpoint=policy)
+                LongContextConfig(
+                    ulysses_degree=ulysses,
+                    ring_degree=ring,
+                    ulysses_waves=2,
+                    checkpoint=policy,
+                )
             )
             for policy in POLICIES
         }
