@@ -48,13 +48,13 @@ documents{as_here}.
 
 One rank's logits would be {logits} in float32. The loss is computed for a part of the tokens at a
 time, so they are never held at once (with `--loss logits` they are). If memory runs out: more GPUs
-per sequence, `--checkpoint offload` (what layers keep waits in host memory), `--checkpoint full`, or
-a smaller `--seq-len`.{loading}
+per sequence, `--checkpoint offload` (what layers keep waits in host memory), `--checkpoint full`,
+or a smaller `--seq-len`.{loading}
 
-Two packages make GPUs faster where they are installed, and nothing has to be set for them: flash-attn 4
-on Hopper and Blackwell (`pip install "flash-attn-4[cu13]==4.0.0b36"`; `longctx kernels` says what
-attention has) and Liger Kernel (`pip install "liger-kernel>=0.8.5"`; the run's first line says whether
-layers take it).
+Two packages make GPUs faster where they are installed, and nothing has to be set for them:
+flash-attn 4 on Hopper and Blackwell (`pip install "flash-attn-4[cu13]==4.0.0b36"`; `longctx kernels`
+says what attention has), and Liger Kernel (`pip install "liger-kernel>=0.8.5"`; the run's first line
+says whether layers take it).
 
 ## What was checked
 
