@@ -52,9 +52,9 @@ per sequence, `--checkpoint offload` (what layers keep waits in host memory), `-
 or a smaller `--seq-len`.{loading}
 
 Two packages make GPUs faster where they are installed, and nothing has to be set for them:
-flash-attn 4 on Hopper and Blackwell (`pip install "flash-attn-4[cu13]==4.0.0b36"`; `longctx kernels`
-says what attention has), and Liger Kernel (`pip install "liger-kernel>=0.8.5"`; the run's first line
-says whether layers take it).
+flash-attn 4 on Hopper and Blackwell (`pip install "flash-attn-4[cu13]==4.0.0b36"`; see
+`longctx kernels`), and Liger Kernel (`pip install "liger-kernel>=0.8.5"`; the run's first line says
+whether layers take it).
 
 ## What was checked
 
