@@ -43,9 +43,8 @@ class Transport(Protocol):
     ) -> Pending:
         """Send part `i` of `send` to rank `i` and fill part `i` of `receive` from it.
 
-        Both are one-dimensional uint8; sizes are in bytes, may differ and may be zero. What rank
-        `i` sends to `j` is a size of `i` times a size of `j`, as heads for tokens are. A rank's own
-        part is copied. Once waited for, `receive` may be read on the current stream; what is
+        Both are one-dimensional uint8; sizes are in bytes, may differ and may be zero. A rank's
+        own part is copied. Once waited for, `receive` may be read on the current stream; what is
         posted first is waited for first.
         """
         ...

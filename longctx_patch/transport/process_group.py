@@ -69,16 +69,8 @@ class ProcessGroupTransport:
         receive_sizes: Sequence[int],
     ) -> Pending:
         self.counters.sent_to_others(send_sizes, self.group_rank)
-        # All ranks or none are even, as sizes are products; NCCL starts an even exchange faster.
-        is_even = len({*send_sizes, *receive_sizes}) == 1
-        work = dist.all_to_all_single(
-            receive,
-            send,
-            None if is_even else list(receive_sizes),
-            None if is_even else list(send_sizes),
-            group=self.group,
-            async_op=True,
-        )
+        sizes = list(receive_sizes), list(send_sizes)
+        work = dist.all_to_all_single(receive, send, *sizes, group=self.group, async_op=True)
         return _Requests([work], [send, receive])
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
