@@ -1,0 +1,167 @@
+"""attention.py: candidates, shares of the ideal, and the problems."""
+
+from pathlib import Path
+from typing import Any
+
+import attention as attention_benchmark
+import problems
+import pytest
+import torch
+from operators.flash_attn_2_over_torch import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
+from report import read_lines
+
+from tests.reference import dense_attention
+
+CPU = torch.device("cpu")
+
+
+FAKE_PEER = """
+from dataclasses import replace
+from operators import ours
+
+def candidates(job):
+    right, = ours.candidates(job)
+
+    def slightly_wrong(problem):
+        prepared = right.prepare(problem)
+        return replace(prepared, run=lambda q, k, v: prepared.run(q, k, v) * 1.01)
+
+    def broken(problem):
+        raise RuntimeError("this peer doesn't work")
+
+    return [
+        replace(right, name="right"),
+        replace(right, name="wrong", prepare=slightly_wrong),
+        replace(right, name="broken", prepare=broken),
+    ]
+"""
+
+
+def test_attention_checks_candidates_before_it_times_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "fakes"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "attention.py").write_text(FAKE_PEER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sizes = "--tokens 64 --heads 4/2 --head-dim 8 --documents 3 --window 9 --check-tokens 48"
+    options = "--gpus 2 --iterations 2 --limit-s 60 --configs ulysses=2 --ideal-kernels torch_cpu"
+    options += " --peers ideal fakes.attention"
+    attention_benchmark.main(["--out", str(tmp_path), *sizes.split(), *options.split()])
+
+    rows = read_lines(tmp_path / "attention.jsonl")
+    assert [row["status"] for row in rows[:3]] == ["ok"] * 3
+    rows = rows[3:]
+    masks = ["causal", "packed", "window"]
+    expected = [(name, mask) for name in ("right", "wrong", "broken") for mask in masks]
+    assert [(row["candidate"], row["mask"]) for row in rows] == expected
+    for row in rows:
+        assert row["machine"]["torch"] == torch.__version__
+        assert row["area"] <= 64 * 65 // 2
+        if row["candidate"] == "right":
+            assert 0 < row["p20_s"] <= row["seconds"] <= row["p80_s"]
+            assert row["forward_s"] > 0 < row["tflops_per_s_per_gpu"]
+            assert all(x["whole"] < 1e-5 for x in row["differences"].values())
+            assert row["status"] == "ok"
+            assert row["ideal_s"] == pytest.approx(
+                row["ideal_beside_s"] * problems.share_of(_problem_of(row), 2)
+            )
+            assert row["share_of_ideal"] == pytest.approx(row["ideal_s"] / row["seconds"])
+            assert 0.3 < row["error_over_plain"] < 3
+        else:
+            assert "seconds" not in row
+    wrong, broken = rows[3], rows[6]
+    assert wrong["status"] == "wrong"
+    assert wrong["differences"]["out"]["whole"] == pytest.approx(0.01, rel=1e-3)
+    assert "out is off by 0.01" in wrong["reason"]
+    assert (broken["status"], broken["reason"]) == (
+        "failed",
+        "RuntimeError: this peer doesn't work",
+    )
+    report = (tmp_path / "attention.md").read_text()
+    assert "64 tokens, 4/2 heads of 8, window 9" in report
+    assert "this peer doesn't work" in report
+
+
+def _problem_of(row: dict[str, Any]) -> problems.Problem:
+    names = ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "window")
+    lengths = row["lengths"] and tuple(row["lengths"])
+    return problems.Problem(**{name: row[name] for name in names}, lengths=lengths)
+
+
+def test_shares_of_the_ideal() -> None:
+    shape = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 16}
+    causal = problems.Problem(num_tokens=1024, **shape)
+    window = problems.Problem(num_tokens=1024, window=128, **shape)
+    assert problems.ideal_row(causal, 4) == problems.Problem(
+        num_tokens=1024, num_heads=2, num_kv_heads=1, head_dim=16
+    )
+    assert window.area == 128 * 129 // 2 + 896 * 128
+    assert problems.share_of(causal, 4) == 1.0
+    ideal = problems.ideal_row(window, 4)
+    assert problems.share_of(window, 4) == pytest.approx(window.area / ideal.area)
+    timed = {"status": "ok", "p20_s": 1.0, "p80_s": 1.0, "forward_s": 1.0}
+    rows = [
+        {"peer": "ideal", "candidate": "a", "kernel": "a", "problem": 0, "seconds": 2.0, **timed},
+        {"peer": "ideal", "candidate": "b", "kernel": "b", "problem": 0, "seconds": 1.0, **timed},
+        {"peer": "x", "candidate": "of a", "kernel": "a", "problem": 0, "seconds": 2.5, **timed},
+        {"peer": "x", "candidate": "", "status": "failed", "reason": "no memory"},
+    ]
+    assert attention_benchmark.fastest_ideals(rows, [causal, window]) == {0: "b"}
+    with_ideals = attention_benchmark.with_ideals(rows, [causal, window], 4)
+    found = with_ideals[2]
+    assert found["share_of_ideal"] == pytest.approx(0.8)
+    assert found["share_of_fastest_ideal"] == pytest.approx(0.4)
+    assert found["tflops_per_s_per_gpu"] == pytest.approx(causal.flops / 4 / 2.5 * 1e-12)
+    assert with_ideals[3] == rows[3]
+
+
+def test_a_problem_counts_what_the_mask_allows() -> None:
+    shape = {"num_tokens": 40, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    for more in ({}, {"window": 7}, {"lengths": (3, 20, 17)}):
+        problem = problems.Problem(**shape, **more)
+        assert problems._allowed(problem, CPU).sum() == problem.area
+    lengths = problems.lognormal_lengths(1000, 64)
+    assert sum(lengths) == 1000
+    assert len(set(lengths)) > 10
+
+
+def test_flash_attention_2_over_torch() -> None:
+    """Dense and packed, with more keys than queries: the last query ends at the last key."""
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, 1, 6, 4, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 10, 2, 8, dtype=torch.float64)
+    rule = (0.0, 8**-0.5, True)
+    out, lse, *_ = _flash_attn_forward(q, k, v, *rule)
+    before = torch.zeros(1, 4, 4, 8, dtype=torch.float64)
+    whole_q, whole_dout = torch.cat([before, q], 1), torch.cat([before, dout], 1)
+    dense_out, dense_lse, *dense_grads = dense_attention(whole_q, k, v, whole_dout)
+    torch.testing.assert_close(out, dense_out[:, 4:])
+    torch.testing.assert_close(lse, dense_lse[:, :, 4:])
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    _flash_attn_backward(dout, q, k, v, out, lse, *grads, *rule)
+    for grad, dense in zip(grads, (dense_grads[0][:, 4:], *dense_grads[1:]), strict=True):
+        torch.testing.assert_close(grad, dense)
+
+    edges = (torch.tensor([0, 2, 6]), torch.tensor([0, 5, 10]))
+    packed, lse, *_ = _flash_attn_varlen_forward(q[0], k[0], v[0], *edges, 4, 5, *rule)
+    parts = [
+        _flash_attn_forward(q[:, a:b], k[:, c:d], v[:, c:d], *rule)[0][0]
+        for a, b, c, d in ((0, 2, 0, 5), (2, 6, 5, 10))
+    ]
+    torch.testing.assert_close(packed, torch.cat(parts))
+    given = [torch.empty_like(x[0]) for x in (q, k, v)]
+    tensors = (dout[0], q[0], k[0], v[0], packed, lse)
+    _flash_attn_varlen_backward(*tensors, *given, *edges, 4, 5, *rule)
+    first = [torch.empty_like(x) for x in (q[:, :2], k[:, :5], v[:, :5])]
+    block = (dout[:, :2], q[:, :2], k[:, :5], v[:, :5], packed[None, :2], lse[None, :, :2])
+    _flash_attn_backward(*block, *first, *rule)
+    for grad, part in zip(given, first, strict=True):
+        torch.testing.assert_close(grad[: part.shape[1]], part[0])

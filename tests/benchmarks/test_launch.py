@@ -1,0 +1,46 @@
+"""What the scripts share: options, reports, and jobs that end alone."""
+
+from pathlib import Path
+
+import launch
+import pytest
+from config_text import config_of, name_of, options_of
+from report import Bars, plot
+
+from longctx_patch import LongContextConfig
+
+
+def test_a_plot_leaves_empty_panels_out(tmp_path: Path) -> None:
+    assert not plot([Bars("nothing", "%", {})], tmp_path / "a.png", "title")
+    assert plot([Bars("some", "%", {"a": 1.0}), Bars("none", "%", {})], tmp_path / "b.png", "title")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["b.png"]
+
+
+def test_options_on_the_command_line() -> None:
+    text = "ulysses=2,ring=2,checkpoint=none,deterministic=true"
+    assert options_of(text)["deterministic"] is True
+    assert config_of(text) == LongContextConfig(
+        ulysses_degree=2, ring_degree=2, checkpoint="none", deterministic=True
+    )
+    assert config_of(name_of({"ulysses_degree": 4, "plan": "auto"})).ulysses_degree == 4
+    with pytest.raises(ValueError, match="'ulysses' has no value"):
+        options_of("ulysses")
+    with pytest.raises(ValueError, match="Name fields of LongContextConfig"):
+        config_of("ulises=4")
+
+
+def test_a_job_that_hangs_or_fails_ends_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "if sys.argv[1] == 'hang': time.sleep(60)\n"
+        "if os.environ['RANK'] == '1': raise ValueError('of rank 1')\n"
+        "if sys.argv[1] == 'wait': time.sleep(60)\n"
+    )
+    hung = launch.run_job(script, ["hang"], 2, 0.5, tmp_path / "hung")
+    assert hung.problem == "ended at its time limit of 0.5 s; rank 0 said last: nothing"
+    failed = launch.run_job(script, ["fail"], 2, 30.0, tmp_path / "failed")
+    assert failed.problem == "rank 1 ended with 1: ValueError: of rank 1"
+    assert failed.seconds < launch.GRACE_S
+    late = launch.run_job(script, ["fail"], 2, launch.Budget(0.0).limit_s(30.0), tmp_path / "late")
+    assert "--budget-s" in (late.problem or "")

@@ -1,0 +1,130 @@
+"""step.py: systems are compared with one process, then timed."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import launch
+import pytest
+import step
+import step_job
+import torch
+from config_text import config_of, name_of, options_of
+from report import read_lines
+from systems import Job, Shape
+from systems.ours import Ours
+
+from tests.harness import run_distributed
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("num_gpus", [1, 4])
+def test_default_systems_of_ours_have_options_that_exist(num_gpus: int) -> None:
+    ours = [name for name in step.default_systems(num_gpus) if name.startswith("ours:")]
+    layers = []
+    for name in ours:
+        options = options_of(name.removeprefix("ours:"))
+        layers.append(options.pop("layers", "none"))
+        assert config_of(name_of(options)).sequence_degree == num_gpus
+    assert {*layers} == {"none", "liger", "compile"}
+
+
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "vocab_size": 61,
+}
+
+
+def run_step_of_two(rank: int, settings: dict[str, Any]) -> None:
+    os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group is there already
+    Ours.close = lambda self: None  # type: ignore[method-assign]  # the harness ends the group
+    run_step(rank, 2, settings)
+
+
+def run_step(rank: int, num_ranks: int, settings: dict[str, Any]) -> None:
+    step_job.run(Job(CPU, rank, num_ranks, Shape(**TINY)), settings)
+
+
+def step_settings(system: str, lines: Path, expected: dict[str, float]) -> dict[str, Any]:
+    return {
+        "system": system,
+        "tokens": [32, 48],
+        "check_tokens": 24,
+        "steps": 2,
+        "profile": False,
+        "expected_losses": expected,
+        "lines": str(lines),
+    }
+
+
+def test_a_step_of_ours_over_two_processes(tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    settings = step_settings("ours:ulysses=2,checkpoint=attention", lines, {"48": 9.0})
+    run_distributed(run_step_of_two, 2, settings)
+    timed, wrong = read_lines(lines)
+    assert (timed["status"], timed["num_tokens"]) == ("ok", 32)
+    assert 0 < timed["p20_s"] <= timed["seconds"] <= timed["p80_s"]
+    assert timed["tokens_per_s_per_gpu"] == pytest.approx(16 / timed["seconds"])
+    flops = 6 * Shape(**TINY).linear_weights * 32 + 6 * 2 * 32 * 32 * 32
+    speed = timed["model_tflops_per_s_per_gpu"]
+    assert speed == pytest.approx(flops / 2 / timed["seconds"] * 1e-12)
+    assert len(timed["losses"]) == 2 + 2
+    assert max(timed["check"]["differences"].values()) < 1e-4
+    assert len(timed["check"]["differences"]) == 1 + 2 * 2
+    # A loss that is not the one that the others have is reported, and no time.
+    assert (wrong["status"], wrong["num_tokens"]) == ("wrong", 48)
+    assert "seconds" not in wrong
+    assert "ours 9" in wrong["reason"]
+
+
+FAKE_SYSTEM = """
+from systems import stock
+
+def build(job, model, options):
+    system = stock.build(job, model, {})
+    backward = system.backward
+    system.backward = lambda loss: backward(loss * options["scale"])
+    return system
+"""
+
+
+def test_step_reports_wrong_gradients_and_times_right_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "fake_systems"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "scaled.py").write_text(FAKE_SYSTEM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def in_this_process(script: Path, arguments: list[str], *_: object) -> launch.Ending:
+        run_step(0, 1, json.loads(Path(arguments[0]).read_text()))
+        return launch.Ending(1.0, None)
+
+    monkeypatch.setattr(step, "run_job", in_this_process)
+    systems = ["fake_systems.scaled:scale=2", "fake_systems.scaled:scale=1", "accelerate_cp"]
+    options = "--gpus 1 --tokens 32 --check-tokens 24 --steps 2 --no-floor --systems"
+    step.main(["--out", str(tmp_path), *options.split(), *systems])
+    wrong, right, not_covered = read_lines(tmp_path / "step.jsonl")
+    assert wrong["status"] == "wrong"
+    assert "v_proj.weight of 24 tokens" in wrong["reason"]
+    assert "off by 1, allowed" in wrong["reason"]
+    assert "seconds" not in wrong
+    assert right["status"] == "ok"
+    assert right["speedup_over_best_peer"] == 1.0
+    assert not_covered["status"] == "not covered"
+    assert "off by 1, allowed" in (tmp_path / "step.md").read_text()
+
+
+def test_floor_and_flops_of_the_llama_shape() -> None:
+    """Figures that a step at 131,072 tokens of four H200 was held against."""
+    shape = Shape()
+    assert shape.linear_weights == 8 * 218_103_808 + 128256 * 4096
+    assert shape.step_flops(131072) / 2.56 / 4 * 1e-12 == pytest.approx(505, rel=0.01)

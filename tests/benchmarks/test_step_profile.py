@@ -1,0 +1,121 @@
+"""step_profile.py: every instant of a step has one part."""
+
+from typing import Any
+
+import pytest
+import step_profile
+import torch
+from step_profile import Activity
+
+PARTS_OF_KERNELS = {
+    "pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention forward",
+    "pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention backward",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention forward",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16": "attention backward",
+    "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90": (
+        "attention forward"
+    ),
+    "kernel_cutlass_flash_bwd_preprocessFlashAttentionBackwardPreprocess": "attention backward",
+    "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTT": "linear",
+    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>": "linear",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "linear",
+    "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d": "loss",
+    "void cunn_SoftMaxForward<8, c10::BFloat16, float>": "loss",
+    "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+    "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "exposed communication",
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": "FSDP",
+    "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": "FSDP",
+    "void at::native::chunk_cat_cuda_kernel<float>": "FSDP",
+    "void at::native::vectorized_elementwise_kernel<4>": "elementwise",
+    "Memcpy DtoD (Device -> Device)": "elementwise",
+    "Memcpy PtoP (Device -> Device)": "exposed communication",
+}
+
+
+@pytest.mark.parametrize(("kernel", "part"), PARTS_OF_KERNELS.items())
+def test_part_of_a_kernel(kernel: str, part: str) -> None:
+    assert step_profile.part_of(Activity(kernel, 0.0, 1.0)) == part
+
+
+def test_ranges_say_what_names_do_not() -> None:
+    gemm, send = "nvjet_tst", "ncclDevKernel_SendRecv"
+    assert step_profile.part_of(Activity(gemm, 0, 1, ("loss",))) == "loss"
+    assert step_profile.part_of(Activity(gemm, 0, 1, ("lossless thing",))) == "linear"
+    assert step_profile.part_of(Activity("add", 0, 1, ("Optimizer.step#AdamW.step",))) == (
+        "optimizer"
+    )
+    assert step_profile.part_of(Activity(send, 0, 1, ("FSDP::all_gather",))) == "FSDP"
+    assert step_profile.part_of(Activity("copy", 0, 1, ("FSDP::all_gather_copy_in",))) == "FSDP"
+
+
+def test_every_instant_of_a_step_has_one_part() -> None:
+    """Communication counts where nothing computes; what is outside the step doesn't."""
+    activities = [
+        Activity("flash_fwd", -5, 10),  # begins before the step
+        Activity("ncclDevKernel_SendRecv", 5, 30),  # 10 hidden, 5 under the matmul: 10 exposed
+        Activity("nvjet", 20, 25),
+        Activity("ncclDevKernel_AllGather", 28, 34),  # FSDP is named first: 28 to 34
+        Activity("flash_bwd", 40, 60),
+        Activity("vectorized_elementwise", 50, 65),  # 60 to 65 alone
+        Activity("cross_entropy", 90, 120),  # ends after the step
+    ]
+    parts = step_profile.microseconds_by_part(activities, 0, 100)
+    assert {part: value for part, value in parts.items() if value} == {
+        "attention forward": 10,
+        "exposed communication": 10 + 3,
+        "linear": 5,
+        "FSDP": 6,
+        "attention backward": 20,
+        "elementwise": 5,
+        "loss": 10,
+        "idle": 6 + 25,
+    }
+    assert sum(parts.values()) == 100
+    waits = step_profile.waits_of(activities, 0, 100)
+    assert [(w.start_us, w.duration_us, w.before) for w in waits] == [
+        (10, 10, "nvjet"),
+        (25, 9, "nothing yet"),
+    ]
+    assert waits[1].waits_for == "ncclDevKernel_AllGather"
+    at_the_end = [Activity("gemm", 0, 10), Activity("ncclA", 12, 14), Activity("ncclB", 50, 120)]
+    waits = step_profile.waits_of(at_the_end, 0, 100)
+    assert [(w.start_us, w.duration_us) for w in waits] == [(50, 50), (12, 2)]
+
+
+def test_a_named_range_leaves_no_trace_on_a_module() -> None:
+    layer = torch.nn.Linear(2, 2)
+    bound = vars(layer)["forward"] = lambda x: x + 1
+    with step_profile.named(layer, "loss"):
+        assert layer(1) == 2
+        assert not layer._forward_hooks, "a head with hooks makes full logits"
+    assert vars(layer)["forward"] is bound
+    del vars(layer)["forward"]
+    with step_profile.named(layer, "loss"):
+        assert layer(torch.ones(1, 2)).shape == (1, 2)
+    assert "forward" not in vars(layer)
+
+
+def test_a_trace_of_the_profiler() -> None:
+    def event(name: str, category: str, start: float, duration: float, stream: int) -> Any:
+        place = {"pid": 0, "tid": stream, "ts": start, "dur": duration}
+        return {"ph": "X", "name": name, "cat": category, **place}
+
+    trace = {
+        "traceEvents": [
+            event("gemm", "kernel", 12, 3, 7),
+            event("loss", "gpu_user_annotation", 10, 6, 7),
+            event("after", "kernel", 17, 1, 7),
+            event("elsewhere", "kernel", 12, 3, 8),
+            event("aten::mm", "cpu_op", 1, 2, 99),
+            event(step_profile.STEP, "user_annotation", 2, 20, 99),
+            event(step_profile.STEP, "gpu_user_annotation", 3, 18, 7),
+            {"ph": "M", "name": "process_name"},
+        ]
+    }
+    found, start, stop = step_profile.activities_of(trace)
+    assert (start, stop) == (2, 22)
+    assert {activity.name: activity.ranges for activity in found} == {
+        "gemm": (step_profile.STEP, "loss"),
+        "after": (step_profile.STEP,),
+        "elsewhere": (),
+    }
