@@ -43,6 +43,8 @@ from problems import (
 from report import append_line
 from torch import Tensor
 
+from longctx_patch.kernels import KernelRequest, available
+
 SHARDS_SEED = 1
 ENOUGH_S = 0.5
 LEAST_ITERATIONS = 2
@@ -100,14 +102,23 @@ def _worst_rank(mine: Sequence[Tensor], right: Sequence[Tensor]) -> dict[str, Di
 
 @lru_cache(maxsize=8)
 def plain_results(kernel: str, problem: Problem, device: torch.device) -> tuple[Tensor, ...] | None:
-    """(out, dq, dk, dv) of all tokens by one kernel in this process alone. Collective."""
+    """(out, dq, dk, dv) of all tokens by one kernel in this process alone. Collective.
+
+    None where this machine doesn't have it.
+    """
+    if not is_here(kernel, problem, device):
+        return None
     alone = Job(device, 0, 1, {"configs": [f"kernel={kernel}"]})
     (candidate,) = ours.candidates(alone)
     whole, _ = dense_results(problem, device)
-    try:
-        return gradients(candidate.prepare(problem), Shards(*(x.clone() for x in whole)))
-    except ValueError:  # this machine doesn't have it
-        return None
+    return gradients(candidate.prepare(problem), Shards(*(x.clone() for x in whole)))
+
+
+def is_here(kernel: str, problem: Problem, device: torch.device) -> bool:
+    """Whether this machine has a kernel of this name, for such heads."""
+    found = available().get(kernel)
+    request = KernelRequest(device.type, dtype_on(device), problem.head_dim)
+    return found is not None and found.refuses(request) is None
 
 
 def is_right(found: dict[str, Difference], dtype: torch.dtype) -> bool:
@@ -173,12 +184,11 @@ def _of_turns(timings: Sequence[Timing]) -> Timing:
 
 def ideal_turn(kernel: str, problem: Problem, job: Job) -> Turn | None:
     """The ideal of a kernel; None where this machine doesn't have it. Collective."""
+    if not is_here(kernel, problem, job.device):
+        return None
     (found,) = ideal.candidates(replace(job, settings={"ideal_kernels": [kernel]}))
     mine = found.problem_of(problem)
-    try:
-        prepared = found.prepare(mine)
-    except (NotCovered, KeyError):
-        return None
+    prepared = found.prepare(mine)
     shards = random_shards(mine, len(prepared.positions), job.device, SHARDS_SEED)
     return Turn(prepared, shards)
 

@@ -106,6 +106,23 @@ class System(Protocol):
     def close(self) -> None: ...
 
 
+class TorchTrained:
+    """The part of a system whose gradients are where torch keeps them."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def gradient_norm(self, name: str) -> float:
+        return gradient_norm(self.model, name)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def details(self) -> dict[str, Any]:
+        return {}
+
+
 def next_tokens(row: Tensor) -> Tensor:
     """Labels of a row `[1, N]`, shifted: the last token has none."""
     return F.pad(row[:, 1:], (0, 1), value=IGNORE_INDEX)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from systems import Job, NotCovered, gradient_norm, make_optimizer, mean_loss, next_tokens, take
+from systems import Job, NotCovered, TorchTrained, make_optimizer, mean_loss, next_tokens, take
 from systems.model import checkpoint_layers, use_liger
 
 
@@ -25,7 +25,7 @@ def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Acceler
     return AccelerateContextParallel(job, model, chosen)
 
 
-class AccelerateContextParallel:
+class AccelerateContextParallel(TorchTrained):
     warm_up_steps = 2
 
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class AccelerateContextParallel:
             job, options["rotation"], checkpointed=options["checkpoint"] == "full"
         )
         optimizer = make_optimizer(model.parameters(), job.device)
-        self.model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
 
     def load(self, row: Tensor) -> None:
         self._row = row
@@ -79,16 +79,6 @@ class AccelerateContextParallel:
     def backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
         self._context.__exit__(None, None, None)
-
-    def gradient_norm(self, name: str) -> float:
-        return gradient_norm(self.model, name)
-
-    def update(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def details(self) -> dict[str, Any]:
-        return {}
 
     def close(self) -> None:
         self._accelerator.end_training()

@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.hf.fused_layers import fuse_layers
 from longctx_patch.plugin import accelerate_yaml, close_accelerator, make_accelerator
-from systems import Job, gradient_norm, make_optimizer
+from systems import Job, TorchTrained, make_optimizer
 
 
 def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Ours":
     return Ours(job, model, dict(options))
 
 
-class Ours:
+class Ours(TorchTrained):
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self._device = job.device
         layers, reshards = options.pop("layers", "none"), options.pop("reshard", True)
@@ -47,7 +47,7 @@ class Ours:
             config, group_rank=self._handle.group_rank, pad_token_id=0
         )
         optimizer = make_optimizer(model.parameters(), job.device)
-        self.model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
 
     def load(self, row: Tensor) -> None:
         batch = self._collate([{"input_ids": row[0].cpu()}])
@@ -59,13 +59,6 @@ class Ours:
 
     def backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
-
-    def gradient_norm(self, name: str) -> float:
-        return gradient_norm(self.model, name)
-
-    def update(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
     def details(self) -> dict[str, Any]:
         return {"checkpointing": dataclasses.asdict(self._handle.checkpointing)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
-from systems import Job, NotCovered, gradient_norm, make_optimizer, mean_loss, next_tokens, take
+from systems import Job, NotCovered, TorchTrained, make_optimizer, mean_loss, next_tokens, take
 from systems.model import checkpoint_layers, use_liger
 
 KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
@@ -22,7 +22,7 @@ def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Stock":
     return Stock(job, model, take(options, kernel="cudnn", checkpoint="full", liger=False))
 
 
-class Stock:
+class Stock(TorchTrained):
     warm_up_steps = 2
 
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ class Stock:
             use_liger(model)
         if options["checkpoint"] == "full":
             checkpoint_layers(model)
-        self._optimizer = make_optimizer(model.parameters(), job.device)
+        self.optimizer = make_optimizer(model.parameters(), job.device)
 
     def _attention(self) -> AbstractContextManager[Any]:
         """Around backward too, where layers run again."""
@@ -49,16 +49,6 @@ class Stock:
     def backward(self, loss: Tensor) -> None:
         with self._attention():
             loss.backward()
-
-    def gradient_norm(self, name: str) -> float:
-        return gradient_norm(self.model, name)
-
-    def update(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def details(self) -> dict[str, Any]:
-        return {}
 
     def close(self) -> None:
         pass

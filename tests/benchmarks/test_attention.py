@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import attention as attention_benchmark
+import attention_job
 import problems
 import pytest
 import torch
+from operators import Job
 from operators.flash_attn_2_over_torch import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -165,3 +167,28 @@ def test_flash_attention_2_over_torch() -> None:
     _flash_attn_backward(*block, *first, *rule)
     for grad, part in zip(given, first, strict=True):
         torch.testing.assert_close(grad[: part.shape[1]], part[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--masks", "nonsense"], "invalid choice: 'nonsense'"),
+        (["--heads", "8"], "write query/key-value heads, such as 32/8"),
+        (["--configs", "waves=1"], "Name fields of LongContextConfig"),
+    ],
+)
+def test_what_is_mistyped_is_refused_before_any_launch(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        attention_benchmark.main(["--out", str(tmp_path / "out"), *arguments])
+    assert said in f"{refusal.value} {capsys.readouterr().err}"
+
+
+def test_a_kernel_that_is_not_here_has_no_ideal() -> None:
+    problem = problems.Problem(num_tokens=64, num_heads=4, num_kv_heads=2, head_dim=8)
+    job = Job(torch.device("cpu"), 0, 1)
+    for kernel in ("cudnn", "nonsense"):
+        assert attention_job.ideal_turn(kernel, problem, job) is None
+        assert attention_job.plain_results(kernel, problem, job.device) is None
+    assert attention_job.ideal_turn("torch_cpu", problem, job) is not None

@@ -128,3 +128,15 @@ def test_floor_and_flops_of_the_llama_shape() -> None:
     shape = Shape()
     assert shape.linear_weights == 8 * 218_103_808 + 128256 * 4096
     assert shape.step_flops(131072) / 2.56 / 4 * 1e-12 == pytest.approx(505, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("system", "said"),
+    [("nosuch", "name one of ours, stock, accelerate_cp, alst"), ("ours:waves", "has no value")],
+)
+def test_what_is_mistyped_is_refused_before_any_launch(
+    system: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        step.main(["--out", str(tmp_path), "--systems", system])
+    assert said in capsys.readouterr().err

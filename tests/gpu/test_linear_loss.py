@@ -117,8 +117,6 @@ def test_rows_have_the_error_of_rounding(
     """The kernel itself, on logits that are given. The second row has no label, the last is NaN."""
     from longctx_patch.fused_softmax import softmax_losses
 
-    if softcap is not None and size > 1:
-        pytest.skip("the softcap's slope is all rounding there")
     generator = torch.Generator("cuda").manual_seed(0)
     logits = size * torch.randn(4, num_words, generator=generator, device="cuda")
     logits[2, : num_words - 1] = float("-inf")
@@ -141,7 +139,10 @@ def test_rows_have_the_error_of_rounding(
     assert not grads[[1, 3]].any()
     distance = (grads[:3] - wanted[:3]).norm()
     of_rounding = (wanted[:3].to(dtype) - wanted[:3]).norm()
-    assert distance <= 2 * of_rounding + 2e-6 * (1 + wanted[:3].norm())
+    # Where most logits are capped, little is left of the gradients, and of that most digits.
+    is_capped = softcap is not None and size > softcap
+    allowed = 1e-4 * wanted[:3].norm() if is_capped else 2e-6 * (1 + wanted[:3].norm())
+    assert distance <= 2 * of_rounding + allowed
 
 
 def test_a_row_without_label_may_hold_anything() -> None:

@@ -276,3 +276,12 @@ def test_accelerates_own_accumulation_is_refused(run: Run, monkeypatch: Any) -> 
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4.*accumulate in the loop"):
         run("out")
+
+
+def test_layers_that_cannot_be_fused_here_are_refused_before_a_model_is_built(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune, "build_model", lambda settings: pytest.fail("a model was built"))
+    with pytest.raises(ValueError, match=r"no kernels for device cpu\. Or use 'compile'"):
+        run("out", "--fused-layers", "liger")
+    assert not (run.folder / "out").exists()
