@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 Getter = Callable[[], Tensor]
+"""Gives a kept tensor, as often as it is called."""
 
 
 def as_it_is(tensor: Tensor) -> Getter:

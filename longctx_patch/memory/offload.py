@@ -10,13 +10,11 @@ On CPU the copies are made all the same, at once; they save nothing there.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-Getter = Callable[[], Tensor]
-"""Gives a kept tensor; as often as it is called."""
+from longctx_patch.replay import Getter
 
 
 class HostCopies:

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from longctx_patch.memory.offload import Getter, HostCopies
-from longctx_patch.replay import checkpoint_contexts
+from longctx_patch.memory.offload import HostCopies
+from longctx_patch.replay import Getter, checkpoint_contexts
 
 LayerPolicy = Literal["none", "full", "attention", "offload"]
 
@@ -57,8 +57,10 @@ def _inputs_on_host(hidden: Tensor, keep: Callable[[Tensor], Getter]) -> saved_t
     Only the hidden states go to the host: all layers share their other inputs.
     """
 
+    place, shape = hidden.data_ptr(), hidden.shape  # the tensor itself would stay as long as pack
+
     def pack(tensor: Tensor) -> Tensor | Getter:
-        is_hidden = tensor.data_ptr() == hidden.data_ptr() and tensor.shape == hidden.shape
+        is_hidden = tensor.data_ptr() == place and tensor.shape == shape
         return keep(tensor) if is_hidden else tensor
 
     def unpack(packed: Tensor | Getter) -> Tensor:

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.memory import HostCopies, run_layer
-from longctx_patch.memory.offload import Getter
+from longctx_patch.replay import Getter
 from tests.hf.tiny import tiny_model, token_rows
+from tests.memory.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 
@@ -98,6 +99,24 @@ def test_bytes_of_a_model() -> None:
     host = handle._checkpoints._host
     assert host is not None
     assert host.num_bytes == 4 * rows * length * width * config.num_hidden_layers
+
+
+def test_nothing_of_a_layer_stays_where_it_was() -> None:
+    """On CPU both places are counted: as much as is kept, not twice as much."""
+    live, one_input = {}, 4 * 2 * 32 * 64
+    for policy in ("attention", "offload"):
+        model = tiny_model(num_hidden_layers=6)
+        assert model.config.hidden_size == 64
+        handle = patch(model, LongContextConfig(checkpoint=policy))
+        collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+        batch = collate(token_rows(32))
+        with LiveBytes() as meter:
+            loss = model(**batch).loss
+            gc.collect()
+            live[policy] = meter.allocated()
+            loss.backward()
+    assert live["attention"] > 6 * 2 * one_input
+    assert abs(live["offload"] - live["attention"]) < one_input
 
 
 @pytest.mark.gpu
