@@ -132,9 +132,10 @@ def _auto(device_type: str, measured: Mapping[str, "Measured"]) -> str:
     """What `kernel="auto"` takes here for a causal mask; unmeasured: what it usually would."""
     from longctx_patch.kernels import available
     from longctx_patch.kernels.preference import measured_order
+    from longctx_patch.kernels.registry import usual_order
 
     request, kernels = typical_request(device_type), available()
-    order = measured_order(request, measured)
+    order = measured_order(usual_order(request), measured)
     return next(name for name in order if kernels[name].refuses(request) is None)
 
 

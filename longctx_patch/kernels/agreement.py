@@ -1,9 +1,10 @@
 """All ranks of a group compute with the same kernel: the first of rank 0's that all can run."""
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 
 from longctx_patch.kernels.base import Kernel, KernelRequest
-from longctx_patch.kernels.preference import preferred_order
+from longctx_patch.kernels.preference import Preference, preferred
 from longctx_patch.kernels.probe import rounded
 from longctx_patch.kernels.registry import available, candidates, choose_kernel, refusal
 from longctx_patch.transport import Transport
@@ -47,14 +48,16 @@ def agreed_kernel(
     name: str,
     request: KernelRequest,
     everyone: Transport,
-    prefer: Callable[[KernelRequest], tuple[str, ...]] = preferred_order,
+    prefer: Callable[[str, KernelRequest], Preference] = preferred,
 ) -> Kernel:
-    """The first kernel in rank 0's order that every rank can run. Collective."""
+    """The first kernel in rank 0's order that every rank computes right with. Collective."""
     kernels = available(deterministic=request.deterministic)
     numbers = {kernel: number for number, kernel in enumerate(kernels)}
-    names = candidates(name, request)
-    accepted = sum(1 << numbers[n] for n in names if kernels[n].refuses(request) is None)
-    order = prefer(request) if name == "auto" and everyone.group_rank == 0 else names
+    names, (order, problems) = candidates(name, request), prefer(name, request)
+    if name == "auto" and everyone.group_rank == 0:
+        _warn_of(problems)
+    usable = [n for n in names if n not in problems and kernels[n].refuses(request) is None]
+    accepted = sum(1 << numbers[n] for n in usable)
     mine = [_TAG, accepted, *(numbers[n] for n in order)]
     rows = everyone.all_gather_numbers(mine + [_NOTHING] * (_WIDTH - len(mine)))
     if any(row[0] != _TAG for row in rows):
@@ -66,9 +69,19 @@ def agreed_kernel(
         if number != _NOTHING and all(row[1] >> number & 1 for row in rows):
             return kernels[tuple(kernels)[number]]
     if not accepted:
-        raise ValueError(refusal(name, names, request))
+        raise ValueError(refusal(name, names, request, problems))
     without = [rank for rank, row in enumerate(rows) if row[1] != accepted]
     raise ValueError(
         f"kernel={name!r}: other kernels can be used on rank(s) {without} of the group than on "
         f"this one. `longctx kernels` says on each machine what it lacks; install the same there."
     )
+
+
+def _warn_of(problems: Mapping[str, str]) -> None:
+    for name, problem in problems.items():
+        warnings.warn(
+            f"kernel {name} {problem} on this machine, so kernel='auto' does not take it; "
+            "`longctx kernels` shows what was found.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,7 +1,7 @@
-"""The order in which `auto` tries kernels: on GPUs, as measured on this machine."""
+"""Which kernels may be taken on this machine, and in which order: on GPUs, as measured here."""
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ from longctx_patch.kernels.flash_attn_3 import FlashAttn3Kernel
 from longctx_patch.kernels.flash_attn_4 import FlashAttn4Kernel
 from longctx_patch.kernels.probe import Measured, measure
 from longctx_patch.kernels.probe_cache import ProbeCache, default_path, machine_label
-from longctx_patch.kernels.registry import available, usual_order
+from longctx_patch.kernels.registry import available, candidates, usual_order
 
 Measure = Callable[[Iterable[Kernel], KernelRequest], Mapping[str, Measured]]
 
@@ -20,37 +20,49 @@ Measure = Callable[[Iterable[Kernel], KernelRequest], Mapping[str, Measured]]
 _MEASURED = frozenset({"flash_attn_4", "flash_attn_3", "cudnn", "torch_flash", "flash_attn_2"})
 
 
-def preferred_order(
-    request: KernelRequest, cache: ProbeCache | None = None, measure: Measure = measure
-) -> tuple[str, ...]:
-    """Names that `auto` tries, the fastest first, without kernels found to be wrong.
+class Preference(NamedTuple):
+    order: tuple[str, ...]
+    """Names to try, the best first."""
+    problems: Mapping[str, str]
+    """By name, why a kernel must not be taken here: it raises, or its numbers are wrong."""
 
-    On GPUs the kernels that can are measured once for each rounded request and machine. With
-    `deterministic` they are not: what is fastest may change between two runs.
+
+def preferred(
+    name: str, request: KernelRequest, cache: ProbeCache | None = None, measure: Measure = measure
+) -> Preference:
+    """Of the kernels that `name` stands for.
+
+    On GPUs those that can are checked and timed once for each rounded request and machine, a named
+    one too. With `deterministic` time decides nothing: what is fastest may change between two runs.
     """
-    if request.device_type != "cuda" or request.deterministic:
-        return usual_order(request)
-    names = measurable(request)
+    names = candidates(name, request)
+    if request.device_type != "cuda":
+        return Preference(names, {})
     try:
-        measured = measured_here(names, request, cache or machine_cache(), measure)
+        measured = measured_here(
+            measurable(request, names), request, cache or machine_cache(), measure
+        )
     except torch.OutOfMemoryError:
-        return usual_order(request)
-    return measured_order(request, measured)
+        return Preference(names, {})
+    problems = {name: one.problem for name, one in measured.items() if one.problem is not None}
+    if request.deterministic:
+        return Preference(tuple(name for name in names if name not in problems), problems)
+    return Preference(measured_order(names, measured), problems)
 
 
-def measured_order(request: KernelRequest, measured: Mapping[str, Measured]) -> tuple[str, ...]:
+def measured_order(names: Sequence[str], measured: Mapping[str, Measured]) -> tuple[str, ...]:
     """Those measured to be right, the fastest first, and then those that were not measured."""
-    right = [name for name, one in measured.items() if one.problem is None]
+    right = [name for name in names if name in measured and measured[name].problem is None]
     right.sort(key=lambda name: measured[name].total_s)
-    return (*right, *(name for name in usual_order(request) if name not in measured))
+    return (*right, *(name for name in names if name not in measured))
 
 
-def measurable(request: KernelRequest) -> list[str]:
-    """Kernels worth measuring that can do what is asked, in the usual order."""
-    kernels = available()
+def measurable(request: KernelRequest, names: Sequence[str] | None = None) -> list[str]:
+    """Of these kernels, or of all, those that are worth measuring and can do what is asked."""
+    kernels = available(deterministic=request.deterministic)
     return [
         name
-        for name in usual_order(request)
+        for name in (usual_order(request) if names is None else names)
         if name in _MEASURED and kernels[name].refuses(request) is None
     ]
 
@@ -58,23 +70,13 @@ def measurable(request: KernelRequest) -> list[str]:
 def measured_here(
     names: list[str], request: KernelRequest, cache: ProbeCache, measure: Measure = measure
 ) -> Mapping[str, Measured]:
-    """From the file, or else measured now, with a warning for each kernel that must not be used."""
+    """From the file, or else measured now."""
     known = cache.read(request)
     if names and not known.keys() >= set(names):
-        kernels = available()
-        known = dict(measure([kernels[name] for name in names], request))
+        kernels = available(deterministic=request.deterministic)
+        known = {**known, **measure([kernels[name] for name in names], request)}
         cache.write(request, known)
-    asked = {name: known[name] for name in names}
-    for name, one in asked.items():
-        problem = one.problem
-        if problem is not None:
-            warnings.warn(
-                f"kernel {name} {problem} on this machine, so kernel='auto' does not take it; "
-                "`longctx kernels` shows what was found.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-    return asked
+    return {name: known[name] for name in names}
 
 
 def machine_cache() -> ProbeCache:

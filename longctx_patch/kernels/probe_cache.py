@@ -86,9 +86,10 @@ class ProbeCache:
 def _label(request: KernelRequest) -> str:
     kind = "pieces" if request.pieces else "causal"
     capped = ", softcap" if request.softcap else ""
+    ordered = ", deterministic" if request.deterministic else ""
     return (
         f"{dtype_name(request.dtype)}, head dim {request.head_dim}, {request.num_heads} / "
-        f"{request.num_kv_heads} heads, {request.num_rows} rows, {kind}{capped}"
+        f"{request.num_kv_heads} heads, {request.num_rows} rows, {kind}{capped}{ordered}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 
 import torch
 
@@ -72,11 +73,18 @@ def choose_kernel(name: str, request: KernelRequest) -> Kernel:
     raise ValueError(refusal(name, names, request))
 
 
-def refusal(name: str, names: Sequence[str], request: KernelRequest) -> str:
-    """What to say where none of `names` can do what is asked."""
+def refusal(
+    name: str,
+    names: Sequence[str],
+    request: KernelRequest,
+    problems: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """What to say where none of `names` can do what is asked; `problems` of those that could, as
+    measured on this machine."""
     kernels = available(deterministic=request.deterministic)
-    reasons = [f"  {candidate}: {kernels[candidate].refuses(request)}" for candidate in names]
-    fits = [kernel for kernel in kernels.values() if kernel.refuses(request) is None]
+    why_not = {n: problems.get(n) or kernel.refuses(request) for n, kernel in kernels.items()}
+    reasons = [f"  {candidate}: {why_not[candidate]}" for candidate in names]
+    fits = [kernel for kernel in kernels.values() if why_not[kernel.name] is None]
     return f"kernel={name!r}: no kernel for {words(request)}:\n" + "\n".join(reasons) + _fix(fits)
 
 

@@ -19,7 +19,7 @@ from longctx_patch.kernels import (
     choose_kernel,
 )
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
-from longctx_patch.kernels.preference import measurable, preferred_order
+from longctx_patch.kernels.preference import measurable, preferred
 from longctx_patch.kernels.probe import measure, rounded
 from longctx_patch.kernels.probe_cache import ProbeCache
 from longctx_patch.kernels.registry import usual_order
@@ -220,8 +220,9 @@ def test_all_kernels_here_are_right_and_timed(changes: dict[str, bool]) -> None:
     measured = measure([available()[name] for name in names], request)
     assert {name: one.problem for name, one in measured.items()} == dict.fromkeys(names)
     fastest = min(names, key=lambda name: measured[name].total_s)
-    order = preferred_order(request, NO_CACHE, lambda kernels, asked: measured)
+    order, problems = preferred("auto", request, NO_CACHE, lambda kernels, asked: measured)
     assert order[0] == fastest
+    assert not problems
 
 
 @pytest.mark.parametrize("case", SEGMENTS)

@@ -1,5 +1,6 @@
 """All ranks of a group take one kernel, and fail together."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +11,13 @@ import torch
 from longctx_patch.hf import meeting
 from longctx_patch.kernels import AgreedKernels, Kernel, KernelRequest, agreement, available
 from longctx_patch.kernels.agreement import agreed_kernel
+from longctx_patch.kernels.preference import Preference
+from longctx_patch.kernels.registry import candidates
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 
 CPU = KernelRequest("cpu", torch.float32, 8)
 NAMES = tuple(available())
+WRONG = "gives wrong numbers (dq of the causal block is off by 0.9)"
 
 
 @dataclass
@@ -38,7 +42,9 @@ def answer(*accepted: str, order: Sequence[str] = (), tag: int = agreement._TAG)
 
 
 def agree(transport: Any, name: str = "auto", *order: str) -> Kernel:
-    return agreed_kernel(name, CPU, transport, lambda _: order)
+    return agreed_kernel(
+        name, CPU, transport, lambda *_: Preference(order or candidates(name, CPU), {})
+    )
 
 
 def test_rank_0_decides() -> None:
@@ -62,6 +68,30 @@ def test_a_named_kernel_must_be_everywhere() -> None:
         agree(Scripted([answer()]), "torch_cpu")
     with pytest.raises(ValueError, match="cudnn: needs device cuda, tensors are on cpu"):
         agree(Scripted([answer("cudnn")]), "cudnn")
+
+
+def test_a_kernel_that_is_wrong_on_one_rank_is_taken_on_none() -> None:
+    def on_one_rank(rank: VirtualTransport, name: str) -> str:
+        problems = {"torch_cpu": WRONG} if rank.group_rank == 1 else {}
+        order = tuple(n for n in ("torch_cpu", "torch_eager") if n not in problems)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # rank 0 alone would warn
+            return agreed_kernel(name, CPU, rank, lambda *_: Preference(order, problems)).name
+
+    assert run_virtual_ranks(2, lambda rank: on_one_rank(rank, "auto")) == ["torch_eager"] * 2
+    with pytest.raises(RuntimeError, match="kernel='torch_cpu'"):
+        run_virtual_ranks(2, lambda rank: on_one_rank(rank, "torch_cpu"))
+
+
+def test_a_kernel_that_is_wrong_here_is_refused_by_name_and_left_out_with_a_warning() -> None:
+    def prefer(*_: object) -> Preference:
+        return Preference(("torch_eager",), {"torch_cpu": WRONG})
+
+    alone: Any = Scripted([])
+    with pytest.raises(ValueError, match=r"torch_cpu: gives wrong numbers[^!]*of torch_eager"):
+        agreed_kernel("torch_cpu", CPU, alone, prefer)
+    with pytest.warns(RuntimeWarning, match="kernel torch_cpu gives wrong numbers"):
+        assert agreed_kernel("auto", CPU, alone, prefer).name == "torch_eager"
 
 
 def test_ranks_at_different_points_find_it_out() -> None:

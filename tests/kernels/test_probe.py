@@ -14,7 +14,7 @@ from longctx_patch.kernels import Kernel, KernelRequest, Score, Segments, Traits
 from longctx_patch.kernels import preference as preference_module
 from longctx_patch.kernels.base import CAUSAL_WINDOW, Domain
 from longctx_patch.kernels.dense import DenseKernel
-from longctx_patch.kernels.preference import measured_here, preferred_order
+from longctx_patch.kernels.preference import measured_here, preferred
 from longctx_patch.kernels.probe import Measured, allowed_pairs, measure, rounded
 from longctx_patch.kernels.probe_cache import ProbeCache, default_path
 
@@ -211,7 +211,9 @@ class Measuring:
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend a machine on which three kernels can do what is asked."""
     monkeypatch.setattr(
-        preference_module, "measurable", lambda _: ["flash_attn_4", "cudnn", "torch_flash"]
+        preference_module,
+        "measurable",
+        lambda _, names: [n for n in ("flash_attn_4", "cudnn", "torch_flash") if n in names],
     )
 
 
@@ -219,24 +221,34 @@ def three(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_goes_by_what_was_measured_once(cache: ProbeCache) -> None:
     measuring = Measuring(FOUND)
     for _ in range(2):
-        with pytest.warns(RuntimeWarning, match=r"kernel flash_attn_4 gives wrong numbers \(dq"):
-            order = preferred_order(GPU, cache, measuring)
+        order, problems = preferred("auto", GPU, cache, measuring)
+        assert problems == {"flash_attn_4": FOUND["flash_attn_4"].problem}
         assert order[:2] == ("torch_flash", "cudnn")
         assert "flash_attn_4" not in order
         assert order[2:] == ("flash_attn_3", "flash_attn_2", "flex", "torch_cpu", "torch_eager")
     assert measuring.times == 1
+    assert preferred("cudnn", GPU, cache, measuring) == (("cudnn",), {})
+    assert preferred("flash_attn_4", GPU, cache, measuring) == ((), problems)
     measured_here(["cudnn"], GPU, cache, measuring)
     assert measuring.times == 1
     FOUND_3 = {**FOUND, "flash_attn_3": FOUND["cudnn"]}
     measured_here(["flash_attn_3"], GPU, cache, Measuring(FOUND_3))
-    assert "flash_attn_3" in cache.read(GPU)
+    assert cache.read(GPU).keys() == FOUND_3.keys()
 
 
 @pytest.mark.usefixtures("three")
-def test_nothing_is_measured_where_it_must_not_or_cannot_matter(cache: ProbeCache) -> None:
+def test_deterministic_is_checked_and_not_ordered_by_time(cache: ProbeCache) -> None:
+    measuring, request = Measuring(FOUND), GPU._replace(deterministic=True)
+    assert preferred("auto", request, cache, measuring).order[1:3] == ("cudnn", "torch_flash")
+    assert preferred("auto", request, cache, measuring).problems.keys() == {"flash_attn_4"}
+    assert measuring.times == 1
+    assert cache.read(GPU) == {}
+
+
+@pytest.mark.usefixtures("three")
+def test_nothing_is_measured_on_cpu(cache: ProbeCache) -> None:
     measuring = Measuring(FOUND)
-    for request in (REQUEST, GPU._replace(deterministic=True)):
-        assert preferred_order(request, cache, measuring)[0] == "flash_attn_4"
+    assert preferred("auto", REQUEST, cache, measuring).order[0] == "flash_attn_4"
     assert measuring.times == 0
 
 
@@ -245,5 +257,5 @@ def test_want_of_memory_is_not_remembered(cache: ProbeCache) -> None:
     def full(kernels: Iterable[Kernel], request: KernelRequest) -> dict[str, Measured]:
         raise torch.OutOfMemoryError("full")
 
-    assert preferred_order(GPU, cache, full)[0] == "flash_attn_4"
+    assert preferred("auto", GPU, cache, full).order[0] == "flash_attn_4"
     assert cache.read(GPU) == {}
