@@ -36,12 +36,11 @@ def preferred(
     one too. With `deterministic` time decides nothing: what is fastest may change between two runs.
     """
     names = candidates(name, request)
-    if request.device_type != "cuda":
+    mine = measurable(request, names) if request.device_type == "cuda" else []
+    if not mine:
         return Preference(names, {})
     try:
-        measured = measured_here(
-            measurable(request, names), request, cache or machine_cache(), measure
-        )
+        measured = measured_here(mine, request, cache or machine_cache(), measure)
     except torch.OutOfMemoryError:
         return Preference(names, {})
     problems = {name: one.problem for name, one in measured.items() if one.problem is not None}
