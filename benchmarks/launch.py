@@ -43,7 +43,12 @@ class Budget:
 
 
 def run_job(
-    script: Path, arguments: Sequence[str], num_processes: int, limit_s: float, logs: Path
+    script: Path,
+    arguments: Sequence[str],
+    num_processes: int,
+    limit_s: float,
+    logs: Path,
+    packages: str | None = None,
 ) -> Ending:
     """Run a script in `num_processes` processes that find each other as under torchrun.
 
@@ -53,11 +58,15 @@ def run_job(
         script: of Python; its folder is on the path of its processes.
         limit_s: after that many seconds all processes, and what they have started, are killed.
         logs: prefix of the files with what each process prints: `logs`.rank0.log and so on.
+        packages: a folder of Python packages that only this job sees.
     """
     started = time.monotonic()
     if limit_s <= 0:
         return Ending(0.0, "not started: the time for all launches (--budget-s) was over")
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    settings = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if packages is not None:
+        paths = [packages, os.environ.get("PYTHONPATH")]
+        settings["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     job = {
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
@@ -72,7 +81,7 @@ def run_job(
             with file.open("wb") as stream:
                 process = subprocess.Popen(
                     [sys.executable, str(script), *arguments],
-                    env=os.environ | threads | (place if num_processes > 1 else {}),
+                    env=os.environ | settings | (place if num_processes > 1 else {}),
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # a group that can be killed with its children

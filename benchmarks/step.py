@@ -69,7 +69,7 @@ def run_launch(
     limit_s: float,
 ) -> list[Row]:
     """What one launch gave, and a row for how it went wrong."""
-    name = _file_name(number, system)
+    name, (system, packages) = _file_name(number, system), without_packages(system)
     lines, job = arguments.out / f"{name}.lines", arguments.out / f"{name}.job.json"
     lines.unlink(missing_ok=True)
     settings = {
@@ -86,7 +86,7 @@ def run_launch(
     }
     job.write_text(json.dumps(settings))
     script = HERE / ("step_floor_job.py" if system == FLOOR else "step_job.py")
-    ending = run_job(script, [str(job)], arguments.gpus, limit_s, arguments.out / name)
+    ending = run_job(script, [str(job)], arguments.gpus, limit_s, arguments.out / name, packages)
     rows = read_lines(lines)
     job.unlink(missing_ok=True)
     if ending.problem is not None and not any(row["status"] == OUT_OF_MEMORY for row in rows):
@@ -94,6 +94,14 @@ def run_launch(
         rows.append({"system": system, "status": status, "reason": ending.problem})
     print(f"{system}: {ending.seconds:.0f} s, {ending.problem or 'ended well'}", flush=True)
     return rows
+
+
+def without_packages(system: str) -> tuple[str, str | None]:
+    """(the system without its option `packages`, the value of that)."""
+    name, colon, options = system.partition(":")
+    kept = [option for option in options.split(",") if not option.startswith("packages=")]
+    folder = options_of(options).get("packages")
+    return f"{name}{colon if any(kept) else ''}{','.join(kept)}", folder
 
 
 def _file_name(number: int, system: str) -> str:

@@ -44,3 +44,13 @@ def test_a_job_that_hangs_or_fails_ends_alone(tmp_path: Path) -> None:
     assert failed.seconds < launch.GRACE_S
     late = launch.run_job(script, ["fail"], 2, launch.Budget(0.0).limit_s(30.0), tmp_path / "late")
     assert "--budget-s" in (late.problem or "")
+
+
+def test_packages_that_one_job_sees(tmp_path: Path) -> None:
+    (tmp_path / "only_here.py").touch()
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    script.write_text("import only_here")
+    assert launch.run_job(script, [], 1, 30.0, tmp_path / "a", str(tmp_path)).problem is None
+    without = launch.run_job(script, [], 1, 30.0, tmp_path / "b")
+    assert "No module named 'only_here'" in (without.problem or "")

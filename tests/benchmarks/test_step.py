@@ -123,6 +123,15 @@ def test_step_reports_wrong_gradients_and_times_right_ones(
     assert "off by 1, allowed" in (tmp_path / "step.md").read_text()
 
 
+def test_packages_of_one_system() -> None:
+    assert step.without_packages("alst") == ("alst", None)
+    assert step.without_packages("alst:packages=/x") == ("alst", "/x")
+    assert step.without_packages("alst:loss=trl,packages=/x,liger=true") == (
+        "alst:loss=trl,liger=true",
+        "/x",
+    )
+
+
 def test_floor_and_flops_of_the_llama_shape() -> None:
     """Figures that a step at 131,072 tokens of four H200 was held against."""
     shape = Shape()
