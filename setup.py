@@ -62,6 +62,7 @@ setup(
         "click",
         "numpy",
         "packaging",
+        "psutil",
         "PyYAML",
         "tokenizers",
         "tqdm",

@@ -222,7 +222,7 @@ def render(decisions: Decisions) -> str:
 
 
 _CHECKPOINT_REASONS = {
-    "auto": "as attention, in as many layers as the GPU's memory demands (on CPU in all)",
+    "auto": "none, attention or offload by layer, as the GPU's memory demands (CPU: attention)",
     "none": "all activations are kept: fastest, most memory",
     "full": "each layer is recomputed, attention and its communication too: least memory",
     "attention": "each layer is recomputed except attention, which does not run twice",

@@ -91,9 +91,10 @@ class LongContextConfig:
     """`none`: keep all activations; `full`: recompute each layer, attention included;
     `attention`: recompute each layer but keep attention's output and lse, so that the recompute
     runs neither its kernel nor its communication (DISTFLASHATTN, section 3.3); `offload`: the same,
-    with what each layer keeps in pinned host memory until backward; `auto`: `attention`
-    in as many of the first layers as the GPU's memory demands, `none` in the others, measured
-    between the first steps (`longctx_patch.memory.auto`; on CPU `attention` in all)."""
+    with what each layer keeps in pinned host memory until backward; `auto`: by layer, `none` in as
+    many of the last ones as the GPU's memory takes, `attention` in the others, and `offload` in the
+    first if need be, measured in the first steps (`longctx_patch.memory.auto`; on CPU `attention`
+    in all)."""
 
     loss: LossName = "chunked"
     """How a sharded pass with labels gets its loss. `chunked`: a part of the tokens at a time, so

@@ -83,8 +83,11 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     while state.step < settings.max_steps:
         batches = list(islice(ahead, settings.gradient_accumulation_steps))
         values = train_step(settings, accelerator, state, batches)
-        whole_layers = handle.checkpointing.num_whole_layers
-        metrics.write(**values, **data.metrics(), layers_not_recomputed=whole_layers)
+        kept = {
+            "layers_not_recomputed": handle.checkpointing.num_whole_layers,
+            "layers_offloaded": handle.checkpointing.num_offloaded_layers,
+        }
+        metrics.write(**values, **data.metrics(), **kept)
         bar.set_postfix(loss=f"{values['loss']:.4f}", tok_s=f"{values['tokens_per_second']:.0f}")
         bar.update()
         if settings.save_every and state.step % settings.save_every == 0:

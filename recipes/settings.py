@@ -78,7 +78,7 @@ class Settings:
     deterministic: bool = setting("attention sums in a fixed order on GPUs too", default=False)
     loss: str = setting("chunked, or logits: from all logits at once", default="chunked")
     checkpoint: str = setting(
-        "none, full, attention, or auto: as much recompute as the memory demands", default="auto"
+        "none, full, attention, offload, or auto: as the memory demands", default="auto"
     )
 
     # Optimisation

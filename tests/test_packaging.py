@@ -100,7 +100,7 @@ def test_bounds_of_what_is_required() -> None:
     }
     asked_for = {"torch", "transformers", "accelerate", "peft", "click"}
     # They come with the five, but are imported here too.
-    imported = {"numpy", "packaging", "PyYAML", "tokenizers", "tqdm"}
+    imported = {"numpy", "packaging", "psutil", "PyYAML", "tokenizers", "tqdm"}
     assert set(plain) == asked_for | imported
     assert plain["torch"] == ">=2.11"
     assert set(plain["transformers"].split(",")) == {">=5.17", "<6"}

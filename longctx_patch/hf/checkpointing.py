@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from longctx_patch.config import CheckpointPolicy
 from longctx_patch.hf import transformers_api
 from longctx_patch.memory import (
-    LADDER,
     AutoPolicy,
     HostCopies,
     LayerPolicy,
@@ -38,6 +37,11 @@ class Checkpointing:
         """Layers that are not recomputed."""
         return self.policies.count("none")
 
+    @property
+    def num_offloaded_layers(self) -> int:
+        """Layers that keep nothing on the device."""
+        return self.policies.count("offload")
+
 
 class LayerCheckpoints:
     """Runs each decoder layer of a model under a policy of its own.
@@ -58,7 +62,7 @@ class LayerCheckpoints:
         self._layers = transformers_api.decoder_layers(model)
         self._model = model
         self._policy = policy
-        self._fixed: LayerPolicy = LADDER[-1] if policy == "auto" else policy
+        self._fixed: LayerPolicy = "attention" if policy == "auto" else policy
         self._auto: AutoPolicy | None = None
         self._host: HostCopies | None = None
         self._pass: Pass | None = None
@@ -85,7 +89,7 @@ class LayerCheckpoints:
         return transformers_api.checkpoint_layers(self._model, self._run)
 
     def propose(self, decoder: nn.Module, tokens: Tensor, row_length: int) -> int:
-        """How many layers this rank can leave whole in the pass that begins, or `MEASURE`.
+        """What `AutoPolicy.propose` says of this rank and the pass that begins.
 
         0 where nothing is chosen. `tokens` are this rank's, of rows of `row_length` over all ranks,
         so that what must be the same on all ranks is taken from what they agree on.
@@ -94,7 +98,9 @@ class LayerCheckpoints:
         if not self._counts(decoder):
             return 0
         if self._auto is None and (meter := self.find_meter(tokens.device)) is not None:
-            self._auto = AutoPolicy(meter, [_kind(layer) for layer in self._layers])
+            if tokens.is_cuda:
+                self._host = HostCopies(tokens.device, must_leave=False)
+            self._auto = AutoPolicy(meter, [_kind(layer) for layer in self._layers], self._host)
         self._num_tokens = tokens.shape[0] * row_length
         return self._auto.propose(self._num_tokens) if self._auto else 0
 

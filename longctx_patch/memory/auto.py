@@ -1,23 +1,27 @@
 """Policy `auto`: recompute only as many layers as the memory at hand demands.
 
-Every layer begins on the cheapest policy of `LADDER`; as many as fit climb to the dearest.
+Every layer begins on the lowest rung of `LADDER`, which takes least memory. Layers climb one rung
+at a time: first as many as fit from `offload` to `attention`, then as many as fit to `none`.
 
 **Which layers.** The last ones. Backward frees them first, so of all choices of k layers the last k
-are those of which the fewest are alive at each moment of forward and of backward; and a layer that
-is recomputed holds its activations for a moment when theirs are gone already.
+are those of which the fewest are alive at each moment of forward and of backward; a layer that is
+recomputed holds its activations for a moment when theirs are gone already; and what is needed again
+first would hardly have left the device.
 
 **How many.** A layer that climbs adds `extra` bytes, for no longer than its activations live. So if
-passes peaked at `peak` bytes, k more layers peak at `peak + k * extra` at most, wherever the peak
-was: in the loss, in the first layers of backward, or where gradients pile up at its end. What rests
-now and did not while the peak was measured (the optimizer's states after its first step) comes on
-top, so no step of the optimizer has to be seen:
+passes peaked at `peak` bytes, more climbs peak at `peak` and the sum of their extras at most,
+wherever the peak was: in the loss, in the first layers of backward, or where gradients pile up at
+its end. What rests now and did not while the peak was measured (the optimizer's states after its
+first step) comes on top, so no step of the optimizer has to be seen:
 
     peak + (resting now - resting then) + sum of extras <= (1 - MARGIN) * capacity
 
 **Measuring.** In the first training pass, and in the first of each new greatest number of tokens,
-one layer of each kind climbs, the last, and all layers are metered. From the pass after, layers
-climb; each later pass compares again what was measured with what there is. The bound is loose where
-the peak is not in the layers; then a pass with more layers shows it, and more climb.
+one layer of each kind is on the highest rung, the last, and all layers are metered. The others are
+on `attention` until these have taken half of what is left free, and on `offload` from there, so
+that measuring needs no more memory than there has to be. From the pass after, layers climb; each
+later pass compares again what was measured with what there is. The bound is loose where the peak is
+not in the layers; then a pass with more climbs shows it, and more follow.
 
 The peak is that of forward and backward. The optimizer's own is the same whatever is recomputed,
 since activations are freed by then.
@@ -26,19 +30,20 @@ Shorter passes run as the longest one does: they need less, and they matter less
 """
 
 import weakref
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from longctx_patch.memory.meter import Meter
+from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import LayerPolicy, run_layer
 
-LADDER: tuple[LayerPolicy, ...] = ("none", "attention")
-"""Policies of a layer, from the dearest in memory and cheapest in time to the other end."""
+LADDER: tuple[LayerPolicy, ...] = ("offload", "attention", "none")
+"""Policies of a layer, from the cheapest in memory to the cheapest in time."""
 
 MARGIN = 0.06
 """Share of the capacity that is left free: for what the allocator can't use because it is in
@@ -46,8 +51,19 @@ pieces, for passes that need more than those measured (other documents, experts 
 and for libraries that allocate for themselves. Layers step down when half of it is used."""
 
 MEASURE = -1
-"""In place of a number of layers: this pass measures. Less than any number, so the least of what
+"""In place of a number of climbs: this pass measures. Less than any number, so the least of what
 ranks propose is right for all."""
+
+
+class Extra(NamedTuple):
+    """Bytes on the device that a layer keeps for backward on a rung beyond the one below it."""
+
+    attention: int
+    none: int
+
+    def of(self, policy: LayerPolicy) -> int:
+        """Beyond the lowest rung."""
+        return {"offload": 0, "attention": self.attention, "none": sum(self)}[policy]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +74,8 @@ class MemoryUse:
     """Of the longest training pass: rows times tokens of the whole sequence."""
     peak_bytes: int
     """Of forward and backward under the policies of now; a bound until such a pass is over."""
-    extra_bytes: tuple[int, ...]
-    """What each layer keeps beyond the cheapest policy if it is not recomputed."""
+    extra_bytes: tuple[Extra, ...]
+    """Of each layer."""
     capacity_bytes: int
 
 
@@ -76,7 +92,7 @@ class Pass:
 
 @dataclass(eq=False)
 class _Window:
-    """The passes since the number of layers changed."""
+    """The passes since policies changed."""
 
     peak_bytes: int
     """Expected, until it was observed."""
@@ -95,16 +111,21 @@ class AutoPolicy:
     `run` each layer, and `end` when its backward is over.
     """
 
-    def __init__(self, meter: Meter, kinds: Sequence[Hashable]) -> None:
-        """`kinds`: equal for layers that keep equally much."""
-        self.policies: tuple[LayerPolicy, ...] = (LADDER[-1],) * len(kinds)
+    def __init__(
+        self, meter: Meter, kinds: Sequence[Hashable], host: HostCopies | None = None
+    ) -> None:
+        """`kinds`: equal for layers that keep equally much. Without `host` none is offloaded."""
         self._meter = meter
         self._kinds = tuple(kinds)
-        self._kept: dict[int, int] = {}
+        self._host = host
+        self._fewest_climbs = 0 if host else len(kinds)
+        self._climbs = self._fewest_climbs
+        self.policies = after_climbs(self._climbs, len(kinds))
+        self._allocated: list[int] = []
+        self._may_reach = 0.0
         self._is_measuring = False
-        self._extra: tuple[int, ...] = ()
+        self._extra: tuple[Extra, ...] = ()
         self._num_tokens = 0
-        self._whole = 0
         self._window = _Window(0, 0)
         self._num_passes = 0
         # Weak: a loss that is thrown away takes its pass along.
@@ -123,38 +144,37 @@ class AutoPolicy:
         )
 
     def propose(self, num_tokens: int) -> int:
-        """How many of the last layers this rank can leave whole in the pass that begins, or
-        `MEASURE`. `num_tokens` is the same on every rank of the group."""
+        """How many climbs this rank has the memory for in the pass that begins, or `MEASURE`.
+        `num_tokens` is the same on every rank of the group."""
         if num_tokens > self._num_tokens or not self._extra:
             return MEASURE
         if self._open:
-            return self._whole  # a forward before the backward of another: both under one decision
+            return self._climbs  # a forward before the backward of another: both as decided
         used, capacity = self._expected_bytes(self._meter.allocated()), self._meter.capacity()
-        room = (1 - MARGIN) * capacity - used + self._whole_bytes(self.policies)
-        at_once = [self._window.at_once * extra for extra in self._extra]
-        fitting = most_whole_layers(at_once, room)
-        may_stay = used <= (1 - MARGIN / 2) * capacity
-        if fitting > self._whole:
-            return fitting if self._window.is_observed else self._whole
-        return self._whole if may_stay else fitting
+        room = (1 - MARGIN) * capacity - used
+        as_decided = self.policies == after_climbs(self._climbs, len(self._kinds))
+        if room >= 0:
+            is_known = self._window.is_observed
+            return self._most_climbs(lambda _, more: more <= room) if is_known else self._climbs
+        if as_decided and used <= (1 - MARGIN / 2) * capacity:
+            return self._climbs
+        return self._most_climbs(lambda less, more: not more and less >= -room)
 
-    def begin(self, num_tokens: int, whole: int) -> Pass:
+    def begin(self, num_tokens: int, climbs: int) -> Pass:
         """The pass begins, with what the ranks agreed on."""
         rest = self._meter.allocated()
-        before = self.policies
-        if whole == MEASURE:
-            self._kept, self._extra, self._is_measuring = {}, (), True
-            self._num_tokens, self._whole = num_tokens, 0
-            last = {kind: layer for layer, kind in enumerate(self._kinds)}
-            self.policies = self._climbing(set(last.values()))
+        if climbs == MEASURE:
+            self._allocated, self._extra, self._is_measuring = [], (), True
+            self._num_tokens, self._climbs = num_tokens, self._fewest_climbs
+            self._may_reach = rest + MARGIN / 2 * self._meter.capacity()
+            self.policies = to_measure(self._kinds)
             self._start_window(rest, rest)
         else:
-            num_layers = len(self._kinds)
-            self.policies = self._climbing(range(num_layers - whole, num_layers))
-            if whole != self._whole:
-                change = self._whole_bytes(self.policies) - self._whole_bytes(before)
-                self._start_window(self._expected_bytes(rest) + change, rest)
-                self._whole = whole
+            before, self.policies = self.policies, after_climbs(climbs, len(self._kinds))
+            self._climbs = climbs
+            if self.policies != before:
+                less, more = self._change_bytes(before, self.policies)
+                self._start_window(self._expected_bytes(rest) + (more or -less), rest)
         self._num_passes += 1
         this = Pass(self._num_passes, num_tokens, self._window, rest, self._meter.peak())
         self._open.add(this)
@@ -164,12 +184,16 @@ class AutoPolicy:
     def run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
         """A layer's forward, under its policy of now."""
         if not (self._is_measuring and torch.is_grad_enabled()):
-            return run_layer(self.policies[layer], forward, *args)
-        before = self._meter.allocated()
-        out = run_layer(self.policies[layer], forward, *args)
-        self._kept[layer] = self._meter.allocated() - before
-        if len(self._kept) == len(self._kinds):
-            self._extra = extra_bytes(self._kinds, self._kept, self.policies)
+            return run_layer(self.policies[layer], forward, *args, host=self._host)
+        self._allocated.append(self._meter.allocated())
+        if self._must_leave(layer):
+            self.policies = (*self.policies[:layer], "offload", *self.policies[layer + 1 :])
+        out = run_layer(self.policies[layer], forward, *args, host=self._host)
+        if len(self._allocated) == len(self._kinds):
+            self._allocated.append(self._meter.allocated())
+            # What a layer leaves behind when the next one begins: its input may go only then.
+            kept = [after - before for before, after in pairwise(self._allocated)]
+            self._extra = measured_extra(self._kinds, kept, self.policies)
             self._is_measuring = False
         return out
 
@@ -189,6 +213,18 @@ class AutoPolicy:
             if is_longest:
                 window.rest_bytes = max(window.rest_bytes, this.rest_bytes)
 
+    def _must_leave(self, layer: int) -> bool:
+        """Whether a layer of the pass that measures is offloaded, for want of knowing better.
+
+        Ranks may differ in it: what they send is the same."""
+        if self._host is None or self._is_sample(layer):
+            return False
+        return self._allocated[-1] >= self._may_reach
+
+    def _is_sample(self, layer: int) -> bool:
+        """The last two of each kind stay on their rungs, so that both are measured."""
+        return self._kinds[layer + 1 :].count(self._kinds[layer]) < 2
+
     def _start_window(self, expected_bytes: int, rest_bytes: int) -> None:
         self._meter.reset_peak()
         self._window = _Window(expected_bytes, rest_bytes)
@@ -197,36 +233,64 @@ class AutoPolicy:
         """Peak of a pass under the policies of now that begins with so much allocated."""
         return self._window.peak_bytes + max(0, rest_bytes - self._window.rest_bytes)
 
-    def _climbing(self, layers: Container[int]) -> tuple[LayerPolicy, ...]:
-        return tuple(
-            LADDER[0] if layer in layers else LADDER[-1] for layer in range(len(self._kinds))
-        )
+    def _most_climbs(self, fits: Callable[[int, int], bool]) -> int:
+        """The most for which `fits(less, more)` of the bytes that layers then keep less and more
+        than now, and at least those that have to be."""
+        num_layers = len(self._kinds)
+        for climbs in range(2 * num_layers, self._fewest_climbs, -1):
+            if fits(*self._change_bytes(self.policies, after_climbs(climbs, num_layers))):
+                return climbs
+        return self._fewest_climbs
 
-    def _whole_bytes(self, policies: Sequence[LayerPolicy]) -> int:
-        """Extras that are alive at once."""
-        pairs = zip(self._extra, policies, strict=True)
-        whole = sum(extra for extra, policy in pairs if policy == LADDER[0])
-        return self._window.at_once * whole
+    def _change_bytes(
+        self, before: Sequence[LayerPolicy], after: Sequence[LayerPolicy]
+    ) -> tuple[int, int]:
+        """(less, more): of layers that step down and of those that climb, in all passes alive.
+
+        The one does not make up for the other: the peak may be where a layer that steps down is
+        recomputed. A bound is what layers that climb add; what the others save shows in the next
+        pass.
+        """
+        less = more = 0
+        for extra, old, new in zip(self._extra, before, after, strict=True):
+            change = extra.of(new) - extra.of(old)
+            less, more = less + max(0, -change), more + max(0, change)
+        return self._window.at_once * less, self._window.at_once * more
 
 
-def most_whole_layers(extra_bytes: Sequence[int], room_bytes: float) -> int:
-    """How many layers, counted from the last, fit into the room together."""
-    return sum(total <= room_bytes for total in accumulate(reversed(extra_bytes)))
+def after_climbs(climbs: int, num_layers: int) -> tuple[LayerPolicy, ...]:
+    """Policies, first layer to last: all on the first rung above before any climbs further.
 
-
-def extra_bytes(
-    kinds: Sequence[Hashable], kept_bytes: dict[int, int], policies: Sequence[LayerPolicy]
-) -> tuple[int, ...]:
-    """By layer: what its kind keeps on the dearest policy beyond the cheapest.
-
-    From a pass in which one layer of each kind was on the dearest. The first layers differ a little
-    (buffers of FSDP, inputs without gradient), hence the median of those on the cheapest; a kind
-    with one layer only is taken at all it keeps.
+    Example:
+        >>> after_climbs(1, 3), after_climbs(5, 3)
+        (('offload', 'offload', 'attention'), ('attention', 'none', 'none'))
     """
-    extra: dict[Hashable, int] = {}
+    from_last = range(num_layers - 1, -1, -1)
+    return tuple(LADDER[(climbs > n) + (climbs > num_layers + n)] for n in from_last)
+
+
+def to_measure(kinds: Sequence[Hashable]) -> tuple[LayerPolicy, ...]:
+    """The last of each kind on the highest rung, the others on the one below."""
+    last = {kind: layer for layer, kind in enumerate(kinds)}
+    return tuple("none" if last[kind] == n else "attention" for n, kind in enumerate(kinds))
+
+
+def measured_extra(
+    kinds: Sequence[Hashable], kept_bytes: Sequence[int], policies: Sequence[LayerPolicy]
+) -> tuple[Extra, ...]:
+    """By layer, from a pass in which one layer of each kind was on the highest rung.
+
+    The first layers differ a little (buffers of FSDP, inputs without gradient), hence medians. An
+    offloaded layer keeps nothing but what was seen of one; a kind with one layer only is taken at
+    all it keeps.
+    """
+    found: dict[Hashable, Extra] = {}
     for kind in set(kinds):
-        mine = [layer for layer, other in enumerate(kinds) if other == kind]
-        (dear,) = [kept_bytes[layer] for layer in mine if policies[layer] == LADDER[0]]
-        cheap = [kept_bytes[layer] for layer in mine if policies[layer] != LADDER[0]]
-        extra[kind] = max(0, dear - (median_low(cheap) if cheap else 0))
-    return tuple(extra[kind] for kind in kinds)
+        kept: dict[LayerPolicy, list[int]] = {policy: [] for policy in LADDER}
+        for other, num_bytes, policy in zip(kinds, kept_bytes, policies, strict=True):
+            if other == kind:
+                kept[policy].append(num_bytes)
+        offload, attention, none = (median_low(kept[p]) if kept[p] else 0 for p in LADDER)
+        below = attention or offload
+        found[kind] = Extra(max(0, attention - offload), max(0, none - below))
+    return tuple(found[kind] for kind in kinds)

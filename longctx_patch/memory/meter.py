@@ -14,7 +14,8 @@ class Meter(Protocol):
         ...
 
     def peak(self) -> int:
-        """The most that was allocated at once, since the process began or someone reset it."""
+        """The most that was taken at once, since the process began or someone reset it: held by
+        tensors, or by copies under way of tensors that are gone."""
         ...
 
     def reset_peak(self) -> None: ...
@@ -34,7 +35,8 @@ class CudaMeter:
         return torch.cuda.memory_allocated(self.device)
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(stats["active_bytes"]["all"]["peak"])
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)

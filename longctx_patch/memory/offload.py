@@ -3,30 +3,59 @@
 A layer's tensors leave on a stream of their own as soon as they are there, and their memory on the
 device is free once they are gone. In backward, the first of a layer's tensors that is asked for
 brings the others back too, and those of the layer before it, which is the next to be asked for:
-they travel while this layer is computed. Host memory is pinned and used again by later passes.
+they travel while this layer is computed.
+
+Host memory is pinned and used again by later passes. More is taken only while `RESERVE` of the
+machine's memory stays free, which the processes of a machine share.
 
 On CPU the copies are made all the same, at once; they save nothing there.
 """
 
+import warnings
 import weakref
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from longctx_patch.memory import host
 from longctx_patch.replay import Getter
+
+RESERVE = 0.05
+"""Share of the machine's memory that is left to others."""
+
+
+class HostMemoryFull(RuntimeError):
+    """What a layer keeps has no room on the host."""
+
+
+class HostRoom(NamedTuple):
+    """What this process may still take, and what has to stay free of it; in bytes."""
+
+    available: int
+    reserve: int
+
+    @classmethod
+    def now(cls) -> "HostRoom":
+        return cls(host.available_bytes(), int(RESERVE * host.total_bytes()))
 
 
 class HostCopies:
     """Of one process and device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, must_leave: bool = True) -> None:
+        """Without room on the host a tensor stays where it is, with a warning; where it
+        `must_leave`, HostMemoryFull is raised."""
         self.device = device
+        self.room = HostRoom.now
+        self.num_bytes = 0
+        """Of host memory that is held."""
+        self._must_leave = must_leave
         self._out, self._in = _Lane(device), _Lane(device)
         self._free: defaultdict[int, list[_Slot]] = defaultdict(list)
         self._last: weakref.ref[Kept] | None = None
-        self.num_bytes = 0
-        """Of host memory that was ever needed at once."""
+        self._is_full = False
 
     def begin(self) -> "Kept":
         """What the next layer keeps. In backward, layers are asked for in the opposite order."""
@@ -34,13 +63,16 @@ class HostCopies:
         self._last = weakref.ref(kept)
         return kept
 
-    def take_out(self, tensor: Tensor) -> "_OnHost":
-        slot = self._slot(tensor.nbytes)
+    def take_out(self, tensor: Tensor, place: int) -> "_OnHost | None":
+        """`place`: which tensor of its layer it is; those of one place are alike in size."""
+        slot = self._slot(tensor.nbytes, place)
+        if slot is None:
+            return None
         held = _OnHost(self, slot, tensor)
         self._out.copy(held.on_host, tensor, slot)
         if tensor.is_cuda:  # freed before it has left, its memory isn't used again too early
             tensor.record_stream(self._out.stream)
-        weakref.finalize(held, self._free[tensor.nbytes].append, slot)
+        weakref.finalize(held, self._free[place].append, slot)
         return held
 
     def bring_back(self, held: "_OnHost") -> Tensor:
@@ -51,13 +83,38 @@ class HostCopies:
             back.record_stream(self._in.stream)
         return back
 
-    def _slot(self, num_bytes: int) -> "_Slot":
-        free = self._free[num_bytes]
-        if free:
-            return free.pop()
+    def _slot(self, num_bytes: int, place: int) -> "_Slot | None":
+        if free := self._free[place]:
+            slot = free.pop()
+            if slot.memory.nbytes >= num_bytes:
+                return slot
+            self.num_bytes -= slot.memory.nbytes  # of a shorter row: one for this length instead
+        if not self._has_room(num_bytes):
+            return None
         self.num_bytes += num_bytes
         pinned = self.device.type == "cuda"
         return _Slot(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned))
+
+    def _has_room(self, num_bytes: int) -> bool:
+        room = self.room()
+        if num_bytes <= room.available - room.reserve:
+            return True
+        if self._must_leave:
+            raise HostMemoryFull(
+                f"checkpoint='offload': {_gib(num_bytes)} more are to leave the GPU, next to "
+                f"{_gib(self.num_bytes)} that have; the host has {_gib(room.available)} left, and "
+                f"{_gib(room.reserve)} stay free. Share the sequence between more machines, take "
+                "fewer processes for each, or checkpoint='attention'."
+            )
+        if not self._is_full:
+            self._is_full = True
+            warnings.warn(
+                f"checkpoint='auto': the host has {_gib(room.available)} left, so no more is "
+                f"offloaded than {_gib(self.num_bytes)}.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
 
 
 class Kept:
@@ -67,10 +124,15 @@ class Kept:
         self._host = host
         self._before = before
         self._held: list[_OnHost] = []
+        self._num_kept = 0
         self._was_asked_for = False
 
     def keep(self, tensor: Tensor) -> Getter:
-        held = self._host.take_out(tensor.detach())
+        detached = tensor.detach()
+        held = self._host.take_out(detached, self._num_kept)
+        self._num_kept += 1
+        if held is None:
+            return lambda: detached
         self._held.append(held)
 
         def get() -> Tensor:
@@ -103,7 +165,7 @@ class _OnHost:
 
     def __init__(self, host: HostCopies, slot: _Slot, tensor: Tensor) -> None:
         self.slot = slot
-        self.on_host = slot.memory.view(tensor.dtype).view(tensor.shape)
+        self.on_host = slot.memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self._host = host
         self._back: Tensor | None = None
 
@@ -144,3 +206,7 @@ class _Lane:
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
         slot.copied = self._stream.record_event()
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

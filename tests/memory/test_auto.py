@@ -4,21 +4,26 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
+import torch
 
 from longctx_patch.memory.auto import (
     MARGIN,
     MEASURE,
     AutoPolicy,
+    Extra,
     Pass,
-    extra_bytes,
-    most_whole_layers,
+    after_climbs,
+    measured_extra,
 )
+from longctx_patch.memory.offload import HostCopies
 
 LAYERS = 8
 CHEAP, EXTRA = 2, 10
 """Bytes for each token that a layer keeps under `attention`, and beyond it under `none`."""
+KEPT = {"offload": 0, "attention": CHEAP, "none": CHEAP + EXTRA}
 
 
 @dataclass
@@ -69,10 +74,11 @@ class Training:
     """Bytes of them that are alive."""
 
     @classmethod
-    def on(cls, capacity: int, **needs: int) -> "Training":
+    def on(cls, capacity: int, *, offloads: bool = False, **needs: int) -> "Training":
         machine = Machine(capacity)
         machine.hold(100)  # weights
-        return cls(machine, AutoPolicy(machine, ["layer"] * LAYERS), **needs)
+        host = HostCopies(torch.device("cpu")) if offloads else None
+        return cls(machine, AutoPolicy(machine, ["layer"] * LAYERS, host), **needs)
 
     @property
     def whole(self) -> int:
@@ -83,18 +89,20 @@ class Training:
         proposed = self.auto.propose(tokens)
         this = self.auto.begin(tokens, proposed if others == MEASURE else min(proposed, others))
         for layer in range(LAYERS):
-            kept = tokens * self.per_token(layer)
-            self.auto.run(layer, lambda kept=kept: self.machine.hold(kept))
+            self.auto.run(layer, partial(self.compute, tokens, layer), torch.zeros(1))
         with self.machine.holding(self.loss_bytes):
             return this
 
     def per_token(self, layer: int) -> int:
-        return CHEAP + EXTRA * (self.auto.policies[layer] == "none")
+        return KEPT[self.auto.policies[layer]]
+
+    def compute(self, tokens: int, layer: int, _: torch.Tensor) -> None:
+        self.machine.hold(tokens * self.per_token(layer))
 
     def backward(self, this: Pass) -> None:
         for layer in reversed(range(LAYERS)):
-            again = EXTRA * this.num_tokens * (self.auto.policies[layer] == "attention")
-            with self.machine.holding(again):
+            again = KEPT["none"] - self.per_token(layer)
+            with self.machine.holding(again * this.num_tokens):
                 if self.gradients < self.gradient_bytes * LAYERS:
                     self.machine.hold(self.gradient_bytes)
                     self.gradients += self.gradient_bytes
@@ -118,30 +126,26 @@ def capacity_for(whole: int, *, tokens: int = 10, besides: int = 100) -> int:
     return int((need + tokens * EXTRA - 1) / (1 - MARGIN)) - 1
 
 
-@pytest.mark.parametrize(
-    ("extra", "room", "layers"),
-    [
-        ([10, 10, 10], -1, 0),
-        ([10, 10, 10], 9.9, 0),
-        ([10, 10, 10], 10, 1),
-        ([10, 10, 10], 29, 2),
-        ([10, 10, 10], 1e9, 3),
-        ([1, 1, 50], 49, 0),  # from the last: a small layer below does not go first
-        ([50, 1, 1], 49, 2),
-        ([0, 0], 0, 2),
-        ([0, 0], -1, 0),
-    ],
-)
-def test_how_many_fit(extra: list[int], room: float, layers: int) -> None:
-    assert most_whole_layers(extra, room) == layers
-
-
 def test_extra_of_each_kind_is_measured_on_one_of_it() -> None:
     kinds = ["dense", "experts", "experts", "dense", "experts", "alone"]
-    kept = dict(enumerate([90, 20, 22, 50, 80, 70]))
+    kept = [90, 20, 22, 50, 80, 70]
     policies = ("attention", "attention", "attention", "none", "none", "none")
     # The first dense layer holds what others don't, so it seems to keep more than a whole one.
-    assert extra_bytes(kinds, kept, policies) == (0, 60, 60, 0, 60, 70)
+    dense, experts, alone = Extra(90, 0), Extra(20, 60), Extra(0, 70)
+    found = measured_extra(kinds, kept, policies)  # type: ignore[arg-type]
+    assert found == (dense, experts, experts, dense, experts, alone)
+    seen = measured_extra(["a"] * 4, [9, 3, 10, 90], ("offload", "offload", "attention", "none"))
+    assert seen == (Extra(7, 80),) * 4
+    assert measured_extra(["a"] * 2, [3, 90], ("offload", "none")) == (Extra(0, 87),) * 2
+
+
+def test_all_layers_reach_a_rung_before_any_climbs_further() -> None:
+    def letters(climbs: int) -> str:
+        return "".join(policy[0] for policy in after_climbs(climbs, 3))
+
+    assert [letters(n) for n in range(7)] == ["ooo", "ooa", "oaa", "aaa", "aan", "ann", "nnn"]
+    assert [Extra(2, 10).of(policy) for policy in after_climbs(4, 3)] == [2, 2, 12]
+    assert Extra(2, 10).of("offload") == 0
 
 
 def test_layers_climb_after_one_measured_pass_and_no_higher_than_fits() -> None:
@@ -150,7 +154,7 @@ def test_layers_climb_after_one_measured_pass_and_no_higher_than_fits() -> None:
         assert [training.train() for _ in range(4)] == [1] + [max(whole, 1)] * 3
         use = training.auto.use
         assert use is not None
-        assert use.extra_bytes == (10 * EXTRA,) * LAYERS
+        assert use.extra_bytes == (Extra(10 * CHEAP, 10 * EXTRA),) * LAYERS
         assert use.peak_bytes <= (1 - MARGIN) * use.capacity_bytes
     assert training.auto.policies == ("none",) * LAYERS
 
@@ -159,6 +163,36 @@ def test_without_room_every_layer_is_recomputed() -> None:
     training = Training.on(100)
     assert [training.train() for _ in range(3)] == [1, 0, 0]
     assert set(training.auto.policies) == {"attention"}
+
+
+def test_with_a_host_layers_leave_where_attention_does_not_fit() -> None:
+    """Every number of climbs, on the machine that just has the memory for it."""
+    tokens = 10
+    costs = [tokens * CHEAP] * LAYERS + [tokens * EXTRA] * LAYERS
+    # From as much as the pass that measures needs. The first whole layer takes no more than its
+    # recompute did.
+    for climbs in (*range(4, LAYERS), *range(LAYERS + 1, 2 * LAYERS + 1)):
+        # One layer is recomputed at a time, whose memory the whole layers after it have left.
+        need = 100 + sum(costs[:climbs]) + (tokens * EXTRA if climbs <= LAYERS else 0)
+        training = Training.on(int((need + CHEAP) / (1 - MARGIN)) + 1, offloads=True)
+        for _ in range(8):
+            training.train(tokens)
+        assert training.machine.highest <= training.machine.total
+        found = training.auto.policies
+        assert found == after_climbs(climbs, LAYERS), (climbs, found)
+
+
+def test_the_pass_that_measures_takes_half_of_the_margin_and_what_it_must() -> None:
+    training = Training.on(int(8 * CHEAP * 10 / (MARGIN / 2)), offloads=True)
+    training.backward(training.forward(10))
+    assert training.auto.policies == ("attention",) * (LAYERS - 1) + ("none",)
+    this = training.forward(20)
+    assert training.auto.policies == (*("attention",) * 4, *("offload",) * 2, "attention", "none")
+    assert training.machine.now == 100 + 20 * (5 * CHEAP + CHEAP + EXTRA)
+    training.backward(this)
+    squeezed = Training.on(100, offloads=True)
+    squeezed.forward(10)
+    assert squeezed.auto.policies == ("attention", *("offload",) * 5, "attention", "none")
 
 
 def test_states_of_the_optimizer_are_counted_before_any_pass_meets_them() -> None:
@@ -191,7 +225,7 @@ def test_shorter_rows_alone_show_no_room() -> None:
     """After a change of policies, only a longest pass says what such passes need."""
     training = Training.on(capacity_for(5))
     assert [training.train() for _ in range(2)] == [1, 5]
-    training.train(1, others=2)
+    training.train(1, others=LAYERS + 2)
     assert [training.train(1) for _ in range(3)] == [2, 2, 2]
     assert [training.train(10), training.train(1)] == [2, 5]
 
@@ -271,9 +305,9 @@ def test_a_pass_without_backward_shows_nothing() -> None:
     training = Training.on(10_000)
     this = training.forward(10)
     training.machine.now = 100
-    assert training.auto.propose(10) == 0
+    assert training.auto.propose(10) == LAYERS
     del this  # the loss was thrown away
-    assert training.auto.propose(10) == 0
+    assert training.auto.propose(10) == LAYERS
     assert training.train() == 0
     assert training.train() == LAYERS
 
@@ -297,7 +331,7 @@ def test_a_forward_that_failed_is_measured_again() -> None:
 
 def test_the_least_of_all_ranks_holds_and_measuring_is_less_than_any() -> None:
     training = Training.on(capacity_for(5))
-    assert [training.train(), training.train(others=2)] == [1, 2]
+    assert [training.train(), training.train(others=LAYERS + 2)] == [1, 2]
     assert training.train() == 5
     this = training.auto.begin(10, MEASURE)
     assert training.whole == 1
@@ -306,10 +340,16 @@ def test_the_least_of_all_ranks_holds_and_measuring_is_less_than_any() -> None:
 
 
 def simulated(
-    capacity: int, steps: list[list[int]], states: int, optimizer_bytes: int, **needs: int
+    capacity: int,
+    steps: list[list[int]],
+    states: int,
+    optimizer_bytes: int,
+    *,
+    offloads: bool,
+    **needs: int,
 ) -> tuple[Training, int]:
     """After training on rows of these lengths, step by step, and the most memory it took."""
-    training = Training.on(capacity, **needs)
+    training = Training.on(capacity, offloads=offloads, **needs)
     for number, lengths in enumerate(steps):
         for length in lengths:
             training.train(length)
@@ -318,7 +358,8 @@ def simulated(
     return training, training.machine.highest
 
 
-def test_where_attention_fits_auto_fits_and_fills_the_rest() -> None:
+@pytest.mark.parametrize("offloads", [False, True])
+def test_where_the_lowest_rung_fits_auto_fits_and_fills_the_rest(offloads: bool) -> None:
     draw = random.Random(0)
     for _ in range(60):
         needs = {
@@ -330,12 +371,14 @@ def test_where_attention_fits_auto_fits_and_fills_the_rest() -> None:
         accumulation = draw.randrange(1, 4)
         steps = [[draw.choice([6, 10]) for _ in range(accumulation)] for _ in range(5)]
         steps.append([10] * 6)
-        # Without memory to spare all is recomputed but the last layer, in the passes that measure.
-        _, needed = simulated(0, steps, **needs)
-        capacity = draw.randrange(int(needed / (1 - MARGIN)), 4 * needed)
-        training, highest = simulated(capacity, steps, **needs)
+        # Without memory to spare, what the passes that measure need.
+        _, needed = simulated(0, steps, offloads=offloads, **needs)
+        least = int(needed / (1 - MARGIN)) + 10 * CHEAP
+        capacity = draw.randrange(least, 4 * needed)
+        training, highest = simulated(capacity, steps, offloads=offloads, **needs)
         assert highest <= capacity, (needs, steps)
         use = training.auto.use
         assert use is not None
-        is_full = use.peak_bytes + 10 * EXTRA > (1 - MARGIN) * capacity
+        next_one = 10 * (EXTRA if training.auto.policies[0] != "offload" else CHEAP)
+        is_full = use.peak_bytes + next_one > (1 - MARGIN) * capacity
         assert is_full or training.whole == LAYERS

@@ -121,7 +121,7 @@ def test_layers_that_stay_whole_cost_no_more_than_measured_and_least_if_last() -
         use = it.handle.checkpointing.memory
         assert use is not None
         assert len(set(use.extra_bytes)) == 1
-        extra, peaks = use.extra_bytes[0], []
+        extra, peaks = use.extra_bytes[0].none, []
         for whole in range(LAYERS + 1):
             it.handle._checkpoints._auto = Forced(last(whole))  # type: ignore[assignment]
             peaks.append(it.peak(meter))
@@ -134,7 +134,7 @@ def test_layers_that_stay_whole_cost_no_more_than_measured_and_least_if_last() -
 
 def capacity_beside(use: MemoryUse, layers: float) -> int:
     """That leaves room for so many layers more than were whole while it was measured."""
-    return int((use.peak_bytes + layers * use.extra_bytes[0]) / (1 - MARGIN))
+    return int((use.peak_bytes + layers * use.extra_bytes[0].none) / (1 - MARGIN))
 
 
 def test_as_many_layers_stay_whole_as_the_memory_takes() -> None:

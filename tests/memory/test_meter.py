@@ -61,7 +61,7 @@ def test_auto_fills_the_memory_of_a_gpu_and_no_more() -> None:
                 use = handle.checkpointing.memory
                 assert use is not None
                 if number == 0 and fraction is None:  # room for a third of the layers more
-                    wanted = (use.peak_bytes + layers // 3 * use.extra_bytes[0]) / (1 - MARGIN)
+                    wanted = (use.peak_bytes + layers // 3 * use.extra_bytes[0].none) / (1 - MARGIN)
                     total = torch.cuda.get_device_properties(0).total_memory
                     torch.cuda.set_per_process_memory_fraction(min(1.0, wanted / total))
         finally:
@@ -70,3 +70,45 @@ def test_auto_fills_the_memory_of_a_gpu_and_no_more() -> None:
         found.append(handle.checkpointing.num_whole_layers)
         handle.unpatch()
     assert layers // 3 <= found[0] <= found[1] == layers
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_auto_offloads_the_first_layers_where_attention_does_not_fit() -> None:
+    """With the gradients of `attention`, bitwise."""
+    length, layers = 2**15, 16
+    grads = {}
+    for checkpoint in ("attention", "auto"):
+        torch.manual_seed(0)
+        model = tiny_model(
+            num_hidden_layers=layers,
+            hidden_size=1024,
+            intermediate_size=1024,
+            num_attention_heads=8,
+        ).to("cuda", torch.bfloat16)
+        handle = patch(model, LongContextConfig(checkpoint=checkpoint, deterministic=True))
+        collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+        batch = {k: v.cuda() for k, v in collate(token_rows(length, 1)).items()}
+        try:
+            for number in range(5):
+                model.zero_grad()
+                model(**batch).loss.backward()
+                use = handle.checkpointing.memory
+                if number == 0 and use is not None:
+                    extra = use.extra_bytes[0]
+                    less = use.peak_bytes - (layers // 2 * extra.attention) - extra.none
+                    total = torch.cuda.get_device_properties(0).total_memory
+                    fraction = less / (1 - MARGIN) / total
+                    torch.cuda.set_per_process_memory_fraction(fraction)
+                    torch.cuda.empty_cache()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        grads[checkpoint] = [p.grad.clone() for p in model.parameters()]
+        found = handle.checkpointing
+        handle.unpatch()
+    assert all(map(torch.equal, grads["attention"], grads["auto"]))
+    count = found.policies.count("offload")
+    assert 2 <= count <= layers - 2
+    assert found.policies == ("offload",) * count + ("attention",) * (layers - count)
+    assert found.memory is not None
+    assert found.memory.peak_bytes <= found.memory.capacity_bytes

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.memory import HostCopies, run_layer
+from longctx_patch.memory import host as host_module
+from longctx_patch.memory.offload import HostMemoryFull, HostRoom
 from longctx_patch.replay import Getter
 from tests.hf.tiny import tiny_model, token_rows
 from tests.memory.live_bytes import LiveBytes
@@ -69,6 +71,54 @@ def test_memory_is_used_again_once_nobody_can_ask_for_it() -> None:
     assert host.num_bytes == 5 * 2 * 3 * 4
     assert kept
     assert getters
+
+
+def test_a_longer_row_takes_the_place_of_a_shorter_one() -> None:
+    """Rows of every length in turn hold what the longest needs, not a set of buffers each."""
+    host = HostCopies(CPU)
+    for length in (8, 5, 16, 3, 16, 24):
+        kept = [host.begin() for _ in range(4)]
+        getters = [
+            [layer.keep(torch.full((n,), float(n))) for n in (length, 2 * length)] for layer in kept
+        ]
+        assert [[get().tolist() for get in layer] for layer in getters] == [
+            [[float(length)] * length, [2.0 * length] * 2 * length]
+        ] * 4
+        del kept, getters
+        gc.collect()
+    assert host.num_bytes == 4 * 4 * (24 + 48)
+
+
+def room_for(num_bytes: int) -> HostRoom:
+    return HostRoom(available=num_bytes + 10, reserve=10)
+
+
+def test_a_full_host_is_refused_with_its_numbers() -> None:
+    host = HostCopies(CPU)
+    kept = host.begin()
+    host.room = lambda: room_for(12)
+    kept.keep(torch.ones(3))
+    host.room = lambda: room_for(11)
+    with pytest.raises(HostMemoryFull, match=r"0\.00 GiB more are to leave the GPU.*'attention'"):
+        kept.keep(torch.ones(3))
+
+
+def test_or_what_has_no_room_stays() -> None:
+    host = HostCopies(CPU, must_leave=False)
+    host.room = lambda: room_for(11)
+    kept = host.begin()
+    with pytest.warns(RuntimeWarning, match="so no more is offloaded than"):
+        get = kept.keep(torch.full((3,), 7.0))
+    host.room = lambda: room_for(12)
+    then = kept.keep(torch.full((3,), 8.0))
+    assert [get().tolist(), then().tolist()] == [[7.0] * 3, [8.0] * 3]
+    assert host.num_bytes == 12
+
+
+def test_little_room_is_left_to_others() -> None:
+    room = HostRoom.now()
+    assert 0 < room.reserve < 0.06 * host_module.total_bytes()
+    assert room.available > 0
 
 
 def test_a_layer_leaves_its_input_and_shares_the_others() -> None:

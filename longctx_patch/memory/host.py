@@ -1,0 +1,62 @@
+"""Memory of the host that processes may still take, in bytes."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+GROUPS, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_UNLIMITED = 2**60  # version 1 writes a number of this size where there is no limit
+
+
+def available_bytes() -> int:
+    """What the machine has left, or this process's control groups (containers, batch systems)."""
+    return min([psutil.virtual_memory().available, *rooms_of_groups()])
+
+
+def total_bytes() -> int:
+    """Of the machine."""
+    return int(psutil.virtual_memory().total)
+
+
+def rooms_of_groups(groups: Path = GROUPS, root: Path = ROOT) -> list[int]:
+    """What each control group with a limit, of this process and above it, has left.
+
+    Cached files count as left: the kernel gives them up first. Both versions of the interface
+    (kernel.org, admin-guide/cgroup-v2 and cgroup-v1/memory).
+    """
+    try:
+        lines = groups.read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    rooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file")
+            rooms += [_room(folder, *names) for folder in _up(root, path)]
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            rooms += [_room(folder, *names) for folder in _up(root / "memory", path)]
+    return [room for room in rooms if room is not None]
+
+
+def _up(root: Path, path: str) -> Iterator[Path]:
+    """The group's folder and those above it; within a container its own may be the root."""
+    folder = root / path.lstrip("/")
+    while folder != root:
+        yield folder
+        folder = folder.parent
+    yield root
+
+
+def _room(folder: Path, limit: str, usage: str, cached: str) -> int | None:
+    """None without a limit, and without such a folder."""
+    with suppress(OSError, ValueError):  # "max" is no number
+        most = int((folder / limit).read_text())
+        if most < _UNLIMITED:
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            used = int((folder / usage).read_text()) - int(stat.get(cached, 0))
+            return max(0, most - used)
+    return None
