@@ -42,6 +42,7 @@ class FlashAttn4Kernel:
         return (
             unsupported(request, self.traits, self.domain)
             or lacks_gpu((9, 0), below=12)  # 8.x has no backward, 12.x neither softcap nor order
+            or _wrong_head_dim(request.head_dim)
             or _refused_on_blackwell(request)
             or self.package.problem()
         )
@@ -89,6 +90,15 @@ class FlashAttn4Kernel:
             **lengths.keywords,
         )
         return dq.view(q_BLHD.shape), dk.view(k_BMGD.shape), dv.view(v_BMGD.shape)
+
+
+def _wrong_head_dim(head_dim: int) -> str | None:
+    """Seen with 4.0.0b36 on H200: dq is off by 0.9 for 8, 16, 40, 48, 72, 80, 104 and 112, and
+    right for all other multiples of 8 to 128 and for 160, 192, 224 and 256."""
+    padded = -(-head_dim // 16) * 16
+    if padded % 32 == 0:
+        return None
+    return f"has a wrong dq for head dims that round up to {padded}, this one is {head_dim}"
 
 
 def _refused_on_blackwell(request: KernelRequest) -> str | None:

@@ -89,11 +89,11 @@ class HostCopies:
             if slot.memory.nbytes >= num_bytes:
                 return slot
             self.num_bytes -= slot.memory.nbytes  # of a shorter row: one for this length instead
+            del slot
         if not self._has_room(num_bytes):
             return None
         self.num_bytes += num_bytes
-        pinned = self.device.type == "cuda"
-        return _Slot(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned))
+        return _Slot(num_bytes, pinned=self.device.type == "cuda")
 
     def _has_room(self, num_bytes: int) -> bool:
         room = self.room()
@@ -153,11 +153,29 @@ class Kept:
 
 
 class _Slot:
-    """Host memory, and the last copy from or to it."""
+    """Host memory, and the last copy from or to it.
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.copied: torch.cuda.Event | None = None
+    Pinned by CUDA itself: torch's pinned memory comes in powers of two, and is never given back.
+    """
+
+    def __init__(self, num_bytes: int, *, pinned: bool) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.last_copy = _LastCopy()
+        if pinned:
+            self.memory.zero_()  # makes its pages on all cores; pinning would on one
+            address = self.memory.data_ptr()
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+            weakref.finalize(self.memory, _unpin, address, self.last_copy).atexit = False
+
+
+class _LastCopy:
+    event: torch.cuda.Event | None = None
+
+
+def _unpin(address: int, last_copy: _LastCopy) -> None:
+    if last_copy.event is not None:
+        last_copy.event.synchronize()
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 class _OnHost:
@@ -178,8 +196,8 @@ class _OnHost:
         self.bring_back()
         back, self._back = self._back, None
         assert back is not None
-        if self.slot.copied is not None:
-            torch.cuda.current_stream(back.device).wait_event(self.slot.copied)
+        if self.slot.last_copy.event is not None:
+            torch.cuda.current_stream(back.device).wait_event(self.slot.last_copy.event)
         return back
 
 
@@ -201,11 +219,11 @@ class _Lane:
             to.copy_(source)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        if slot.copied is not None:
-            self._stream.wait_event(slot.copied)
+        if slot.last_copy.event is not None:
+            self._stream.wait_event(slot.last_copy.event)
         with torch.cuda.stream(self._stream):
             to.copy_(source, non_blocking=True)
-        slot.copied = self._stream.record_event()
+        slot.last_copy.event = self._stream.record_event()
 
 
 def _gib(num_bytes: int) -> str:

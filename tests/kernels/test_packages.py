@@ -142,7 +142,17 @@ def test_what_a_gpu_or_a_kernel_lacks(
     assert says in reason(name, GPU._replace(**changes))
 
 
-@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 48, 72, 80, 104, 112, 144])
+def test_head_dims_that_flash_attn_4_has_wrong(
+    head_dim: int, on_gpu: Callable[[int, int], None]
+) -> None:
+    on_gpu(9, 0)
+    says = reason("flash_attn_4", GPU._replace(head_dim=head_dim))
+    assert f"this one is {head_dim}" in says
+    assert "wrong dq" in says
+
+
+@pytest.mark.parametrize("head_dim", [24, 32, 64, 88, 96, 128, 192, 256])
 def test_head_dims_on_hopper(head_dim: int, on_gpu: Callable[[int, int], None]) -> None:
     on_gpu(9, 0)
     for kernel in fake_kernels().values():

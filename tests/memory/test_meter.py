@@ -5,6 +5,7 @@ import torch
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.memory import MARGIN, meter_of
+from longctx_patch.memory.meter import CudaMeter
 from tests.hf.tiny import tiny_model, token_rows
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -74,7 +75,9 @@ def test_auto_fills_the_memory_of_a_gpu_and_no_more() -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_auto_offloads_the_first_layers_where_attention_does_not_fit() -> None:
+def test_auto_offloads_the_first_layers_where_attention_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With the gradients of `attention`, bitwise."""
     length, layers = 2**15, 16
     grads = {}
@@ -89,20 +92,14 @@ def test_auto_offloads_the_first_layers_where_attention_does_not_fit() -> None:
         handle = patch(model, LongContextConfig(checkpoint=checkpoint, deterministic=True))
         collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
         batch = {k: v.cuda() for k, v in collate(token_rows(length, 1)).items()}
-        try:
-            for number in range(5):
-                model.zero_grad()
-                model(**batch).loss.backward()
-                use = handle.checkpointing.memory
-                if number == 0 and use is not None:
-                    extra = use.extra_bytes[0]
-                    less = use.peak_bytes - (layers // 2 * extra.attention) - extra.none
-                    total = torch.cuda.get_device_properties(0).total_memory
-                    fraction = less / (1 - MARGIN) / total
-                    torch.cuda.set_per_process_memory_fraction(fraction)
-                    torch.cuda.empty_cache()
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+        for number in range(5):
+            model.zero_grad()
+            model(**batch).loss.backward()
+            use = handle.checkpointing.memory
+            if number == 0 and use is not None:
+                extra = use.extra_bytes[0]
+                less = use.peak_bytes - (layers // 2 * extra.attention) - extra.none
+                monkeypatch.setattr(CudaMeter, "capacity", lambda _, c=less: int(c / (1 - MARGIN)))
         grads[checkpoint] = [p.grad.clone() for p in model.parameters()]
         found = handle.checkpointing
         handle.unpatch()
