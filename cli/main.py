@@ -7,6 +7,7 @@ import click
 from longctx_patch.cli.families import families_command
 from longctx_patch.cli.kernels import kernels_command
 from longctx_patch.cli.patch import patch_command
+from longctx_patch.cli.plan import plan_command
 from longctx_patch.cli.schedule import schedule_command
 from longctx_patch.cli.verify import verify_command
 
@@ -30,6 +31,7 @@ def main() -> None:
 main.add_command(families_command)
 main.add_command(kernels_command)
 main.add_command(patch_command)
+main.add_command(plan_command)
 main.add_command(schedule_command)
 main.add_command(verify_command)
 

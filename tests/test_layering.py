@@ -22,6 +22,7 @@ ROWS = (
     ),
     ("memory", "loss", "fused_softmax", "linear_loss"),
     ("data", "hf", "plugin"),
+    ("planner",),
     ("processes", "verification"),
 )
 

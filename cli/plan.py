@@ -1,0 +1,90 @@
+"""`longctx plan`: what fits on which GPUs, how fast, and with what memory; needs neither."""
+
+import json
+from pathlib import Path
+
+import click
+
+from longctx_patch.planner.machine import GPUS
+
+UNITS = {"k": 2**10, "m": 2**20}
+
+
+class Tokens(click.ParamType[int]):
+    """131072, 128K (times 1,024) or 1M (times 1,048,576)."""
+
+    name = "tokens"
+
+    def convert(self, value: object, param: object, ctx: object) -> int:
+        text = str(value).replace(",", "").replace("_", "").lower()
+        unit = UNITS.get(text[-1:], 1)
+        try:
+            tokens = float(text.rstrip("km")) * unit
+        except ValueError:
+            self.fail(f"{value!r}: write tokens as 131072, 128K or 1M.")
+        if tokens < 2 or tokens != int(tokens):
+            self.fail(f"{value!r}: a row has a whole number of tokens, 2 or more.")
+        return int(tokens)
+
+
+@click.command("plan")
+@click.argument("model")
+@click.option("--gpus", required=True, help=f"Such as 4xH200. Kinds: {', '.join(GPUS)}.")
+@click.option("--seq-len", type=Tokens(), help="Tokens of a row: 131072, 128K or 1M.")
+@click.option("--lora", is_flag=True, help="An adapter, in place of every weight.")
+@click.option("--rank", type=click.IntRange(1), default=16, help="Its rank [16].")
+@click.option("--stock-layers", is_flag=True, help="Without Liger Kernel's norms and SwiGLU.")
+@click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
+@click.option("--max-seq-len", is_flag=True, help="Print the longest row that fits, only.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+@click.option("--png", type=click.Path(path_type=Path), help="Draw memory by component.")
+def plan_command(
+    model: str,
+    gpus: str,
+    seq_len: int | None,
+    lora: bool,
+    rank: int,
+    stock_layers: bool,
+    host_gib: float | None,
+    max_seq_len: bool,
+    as_json: bool,
+    png: Path | None,
+) -> None:
+    """Predict memory and speed of training MODEL (a hub name, a folder or a config.json).
+
+    Only the config is read. Listed are the ways to share a row over the GPUs, what layers keep,
+    what goes to the host, and how many tiles an MLP is computed in, the fastest that fits first.
+    docs/planner.md says how the numbers come about and how near they are.
+    """
+    from longctx_patch.config import LongContextConfig
+    from longctx_patch.hf import check_model_config
+    from longctx_patch.hf.models import load_model_config
+    from longctx_patch.planner import Job, longest, parse_cluster, report, search, shape_of
+
+    if seq_len is None and not max_seq_len:
+        raise click.UsageError("--seq-len: say how long rows are, or ask --max-seq-len.")
+    cluster = parse_cluster(gpus, host_gib)
+    config = load_model_config(model)
+    check_model_config(config, LongContextConfig())
+    job = Job(
+        shape=shape_of(config, model),
+        cluster=cluster,
+        seq_len=seq_len or 2,
+        lora=lora,
+        lora_rank=rank,
+        fused_layers=not stock_layers,
+    )
+    most = longest(job)
+    if seq_len is None:
+        shown = {"model": model, "gpus": str(cluster), "max_seq_len": most}
+        click.echo(json.dumps(shown) if as_json else f"{most:,}")
+        return
+    results = search(job)
+    if png is not None:
+        from longctx_patch.cli.plan_chart import draw
+
+        draw(results, png)
+    if as_json:
+        click.echo(json.dumps(report.as_json(results, most), indent=1))
+    else:
+        click.echo(f"{most:,}" if max_seq_len else report.render(results, most))

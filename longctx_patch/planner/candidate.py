@@ -1,0 +1,60 @@
+"""One way to train a model on a cluster, with everything decided."""
+
+from dataclasses import dataclass
+
+from longctx_patch.memory import LayerPolicy
+from longctx_patch.planner.machine import Cluster
+from longctx_patch.planner.shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, and on what."""
+
+    shape: ModelShape
+    cluster: Cluster
+    seq_len: int
+    lora: bool = False
+    """An adapter over a frozen bfloat16 model, in place of every weight."""
+    lora_rank: int = 16
+    fused_layers: bool = True
+    """Liger Kernel's norms, rotary embeddings and SwiGLU, as recipes take where it is installed."""
+
+    @property
+    def step_flops(self) -> float:
+        """Of a row, forward and backward, without recompute. A frozen weight has no gradient."""
+        flops = self.shape.step_flops(self.seq_len)
+        frozen = self.shape.linear_weights if self.lora else 0
+        return flops - 2.0 * frozen * self.seq_len
+
+    @property
+    def trained_weights(self) -> int:
+        """Of an adapter: two factors beside each linear weight of the layers."""
+        shape = self.shape
+        if not self.lora:
+            return shape.num_weights
+        query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        attention = 2 * (hidden + query) + 2 * (hidden + kv)
+        return self.lora_rank * (attention + 3 * (hidden + inner)) * shape.num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Degrees, plan, and what is kept, recomputed and moved to the host."""
+
+    ulysses: int
+    ring: int
+    plan: str
+    """Of forward; that of backward if they are one."""
+    checkpoint: str
+    """The config's word: none, attention, offload, full or auto."""
+    policies: tuple[LayerPolicy, ...]
+    """Of each layer, first to last."""
+    mlp_tiles: int = 1
+    offload_states: bool = False
+    """FSDP2 keeps weights, gradients and the optimizer on the host, and steps there."""
+
+    @property
+    def sequence_degree(self) -> int:
+        return self.ulysses * self.ring

@@ -1,0 +1,214 @@
+"""Bytes of a training step on one GPU and its host, by component, predicted.
+
+Sizes of what autograd keeps are counted on the code that runs: with Liger Kernel's operators a
+layer keeps for each token seven tensors of the hidden size (its input, two norms' outputs, the
+residual in between, q, and attention's output twice: as heads for attention, as tokens for the
+product after it), k and v, three of the MLP's, and lse. On H200s `checkpoint="auto"` metered
+147,592 bytes for Llama-3.1-8B's layer; the formula gives 147,712.
+
+A step has three moments at which it can peak, and the largest is the prediction:
+
+- **loss**: everything kept is alive, and the head works on a chunk of logits;
+- **backward of the last layer**: all others' are still kept, and this one is whole;
+- **backward of the first layer**: all gradients are there.
+"""
+
+from dataclasses import asdict, dataclass
+
+from longctx_patch.linear_loss import CHUNK_BYTES
+from longctx_patch.memory import LayerPolicy
+from longctx_patch.planner.candidate import Candidate, Job
+
+BF16, FP32 = 2, 4
+LAYERS_ON_THE_WAY = 3
+"""Of those that are offloaded: the one in backward, the next on its way, one not yet gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """Bytes of one GPU at the moment at which most is held."""
+
+    weights: float
+    """Shards, and what is gathered of them."""
+    gradients: float
+    optimizer: float
+    checkpoints: float
+    """What layers keep for backward."""
+    layer: float
+    """Of the layer that is computed: what is recomputed or passes through."""
+    attention: float
+    """Buffers of its backward: gradients and sums."""
+    communication: float
+    """What arrives and leaves."""
+    logits: float
+
+    def parts(self) -> dict[str, float]:
+        return asdict(self)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts().values())
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Of one layer for each token of a rank."""
+
+    attention: float
+    """Kept by attention and what surrounds it."""
+    mlp: float
+    """Kept by the MLP's inner tensors."""
+    checkpoint: float
+    """Kept where the layer is recomputed but its attention replayed: input, output, lse."""
+    input: float
+    passing: float
+    """What backward of the MLP holds beside what was kept."""
+
+    @property
+    def whole(self) -> float:
+        return self.attention + self.mlp
+
+
+def layer_bytes(job: Job, mlp_tiles: int) -> LayerBytes:
+    shape = job.shape
+    hidden, inner = BF16 * shape.hidden_size, BF16 * shape.intermediate_size
+    query = BF16 * shape.num_heads * shape.head_dim
+    kv = BF16 * shape.num_kv_heads * shape.head_dim
+    lse = FP32 * shape.num_heads
+    attention = 4 * hidden + 3 * query + 2 * kv + 2 * lse
+    mlp = 3 * inner
+    if not job.fused_layers:
+        # Two norms keep their input in float32 in place of the model's dtype and their output once
+        # more before the weight; silu keeps its result.
+        attention += 2 * (FP32 * shape.hidden_size - hidden + hidden)
+        mlp += inner
+    if job.lora:
+        # The adapters' inputs are those of the layers, their own in between are small.
+        attention += 7 * BF16 * job.lora_rank
+    passing = inner + hidden
+    return LayerBytes(
+        attention=attention,
+        mlp=mlp if mlp_tiles == 1 else 0.0,
+        checkpoint=hidden + query + 2 * lse,
+        input=hidden,
+        passing=passing if mlp_tiles == 1 else hidden + (mlp + passing) / mlp_tiles,
+    )
+
+
+def kept_bytes(policy: LayerPolicy, layer: LayerBytes) -> float:
+    """On the GPU, for each token, while other layers are computed."""
+    kept = {"none": layer.whole, "attention": layer.checkpoint, "offload": 0.0, "full": layer.input}
+    return kept[policy]
+
+
+def predict_memory(
+    job: Job, candidate: Candidate, tokens: float, buffer_bytes: float
+) -> Components:
+    """At the moment that needs most. `tokens` of a rank; `buffer_bytes` of the attention plan."""
+    moments = (
+        _loss(job, candidate, tokens),
+        _backward(job, candidate, tokens, buffer_bytes, is_last_layer=True),
+        _backward(job, candidate, tokens, buffer_bytes, is_last_layer=False),
+    )
+    return max(moments, key=lambda components: components.total)
+
+
+def host_bytes(job: Job, candidate: Candidate, tokens: float) -> float:
+    """Of one machine's host, all its processes together."""
+    offloaded = candidate.policies.count("offload")
+    per_gpu = offloaded * layer_bytes(job, candidate.mlp_tiles).checkpoint * tokens
+    if candidate.offload_states:
+        per_gpu += sum(states(job))
+    return per_gpu * job.cluster.gpus_per_node
+
+
+def states(job: Job) -> tuple[float, float, float]:
+    """(weights, gradients, optimizer): bytes that rest for one GPU, on it or on its host.
+
+    FSDP2 with mixed precision keeps what is trained in float32 and all else as it was loaded; one
+    GPU trains the model as it was loaded, in bfloat16.
+    """
+    ranks, trained = job.cluster.num_gpus, job.trained_weights
+    frozen = job.shape.num_weights if job.lora else 0
+    width = FP32 if ranks > 1 or job.lora else BF16
+    return (
+        (width * trained + BF16 * frozen) / ranks,
+        width * trained / ranks,
+        2 * width * trained / ranks,
+    )
+
+
+def _states_on_gpu(job: Job, candidate: Candidate) -> tuple[float, float, float]:
+    return (0.0, 0.0, 0.0) if candidate.offload_states else states(job)
+
+
+def _gathered(job: Job, num_layers: int) -> float:
+    """Of FSDP: layers, and the head with the norm before it, whole from its use to the end."""
+    if job.cluster.num_gpus == 1:
+        return 0.0
+    return BF16 * (num_layers * job.shape.layer_weights + job.shape.head_weights)
+
+
+def _kept(job: Job, candidate: Candidate, tokens: float, but: int) -> float:
+    """Of all layers but the last `but`."""
+    layer = layer_bytes(job, candidate.mlp_tiles)
+    others = candidate.policies[: len(candidate.policies) - but]
+    kept = sum(kept_bytes(policy, layer) for policy in others)
+    on_the_way = min(LAYERS_ON_THE_WAY, candidate.policies.count("offload"))
+    return tokens * (kept + on_the_way * layer.checkpoint)
+
+
+def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
+    shape = job.shape
+    weights, _, optimizer = _states_on_gpu(job, candidate)
+    chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
+    head = 0 if job.lora else FP32 * shape.head_weights
+    # FSDP holds what it gathered into beside the weights until the next gathering.
+    buffer = BF16 * shape.head_weights if job.cluster.num_gpus > 1 else 0
+    return Components(
+        weights=weights + _gathered(job, 0) + buffer,
+        gradients=head,
+        optimizer=optimizer,
+        checkpoints=_kept(job, candidate, tokens, but=0),
+        layer=4 * BF16 * shape.hidden_size * tokens,
+        attention=0.0,
+        communication=0.0,
+        logits=chunk,
+    )
+
+
+def _backward(
+    job: Job, candidate: Candidate, tokens: float, buffer_bytes: float, *, is_last_layer: bool
+) -> Components:
+    shape, layer = job.shape, layer_bytes(job, candidate.mlp_tiles)
+    weights, gradients, optimizer = _states_on_gpu(job, candidate)
+    sharded = job.cluster.num_gpus > 1
+    trained_here = shape.layer_weights * (0 if job.lora else 1)
+    head = 0 if job.lora else BF16 * shape.head_weights
+    outside = 0 if job.lora else shape.num_weights - shape.num_layers * shape.layer_weights
+    if is_last_layer:
+        but, done = 1, 0.0
+    else:
+        but, done = shape.num_layers, gradients * (1 - _share(outside + trained_here, job))
+    at_mlp = layer.whole + layer.passing
+    # Backward of attention: its own and the gradients of q, k, v as heads, dq once in float32.
+    query = shape.num_heads * shape.head_dim
+    kv = shape.num_kv_heads * shape.head_dim
+    own = BF16 * (3 * query + 2 * kv) + FP32 * query
+    at_attention = layer.attention + own + buffer_bytes / max(tokens, 1)
+    in_mlp = at_mlp >= at_attention
+    return Components(
+        weights=weights + _gathered(job, 2 if is_last_layer else 1),
+        gradients=done + head + (BF16 * trained_here if sharded or not done else 0.0),
+        optimizer=optimizer,
+        checkpoints=_kept(job, candidate, tokens, but=but),
+        layer=tokens * (at_mlp if in_mlp else layer.attention),
+        attention=0.0 if in_mlp else own * tokens,
+        communication=0.0 if in_mlp else buffer_bytes,
+        logits=0.0,
+    )
+
+
+def _share(weights: int, job: Job) -> float:
+    """Of what is trained."""
+    return min(1.0, weights / job.trained_weights) if not job.lora else 0.0

@@ -1,0 +1,97 @@
+"""What the planner knows of a model: sizes, from its config alone."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+WINDOWED = "sliding_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A dense decoder whose layers are alike. Counts are of numbers, not bytes."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    layer_weights: int
+    """Of one layer, all of it."""
+    layer_linear_weights: int
+    """Of its matrix products."""
+    down_weights: int
+    """Of the MLP's last one, which a recompute leaves out: nobody reads its result."""
+    num_weights: int
+    """Of the model; tied embeddings once."""
+    is_tied: bool
+    num_windowed_layers: int = 0
+    """They are counted as full causal attention."""
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def linear_weights(self) -> int:
+        """Of all layers' matrix products and the head's."""
+        return self.num_layers * self.layer_linear_weights + self.head_weights
+
+    def step_flops(self, num_tokens: int) -> float:
+        """Forward and backward of one causal row, without recompute: 6 for each linear weight and
+        token, 6 for each layer, pair of tokens and number of a token's heads."""
+        attention = self.num_layers * num_tokens**2 * self.num_heads * self.head_dim
+        return 6.0 * (self.linear_weights * num_tokens + attention)
+
+
+def shape_of(config: Any, name: str) -> ModelShape:
+    """From a transformers config. Raises ValueError for a mixture of experts."""
+    experts = [attribute for attribute in EXPERTS if getattr(config, attribute, None)]
+    if experts:
+        raise ValueError(
+            f"model {name}: {experts[0]}={getattr(config, experts[0])}. The planner knows dense "
+            "layers only, since what experts take depends on the router. Train a few steps with "
+            "checkpoint='auto', which measures."
+        )
+    layer, num_outside = _one_layer(config)
+    linear = {key: weight.numel() for key, weight in layer.named_parameters() if weight.ndim == 2}
+    num_layers = config.num_hidden_layers
+    layer_weights = sum(weight.numel() for weight in layer.parameters())
+    kinds = getattr(config, "layer_types", None) or ()
+    return ModelShape(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        layer_weights=layer_weights,
+        layer_linear_weights=sum(linear.values()),
+        down_weights=config.hidden_size * config.intermediate_size,
+        num_weights=num_outside + num_layers * layer_weights,
+        is_tied=bool(config.tie_word_embeddings),
+        num_windowed_layers=sum(kind == WINDOWED for kind in kinds),
+    )
+
+
+def _one_layer(config: Any) -> tuple[Any, int]:
+    """(a decoder layer without memory, how many weights there are outside of layers)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    short = copy.deepcopy(config)
+    if getattr(short, "layer_types", None):
+        short.layer_types = short.layer_types[:1]
+    short.num_hidden_layers = 1
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(short)
+    (layer,) = model.get_decoder().layers
+    total = sum(weight.numel() for weight in model.parameters())
+    return layer, total - sum(weight.numel() for weight in layer.parameters())

@@ -1,0 +1,152 @@
+"""Seconds of a training step, by part, predicted.
+
+Attention comes from the simulation of its plan (`longctx_patch.costs`). Matrix products run at the
+rate that they reach inside of a step, everything between them at the bandwidth of memory. What FSDP
+moves hides behind layers, but its copies and the last reduction.
+"""
+
+from dataclasses import asdict, dataclass
+
+from longctx_patch.choice import choose
+from longctx_patch.config import LongContextConfig
+from longctx_patch.costs import Prediction, Workload, predict
+from longctx_patch.planner.candidate import Candidate, Job
+from longctx_patch.planner.components import BF16, FP32, layer_bytes, states
+from longctx_patch.plans import Direction
+
+ELEMENTWISE_SHARE = 0.77
+"""Of the bandwidth of copies, that norms, rotary embeddings, SwiGLU and residuals reach on average:
+49 ms of a step of 131,072 tokens and 8 layers of Llama-3.1-8B on 4 H200."""
+UNFUSED = 3.0
+"""Times as many bytes move where each of these is several of torch's operations."""
+LOSS_BYTES = 10
+"""For each logit, of the softmax and its gradient."""
+FSDP_BYTES = 24
+"""For each weight, of FSDP's copies into and out of its buffers, forward and backward."""
+ADAMW_BYTES = 56
+"""For each weight, that AdamW reads and writes, at the bandwidth of copies."""
+HOST_ADAMW_BYTES_PER_S = 60e9
+"""That AdamW reaches on the cores of a host, all of a machine's processes together."""
+IDLE_S = 7e-3
+"""Of the GPU in a step: the optimizer's start, the loss's way to the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds, each instant in one part."""
+
+    attention: float
+    linear: float
+    elementwise: float
+    loss: float
+    fsdp: float
+    offload: float
+    """Of copies to and from the host, what layers don't hide."""
+    optimizer: float
+    idle: float = IDLE_S
+
+    def parts(self) -> dict[str, float]:
+        return asdict(self)
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts().values())
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the cost model says of one layer's attention."""
+
+    plan: str
+    forward: Prediction
+    backward: Prediction
+
+    @property
+    def buffer_bytes(self) -> int:
+        return max(self.forward.peak_buffer_bytes, self.backward.peak_buffer_bytes)
+
+
+def predict_attention(job: Job, ulysses: int, ring: int) -> Attention:
+    """With the plan that `auto` takes."""
+    shape, hardware = job.shape, job.cluster.gpu.hardware
+    config = LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, hardware=hardware.name)
+    workload = Workload(
+        num_tokens=job.seq_len,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    chosen = {way: choose(config, way, workload, hardware) for way in Direction}
+    forward, backward = (predict(chosen[way], way, workload, hardware) for way in Direction)
+    return Attention(forward.plan, forward, backward)
+
+
+def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Attention) -> StepTime:
+    """`tokens` of a rank."""
+    shape, gpu, policies = job.shape, job.cluster.gpu, candidate.policies
+    again = sum(policy != "none" for policy in policies)
+    forward_s, backward_s = attention.forward.makespan_s, attention.backward.makespan_s
+    linear, head = shape.num_layers * shape.layer_linear_weights, shape.head_weights
+    # Forward and the gradient of the input take two each, that of a trained weight two more.
+    each = 4 if job.lora else 6
+    recomputed = again * (shape.layer_linear_weights - shape.down_weights)
+    if candidate.mlp_tiles > 1:  # backward runs a tile's MLP again, in whole layers too
+        recomputed += shape.num_layers * 3 * shape.down_weights
+    products = tokens * (each * linear + 2 * recomputed)
+    per_token = _elementwise_bytes(job)
+    moved = tokens * per_token * (3 * shape.num_layers + again)
+    bandwidth = gpu.hardware.copy_bandwidth
+    layer_s = forward_s + 2 * tokens * shape.layer_linear_weights / gpu.matmul_flops
+    return StepTime(
+        attention=shape.num_layers * (forward_s + backward_s) + policies.count("full") * forward_s,
+        linear=products / gpu.matmul_flops,
+        elementwise=moved / (ELEMENTWISE_SHARE * bandwidth),
+        loss=tokens * (each * head / gpu.matmul_flops + LOSS_BYTES * shape.vocab_size / bandwidth),
+        fsdp=_fsdp_seconds(job, products / gpu.matmul_flops),
+        offload=_offload_seconds(job, candidate, tokens, layer_s),
+        optimizer=_optimizer_seconds(job, candidate),
+    )
+
+
+def _elementwise_bytes(job: Job) -> float:
+    """Of a layer's forward, for each token: two norms, two residuals, rotary, SwiGLU, heads."""
+    shape = job.shape
+    kv = shape.num_kv_heads * shape.head_dim
+    moved = BF16 * (14 * shape.hidden_size + 2 * kv + 3 * shape.intermediate_size)
+    return moved * (1 if job.fused_layers else UNFUSED)
+
+
+def _fsdp_seconds(job: Job, compute_s: float) -> float:
+    """What is exposed: copies, the last reduction, and what products don't hide at all."""
+    ranks, gpu, shape = job.cluster.num_gpus, job.cluster.gpu, job.shape
+    if ranks == 1:
+        return 0.0
+    one_node = ranks <= gpu.hardware.gpus_per_node
+    link = gpu.hardware.intra_node if one_node else gpu.hardware.inter_node
+    away = (ranks - 1) / ranks
+    gathered = 2 * BF16 * shape.num_weights
+    reduced = FP32 * job.trained_weights
+    travels_s = (gathered + reduced) * away / link.bandwidth
+    last = 0 if job.lora else FP32 * shape.head_weights * away / link.bandwidth
+    copies_s = shape.num_weights * FSDP_BYTES / gpu.hardware.copy_bandwidth
+    return copies_s + last + max(0.0, travels_s - compute_s)
+
+
+def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: float) -> float:
+    gpu, offloaded = job.cluster.gpu, candidate.policies.count("offload")
+    num_bytes = tokens * layer_bytes(job, candidate.mlp_tiles).checkpoint
+    out_s, in_s = num_bytes / gpu.host_out_bandwidth, num_bytes / gpu.host_in_bandwidth
+    exposed = max(0.0, out_s - layer_s) + max(0.0, in_s - 2 * layer_s)
+    moved_s = 0.0
+    if candidate.offload_states:  # weights come for forward and backward, gradients go
+        weights, gradients, _ = states(job)
+        each_way = 2 * weights / gpu.host_in_bandwidth + gradients / gpu.host_out_bandwidth
+        moved_s = max(0.0, each_way - 3 * job.shape.num_layers * layer_s)
+    return offloaded * exposed + moved_s
+
+
+def _optimizer_seconds(job: Job, candidate: Candidate) -> float:
+    mine = job.trained_weights / job.cluster.num_gpus
+    if candidate.offload_states:
+        return mine * job.cluster.gpus_per_node * ADAMW_BYTES / 2 / HOST_ADAMW_BYTES_PER_S
+    return mine * ADAMW_BYTES / job.cluster.gpu.hardware.copy_bandwidth
