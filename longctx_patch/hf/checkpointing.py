@@ -129,7 +129,8 @@ class LayerCheckpoints:
 
     def _run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
         if self._fixed == "offload":
-            self._host = self._host or HostCopies(args[0].device)
+            num_layers = len(self._layers)
+            self._host = self._host or HostCopies(args[0].device, num_layers=num_layers)
         if self._auto is None:
             return run_layer(self._fixed, forward, *args, host=self._host)
         return self._auto.run(layer, forward, *args)

@@ -11,6 +11,7 @@ machine's memory stays free, which the processes of a machine share.
 On CPU the copies are made all the same, at once; they save nothing there.
 """
 
+import os
 import warnings
 import weakref
 from collections import defaultdict
@@ -44,10 +45,15 @@ class HostRoom(NamedTuple):
 class HostCopies:
     """Of one process and device."""
 
-    def __init__(self, device: torch.device, *, must_leave: bool = True) -> None:
+    def __init__(
+        self, device: torch.device, *, must_leave: bool = True, num_layers: int = 1
+    ) -> None:
         """Without room on the host a tensor stays where it is, with a warning; where it
-        `must_leave`, HostMemoryFull is raised."""
+        `must_leave`, HostMemoryFull is raised: after the first of `num_layers` layers already, if
+        what all of them would keep has no room."""
         self.device = device
+        self._num_layers = num_layers
+        self._num_begun = 0
         self.room = HostRoom.now
         self.num_bytes = 0
         """Of host memory that is held."""
@@ -59,6 +65,9 @@ class HostCopies:
 
     def begin(self) -> "Kept":
         """What the next layer keeps. In backward, layers are asked for in the opposite order."""
+        if self._num_begun == 1 and self._must_leave:
+            self._check_all_layers()
+        self._num_begun += 1
         kept = Kept(self, self._last)
         self._last = weakref.ref(kept)
         return kept
@@ -95,17 +104,20 @@ class HostCopies:
         self.num_bytes += num_bytes
         return _Slot(num_bytes, pinned=self.device.type == "cuda")
 
+    def _check_all_layers(self) -> None:
+        """All layers are about as large as the first, and all processes of the machine alike."""
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        more = self.num_bytes * (self._num_layers - 1) * processes
+        room = self.room()
+        if more > room.available - room.reserve:
+            raise HostMemoryFull(self._refusal(more, room, processes))
+
     def _has_room(self, num_bytes: int) -> bool:
         room = self.room()
         if num_bytes <= room.available - room.reserve:
             return True
         if self._must_leave:
-            raise HostMemoryFull(
-                f"checkpoint='offload': {_gib(num_bytes)} more are to leave the GPU, next to "
-                f"{_gib(self.num_bytes)} that have; the host has {_gib(room.available)} left, and "
-                f"{_gib(room.reserve)} stay free. Share the sequence between more machines, take "
-                "fewer processes for each, or checkpoint='attention'."
-            )
+            raise HostMemoryFull(self._refusal(num_bytes, room, 1))
         if not self._is_full:
             self._is_full = True
             warnings.warn(
@@ -115,6 +127,15 @@ class HostCopies:
                 stacklevel=2,
             )
         return False
+
+    def _refusal(self, num_bytes: int, room: HostRoom, processes: int) -> str:
+        of = f" of {processes} processes" if processes > 1 else ""
+        return (
+            f"checkpoint='offload': {_gib(num_bytes)} more{of} are to leave the GPU, next to "
+            f"{_gib(self.num_bytes)} that have; the host has {_gib(room.available)} left, and "
+            f"{_gib(room.reserve)} stay free. Share the sequence between more machines, take "
+            "fewer processes for each, or checkpoint='attention'."
+        )
 
 
 class Kept:

@@ -103,6 +103,24 @@ def test_a_full_host_is_refused_with_its_numbers() -> None:
         kept.keep(torch.ones(3))
 
 
+def test_what_all_layers_would_take_is_refused_after_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of all processes of the machine."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for room, fits in ((2 * 3 * 12, True), (2 * 3 * 12 - 1, False)):
+        host = HostCopies(CPU, num_layers=4)
+        host.room = lambda room=room: room_for(room)
+        first = host.begin()
+        get = first.keep(torch.ones(3))
+        if fits:
+            assert host.begin()
+        else:
+            with pytest.raises(HostMemoryFull, match="more of 2 processes are to leave the GPU"):
+                host.begin()
+        assert get().tolist() == [1.0] * 3
+
+
 def test_or_what_has_no_room_stays() -> None:
     host = HostCopies(CPU, must_leave=False)
     host.room = lambda: room_for(11)
