@@ -28,6 +28,11 @@ ROPE_KINDS = ("linear", "dynamic", "yarn")
     default="auto",
     help="What is kept for backward [auto: as much as the GPU's memory takes].",
 )
+@click.option(
+    "--mlp-tiles",
+    type=click.IntRange(1),
+    help="Tiles in which MLPs run [as few as the GPU's memory takes].",
+)
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
 @click.option("--data", multiple=True, help="Text to train on: files, folders, JSONL, datasets.")
 @click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs, to try it out.")

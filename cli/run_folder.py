@@ -98,6 +98,7 @@ def decide(
     sequence_degree: int | None,
     nodes: int,
     checkpoint: Any,
+    mlp_tiles: int | None,
     pack: bool,
     data: Sequence[str],
     cpu: bool,
@@ -136,6 +137,7 @@ def decide(
         ulysses=degrees.ulysses,
         ring=degrees.ring,
         checkpoint=checkpoint,
+        mlp_tiles=mlp_tiles,
         save_every=SAVE_EVERY,
     )
     scaled = models.load_config(settings)
@@ -200,6 +202,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
             balanced if degrees.ring > 1 else "alike without a ring",
         ),
         ("checkpoint", settings.checkpoint, _CHECKPOINT_REASONS[settings.checkpoint]),
+        ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
         ("weights", *_weights(decisions)),
     ]
 
@@ -228,6 +231,14 @@ _CHECKPOINT_REASONS = {
     "attention": "each layer is recomputed except attention, which does not run twice",
     "offload": "as attention, and what layers keep is in host memory until backward",
 }
+
+
+def _mlp_tiles(tiles: int | None) -> tuple[str, str]:
+    if tiles is None:
+        return "auto", "as few as keep a tile within 1/16 of the GPU's memory (CPU: 1)"
+    if tiles == 1:
+        return "1", "--mlp-tiles: each MLP runs over all tokens at once"
+    return str(tiles), "--mlp-tiles: an MLP's intermediates exist for one tile at a time"
 
 
 def _rows(settings: Settings) -> str:

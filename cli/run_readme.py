@@ -48,8 +48,8 @@ documents{as_here}.
 
 One rank's logits would be {logits} in float32. The loss is computed for a part of the tokens at a
 time, so they are never held at once (with `--loss logits` they are). If memory runs out: more GPUs
-per sequence, a smaller `--seq-len`, or `--checkpoint offload`: what layers keep waits in host
-memory, as under `auto` where it has to.{loading}
+per sequence, a smaller `--seq-len`, more `--mlp-tiles`, or `--checkpoint offload`: what layers keep
+waits in host memory, as under `auto` where it has to.{loading}
 
 Two packages make GPUs faster where they are installed, and nothing has to be set for them:
 flash-attn 4 on Hopper and Blackwell (`pip install "flash-attn-4[cu13]==4.0.0b36"`; see

@@ -96,6 +96,14 @@ class LongContextConfig:
     first if need be, measured in the first steps (`longctx_patch.memory.auto`; on CPU `attention`
     in all)."""
 
+    mlp_tiles: int | None = None
+    """Each decoder layer's MLP runs over this many tiles of a rank's tokens, one after the other,
+    in forward and again in backward, so that its intermediates exist for one tile only
+    (`longctx_patch.memory.tiled_mlp`). 1: over all at once, and what backward needs is kept as
+    `checkpoint` says. None: on CUDA as few as keep those of a tile within 1/16 of the GPU's memory,
+    and 1 elsewhere. Layers with experts stay whole; a number above 1 is refused where all have
+    them."""
+
     loss: LossName = "chunked"
     """How a sharded pass with labels gets its loss. `chunked`: a part of the tokens at a time, so
     that no rank ever holds all its logits; `out.logits` is None then, and the loss goes backward
@@ -103,13 +111,14 @@ class LongContextConfig:
     logits under both."""
 
     def __post_init__(self) -> None:
-        for name in ("ulysses_degree", "ring_degree", "ulysses_waves"):
+        counts = {"ulysses_waves": "it counts parts", "mlp_tiles": "it counts tiles"}
+        for name in ("ulysses_degree", "ring_degree", *counts):
             value = getattr(self, name)
-            if name == "ulysses_waves" and value is None:
+            if name in counts and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 kind = "" if type(value) is int else f", of type {type(value).__name__}"
-                what = "it counts parts" if name == "ulysses_waves" else "a degree counts ranks"
+                what = counts.get(name, "a degree counts ranks")
                 raise ValueError(
                     f"{name}={value!r}{kind}: {what}, a whole number of 1 or more. Use {name}=1 to "
                     "switch it off."

@@ -45,7 +45,7 @@ WORLD = {
         "ranks_per_node",
         "hardware",
     ),
-    *("kernel", "deterministic", "loss", "checkpoint"),
+    *("kernel", "deterministic", "loss", "checkpoint", "mlp_tiles"),
 }
 ROWS = {"batch_size", "gradient_accumulation_steps"}
 

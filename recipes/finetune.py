@@ -13,6 +13,7 @@ processes), checkpoints/ and final/.
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,16 +25,18 @@ from transformers import get_scheduler
 from transformers.utils.logging import disable_progress_bar
 
 # Absolute imports: they still hold in a copy of this file.
-from longctx_patch import SequenceShardCollator, patch
+from longctx_patch import PatchHandle, SequenceShardCollator, patch
 from longctx_patch.groups import world_place
 from longctx_patch.hf.fused_layers import (
     choose_fused_layers,
     fuse_layers,
     require_fused_layers,
 )
+from longctx_patch.hf.preflight import WillNotFit, preflight
 from longctx_patch.loss import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator
 from longctx_patch.recipes import checkpoints, models, texts
+from longctx_patch.recipes.memory_report import out_of_memory
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
 from longctx_patch.recipes.packing import PackedText, pack_documents
 from longctx_patch.recipes.settings import Settings, parse_settings
@@ -73,6 +76,17 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     accelerator.print(f"fused layers: {fused.how} ({fused.why})")
     if data.packed:
         accelerator.print(data.packed)
+    explained = partial(
+        out_of_memory,
+        settings=settings,
+        config=handle.model.config,
+        num_gpus=accelerator.num_processes,
+        device=accelerator.device,
+    )
+    try:
+        check_memory(accelerator, state, handle, data)
+    except WillNotFit as error:
+        raise explained(error) from error
     bar = tqdm(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")
 
     # The plans of a step's batches are made beside the step before it.
@@ -82,10 +96,14 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     )
     while state.step < settings.max_steps:
         batches = list(islice(ahead, settings.gradient_accumulation_steps))
-        values = train_step(settings, accelerator, state, batches)
+        try:
+            values = train_step(settings, accelerator, state, batches)
+        except torch.OutOfMemoryError as error:
+            raise explained(error) from error
         kept = {
             "layers_not_recomputed": handle.checkpointing.num_whole_layers,
             "layers_offloaded": handle.checkpointing.num_offloaded_layers,
+            "mlp_tiles": max(handle.mlp_tiles),
         }
         metrics.write(**values, **data.metrics(), **kept)
         bar.set_postfix(loss=f"{values['loss']:.4f}", tok_s=f"{values['tokens_per_second']:.0f}")
@@ -185,7 +203,11 @@ def build_state(settings: Settings, accelerator: Any, model: Any) -> checkpoints
     """Optimizer and scheduler over what is trained, and the model wrapped for this world."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained, lr=settings.learning_rate, weight_decay=settings.weight_decay
+        trained,
+        lr=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        # One kernel, without the copies of all weights that torch's default makes.
+        fused=accelerator.device.type == "cuda",
     )
     # Not prepared by accelerate, which would step it once per process.
     scheduler = get_scheduler(
@@ -196,6 +218,24 @@ def build_state(settings: Settings, accelerator: Any, model: Any) -> checkpoints
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     return checkpoints.TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def check_memory(
+    accelerator: Any, state: checkpoints.TrainState, handle: PatchHandle, data: Data
+) -> None:
+    """Rehearse a step with two layers on a GPU, and say what a whole one is expected to take."""
+    batch = next(micro_batches(data, range(state.step, state.step + 1)))
+    batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+    tokens = count_valid_tokens([batch])
+
+    def loss() -> torch.Tensor:
+        shard: torch.Tensor = state.model(**batch, num_valid_tokens=tokens, use_cache=False).loss
+        return shard
+
+    with gradients_stay_local(accelerator, state.model, until_last=True):
+        found = preflight(handle, loss, accelerator.backward)
+    if found is not None:
+        accelerator.print(f"memory: {found}")
 
 
 def train_step(

@@ -81,6 +81,10 @@ class Settings:
         "none, full, attention, offload, or auto: as the memory demands", default="auto"
     )
 
+    mlp_tiles: int | None = setting(
+        "tiles in which MLPs run, if not as few as the memory takes", default=None
+    )
+
     # Optimisation
     learning_rate: float = setting("peak learning rate", default=1e-4)
     scheduler: SchedulerName = setting("course of the learning rate", default="cosine")
@@ -147,6 +151,7 @@ class Settings:
             deterministic=self.deterministic,
             loss=self.loss,  # type: ignore[arg-type]
             checkpoint=self.checkpoint,  # type: ignore[arg-type]
+            mlp_tiles=self.mlp_tiles,
         )
 
     def _check_choice(self, name: str) -> None:

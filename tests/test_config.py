@@ -15,6 +15,14 @@ def test_degrees_are_whole_numbers(value: object) -> None:
         LongContextConfig(ring_degree=value)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["ulysses_waves", "mlp_tiles"])
+@pytest.mark.parametrize("value", [0, 2.0, True])
+def test_counts_are_whole_numbers_or_none(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{name}={value}.*it counts .*Use {name}=1"):
+        LongContextConfig(**{name: value})  # type: ignore[arg-type]
+    assert getattr(LongContextConfig(**{name: None}), name) is None  # type: ignore[arg-type]
+
+
 def test_a_number_in_quotes_is_called_a_str() -> None:
     with pytest.raises(ValueError, match=r"ring_degree='2', of type str: .*whole number"):
         LongContextConfig(ring_degree="2")  # type: ignore[arg-type]

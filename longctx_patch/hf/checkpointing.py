@@ -1,8 +1,9 @@
 """Checkpoint policies on the decoder layers of one patched model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from longctx_patch.config import CheckpointPolicy
 from longctx_patch.hf import transformers_api
 from longctx_patch.memory import (
+    LADDER,
     AutoPolicy,
     HostCopies,
     LayerPolicy,
@@ -43,6 +45,12 @@ class Checkpointing:
         return self.policies.count("offload")
 
 
+class Rehearsal(Protocol):
+    """Another way to run layers, for a pass of its own."""
+
+    def run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any: ...
+
+
 class LayerCheckpoints:
     """Runs each decoder layer of a model under a policy of its own.
 
@@ -67,6 +75,32 @@ class LayerCheckpoints:
         self._host: HostCopies | None = None
         self._pass: Pass | None = None
         self._num_tokens = 0
+        self._rehearsal: Rehearsal | None = None
+
+    @property
+    def least_memory(self) -> LayerPolicy:
+        """The policy of a layer that takes least, of those that may be taken."""
+        return LADDER[0] if self._policy == "auto" else self._policy
+
+    def new_host(self, device: torch.device) -> HostCopies:
+        """For what layers offload. What `auto` has no room for there stays where it is."""
+        must_leave = self._policy != "auto"
+        return HostCopies(device, must_leave=must_leave, num_layers=len(self._layers))
+
+    @property
+    def is_rehearsed(self) -> bool:
+        return self._rehearsal is not None
+
+    @contextmanager
+    def rehearsed(self, rehearsal: "Rehearsal") -> Iterator[None]:
+        """Within, layers run as the rehearsal has them, and nothing is decided."""
+        give_back = transformers_api.checkpoint_layers(self._model, self._run)
+        self._rehearsal = rehearsal
+        try:
+            yield
+        finally:
+            self._rehearsal = None
+            give_back()
 
     @property
     def policies(self) -> tuple[LayerPolicy, ...]:
@@ -99,7 +133,7 @@ class LayerCheckpoints:
             return 0
         if self._auto is None and (meter := self.find_meter(tokens.device)) is not None:
             if tokens.is_cuda:
-                self._host = HostCopies(tokens.device, must_leave=False)
+                self._host = self.new_host(tokens.device)
             self._auto = AutoPolicy(meter, [_kind(layer) for layer in self._layers], self._host)
         self._num_tokens = tokens.shape[0] * row_length
         return self._auto.propose(self._num_tokens) if self._auto else 0
@@ -125,12 +159,14 @@ class LayerCheckpoints:
 
     def _counts(self, decoder: nn.Module) -> bool:
         """Whether a pass is a training pass of a model whose policies are chosen."""
-        return self._policy == "auto" and decoder.training and torch.is_grad_enabled()
+        trains = decoder.training and torch.is_grad_enabled()
+        return self._policy == "auto" and trains and not self.is_rehearsed
 
     def _run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
+        if self._rehearsal is not None:
+            return self._rehearsal.run(layer, forward, *args)
         if self._fixed == "offload":
-            num_layers = len(self._layers)
-            self._host = self._host or HostCopies(args[0].device, num_layers=num_layers)
+            self._host = self._host or self.new_host(args[0].device)
         if self._auto is None:
             return run_layer(self._fixed, forward, *args, host=self._host)
         return self._auto.run(layer, forward, *args)

@@ -7,7 +7,7 @@ Reading it needs neither torch nor transformers.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from longctx_patch.hf.table import FAMILIES, SINKS, SOFTCAP, TABLE, Family, refusal_of
+from longctx_patch.hf.table import FAMILIES, ROUTER, SINKS, SOFTCAP, TABLE, Family, refusal_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -179,6 +179,21 @@ def _heads(model_config: Any, config: "LongContextConfig") -> str | None:
     )
 
 
+def _mlp_tiles(model_config: Any, config: "LongContextConfig") -> str | None:
+    tiles = config.mlp_tiles
+    has_dense_layers = (
+        ROUTER not in FAMILIES[model_config.model_type].features
+        or getattr(model_config, "mlp_only_layers", None)
+        or getattr(model_config, "decoder_sparse_step", 1) > 1
+    )
+    if tiles in (None, 1) or has_dense_layers:
+        return None
+    return (
+        f"mlp_tiles={tiles}: all its layers have experts, which stay whole. Use mlp_tiles=None or "
+        "mlp_tiles=1."
+    )
+
+
 _CHECKS: tuple[Callable[[Any, "LongContextConfig"], str | None], ...] = (
     _layer_types,
     _window,
@@ -187,4 +202,5 @@ _CHECKS: tuple[Callable[[Any, "LongContextConfig"], str | None], ...] = (
     _noise,
     _rope,
     _heads,
+    _mlp_tiles,
 )

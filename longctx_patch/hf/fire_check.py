@@ -162,6 +162,7 @@ class FirstStep:
     def is_due(self, decoder: nn.Module) -> bool:
         """Whether the next sharded pass is checked."""
         done = self.check is not None and self.check.has_run_forward
+        done = done or self.checkpoints.is_rehearsed
         return not done and decoder.training and torch.is_grad_enabled()
 
     def begin(self, decoder: nn.Module) -> FireCheck | None:

@@ -25,6 +25,7 @@ from transformers.activations import ACT2FN
 
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.families import FAMILIES, UnsupportedModelError
+from longctx_patch.hf.mlp_tiles import without_tiles
 from longctx_patch.hf.table import ROUTER
 from longctx_patch.kernels.machine import Package, runs_triton
 
@@ -174,7 +175,8 @@ def _use_liger(model: PreTrainedModel) -> None:
     # The loss is the patched model's, in chunks; Liger's would replace the model's forward.
     losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
     try:
-        apply_liger_kernel(model, losses | ({"swiglu": False} if _has_experts(model) else {}))
+        with without_tiles(model):  # it gives MLPs another forward, which tiles are then made of
+            apply_liger_kernel(model, losses | ({"swiglu": False} if _has_experts(model) else {}))
         fused_rope = getattr(home, _ROPE)
     finally:
         # It also replaces classes of the family: models that are built later are to be stock.

@@ -27,6 +27,7 @@ class Meeting(IntEnum):
     LAYER = 2
     LABELS = 3
     KERNEL = 4  # kernels.agreement meets by itself
+    PREFLIGHT = 5
 
 
 def meet(group: SequenceGroup, meeting: Meeting, mine: Sequence[int]) -> list[tuple[int, ...]]:

@@ -23,6 +23,7 @@ from longctx_patch.hf.decoder_call import prepare_call
 from longctx_patch.hf.families import check_model_config, check_modules
 from longctx_patch.hf.fire_check import FireCheck, FirstStep
 from longctx_patch.hf.lm_head import bind_head, bind_passes
+from longctx_patch.hf.mlp_tiles import bind_mlps, tiles_of_layers
 from longctx_patch.hf.row import MaskFactory
 from longctx_patch.hf.shard_loss import ShardLoss
 from longctx_patch.hf.sharded import (
@@ -74,6 +75,11 @@ class PatchHandle:
         return self._checkpoints.report()
 
     @property
+    def mlp_tiles(self) -> tuple[int, ...]:
+        """Tiles in which each layer's MLP ran last, first layer to last; 1 for experts."""
+        return tiles_of_layers(self.model)
+
+    @property
     def counters(self) -> Counters:
         """Messages, bytes and kernel calls of this process since the patch or `reset()`."""
         return self.group.counters
@@ -102,7 +108,7 @@ class PatchHandle:
                 self._prepared[key_of(shard)] = call
 
     def unpatch(self) -> None:
-        """Restore attention implementation, loss, hooks and checkpointing. Once only.
+        """Restore attention implementation, loss, hooks, MLPs and checkpointing. Once only.
 
         Every process calls it: the process groups of the patch are given back.
         """
@@ -130,7 +136,8 @@ def patch(
     Args:
         model: for causal language modelling, of a family that `longctx families` lists as
             supported, or a PEFT model around one.
-        config: degrees, layout, plan, kernel, checkpoint policy and loss; the same on every rank.
+        config: degrees, layout, plan, kernel, checkpoint policy, MLP tiles and loss; the same on
+            every rank.
         mask: for other than causal attention, a function from the length of a padded row to its
             `Mask` (`longctx_patch.masks`: block-sparse, prefix, bidirectional, any function), which
             is asked once for each length. Documents and sliding windows restrict it further (a
@@ -187,6 +194,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(bind_passes(handle.model, loss, keeps_logits=not chunked))
     if chunked:
         handle._undo.append(bind_head(handle.model, loss))
+    handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())
 
 

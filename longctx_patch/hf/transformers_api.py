@@ -163,6 +163,12 @@ def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
+def dense_mlps(model: PreTrainedModel) -> list[nn.Module | None]:
+    """The MLP of each decoder layer, a function of one token's hidden state; None for experts."""
+    mlps = (layer.mlp for layer in decoder_layers(model))
+    return [None if hasattr(mlp, "experts") else mlp for mlp in mlps]
+
+
 def checkpoint_layers(model: PreTrainedModel, run: Callable[..., Any]) -> Callable[[], None]:
     """While training, the forward of decoder layer `i` runs as `run(i, forward, *args)`.
 

@@ -1,9 +1,10 @@
-"""What is kept and what is recomputed."""
+"""What is kept, what is recomputed, and how much at once."""
 
 from longctx_patch.memory.auto import LADDER, MARGIN, AutoPolicy, Extra, MemoryUse, Pass
-from longctx_patch.memory.meter import Meter, meter_of
+from longctx_patch.memory.meter import Meter, meter_of, total_bytes
 from longctx_patch.memory.offload import HostCopies, HostMemoryFull
 from longctx_patch.memory.policies import LayerPolicy, run_layer
+from longctx_patch.memory.tiled_mlp import run_tiled, tiles_that_fit
 
 __all__ = [
     "LADDER",
@@ -18,4 +19,7 @@ __all__ = [
     "Pass",
     "meter_of",
     "run_layer",
+    "run_tiled",
+    "tiles_that_fit",
+    "total_bytes",
 ]

@@ -51,3 +51,10 @@ class CudaMeter:
 def meter_of(device: torch.device) -> Meter | None:
     """None where torch does not count memory, as on CPU."""
     return CudaMeter(device) if device.type == "cuda" else None
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Memory of the device, whoever holds it; None where torch does not count memory."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,10 +1,14 @@
 """Every way worth trying to train a model on a cluster, with what it takes and whether it fits."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
+from typing import get_args
 
-from longctx_patch.memory import MARGIN, LayerPolicy
+from longctx_patch.config import CheckpointPolicy
+from longctx_patch.memory import MARGIN
 from longctx_patch.memory.auto import after_climbs
 from longctx_patch.memory.offload import RESERVE
 from longctx_patch.planner.candidate import Candidate, Job
@@ -16,12 +20,13 @@ CONTEXT_BYTES = 2.5 * GIB
 """Of a GPU's memory, that CUDA, NCCL and kernels take for themselves."""
 TILE_SHARE = 1 / 16
 """Of a GPU's memory, that the inner tensors of an MLP's tile may take (`memory/tiled_mlp.py`)."""
-CHECKPOINTS: tuple[LayerPolicy, ...] = ("none", "attention", "offload", "full")
 SAME = 0.02
 """Attention as fast to within this share counts as equal."""
 STEP_TOKENS = 1024
 """Longest rows are searched for in multiples of these."""
 MOST_TOKENS = 2**30
+LONG = 2**20
+"""A first guess at how long they are."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,23 @@ def search(job: Job) -> list[Result]:
 def longest(job: Job) -> int:
     """Tokens of the longest row for which a candidate fits; 0 where none does.
 
-    Found by halving: what a candidate takes grows with the row.
+    Found by halving: what a candidate takes grows with the row. A row shared by all GPUs takes
+    least, of a GPU and of a host.
     """
+    # How all GPUs share it is decided at a long row and once more at the one found, not at each:
+    # simulating every way takes longest here.
+    way = _fastest(replace(job, seq_len=LONG), job.cluster.num_gpus)
+    tokens = _longest(job, *way)
+    if not tokens:
+        return 0
+    again = _fastest(replace(job, seq_len=tokens), job.cluster.num_gpus)
+    return tokens if again == way else _longest(job, *again)
 
+
+def _longest(job: Job, ulysses: int, ring: int) -> int:
     def fits(steps: int) -> bool:
-        return any(result.fits for result in search(replace(job, seq_len=steps * STEP_TOKENS)))
+        longer = replace(job, seq_len=steps * STEP_TOKENS)
+        return any(result.fits for result in _of_degrees(longer, ulysses, ring))
 
     low, high = 0, 1
     while high * STEP_TOKENS <= MOST_TOKENS and fits(high):
@@ -94,23 +111,26 @@ def _order(result: Result) -> tuple[bool, float]:
 
 def _degrees(job: Job) -> Iterator[tuple[int, int]]:
     """(Ulysses, ring) for each number of GPUs that share a row, whichever is faster."""
-    num_gpus, per_node = job.cluster.num_gpus, job.cluster.gpus_per_node
+    num_gpus = job.cluster.num_gpus
     for degree in range(1, num_gpus + 1):
-        if num_gpus % degree or degree > job.seq_len:
-            continue
-        ways = [
-            (ulysses, degree // ulysses)
-            for ulysses in range(1, min(degree, per_node) + 1)
-            if degree % ulysses == 0 and job.shape.num_kv_heads % ulysses == 0
-        ]
+        if num_gpus % degree == 0 and degree <= job.seq_len:
+            yield _fastest(job, degree)
 
-        def seconds(way: tuple[int, int]) -> float:
-            attention = _attention(job, *way)
-            return attention.forward.makespan_s + attention.backward.makespan_s
 
-        # Where both are as fast Ulysses, which `longctx patch` takes too.
-        fastest = min(map(seconds, ways))
-        yield max(way for way in ways if seconds(way) <= fastest * (1 + SAME))
+def _fastest(job: Job, degree: int) -> tuple[int, int]:
+    ways = [
+        (ulysses, degree // ulysses)
+        for ulysses in range(1, min(degree, job.cluster.gpus_per_node) + 1)
+        if degree % ulysses == 0 and job.shape.num_kv_heads % ulysses == 0
+    ]
+
+    def seconds(way: tuple[int, int]) -> float:
+        attention = _attention(job, *way)
+        return attention.forward.makespan_s + attention.backward.makespan_s
+
+    # Where both are as fast Ulysses, which `longctx patch` takes too.
+    fastest = min(map(seconds, ways))
+    return max(way for way in ways if seconds(way) <= fastest * (1 + SAME))
 
 
 @lru_cache(maxsize=4096)
@@ -119,46 +139,69 @@ def _attention(job: Job, ulysses: int, ring: int) -> Attention:
 
 
 def _of_degrees(job: Job, ulysses: int, ring: int) -> Iterator[Result]:
-    attention, num_layers = _attention(job, ulysses, ring), job.shape.num_layers
-    none: tuple[LayerPolicy, ...] = ("none",)
-    whole = Candidate(
+    tiled = most_tiles(job, tokens_of_a_rank(job, ulysses * ring))
+    states = (False,) if job.lora or job.cluster.num_gpus == 1 else (False, True)
+    for mlp_tiles, offload_states, checkpoint in product(
+        sorted({1, tiled}), states, get_args(CheckpointPolicy)
+    ):
+        yield result_of(
+            job,
+            ulysses=ulysses,
+            ring=ring,
+            checkpoint=checkpoint,
+            mlp_tiles=mlp_tiles,
+            offload_states=offload_states,
+        )
+
+
+def result_of(
+    job: Job,
+    *,
+    ulysses: int,
+    ring: int,
+    checkpoint: CheckpointPolicy,
+    mlp_tiles: int = 1,
+    offload_states: bool = False,
+) -> Result:
+    """Of one configuration. Under `auto` layers climb as in `memory/auto.py`: as many as fit."""
+    num_layers, attention = job.shape.num_layers, _attention(job, ulysses, ring)
+    start = Candidate(
         ulysses=ulysses,
         ring=ring,
         plan=attention.plan,
-        checkpoint="none",
-        policies=none * num_layers,
+        checkpoint=checkpoint,
+        policies=after_climbs(0, num_layers)
+        if checkpoint == "auto"
+        else (checkpoint,) * num_layers,
+        mlp_tiles=mlp_tiles,
+        offload_states=offload_states,
     )
-    tokens = -(-job.seq_len // (ulysses * ring))
-    tiled = _tiles(job, tokens)
-    states = (False,) if job.lora or job.cluster.num_gpus == 1 else (False, True)
-    for tiles in sorted({1, tiled}):
-        for offload_states in states:
-            start = replace(whole, mlp_tiles=tiles, offload_states=offload_states)
-            for name in CHECKPOINTS:
-                same = replace(start, checkpoint=name, policies=(name,) * num_layers)
-                yield _result(job, same, tokens, attention)
-            yield _auto(job, start, tokens, attention)
+    if checkpoint != "auto":
+        return _result(job, start, attention)
+
+    def climbed(number: int) -> Result:
+        return _result(job, replace(start, policies=after_climbs(number, num_layers)), attention)
+
+    # A climb takes memory of the GPU and gives some of the host back.
+    usable = usable_bytes(job)
+    climbs = bisect_left(
+        range(1, 2 * num_layers + 1), True, key=lambda n: climbed(n).memory.total > usable
+    )
+    return climbed(climbs)
 
 
-def _auto(job: Job, start: Candidate, tokens: int, attention: Attention) -> Result:
-    """As `memory/auto.py` decides: as many climbs as fit."""
-    num_layers = job.shape.num_layers
-    for climbs in range(2 * num_layers, -1, -1):
-        policies = after_climbs(climbs, num_layers)
-        result = _result(
-            job, replace(start, checkpoint="auto", policies=policies), tokens, attention
-        )
-        if result.fits:
-            break
-    return result
+def tokens_of_a_rank(job: Job, degree: int) -> int:
+    return -(-job.seq_len // degree)
 
 
-def _tiles(job: Job, tokens: int) -> int:
+def most_tiles(job: Job, tokens: int) -> int:
+    """As many as keep one below `TILE_SHARE` of the memory."""
     inner = 3 * 2 * job.shape.intermediate_size * tokens
     return max(1, -(-inner // int(TILE_SHARE * job.cluster.gpu.memory_bytes)))
 
 
-def _result(job: Job, candidate: Candidate, tokens: int, attention: Attention) -> Result:
+def _result(job: Job, candidate: Candidate, attention: Attention) -> Result:
+    tokens = tokens_of_a_rank(job, candidate.sequence_degree)
     memory = predict_memory(job, candidate, tokens, attention.buffer_bytes)
     on_host = host_bytes(job, candidate, tokens)
     return Result(

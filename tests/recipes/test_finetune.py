@@ -16,7 +16,7 @@ from longctx_patch.recipes.metrics import read_metrics
 KEYS = {
     *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"),
     *("tokens_per_second_per_device", "peak_memory_bytes"),
-    *("layers_not_recomputed", "layers_offloaded"),
+    *("layers_not_recomputed", "layers_offloaded", "mlp_tiles"),
 }
 
 

@@ -63,6 +63,7 @@ def test_a_flag_takes_back_its_opposite_in_the_file(tmp_path: Path) -> None:
         (["--lora-dropout", "1.0"], "lora_dropout=1.0"),
         (["--scheduler", "constant", "--warmup-steps", "3"], "Use --scheduler constant_with"),
         (["--ulysses", "0"], "ulysses_degree=0"),
+        (["--mlp-tiles", "0"], "mlp_tiles=0: it counts tiles.*Use mlp_tiles=1"),
         (["--layout", "spiral"], "layout='spiral'"),
         (["--loss", "mean"], "loss='mean': choose one of chunked, logits"),
     ],
@@ -119,7 +120,7 @@ def test_every_option_was_decided_on() -> None:
             "ranks_per_node",
             "hardware",
         ),
-        *("kernel", "deterministic", "loss", "checkpoint"),
+        *("kernel", "deterministic", "loss", "checkpoint", "mlp_tiles"),
         *("learning_rate", "scheduler", "warmup_steps", "weight_decay", "max_steps"),
         *("batch_size", "gradient_accumulation_steps", "max_grad_norm", "seed", "save_every"),
     ]

@@ -1,0 +1,46 @@
+"""The state of torch's random number generators, to draw the same numbers twice."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """Of the CPU's generator and the device's. Reading it waits for no kernel."""
+
+    device: torch.device
+    of_cpu: Tensor
+    of_device: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> "RandomState":
+        own = None if device.type == "cpu" else torch.get_device_module(device)
+        return cls(device, torch.get_rng_state(), own and own.get_rng_state(device))
+
+    def has_moved(self) -> bool:
+        """Whether numbers were drawn since."""
+        now = RandomState.now(self.device)
+        if not torch.equal(self.of_cpu, now.of_cpu):
+            return True
+        if self.of_device is None or now.of_device is None:
+            return False
+        return not torch.equal(self.of_device, now.of_device)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Draws within begin with this state; those after it go on as if there were none."""
+        before = RandomState.now(self.device)
+        self._set()
+        try:
+            yield
+        finally:
+            before._set()
+
+    def _set(self) -> None:
+        torch.set_rng_state(self.of_cpu)
+        if self.of_device is not None:
+            torch.get_device_module(self.device).set_rng_state(self.of_device, self.device)

@@ -1,0 +1,278 @@
+"""A decoder layer's MLP, one tile of the sequence at a time, in forward and in backward.
+
+An MLP treats each token by itself, so its intermediates (gate, up, their product: 3 * intermediate
+size numbers a token, 10 times a hidden state in Llama 3) need not exist for all tokens at once.
+Forward keeps the layer's hidden states and nothing else; backward computes a tile again, takes its
+gradients, and goes on to the next. This is TiledMLP of ALST (Arctic Long Sequence Training, arXiv
+2506.13996, section on sequence tiling), after the blockwise feed-forward of Blockwise Parallel
+Transformer (Liu & Abbeel 2023, arXiv 2305.19370).
+
+Unlike there, parameters are inputs of one autograd function. Each gets one gradient in a backward
+pass, summed over tiles before anybody sees it, so hooks, DDP, FSDP2 and gradient accumulation find
+what the whole MLP would give them.
+
+B rows, L tokens, D hidden size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from longctx_patch.memory.random_state import RandomState
+
+SHARE = 1 / 16
+"""Of the device's memory, what the intermediates of a tile may take. Backward of a tile holds about
+twice that for a moment: intermediates and their gradients."""
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def tiles_that_fit(num_bytes: int, device_bytes: int | None) -> int:
+    """The fewest tiles whose intermediates stay within `SHARE`, of `num_bytes` in all.
+
+    `device_bytes` is None where torch does not count memory: then 1.
+
+    Example:
+        >>> tiles_that_fit(10 * 2**30, 80 * 2**30), tiles_that_fit(2**30, 80 * 2**30)
+        (2, 1)
+    """
+    if device_bytes is None:
+        return 1
+    return max(1, -(-num_bytes // int(SHARE * device_bytes)))
+
+
+def run_tiled(forward: Forward, module: nn.Module, hidden: Tensor, num_tiles: int) -> Tensor:
+    """`forward(hidden)` by tiles of equal size, up to a token.
+
+    The numbers are those of `forward(hidden)` but for rounding, gradients too: matrix products of
+    fewer rows may be summed in another order. With one tile it is `forward(hidden)` itself, which
+    keeps its intermediates. Without gradients nothing is kept.
+
+    Gradients of parameters are summed over tiles in float32 or wider, and rounded to the dtype of
+    the parameter at the end; those of one tile come in that dtype. While a module's backward runs,
+    the sum takes 4 bytes for each of its trained numbers beside the gradients of a tile. Parameters
+    without `requires_grad` (quantised weights under LoRA, say) take part and cost nothing.
+
+    Backward computes tiles under the autocast of forward, and draws dropout's random numbers again
+    from the state that forward began with. They are other numbers than those of one tile.
+
+    Args:
+        forward: of `module`, token by token: `[B, n, D] -> [B, n, E]`. It runs twice for each tile,
+            and what it looks at over several tokens, or counts, sees tiles.
+        module: whose parameters `forward` uses. They are looked up as this is called, so that they
+            may be others than they were (FSDP2 swaps them).
+        hidden: `[B, L, D]`, any float dtype.
+        num_tiles: L at most; more are as good as L.
+
+    Raises:
+        RuntimeError: in backward, if parameters have changed since forward, as for any operation of
+            torch, and if `forward` depends on something trained that `module` does not hold: its
+            gradient would be lost.
+    """
+    num_tiles = min(num_tiles, hidden.shape[-2])
+    if num_tiles <= 1:
+        return forward(hidden)
+    mlp = _TiledMlp(forward, module, num_tiles, _Autocast.now(hidden.device.type))
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
+        return mlp.run(hidden)
+    kept: Tensor = _Keep.apply(hidden, *trained)
+    out: Tensor = _Tiles.apply(kept, mlp, hidden.requires_grad, *trained)
+    return out
+
+
+class _Keep(torch.autograd.Function):
+    """The hidden states as they are, kept for the function after it.
+
+    torch's checkpoint ends a recompute with the last tensor that was kept in forward. A function
+    keeps its tensors once it has run; in one of its own they are kept before the tiles run, and
+    where nothing of the layer is needed after its MLP, the recompute leaves the MLP out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *trained: Tensor) -> Tensor:
+        # `trained`: for `hidden` without gradient, or it would not be kept.
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden)
+        ctx.num_trained = len(trained)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (grads[0], *(None,) * ctx.num_trained)
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kept: Tensor, mlp: "_TiledMlp", wants_hidden: bool, *trained: Tensor
+    ) -> Tensor:
+        ctx.keeper, ctx.mlp, ctx.wants_hidden = kept.grad_fn, mlp, wants_hidden
+        # Not saved as hidden states are: a recompute would have to come as far as here for them.
+        ctx.trained, ctx.versions = trained, [tensor._version for tensor in trained]
+        random = RandomState.now(kept.device)
+        out = mlp.run(kept)
+        ctx.random = random if random.has_moved() else None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if [tensor._version for tensor in ctx.trained] != ctx.versions:
+            raise RuntimeError(
+                "a parameter of an MLP in tiles was changed in place between forward and backward, "
+                "so its gradient would be another one. Go backward before optimizer.step()."
+            )
+        (hidden,) = ctx.keeper.saved_tensors  # once: torch's checkpoint gives them once
+        # Others than the parameters, whose hooks would run for each tile.
+        stand_ins = [
+            nn.Parameter(parameter.detach(), requires_grad=is_wanted)
+            for parameter, is_wanted in zip(ctx.trained, ctx.needs_input_grad[3:], strict=True)
+        ]
+        with _drawn_again(ctx.random), _in_place_of(ctx.mlp.module, ctx.trained, stand_ins):
+            grad_hidden, grads = ctx.mlp.gradients(hidden, grad, ctx.wants_hidden, stand_ins)
+        return grad_hidden, None, None, *grads
+
+
+@dataclass(frozen=True)
+class _Autocast:
+    """That of forward; autograd's threads begin without."""
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool
+
+    @classmethod
+    def now(cls, device_type: str) -> "_Autocast":
+        dtype = torch.get_autocast_dtype(device_type)
+        return cls(device_type, dtype, torch.is_autocast_enabled(device_type))
+
+    def context(self) -> torch.autocast:
+        # Weights cast for a tile are not for others: forward casts them without gradients, and in
+        # backward they belong to a graph that is gone after the tile.
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
+        )
+
+
+@dataclass(frozen=True)
+class _TiledMlp:
+    forward: Forward
+    module: nn.Module
+    num_tiles: int
+    autocast: _Autocast
+
+    def run(self, hidden: Tensor) -> Tensor:
+        """All tiles, with gradients as the caller has them enabled."""
+        out: Tensor | None = None
+        with self.autocast.context():
+            for start, size in self._spans(hidden.shape[-2]):
+                tile = self.forward(hidden.narrow(-2, start, size))
+                if out is None:
+                    out = tile.new_empty(*hidden.shape[:-1], tile.shape[-1])
+                out.narrow(-2, start, size).copy_(tile)
+        assert out is not None
+        return out
+
+    def gradients(
+        self, hidden: Tensor, grad: Tensor, wants_hidden: bool, parameters: Sequence[Tensor]
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Of the hidden states and of each parameter, in their dtypes.
+
+        None for a parameter that had no part in it, as autograd has it.
+        """
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        wanted = [number for number, p in enumerate(parameters) if p.requires_grad]
+        totals: list[Tensor | None] = [None] * len(parameters)
+        for start, size in self._spans(hidden.shape[-2]):
+            tile = hidden.narrow(-2, start, size).detach().requires_grad_(wants_hidden)
+            inputs = [*(parameters[number] for number in wanted), *([tile] if wants_hidden else [])]
+            found = self._tile_gradients(tile, inputs, grad.narrow(-2, start, size))
+            if grad_hidden is not None:
+                of_tile, place = found.pop(), grad_hidden.narrow(-2, start, size)
+                place.zero_() if of_tile is None else place.copy_(of_tile)
+            for number in reversed(wanted):
+                totals[number] = _sum(totals[number], found.pop())
+        return grad_hidden, [
+            None if total is None else total.to(parameter.dtype)
+            for total, parameter in zip(totals, parameters, strict=True)
+        ]
+
+    def _tile_gradients(
+        self, tile: Tensor, inputs: Sequence[Tensor], grad: Tensor
+    ) -> list[Tensor | None]:
+        with torch.enable_grad(), self.autocast.context():
+            out = self.forward(tile)
+        _check_leaves(out, inputs)
+        return list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
+
+    def _spans(self, length: int) -> Iterator[tuple[int, int]]:
+        """(start, size) of each tile."""
+        for number in range(self.num_tiles):
+            start = number * length // self.num_tiles
+            yield start, (number + 1) * length // self.num_tiles - start
+
+
+def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    """In float32 or wider, in place of `total`."""
+    if grad is None:
+        return total
+    if total is None:
+        # Not `grad` itself, which two parameters may share.
+        total = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return total.add_(grad)
+
+
+def _check_leaves(out: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Refuse a graph with another leaf than `inputs`; it is the small one of a tile."""
+    known = {id(tensor) for tensor in inputs}
+    nodes, seen = [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known:
+            raise RuntimeError(
+                f"an MLP in tiles depends on a trained tensor {list(leaf.shape)} that is not among "
+                "the MLP's own parameters, or was not when forward ran: its gradient would be "
+                "lost. Use LongContextConfig(mlp_tiles=1)."
+            )
+        nodes += [next_node for next_node, _ in node.next_functions]
+
+
+@contextmanager
+def _in_place_of(
+    module: nn.Module, parameters: Sequence[Tensor], stand_ins: Sequence[nn.Parameter]
+) -> Iterator[None]:
+    """Stand-ins where `module` and those within hold the parameters, also in two places."""
+    by_id = {id(p): other for p, other in zip(parameters, stand_ins, strict=True)}
+    places = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if id(parameter) in by_id
+    ]
+    try:
+        for owner, name, parameter in places:
+            owner._parameters[name] = by_id[id(parameter)]
+        yield
+    finally:
+        for owner, name, parameter in places:
+            owner._parameters[name] = parameter
+
+
+@contextmanager
+def _drawn_again(random: RandomState | None) -> Iterator[None]:
+    """The random numbers that forward drew; None: it drew none."""
+    if random is None:
+        yield
+        return
+    with random.replayed():
+        yield

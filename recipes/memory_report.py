@@ -1,0 +1,61 @@
+"""What to say when a run is out of memory: what was predicted, what was used, what to change."""
+
+from typing import Any
+
+import torch
+
+from longctx_patch.planner import Job, shape_of
+from longctx_patch.planner.advice import advice, cluster_here
+from longctx_patch.planner.machine import GIB
+from longctx_patch.planner.search import Result, result_of
+from longctx_patch.recipes.settings import Settings
+
+
+class OutOfMemory(RuntimeError):
+    """A step did not fit into the memory of a GPU."""
+
+
+def out_of_memory(
+    error: BaseException, settings: Settings, config: Any, num_gpus: int, device: torch.device
+) -> OutOfMemory:
+    """The error to raise in place of one of torch's or of the rehearsal: its first line, what was
+    used, what was predicted, and what to change."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    now, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    lines = [
+        str(error).splitlines()[0],
+        f"Used: tensors held {now / GIB:.1f} GiB, at most {most / GIB:.1f}, of {total / GIB:.1f} "
+        "on this GPU.",
+    ]
+    try:
+        predicted = predict_run(settings, config, num_gpus, total)
+    except ValueError as reason:  # models that the planner does not know
+        return OutOfMemory("\n".join([*lines, f"Nothing was predicted: {reason}"]))
+    parts = ", ".join(
+        f"{name} {value / GIB:.1f}" for name, value in predicted.memory.parts().items() if value
+    )
+    lines += [
+        f"Predicted: {predicted.memory.total / GIB:.1f} GiB with --checkpoint "
+        f"{settings.checkpoint} ({parts}).",
+        f"To change: {advice(predicted)}. `longctx plan` compares more.",
+    ]
+    return OutOfMemory("\n".join(lines))
+
+
+def predict_run(settings: Settings, config: Any, num_gpus: int, memory_bytes: float) -> Result:
+    """What these settings are predicted to take. Raises ValueError for models not covered."""
+    job = Job(
+        shape=shape_of(config, settings.model),
+        cluster=cluster_here(settings.hardware, num_gpus, memory_bytes),
+        seq_len=settings.seq_len * settings.batch_size,
+        lora=settings.uses_lora,
+        lora_rank=settings.lora_rank,
+    )
+    parallelism = settings.sequence_parallelism()
+    return result_of(
+        job,
+        ulysses=parallelism.ulysses_degree,
+        ring=parallelism.ring_degree,
+        checkpoint=parallelism.checkpoint,
+        mlp_tiles=parallelism.mlp_tiles or 1,
+    )

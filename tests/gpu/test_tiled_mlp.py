@@ -1,0 +1,104 @@
+"""MLPs in tiles on CUDA, where backward runs in a thread of its own."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch.config import CheckpointPolicy
+from longctx_patch.memory import total_bytes
+from tests.hf.tiny import gradients, tiny_model, token_rows
+from tests.reference import relative_error
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+LENGTH = 301
+
+
+def outcome(
+    num_tiles: int | None,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    policy: CheckpointPolicy = "attention",
+    autocast: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(loss, all gradients in one) of weights that are bfloat16's, whatever they are kept in."""
+    narrow = tiny_model(dtype=torch.bfloat16)
+    model: Any = tiny_model(dtype=dtype)
+    model.load_state_dict(narrow.state_dict())
+    model.to(DEVICE)
+    handle = patch(model, LongContextConfig(checkpoint=policy, mlp_tiles=num_tiles))
+    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    batch = {name: value.to(DEVICE) for name, value in collate(token_rows(LENGTH)).items()}
+    with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
+        loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    assert handle.mlp_tiles == (num_tiles or 1,) * 2
+    handle.unpatch()
+    return loss.detach(), torch.cat([grad.flatten() for grad in gradients(model).values()])
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "attention", "offload", "auto"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_tiles_are_as_accurate_as_whole_mlps(policy: CheckpointPolicy, autocast: bool) -> None:
+    loss, grads = outcome(1, torch.float64)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    whole_loss, whole = outcome(1, dtype, autocast=autocast)
+    tiled_loss, tiled = outcome(5, dtype, policy=policy, autocast=autocast)
+    assert relative_error(tiled, grads) <= 2 * relative_error(whole, grads)
+    # One number may be right by luck, so the bound is never below 1e-3.
+    assert relative_error(tiled_loss, loss) <= max(2 * relative_error(whole_loss, loss), 1e-3)
+
+
+def test_a_short_row_needs_no_tiles() -> None:
+    assert all(torch.equal(a, b) for a, b in zip(outcome(None), outcome(1), strict=True))
+    total = torch.cuda.mem_get_info(0)[1]
+    assert total_bytes(torch.device(DEVICE, 0)) == pytest.approx(total, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", ["none", "attention"])
+def test_dropout_of_adapters_has_the_gradient_of_its_loss(policy: CheckpointPolicy) -> None:
+    """Against a difference of losses under the same random numbers, which CUDA draws."""
+    torch.manual_seed(1)
+    options = LoraConfig(
+        r=2, target_modules=["gate_proj"], init_lora_weights=False, lora_dropout=0.4
+    )
+    model: Any = get_peft_model(tiny_model(dtype=torch.float64), options)
+    model.to(DEVICE, torch.float64).train()
+    handle = patch(model, LongContextConfig(checkpoint=policy, mlp_tiles=4))
+    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    batch = {name: value.to(DEVICE) for name, value in collate(token_rows(LENGTH)).items()}
+    weight = next(p for name, p in model.named_parameters() if "lora_B" in name)
+
+    def loss(step: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        with torch.no_grad():
+            weight.add_(step)
+        value = model(**batch, use_cache=False).loss
+        return value
+
+    zero = torch.zeros_like(weight)
+    loss(zero).backward()
+    grad = weight.grad.clone()
+    step = 1e-5 * grad / grad.norm()
+    difference = (loss(step) - loss(-2 * step)).detach() / 2e-5
+    assert relative_error(difference, grad.norm()) < 1e-5
+
+
+def test_the_peak_falls() -> None:
+    peaks = []
+    for num_tiles in (1, 8):
+        model: Any = tiny_model(dtype=torch.bfloat16, intermediate_size=8192).to(DEVICE)
+        handle = patch(model, LongContextConfig(checkpoint="attention", mlp_tiles=num_tiles))
+        collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+        batch = {name: value.to(DEVICE) for name, value in collate(token_rows(8192)).items()}
+        torch.cuda.reset_peak_memory_stats()
+        rest = torch.cuda.memory_allocated()
+        model(**batch, use_cache=False).loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated() - rest)
+        handle.unpatch()
+    assert peaks[1] < peaks[0] / 2

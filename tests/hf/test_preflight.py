@@ -1,0 +1,141 @@
+"""A rehearsal with two layers says what all layers take, and leaves no trace."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
+from longctx_patch.hf.preflight import WillNotFit, preflight
+from longctx_patch.memory import LayerPolicy
+from tests.harness import run_distributed
+from tests.hf.tiny import gradients, tiny_model, token_rows
+from tests.memory.live_bytes import LiveBytes
+
+LAYERS, LENGTH, PLENTY = 7, 96, 10**12
+
+
+class Run:
+    """A patched model, its optimizer and one batch."""
+
+    def __init__(self, meter: LiveBytes | None, *, shards: bool = False, **config: Any) -> None:
+        self.model: Any = tiny_model(num_hidden_layers=LAYERS)
+        self.handle: PatchHandle = patch(self.model, LongContextConfig(**config))
+        self.handle._checkpoints.find_meter = lambda _: meter
+        if shards:
+            mesh = init_device_mesh("cpu", (2,))
+            for layer in self.model.get_decoder().layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        collate = SequenceShardCollator(
+            self.handle.config, group_rank=self.handle.group_rank, pad_token_id=0
+        )
+        self.batch = collate(token_rows(LENGTH))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+
+    def loss(self) -> Tensor:
+        return self.model(**self.batch).loss
+
+    def step(self) -> Tensor:
+        loss = self.loss()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "attention"])
+def test_what_is_expected_is_what_a_step_takes(policy: LayerPolicy) -> None:
+    with LiveBytes(PLENTY) as meter:
+        run = Run(meter, checkpoint=policy)
+        found = preflight(run.handle, run.loss)
+        assert found is not None
+        run.step()  # which makes the optimizer's states
+        meter.reset_peak()
+        run.loss().backward()
+        peak = meter.peak()
+    assert found.policy == policy
+    assert peak <= found.expected_bytes * 1.01
+    assert found.expected_bytes <= peak * 1.12
+    assert found.fits
+
+
+def test_it_leaves_no_trace() -> None:
+    """Random numbers, gradients, the check of the first step, and what `auto` measures."""
+    losses = {}
+    for rehearses in (False, True):
+        torch.manual_seed(3)
+        with LiveBytes(PLENTY) as meter:
+            run = Run(meter, checkpoint="auto")
+            if rehearses:
+                found = preflight(run.handle, run.loss)
+                assert found is not None
+                assert found.policy == "offload"
+                assert all(parameter.grad is None for parameter in run.model.parameters())
+                assert run.handle.first_step is None
+                assert run.handle.checkpointing.memory is None
+            losses[rehearses] = [run.step() for _ in range(3)], torch.rand(2), gradients(run.model)
+            assert run.handle.first_step is not None
+            assert run.handle.first_step.has_run_forward
+            assert run.handle.checkpointing.num_whole_layers == LAYERS
+    assert torch.equal(torch.stack(losses[False][0]), torch.stack(losses[True][0]))
+    assert torch.equal(losses[False][1], losses[True][1])
+
+
+def test_layers_are_given_back_where_none_is_checkpointed() -> None:
+    with LiveBytes(PLENTY) as meter:
+        run = Run(meter, checkpoint="none")
+        before = [dict(vars(layer)) for layer in run.model.get_decoder().layers]
+        preflight(run.handle, run.loss)
+        assert [dict(vars(layer)) for layer in run.model.get_decoder().layers] == before
+
+
+def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
+    with LiveBytes(PLENTY) as meter:
+        run = Run(meter, checkpoint="none")
+        found = preflight(run.handle, run.loss)
+        assert found is not None
+        meter.capacity_bytes = found.expected_bytes - 1
+        with pytest.raises(
+            WillNotFit, match=r"a step is expected to take .* GiB of the .*rank\(s\) \[0\]"
+        ):
+            preflight(run.handle, run.loss)
+        assert not run.handle._checkpoints.is_rehearsed
+        run.step()
+
+
+def test_when_it_can_not_tell() -> None:
+    assert preflight((run := Run(None)).handle, run.loss) is None
+    with LiveBytes(PLENTY) as meter:
+        run = Run(meter)
+        run.loss().backward()
+        with pytest.raises(ValueError, match="there are gradients already"):
+            preflight(run.handle, run.loss)
+        small: Any = tiny_model(num_hidden_layers=2)
+        handle = patch(small, LongContextConfig())
+        handle._checkpoints.find_meter = lambda _: meter
+        assert preflight(handle, run.loss) is None
+
+
+def check_on_two_ranks(rank: int) -> None:
+    """Sharded by FSDP2 over the ranks that share the sequence; one of them has less memory."""
+    losses = []
+    for capacity in (None, PLENTY, 0):
+        # Not entered: FSDP2 doesn't work below it, and the numbers don't matter here.
+        meter = LiveBytes(PLENTY if capacity is None or rank == 0 else capacity)
+        run = Run(meter, shards=True, ulysses_degree=2, checkpoint="attention")
+        if capacity:
+            assert preflight(run.handle, run.loss) is not None
+        elif capacity == 0:
+            with pytest.raises(WillNotFit, match=r"does not fit on rank\(s\) \[1\]"):
+                preflight(run.handle, run.loss)
+        losses.append(torch.stack([run.step() for _ in range(2)]))
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[0], losses[2])
+
+
+def test_on_two_ranks() -> None:
+    run_distributed(check_on_two_ranks, 2)

@@ -1,0 +1,123 @@
+"""The error of a run that is out of memory: predicted, used, and what to change."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, MixtralConfig
+
+from longctx_patch.recipes import finetune, memory_report
+from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.settings import Settings
+from tests.memory.live_bytes import LiveBytes
+
+GIB = 2**30
+SHAPE = LlamaConfig(
+    num_hidden_layers=32,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+
+
+def settings(**values: Any) -> Settings:
+    given = {"model": "m", "output": "out", "text": ["t"], "seq_len": 131072, "full": True}
+    return Settings(**{**given, "ulysses": 4, "hardware": "h200", **values})
+
+
+@pytest.fixture
+def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(total_memory=int(139.8 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 120 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 131 * GIB)
+
+
+def report(config: Any = SHAPE, **values: Any) -> str:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+    device = torch.device("cpu")
+    return str(memory_report.out_of_memory(error, settings(**values), config, 4, device))
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_what_was_used_and_predicted_and_flags_that_fit() -> None:
+    lines = report(checkpoint="none").splitlines()
+    assert lines[0] == "CUDA out of memory. Tried to allocate 2.00 GiB."
+    assert lines[1] == "Used: tensors held 120.0 GiB, at most 131.0, of 139.8 on this GPU."
+    assert lines[2].startswith("Predicted: 17")
+    assert "checkpoints 144" in lines[2]
+    assert "To change: --ulysses 4 --ring 1 --checkpoint auto is predicted to take" in lines[3]
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_where_nothing_fits_the_longest_row_is_named() -> None:
+    said = report(checkpoint="auto", seq_len=2**23)
+    assert "the longest row predicted to fit on 4xH200 has 3," in said
+    assert "--seq-len" in said
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_models_that_are_not_covered_still_say_what_was_used() -> None:
+    said = report(config=MixtralConfig())
+    assert "Used: tensors held" in said
+    assert "Nothing was predicted: model m: num_local_experts=8" in said
+
+
+def small_run(folder: Path) -> list[str]:
+    """Arguments of the recipe, for a model of four layers."""
+    config = LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        vocab_size=258,
+        eos_token_id=257,
+    )
+    config.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text("some words " * 40)
+    options = f"--model {folder}/model/config.json --text {folder}/text.txt --seq-len 32 --full"
+    options += f" --output {folder}/out --max-steps 2 --tokenizer bytes --learning-rate 1e-3"
+    return options.split()
+
+
+def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it trains is what it would have trained without."""
+    found, losses = [], {}
+    rehearse = finetune.preflight
+
+    def metered(handle: Any, *given: Any) -> Any:
+        meter = LiveBytes(10**12)
+        handle._checkpoints.find_meter = lambda _: meter
+        found.append(rehearse(handle, *given))
+        handle._checkpoints.find_meter = lambda _: None
+        return found[-1]
+
+    for name, how in (("with", metered), ("without", rehearse)):
+        (tmp_path / name).mkdir()
+        monkeypatch.setattr(finetune, "preflight", how)
+        finetune.main(small_run(tmp_path / name))
+        losses[name] = [line["loss"] for line in read_metrics(tmp_path / name / "out")]
+    assert len(found) == 1
+    assert found[0].policy == "offload"
+    assert losses["with"] == losses["without"]
+    assert len(losses["with"]) == 2
+
+
+def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def said(error: Exception, **given: Any) -> RuntimeError:
+        assert isinstance(error, torch.OutOfMemoryError)
+        assert given["config"].num_hidden_layers == 4
+        return memory_report.OutOfMemory("Predicted: ...")
+
+    monkeypatch.setattr(finetune, "train_step", full)
+    monkeypatch.setattr(finetune, "out_of_memory", said)
+    with pytest.raises(memory_report.OutOfMemory, match="Predicted"):
+        finetune.main(small_run(tmp_path))
