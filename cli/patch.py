@@ -1,5 +1,6 @@
 """`longctx patch`: check a model and degrees, then write a folder that is ready to train."""
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,10 +11,23 @@ from longctx_patch.config import CheckpointPolicy
 ROPE_KINDS = ("linear", "dynamic", "yarn")
 
 
+class Gpus(click.ParamType[str]):
+    """A number, or a number and a kind: `longctx plan` lists the kinds."""
+
+    name = "gpus"
+
+    def convert(self, value: object, param: object, ctx: object) -> str:
+        if not re.fullmatch(
+            r"[1-9]\d*(\s*[xX*]\s*[A-Za-z]\w*(-\w+)?)?", text := str(value).strip()
+        ):
+            self.fail(f"{value!r}: write a number of GPUs, 1 or more, or with their kind: 4xH200.")
+        return text
+
+
 @click.command("patch")
 @click.argument("model")
 @click.option("--seq-len", type=click.IntRange(2), required=True, help="Tokens of a sequence.")
-@click.option("--gpus", type=click.IntRange(1), required=True, help="GPUs in all, over all nodes.")
+@click.option("--gpus", type=Gpus(), required=True, help="In all, over all nodes: 4, or 4xH200.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New run folder.")
 @click.option("--rope", type=click.Choice(ROPE_KINDS), help="RoPE scaling that reaches seq-len.")
 @click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
@@ -39,7 +53,8 @@ ROPE_KINDS = ("linear", "dynamic", "yarn")
 def patch_command(model: str, out: Path, **options: Any) -> None:
     """Write a run folder that fine-tunes MODEL (a hub name, a folder or a config.json).
 
-    Everything is checked first: model family, degrees, heads, length, text. The folder holds
+    Everything is checked first: model family, degrees, heads, length, text, and where --gpus names
+    a kind, that the run is predicted to fit its memory. The folder holds
     config.json with the RoPE change, accelerate.yaml, finetune.yaml (the settings of the recipe)
     and a README.md that says what was decided and how to start. Weights are not loaded here.
     """

@@ -1,13 +1,18 @@
 """`longctx plan`: what fits on which GPUs, how fast, and with what memory; needs neither."""
 
 import json
+import re
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import click
 
-from longctx_patch.planner.machine import GPUS
-
+KINDS = "h200, h100, a100, a100-40"
+MOST_TOKENS = 2**30
 UNITS = {"k": 2**10, "m": 2**20}
+NUMBER = r"(-?(?:\d[\d_]*|\d{1,3}(?:,\d{3})+)(?:\.\d+)?) ?([km]?)"
+"""A comma is one of thousands; 1,5M is not taken for 15M."""
 
 
 class Tokens(click.ParamType[int]):
@@ -16,23 +21,27 @@ class Tokens(click.ParamType[int]):
     name = "tokens"
 
     def convert(self, value: object, param: object, ctx: object) -> int:
-        text = str(value).replace(",", "").replace("_", "").lower()
-        unit = UNITS.get(text[-1:], 1)
-        try:
-            tokens = float(text.rstrip("km")) * unit
-        except ValueError:
+        match = re.fullmatch(NUMBER, str(value).strip(), re.IGNORECASE)
+        if match is None:
             self.fail(f"{value!r}: write tokens as 131072, 128K or 1M.")
-        if tokens < 2 or tokens != int(tokens):
-            self.fail(f"{value!r}: a row has a whole number of tokens, 2 or more.")
-        return int(tokens)
+        number = Fraction(re.sub("[,_]", "", match[1])) * UNITS.get(match[2].lower(), 1)
+        if number.denominator != 1 or not 2 <= number <= MOST_TOKENS:
+            self.fail(f"{value!r}: a row has a whole number of tokens, 2 to {MOST_TOKENS:,}.")
+        return int(number)
 
 
 @click.command("plan")
 @click.argument("model")
-@click.option("--gpus", required=True, help=f"Such as 4xH200. Kinds: {', '.join(GPUS)}.")
+@click.option("--gpus", required=True, help=f"Such as 4xH200. Kinds: {KINDS}.")
 @click.option("--seq-len", type=Tokens(), help="Tokens of a row: 131072, 128K or 1M.")
 @click.option("--lora", is_flag=True, help="An adapter, in place of every weight.")
-@click.option("--rank", type=click.IntRange(1), default=16, help="Its rank [16].")
+@click.option("--rank", type=click.IntRange(1), help="Its rank [16].")
+@click.option(
+    "--dtype",
+    type=click.Choice(("float32", "bfloat16")),
+    default="float32",
+    help="That weights are loaded in, as in the recipe [float32].",
+)
 @click.option("--stock-layers", is_flag=True, help="Without Liger Kernel's norms and SwiGLU.")
 @click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
 @click.option("--max-seq-len", is_flag=True, help="Print the longest row that fits, only.")
@@ -43,7 +52,8 @@ def plan_command(
     gpus: str,
     seq_len: int | None,
     lora: bool,
-    rank: int,
+    rank: int | None,
+    dtype: Any,
     stock_layers: bool,
     host_gib: float | None,
     max_seq_len: bool,
@@ -58,11 +68,18 @@ def plan_command(
     """
     from longctx_patch.config import LongContextConfig
     from longctx_patch.hf import check_model_config
+    from longctx_patch.hf.fused_layers import LIGER_FAMILIES
     from longctx_patch.hf.models import load_model_config
     from longctx_patch.planner import Job, longest, parse_cluster, report, search, shape_of
 
     if seq_len is None and not max_seq_len:
         raise click.UsageError("--seq-len: say how long rows are, or ask --max-seq-len.")
+    if seq_len is None and png is not None:
+        raise click.UsageError(f"--png {png}: what is drawn is a row. Add --seq-len.")
+    if png is not None and not png.absolute().parent.is_dir():
+        raise click.UsageError(f"--png {png}: there is no folder {png.parent}. Make it first.")
+    if rank is not None and not lora:
+        raise click.UsageError(f"--rank {rank}: it is an adapter's. Add --lora.")
     cluster = parse_cluster(gpus, host_gib)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
@@ -71,8 +88,9 @@ def plan_command(
         cluster=cluster,
         seq_len=seq_len or 2,
         lora=lora,
-        lora_rank=rank,
-        fused_layers=not stock_layers,
+        lora_rank=rank or 16,
+        dtype=dtype,
+        fused_layers=not stock_layers and config.model_type in LIGER_FAMILIES,
     )
     most = longest(job)
     if seq_len is None:

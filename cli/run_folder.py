@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +21,12 @@ from longctx_patch.hf import check_model_config
 from longctx_patch.hf.models import is_local, load_model_config
 from longctx_patch.hf.rope import reachable_length
 from longctx_patch.placement import padding_multiple
+from longctx_patch.planner import Cluster, Result, parse_cluster
+from longctx_patch.planner.advice import advice
+from longctx_patch.planner.search import usable_bytes
 from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes import models, texts
+from longctx_patch.recipes.memory_report import predict_run
 from longctx_patch.recipes.settings import Settings
 
 SAVE_EVERY = 25
@@ -46,6 +51,8 @@ class Decisions:
     cpu: bool
     launch_yaml: str
     num_parameters: int
+    predicted: Result | None
+    """What the planner says of these GPUs; None where their kind wasn't named."""
 
     @property
     def has_text(self) -> bool:
@@ -89,7 +96,7 @@ def decide(
     out: Path,
     *,
     seq_len: int,
-    gpus: int,
+    gpus: str,
     rope: Any,
     rope_factor: float | None,
     lora: bool,
@@ -112,11 +119,13 @@ def decide(
     text = [str(Path(source).expanduser().resolve()) for source in data]
     for source in text:
         _check_text(source)
+    num_gpus = int(re.split(r"\D", gpus)[0])
+    cluster = None if gpus.isdigit() else parse_cluster(gpus)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)
     degrees = choose_degrees(
-        num_ranks=gpus,
+        num_ranks=num_gpus,
         num_nodes=nodes,
         num_kv_heads=config.num_key_value_heads,
         sequence_degree=sequence_degree,
@@ -139,14 +148,16 @@ def decide(
         checkpoint=checkpoint,
         mlp_tiles=mlp_tiles,
         save_every=SAVE_EVERY,
+        **({} if cluster is None else {"hardware": cluster.gpu.hardware.name}),
     )
     scaled = models.load_config(settings)
     check_model_config(scaled, settings.sequence_parallelism())
     models.check_vocabulary(models.load_tokenizer(settings), scaled)
+    predicted = None if cluster is None else _prediction(settings, scaled, cluster)
     launch_yaml = accelerate_yaml(
-        gpus,
+        num_gpus,
         degrees.sequence_degree,
-        fsdp=gpus > 1 and not cpu,
+        fsdp=num_gpus > 1 and not cpu,
         num_machines=nodes,
         cpu=cpu,
         mixed_precision="no" if cpu else "bf16",
@@ -157,11 +168,12 @@ def decide(
         model_config=scaled,
         old_config=config,
         degrees=degrees,
-        num_gpus=gpus,
+        num_gpus=num_gpus,
         num_nodes=nodes,
         cpu=cpu,
         launch_yaml=launch_yaml,
         num_parameters=_num_parameters(scaled),
+        predicted=predicted,
     )
 
 
@@ -204,6 +216,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("checkpoint", settings.checkpoint, _CHECKPOINT_REASONS[settings.checkpoint]),
         ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
         ("weights", *_weights(decisions)),
+        *_predicted(decisions.predicted),
     ]
 
 
@@ -267,6 +280,30 @@ def _weights(decisions: Decisions) -> tuple[str, str]:
         share = size_text(whole / decisions.num_gpus)
         return f"{share} per GPU (FSDP2)", f"{size_text(whole)} in float32 over all GPUs"
     return f"{size_text(whole)} per process", "float32, a whole copy in each"
+
+
+def _prediction(settings: Settings, config: Any, cluster: Cluster) -> Result:
+    """Raises ValueError where the run is predicted not to fit, with what to change."""
+    result = predict_run(settings, config, cluster)
+    if not result.fits:
+        raise ValueError(
+            f"--gpus {cluster}: the run {result.reason}. {advice(result)}. `longctx plan` compares "
+            "more; with the number of GPUs alone nothing is predicted."
+        )
+    return result
+
+
+def _predicted(result: Result | None) -> list[tuple[str, str, str]]:
+    if result is None:
+        return []
+    memory, cluster = result.memory.total / 2**30, result.job.cluster
+    host = f", {result.host_bytes / 2**30:.0f} GiB of a host" if result.host_bytes else ""
+    usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
+    speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
+    return [
+        ("memory", f"{memory:.0f} GiB of a GPU{host}", usable),
+        ("step", f"{result.time.total:.3g} s", f"predicted: {speed}"),
+    ]
 
 
 def _check_out(out: Path, folder: Path) -> None:

@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from longctx_patch.planner import Job, shape_of
+from longctx_patch.hf.fused_layers import LIGER_FAMILIES
+from longctx_patch.planner import Cluster, Job, shape_of
 from longctx_patch.planner.advice import advice, cluster_here
 from longctx_patch.planner.machine import GIB
-from longctx_patch.planner.search import Result, result_of
+from longctx_patch.planner.search import Result, result_of, usual_tiles
 from longctx_patch.recipes.settings import Settings
 
 
@@ -28,7 +29,8 @@ def out_of_memory(
         "on this GPU.",
     ]
     try:
-        predicted = predict_run(settings, config, num_gpus, total)
+        cluster = cluster_here(settings.hardware, num_gpus, total)
+        predicted = predict_run(settings, config, cluster)
     except ValueError as reason:  # models that the planner does not know
         return OutOfMemory("\n".join([*lines, f"Nothing was predicted: {reason}"]))
     parts = ", ".join(
@@ -42,14 +44,16 @@ def out_of_memory(
     return OutOfMemory("\n".join(lines))
 
 
-def predict_run(settings: Settings, config: Any, num_gpus: int, memory_bytes: float) -> Result:
+def predict_run(settings: Settings, config: Any, cluster: Cluster) -> Result:
     """What these settings are predicted to take. Raises ValueError for models not covered."""
     job = Job(
         shape=shape_of(config, settings.model),
-        cluster=cluster_here(settings.hardware, num_gpus, memory_bytes),
+        cluster=cluster,
         seq_len=settings.seq_len * settings.batch_size,
         lora=settings.uses_lora,
         lora_rank=settings.lora_rank,
+        dtype="float32" if settings.dtype == "float32" else "bfloat16",
+        fused_layers=settings.fused_layers != "none" and config.model_type in LIGER_FAMILIES,
     )
     parallelism = settings.sequence_parallelism()
     return result_of(
@@ -57,5 +61,5 @@ def predict_run(settings: Settings, config: Any, num_gpus: int, memory_bytes: fl
         ulysses=parallelism.ulysses_degree,
         ring=parallelism.ring_degree,
         checkpoint=parallelism.checkpoint,
-        mlp_tiles=parallelism.mlp_tiles or 1,
+        mlp_tiles=parallelism.mlp_tiles or usual_tiles(job, parallelism.sequence_degree),
     )

@@ -1,10 +1,13 @@
 """One way to train a model on a cluster, with everything decided."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from longctx_patch.memory import LayerPolicy
 from longctx_patch.planner.machine import Cluster
 from longctx_patch.planner.shape import ModelShape
+
+WeightsDtype = Literal["bfloat16", "float32"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +18,11 @@ class Job:
     cluster: Cluster
     seq_len: int
     lora: bool = False
-    """An adapter over a frozen bfloat16 model, in place of every weight."""
+    """An adapter over a frozen model, in place of every weight."""
     lora_rank: int = 16
+    dtype: WeightsDtype = "bfloat16"
+    """That weights are loaded in, to compute in bfloat16. FSDP2 makes those that are trained
+    float32; one GPU trains them as they are."""
     fused_layers: bool = True
     """Liger Kernel's norms, rotary embeddings and SwiGLU, as recipes take where it is installed."""
 
@@ -30,13 +36,9 @@ class Job:
     @property
     def trained_weights(self) -> int:
         """Of an adapter: two factors beside each linear weight of the layers."""
-        shape = self.shape
         if not self.lora:
-            return shape.num_weights
-        query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        hidden, inner = shape.hidden_size, shape.intermediate_size
-        attention = 2 * (hidden + query) + 2 * (hidden + kv)
-        return self.lora_rank * (attention + 3 * (hidden + inner)) * shape.num_layers
+            return self.shape.num_weights
+        return self.lora_rank * self.shape.linear_sides * self.shape.num_layers
 
 
 @dataclass(frozen=True, kw_only=True)

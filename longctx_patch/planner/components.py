@@ -3,8 +3,8 @@
 Sizes of what autograd keeps are counted on the code that runs: with Liger Kernel's operators a
 layer keeps for each token seven tensors of the hidden size (its input, two norms' outputs, the
 residual in between, q, and attention's output twice: as heads for attention, as tokens for the
-product after it), k and v, three of the MLP's, and lse. On H200s `checkpoint="auto"` metered
-147,592 bytes for Llama-3.1-8B's layer; the formula gives 147,712.
+product after it), k and v, three of the MLP's, lse, and one number of each norm. On H200s
+`checkpoint="auto"` metered 147,592 bytes for Llama-3.1-8B's layer, which is what this gives.
 
 A step has three moments at which it can peak, and the largest is the prediction:
 
@@ -75,23 +75,32 @@ def layer_bytes(job: Job, mlp_tiles: int) -> LayerBytes:
     query = BF16 * shape.num_heads * shape.head_dim
     kv = BF16 * shape.num_kv_heads * shape.head_dim
     lse = FP32 * shape.num_heads
-    attention = 4 * hidden + 3 * query + 2 * kv + 2 * lse
-    mlp = 3 * inner
+    # Each norm keeps its input; attention and the MLP theirs, which where nothing is normed after
+    # them are other norms' outputs, and else the sums that go into them.
+    in_norms = shape.num_norms * hidden + (query + kv if shape.has_head_norms else 0)
+    attention = min(shape.num_norms, 2) * hidden + in_norms + 3 * query + 2 * kv + lse
+    attention += FP32 * shape.num_norms
+    attention += FP32 * (shape.num_heads + shape.num_kv_heads) if shape.has_head_norms else 0
+    mlp = shape.num_mlp_products * inner
+    passing = inner + hidden
     if not job.fused_layers:
-        # Two norms keep their input in float32 in place of the model's dtype and their output once
-        # more before the weight; silu keeps its result.
-        attention += 2 * (FP32 * shape.hidden_size - hidden + hidden)
-        mlp += inner
+        # Norms keep their input in float32 in place of the model's dtype and their output once
+        # more before the weight; silu keeps its result, and gives gradients beside what came in.
+        attention += FP32 // BF16 * in_norms
+        mlp += inner * (shape.num_mlp_products - 2)
+        passing += inner * (shape.num_mlp_products - 2)
     if job.lora:
         # The adapters' inputs are those of the layers, their own in between are small.
         attention += 7 * BF16 * job.lora_rank
-    passing = inner + hidden
+        # Without FSDP they are in float32, and autocast gives each its input once more.
+        attention += 3 * hidden if job.cluster.num_gpus == 1 else 0
     return LayerBytes(
         attention=attention,
         mlp=mlp if mlp_tiles == 1 else 0.0,
-        checkpoint=hidden + query + 2 * lse,
+        checkpoint=hidden + query + lse,
         input=hidden,
-        passing=passing if mlp_tiles == 1 else hidden + (mlp + passing) / mlp_tiles,
+        # Of tiles the gradients of what goes in and of what comes out are whole.
+        passing=passing if mlp_tiles == 1 else 2 * hidden + (mlp + passing) / mlp_tiles,
     )
 
 
@@ -126,13 +135,14 @@ def states(job: Job) -> tuple[float, float, float]:
     """(weights, gradients, optimizer): bytes that rest for one GPU, on it or on its host.
 
     FSDP2 with mixed precision keeps what is trained in float32 and all else as it was loaded; one
-    GPU trains the model as it was loaded, in bfloat16.
+    GPU trains the model as it was loaded. Adapters are float32.
     """
     ranks, trained = job.cluster.num_gpus, job.trained_weights
     frozen = job.shape.num_weights if job.lora else 0
-    width = FP32 if ranks > 1 or job.lora else BF16
+    loaded = BF16 if job.dtype == "bfloat16" else FP32
+    width = FP32 if ranks > 1 or job.lora else loaded
     return (
-        (width * trained + BF16 * frozen) / ranks,
+        (width * trained + loaded * frozen) / ranks,
         width * trained / ranks,
         2 * width * trained / ranks,
     )
@@ -149,12 +159,19 @@ def _gathered(job: Job, num_layers: int) -> float:
     return BF16 * (num_layers * job.shape.layer_weights + job.shape.head_weights)
 
 
+def _cast(job: Job, num_layers: int, head: int) -> float:
+    """Copies in bfloat16 that autocast makes of float32 weights and backward needs, on one GPU."""
+    if job.cluster.num_gpus > 1 or job.dtype == "bfloat16":
+        return 0.0
+    return BF16 * (num_layers * job.shape.layer_linear_weights + head)
+
+
 def _kept(job: Job, candidate: Candidate, tokens: float, but: int) -> float:
     """Of all layers but the last `but`."""
     layer = layer_bytes(job, candidate.mlp_tiles)
     others = candidate.policies[: len(candidate.policies) - but]
     kept = sum(kept_bytes(policy, layer) for policy in others)
-    on_the_way = min(LAYERS_ON_THE_WAY, candidate.policies.count("offload"))
+    on_the_way = min(LAYERS_ON_THE_WAY, others.count("offload"))
     return tokens * (kept + on_the_way * layer.checkpoint)
 
 
@@ -164,7 +181,10 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
     head = 0 if job.lora else FP32 * shape.head_weights
     # FSDP holds what it gathered into beside the weights until the next gathering.
-    buffer = BF16 * shape.head_weights if job.cluster.num_gpus > 1 else 0
+    buffer: float = BF16 * shape.head_weights if job.cluster.num_gpus > 1 else 0
+    # Autocast forgets copies of trained weights as forward ends, those of frozen ones at once.
+    alive = candidate.policies.count("none") if job.lora else shape.num_layers
+    buffer += _cast(job, alive, shape.head_weights)
     return Components(
         weights=weights + _gathered(job, 0) + buffer,
         gradients=head,
@@ -197,9 +217,15 @@ def _backward(
     own = BF16 * (3 * query + 2 * kv) + FP32 * query
     at_attention = layer.attention + own + buffer_bytes / max(tokens, 1)
     in_mlp = at_mlp >= at_attention
+    others = candidate.policies[: shape.num_layers - but]
+    alive = 1 + others.count("none")
+    here = BF16 * trained_here if sharded or not done else 0.0
+    if in_mlp and candidate.mlp_tiles > 1 and not job.lora:
+        # Gradients of its weights are summed over tiles in float32; the layer's others come later.
+        here = float(FP32 * shape.num_mlp_products * shape.down_weights)
     return Components(
-        weights=weights + _gathered(job, 2 if is_last_layer else 1),
-        gradients=done + head + (BF16 * trained_here if sharded or not done else 0.0),
+        weights=weights + _gathered(job, 2 if is_last_layer else 1) + _cast(job, alive, 0),
+        gradients=done + head + here,
         optimizer=optimizer,
         checkpoints=_kept(job, candidate, tokens, but=but),
         layer=tokens * (at_mlp if in_mlp else layer.attention),

@@ -1,5 +1,6 @@
 """What the planner knows of GPUs and the machines they are in."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +10,8 @@ from longctx_patch.plans import PRESETS, Hardware
 from longctx_patch.plans.hardware import KernelRate
 
 GIB = 2**30
+MOST_GPUS = 512
+"""More than these take minutes to simulate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +116,9 @@ def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:
             f"--gpus {text!r}: {count} GPUs are no number of whole machines of {per_node}. Use 1 "
             f"to {per_node}, or a multiple of {per_node}."
         )
-    if host_gib is not None and host_gib <= 0:
+    if count > MOST_GPUS:
+        raise ValueError(f"--gpus {text!r}: the planner knows up to {MOST_GPUS:,} GPUs.")
+    if host_gib is not None and not 0 < host_gib < math.inf:
         raise ValueError(f"--host-gib {host_gib}: the host has some memory. Use a number above 0.")
     host_bytes = None if host_gib is None else host_gib * GIB
     return Cluster(gpu=gpu, num_gpus=count, host_bytes=host_bytes)

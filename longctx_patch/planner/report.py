@@ -8,7 +8,16 @@ from longctx_patch.planner.search import MARGIN, Result, usable_bytes
 
 TABLE_ROWS = 12
 _HEADER = (
-    *("sp (ulysses x ring)", "fsdp", "plan", "checkpoint", "offload", "tiles", "peak GiB", "host GiB"),
+    *(
+        "sp (ulysses x ring)",
+        "fsdp",
+        "plan",
+        "checkpoint",
+        "offload",
+        "tiles",
+        "peak GiB",
+        "host GiB",
+    ),
     *("s/step", "tokens/s/GPU", "MFU"),
 )
 
@@ -30,6 +39,7 @@ def render(results: Sequence[Result], max_seq_len: int) -> str:
     job = results[0].job
     fitting = _fastest_of_each([result for result in results if result.fits])
     how = f"LoRA of rank {job.lora_rank}" if job.lora else "every weight"
+    how += f", loaded in {job.dtype}"
     lines = [f"{job.shape.name} on {job.cluster}, rows of {job.seq_len:,} tokens, {how}.", ""]
     if fitting:
         lines += _table([_row(result) for result in fitting[:TABLE_ROWS]])
@@ -72,7 +82,9 @@ def _candidate(result: Result) -> dict[str, Any]:
         "ring": candidate.ring,
         "plan": candidate.plan,
         "checkpoint": candidate.checkpoint,
-        "layers": {name: candidate.policies.count(name) for name in set(candidate.policies)},
+        "layers": {
+            name: candidate.policies.count(name) for name in dict.fromkeys(candidate.policies)
+        },
         "mlp_tiles": candidate.mlp_tiles,
         "offload": _offload(result),
         "peak_gib": result.memory.total / GIB,

@@ -11,15 +11,14 @@ from longctx_patch.config import CheckpointPolicy
 from longctx_patch.memory import MARGIN
 from longctx_patch.memory.auto import after_climbs
 from longctx_patch.memory.offload import RESERVE
+from longctx_patch.memory.tiled_mlp import tiles_that_fit
 from longctx_patch.planner.candidate import Candidate, Job
-from longctx_patch.planner.components import Components, host_bytes, predict_memory
+from longctx_patch.planner.components import BF16, Components, host_bytes, predict_memory
 from longctx_patch.planner.machine import GIB
 from longctx_patch.planner.steptime import Attention, StepTime, predict_attention, predict_time
 
 CONTEXT_BYTES = 2.5 * GIB
 """Of a GPU's memory, that CUDA, NCCL and kernels take for themselves."""
-TILE_SHARE = 1 / 16
-"""Of a GPU's memory, that the inner tensors of an MLP's tile may take (`memory/tiled_mlp.py`)."""
 SAME = 0.02
 """Attention as fast to within this share counts as equal."""
 STEP_TOKENS = 1024
@@ -139,7 +138,7 @@ def _attention(job: Job, ulysses: int, ring: int) -> Attention:
 
 
 def _of_degrees(job: Job, ulysses: int, ring: int) -> Iterator[Result]:
-    tiled = most_tiles(job, tokens_of_a_rank(job, ulysses * ring))
+    tiled = usual_tiles(job, ulysses * ring)
     states = (False,) if job.lora or job.cluster.num_gpus == 1 else (False, True)
     for mlp_tiles, offload_states, checkpoint in product(
         sorted({1, tiled}), states, get_args(CheckpointPolicy)
@@ -194,10 +193,12 @@ def tokens_of_a_rank(job: Job, degree: int) -> int:
     return -(-job.seq_len // degree)
 
 
-def most_tiles(job: Job, tokens: int) -> int:
-    """As many as keep one below `TILE_SHARE` of the memory."""
-    inner = 3 * 2 * job.shape.intermediate_size * tokens
-    return max(1, -(-inner // int(TILE_SHARE * job.cluster.gpu.memory_bytes)))
+def usual_tiles(job: Job, degree: int) -> int:
+    """In which an MLP runs unless told otherwise."""
+    shape = job.shape
+    inner = BF16 * shape.num_mlp_products * shape.intermediate_size
+    memory = int(job.cluster.gpu.memory_bytes)
+    return tiles_that_fit(inner * tokens_of_a_rank(job, degree), memory)
 
 
 def _result(job: Job, candidate: Candidate, attention: Attention) -> Result:

@@ -6,6 +6,7 @@ from typing import Any
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 WINDOWED = "sliding_attention"
+HEAD_NORMS = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,14 @@ class ModelShape:
     """Of its matrix products."""
     down_weights: int
     """Of the MLP's last one, which a recompute leaves out: nobody reads its result."""
+    num_mlp_products: int
+    """As large as that: 3 with a gate, 2 without."""
+    linear_sides: int
+    """Inputs and outputs of all its matrix products: what an adapter of rank 1 takes."""
+    num_norms: int
+    """Of a layer, over hidden states."""
+    has_head_norms: bool
+    """Of queries and of keys."""
     num_weights: int
     """Of the model; tied embeddings once."""
     is_tied: bool
@@ -58,7 +67,11 @@ def shape_of(config: Any, name: str) -> ModelShape:
             "checkpoint='auto', which measures."
         )
     layer, num_outside = _one_layer(config)
-    linear = {key: weight.numel() for key, weight in layer.named_parameters() if weight.ndim == 2}
+    # Not all weights with two dimensions: Cohere's norms of heads have such.
+    linear = [part.weight for part in layer.modules() if hasattr(part, "in_features")]
+    norms = [key for key, part in layer.named_modules() if "norm" in type(part).__name__.lower()]
+    head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]
+    down_weights = config.hidden_size * config.intermediate_size
     num_layers = config.num_hidden_layers
     layer_weights = sum(weight.numel() for weight in layer.parameters())
     kinds = getattr(config, "layer_types", None) or ()
@@ -73,8 +86,13 @@ def shape_of(config: Any, name: str) -> ModelShape:
         or config.hidden_size // config.num_attention_heads,
         vocab_size=config.vocab_size,
         layer_weights=layer_weights,
-        layer_linear_weights=sum(linear.values()),
-        down_weights=config.hidden_size * config.intermediate_size,
+        layer_linear_weights=sum(weight.numel() for weight in linear),
+        down_weights=down_weights,
+        num_mlp_products=sum(w.numel() for w in layer.mlp.parameters() if w.ndim == 2)
+        // down_weights,
+        linear_sides=sum(sum(weight.shape) for weight in linear),
+        num_norms=len(norms) - len(head_norms),
+        has_head_norms=bool(head_norms),
         num_weights=num_outside + num_layers * layer_weights,
         is_tied=bool(config.tie_word_embeddings),
         num_windowed_layers=sum(kind == WINDOWED for kind in kinds),

@@ -90,8 +90,9 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     # Forward and the gradient of the input take two each, that of a trained weight two more.
     each = 4 if job.lora else 6
     recomputed = again * (shape.layer_linear_weights - shape.down_weights)
-    if candidate.mlp_tiles > 1:  # backward runs a tile's MLP again, in whole layers too
-        recomputed += shape.num_layers * 3 * shape.down_weights
+    if candidate.mlp_tiles > 1:  # backward runs a tile's whole MLP again, in whole layers too
+        mlp = shape.num_mlp_products * shape.down_weights
+        recomputed += again * shape.down_weights + (shape.num_layers - again) * mlp
     products = tokens * (each * linear + 2 * recomputed)
     per_token = _elementwise_bytes(job)
     moved = tokens * per_token * (3 * shape.num_layers + again)

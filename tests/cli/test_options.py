@@ -7,7 +7,12 @@ FAMILIES = ["--json", "--markdown"]
 KERNELS = ["--json", "--measure"]
 PATCH = [
     *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
-    *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--pack", "--data", "--cpu"),
+    *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--mlp-tiles", "--pack", "--data"),
+    "--cpu",
+]
+PLAN = [
+    *("model", "--gpus", "--seq-len", "--lora", "--rank", "--dtype"),
+    *("--stock-layers", "--host-gib", "--max-seq-len", "--json", "--png"),
 ]
 SCHEDULE = [
     *("--plan", "--compare", "--ranks", "--direction", "--ulysses", "--ranks-per-node", "--heads"),
@@ -24,10 +29,11 @@ def options(command: str) -> list[str]:
 
 
 def test_every_option_was_decided_on() -> None:
-    assert sorted(main.commands) == ["families", "kernels", "patch", "schedule", "verify"]
+    assert sorted(main.commands) == ["families", "kernels", "patch", "plan", "schedule", "verify"]
     assert options("families") == FAMILIES
     assert options("kernels") == KERNELS
     assert options("patch") == PATCH
+    assert options("plan") == PLAN
     assert options("schedule") == SCHEDULE
     assert options("verify") == VERIFY
 

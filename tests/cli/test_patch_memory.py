@@ -1,0 +1,66 @@
+"""`longctx patch --gpus 4xH200`: what is predicted goes into the run folder, or refuses it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.cli.conftest import Run
+
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 2**21,
+}
+Write = Callable[..., Path]
+
+
+def patch(run: Run, model: Path, out: Path, gpus: str, *words: object) -> tuple[int, str]:
+    result = run("patch", model, "--gpus", gpus, "--out", out, *words)
+    return result.exit_code, result.output
+
+
+def test_the_folder_says_what_is_predicted(run: Run, config: Write, tmp_path: Path) -> None:
+    words = ("--seq-len", 131072, "--full")
+    code, output = patch(run, config(**LLAMA_8B), tmp_path / "run", "4xH200", *words)
+    assert code == 0, output
+    readme = (tmp_path / "run" / "README.md").read_text()
+    assert "| memory | 125 GiB of a GPU | predicted for 4xH200, of 129 that it may be |" in readme
+    assert "tokens/s per GPU, 52% MFU" in readme
+    settings = yaml.safe_load((tmp_path / "run" / "finetune.yaml").read_text())
+    assert settings["hardware"] == "h200"
+    assert yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())["num_processes"] == 4
+
+
+def test_a_number_alone_predicts_nothing(run: Run, config: Write, tmp_path: Path) -> None:
+    code, output = patch(run, config(**LLAMA_8B), tmp_path / "run", "1", "--seq-len", 131072)
+    assert code == 0, output
+    assert "predicted" not in output
+
+
+def test_what_will_not_fit_is_refused(run: Run, config: Write, tmp_path: Path) -> None:
+    """All weights in float32 on one GPU; or a policy that keeps too much, with one that doesn't."""
+    model = config(**LLAMA_8B)
+    code, output = patch(run, model, tmp_path / "run", "1xH200", "--seq-len", 131072, "--full")
+    assert code == 1
+    assert "--gpus 1xH200: the run needs 134 GiB of the 129" in output
+    assert "the longest row predicted to fit on 1xH200 has 73,728 tokens" in output
+    words = ("--seq-len", 131072, "--full", "--checkpoint", "none")
+    code, output = patch(run, model, tmp_path / "run", "4xH200", *words)
+    assert code == 1
+    assert "--checkpoint auto is predicted to take" in output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("gpus", ["0", "x", "-1", "4xB300", "12xH100", "4x", "1.5"])
+def test_bad_gpus(run: Run, config: Write, tmp_path: Path, gpus: str) -> None:
+    code, output = patch(run, config(), tmp_path / "run", gpus, "--seq-len", 64)
+    assert code in (1, 2)
+    assert gpus in output
+    assert "4xH200" in output or "a multiple of 8" in output

@@ -1,0 +1,201 @@
+"""`longctx plan`: what it prints, writes and refuses."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx_patch.cli.plan import KINDS, MOST_TOKENS, Tokens
+from longctx_patch.planner import GPUS
+from longctx_patch.planner.search import MOST_TOKENS as SEARCHED
+from tests.cli.conftest import Run
+from tests.planner.jobs import LLAMA_8B
+
+WriteConfig = Callable[..., Path]
+COMPONENTS = {
+    *("weights", "gradients", "optimizer", "checkpoints", "layer", "attention"),
+    *("communication", "logits", "fragmentation"),
+}
+
+
+@pytest.fixture
+def llama_8b(config: WriteConfig) -> Path:
+    """Its config.json."""
+    return config(**LLAMA_8B)
+
+
+def planned(run: Run, *words: object) -> Any:
+    result = run("plan", *words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_json_has_these_keys(run: Run, llama_8b: Path) -> None:
+    found = planned(run, llama_8b, "--gpus", "4xH200", "--seq-len", "1M")
+    assert set(found) == {"model", "gpus", "seq_len", "candidates", "max_seq_len"}
+    assert (found["model"], found["gpus"], found["seq_len"]) == (str(llama_8b), "4xH200", 2**20)
+    assert found["max_seq_len"] > 2**20
+    assert {candidate["fits"] for candidate in found["candidates"]} == {True, False}
+    for candidate in found["candidates"]:
+        assert candidate.keys() >= {
+            *("fits", "reason", "sp", "fsdp", "plan", "checkpoint", "offload", "peak_gib"),
+            *("components_gib", "host_gib", "step_s", "tokens_per_second_per_gpu", "mfu"),
+        }
+        assert candidate["fits"] is (candidate["reason"] is None)
+        parts = candidate["components_gib"]
+        assert set(parts) == COMPONENTS
+        tensors = sum(value for name, value in parts.items() if name != "fragmentation")
+        assert candidate["peak_gib"] == pytest.approx(tensors)
+        assert sum(candidate["layers"].values()) == 32
+        assert 0 < candidate["mfu"] < 1
+
+
+def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path) -> None:
+    words = (llama_8b, "--gpus", "4xH200", "--seq-len", "1M")
+    first = planned(run, *words)["candidates"][0]
+    text = run("plan", *words).stdout
+    lines = text.splitlines()
+    start = f"{llama_8b} on 4xH200, rows of 1,048,576 tokens, every weight"
+    assert lines[0].startswith(start)
+    assert lines[2].split()[-5:] == ["host", "GiB", "s/step", "tokens/s/GPU", "MFU"]
+    row = lines[3].split()
+    assert row[:6] == ["4", "(4", "x", "1)", "4", "ulysses"]
+    assert row[-1] == f"{first['mfu']:.1%}"
+    assert row[-3] == f"{first['step_s']:.2f}"
+    layer = next(line for line in lines if line.startswith("  layer "))
+    assert float(layer.split()[1]) == pytest.approx(first["components_gib"]["layer"], abs=0.06)
+    assert "do not fit; the nearest:" in text
+    assert "that tensors may take on a GPU; most of it " in text
+    assert lines[-1].startswith("Longest row that fits: ")
+    assert "LoRA of rank 8" in run("plan", *words, "--lora", "--rank", 8).stdout
+
+
+def test_the_longest_row_alone(run: Run, llama_8b: Path) -> None:
+    words = (llama_8b, "--gpus", "H200", "--max-seq-len")
+    as_text = run("plan", *words).stdout
+    found = planned(run, *words)
+    assert found == {"model": str(llama_8b), "gpus": "1xH200", "max_seq_len": found["max_seq_len"]}
+    assert as_text == f"{found['max_seq_len']:,}\n"
+    assert run("plan", *words, "--seq-len", "1M").stdout == as_text
+
+
+def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
+    words = (llama_8b, "--gpus", "4xH200", "--seq-len", "128K")
+
+    def best(*more: object) -> Any:
+        return planned(run, *words, *more)["candidates"][0]
+
+    full, lora = best(), best("--lora")
+    assert lora["components_gib"]["optimizer"] < full["components_gib"]["optimizer"]
+    more = best("--lora", "--rank", 64)["components_gib"]["optimizer"]
+    assert more == pytest.approx(4 * lora["components_gib"]["optimizer"])
+    assert best("--stock-layers")["step_s"] > full["step_s"]
+    few = planned(run, *words, "--host-gib", 10)["candidates"]
+    assert any("may be taken on a host" in (each["reason"] or "") for each in few)
+
+
+def test_families_without_ligers_kernels_have_stock_layers(run: Run, config: WriteConfig) -> None:
+    """Of the same sizes as Llama."""
+    path = config(**LLAMA_8B, model_type="ernie4_5")
+    words = (path, "--gpus", "4xH200", "--seq-len", "128K")
+    assert planned(run, *words) == planned(run, *words, "--stock-layers")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        *(("131072", 131072), ("131,072", 131072), ("131_072", 131072), ("128K", 131072)),
+        *(("128k", 131072), ("1M", 2**20), ("1.5M", 3 * 2**19), ("0.5k", 512), ("2", 2)),
+        *((" 64 K ", 65536), ("1024M", 2**30)),
+    ],
+)
+def test_tokens(text: str, tokens: int) -> None:
+    assert Tokens().convert(text, None, None) == tokens
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("0", "1", "-3", "1.5", "1.0001k", "1025M", "1e400"),
+        *("abc", "", "K", "1kk", "1,5M", "12,34", "nan", "inf", "1T"),
+    ],
+)
+def test_other_numbers_of_tokens_are_refused(run: Run, llama_8b: Path, text: str) -> None:
+    result = run("plan", llama_8b, "--gpus", "H200", f"--seq-len={text}")
+    assert result.exit_code == 2
+    message = " ".join(result.stderr.split())
+    assert repr(text) in message
+    assert ("2 to 1,073,741,824" in message) or ("write tokens as 131072, 128K or 1M" in message)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--gpus", "4xB300"], ["--gpus '4xB300'", "as 4xH200", "Kinds: H200, H100"]),
+        (["--gpus", "12xH100"], ["'12xH100'", "whole machines of 8", "a multiple of 8"]),
+        (["--gpus", "H200", "--host-gib", "nan"], ["--host-gib nan", "Use a number above 0"]),
+        (["--gpus", "H200", "--rank", "8"], ["--rank 8", "Add --lora"]),
+        (["--gpus", "H200", "--png", "none/x.png"], ["none/x.png", "no folder none"]),
+    ],
+)
+def test_bad_options_are_refused(
+    run: Run, llama_8b: Path, words: list[str], parts: list[str]
+) -> None:
+    result = run("plan", llama_8b, "--seq-len", "4K", *words)
+    assert result.exit_code in (1, 2)
+    assert result.stdout == ""
+    assert all(part in " ".join(result.stderr.split()) for part in parts), result.stderr
+
+
+def test_a_row_is_needed(run: Run, llama_8b: Path) -> None:
+    result = run("plan", llama_8b, "--gpus", "H200")
+    assert result.exit_code == 2
+    assert "--seq-len: say how long rows are, or ask --max-seq-len" in result.stderr
+    drawn = run("plan", llama_8b, "--gpus", "H200", "--max-seq-len", "--png", "x.png")
+    assert drawn.exit_code == 2
+    assert "Add --seq-len" in drawn.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"model_type": "gpt2"}, "model type 'gpt2' is not supported"),
+        ({"model_type": "mamba"}, "a recurrent state"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 4},
+            "num_local_experts=4. The planner knows",
+        ),
+    ],
+)
+def test_other_models_are_refused(
+    run: Run, config: WriteConfig, changes: dict[str, Any], part: str
+) -> None:
+    result = run("plan", config(**changes), "--gpus", "H200", "--seq-len", "4K")
+    assert result.exit_code == 1
+    assert part in " ".join(result.stderr.split())
+
+
+def test_a_picture_is_written(run: Run, llama_8b: Path, tmp_path: Path) -> None:
+    png = tmp_path / "memory.png"
+    result = run("plan", llama_8b, "--gpus", "2xH200", "--seq-len", "64K", "--png", png)
+    assert result.exit_code == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_so(
+    run: Run, llama_8b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    png = tmp_path / "memory.png"
+    result = run("plan", llama_8b, "--gpus", "H200", "--seq-len", "4K", "--png", png)
+    assert result.exit_code == 1
+    assert "pip install matplotlib" in result.stderr
+    assert not png.exists()
+
+
+def test_constants_that_need_no_torch_are_the_planners() -> None:
+    assert ", ".join(GPUS) == KINDS
+    assert MOST_TOKENS == SEARCHED
