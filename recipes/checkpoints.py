@@ -34,6 +34,7 @@ FREE = {
     *("text", "output", "resume", "save_every", "tokenizer", "text_field"),
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
     *("ulysses_waves", "fused_layers"),  # but for rounding
+    "skip_rehearsal",
 }
 WORLD = {
     *(

@@ -84,9 +84,11 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
         device=accelerator.device,
     )
     try:
-        check_memory(accelerator, state, handle, data)
+        if not settings.skip_rehearsal:
+            check_memory(accelerator, state, handle, data)
     except WillNotFit as error:
-        raise explained(error) from error
+        start_anyway = WillNotFit(f"{error}. --skip-rehearsal starts all the same")
+        raise explained(start_anyway) from error
     bar = tqdm(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")
 
     # The plans of a step's batches are made beside the step before it.

@@ -80,9 +80,11 @@ class Settings:
     checkpoint: str = setting(
         "none, full, attention, offload, or auto: as the memory demands", default="auto"
     )
-
     mlp_tiles: int | None = setting(
         "tiles in which MLPs run, if not as few as the memory takes", default=None
+    )
+    skip_rehearsal: bool = setting(
+        "start without finding out first whether a step fits", default=False
     )
 
     # Optimisation

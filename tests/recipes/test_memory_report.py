@@ -102,6 +102,9 @@ def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch.setattr(finetune, "preflight", how)
         finetune.main(small_run(tmp_path / name))
         losses[name] = [line["loss"] for line in read_metrics(tmp_path / name / "out")]
+    (tmp_path / "skipped").mkdir()
+    monkeypatch.setattr(finetune, "preflight", metered)
+    finetune.main([*small_run(tmp_path / "skipped"), "--skip-rehearsal"])
     assert len(found) == 1
     assert found[0].policy == "offload"
     assert losses["with"] == losses["without"]
