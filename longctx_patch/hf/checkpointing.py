@@ -45,6 +45,10 @@ class Checkpointing:
         return self.policies.count("offload")
 
 
+MOST_KINDS = 3
+"""Of layers: a model with more (adapters of other ranks in each, say) is taken to have one."""
+
+
 class Rehearsal(Protocol):
     """Another way to run layers, for a pass of its own."""
 
@@ -76,6 +80,13 @@ class LayerCheckpoints:
         self._pass: Pass | None = None
         self._num_tokens = 0
         self._rehearsal: Rehearsal | None = None
+        self._trained: tuple[bool, ...] = ()
+
+    def kinds(self) -> list[object]:
+        """By layer; equal for layers that keep equally much, as far as that can be told."""
+        kinds: list[object] = [_kind(layer) for layer in self._layers]
+        # One layer of each kind is whole while it is measured, so that many are not told apart.
+        return kinds if len(set(kinds)) <= MOST_KINDS else [None] * len(kinds)
 
     @property
     def least_memory(self) -> LayerPolicy:
@@ -131,10 +142,14 @@ class LayerCheckpoints:
         self._pass = None  # one whose forward was interrupted holds nothing any more
         if not self._counts(decoder):
             return 0
+        trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
+        if self._trained not in ((), trained):  # layers keep other tensors then
+            self._auto = None
+        self._trained = trained
         if self._auto is None and (meter := self.find_meter(tokens.device)) is not None:
             if tokens.is_cuda:
-                self._host = self.new_host(tokens.device)
-            self._auto = AutoPolicy(meter, [_kind(layer) for layer in self._layers], self._host)
+                self._host = self._host or self.new_host(tokens.device)
+            self._auto = AutoPolicy(meter, self.kinds(), self._host)
         self._num_tokens = tokens.shape[0] * row_length
         return self._auto.propose(self._num_tokens) if self._auto else 0
 

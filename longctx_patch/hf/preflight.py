@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longctx_patch.hf.meeting import Meeting, meet
 from longctx_patch.hf.patching import PatchHandle
@@ -84,6 +84,11 @@ class Rehearsal:
     @property
     def kept_bytes(self) -> int:
         """From the first of them beginning to the second: its own, and what it gave on."""
+        if len(self._before) != NUM_LAYERS:
+            raise ValueError(
+                f"preflight(): loss_of ran {len(self._before)} of the last {NUM_LAYERS} layers: "
+                "give one forward pass in training."
+            )
         first, second = self._before
         return max(0, second - first)
 
@@ -95,29 +100,30 @@ def preflight(
 ) -> Preflight | None:
     """Rehearse a training step of a patched model in training mode. Collective.
 
-    Call it before the first step, with the model as it is trained (wrapped by FSDP2 or DDP).
+    Call it before the first step, with the model as it is trained: wrapped by FSDP2, or by DDP
+    within its `no_sync()`, since layers that are left out have no gradients to wait for.
 
     Args:
         loss_of: the forward pass of a batch of the greatest length, as training makes it.
         backward: `accelerator.backward`, say.
 
     Returns:
-        What was found on this rank; None where torch counts no memory, as on CPU, and for a
-        model of no more layers than are rehearsed.
+        What was found on this rank. None where it can't be told: where torch counts no memory,
+        as on CPU, for layers that are not alike, and for no more layers than are rehearsed.
 
     Raises:
-        WillNotFit: on every rank of the sequence group, if a step does not fit on one of them.
-        ValueError: gradients are there already.
+        WillNotFit: on every rank of the sequence group, if a step does not fit on one of them; or
+            on a rank where the rehearsal itself is out of memory.
+        ValueError: this is no moment for it.
     """
     checkpoints, model = handle._checkpoints, handle.model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    _check_moment(handle, trained)
     device = trained[0].device
     meter = checkpoints.find_meter(device)
     num_layers = len(checkpoints.policies)
-    if meter is None or num_layers <= NUM_LAYERS:
+    if meter is None or num_layers <= NUM_LAYERS or len(set(checkpoints.kinds())) > 1:
         return None
-    if any(parameter.grad is not None for parameter in trained):
-        raise ValueError("there are gradients already: call preflight() before the first step.")
     policy = checkpoints.least_memory
     rehearsal = Rehearsal(policy, num_layers, meter.allocated, checkpoints.new_host(device))
     try:
@@ -150,6 +156,25 @@ def preflight(
         where = f"rank(s) {[rank for rank, fits in enumerate(everyone) if not fits]} of the group"
         raise WillNotFit(f"{found}, and it does not fit on {where}")
     return found
+
+
+def _check_moment(handle: PatchHandle, trained: list[nn.Parameter]) -> None:
+    problem = None
+    if not handle._undo:
+        problem = "the model is not patched any more: patch it again"
+    elif not trained:
+        problem = "nothing of the model is trained: set requires_grad, or add an adapter"
+    elif not (handle.model.training and torch.is_grad_enabled()):
+        problem = "the model is not training: call model.train(), outside of torch.no_grad()"
+    elif any(parameter.grad is not None for parameter in trained):
+        problem = "there are gradients already: call it before the first step"
+    elif any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
+        problem = (
+            "parameters have hooks that run when their gradients are there, such as an optimizer "
+            "in backward, and would train on the rehearsal: add them after it"
+        )
+    if problem is not None:
+        raise ValueError(f"preflight(): {problem}.")
 
 
 def _num_bytes(tensor: Tensor) -> int:

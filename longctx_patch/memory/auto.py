@@ -120,6 +120,8 @@ class AutoPolicy:
         self._host = host
         self._fewest_climbs = 0 if host else len(kinds)
         self._climbs = self._fewest_climbs
+        self._ceiling = 2 * len(kinds)
+        self._is_under_way = False
         self.policies = after_climbs(self._climbs, len(kinds))
         self._allocated: list[int] = []
         self._may_reach = 0.0
@@ -150,14 +152,20 @@ class AutoPolicy:
             return MEASURE
         if self._open:
             return self._climbs  # a forward before the backward of another: both as decided
-        used, capacity = self._expected_bytes(self._meter.allocated()), self._meter.capacity()
+        capacity = self._meter.capacity()
+        self._learn_from_the_interrupted(capacity)
+        used = self._expected_bytes(self._meter.allocated())
         room = (1 - MARGIN) * capacity - used
         as_decided = self.policies == after_climbs(self._climbs, len(self._kinds))
         if room >= 0:
             is_known = self._window.is_observed
-            return self._most_climbs(lambda _, more: more <= room) if is_known else self._climbs
+            most = self._most_climbs(lambda _, more: more <= room) if is_known else self._climbs
+            return min(most, self._ceiling)
         if as_decided and used <= (1 - MARGIN / 2) * capacity:
             return self._climbs
+        # What was too much once is not tried again: loads may change from pass to pass.
+        if as_decided and self._window.is_observed:
+            self._ceiling = max(self._fewest_climbs, self._climbs - 1)
         return self._most_climbs(lambda less, more: not more and less >= -room)
 
     def begin(self, num_tokens: int, climbs: int) -> Pass:
@@ -166,6 +174,7 @@ class AutoPolicy:
         if climbs == MEASURE:
             self._allocated, self._extra, self._is_measuring = [], (), True
             self._num_tokens, self._climbs = num_tokens, self._fewest_climbs
+            self._ceiling = 2 * len(self._kinds)
             self._may_reach = rest + MARGIN / 2 * self._meter.capacity()
             self.policies = to_measure(self._kinds)
             self._start_window(rest, rest)
@@ -175,7 +184,10 @@ class AutoPolicy:
             if self.policies != before:
                 less, more = self._change_bytes(before, self.policies)
                 self._start_window(self._expected_bytes(rest) + (more or -less), rest)
+        if num_tokens == self._num_tokens and not self._window.is_observed and not self._open:
+            self._meter.reset_peak()  # so that it is the pass's own that shows, not an evaluation's
         self._num_passes += 1
+        self._is_under_way = True
         this = Pass(self._num_passes, num_tokens, self._window, rest, self._meter.peak())
         self._open.add(this)
         self._window.at_once = max(self._window.at_once, len(self._open))
@@ -199,6 +211,7 @@ class AutoPolicy:
 
     def end(self, this: Pass) -> None:
         """The backward of a pass is over; again for another backward through the same graph."""
+        self._is_under_way = False
         # One that began earlier and is still alive is an output that somebody just keeps.
         self._open = weakref.WeakSet(p for p in self._open if p.number > this.number)
         window, peak = this.window, self._meter.peak()
@@ -212,6 +225,15 @@ class AutoPolicy:
             window.peak_bytes = max(window.peak_bytes, peak)
             if is_longest:
                 window.rest_bytes = max(window.rest_bytes, this.rest_bytes)
+
+    def _learn_from_the_interrupted(self, capacity: int) -> None:
+        """A pass that never ended and came near to the capacity was out of memory."""
+        peak = self._meter.peak()
+        if self._is_under_way and peak > (1 - MARGIN / 2) * capacity:
+            self._window.peak_bytes = max(self._window.peak_bytes, peak)
+            self._window.is_observed = True
+            self._is_under_way = False
+            self._meter.reset_peak()
 
     def _must_leave(self, layer: int) -> bool:
         """Whether a layer of the pass that measures is offloaded, for want of knowing better.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -10,18 +11,23 @@ GROUPS, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _UNLIMITED = 2**60  # version 1 writes a number of this size where there is no limit
 
 
+class Room(NamedTuple):
+    left: int
+    limit: int
+
+
 def available_bytes() -> int:
     """What the machine has left, or this process's control groups (containers, batch systems)."""
-    return min([psutil.virtual_memory().available, *rooms_of_groups()])
+    return min([psutil.virtual_memory().available, *(room.left for room in rooms_of_groups())])
 
 
 def total_bytes() -> int:
-    """Of the machine."""
-    return int(psutil.virtual_memory().total)
+    """Of the machine, or of the control group with the least."""
+    return min([psutil.virtual_memory().total, *(room.limit for room in rooms_of_groups())])
 
 
-def rooms_of_groups(groups: Path = GROUPS, root: Path = ROOT) -> list[int]:
-    """What each control group with a limit, of this process and above it, has left.
+def rooms_of_groups(groups: Path = GROUPS, root: Path = ROOT) -> list[Room]:
+    """Of each control group with a limit, of this process and above it.
 
     Cached files count as left: the kernel gives them up first. Both versions of the interface
     (kernel.org, admin-guide/cgroup-v2 and cgroup-v1/memory).
@@ -51,12 +57,12 @@ def _up(root: Path, path: str) -> Iterator[Path]:
     yield root
 
 
-def _room(folder: Path, limit: str, usage: str, cached: str) -> int | None:
+def _room(folder: Path, limit: str, usage: str, cached: str) -> Room | None:
     """None without a limit, and without such a folder."""
     with suppress(OSError, ValueError):  # "max" is no number
         most = int((folder / limit).read_text())
         if most < _UNLIMITED:
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             used = int((folder / usage).read_text()) - int(stat.get(cached, 0))
-            return max(0, most - used)
+            return Room(max(0, most - used), most)
     return None

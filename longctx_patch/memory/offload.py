@@ -53,7 +53,7 @@ class HostCopies:
         what all of them would keep has no room."""
         self.device = device
         self._num_layers = num_layers
-        self._num_begun = 0
+        self._is_checked = False
         self.room = HostRoom.now
         self.num_bytes = 0
         """Of host memory that is held."""
@@ -65,9 +65,9 @@ class HostCopies:
 
     def begin(self) -> "Kept":
         """What the next layer keeps. In backward, layers are asked for in the opposite order."""
-        if self._num_begun == 1 and self._must_leave:
+        if self._must_leave and self.num_bytes and not self._is_checked:
+            self._is_checked = True
             self._check_all_layers()
-        self._num_begun += 1
         kept = Kept(self, self._last)
         self._last = weakref.ref(kept)
         return kept

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from longctx_patch.memory.offload import HostCopies
 from longctx_patch.replay import Getter, checkpoint_contexts
@@ -43,8 +43,9 @@ def run_layer(
         keep = host.begin().keep
         with _inputs_on_host(args[0], keep):
             return _checkpoint(partial(checkpoint_contexts, keep), forward, *args)
-    contexts = checkpoint_contexts if policy == "attention" else noop_context_fn
-    return _checkpoint(contexts, forward, *args)
+    if policy == "full":  # torch.compile takes no context of ours
+        return checkpoint(forward, *args, use_reentrant=False)
+    return _checkpoint(checkpoint_contexts, forward, *args)
 
 
 def _checkpoint(contexts: Callable[[], Any], forward: Callable[..., Any], *args: Any) -> Any:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -118,6 +119,44 @@ def test_when_it_can_not_tell() -> None:
         handle = patch(small, LongContextConfig())
         handle._checkpoints.find_meter = lambda _: meter
         assert preflight(handle, run.loss) is None
+
+
+def lora_in_one_layer() -> Any:
+    model = tiny_model(num_hidden_layers=LAYERS)
+    config = LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[0])
+    return get_peft_model(model, config)
+
+
+def test_layers_that_are_not_alike_are_not_rehearsed() -> None:
+    model = lora_in_one_layer()
+    handle = patch(model, LongContextConfig())
+    handle._checkpoints.find_meter = lambda _: LiveBytes(PLENTY)
+    assert preflight(handle, lambda: torch.zeros(())) is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda run: run.model.eval(), "not training: call model.train"),
+        (lambda run: run.model.requires_grad_(False), "nothing of the model is trained"),
+        (lambda run: run.handle.unpatch(), "not patched any more"),
+        (
+            lambda run: next(run.model.parameters()).register_post_accumulate_grad_hook(print),
+            "such as an optimizer in backward",
+        ),
+    ],
+)
+def test_wrong_moments_are_refused(spoil: Any, says: str) -> None:
+    run = Run(LiveBytes(PLENTY))
+    spoil(run)
+    with pytest.raises(ValueError, match=says):
+        preflight(run.handle, run.loss)
+
+
+def test_two_forward_passes_are_refused() -> None:
+    run = Run(LiveBytes(PLENTY), checkpoint="attention")
+    with pytest.raises(ValueError, match="ran 4 of the last 2 layers"):
+        preflight(run.handle, lambda: run.loss() + run.loss())
 
 
 def check_on_two_ranks(rank: int) -> None:

@@ -274,6 +274,37 @@ def test_peaks_outside_of_training_passes_do_not_count() -> None:
     assert found == [1, 5, 5, 5]
 
 
+def test_an_evaluation_before_shorter_rows_is_no_peak_of_theirs() -> None:
+    training = Training.on(2000)
+    found = []
+    for number in range(10):
+        found.append(training.train(6 if number % 2 else 10))
+        with training.machine.holding(1970 - training.machine.now):
+            pass
+    assert found == [1] + [LAYERS] * 9
+
+
+def test_loads_that_change_from_pass_to_pass_settle_on_the_heavy_one() -> None:
+    training = Training.on(capacity_for(5))
+    found = []
+    for number in range(16):
+        training.loss_bytes = 140 * (number % 2)
+        found.append(training.train())
+    assert found[-10:] == [4] * 10
+
+
+def test_a_pass_that_was_out_of_memory_counts() -> None:
+    """Whose step was skipped, and the next heavy one fits."""
+    training = Training.on(capacity_for(8))
+    assert [training.train() for _ in range(3)] == [1, 8, 8]
+    training.loss_bytes = 60
+    training.forward(10)  # no backward: what it held is given back
+    training.machine.top = training.machine.total
+    training.machine.now = 100
+    assert training.train() < 8
+    assert training.machine.highest <= training.machine.total
+
+
 def test_others_may_reset_the_peak_between_passes() -> None:
     training = Training.on(capacity_for(5))
     found = []

@@ -193,6 +193,26 @@ def test_whole_rows_evaluation_and_adapters() -> None:
                 assert_equal(it.step(), plain.step())
 
 
+def test_training_other_parameters_is_measured_anew() -> None:
+    """Layers below all that is trained keep nothing."""
+    with LiveBytes(PLENTY) as meter:
+        model = deep_model()
+        model.requires_grad_(False)
+        model.get_decoder().layers[-1].requires_grad_(True)
+        it = Trained.of(model, meter=meter)
+        for _ in range(2):
+            it.loss().backward()
+            model.zero_grad()
+        before = it.handle.checkpointing.memory
+        model.requires_grad_(True)
+        it.step()
+        after = it.handle.checkpointing.memory
+    assert before is not None
+    assert after is not None
+    assert before.extra_bytes[0].none == 0 < after.extra_bytes[0].none
+    assert it.handle.checkpointing.num_whole_layers == 1
+
+
 def test_an_interrupted_forward_is_forgotten() -> None:
     """Its pass must not count as one whose activations are alive."""
     with LiveBytes(PLENTY) as meter:

@@ -17,9 +17,9 @@ def write(folder: Path, **files: object) -> None:
         (folder / f"memory.{name}").write_text(f"{content}\n")
 
 
-def rooms(tmp_path: Path, groups: str) -> list[int]:
+def rooms(tmp_path: Path, groups: str) -> list[tuple[int, int]]:
     (tmp_path / "cgroup").write_text(groups)
-    return rooms_of_groups(tmp_path / "cgroup", tmp_path / "fs")
+    return [tuple(room) for room in rooms_of_groups(tmp_path / "cgroup", tmp_path / "fs")]
 
 
 def test_every_group_above_counts(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_every_group_above_counts(tmp_path: Path) -> None:
     write(tmp_path / "fs/job/step", max=8 * GIB, current=3 * GIB, stat=stat)
     write(tmp_path / "fs/job", max="max", current=9 * GIB, stat=stat)
     write(tmp_path / "fs", max=5 * GIB, current=7 * GIB, stat="anon 5")
-    assert rooms(tmp_path, "0::/job/step\n") == [6 * GIB, 0]
+    assert rooms(tmp_path, "0::/job/step\n") == [(6 * GIB, 8 * GIB), (0, 5 * GIB)]
 
 
 def test_version_1_and_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_version_1_and_a_container_that_sees_its_own_group_as_the_root(tmp_path:
     root = tmp_path / "fs/memory"
     write(root, limit_in_bytes=4 * GIB, usage_in_bytes=2 * GIB, stat=stat)
     groups = "9:pids:/a\n4:cpu,memory:/not/seen/here\n0::/a\n"
-    assert rooms(tmp_path, groups) == [3 * GIB]
+    assert rooms(tmp_path, groups) == [(3 * GIB, 4 * GIB)]
     write(root, limit_in_bytes=0x7FFFFFFFFFFFF000, usage_in_bytes=2 * GIB, stat=stat)
     assert rooms(tmp_path, groups) == []
 
@@ -44,5 +44,6 @@ def test_without_groups_it_is_what_the_machine_has(monkeypatch: pytest.MonkeyPat
     assert rooms_of_groups(Path("/does/not/exist")) == []
     monkeypatch.setattr(host, "rooms_of_groups", lambda: [])
     assert 0 < available_bytes() <= psutil.virtual_memory().total == host.total_bytes()
-    monkeypatch.setattr(host, "rooms_of_groups", lambda: [7, 5])
+    monkeypatch.setattr(host, "rooms_of_groups", lambda: [host.Room(7, 60), host.Room(5, 90)])
     assert available_bytes() == 5
+    assert host.total_bytes() == 60

@@ -111,6 +111,7 @@ def test_what_all_layers_would_take_is_refused_after_the_first(
     for room, fits in ((2 * 3 * 12, True), (2 * 3 * 12 - 1, False)):
         host = HostCopies(CPU, num_layers=4)
         host.room = lambda room=room: room_for(room)
+        host.begin()  # of an evaluation, which keeps nothing
         first = host.begin()
         get = first.keep(torch.ones(3))
         if fits:
