@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import click
 
+from longctx_patch.cli.tokens import Tokens
 from longctx_patch.config import CheckpointPolicy
 
 ROPE_KINDS = ("linear", "dynamic", "yarn")
@@ -26,7 +27,7 @@ class Gpus(click.ParamType[str]):
 
 @click.command("patch")
 @click.argument("model")
-@click.option("--seq-len", type=click.IntRange(2), required=True, help="Tokens of a sequence.")
+@click.option("--seq-len", type=Tokens(), required=True, help="Tokens: 131072, 128K or 1M.")
 @click.option("--gpus", type=Gpus(), required=True, help="In all, over all nodes: 4, or 4xH200.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New run folder.")
 @click.option("--rope", type=click.Choice(ROPE_KINDS), help="RoPE scaling that reaches seq-len.")

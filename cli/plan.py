@@ -1,33 +1,14 @@
 """`longctx plan`: what fits on which GPUs, how fast, and with what memory; needs neither."""
 
 import json
-import re
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import click
 
+from longctx_patch.cli.tokens import Tokens
+
 KINDS = "h200, h100, a100, a100-40"
-MOST_TOKENS = 2**30
-UNITS = {"k": 2**10, "m": 2**20}
-NUMBER = r"(-?(?:\d[\d_]*|\d{1,3}(?:,\d{3})+)(?:\.\d+)?) ?([km]?)"
-"""A comma is one of thousands; 1,5M is not taken for 15M."""
-
-
-class Tokens(click.ParamType[int]):
-    """131072, 128K (times 1,024) or 1M (times 1,048,576)."""
-
-    name = "tokens"
-
-    def convert(self, value: object, param: object, ctx: object) -> int:
-        match = re.fullmatch(NUMBER, str(value).strip(), re.IGNORECASE)
-        if match is None:
-            self.fail(f"{value!r}: write tokens as 131072, 128K or 1M.")
-        number = Fraction(re.sub("[,_]", "", match[1])) * UNITS.get(match[2].lower(), 1)
-        if number.denominator != 1 or not 2 <= number <= MOST_TOKENS:
-            self.fail(f"{value!r}: a row has a whole number of tokens, 2 to {MOST_TOKENS:,}.")
-        return int(number)
 
 
 @click.command("plan")
@@ -44,6 +25,11 @@ class Tokens(click.ParamType[int]):
 )
 @click.option("--stock-layers", is_flag=True, help="Without Liger Kernel's norms and SwiGLU.")
 @click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
+@click.option(
+    "--states-on-host",
+    is_flag=True,
+    help="Also with weights and optimizer on the host; patch does not set that up.",
+)
 @click.option("--max-seq-len", is_flag=True, help="Print the longest row that fits, only.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 @click.option("--png", type=click.Path(path_type=Path), help="Draw memory by component.")
@@ -56,6 +42,7 @@ def plan_command(
     dtype: Any,
     stock_layers: bool,
     host_gib: float | None,
+    states_on_host: bool,
     max_seq_len: bool,
     as_json: bool,
     png: Path | None,
@@ -70,6 +57,7 @@ def plan_command(
     from longctx_patch.hf import check_model_config
     from longctx_patch.hf.fused_layers import LIGER_FAMILIES
     from longctx_patch.hf.models import load_model_config
+    from longctx_patch.hf.rope import reachable_length
     from longctx_patch.planner import Job, longest, parse_cluster, report, search, shape_of
 
     if seq_len is None and not max_seq_len:
@@ -90,6 +78,7 @@ def plan_command(
         lora=lora,
         lora_rank=rank or 16,
         dtype=dtype,
+        states_on_host=states_on_host and not lora and cluster.num_gpus > 1,
         fused_layers=not stock_layers and config.model_type in LIGER_FAMILIES,
     )
     most = longest(job)
@@ -105,4 +94,6 @@ def plan_command(
     if as_json:
         click.echo(json.dumps(report.as_json(results, most), indent=1))
     else:
-        click.echo(f"{most:,}" if max_seq_len else report.render(results, most))
+        click.echo(
+            f"{most:,}" if max_seq_len else report.render(results, most, reachable_length(config))
+        )

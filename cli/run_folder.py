@@ -24,6 +24,7 @@ from longctx_patch.placement import padding_multiple
 from longctx_patch.planner import Cluster, Result, parse_cluster
 from longctx_patch.planner.advice import advice
 from longctx_patch.planner.search import usable_bytes
+from longctx_patch.planner.shape import EXPERTS
 from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes import models, texts
 from longctx_patch.recipes.memory_report import predict_run
@@ -120,7 +121,7 @@ def decide(
     for source in text:
         _check_text(source)
     num_gpus = int(re.split(r"\D", gpus)[0])
-    cluster = None if gpus.isdigit() else parse_cluster(gpus)
+    cluster = None if gpus.isdigit() or cpu else _cluster(gpus, num_gpus, nodes)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)
@@ -282,8 +283,24 @@ def _weights(decisions: Decisions) -> tuple[str, str]:
     return f"{size_text(whole)} per process", "float32, a whole copy in each"
 
 
-def _prediction(settings: Settings, config: Any, cluster: Cluster) -> Result:
-    """Raises ValueError where the run is predicted not to fit, with what to change."""
+def _cluster(gpus: str, num_gpus: int, nodes: int) -> Cluster:
+    """In so many machines. Raises ValueError for more GPUs than one has."""
+    cluster = parse_cluster(gpus)
+    most, per_node = cluster.gpu.hardware.gpus_per_node, -(-num_gpus // nodes)
+    if per_node > most:
+        raise ValueError(
+            f"--gpus {gpus} in --nodes {nodes}: machines of {cluster.gpu.name.upper()} have up to "
+            f"{most}. Use --nodes {-(-num_gpus // most)}."
+        )
+    hardware = dataclasses.replace(cluster.gpu.hardware, gpus_per_node=per_node)
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, hardware=hardware))
+
+
+def _prediction(settings: Settings, config: Any, cluster: Cluster) -> Result | None:
+    """None for experts, which the planner does not know. Raises ValueError where the run is
+    predicted not to fit, with what to change."""
+    if any(getattr(config, experts, None) for experts in EXPERTS):
+        return None
     result = predict_run(settings, config, cluster)
     if not result.fits:
         raise ValueError(

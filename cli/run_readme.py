@@ -63,7 +63,7 @@ The model's family, that its attention ({layers}) is covered and has no dropout,
 length, and that the tokenizer fits the vocabulary. The first training step checks that attention
 crosses the ranks as planned.
 
-Not checked: that memory suffices, that weights can be downloaded, and whether the text is enough
+Not checked: {memory}that weights can be downloaded, and whether the text is enough
 for a row (the recipe says so when it starts).
 
 ## Rows
@@ -111,6 +111,7 @@ def render_readme(decisions: "Decisions", table: Sequence[tuple[str, str, str]])
         table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table),
         logits=size_text(decisions.tokens_per_gpu * settings.batch_size * config.vocab_size * 4),
         loading=loading,
+        memory="" if decisions.predicted else "that memory suffices, ",
         as_here=", as here" if settings.pack else "",
         layers=describe_layers(config),
         rows=PACKED.format(seq_len=settings.seq_len) if settings.pack else JOINED,

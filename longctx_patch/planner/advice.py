@@ -15,23 +15,23 @@ def cluster_here(hardware: str, num_gpus: int, memory_bytes: float) -> Cluster:
 def advice(used: Result) -> str:
     """Flags with which this row is predicted to fit on these GPUs, or how long one would be."""
     job, now = used.job, used.candidate
-    fitting = [r for r in search(job) if r.fits and not r.candidate.offload_states]
+    fitting = [result for result in search(job) if result.fits]
     same_degree = [r for r in fitting if r.candidate.sequence_degree == now.sequence_degree]
     # What failed once fails again, whatever was predicted of it.
-    other = [r for r in same_degree if _flags(r.candidate) != _flags(now)] + [
+    other = [r for r in same_degree if flags(r.candidate) != flags(now)] + [
         r for r in fitting if r.candidate.sequence_degree > now.sequence_degree
     ]
     lighter = [r for r in other if r.memory.total < used.memory.total]
     if lighter:
         best = lighter[0]
-        return f"{_flags(best.candidate)} is predicted to take {best.memory.total / GIB:.1f} GiB"
+        return f"{flags(best.candidate)} is predicted to take {best.memory.total / GIB:.1f} GiB"
     return (
         f"the longest row predicted to fit on {job.cluster} has {longest(job):,} tokens: shorten "
         "rows (--seq-len), or share each between more GPUs"
     )
 
 
-def _flags(candidate: Candidate) -> str:
-    flags = f"--ulysses {candidate.ulysses} --ring {candidate.ring}"
-    flags += f" --checkpoint {candidate.checkpoint}"
-    return flags + (f" --mlp-tiles {candidate.mlp_tiles}" if candidate.mlp_tiles > 1 else "")
+def flags(candidate: Candidate) -> str:
+    """Of `longctx patch` and of the recipe."""
+    degrees = f"--ulysses {candidate.ulysses} --ring {candidate.ring}"
+    return f"{degrees} --checkpoint {candidate.checkpoint} --mlp-tiles {candidate.mlp_tiles}"

@@ -23,6 +23,8 @@ class Job:
     dtype: WeightsDtype = "bfloat16"
     """That weights are loaded in, to compute in bfloat16. FSDP2 makes those that are trained
     float32; one GPU trains them as they are."""
+    states_on_host: bool = False
+    """Look at candidates with weights, gradients and optimizer on the host, too."""
     fused_layers: bool = True
     """Liger Kernel's norms, rotary embeddings and SwiGLU, as recipes take where it is installed."""
 

@@ -3,22 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+from longctx_patch.planner.advice import flags
 from longctx_patch.planner.machine import GIB
 from longctx_patch.planner.search import MARGIN, Result, usable_bytes
 
 TABLE_ROWS = 12
 _HEADER = (
-    *(
-        "sp (ulysses x ring)",
-        "fsdp",
-        "plan",
-        "checkpoint",
-        "offload",
-        "tiles",
-        "peak GiB",
-        "host GiB",
-    ),
-    *("s/step", "tokens/s/GPU", "MFU"),
+    *("sp (ulysses x ring)", "plan", "checkpoint", "tiles", "peak GiB", "host GiB"),
+    *("s/step", "rows", "tokens/s/GPU", "MFU"),
 )
 
 
@@ -34,19 +26,19 @@ def as_json(results: Sequence[Result], max_seq_len: int) -> dict[str, Any]:
     }
 
 
-def render(results: Sequence[Result], max_seq_len: int) -> str:
+def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None) -> str:
     """The best candidates as a table, the components of the best, and why others don't fit."""
     job = results[0].job
     fitting = _fastest_of_each([result for result in results if result.fits])
     how = f"LoRA of rank {job.lora_rank}" if job.lora else "every weight"
-    how += f", loaded in {job.dtype}"
+    how += f", loaded in {job.dtype}, sharded over all GPUs"
     lines = [f"{job.shape.name} on {job.cluster}, rows of {job.seq_len:,} tokens, {how}.", ""]
     if fitting:
         lines += _table([_row(result) for result in fitting[:TABLE_ROWS]])
         left = len(fitting) - TABLE_ROWS
         lines += [f"and {left} more that fit"] if left > 0 else []
         lines += ["(Of each number of GPUs and checkpoint policy the fastest; --json lists all.)"]
-        lines += ["", *_parts(fitting[0])]
+        lines += ["", f"The first: {flags(fitting[0].candidate)}", *_parts(fitting[0])]
     else:
         lines += ["Nothing fits."]
     refused = [result for result in results if not result.fits]
@@ -54,6 +46,8 @@ def render(results: Sequence[Result], max_seq_len: int) -> str:
         lines += ["", f"{len(refused)} do not fit; the nearest:"]
         lines += [f"  {name_of(result)}: {result.reason}" for result in refused[:3]]
     lines += ["", f"Longest row that fits: {max_seq_len:,} tokens."]
+    if reach is not None and job.seq_len > reach:
+        lines += [f"The model as published reaches {reach:,}: its RoPE has to be scaled."]
     if job.shape.num_windowed_layers:
         lines += [
             f"{job.shape.num_windowed_layers} layers have a sliding window and are counted as full "
@@ -115,7 +109,7 @@ def _checkpoint(result: Result) -> str:
 def name_of(result: Result) -> str:
     candidate = result.candidate
     name = f"sp {candidate.sequence_degree}, checkpoint {_checkpoint(result)}"
-    name += f", {candidate.mlp_tiles} tiles" if candidate.mlp_tiles > 1 else ""
+    name += f", {candidate.mlp_tiles} tile{'s' if candidate.mlp_tiles > 1 else ''}"
     return name + (", states on the host" if candidate.offload_states else "")
 
 
@@ -126,14 +120,13 @@ def _row(result: Result) -> tuple[str, ...]:
         degrees += f" ({candidate.ulysses} x {candidate.ring})"
     return (
         degrees,
-        f"{result.job.cluster.num_gpus}",
         candidate.plan if candidate.sequence_degree > 1 else "-",
-        _checkpoint(result),
-        _offload(result),
+        _checkpoint(result) + (", states on the host" if candidate.offload_states else ""),
         f"{candidate.mlp_tiles}",
         f"{result.memory.total / GIB:.1f}",
         f"{result.host_bytes / GIB:.0f}",
         f"{result.time.total:.2f}",
+        f"{result.rows_at_once}",
         f"{result.tokens_per_second_per_gpu:,.0f}",
         f"{result.mfu:.1%}",
     )
@@ -141,7 +134,7 @@ def _row(result: Result) -> tuple[str, ...]:
 
 def _parts(result: Result) -> list[str]:
     usable = usable_bytes(result.job) / GIB
-    lines = [f"The first, GiB of one GPU ({usable:.0f} may be taken):"]
+    lines = [f"takes, in GiB of one GPU ({usable:.0f} may be taken):"]
     for name, value in result.memory.parts().items():
         if value:
             lines.append(f"  {name:<16}{value / GIB:7.1f}")

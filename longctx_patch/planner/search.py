@@ -1,5 +1,6 @@
 """Every way worth trying to train a model on a cluster, with what it takes and whether it fits."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,14 +14,14 @@ from longctx_patch.memory.auto import after_climbs
 from longctx_patch.memory.offload import RESERVE
 from longctx_patch.memory.tiled_mlp import tiles_that_fit
 from longctx_patch.planner.candidate import Candidate, Job
-from longctx_patch.planner.components import BF16, Components, host_bytes, predict_memory
+from longctx_patch.planner.components import BF16, FP32, Components, host_bytes, predict_memory
 from longctx_patch.planner.machine import GIB
 from longctx_patch.planner.steptime import Attention, StepTime, predict_attention, predict_time
 
 CONTEXT_BYTES = 2.5 * GIB
 """Of a GPU's memory, that CUDA, NCCL and kernels take for themselves."""
 SAME = 0.02
-"""Attention as fast to within this share counts as equal."""
+"""What is as fast to within this share counts as equal."""
 STEP_TOKENS = 1024
 """Longest rows are searched for in multiples of these."""
 MOST_TOKENS = 2**30
@@ -102,10 +103,12 @@ def usable_bytes(job: Job) -> float:
     return (1 - MARGIN) * (job.cluster.gpu.memory_bytes - CONTEXT_BYTES)
 
 
-def _order(result: Result) -> tuple[bool, float]:
+def _order(result: Result) -> tuple[float, ...]:
+    """Of those that are as fast, the one that takes least of the host, then the shortest step."""
     if result.fits:
-        return False, -result.tokens_per_second_per_gpu
-    return True, result.memory.total
+        speed = -round(math.log(result.tokens_per_second_per_gpu) / SAME)
+        return 0, speed, result.host_bytes, result.time.total
+    return 1, result.memory.total
 
 
 def _degrees(job: Job) -> Iterator[tuple[int, int]]:
@@ -139,7 +142,7 @@ def _attention(job: Job, ulysses: int, ring: int) -> Attention:
 
 def _of_degrees(job: Job, ulysses: int, ring: int) -> Iterator[Result]:
     tiled = usual_tiles(job, ulysses * ring)
-    states = (False,) if job.lora or job.cluster.num_gpus == 1 else (False, True)
+    states = (False, True) if job.states_on_host else (False,)
     for mlp_tiles, offload_states, checkpoint in product(
         sorted({1, tiled}), states, get_args(CheckpointPolicy)
     ):
@@ -193,6 +196,12 @@ def tokens_of_a_rank(job: Job, degree: int) -> int:
     return -(-job.seq_len // degree)
 
 
+def loading_bytes(job: Job) -> float:
+    """Of one machine's host, where each process loads the whole model."""
+    width = FP32 if job.dtype == "float32" else BF16
+    return width * job.shape.num_weights * job.cluster.gpus_per_node
+
+
 def usual_tiles(job: Job, degree: int) -> int:
     """In which an MLP runs unless told otherwise."""
     shape = job.shape
@@ -217,6 +226,7 @@ def _result(job: Job, candidate: Candidate, attention: Attention) -> Result:
 
 def _reason(job: Job, memory: Components, on_host: float) -> str | None:
     usable = usable_bytes(job)
+    loading = loading_bytes(job)
     if memory.total > usable:
         name, most = max(memory.parts().items(), key=lambda part: part[1])
         return (
@@ -224,9 +234,10 @@ def _reason(job: Job, memory: Components, on_host: float) -> str | None:
             f"on a GPU; most of it {name} ({most / GIB:.0f})"
         )
     available = job.cluster.host_bytes
-    if available is not None and on_host > (1 - RESERVE) * available:
+    if available is not None and max(on_host, loading) > (1 - RESERVE) * available:
+        when = ", while every process loads the model," if loading > on_host else ""
         return (
-            f"needs {on_host / GIB:.0f} GiB of the {(1 - RESERVE) * available / GIB:.0f} that may "
-            "be taken on a host"
+            f"needs {max(on_host, loading) / GIB:.0f} GiB{when} of the "
+            f"{(1 - RESERVE) * available / GIB:.0f} that may be taken on a host"
         )
     return None

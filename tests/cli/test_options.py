@@ -12,7 +12,7 @@ PATCH = [
 ]
 PLAN = [
     *("model", "--gpus", "--seq-len", "--lora", "--rank", "--dtype"),
-    *("--stock-layers", "--host-gib", "--max-seq-len", "--json", "--png"),
+    *("--stock-layers", "--host-gib", "--states-on-host", "--max-seq-len", "--json", "--png"),
 ]
 SCHEDULE = [
     *("--plan", "--compare", "--ranks", "--direction", "--ulysses", "--ranks-per-node", "--heads"),

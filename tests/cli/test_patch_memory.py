@@ -54,7 +54,7 @@ def test_what_will_not_fit_is_refused(run: Run, config: Write, tmp_path: Path) -
     words = ("--seq-len", 131072, "--full", "--checkpoint", "none")
     code, output = patch(run, model, tmp_path / "run", "4xH200", *words)
     assert code == 1
-    assert "--checkpoint auto is predicted to take" in output
+    assert "--checkpoint auto --mlp-tiles 1 is predicted to take" in output
     assert not (tmp_path / "run").exists()
 
 

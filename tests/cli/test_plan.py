@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from longctx_patch.cli.plan import KINDS, MOST_TOKENS, Tokens
+from longctx_patch.cli.plan import KINDS
+from longctx_patch.cli.tokens import MOST_TOKENS, Tokens
 from longctx_patch.planner import GPUS
 from longctx_patch.planner.search import MOST_TOKENS as SEARCHED
 from tests.cli.conftest import Run
@@ -60,11 +61,13 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     lines = text.splitlines()
     start = f"{llama_8b} on 4xH200, rows of 1,048,576 tokens, every weight"
     assert lines[0].startswith(start)
-    assert lines[2].split()[-5:] == ["host", "GiB", "s/step", "tokens/s/GPU", "MFU"]
+    assert lines[2].split()[-6:] == ["host", "GiB", "s/step", "rows", "tokens/s/GPU", "MFU"]
     row = lines[3].split()
-    assert row[:6] == ["4", "(4", "x", "1)", "4", "ulysses"]
+    assert row[:5] == ["4", "(4", "x", "1)", "ulysses"]
     assert row[-1] == f"{first['mfu']:.1%}"
-    assert row[-3] == f"{first['step_s']:.2f}"
+    assert row[-4:-2] == [f"{first['step_s']:.2f}", "1"]
+    assert "The first: --ulysses 4 --ring 1 --checkpoint auto --mlp-tiles 3" in lines
+    assert "The model as published reaches" in text
     layer = next(line for line in lines if line.startswith("  layer "))
     assert float(layer.split()[1]) == pytest.approx(first["components_gib"]["layer"], abs=0.06)
     assert "do not fit; the nearest:" in text

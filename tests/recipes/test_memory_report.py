@@ -51,13 +51,16 @@ def test_what_was_used_and_predicted_and_flags_that_fit() -> None:
     assert lines[1] == "Used: tensors held 120.0 GiB, at most 131.0, of 139.8 on this GPU."
     assert lines[2].startswith("Predicted: 17")
     assert "checkpoints 144" in lines[2]
-    assert "To change: --ulysses 4 --ring 1 --checkpoint auto is predicted to take" in lines[3]
+    assert (
+        "To change: --ulysses 4 --ring 1 --checkpoint auto --mlp-tiles 1 is predicted to take"
+        in lines[3]
+    )
 
 
 @pytest.mark.usefixtures("on_h200")
 def test_where_nothing_fits_the_longest_row_is_named() -> None:
     said = report(checkpoint="auto", seq_len=2**23)
-    assert "the longest row predicted to fit on 4xH200 has 3," in said
+    assert "the longest row predicted to fit on 4xH200 has 2,539,520 tokens" in said
     assert "--seq-len" in said
 
 
