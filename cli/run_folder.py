@@ -360,6 +360,13 @@ def _check_length(config: Any, seq_len: int, rope: str | None, factor: float | N
                 "this model's RoPE is of type 'dynamic': its frequencies follow the length that "
                 "each process sees. Add --rope dynamic, which freezes them at --seq-len."
             )
+        scaled = [kind for kind in _rope_types(config.rope_parameters) if kind != "default"]
+        if seq_len > reach and scaled:
+            raise ValueError(
+                f"--seq-len {seq_len}: this model's RoPE is scaled already ({', '.join(scaled)}), "
+                f"and reaches {reach} tokens; scaling twice is not defined. Use --seq-len {reach}, "
+                "or a config.json with rope_parameters and max_position_embeddings for that length."
+            )
         if seq_len > reach:
             raise ValueError(
                 f"--seq-len {seq_len}: this model reaches {reach} tokens, so its RoPE must be "

@@ -50,6 +50,11 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
         ({}, ["--sequence-degree", 3], ["must divide the number of GPUs", "1, 2, 4"]),
         ({}, ["--gpus", 3, "--nodes", 2], ["--gpus 3 over --nodes 2", "Use --gpus 4"]),
         ({}, ["--seq-len", 65], ["--seq-len 65", "reaches 64", "Add --rope yarn"]),
+        (
+            {"rope_parameters": YARN},
+            ["--seq-len", 999],
+            ["RoPE is scaled already (yarn)", "reaches", "Use --seq-len"],
+        ),
         ({}, ["--rope", "yarn"], ["already reaches 64", "Leave --rope out"]),
         ({}, ["--rope-factor", 2], ["--rope-factor 2 without --rope", "Add --rope yarn"]),
         (
