@@ -30,6 +30,7 @@ Shorter passes run as the longest one does: they need less, and they matter less
 """
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -257,12 +258,14 @@ class AutoPolicy:
 
     def _most_climbs(self, fits: Callable[[int, int], bool]) -> int:
         """The most for which `fits(less, more)` of the bytes that layers then keep less and more
-        than now, and at least those that have to be."""
+        than now, and at least those that have to be. More climbs never fit where fewer don't."""
         num_layers = len(self._kinds)
-        for climbs in range(2 * num_layers, self._fewest_climbs, -1):
-            if fits(*self._change_bytes(self.policies, after_climbs(climbs, num_layers))):
-                return climbs
-        return self._fewest_climbs
+        climbs = range(self._fewest_climbs + 1, 2 * num_layers + 1)
+
+        def is_too_many(number: int) -> bool:
+            return not fits(*self._change_bytes(self.policies, after_climbs(number, num_layers)))
+
+        return self._fewest_climbs + bisect_left(climbs, True, key=is_too_many)
 
     def _change_bytes(
         self, before: Sequence[LayerPolicy], after: Sequence[LayerPolicy]

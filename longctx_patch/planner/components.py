@@ -13,19 +13,21 @@ A step has three moments at which it can peak, and the largest is the prediction
 - **backward of the first layer**: all gradients are there.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from longctx_patch.linear_loss import CHUNK_BYTES
 from longctx_patch.memory import LayerPolicy
 from longctx_patch.planner.candidate import Candidate, Job
+from longctx_patch.planner.parts import Parts
 
 BF16, FP32 = 2, 4
 LAYERS_ON_THE_WAY = 3
-"""Of those that are offloaded: the one in backward, the next on its way, one not yet gone."""
+"""Of those that are offloaded: the one in backward, the next on its way, one not yet gone. Chosen
+with what was measured of offload in view, as were the buffers of `_loss`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Components:
+class Components(Parts):
     """Bytes of one GPU at the moment at which most is held."""
 
     weights: float
@@ -41,13 +43,6 @@ class Components:
     communication: float
     """What arrives and leaves."""
     logits: float
-
-    def parts(self) -> dict[str, float]:
-        return asdict(self)
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts().values())
 
 
 @dataclass(frozen=True)

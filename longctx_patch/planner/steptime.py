@@ -5,13 +5,14 @@ rate that they reach inside of a step, everything between them at the bandwidth 
 moves hides behind layers, but its copies and the last reduction.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from longctx_patch.choice import choose
 from longctx_patch.config import LongContextConfig
 from longctx_patch.costs import Prediction, Workload, predict
 from longctx_patch.planner.candidate import Candidate, Job
 from longctx_patch.planner.components import BF16, FP32, layer_bytes, states
+from longctx_patch.planner.parts import Parts
 from longctx_patch.plans import Direction
 
 ELEMENTWISE_SHARE = 0.77
@@ -32,7 +33,7 @@ IDLE_S = 7e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTime:
+class StepTime(Parts):
     """Seconds, each instant in one part."""
 
     attention: float
@@ -44,13 +45,6 @@ class StepTime:
     """Of copies to and from the host, what layers don't hide."""
     optimizer: float
     idle: float = IDLE_S
-
-    def parts(self) -> dict[str, float]:
-        return asdict(self)
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts().values())
 
 
 @dataclass(frozen=True)

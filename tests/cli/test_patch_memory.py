@@ -64,3 +64,28 @@ def test_bad_gpus(run: Run, config: Write, tmp_path: Path, gpus: str) -> None:
     assert code in (1, 2)
     assert gpus in output
     assert "4xH200" in output or "a multiple of 8" in output
+
+
+def test_more_gpus_than_a_machine_has(run: Run, config: Write, tmp_path: Path) -> None:
+    words = ("--seq-len", "128K", "--full")
+    code, output = patch(run, config(**LLAMA_8B), tmp_path / "run", "16xH200", *words)
+    assert code == 1
+    assert "--gpus 16xH200 in --nodes 1: machines of H200 have up to 8. Use --nodes 2." in output
+    found = []
+    for nodes in (1, 2):  # the ring is within a machine, or between two
+        words = ("--seq-len", "128K", "--full", "--ulysses", 1, "--ring", 8, "--nodes", nodes)
+        code, output = patch(run, config(**LLAMA_8B), tmp_path / str(nodes), "8xH200", *words)
+        assert code == 0, output
+        found.append(float(output.split("\nstep")[1].split()[0]))
+    assert found[0] < found[1]
+
+
+def test_where_nothing_can_be_predicted(run: Run, config: Write, tmp_path: Path) -> None:
+    """Experts, and processes on the CPU; experts are written all the same."""
+    experts = config(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    for name, words in (("experts", ()), ("cpu", ("--cpu",))):
+        model = experts if name == "experts" else config()
+        code, output = patch(run, model, tmp_path / name, "2xH200", "--seq-len", 64, *words)
+        assert code == 0, output
+        assert "predicted" not in output
+        assert "Not checked: that memory suffices" in (tmp_path / name / "README.md").read_text()

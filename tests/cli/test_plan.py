@@ -202,3 +202,10 @@ def test_without_matplotlib_it_says_so(
 def test_constants_that_need_no_torch_are_the_planners() -> None:
     assert ", ".join(GPUS) == KINDS
     assert MOST_TOKENS == SEARCHED
+
+
+def test_states_on_the_host_are_looked_at_if_asked(run: Run, llama_8b: Path) -> None:
+    words = (llama_8b, "--gpus", "4xH200", "--seq-len", "1M")
+    for asked in (False, True):
+        found = planned(run, *words, *(["--states-on-host"] if asked else []))
+        assert any("states" in c["offload"] for c in found["candidates"]) == asked

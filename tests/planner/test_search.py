@@ -26,8 +26,9 @@ def test_the_fastest_that_fit_come_first_then_the_nearest_to_fitting() -> None:
     speeds = [result.tokens_per_second_per_gpu for result in results if result.fits]
     assert all(speed >= later * 0.97 for speed, later in pairwise(speeds))
     assert max(speeds) <= speeds[0] * 1.03
-    alike = [r.host_bytes for r in results if r.fits and r.tokens_per_second_per_gpu > 582]
-    assert alike == sorted(alike)
+    first = [r for r in results if r.fits and r.tokens_per_second_per_gpu > 0.99 * speeds[0]]
+    assert len(first) > 2
+    assert [r.host_bytes for r in first] == sorted(r.host_bytes for r in first)
     peaks = [result.memory.total for result in results if not result.fits]
     assert peaks == sorted(peaks)
 
