@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +76,11 @@ class AttentionCall:
         """Not a field, since waves know their call."""
         return {}
 
+    @cached_property
+    def selections(self) -> dict[float, Any]:
+        """What `longctx_patch.selective` has made of this call, by share of the tokens."""
+        return {}
+
     def waves(self, batch: int, head_dim: int, itemsize_bytes: int) -> "tuple[HeadWave, ...]":
         """The heads, in the parts in which Ulysses exchanges them; one without a Ulysses part."""
         shape = (batch, head_dim, itemsize_bytes)
@@ -92,9 +97,19 @@ class AttentionCall:
     @cached_property
     def group_sizes(self) -> tuple[int, ...]:
         """Tokens of each rank of this Ulysses group."""
+        sizes = self.group.layout(self.documents).sizes
+        return tuple(sizes[rank] for rank in self._ulysses_ranks)
+
+    def group_positions(self) -> Tensor:
+        """Global positions of the tokens of this Ulysses group: int64 `[S]`."""
+        layout = self.group.layout(self.documents)
+        return torch.cat([layout.positions(rank) for rank in self._ulysses_ranks])
+
+    @property
+    def _ulysses_ranks(self) -> range:
         degree = self.group.ulysses.num_ranks
         first = self.group.ring.group_rank * degree
-        return self.group.layout(self.documents).sizes[first : first + degree]
+        return range(first, first + degree)
 
     def plan(
         self,

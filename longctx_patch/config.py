@@ -96,6 +96,14 @@ class LongContextConfig:
     first if need be, measured in the first steps (`longctx_patch.memory.auto`; on CPU `attention`
     in all)."""
 
+    attention_kept: float = 1.0
+    """Under `attention`, `offload` and `auto`: the share of a row's tokens, from 0 to 1, whose output
+    and lse a layer keeps. They are the last of each document, which cost most to compute again; the
+    others are, in backward, which takes (1 - share)^2 of attention's forward pass and its
+    communication (BurstEngine, sequence-level selective checkpointing; see
+    `longctx_patch.selective`). Ring ranks keep equally much where `layout` spreads documents over
+    them, so that it is `striped` then unless given."""
+
     mlp_tiles: int | None = None
     """Each decoder layer's MLP runs over this many tiles of a rank's tokens, one after the other,
     in forward and again in backward, so that its intermediates exist for one tile only
@@ -132,6 +140,7 @@ class LongContextConfig:
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r}: give True or False.")
         _require_choice("checkpoint", self.checkpoint, get_args(CheckpointPolicy))
+        self._check_share()
         for field in ("plan", "backward_plan"):
             plan = getattr(self, field)
             layouts = LAYOUTS_OF_PLAN.get(plan, (self.placement,))
@@ -143,6 +152,18 @@ class LongContextConfig:
                     f"or use {field}='auto'."
                 )
         self._check_nodes()
+
+    def _check_share(self) -> None:
+        share = self.attention_kept
+        if type(share) not in (int, float) or not 0 <= share <= 1:
+            raise ValueError(
+                f"attention_kept={share!r}: it is a share of the tokens. Use a number from 0 to 1."
+            )
+        if share < 1 and self.checkpoint in ("none", "full"):
+            raise ValueError(
+                f"attention_kept={share} with checkpoint={self.checkpoint!r}, which keeps all of "
+                "attention or nothing. Use checkpoint='attention', 'offload' or 'auto'."
+            )
 
     def _check_nodes(self) -> None:
         size, plans = self.ranks_per_node, (self.plan, self.backward_plan)
@@ -160,7 +181,9 @@ class LongContextConfig:
     @property
     def placement(self) -> LayoutName:
         """The layout of a row with one document, decided."""
-        return self.layout or LAYOUTS_OF_PLAN.get(self.plan, ("zigzag",))[0]
+        fitting = LAYOUTS_OF_PLAN.get(self.plan, ("zigzag", "striped"))
+        spreads = self.attention_kept < 1 and "striped" in fitting
+        return self.layout or ("striped" if spreads else fitting[0])
 
     @property
     def packed_placement(self) -> LayoutName:

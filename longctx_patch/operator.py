@@ -5,7 +5,8 @@ Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head
 The operator runs a forward plan, saves (q, k, v, out, lse) and runs a backward plan. Ulysses, if
 any, exchanges heads for tokens around the plan, so that the product of the two is USP (Fang and
 Zhao 2024). Inside a checkpointed region that keeps attention, the recompute takes (out, lse) from
-the frame, and neither the kernel nor communication runs again.
+the frame, and neither the kernel nor communication runs again; if it keeps a share of the tokens
+only, both run for the others.
 """
 
 import math
@@ -23,9 +24,10 @@ from longctx_patch.groups import SequenceGroup
 from longctx_patch.kernels import Score
 from longctx_patch.masks import Mask, documents_mask, within
 from longctx_patch.placement import placement_of
-from longctx_patch.replay import current_frame
+from longctx_patch.replay import Frame, current_frame
+from longctx_patch.selective import KeptRows, Selection, selection_of
 from longctx_patch.transport import VirtualTransport
-from longctx_patch.usp import Saved, all_lse, run_backward, run_forward
+from longctx_patch.usp import ForwardResult, Saved, all_lse, run_backward, run_forward
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -136,19 +138,18 @@ class _DistributedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.call = call
         frame = current_frame()
-        if frame is not None and frame.replaying:
-            out, lse, returned_lse = frame.take()
-        else:
-            with torch.autocast(q.device.type, enabled=False):  # kernels choose their dtypes
-                saved, out, returned_lse = run_forward(call, q, k, v, sinks)
-            if frame is not None:
-                lse = all_lse(saved)
-                frame.keep(out, lse, returned_lse)
+        selection = None if frame is None else selection_of(call, frame.share)
         # Checkpointing drops what the first forward saves and wants the recompute to save the same
-        # shapes; the recompute has only this rank's tokens.
-        ctx.local = frame is not None
-        if ctx.local:
-            saved = [Saved(q, k, v, out, lse)]
+        # shapes; a recompute that runs nothing again has only this rank's tokens.
+        ctx.local = frame is not None and selection is None
+        with torch.autocast(q.device.type, enabled=False):  # kernels choose their dtypes
+            if frame is None:
+                saved, out, returned_lse = run_forward(call, q, k, v, sinks)
+            elif selection is None:
+                out, lse, returned_lse = _kept_whole(frame, call, q, k, v, sinks)
+                saved = [Saved(q, k, v, out, lse)]
+            else:
+                saved, out, returned_lse = _kept_partly(frame, selection, q, k, v, sinks)
         ctx.save_for_backward(sinks, *(tensor for part in saved for tensor in part))
         ctx.mark_non_differentiable(returned_lse)
         return out, returned_lse
@@ -162,6 +163,37 @@ class _DistributedAttention(torch.autograd.Function):
         with torch.autocast(grads[0].device.type, enabled=False):
             gradients = run_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
         return *gradients, None
+
+
+def _kept_whole(
+    frame: Frame, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, ...]:
+    """(out, lse, lse to return): computed and kept, or as they were kept."""
+    if frame.replaying:
+        return frame.take()
+    saved, out, returned_lse = run_forward(call, q, k, v, sinks)
+    lse = all_lse(saved)
+    frame.keep(out, lse, returned_lse)
+    return out, lse, returned_lse
+
+
+def _kept_partly(
+    frame: Frame, selection: Selection, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> ForwardResult:
+    """Computed, and the rows of a selection kept; or the others computed again."""
+    if not frame.replaying:
+        selection.prepare(q)
+        result = run_forward(selection.call, q, k, v, sinks)
+        rows = [selection.kept(part.out, part.lse) for part in result.saved]
+        frame.keep(*(tensor for kept in rows for tensor in kept))
+        return result
+    flat = frame.take()
+    kept = [KeptRows(*flat[first : first + 2]) for first in range(0, len(flat), 2)]
+
+    def complete(wave: int, part: Saved) -> None:
+        selection.complete(part.out, part.lse, kept[wave])
+
+    return run_forward(selection.early, q, k, v, sinks, complete)
 
 
 def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -4,7 +4,8 @@ The pair of context managers that `checkpoint_contexts` returns is what torch's 
 checkpoint takes as `context_fn`. While recording, attention keeps (out, lse) in a frame; while
 replaying it takes them back, and neither its kernel nor its communication runs again. This is the
 rematerialisation-aware checkpointing of DISTFLASHATTN (section 3.3) without moving the boundaries
-of the checkpointed layers.
+of the checkpointed layers. A frame may ask for a share of the tokens only
+(`longctx_patch.selective`).
 """
 
 from collections.abc import Callable
@@ -29,6 +30,8 @@ class Frame:
 
     store: Callable[[Tensor], Getter] = as_it_is
     """Keeps a tensor, and returns what gives it back."""
+    share: float = 1.0
+    """Of the row's tokens, whose results are kept."""
     kept: list[tuple[Getter, ...]] = field(default_factory=list)
     replaying: bool = False
     next_call: int = 0
@@ -64,10 +67,10 @@ def current_frame() -> Frame | None:
 
 
 def checkpoint_contexts(
-    store: Callable[[Tensor], Getter] = as_it_is,
+    store: Callable[[Tensor], Getter] = as_it_is, share: float = 1.0
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`."""
-    frame = Frame(store)
+    frame = Frame(store, share)
     return _Inside(frame, replaying=False), _Inside(frame, replaying=True)
 
 

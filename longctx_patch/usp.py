@@ -8,7 +8,7 @@ Legend: B batch, L tokens of this rank, S tokens of its Ulysses group, H query h
 heads, D head dim.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,19 +43,31 @@ class ForwardResult(NamedTuple):
 
 
 def run_forward(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    complete: Callable[[int, Saved], None] | None = None,
 ) -> ForwardResult:
-    """`q` `[B, L, H, D]`, `k` and `v` `[B, L, G, D]`, `sinks` `[H]`."""
+    """`q` `[B, L, H, D]`, `k` and `v` `[B, L, G, D]`, `sinks` `[H]`.
+
+    `complete(number, saved)` may put known rows into the results of a wave before they go back.
+    """
     executor, waves = call.executor(q), call.waves_for(q)
     if call.group.ulysses.num_ranks == 1:
         (wave,) = waves
         whole = _forward_of(wave, executor, (q, k, v), sinks)
+        if complete is not None:
+            complete(0, whole)
         return ForwardResult([whole], whole.out, whole.lse)
     arriving = [wave.resharder.to_heads([q, k, v], QKV) for wave in waves]
     saved: list[Saved] = []
     leaving: list[list[ArrivingTokens]] = []
-    for wave, inputs in zip(waves, arriving, strict=True):
+    for number, (wave, inputs) in enumerate(zip(waves, arriving, strict=True)):
         part = _forward_of(wave, executor, inputs.wait(), sinks)
+        if complete is not None:
+            complete(number, part)
         # lse is a column of every head, so it travels like one.
         results = [part.out, part.lse.transpose(1, 2)[..., None]]
         saved.append(part)

@@ -33,6 +33,8 @@ class Checkpointing:
     memory: MemoryUse | None
     """What `auto` has measured and decides by; None before its first pass, on CPU, and under the
     other policies."""
+    host_bytes: int
+    """Of this process's host memory, that hold what layers offload."""
 
     @property
     def num_whole_layers(self) -> int:
@@ -68,9 +70,12 @@ class LayerCheckpoints:
         self,
         model: PreTrainedModel,
         policy: CheckpointPolicy,
+        share: float = 1.0,
         find_meter: Callable[[torch.device], Meter | None] = meter_of,
     ) -> None:
+        """`share`: of the tokens, whose attention is kept by layers that keep it."""
         self.find_meter = find_meter
+        self.share = share
         self._layers = transformers_api.decoder_layers(model)
         self._model = model
         self._policy = policy
@@ -125,7 +130,8 @@ class LayerCheckpoints:
 
     def report(self) -> Checkpointing:
         memory = None if self._auto is None else self._auto.use
-        return Checkpointing(policies=self.policies, memory=memory)
+        host_bytes = 0 if self._host is None else self._host.num_bytes
+        return Checkpointing(policies=self.policies, memory=memory, host_bytes=host_bytes)
 
     def bind(self) -> Callable[[], None]:
         """Take the layers over; return a function that gives them back."""
@@ -149,7 +155,7 @@ class LayerCheckpoints:
         if self._auto is None and (meter := self.find_meter(tokens.device)) is not None:
             if tokens.is_cuda:
                 self._host = self._host or self.new_host(tokens.device)
-            self._auto = AutoPolicy(meter, self.kinds(), self._host)
+            self._auto = AutoPolicy(meter, self.kinds(), self._host, self.share)
         self._num_tokens = tokens.shape[0] * row_length
         return self._auto.propose(self._num_tokens) if self._auto else 0
 
@@ -183,7 +189,7 @@ class LayerCheckpoints:
         if self._fixed == "offload":
             self._host = self._host or self.new_host(args[0].device)
         if self._auto is None:
-            return run_layer(self._fixed, forward, *args, host=self._host)
+            return run_layer(self._fixed, forward, *args, host=self._host, share=self.share)
         return self._auto.run(layer, forward, *args)
 
 

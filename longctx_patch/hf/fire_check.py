@@ -10,20 +10,31 @@ when the next sharded pass begins.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx_patch.call import AttentionCall, CallTraffic
+from longctx_patch.call import AttentionCall
 from longctx_patch.groups import SequenceGroup
 from longctx_patch.hf import transformers_api
 from longctx_patch.hf.checkpointing import LayerCheckpoints
 from longctx_patch.hf.meeting import Meeting, SequenceParallelismError, meet
 from longctx_patch.memory import LayerPolicy
 from longctx_patch.plans import Traffic
+from longctx_patch.selective import selection_of
 
 _END = -1
+
+
+class PlannedTraffic(NamedTuple):
+    """What one rank sends for one layer."""
+
+    forward: Traffic
+    recompute: Traffic
+    """Of attention, in each run after the first."""
+    backward: Traffic
 
 
 class FireCheck:
@@ -34,9 +45,12 @@ class FireCheck:
         group: SequenceGroup,
         layers: Sequence[nn.Module],
         policies: Sequence[LayerPolicy],
+        share: float,
     ) -> None:
+        """`share`: of the tokens, whose attention is kept by layers that keep it."""
         self.has_run_forward = False
         self._policies = policies
+        self._share = share
         self._group = group
         self._numbers = {id(layer): number for number, layer in enumerate(layers)}
         self._before = self._sent()
@@ -44,7 +58,7 @@ class FireCheck:
         self._backward: Counter[int] = Counter()
         self._finished: Counter[int] = Counter()
         self._queries_train: set[int] = set()
-        self._traffic: dict[int, CallTraffic] = {}
+        self._traffic: dict[int, PlannedTraffic] = {}
         self._masks: list[str] = []
 
     @property
@@ -73,7 +87,7 @@ class FireCheck:
             return
         softcap = [f"softcap {call.score.softcap:g}"] if call.score.softcap else []
         self._masks.append(", ".join([call.mask.name, *softcap, *["sinks"] * has_sinks]))
-        self._traffic[layer] = call.predicted_traffic(batch, head_dim, q.dtype.itemsize)
+        self._traffic[layer] = self._planned(layer, call, (batch, head_dim, q.dtype.itemsize))
         if out.requires_grad:
             out.register_hook(lambda _: self._backward.update([layer]))
         if q.requires_grad:
@@ -109,11 +123,23 @@ class FireCheck:
         """
         planned = Traffic()
         for layer, traffic in self._traffic.items():
-            replays = self._policies[layer] in ("attention", "offload")
-            recomputed = [] if replays else [traffic.forward] * (self._runs[layer] - 1)
-            once = traffic.backward_after_replay if replays else traffic.backward
-            planned = sum(recomputed + [once] * self._backward[layer], planned)
+            recomputed = [traffic.recompute] * (self._runs[layer] - 1)
+            planned = sum(recomputed + [traffic.backward] * self._backward[layer], planned)
         return planned
+
+    def _planned(
+        self, layer: int, call: AttentionCall, shape: tuple[int, int, int]
+    ) -> PlannedTraffic:
+        """`shape`: batch, head dim, bytes of a number."""
+        all_of_it = call.predicted_traffic(*shape)
+        keeps = self._policies[layer] in ("attention", "offload") and self._share > 0
+        if not keeps:
+            return PlannedTraffic(all_of_it.forward, all_of_it.forward, all_of_it.backward)
+        selection = selection_of(call, self._share)
+        if selection is None:
+            return PlannedTraffic(all_of_it.forward, Traffic(), all_of_it.backward_after_replay)
+        early = selection.early.predicted_traffic(*shape)
+        return PlannedTraffic(all_of_it.forward, early.forward, all_of_it.backward)
 
     def _missing_layers(self) -> str | None:
         wrong = [
@@ -169,7 +195,8 @@ class FirstStep:
         if not self.is_due(decoder):
             return None
         layers = transformers_api.attention_modules(self.model)
-        self.check = FireCheck(self.group, layers, self.checkpoints.policies)
+        checkpoints = self.checkpoints
+        self.check = FireCheck(self.group, layers, checkpoints.policies, checkpoints.share)
         return self.check
 
     def misfire(self) -> str | None:

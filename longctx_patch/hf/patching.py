@@ -166,7 +166,7 @@ def patch(
     group = make_sequence_group(config)
     # A mask is made once for each length: the function may look at every pair.
     made_once = None if mask is None else lru_cache(maxsize=8)(mask)
-    checkpoints = LayerCheckpoints(base, config.checkpoint)
+    checkpoints = LayerCheckpoints(base, config.checkpoint, config.attention_kept)
     handle = PatchHandle(
         base,
         group,

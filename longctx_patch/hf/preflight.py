@@ -69,9 +69,14 @@ class Rehearsal:
     """Runs the last layers under one policy, and hidden states past the others."""
 
     def __init__(
-        self, policy: LayerPolicy, num_layers: int, allocated: Callable[[], int], host: HostCopies
+        self,
+        policy: LayerPolicy,
+        num_layers: int,
+        allocated: Callable[[], int],
+        host: HostCopies,
+        share: float,
     ) -> None:
-        self._policy, self._allocated, self._host = policy, allocated, host
+        self._policy, self._allocated, self._host, self._share = policy, allocated, host, share
         self._first = num_layers - NUM_LAYERS
         self._before: list[int] = []
 
@@ -79,7 +84,7 @@ class Rehearsal:
         if layer < self._first:
             return args[0]
         self._before.append(self._allocated())
-        return run_layer(self._policy, forward, *args, host=self._host)
+        return run_layer(self._policy, forward, *args, host=self._host, share=self._share)
 
     @property
     def kept_bytes(self) -> int:
@@ -119,13 +124,14 @@ def preflight(
     checkpoints, model = handle._checkpoints, handle.model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     _check_moment(handle, trained)
-    device = trained[0].device
+    device = _device_of(trained[0])
     meter = checkpoints.find_meter(device)
     num_layers = len(checkpoints.policies)
     if meter is None or num_layers <= NUM_LAYERS or len(set(checkpoints.kinds())) > 1:
         return None
     policy = checkpoints.least_memory
-    rehearsal = Rehearsal(policy, num_layers, meter.allocated, checkpoints.new_host(device))
+    host, share = checkpoints.new_host(device), handle.config.attention_kept
+    rehearsal = Rehearsal(policy, num_layers, meter.allocated, host, share)
     try:
         with RandomState.now(device).replayed(), checkpoints.rehearsed(rehearsal):
             meter.reset_peak()
@@ -137,10 +143,12 @@ def preflight(
     except torch.OutOfMemoryError as error:
         raise WillNotFit(f"{NUM_LAYERS} of {num_layers} layers do not fit: {error}") from error
     finally:
-        has_gradients = sum(_num_bytes(p.grad) for p in trained if p.grad is not None)
+        grads = [parameter.grad for parameter in trained if parameter.grad is not None]
+        has_gradients = sum(_num_bytes(grad, device) for grad in grads)
+        del grads
         for parameter in trained:
             parameter.grad = None
-    all_bytes = sum(map(_num_bytes, trained))
+    all_bytes = sum(_num_bytes(parameter, device) for parameter in trained)
     others = (num_layers - NUM_LAYERS) * rehearsal.kept_bytes
     states = ADAMW_STATES * all_bytes
     ending = backward_peak + max(0, all_bytes - has_gradients)
@@ -177,7 +185,15 @@ def _check_moment(handle: PatchHandle, trained: list[nn.Parameter]) -> None:
         raise ValueError(f"preflight(): {problem}.")
 
 
-def _num_bytes(tensor: Tensor) -> int:
-    """Of this rank's shard."""
+def _device_of(parameter: nn.Parameter) -> torch.device:
+    """Where it is computed with; FSDP2 may keep it on the host."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is not None and mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
+
+
+def _num_bytes(tensor: Tensor, device: torch.device) -> int:
+    """Of this rank's shard, as far as it is on the device."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.nbytes)
+    return int(local.nbytes) if local.device.type == device.type else 0

@@ -113,12 +113,18 @@ class AutoPolicy:
     """
 
     def __init__(
-        self, meter: Meter, kinds: Sequence[Hashable], host: HostCopies | None = None
+        self,
+        meter: Meter,
+        kinds: Sequence[Hashable],
+        host: HostCopies | None = None,
+        share: float = 1.0,
     ) -> None:
-        """`kinds`: equal for layers that keep equally much. Without `host` none is offloaded."""
+        """`kinds`: equal for layers that keep equally much. Without `host` none is offloaded. A
+        `share` of the tokens have their attention kept by layers that keep it."""
         self._meter = meter
         self._kinds = tuple(kinds)
         self._host = host
+        self._share = share
         self._fewest_climbs = 0 if host else len(kinds)
         self._climbs = self._fewest_climbs
         self._ceiling = 2 * len(kinds)
@@ -197,11 +203,11 @@ class AutoPolicy:
     def run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
         """A layer's forward, under its policy of now."""
         if not (self._is_measuring and torch.is_grad_enabled()):
-            return run_layer(self.policies[layer], forward, *args, host=self._host)
+            return self._run(layer, forward, *args)
         self._allocated.append(self._meter.allocated())
         if self._must_leave(layer):
             self.policies = (*self.policies[:layer], "offload", *self.policies[layer + 1 :])
-        out = run_layer(self.policies[layer], forward, *args, host=self._host)
+        out = self._run(layer, forward, *args)
         if len(self._allocated) == len(self._kinds):
             self._allocated.append(self._meter.allocated())
             # What a layer leaves behind when the next one begins: its input may go only then.
@@ -209,6 +215,10 @@ class AutoPolicy:
             self._extra = measured_extra(self._kinds, kept, self.policies)
             self._is_measuring = False
         return out
+
+    def _run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
+        policy = self.policies[layer]
+        return run_layer(policy, forward, *args, host=self._host, share=self._share)
 
     def end(self, this: Pass) -> None:
         """The backward of a pass is over; again for another backward through the same graph."""

@@ -10,6 +10,10 @@
 Under Ulysses the backward pass of `attention` exchanges q, k, v and out for heads once more, since
 the frame keeps this rank's tokens only.
 
+`attention` and `offload` may keep out and lse for a share of the tokens only, those that cost most
+to compute again (`longctx_patch.selective`); with a share of 0 they keep the input alone, which is
+`full`, or `full` with the inputs on the host.
+
 `attention` costs B * L * H * D numbers of the model's dtype and B * H * L float32 a layer, and
 saves a third of attention's forward-and-backward work (DISTFLASHATTN, section 3.3). The policy
 `auto` gives each layer one of these (`longctx_patch.memory.auto`).
@@ -24,17 +28,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from longctx_patch.memory.offload import HostCopies
-from longctx_patch.replay import Getter, checkpoint_contexts
+from longctx_patch.replay import Getter, as_it_is, checkpoint_contexts
 
 LayerPolicy = Literal["none", "full", "attention", "offload"]
 
 
 def run_layer(
-    policy: LayerPolicy, forward: Callable[..., Any], *args: Any, host: HostCopies | None = None
+    policy: LayerPolicy,
+    forward: Callable[..., Any],
+    *args: Any,
+    host: HostCopies | None = None,
+    share: float = 1.0,
 ) -> Any:
     """`forward(*args)` of one layer, hidden states first.
 
-    Its backward follows the policy that its forward ran under. `host` is for `offload`.
+    Its backward follows the policy that its forward ran under. `host` is for `offload`, `share` of
+    the tokens have their attention kept by those that keep it.
     """
     if policy == "none":
         return forward(*args)
@@ -42,13 +51,16 @@ def run_layer(
         assert host is not None
         keep = host.begin().keep
         with _inputs_on_host(args[0], keep):
-            return _checkpoint(partial(checkpoint_contexts, keep), forward, *args)
-    if policy == "full":  # torch.compile takes no context of ours
+            return _checkpoint(keep, share, forward, *args)
+    return _checkpoint(as_it_is, share if policy == "attention" else 0.0, forward, *args)
+
+
+def _checkpoint(
+    keep: Callable[[Tensor], Getter], share: float, forward: Callable[..., Any], *args: Any
+) -> Any:
+    if not share:  # torch.compile takes no context of ours
         return checkpoint(forward, *args, use_reentrant=False)
-    return _checkpoint(checkpoint_contexts, forward, *args)
-
-
-def _checkpoint(contexts: Callable[[], Any], forward: Callable[..., Any], *args: Any) -> Any:
+    contexts = partial(checkpoint_contexts, keep, share)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
 
 

@@ -21,9 +21,9 @@ from longctx_patch.planner.candidate import Candidate, Job
 from longctx_patch.planner.parts import Parts
 
 BF16, FP32 = 2, 4
-LAYERS_ON_THE_WAY = 3
-"""Of those that are offloaded: the one in backward, the next on its way, one not yet gone. Chosen
-with what was measured of offload in view, as were the buffers of `_loss`."""
+LAYERS_ON_THE_WAY = 1
+"""Of those that are offloaded: the one that is on its way. Chosen with what was measured of offload
+in view, as were the buffers of `_loss`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,7 +65,17 @@ def make_accelerator(
         accelerator_kwargs["fsdp_plugin"] = _exact_fsdp_plugin(accelerator_kwargs)
     accelerator = Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
     _check_ours(accelerator, parallelism)
+    if states_on_host(accelerator):
+        _share_cores()
     return accelerator
+
+
+def states_on_host(accelerator: Accelerator) -> bool:
+    """Whether FSDP2 keeps parameters, gradients and with them the optimizer in host memory."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    return plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def close_accelerator(accelerator: Accelerator) -> None:
@@ -256,6 +266,13 @@ def _check_ours(accelerator: Accelerator, parallelism: SequenceParallelismConfig
             f"{accelerator.state.parallelism_config}; it would go on without the sequence axis. "
             "Call make_accelerator before any other Accelerator, and once per process."
         )
+
+
+def _share_cores() -> None:
+    """Of the machine, among its processes: launchers leave each one core, and the optimizer would
+    step all states on it."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
 def _flag(name: str) -> bool:

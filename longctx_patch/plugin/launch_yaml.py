@@ -14,11 +14,14 @@ def accelerate_yaml(
     num_machines: int = 1,
     cpu: bool = False,
     mixed_precision: str = "bf16",
+    states_on_host: bool = False,
 ) -> str:
     """YAML text for `num_processes` processes, `sequence_degree` of which share a sequence.
 
     With `fsdp` parameters are sharded over all ranks (FSDP2), otherwise each rank holds the model.
-    With `cpu` the processes run on the CPU even where there is a GPU.
+    With `states_on_host` too, parameters, gradients and the optimizer are in host memory, and the
+    optimizer steps there; also for one process. With `cpu` the processes run on the CPU even where
+    there is a GPU.
 
     Raises:
         ValueError: degrees that do not fit the processes, or FSDP where it cannot work.
@@ -28,7 +31,7 @@ def accelerate_yaml(
     """
     import yaml
 
-    _check(num_processes, sequence_degree, num_machines, fsdp, cpu, mixed_precision)
+    _check(num_processes, sequence_degree, num_machines, fsdp, cpu, mixed_precision, states_on_host)
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _distributed_type(num_processes, fsdp),
@@ -45,7 +48,7 @@ def accelerate_yaml(
         }
     settings |= {"mixed_precision": mixed_precision} | _device_settings(num_processes, cpu)
     if fsdp:
-        settings["fsdp_config"] = _fsdp_settings()
+        settings["fsdp_config"] = _fsdp_settings(states_on_host)
     if num_processes > 1:
         data_parallel = num_processes // sequence_degree
         settings["parallelism_config"] = {
@@ -63,6 +66,7 @@ def _check(
     fsdp: bool,
     cpu: bool,
     mixed_precision: str,
+    states_on_host: bool,
 ) -> None:
     if min(num_processes, sequence_degree, num_machines) < 1:
         raise ValueError(
@@ -75,17 +79,23 @@ def _check(
                 f"{name}={value} with num_processes={num_processes}: it must divide the number of "
                 f"processes. Use num_processes={-(-num_processes // value) * value}."
             )
-    if fsdp and (cpu or num_processes == 1):
+    if states_on_host and (cpu or not fsdp):
         raise ValueError(
-            f"fsdp=True with num_processes={num_processes}, cpu={cpu}: Accelerate shards over 2 "
-            "or more GPUs only. Use fsdp=False."
+            f"states_on_host=True with fsdp={fsdp}, cpu={cpu}: it is FSDP2 that keeps them there, "
+            "for GPUs. Use fsdp=True and cpu=False, or states_on_host=False."
+        )
+    if fsdp and (cpu or num_processes == 1 and not states_on_host):
+        raise ValueError(
+            f"fsdp=True with num_processes={num_processes}, cpu={cpu}: FSDP2 shards over 2 or more "
+            "GPUs, or moves the states of one to its host. Use fsdp=False, or for one GPU "
+            "states_on_host=True."
         )
     if mixed_precision not in ("no", "bf16", "fp16"):
         raise ValueError(f"mixed_precision={mixed_precision!r}: choose no, bf16 or fp16.")
 
 
 def _distributed_type(num_processes: int, fsdp: bool) -> str:
-    if num_processes == 1:
+    if num_processes == 1 and not fsdp:
         return "NO"
     # MULTI_CPU would start a single process without MPI; MULTI_GPU starts as many as asked for,
     # and make_accelerator takes the CPU where no GPU is visible.
@@ -101,14 +111,14 @@ def _device_settings(num_processes: int, cpu: bool) -> dict[str, Any]:
     return {"use_cpu": False, "gpu_ids": ",".join(["-1"] * num_processes)}
 
 
-def _fsdp_settings() -> dict[str, Any]:
+def _fsdp_settings(states_on_host: bool) -> dict[str, Any]:
     return {
         "fsdp_version": 2,
         # No class is named: Accelerate wraps the model's own _no_split_modules.
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": True,
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_offload_params": False,
+        "fsdp_offload_params": states_on_host,
         "fsdp_cpu_ram_efficient_loading": False,
         # The patch checkpoints activations itself (LongContextConfig.checkpoint).
         "fsdp_activation_checkpointing": False,

@@ -104,7 +104,8 @@ class SequenceParallelismConfig(ParallelismConfig):
                 "distributed_type: FSDP and fsdp_version: 2 in the YAML, or use "
                 f"dp_replicate_size={self.data_parallel_size}, dp_shard_size=1."
             )
-        if fsdp2 and not self.dp_shard_cp_dim_names:
+        # One process has nothing to shard, but may keep its states on the host.
+        if fsdp2 and not self.dp_shard_cp_dim_names and num_processes > 1:
             raise ValueError(
                 "FSDP2 with dp_shard_size=1 and cp_size=1: there are no ranks to shard over. Set "
                 f"dp_shard_size to a divisor of {num_processes} processes above 1, or "

@@ -1,0 +1,83 @@
+"""Layers that keep attention of some tokens only: numbers of a patched model, memory, host, traffic."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import run_distributed
+from tests.hf.tiny import gradient_norm, tiny_model
+from tests.memory.live_bytes import LiveBytes
+from tests.memory.test_checkpointing import Trained, assert_equal, deep_model
+from tests.reference import relative_error
+
+SHARES = (0.0, 0.5, 0.8)
+
+
+def assert_close(found: tuple[Tensor, dict[str, Tensor]], wanted: Any) -> None:
+    """The loss to the bit, since forward is the same; gradients within float32's rounding."""
+    assert torch.equal(found[0], wanted[0])
+    norms = [gradient_norm(grads) for grads in (found[1], wanted[1])]
+    assert relative_error(*norms) < 1e-6
+    for name, gradient in wanted[1].items():
+        assert relative_error(found[1][name], gradient) < 1e-6, name
+
+
+@pytest.mark.parametrize("policy", ["attention", "offload"])
+@pytest.mark.parametrize("share", SHARES)
+def test_numbers_of_one_process(policy: Any, share: float) -> None:
+    wanted = Trained.of(tiny_model(), checkpoint="none").step()
+    it = Trained.of(tiny_model(), checkpoint=policy, attention_kept=share)
+    for _ in range(2):
+        assert_close(it.step(), wanted)
+
+
+def test_a_share_of_nothing_is_full() -> None:
+    wanted = Trained.of(tiny_model(), checkpoint="full").step()
+    it = Trained.of(tiny_model(), checkpoint="attention", attention_kept=0)
+    assert_equal(it.step(), wanted)
+
+
+def test_memory_falls_with_the_share() -> None:
+    """By what attention keeps: [B, L, H, D] of out and [B, H, L] of lse, in float32."""
+    peaks = {}
+    for share in (1.0, 0.5, 0.0):
+        with LiveBytes() as meter:
+            it = Trained.of(deep_model(), checkpoint="attention", attention_kept=share)
+            it.step()
+            loss = it.loss()
+            peaks[share] = meter.allocated()
+            del loss
+    layers, batch, length, heads, dim = 5, 2, 48, 4, 16
+    whole = layers * batch * length * heads * (dim + 1) * 4
+    assert peaks[1.0] - peaks[0.0] == whole
+    assert peaks[1.0] - peaks[0.5] == pytest.approx(whole / 2, rel=0.1)
+
+
+def test_host_memory_falls_with_the_share() -> None:
+    held = {}
+    for share in (1.0, 0.5, 0.0):
+        it = Trained.of(tiny_model(), checkpoint="offload", attention_kept=share)
+        it.step()
+        held[share] = it.handle.checkpointing.host_bytes
+    layers, batch, length, hidden, heads, dim = 2, 2, 48, 64, 4, 16
+    inputs = layers * batch * length * hidden * 4
+    results = layers * batch * length * heads * (dim + 1) * 4
+    assert held == {1.0: inputs + results, 0.5: inputs + results // 2, 0.0: inputs}
+
+
+def check_on_four_ranks(rank: int) -> None:
+    for ulysses, ring in ((4, 1), (1, 4), (2, 2)):
+        degrees = {"ulysses_degree": ulysses, "ring_degree": ring, "layout": "striped"}
+        wanted = Trained.of(tiny_model(), checkpoint="none", **degrees).step()
+        for policy, share in (("attention", 0.5), ("offload", 0.25), ("auto", 0.5)):
+            it = Trained.of(tiny_model(), checkpoint=policy, attention_kept=share, **degrees)
+            # The second step checks what the first backward sent against the plans.
+            for _ in range(2):
+                assert_close(it.step(), wanted)
+            assert it.handle.first_step is not None
+
+
+def test_on_four_ranks() -> None:
+    run_distributed(check_on_four_ranks, 4)
