@@ -25,7 +25,8 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama-1b": _LLAMA_8B
         | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
         | {"tie_word_embeddings": True},
-        "mistral-7b": _LLAMA_8B | {"model_type": "mistral", "vocab_size": 32768}
+        "mistral-7b": _LLAMA_8B
+        | {"model_type": "mistral", "vocab_size": 32768}
         | {"sliding_window": None},
         "qwen2-7b": _LLAMA_8B
         | {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944}

@@ -3,9 +3,10 @@
     python benchmarks/predicted.py --gpus 2 --hardware h200 --out results/ \\
         --runs llama-8b:layers=8,tokens=65536,checkpoint=attention qwen2-7b:tokens=32768,lora=true
 
-A run is `model:option=value,...`: a name of benchmarks/model_shapes.py with random weights, `tokens`
-of a row, and if you like `layers`, `lora`, `rank`, `dtype` (of the weights as loaded), `fused`
-(Liger Kernel's layers), `steps` and `warm_ups`; the others are fields of LongContextConfig. Each run
+A run is `model:option=value,...`: a name of benchmarks/model_shapes.py with random weights,
+`tokens` of a row, and if you like `layers`, `lora`, `rank`, `dtype` (of the weights as loaded),
+`fused` (Liger Kernel's layers), `rehearse`, `steps` and `warm_ups`; the others are fields of
+LongContextConfig. Each run
 first makes a step on a small row, whose loss has to be that of the model before it was patched.
 Memory is the most that torch's allocator had given out on a GPU, seconds the median of the steps,
 and beside both is what `preflight` expected before the first step. Writes predicted.jsonl and
@@ -48,7 +49,9 @@ def _pair(title: str, predicted: str, measured: str, form: str) -> tuple[Column,
 COLUMNS = (
     Column("run", lambda row: row["run"]),
     *_pair("GiB", "predicted_gib", "measured_gib", "{:.1f}"),
-    Column("preflight GiB", lambda r: f"{r['preflight_gib']:.1f}" if r.get("preflight_gib") else None),
+    Column(
+        "preflight GiB", lambda r: f"{r['preflight_gib']:.1f}" if r.get("preflight_gib") else None
+    ),
     *_pair("s", "predicted_s", "measured_s", "{:.3f}"),
     *_pair("host GiB", "predicted_host_gib", "measured_host_gib", "{:.1f}"),
     Column("MFU", lambda row: f"{row['mfu']:.1%}" if "mfu" in row else None),
@@ -65,6 +68,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--gpus", type=int, required=True, help="processes; without GPUs on the CPU")
     add("--hardware", default="h200", help="kind of GPU to predict for (h200)")
     add("--runs", nargs="+", required=True, help="model:option=value,...")
+    add("--states-on-host", action="store_true", help="weights and optimizer in host memory")
     add("--limit-s", type=float, default=300.0, help="of each launch (default 300)")
     add("--budget-s", type=float, default=math.inf, help="of all launches (default none)")
     parsed = parser.parse_args(arguments)
@@ -87,9 +91,8 @@ def main(command_line: Sequence[str] | None = None) -> None:
     while waiting:  # one launch for all, and another one after a run that ended its launch
         lines, job = out / f"{number}.lines", out / f"{number}.job.json"
         lines.unlink(missing_ok=True)
-        job.write_text(
-            json.dumps({"runs": waiting, "lines": str(lines), "hardware": arguments.hardware})
-        )
+        settings = {name: getattr(arguments, name) for name in ("hardware", "states_on_host")}
+        job.write_text(json.dumps({"runs": waiting, "lines": str(lines), **settings}))
         limit_s = budget.limit_s(arguments.limit_s)
         logs = out / f"predicted.{number:02}"
         ending = run_job(HERE / "predicted_job.py", [str(job)], arguments.gpus, limit_s, logs)

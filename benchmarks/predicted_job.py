@@ -6,6 +6,7 @@ Appends a line of JSON for each.
 import gc
 import json
 import os
+import socket
 import statistics
 import sys
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from longctx_patch.hf.preflight import Preflight, preflight
 from longctx_patch.hf.transformers_api import decoder_layers
 from longctx_patch.planner import Job, Result, parse_cluster, shape_of
 from longctx_patch.planner.search import result_of, usual_tiles
-from longctx_patch.plugin import close_accelerator, make_accelerator
+from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 
 GIB = 2**30
 CHECK_TOKENS = 2048
@@ -50,6 +51,7 @@ class Run:
     rank: int = 16
     dtype: Any = "bfloat16"
     fused: bool = True
+    rehearse: bool = True
     steps: int = 3
     warm_ups: int = 2
 
@@ -60,7 +62,7 @@ class Run:
         mine = {name: options.pop(name) for name in list(options) if name in cls.__annotations__}
         return cls(text, model, LongContextConfig(**options), **mine)
 
-    def predicted(self, config: PreTrainedConfig, gpus: str) -> Result:
+    def predicted(self, config: PreTrainedConfig, gpus: str, offload_states: bool) -> Result:
         job = Job(
             shape=shape_of(config, self.model),
             cluster=parse_cluster(gpus),
@@ -75,6 +77,8 @@ class Run:
             ulysses=self.config.ulysses_degree,
             ring=self.config.ring_degree,
             checkpoint=self.config.checkpoint,
+            attention_kept=self.config.attention_kept,
+            offload_states=offload_states,
             mlp_tiles=self.config.mlp_tiles or usual_tiles(job, self.config.sequence_degree),
         )
 
@@ -97,7 +101,7 @@ class Training:
         self.handle: PatchHandle = patch(model.train(), run.config)
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = make_optimizer(trained, self.device)
-        plugin = accelerator.state.fsdp_plugin
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
         if plugin is not None:  # it remembers the first model's
             layer = decoder_layers(self.handle.model)[0]
             plugin.transformer_cls_names_to_wrap = [type(layer).__name__]
@@ -153,10 +157,11 @@ def measure(run: Run, accelerator: Any, hardware: str) -> Row:
     """Collective."""
     device, num_ranks = accelerator.device, accelerator.num_processes
     config = model_config(run.model, run.layers, max(run.tokens, CHECK_TOKENS))
-    result = run.predicted(config, f"{num_ranks}x{hardware}")
+    on_host = states_on_host(accelerator)
+    result = run.predicted(config, f"{num_ranks}x{hardware}", on_host)
     training = Training(run, config, accelerator)
     training.load(run.tokens)
-    expected = training.rehearse()
+    expected = training.rehearse() if run.rehearse else None
     training.load(CHECK_TOKENS)
     loss = training.step()
     if not abs(loss / training.plain_loss - 1) <= TOLERANCE[device.type]:
@@ -175,7 +180,8 @@ def measure(run: Run, accelerator: Any, hardware: str) -> Row:
         seconds.append(perf_counter() - started)
         peak = max(peak, peak_bytes(device))
     kept = training.handle.checkpointing
-    peaks, host = zip(*everyone([peak, kept.host_bytes]), strict=True)
+    mine = kept.host_bytes + (bytes_of_states(training) if on_host else 0)
+    peaks, host = zip(*everyone([peak, mine]), strict=True)
     measured_s = statistics.median(seconds)
     flops = result.job.step_flops * result.rows_at_once / num_ranks
     training.close()
@@ -197,6 +203,20 @@ def measure(run: Run, accelerator: Any, hardware: str) -> Row:
         "components_gib": {name: x / GIB for name, x in result.memory.parts().items()},
         "parts_s": result.time.parts(),
     }
+
+
+def bytes_of_states(training: Training) -> int:
+    """Of weights, gradients and AdamW's two states of this rank, which is all in host memory."""
+    weights = [parameter.to_local() for parameter in training.model.parameters()]
+    states = [
+        value.to_local()
+        for state in training.optimizer.state.values()
+        for value in state.values()
+        if hasattr(value, "to_local")
+    ]
+    gradients = sum(w.nbytes for w in weights if w.requires_grad)
+    assert all(tensor.device.type == "cpu" for tensor in (*weights, *states))
+    return gradients + sum(tensor.nbytes for tensor in (*weights, *states))
 
 
 def mean_over_ranks(loss: Tensor) -> float:
@@ -221,12 +241,23 @@ def peak_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
+def one_process_group() -> dict[str, str]:
+    """What torchrun exports to a single process, whose FSDP2 needs a group."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
 def main() -> None:
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available()
-    if on_gpu and num_ranks > 1:
-        os.environ.update(launch_environment(num_ranks))
+    if settings["states_on_host"] and num_ranks == 1:
+        os.environ.update(one_process_group())
+    if on_gpu and (num_ranks > 1 or settings["states_on_host"]):
+        os.environ.update(launch_environment(num_ranks, states_on_host=settings["states_on_host"]))
     runs = [Run.parse(text) for text in settings["runs"]]
     accelerator = make_accelerator(runs[0].config, mixed_precision="bf16" if on_gpu else "no")
     for run in runs:

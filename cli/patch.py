@@ -44,10 +44,28 @@ class Gpus(click.ParamType[str]):
     help="What is kept for backward [auto: as much as the GPU's memory takes].",
 )
 @click.option(
+    "--attention-kept",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    help="Share of the tokens whose attention layers keep, the last ones [1].",
+)
+@click.option(
     "--mlp-tiles",
     type=click.IntRange(1),
     help="Tiles in which MLPs run [as few as the GPU's memory takes].",
 )
+@click.option(
+    "--states-on-host",
+    is_flag=True,
+    help="Weights, gradients and optimizer in host memory; the optimizer steps there.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(("float32", "bfloat16")),
+    default="float32",
+    help="That weights are loaded in [float32].",
+)
+@click.option("--rank", type=click.IntRange(1), help="Of the adapter [16].")
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
 @click.option("--data", multiple=True, help="Text to train on: files, folders, JSONL, datasets.")
 @click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs, to try it out.")

@@ -25,11 +25,6 @@ KINDS = "h200, h100, a100, a100-40"
 )
 @click.option("--stock-layers", is_flag=True, help="Without Liger Kernel's norms and SwiGLU.")
 @click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
-@click.option(
-    "--states-on-host",
-    is_flag=True,
-    help="Also with weights and optimizer on the host; patch does not set that up.",
-)
 @click.option("--max-seq-len", is_flag=True, help="Print the longest row that fits, only.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 @click.option("--png", type=click.Path(path_type=Path), help="Draw memory by component.")
@@ -42,7 +37,6 @@ def plan_command(
     dtype: Any,
     stock_layers: bool,
     host_gib: float | None,
-    states_on_host: bool,
     max_seq_len: bool,
     as_json: bool,
     png: Path | None,
@@ -78,7 +72,6 @@ def plan_command(
         lora=lora,
         lora_rank=rank or 16,
         dtype=dtype,
-        states_on_host=states_on_host and not lora and cluster.num_gpus > 1,
         fused_layers=not stock_layers and config.model_type in LIGER_FAMILIES,
     )
     most = longest(job)

@@ -64,6 +64,10 @@ class Decisions:
         return "distributed_type: FSDP" in self.launch_yaml
 
     @property
+    def states_on_host(self) -> bool:
+        return "fsdp_offload_params: true" in self.launch_yaml
+
+    @property
     def data_parallel(self) -> int:
         return self.num_gpus // self.degrees.sequence_degree
 
@@ -106,7 +110,11 @@ def decide(
     sequence_degree: int | None,
     nodes: int,
     checkpoint: Any,
+    attention_kept: float,
     mlp_tiles: int | None,
+    states_on_host: bool,
+    dtype: Any,
+    rank: int | None,
     pack: bool,
     data: Sequence[str],
     cpu: bool,
@@ -121,6 +129,10 @@ def decide(
     for source in text:
         _check_text(source)
     num_gpus = int(re.split(r"\D", gpus)[0])
+    if rank is not None and not lora:
+        raise ValueError(f"--rank {rank} with --full: it is an adapter's. Use --lora.")
+    if states_on_host and cpu:
+        raise ValueError("--states-on-host with --cpu: there all is on the host. Use one of them.")
     cluster = None if gpus.isdigit() or cpu else _cluster(gpus, num_gpus, nodes)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
@@ -144,24 +156,28 @@ def decide(
         rope_factor=rope_factor,
         lora=lora,
         full=not lora,
+        dtype=dtype,
         ulysses=degrees.ulysses,
         ring=degrees.ring,
         checkpoint=checkpoint,
+        attention_kept=attention_kept,
         mlp_tiles=mlp_tiles,
         save_every=SAVE_EVERY,
+        **({} if rank is None else {"lora_rank": rank}),
         **({} if cluster is None else {"hardware": cluster.gpu.hardware.name}),
     )
     scaled = models.load_config(settings)
     check_model_config(scaled, settings.sequence_parallelism())
     models.check_vocabulary(models.load_tokenizer(settings), scaled)
-    predicted = None if cluster is None else _prediction(settings, scaled, cluster)
+    predicted = None if cluster is None else _prediction(settings, scaled, cluster, states_on_host)
     launch_yaml = accelerate_yaml(
         num_gpus,
         degrees.sequence_degree,
-        fsdp=num_gpus > 1 and not cpu,
+        fsdp=(num_gpus > 1 or states_on_host) and not cpu,
         num_machines=nodes,
         cpu=cpu,
         mixed_precision="no" if cpu else "bf16",
+        states_on_host=states_on_host,
     )
     return Decisions(
         folder=folder,
@@ -215,6 +231,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
             balanced if degrees.ring > 1 else "alike without a ring",
         ),
         ("checkpoint", settings.checkpoint, _CHECKPOINT_REASONS[settings.checkpoint]),
+        *_attention_kept(settings.attention_kept),
         ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
         ("weights", *_weights(decisions)),
         *_predicted(decisions.predicted),
@@ -247,6 +264,13 @@ _CHECKPOINT_REASONS = {
 }
 
 
+def _attention_kept(share: float) -> list[tuple[str, str, str]]:
+    if share == 1:
+        return []
+    again = f"what is left out takes {(1 - share) ** 2:.0%} of attention's forward pass again"
+    return [("attention kept", f"of {share:.0%} of the tokens", f"--attention-kept: {again}")]
+
+
 def _mlp_tiles(tiles: int | None) -> tuple[str, str]:
     if tiles is None:
         return "auto", "as few as keep a tile within 1/16 of the GPU's memory (CPU: 1)"
@@ -276,11 +300,17 @@ def _rope_types(rope: dict[str, Any]) -> list[str]:
 
 
 def _weights(decisions: Decisions) -> tuple[str, str]:
-    whole = decisions.num_parameters * 4
+    settings = decisions.settings
+    # FSDP2 with mixed precision makes float32 of what is trained.
+    is_narrow = settings.dtype == "bfloat16" and (settings.uses_lora or not decisions.fsdp)
+    dtype, width = ("bfloat16", 2) if is_narrow else ("float32", 4)
+    whole = decisions.num_parameters * width
     if decisions.fsdp:
         share = size_text(whole / decisions.num_gpus)
-        return f"{share} per GPU (FSDP2)", f"{size_text(whole)} in float32 over all GPUs"
-    return f"{size_text(whole)} per process", "float32, a whole copy in each"
+        where = "on the host, one layer at a time on the GPU" if decisions.states_on_host else ""
+        where = where or "over all GPUs"
+        return f"{share} per GPU (FSDP2)", f"{size_text(whole)} in {dtype} {where}"
+    return f"{size_text(whole)} per process", f"{dtype}, a whole copy in each"
 
 
 def _cluster(gpus: str, num_gpus: int, nodes: int) -> Cluster:
@@ -296,12 +326,14 @@ def _cluster(gpus: str, num_gpus: int, nodes: int) -> Cluster:
     return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, hardware=hardware))
 
 
-def _prediction(settings: Settings, config: Any, cluster: Cluster) -> Result | None:
+def _prediction(
+    settings: Settings, config: Any, cluster: Cluster, states_on_host: bool
+) -> Result | None:
     """None for experts, which the planner does not know. Raises ValueError where the run is
     predicted not to fit, with what to change."""
     if any(getattr(config, experts, None) for experts in EXPERTS):
         return None
-    result = predict_run(settings, config, cluster)
+    result = predict_run(settings, config, cluster, states_on_host)
     if not result.fits:
         raise ValueError(
             f"--gpus {cluster}: the run {result.reason}. {advice(result)}. `longctx plan` compares "

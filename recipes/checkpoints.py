@@ -46,7 +46,7 @@ WORLD = {
         "ranks_per_node",
         "hardware",
     ),
-    *("kernel", "deterministic", "loss", "checkpoint", "mlp_tiles"),
+    *("kernel", "deterministic", "loss", "checkpoint", "attention_kept", "mlp_tiles"),
 }
 ROWS = {"batch_size", "gradient_accumulation_steps"}
 

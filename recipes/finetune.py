@@ -34,7 +34,7 @@ from longctx_patch.hf.fused_layers import (
 )
 from longctx_patch.hf.preflight import WillNotFit, preflight
 from longctx_patch.loss import count_valid_tokens
-from longctx_patch.plugin import close_accelerator, make_accelerator
+from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import checkpoints, models, texts
 from longctx_patch.recipes.memory_report import out_of_memory
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
@@ -82,6 +82,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
         config=handle.model.config,
         num_gpus=accelerator.num_processes,
         device=accelerator.device,
+        states_on_host=states_on_host(accelerator),
     )
     try:
         if not settings.skip_rehearsal:

@@ -17,7 +17,12 @@ class OutOfMemory(RuntimeError):
 
 
 def out_of_memory(
-    error: BaseException, settings: Settings, config: Any, num_gpus: int, device: torch.device
+    error: BaseException,
+    settings: Settings,
+    config: Any,
+    num_gpus: int,
+    device: torch.device,
+    states_on_host: bool,
 ) -> OutOfMemory:
     """The error to raise in place of one of torch's or of the rehearsal: its first line, what was
     used, what was predicted, and what to change."""
@@ -30,7 +35,7 @@ def out_of_memory(
     ]
     try:
         cluster = cluster_here(settings.hardware, num_gpus, total)
-        predicted = predict_run(settings, config, cluster)
+        predicted = predict_run(settings, config, cluster, states_on_host)
     except ValueError as reason:  # models that the planner does not know
         return OutOfMemory("\n".join([*lines, f"Nothing was predicted: {reason}"]))
     parts = ", ".join(
@@ -44,7 +49,9 @@ def out_of_memory(
     return OutOfMemory("\n".join(lines))
 
 
-def predict_run(settings: Settings, config: Any, cluster: Cluster) -> Result:
+def predict_run(
+    settings: Settings, config: Any, cluster: Cluster, states_on_host: bool = False
+) -> Result:
     """What these settings are predicted to take. Raises ValueError for models not covered."""
     job = Job(
         shape=shape_of(config, settings.model),
@@ -61,5 +68,7 @@ def predict_run(settings: Settings, config: Any, cluster: Cluster) -> Result:
         ulysses=parallelism.ulysses_degree,
         ring=parallelism.ring_degree,
         checkpoint=parallelism.checkpoint,
+        attention_kept=parallelism.attention_kept,
+        offload_states=states_on_host,
         mlp_tiles=parallelism.mlp_tiles or usual_tiles(job, parallelism.sequence_degree),
     )

@@ -80,6 +80,9 @@ class Settings:
     checkpoint: str = setting(
         "none, full, attention, offload, or auto: as the memory demands", default="auto"
     )
+    attention_kept: float = setting(
+        "share of the tokens whose attention layers keep; others' is computed again", default=1.0
+    )
     mlp_tiles: int | None = setting(
         "tiles in which MLPs run, if not as few as the memory takes", default=None
     )
@@ -153,6 +156,7 @@ class Settings:
             deterministic=self.deterministic,
             loss=self.loss,  # type: ignore[arg-type]
             checkpoint=self.checkpoint,  # type: ignore[arg-type]
+            attention_kept=self.attention_kept,
             mlp_tiles=self.mlp_tiles,
         )
 

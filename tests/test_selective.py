@@ -84,9 +84,7 @@ def one_rank(group: SequenceGroup, case: Case, share: float) -> Found:
     sinks = all_sinks.clone().requires_grad_() if case.sinks else None
     for x in (q, k, v):
         x.requires_grad_()
-    call = AttentionCall(
-        group, case.documents, case.mask, Score(HEAD_DIM**-0.5), HEADS, KV_HEADS
-    )
+    call = AttentionCall(group, case.documents, case.mask, Score(HEAD_DIM**-0.5), HEADS, KV_HEADS)
     frames: list[Frame] = []
 
     def contexts() -> Any:

@@ -67,9 +67,12 @@ class Ours(TorchTrained):
         close_accelerator(self._accelerator)
 
 
-def launch_environment(num_ranks: int, reshards: bool = True) -> dict[str, str]:
+def launch_environment(
+    num_ranks: int, reshards: bool = True, *, states_on_host: bool = False
+) -> dict[str, str]:
     """What `accelerate launch` exports for the FSDP2 settings of a run folder's accelerate.yaml."""
-    settings = yaml.safe_load(accelerate_yaml(num_ranks, num_ranks, fsdp=True))["fsdp_config"]
+    text = accelerate_yaml(num_ranks, num_ranks, fsdp=True, states_on_host=states_on_host)
+    settings = yaml.safe_load(text)["fsdp_config"]
     settings["fsdp_reshard_after_forward"] = reshards
     exported = {key.upper(): str(value) for key, value in settings.items()}
     return {"ACCELERATE_USE_FSDP": "true", **exported}

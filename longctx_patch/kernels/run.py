@@ -1,9 +1,19 @@
-"""Run one kernel call on packed rows: `call.q` one after another, and `call.kv` likewise."""
+"""Run one kernel call on packed rows: `call.q` one after another, and `call.kv` likewise.
 
+Kernels sum dq in float32, for all the heads that they are given. Where that takes much of the GPU's
+memory they are given some heads after the other: heads don't depend on each other, and rows so long
+fill the GPU with one.
+"""
+
+import torch
 from torch import Tensor
 
 from longctx_patch.kernels.base import Kernel, Score, Segments
 from longctx_patch.kernels.calls import Call, must_be_equal
+from longctx_patch.layout import even_cuts
+
+SHARE = 1 / 16
+"""Of the GPU's memory, that dq in float32 may take."""
 
 
 def run_forward(
@@ -32,9 +42,55 @@ def run_backward(
     form = _Form(kernel, call)
     dout, q, k, v, out = form.enter(dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD)
     (lse_BLH,) = form.enter(lse_BHL.transpose(1, 2))
-    lse = lse_BLH.transpose(1, 2)
-    dq, dk, dv = form.leave(*kernel.backward(dout, q, k, v, out, lse, form.segments, score))
+    tensors = (dout, q, k, v, out, lse_BLH.transpose(1, 2))
+    count = num_head_parts(q, k)
+    if count == 1:
+        grads = kernel.backward(*tensors, form.segments, score)
+    else:
+        grads = _backward_by_heads(kernel, form.segments, score, tensors, count)
+    dq, dk, dv = form.leave(*grads)
     return dq, dk, dv
+
+
+def num_head_parts(q_BLHD: Tensor, k_BMGD: Tensor) -> int:
+    """Of whole key-value heads, in which backward is computed; 1 on CPU."""
+    if not q_BLHD.is_cuda:
+        return 1
+    total = torch.cuda.get_device_properties(q_BLHD.device).total_memory
+    return parts_that_fit(4 * q_BLHD.numel(), total, k_BMGD.shape[2])
+
+
+def parts_that_fit(num_bytes: int, device_bytes: float, num_kv_heads: int) -> int:
+    """The fewest parts of `num_bytes` that stay within `SHARE`.
+
+    Example:
+        >>> parts_that_fit(3 * 2**30, 16 * 2**30, 8)
+        3
+    """
+    return min(num_kv_heads, max(1, -(-num_bytes // int(SHARE * device_bytes))))
+
+
+def _backward_by_heads(
+    kernel: Kernel, segments: Segments, score: Score, tensors: tuple[Tensor, ...], count: int
+) -> tuple[Tensor, ...]:
+    dout, q, k, v, out, lse = tensors
+    group = q.shape[2] // k.shape[2]
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for first, stop, _ in even_cuts(k.shape[2], count):
+        kv, query = slice(first, stop), slice(first * group, stop * group)
+        of_query = (x[:, :, query] for x in (dout, q))
+        found = kernel.backward(
+            *of_query,
+            k[:, :, kv],
+            v[:, :, kv],
+            out[:, :, query],
+            lse[:, query],
+            segments,
+            score,
+        )
+        for whole, heads, part in zip(grads, (query, kv, kv), found, strict=True):
+            whole[:, :, heads].copy_(part)
+    return grads
 
 
 class _Form:

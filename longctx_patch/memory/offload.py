@@ -8,9 +8,13 @@ they travel while this layer is computed.
 Host memory is pinned and used again by later passes. More is taken only while `RESERVE` of the
 machine's memory stays free, which the processes of a machine share.
 
+Where a layer's tensors are large (`AHEAD`), the next ones don't come before they are asked for: rows
+so long are computed for minutes in each layer, and their memory is what rows could be longer by.
+
 On CPU the copies are made all the same, at once; they save nothing there.
 """
 
+import math
 import os
 import warnings
 import weakref
@@ -21,10 +25,13 @@ import torch
 from torch import Tensor
 
 from longctx_patch.memory import host
+from longctx_patch.memory.meter import total_bytes
 from longctx_patch.replay import Getter
 
 RESERVE = 0.05
 """Share of the machine's memory that is left to others."""
+AHEAD = 1 / 16
+"""Of the device's memory, that a layer's tensors may take on their way while another is computed."""
 
 
 class HostMemoryFull(RuntimeError):
@@ -55,6 +62,9 @@ class HostCopies:
         self._num_layers = num_layers
         self._is_checked = False
         self.room = HostRoom.now
+        total = total_bytes(device)
+        self.most_ahead = math.inf if total is None else AHEAD * total
+        """Bytes of a layer that come back while the one after it is in backward."""
         self.num_bytes = 0
         """Of host memory that is held."""
         self._must_leave = must_leave
@@ -159,11 +169,15 @@ class Kept:
         def get() -> Tensor:
             self._bring_back()
             before = None if self._before is None else self._before()
-            if before is not None:
+            if before is not None and before._num_bytes <= self._host.most_ahead:
                 before._bring_back()
             return held.get()
 
         return get
+
+    @property
+    def _num_bytes(self) -> int:
+        return sum(held.on_host.nbytes for held in self._held)
 
     def _bring_back(self) -> None:
         """All of them, once; what is asked for again, by a second backward, comes by itself."""

@@ -34,4 +34,7 @@ def advice(used: Result) -> str:
 def flags(candidate: Candidate) -> str:
     """Of `longctx patch` and of the recipe."""
     degrees = f"--ulysses {candidate.ulysses} --ring {candidate.ring}"
-    return f"{degrees} --checkpoint {candidate.checkpoint} --mlp-tiles {candidate.mlp_tiles}"
+    text = f"{degrees} --checkpoint {candidate.checkpoint} --mlp-tiles {candidate.mlp_tiles}"
+    if candidate.attention_kept < 1:
+        text += f" --attention-kept {candidate.attention_kept:g}"
+    return text + (" --states-on-host" if candidate.offload_states else "")

@@ -22,9 +22,7 @@ class Job:
     lora_rank: int = 16
     dtype: WeightsDtype = "bfloat16"
     """That weights are loaded in, to compute in bfloat16. FSDP2 makes those that are trained
-    float32; one GPU trains them as they are."""
-    states_on_host: bool = False
-    """Look at candidates with weights, gradients and optimizer on the host, too."""
+    float32; one GPU without it trains them as they are."""
     fused_layers: bool = True
     """Liger Kernel's norms, rotary embeddings and SwiGLU, as recipes take where it is installed."""
 
@@ -56,9 +54,15 @@ class Candidate:
     policies: tuple[LayerPolicy, ...]
     """Of each layer, first to last."""
     mlp_tiles: int = 1
+    attention_kept: float = 1.0
+    """Share of the tokens whose attention layers keep."""
     offload_states: bool = False
     """FSDP2 keeps weights, gradients and the optimizer on the host, and steps there."""
 
     @property
     def sequence_degree(self) -> int:
         return self.ulysses * self.ring
+
+    def uses_fsdp(self, job: Job) -> bool:
+        """Over several GPUs, or for states on the host of one."""
+        return job.cluster.num_gpus > 1 or self.offload_states

@@ -53,8 +53,8 @@ class LayerBytes:
     """Kept by attention and what surrounds it."""
     mlp: float
     """Kept by the MLP's inner tensors."""
-    checkpoint: float
-    """Kept where the layer is recomputed but its attention replayed: input, output, lse."""
+    results: float
+    """Kept of attention, where the layer is recomputed but its attention replayed: output, lse."""
     input: float
     passing: float
     """What backward of the MLP holds beside what was kept."""
@@ -92,16 +92,26 @@ def layer_bytes(job: Job, mlp_tiles: int) -> LayerBytes:
     return LayerBytes(
         attention=attention,
         mlp=mlp if mlp_tiles == 1 else 0.0,
-        checkpoint=hidden + query + lse,
+        results=query + lse,
         input=hidden,
         # Of tiles the gradients of what goes in and of what comes out are whole.
         passing=passing if mlp_tiles == 1 else 2 * hidden + (mlp + passing) / mlp_tiles,
     )
 
 
-def kept_bytes(policy: LayerPolicy, layer: LayerBytes) -> float:
+def checkpoint_bytes(candidate: Candidate, layer: LayerBytes) -> float:
+    """Kept for each token by a layer that is recomputed but for attention, wherever it is kept."""
+    return layer.input + candidate.attention_kept * layer.results
+
+
+def kept_bytes(policy: LayerPolicy, candidate: Candidate, layer: LayerBytes) -> float:
     """On the GPU, for each token, while other layers are computed."""
-    kept = {"none": layer.whole, "attention": layer.checkpoint, "offload": 0.0, "full": layer.input}
+    kept = {
+        "none": layer.whole,
+        "attention": checkpoint_bytes(candidate, layer),
+        "offload": 0.0,
+        "full": layer.input,
+    }
     return kept[policy]
 
 
@@ -120,22 +130,23 @@ def predict_memory(
 def host_bytes(job: Job, candidate: Candidate, tokens: float) -> float:
     """Of one machine's host, all its processes together."""
     offloaded = candidate.policies.count("offload")
-    per_gpu = offloaded * layer_bytes(job, candidate.mlp_tiles).checkpoint * tokens
+    layer = layer_bytes(job, candidate.mlp_tiles)
+    per_gpu = offloaded * checkpoint_bytes(candidate, layer) * tokens
     if candidate.offload_states:
-        per_gpu += sum(states(job))
+        per_gpu += sum(states(job, candidate))
     return per_gpu * job.cluster.gpus_per_node
 
 
-def states(job: Job) -> tuple[float, float, float]:
+def states(job: Job, candidate: Candidate) -> tuple[float, float, float]:
     """(weights, gradients, optimizer): bytes that rest for one GPU, on it or on its host.
 
     FSDP2 with mixed precision keeps what is trained in float32 and all else as it was loaded; one
-    GPU trains the model as it was loaded. Adapters are float32.
+    GPU without it trains the model as it was loaded. Adapters are float32.
     """
     ranks, trained = job.cluster.num_gpus, job.trained_weights
     frozen = job.shape.num_weights if job.lora else 0
     loaded = BF16 if job.dtype == "bfloat16" else FP32
-    width = FP32 if ranks > 1 or job.lora else loaded
+    width = FP32 if candidate.uses_fsdp(job) or job.lora else loaded
     return (
         (width * trained + loaded * frozen) / ranks,
         width * trained / ranks,
@@ -144,19 +155,19 @@ def states(job: Job) -> tuple[float, float, float]:
 
 
 def _states_on_gpu(job: Job, candidate: Candidate) -> tuple[float, float, float]:
-    return (0.0, 0.0, 0.0) if candidate.offload_states else states(job)
+    return (0.0, 0.0, 0.0) if candidate.offload_states else states(job, candidate)
 
 
-def _gathered(job: Job, num_layers: int) -> float:
+def _gathered(job: Job, candidate: Candidate, num_layers: int) -> float:
     """Of FSDP: layers, and the head with the norm before it, whole from its use to the end."""
-    if job.cluster.num_gpus == 1:
+    if not candidate.uses_fsdp(job):
         return 0.0
     return BF16 * (num_layers * job.shape.layer_weights + job.shape.head_weights)
 
 
-def _cast(job: Job, num_layers: int, head: int) -> float:
+def _cast(job: Job, candidate: Candidate, num_layers: int, head: int) -> float:
     """Copies in bfloat16 that autocast makes of float32 weights and backward needs, on one GPU."""
-    if job.cluster.num_gpus > 1 or job.dtype == "bfloat16":
+    if candidate.uses_fsdp(job) or job.dtype == "bfloat16":
         return 0.0
     return BF16 * (num_layers * job.shape.layer_linear_weights + head)
 
@@ -165,9 +176,9 @@ def _kept(job: Job, candidate: Candidate, tokens: float, but: int) -> float:
     """Of all layers but the last `but`."""
     layer = layer_bytes(job, candidate.mlp_tiles)
     others = candidate.policies[: len(candidate.policies) - but]
-    kept = sum(kept_bytes(policy, layer) for policy in others)
+    kept = sum(kept_bytes(policy, candidate, layer) for policy in others)
     on_the_way = min(LAYERS_ON_THE_WAY, others.count("offload"))
-    return tokens * (kept + on_the_way * layer.checkpoint)
+    return tokens * (kept + on_the_way * checkpoint_bytes(candidate, layer))
 
 
 def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
@@ -176,12 +187,12 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
     head = 0 if job.lora else FP32 * shape.head_weights
     # FSDP holds what it gathered into beside the weights until the next gathering.
-    buffer: float = BF16 * shape.head_weights if job.cluster.num_gpus > 1 else 0
+    buffer: float = BF16 * shape.head_weights if candidate.uses_fsdp(job) else 0
     # Autocast forgets copies of trained weights as forward ends, those of frozen ones at once.
     alive = candidate.policies.count("none") if job.lora else shape.num_layers
-    buffer += _cast(job, alive, shape.head_weights)
+    buffer += _cast(job, candidate, alive, shape.head_weights)
     return Components(
-        weights=weights + _gathered(job, 0) + buffer,
+        weights=weights + _gathered(job, candidate, 0) + buffer,
         gradients=head,
         optimizer=optimizer,
         checkpoints=_kept(job, candidate, tokens, but=0),
@@ -197,7 +208,7 @@ def _backward(
 ) -> Components:
     shape, layer = job.shape, layer_bytes(job, candidate.mlp_tiles)
     weights, gradients, optimizer = _states_on_gpu(job, candidate)
-    sharded = job.cluster.num_gpus > 1
+    sharded = candidate.uses_fsdp(job)
     trained_here = shape.layer_weights * (0 if job.lora else 1)
     head = 0 if job.lora else BF16 * shape.head_weights
     outside = 0 if job.lora else shape.num_weights - shape.num_layers * shape.layer_weights
@@ -219,7 +230,9 @@ def _backward(
         # Gradients of its weights are summed over tiles in float32; the layer's others come later.
         here = float(FP32 * shape.num_mlp_products * shape.down_weights)
     return Components(
-        weights=weights + _gathered(job, 2 if is_last_layer else 1) + _cast(job, alive, 0),
+        weights=weights
+        + _gathered(job, candidate, 2 if is_last_layer else 1)
+        + _cast(job, candidate, alive, 0),
         gradients=done + head + here,
         optimizer=optimizer,
         checkpoints=_kept(job, candidate, tokens, but=but),

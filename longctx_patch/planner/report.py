@@ -79,6 +79,7 @@ def _candidate(result: Result) -> dict[str, Any]:
         "layers": {
             name: candidate.policies.count(name) for name in dict.fromkeys(candidate.policies)
         },
+        "attention_kept": candidate.attention_kept,
         "mlp_tiles": candidate.mlp_tiles,
         "offload": _offload(result),
         "peak_gib": result.memory.total / GIB,
@@ -100,10 +101,12 @@ def _offload(result: Result) -> str:
 
 def _checkpoint(result: Result) -> str:
     candidate = result.candidate
-    if candidate.checkpoint != "auto":
-        return candidate.checkpoint
-    counts = {name: candidate.policies.count(name) for name in ("offload", "attention", "none")}
-    return "auto: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    text = candidate.checkpoint
+    if candidate.checkpoint == "auto":
+        counts = {name: candidate.policies.count(name) for name in ("offload", "attention", "none")}
+        text += ": " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    kept = candidate.attention_kept
+    return text if kept == 1 else f"{text}, attention of {kept:.0%} kept"
 
 
 def name_of(result: Result) -> str:

@@ -2,10 +2,11 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from types import MappingProxyType
 from typing import get_args
 
 from longctx_patch.config import CheckpointPolicy
@@ -27,6 +28,11 @@ STEP_TOKENS = 1024
 MOST_TOKENS = 2**30
 LONG = 2**20
 """A first guess at how long they are."""
+SHARES: Mapping[CheckpointPolicy, tuple[float, ...]] = MappingProxyType(
+    {"none": (1.0,), "full": (1.0,), "attention": (1.0, 0.5)}
+    | dict.fromkeys(("offload", "auto"), (1.0, 0.5, 0.0))
+)
+"""Of the tokens, whose attention is kept: those looked at."""
 
 
 @dataclass(frozen=True)
@@ -142,15 +148,16 @@ def _attention(job: Job, ulysses: int, ring: int) -> Attention:
 
 def _of_degrees(job: Job, ulysses: int, ring: int) -> Iterator[Result]:
     tiled = usual_tiles(job, ulysses * ring)
-    states = (False, True) if job.states_on_host else (False,)
-    for mlp_tiles, offload_states, checkpoint in product(
-        sorted({1, tiled}), states, get_args(CheckpointPolicy)
+    kept = [(policy, share) for policy in get_args(CheckpointPolicy) for share in SHARES[policy]]
+    for mlp_tiles, offload_states, (policy, share) in product(
+        sorted({1, tiled}), (False, True), kept
     ):
         yield result_of(
             job,
             ulysses=ulysses,
             ring=ring,
-            checkpoint=checkpoint,
+            checkpoint=policy,
+            attention_kept=share,
             mlp_tiles=mlp_tiles,
             offload_states=offload_states,
         )
@@ -162,6 +169,7 @@ def result_of(
     ulysses: int,
     ring: int,
     checkpoint: CheckpointPolicy,
+    attention_kept: float = 1.0,
     mlp_tiles: int = 1,
     offload_states: bool = False,
 ) -> Result:
@@ -176,6 +184,7 @@ def result_of(
         if checkpoint == "auto"
         else (checkpoint,) * num_layers,
         mlp_tiles=mlp_tiles,
+        attention_kept=attention_kept,
         offload_states=offload_states,
     )
     if checkpoint != "auto":

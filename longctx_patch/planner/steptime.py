@@ -11,7 +11,7 @@ from longctx_patch.choice import choose
 from longctx_patch.config import LongContextConfig
 from longctx_patch.costs import Prediction, Workload, predict
 from longctx_patch.planner.candidate import Candidate, Job
-from longctx_patch.planner.components import BF16, FP32, layer_bytes, states
+from longctx_patch.planner.components import BF16, FP32, checkpoint_bytes, layer_bytes, states
 from longctx_patch.planner.parts import Parts
 from longctx_patch.plans import Direction
 
@@ -92,12 +92,14 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     moved = tokens * per_token * (3 * shape.num_layers + again)
     bandwidth = gpu.hardware.copy_bandwidth
     layer_s = forward_s + 2 * tokens * shape.layer_linear_weights / gpu.matmul_flops
+    keeps = policies.count("attention") + policies.count("offload")
+    runs_again = policies.count("full") + keeps * (1 - candidate.attention_kept) ** 2
     return StepTime(
-        attention=shape.num_layers * (forward_s + backward_s) + policies.count("full") * forward_s,
+        attention=shape.num_layers * (forward_s + backward_s) + runs_again * forward_s,
         linear=products / gpu.matmul_flops,
         elementwise=moved / (ELEMENTWISE_SHARE * bandwidth),
         loss=tokens * (each * head / gpu.matmul_flops + LOSS_BYTES * shape.vocab_size / bandwidth),
-        fsdp=_fsdp_seconds(job, products / gpu.matmul_flops),
+        fsdp=_fsdp_seconds(job, candidate, products / gpu.matmul_flops),
         offload=_offload_seconds(job, candidate, tokens, layer_s),
         optimizer=_optimizer_seconds(job, candidate),
     )
@@ -108,13 +110,15 @@ def _elementwise_bytes(job: Job) -> float:
     shape = job.shape
     kv = shape.num_kv_heads * shape.head_dim
     moved = BF16 * (14 * shape.hidden_size + 2 * kv + 3 * shape.intermediate_size)
-    return moved * (1 if job.fused_layers else UNFUSED)
+    # An adapter reads a layer's input once more, and adds to its output.
+    adapters = 2 * BF16 * shape.linear_sides if job.lora else 0
+    return moved * (1 if job.fused_layers else UNFUSED) + adapters
 
 
-def _fsdp_seconds(job: Job, compute_s: float) -> float:
+def _fsdp_seconds(job: Job, candidate: Candidate, compute_s: float) -> float:
     """What is exposed: copies, the last reduction, and what products don't hide at all."""
     ranks, gpu, shape = job.cluster.num_gpus, job.cluster.gpu, job.shape
-    if ranks == 1:
+    if not candidate.uses_fsdp(job):
         return 0.0
     one_node = ranks <= gpu.hardware.gpus_per_node
     link = gpu.hardware.intra_node if one_node else gpu.hardware.inter_node
@@ -129,12 +133,12 @@ def _fsdp_seconds(job: Job, compute_s: float) -> float:
 
 def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: float) -> float:
     gpu, offloaded = job.cluster.gpu, candidate.policies.count("offload")
-    num_bytes = tokens * layer_bytes(job, candidate.mlp_tiles).checkpoint
+    num_bytes = tokens * checkpoint_bytes(candidate, layer_bytes(job, candidate.mlp_tiles))
     out_s, in_s = num_bytes / gpu.host_out_bandwidth, num_bytes / gpu.host_in_bandwidth
     exposed = max(0.0, out_s - layer_s) + max(0.0, in_s - 2 * layer_s)
     moved_s = 0.0
     if candidate.offload_states:  # weights come for forward and backward, gradients go
-        weights, gradients, _ = states(job)
+        weights, gradients, _ = states(job, candidate)
         each_way = 2 * weights / gpu.host_in_bandwidth + gradients / gpu.host_out_bandwidth
         moved_s = max(0.0, each_way - 3 * job.shape.num_layers * layer_s)
     return offloaded * exposed + moved_s

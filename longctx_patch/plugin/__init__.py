@@ -1,6 +1,10 @@
 """Sequence parallelism inside Accelerate: its mesh, its launcher's world, its YAML."""
 
-from longctx_patch.plugin.accelerator import close_accelerator, make_accelerator
+from longctx_patch.plugin.accelerator import (
+    close_accelerator,
+    make_accelerator,
+    states_on_host,
+)
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig
 
@@ -9,4 +13,5 @@ __all__ = [
     "accelerate_yaml",
     "close_accelerator",
     "make_accelerator",
+    "states_on_host",
 ]

@@ -15,6 +15,7 @@ from longctx_patch.kernels import (
     Segments,
     Window,
     available,
+    run,
 )
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
 from longctx_patch.kernels.dense import DenseKernel
@@ -167,6 +168,32 @@ def test_calls_add_up(name: str, case: str) -> None:
     dtype = torch.float16 if name in PACKAGED else torch.float64
     given = partial(problem, heads=(6, 2), dtype=dtype)
     check_calls(KERNELS[name], PIECES[case], PLAIN, given, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        (name, case)
+        for name in ("reference", "torch_eager", "torch_cpu", "flex", *PACKAGED)
+        for case in ("documents", "overlapping rows", "anticausal documents")
+    ],
+)
+def test_heads_after_each_other_add_up(
+    name: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three key-value heads in two parts."""
+    monkeypatch.setattr(run, "num_head_parts", lambda q, k: 2)
+    dtype = torch.float16 if name in PACKAGED else torch.float64
+    given = partial(problem, heads=(6, 3), dtype=dtype)
+    check_calls(KERNELS[name], PIECES[case], PLAIN, given, TOLERANCE[dtype])
+
+
+def test_heads_go_together_while_dq_is_small() -> None:
+    device = 140 * 2**30
+    for tokens, heads, parts in ((2**18, 32, 1), (2**20, 8, 1), (2**20, 32, 2), (3 * 2**19, 32, 3)):
+        assert run.parts_that_fit(4 * tokens * heads * 128, device, 8) == parts
+    assert run.parts_that_fit(2**40, device, 8) == 8
+    assert run.num_head_parts(torch.empty(1, 4, 8, 16), torch.empty(1, 4, 2, 16)) == 1
 
 
 def test_a_long_window_in_chunks_takes_few_products() -> None:

@@ -1,0 +1,64 @@
+"""Rows so long that a tensor has more numbers than 32 bits count, checked where they are longest."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx_patch.kernels import Score, Segments, run
+from longctx_patch.kernels.base import FULL_WINDOW
+from longctx_patch.kernels.calls import Call
+from longctx_patch.kernels.registry import available
+from longctx_patch.layout import Interval
+from tests.reference import relative_error
+
+pytestmark = pytest.mark.gpu
+
+LONG, SHORT, HEADS, KV_HEADS, DIM = 3 * 2**18, 256, 32, 8, 128
+assert LONG * HEADS * DIM > 2**31
+
+
+def tensors(tokens: int, heads: int, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (1, tokens, heads, DIM)
+    return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+
+def wanted(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """[out, dq, dk, dv] of some rows, in float32 by autograd."""
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in leaves[1:])
+    scores = torch.einsum("blhd,bmhd->bhlm", leaves[0], keys) * DIM**-0.5
+    out = torch.einsum("bhlm,bmhd->blhd", scores.softmax(-1), values)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.float())]
+
+
+@pytest.mark.parametrize("name", ["flash_attn_4", "cudnn", "torch_flash"])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_long_queries(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many queries of few keys; gradients of keys come from the last queries alone."""
+    kernel: Any = available()[name]
+    if kernel.refuses(_request()) is not None:
+        pytest.skip(str(kernel.refuses(_request())))
+    monkeypatch.setattr(run, "num_head_parts", lambda q, k: parts)
+    q = tensors(LONG, HEADS, 0)
+    k, v = (tensors(SHORT, KV_HEADS, seed) for seed in (1, 2))
+    dout = torch.zeros_like(q)
+    last = slice(LONG - 200, LONG)
+    dout[:, last] = tensors(200, HEADS, 3)
+    call = Call(
+        (Interval(0, LONG),), (Interval(0, SHORT),), Segments((LONG,), (SHORT,), FULL_WINDOW)
+    )
+    score = Score(DIM**-0.5)
+    out, lse = run.run_forward(kernel, call, q, k, v, score)
+    dq, dk, dv = run.run_backward(kernel, call, dout, q, k, v, out, lse, score)
+    right = wanted(q[:, last], k, v, dout[:, last])
+    for found, reference in zip((out[:, last], dq[:, last], dk, dv), right, strict=True):
+        assert relative_error(found, reference) < 1e-2
+
+
+def _request() -> Any:
+    from longctx_patch.kernels import KernelRequest
+
+    return KernelRequest("cuda", torch.bfloat16, DIM, num_heads=HEADS, num_kv_heads=KV_HEADS)
