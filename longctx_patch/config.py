@@ -97,10 +97,10 @@ class LongContextConfig:
     in all)."""
 
     attention_kept: float = 1.0
-    """Under `attention`, `offload` and `auto`: the share of a row's tokens, from 0 to 1, whose output
-    and lse a layer keeps. They are the last of each document, which cost most to compute again; the
-    others are, in backward, which takes (1 - share)^2 of attention's forward pass and its
-    communication (BurstEngine, sequence-level selective checkpointing; see
+    """Under `attention`, `offload` and `auto`: the share of a row's tokens, from 0 to 1, whose
+    output and lse a layer keeps. They are the last of each document, which cost most to compute
+    again; the others are, in backward, which takes (1 - share)^2 of attention's forward pass and
+    its communication (BurstEngine, sequence-level selective checkpointing; see
     `longctx_patch.selective`). Ring ranks keep equally much where `layout` spreads documents over
     them, so that it is `striped` then unless given."""
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from longctx_patch.call import AttentionCall

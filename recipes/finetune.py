@@ -226,7 +226,7 @@ def build_state(settings: Settings, accelerator: Any, model: Any) -> checkpoints
 def check_memory(
     accelerator: Any, state: checkpoints.TrainState, handle: PatchHandle, data: Data
 ) -> None:
-    """Rehearse a step with two layers on a GPU, and say what a whole one is expected to take."""
+    """Rehearse a step with three layers on a GPU, and say what a whole one is expected to take."""
     batch = next(micro_batches(data, range(state.step, state.step + 1)))
     batch = {name: value.to(accelerator.device) for name, value in batch.items()}
     tokens = count_valid_tokens([batch])

@@ -17,6 +17,7 @@ ROWS = (
         "choice",
         "call",
         "replay",
+        "selective",
         "usp",
         "operator",
     ),

@@ -1,15 +1,15 @@
-"""Will a step fit? Found out with two layers of the true shape, before the first step.
+"""Will a step fit? Found out with three layers of the true shape, before the first step.
 
-The whole model's forward and backward run on a real batch, but of the decoder's layers the last two
-only: hidden states pass by the others. What the step with all layers needs follows from what this
-one was seen to need:
+The whole model's forward and backward run on a real batch, but of the decoder's layers the last
+three only: hidden states pass by the others. What the step with all layers needs follows from what
+this one was seen to need:
 
     loss      peak of forward                    + other layers x what one keeps + optimizer
     backward  peak of backward                   + other layers x what one keeps + optimizer
     its end   peak of backward + gradients of the other layers                   + optimizer
 
 and the largest must not exceed what this process may allocate. Under `checkpoint="auto"` layers are
-offloaded for it, which is the least that it can do. It costs two layers of a step; no weight, no
+offloaded for it, which is the least that it can do. It costs three layers of a step; no weight, no
 gradient and no random number is other than before. FSDP2 gathers only the layers that run.
 """
 
@@ -24,7 +24,7 @@ from longctx_patch.hf.patching import PatchHandle
 from longctx_patch.memory import HostCopies, LayerPolicy, run_layer
 from longctx_patch.memory.random_state import RandomState
 
-NUM_LAYERS = 2
+NUM_LAYERS = 3
 ADAMW_STATES = 2
 GIB = 2**30
 
@@ -88,14 +88,15 @@ class Rehearsal:
 
     @property
     def kept_bytes(self) -> int:
-        """From the first of them beginning to the second: its own, and what it gave on."""
+        """From the second of them beginning to the last: its own, and what it gave on. As the first
+        begins, FSDP still has a buffer of the embeddings."""
         if len(self._before) != NUM_LAYERS:
             raise ValueError(
                 f"preflight(): loss_of ran {len(self._before)} of the last {NUM_LAYERS} layers: "
                 "give one forward pass in training."
             )
-        first, second = self._before
-        return max(0, second - first)
+        _, second, last = self._before
+        return max(0, last - second)
 
 
 def preflight(

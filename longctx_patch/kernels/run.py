@@ -5,12 +5,14 @@ memory they are given some heads after the other: heads don't depend on each oth
 fill the GPU with one.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from longctx_patch.kernels.base import Kernel, Score, Segments
 from longctx_patch.kernels.calls import Call, must_be_equal
-from longctx_patch.layout import even_cuts
+from longctx_patch.layout import Interval, even_cuts
 
 SHARE = 1 / 16
 """Of the GPU's memory, that dq in float32 may take."""
@@ -42,7 +44,7 @@ def run_backward(
     form = _Form(kernel, call)
     dout, q, k, v, out = form.enter(dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD)
     (lse_BLH,) = form.enter(lse_BHL.transpose(1, 2))
-    tensors = (dout, q, k, v, out, lse_BLH.transpose(1, 2))
+    tensors = _Backward(dout, q, k, v, out, lse_BLH.transpose(1, 2))
     count = num_head_parts(q, k)
     if count == 1:
         grads = kernel.backward(*tensors, form.segments, score)
@@ -50,6 +52,24 @@ def run_backward(
         grads = _backward_by_heads(kernel, form.segments, score, tensors, count)
     dq, dk, dv = form.leave(*grads)
     return dq, dk, dv
+
+
+class _Backward(NamedTuple):
+    """What a kernel's backward is given."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def of_heads(self, heads: Interval) -> "_Backward":
+        """Of some key-value heads, and the query heads that see them."""
+        group = self.q.shape[2] // self.k.shape[2]
+        kv, query = (slice(n * heads.start, n * heads.stop) for n in (1, group))
+        dout, q, out = (x[:, :, query] for x in (self.dout, self.q, self.out))
+        return _Backward(dout, q, self.k[:, :, kv], self.v[:, :, kv], out, self.lse[:, query])
 
 
 def num_head_parts(q_BLHD: Tensor, k_BMGD: Tensor) -> int:
@@ -71,26 +91,16 @@ def parts_that_fit(num_bytes: int, device_bytes: float, num_kv_heads: int) -> in
 
 
 def _backward_by_heads(
-    kernel: Kernel, segments: Segments, score: Score, tensors: tuple[Tensor, ...], count: int
-) -> tuple[Tensor, ...]:
-    dout, q, k, v, out, lse = tensors
-    group = q.shape[2] // k.shape[2]
-    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for first, stop, _ in even_cuts(k.shape[2], count):
-        kv, query = slice(first, stop), slice(first * group, stop * group)
-        of_query = (x[:, :, query] for x in (dout, q))
-        found = kernel.backward(
-            *of_query,
-            k[:, :, kv],
-            v[:, :, kv],
-            out[:, :, query],
-            lse[:, query],
-            segments,
-            score,
-        )
-        for whole, heads, part in zip(grads, (query, kv, kv), found, strict=True):
-            whole[:, :, heads].copy_(part)
-    return grads
+    kernel: Kernel, segments: Segments, score: Score, tensors: _Backward, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    like = (tensors.q, tensors.k, tensors.v)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
+    for heads in even_cuts(tensors.k.shape[2], count):
+        found = kernel.backward(*tensors.of_heads(heads), segments, score)
+        places = tensors._replace(q=dq, k=dk, v=dv).of_heads(heads)
+        for place, part in zip((places.q, places.k, places.v), found, strict=True):
+            place.copy_(part)
+    return dq, dk, dv
 
 
 class _Form:

@@ -8,8 +8,8 @@ they travel while this layer is computed.
 Host memory is pinned and used again by later passes. More is taken only while `RESERVE` of the
 machine's memory stays free, which the processes of a machine share.
 
-Where a layer's tensors are large (`AHEAD`), the next ones don't come before they are asked for: rows
-so long are computed for minutes in each layer, and their memory is what rows could be longer by.
+Where a layer's tensors are large (`AHEAD`), the next ones don't come before they are asked for: a
+layer of rows so long is computed for a minute, and rows can be longer by their memory.
 
 On CPU the copies are made all the same, at once; they save nothing there.
 """
@@ -31,7 +31,7 @@ from longctx_patch.replay import Getter
 RESERVE = 0.05
 """Share of the machine's memory that is left to others."""
 AHEAD = 1 / 16
-"""Of the device's memory, that a layer's tensors may take on their way while another is computed."""
+"""Of the device's memory, that a layer's tensors may take while the one after it is computed."""
 
 
 class HostMemoryFull(RuntimeError):

@@ -15,15 +15,14 @@ A step has three moments at which it can peak, and the largest is the prediction
 
 from dataclasses import dataclass
 
+from longctx_patch.kernels.run import parts_that_fit
 from longctx_patch.linear_loss import CHUNK_BYTES
 from longctx_patch.memory import LayerPolicy
+from longctx_patch.memory.offload import AHEAD
 from longctx_patch.planner.candidate import Candidate, Job
 from longctx_patch.planner.parts import Parts
 
 BF16, FP32 = 2, 4
-LAYERS_ON_THE_WAY = 1
-"""Of those that are offloaded: the one that is on its way. Chosen with what was measured of offload
-in view, as were the buffers of `_loss`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +176,9 @@ def _kept(job: Job, candidate: Candidate, tokens: float, but: int) -> float:
     layer = layer_bytes(job, candidate.mlp_tiles)
     others = candidate.policies[: len(candidate.policies) - but]
     kept = sum(kept_bytes(policy, candidate, layer) for policy in others)
-    on_the_way = min(LAYERS_ON_THE_WAY, others.count("offload"))
-    return tokens * (kept + on_the_way * checkpoint_bytes(candidate, layer))
+    coming = tokens * checkpoint_bytes(candidate, layer)
+    comes_ahead = "offload" in others and coming <= AHEAD * job.cluster.gpu.memory_bytes
+    return tokens * kept + (coming if comes_ahead else 0.0)
 
 
 def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
@@ -220,7 +220,11 @@ def _backward(
     # Backward of attention: its own and the gradients of q, k, v as heads, dq once in float32.
     query = shape.num_heads * shape.head_dim
     kv = shape.num_kv_heads * shape.head_dim
-    own = BF16 * (3 * query + 2 * kv) + FP32 * query
+    parts = parts_that_fit(
+        int(FP32 * query * tokens), job.cluster.gpu.memory_bytes, shape.num_kv_heads
+    )
+    of_a_part = (FP32 * query + (BF16 * (query + 2 * kv) if parts > 1 else 0)) / parts
+    own = BF16 * (3 * query + 2 * kv) + of_a_part
     at_attention = layer.attention + own + buffer_bytes / max(tokens, 1)
     in_mlp = at_mlp >= at_attention
     others = candidate.policies[: shape.num_layers - but]
@@ -229,9 +233,12 @@ def _backward(
     if in_mlp and candidate.mlp_tiles > 1 and not job.lora:
         # Gradients of its weights are summed over tiles in float32; the layer's others come later.
         here = float(FP32 * shape.num_mlp_products * shape.down_weights)
+    # As at the loss: what FSDP gathered into stays until the next gathering.
+    buffer = BF16 * shape.layer_weights if sharded else 0
     return Components(
         weights=weights
         + _gathered(job, candidate, 2 if is_last_layer else 1)
+        + buffer
         + _cast(job, candidate, alive, 0),
         gradients=done + head + here,
         optimizer=optimizer,

@@ -28,9 +28,14 @@ STEP_TOKENS = 1024
 MOST_TOKENS = 2**30
 LONG = 2**20
 """A first guess at how long they are."""
-SHARES: Mapping[CheckpointPolicy, tuple[float, ...]] = MappingProxyType(
-    {"none": (1.0,), "full": (1.0,), "attention": (1.0, 0.5)}
-    | dict.fromkeys(("offload", "auto"), (1.0, 0.5, 0.0))
+SHARES: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "none": (1.0,),
+        "full": (1.0,),
+        "attention": (1.0, 0.5),
+        "offload": (1.0, 0.5, 0.0),
+        "auto": (1.0, 0.5, 0.0),
+    }
 )
 """Of the tokens, whose attention is kept: those looked at."""
 

@@ -84,7 +84,7 @@ def _check(
             f"states_on_host=True with fsdp={fsdp}, cpu={cpu}: it is FSDP2 that keeps them there, "
             "for GPUs. Use fsdp=True and cpu=False, or states_on_host=False."
         )
-    if fsdp and (cpu or num_processes == 1 and not states_on_host):
+    if fsdp and (cpu or (num_processes == 1 and not states_on_host)):
         raise ValueError(
             f"fsdp=True with num_processes={num_processes}, cpu={cpu}: FSDP2 shards over 2 or more "
             "GPUs, or moves the states of one to its host. Use fsdp=False, or for one GPU "

@@ -7,12 +7,12 @@ FAMILIES = ["--json", "--markdown"]
 KERNELS = ["--json", "--measure"]
 PATCH = [
     *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
-    *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--mlp-tiles", "--pack", "--data"),
-    "--cpu",
+    *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--attention-kept", "--mlp-tiles"),
+    *("--states-on-host", "--dtype", "--rank", "--pack", "--data", "--cpu"),
 ]
 PLAN = [
     *("model", "--gpus", "--seq-len", "--lora", "--rank", "--dtype"),
-    *("--stock-layers", "--host-gib", "--states-on-host", "--max-seq-len", "--json", "--png"),
+    *("--stock-layers", "--host-gib", "--max-seq-len", "--json", "--png"),
 ]
 SCHEDULE = [
     *("--plan", "--compare", "--ranks", "--direction", "--ulysses", "--ranks-per-node", "--heads"),

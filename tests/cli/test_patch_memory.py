@@ -1,5 +1,6 @@
 """`longctx patch --gpus 4xH200`: what is predicted goes into the run folder, or refuses it."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,12 +46,16 @@ def test_a_number_alone_predicts_nothing(run: Run, config: Write, tmp_path: Path
 
 
 def test_what_will_not_fit_is_refused(run: Run, config: Write, tmp_path: Path) -> None:
-    """All weights in float32 on one GPU; or a policy that keeps too much, with one that doesn't."""
-    model = config(**LLAMA_8B)
+    """Too long for the GPU; all weights in float32 on one, with what moves them to the host; or a
+    policy that keeps too much, with one that doesn't."""
+    model = config(**LLAMA_8B | {"max_position_embeddings": 2**23})
+    code, output = patch(run, model, tmp_path / "run", "1xH200", "--seq-len", 2**22, "--full")
+    assert code == 1
+    assert re.search(r"the longest row predicted to fit on 1xH200 has 1,\d{3},\d{3} tokens", output)
     code, output = patch(run, model, tmp_path / "run", "1xH200", "--seq-len", 131072, "--full")
     assert code == 1
     assert "--gpus 1xH200: the run needs 134 GiB of the 129" in output
-    assert "the longest row predicted to fit on 1xH200 has 73,728 tokens" in output
+    assert "--checkpoint auto --mlp-tiles 1 --states-on-host is predicted to take" in output
     words = ("--seq-len", 131072, "--full", "--checkpoint", "none")
     code, output = patch(run, model, tmp_path / "run", "4xH200", *words)
     assert code == 1

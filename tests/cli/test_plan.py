@@ -204,8 +204,9 @@ def test_constants_that_need_no_torch_are_the_planners() -> None:
     assert MOST_TOKENS == SEARCHED
 
 
-def test_states_on_the_host_are_looked_at_if_asked(run: Run, llama_8b: Path) -> None:
-    words = (llama_8b, "--gpus", "4xH200", "--seq-len", "1M")
-    for asked in (False, True):
-        found = planned(run, *words, *(["--states-on-host"] if asked else []))
-        assert any("states" in c["offload"] for c in found["candidates"]) == asked
+def test_states_on_the_host_and_shares_of_attention_are_looked_at(run: Run, llama_8b: Path) -> None:
+    found = planned(run, llama_8b, "--gpus", "4xH200", "--seq-len", "1M")["candidates"]
+    assert {"none", "checkpoints", "states", "checkpoints and states"} <= {
+        c["offload"] for c in found
+    }
+    assert {c["attention_kept"] for c in found} == {1.0, 0.5, 0.0}

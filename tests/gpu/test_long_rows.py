@@ -1,4 +1,4 @@
-"""Rows so long that a tensor has more numbers than 32 bits count, checked where they are longest."""
+"""Rows so long that a tensor has more numbers than 32 bits count, checked at their end."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A rehearsal with two layers says what all layers take, and leaves no trace."""
+"""A rehearsal with three layers says what all layers take, and leaves no trace."""
 
 from typing import Any
 
@@ -155,7 +155,7 @@ def test_wrong_moments_are_refused(spoil: Any, says: str) -> None:
 
 def test_two_forward_passes_are_refused() -> None:
     run = Run(LiveBytes(PLENTY), checkpoint="attention")
-    with pytest.raises(ValueError, match="ran 4 of the last 2 layers"):
+    with pytest.raises(ValueError, match="ran 6 of the last 3 layers"):
         preflight(run.handle, lambda: run.loss() + run.loss())
 
 

@@ -1,4 +1,4 @@
-"""Layers that keep attention of some tokens only: numbers of a patched model, memory, host, traffic."""
+"""Layers that keep attention of some tokens only: numbers of a patched model, memory, traffic."""
 
 from typing import Any
 

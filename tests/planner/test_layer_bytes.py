@@ -69,7 +69,7 @@ def metered(family: str, *, lora: bool = False, **sizes: Any) -> tuple[Extra, La
 )
 def test_a_layer_keeps_what_is_predicted(family: str, sizes: dict[str, Any]) -> None:
     found, predicted, config = metered(family, **sizes)
-    assert found.attention == predicted.checkpoint
+    assert found.attention == predicted.input + predicted.results
     query = BF16 * config.num_attention_heads * predicted_head_dim(config)
     # Attention's output is not copied from heads to tokens here; and the layer's output is still
     # there while its layer is metered, though stock layers keep none of it.

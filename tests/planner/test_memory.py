@@ -6,10 +6,12 @@ from typing import get_args
 import pytest
 
 from longctx_patch.config import CheckpointPolicy
+from longctx_patch.memory.offload import AHEAD
 from longctx_patch.planner import Job
 from longctx_patch.planner.components import layer_bytes, states
 from longctx_patch.planner.machine import GIB
 from longctx_patch.planner.search import result_of, search, tokens_of_a_rank, usual_tiles
+from longctx_patch.planner.steptime import predict_attention
 from tests.planner.jobs import llama_job, llama_shape
 
 
@@ -17,6 +19,11 @@ def peak(job: Job, checkpoint: CheckpointPolicy, degree: int | None = None) -> f
     ulysses = min(degree or job.cluster.num_gpus, 8)
     ring = (degree or job.cluster.num_gpus) // ulysses
     return result_of(job, ulysses=ulysses, ring=ring, checkpoint=checkpoint).memory.total
+
+
+def states_of(job: Job, *, offload_states: bool = False) -> tuple[float, float, float]:
+    result = result_of(job, ulysses=1, ring=1, checkpoint="none", offload_states=offload_states)
+    return states(job, result.candidate)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -32,8 +39,11 @@ def test_components_sum_to_the_total_and_none_is_negative(lora: bool) -> None:
 def test_states_of_full_training_by_hand() -> None:
     weights = 8_030_261_248
     # One GPU: all in bfloat16. Several: float32 under FSDP2.
-    assert states(llama_job("H200", 1024)) == (2 * weights, 2 * weights, 4 * weights)
-    assert states(llama_job("4xH200", 1024)) == (weights, weights, 2 * weights)
+    assert states_of(llama_job("H200", 1024)) == (2 * weights, 2 * weights, 4 * weights)
+    assert states_of(llama_job("4xH200", 1024)) == (weights, weights, 2 * weights)
+    # For states on the host one GPU has FSDP2 too.
+    on_host = states_of(llama_job("H200", 1024), offload_states=True)
+    assert on_host == (4 * weights, 4 * weights, 8 * weights)
 
 
 def test_states_of_an_adapter_by_hand() -> None:
@@ -42,7 +52,7 @@ def test_states_of_an_adapter_by_hand() -> None:
     job = llama_job("8xH200", 1024, lora=True, lora_rank=16)
     assert job.trained_weights == adapter == 41_943_040
     frozen = 2 * llama_shape().num_weights
-    assert states(job) == ((4 * adapter + frozen) / 8, 4 * adapter / 8, 8 * adapter / 8)
+    assert states_of(job) == ((4 * adapter + frozen) / 8, 4 * adapter / 8, 8 * adapter / 8)
 
 
 @pytest.mark.parametrize("checkpoint", get_args(CheckpointPolicy))
@@ -132,6 +142,43 @@ def test_checkpoints_on_the_host_by_hand() -> None:
     assert one.host_bytes == 0
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_what_is_not_kept_of_attention_leaves_gpu_and_host(share: float) -> None:
+    job = llama_job("4xH200", 2**20)
+    host, kept = (
+        result_of(job, ulysses=4, ring=1, checkpoint=policy, attention_kept=share)  # type: ignore[arg-type]
+        for policy in ("offload", "attention")
+    )
+    per_token = 2 * 4096 + share * (2 * 4096 + 4 * 32)
+    assert host.host_bytes == 32 * 2**20 * per_token
+    assert kept.memory.checkpoints == 31 * 2**18 * per_token
+    whole = result_of(job, ulysses=4, ring=1, checkpoint="attention")
+    forward = predict_attention(job, 4, 1).forward.makespan_s
+    again = kept.time.attention - whole.time.attention
+    assert again == pytest.approx(32 * (1 - share) ** 2 * forward)
+
+
+def test_layers_too_large_to_come_ahead_come_when_they_are_asked_for() -> None:
+    def coming(tokens: int) -> float:
+        job = llama_job("1xH200", tokens, lora=True)
+        found = result_of(job, ulysses=1, ring=1, checkpoint="offload", mlp_tiles=8)
+        return found.memory.checkpoints
+
+    per_token = 4 * 4096 + 4 * 32
+    most = AHEAD * llama_job("1xH200", 2).cluster.gpu.memory_bytes / per_token
+    assert coming(int(most)) == int(most) * per_token
+    assert coming(int(most) + 1) == 0
+
+
+def test_one_gpu_may_keep_its_states_on_the_host() -> None:
+    job = llama_job("1xH200", 2**17)
+    on_host = result_of(job, ulysses=1, ring=1, checkpoint="attention", offload_states=True)
+    assert on_host.host_bytes == 16 * llama_shape().num_weights
+    # Two layers gathered, the buffer of one, the head with the norm before it; a layer's gradients.
+    assert on_host.memory.optimizer == 0
+    assert on_host.memory.weights < 3 * GIB
+
+
 def test_logits_are_a_chunk() -> None:
     job = llama_job("4xH200", 2**17, num_layers=8)
     short = llama_job("4xH200", 2**12, num_layers=8)
@@ -147,7 +194,7 @@ def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
         replace(llama_job("1xH200", 2**14), dtype=dtype)
         for dtype in ("bfloat16", "float32")  # type: ignore[arg-type]
     )
-    assert sum(states(wide)) == 2 * sum(states(narrow))
+    assert sum(states_of(wide)) == 2 * sum(states_of(narrow))
     weights = [
         result_of(job, ulysses=1, ring=1, checkpoint="none").memory for job in (narrow, wide)
     ]
@@ -160,5 +207,5 @@ def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
             replace(llama_job("2xH200", 2**14), dtype=dtype, lora=lora)
             for dtype in ("bfloat16", "float32")  # type: ignore[arg-type]
         ]
-        more = sum(states(of_two[1])) - sum(states(of_two[0]))
+        more = sum(states_of(of_two[1])) - sum(states_of(of_two[0]))
         assert more == (narrow.shape.num_weights if lora else 0)  # 2 bytes each, on two GPUs
