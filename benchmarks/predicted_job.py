@@ -184,6 +184,7 @@ def measure(run: Run, accelerator: Any, hardware: str) -> Row:
     peaks, host = zip(*everyone([peak, mine]), strict=True)
     measured_s = statistics.median(seconds)
     flops = result.job.step_flops * result.rows_at_once / num_ranks
+    tiles = training.handle.mlp_tiles
     training.close()
     return {
         "run": run.text,
@@ -199,7 +200,8 @@ def measure(run: Run, accelerator: Any, hardware: str) -> Row:
         "loss": loss,
         "policies": kept.policies,
         "predicted_policies": result.candidate.policies,
-        "mlp_tiles": training.handle.mlp_tiles,
+        "mlp_tiles": tiles,
+        "kept_gib": expected and expected.kept_bytes / GIB,
         "components_gib": {name: x / GIB for name, x in result.memory.parts().items()},
         "parts_s": result.time.parts(),
     }
@@ -254,10 +256,10 @@ def main() -> None:
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available()
-    if settings["states_on_host"] and num_ranks == 1:
-        os.environ.update(one_process_group())
-    if on_gpu and (num_ranks > 1 or settings["states_on_host"]):
-        os.environ.update(launch_environment(num_ranks, states_on_host=settings["states_on_host"]))
+    if on_gpu:
+        on_host: bool = settings["states_on_host"]
+        os.environ.update(one_process_group() if num_ranks == 1 else {})
+        os.environ.update(launch_environment(num_ranks, states_on_host=on_host))
     runs = [Run.parse(text) for text in settings["runs"]]
     accelerator = make_accelerator(runs[0].config, mixed_precision="bf16" if on_gpu else "no")
     for run in runs:

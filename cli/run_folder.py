@@ -173,7 +173,7 @@ def decide(
     launch_yaml = accelerate_yaml(
         num_gpus,
         degrees.sequence_degree,
-        fsdp=(num_gpus > 1 or states_on_host) and not cpu,
+        fsdp=not cpu,
         num_machines=nodes,
         cpu=cpu,
         mixed_precision="no" if cpu else "bf16",
@@ -333,7 +333,7 @@ def _prediction(
     predicted not to fit, with what to change."""
     if any(getattr(config, experts, None) for experts in EXPERTS):
         return None
-    result = predict_run(settings, config, cluster, states_on_host)
+    result = predict_run(settings, config, cluster, states_on_host=states_on_host)
     if not result.fits:
         raise ValueError(
             f"--gpus {cluster}: the run {result.reason}. {advice(result)}. `longctx plan` compares "

@@ -82,6 +82,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
         config=handle.model.config,
         num_gpus=accelerator.num_processes,
         device=accelerator.device,
+        fsdp=accelerator.is_fsdp2,
         states_on_host=states_on_host(accelerator),
     )
     try:

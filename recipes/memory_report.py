@@ -22,6 +22,7 @@ def out_of_memory(
     config: Any,
     num_gpus: int,
     device: torch.device,
+    fsdp: bool,
     states_on_host: bool,
 ) -> OutOfMemory:
     """The error to raise in place of one of torch's or of the rehearsal: its first line, what was
@@ -35,7 +36,7 @@ def out_of_memory(
     ]
     try:
         cluster = cluster_here(settings.hardware, num_gpus, total)
-        predicted = predict_run(settings, config, cluster, states_on_host)
+        predicted = predict_run(settings, config, cluster, fsdp=fsdp, states_on_host=states_on_host)
     except ValueError as reason:  # models that the planner does not know
         return OutOfMemory("\n".join([*lines, f"Nothing was predicted: {reason}"]))
     parts = ", ".join(
@@ -50,7 +51,12 @@ def out_of_memory(
 
 
 def predict_run(
-    settings: Settings, config: Any, cluster: Cluster, states_on_host: bool = False
+    settings: Settings,
+    config: Any,
+    cluster: Cluster,
+    *,
+    fsdp: bool = True,
+    states_on_host: bool = False,
 ) -> Result:
     """What these settings are predicted to take. Raises ValueError for models not covered."""
     job = Job(
@@ -60,6 +66,7 @@ def predict_run(
         lora=settings.uses_lora,
         lora_rank=settings.lora_rank,
         dtype="float32" if settings.dtype == "float32" else "bfloat16",
+        fsdp=fsdp,
         fused_layers=settings.fused_layers != "none" and config.model_type in LIGER_FAMILIES,
     )
     parallelism = settings.sequence_parallelism()

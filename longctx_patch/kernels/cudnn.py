@@ -17,6 +17,7 @@ from longctx_patch.kernels.base import (
 )
 from longctx_patch.kernels.dense import DenseKernel
 from longctx_patch.kernels.machine import lacks_gpu
+from longctx_patch.kernels.run import MOST_NUMBERS
 
 _aten = torch.ops.aten
 
@@ -60,6 +61,13 @@ class CudnnKernel:
             eager = DenseKernel("torch_eager", None)
             return eager.backward(
                 dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD, lse_BHL, segments, score
+            )
+        if q_BLHD.numel() > MOST_NUMBERS:
+            raise ValueError(
+                f"kernel='cudnn': {q_BLHD.shape[1]:,} queries of {q_BLHD.shape[2]} heads are "
+                f"{q_BLHD.numel():,} numbers, and its gradients are wrong for more than "
+                f"{MOST_NUMBERS:,}. Share the row between more GPUs, or use kernel='flash_attn_4' "
+                "or 'torch_flash'."
             )
         # torch keeps one compiled graph for all layouts of out and dout: with another layout than
         # that of the first call, it would silently read the wrong entries (seen in torch 2.11).

@@ -16,6 +16,8 @@ from longctx_patch.layout import Interval, even_cuts
 
 SHARE = 1 / 16
 """Of the GPU's memory, that dq in float32 may take."""
+MOST_NUMBERS = 2**31 - 1
+"""Of q: cuDNN's backward was wrong for more (9.19 on H200, 3.2 * 10^9 numbers)."""
 
 
 def run_forward(
@@ -77,17 +79,19 @@ def num_head_parts(q_BLHD: Tensor, k_BMGD: Tensor) -> int:
     if not q_BLHD.is_cuda:
         return 1
     total = torch.cuda.get_device_properties(q_BLHD.device).total_memory
-    return parts_that_fit(4 * q_BLHD.numel(), total, k_BMGD.shape[2])
+    return parts_that_fit(q_BLHD.numel(), total, k_BMGD.shape[2])
 
 
-def parts_that_fit(num_bytes: int, device_bytes: float, num_kv_heads: int) -> int:
-    """The fewest parts of `num_bytes` that stay within `SHARE`.
+def parts_that_fit(num_numbers: int, device_bytes: float, num_kv_heads: int) -> int:
+    """The fewest parts of q whose float32 stays within `SHARE`, and their number within
+    `MOST_NUMBERS`.
 
     Example:
-        >>> parts_that_fit(3 * 2**30, 16 * 2**30, 8)
+        >>> parts_that_fit(3 * 2**28, 16 * 2**30, 8)
         3
     """
-    return min(num_kv_heads, max(1, -(-num_bytes // int(SHARE * device_bytes))))
+    most = min(MOST_NUMBERS, int(SHARE * device_bytes / 4))
+    return min(num_kv_heads, max(1, -(-num_numbers // most)))
 
 
 def _backward_by_heads(

@@ -22,7 +22,9 @@ class Job:
     lora_rank: int = 16
     dtype: WeightsDtype = "bfloat16"
     """That weights are loaded in, to compute in bfloat16. FSDP2 makes those that are trained
-    float32; one GPU without it trains them as they are."""
+    float32."""
+    fsdp: bool = True
+    """False, for one GPU: weights are trained as they were loaded, under autocast."""
     fused_layers: bool = True
     """Liger Kernel's norms, rotary embeddings and SwiGLU, as recipes take where it is installed."""
 
@@ -62,7 +64,3 @@ class Candidate:
     @property
     def sequence_degree(self) -> int:
         return self.ulysses * self.ring
-
-    def uses_fsdp(self, job: Job) -> bool:
-        """Over several GPUs, or for states on the host of one."""
-        return job.cluster.num_gpus > 1 or self.offload_states

@@ -2,9 +2,10 @@
 
 Sizes of what autograd keeps are counted on the code that runs: with Liger Kernel's operators a
 layer keeps for each token seven tensors of the hidden size (its input, two norms' outputs, the
-residual in between, q, and attention's output twice: as heads for attention, as tokens for the
-product after it), k and v, three of the MLP's, lse, and one number of each norm. On H200s
-`checkpoint="auto"` metered 147,592 bytes for Llama-3.1-8B's layer, which is what this gives.
+residual in between, q, and attention's output, under Ulysses twice: as heads for attention, as
+tokens for the product after it), k and v, three of the MLP's, lse, and one number of each norm. On
+H200s `checkpoint="auto"` metered 147,592 bytes for Llama-3.1-8B's layer under Ulysses, which is
+what this gives.
 
 A step has three moments at which it can peak, and the largest is the prediction:
 
@@ -63,8 +64,8 @@ class LayerBytes:
         return self.attention + self.mlp
 
 
-def layer_bytes(job: Job, mlp_tiles: int) -> LayerBytes:
-    shape = job.shape
+def layer_bytes(job: Job, candidate: Candidate) -> LayerBytes:
+    shape, mlp_tiles = job.shape, candidate.mlp_tiles
     hidden, inner = BF16 * shape.hidden_size, BF16 * shape.intermediate_size
     query = BF16 * shape.num_heads * shape.head_dim
     kv = BF16 * shape.num_kv_heads * shape.head_dim
@@ -72,7 +73,9 @@ def layer_bytes(job: Job, mlp_tiles: int) -> LayerBytes:
     # Each norm keeps its input; attention and the MLP theirs, which where nothing is normed after
     # them are other norms' outputs, and else the sums that go into them.
     in_norms = shape.num_norms * hidden + (query + kv if shape.has_head_norms else 0)
-    attention = min(shape.num_norms, 2) * hidden + in_norms + 3 * query + 2 * kv + lse
+    # Ulysses has attention's output as heads, too.
+    results = (2 if candidate.ulysses > 1 else 1) * query
+    attention = min(shape.num_norms, 2) * hidden + in_norms + query + 2 * kv + results + lse
     attention += FP32 * shape.num_norms
     attention += FP32 * (shape.num_heads + shape.num_kv_heads) if shape.has_head_norms else 0
     mlp = shape.num_mlp_products * inner
@@ -87,7 +90,7 @@ def layer_bytes(job: Job, mlp_tiles: int) -> LayerBytes:
         # The adapters' inputs are those of the layers, their own in between are small.
         attention += 7 * BF16 * job.lora_rank
         # Without FSDP they are in float32, and autocast gives each its input once more.
-        attention += 3 * hidden if job.cluster.num_gpus == 1 else 0
+        attention += 0 if job.fsdp else 3 * hidden
     return LayerBytes(
         attention=attention,
         mlp=mlp if mlp_tiles == 1 else 0.0,
@@ -129,14 +132,14 @@ def predict_memory(
 def host_bytes(job: Job, candidate: Candidate, tokens: float) -> float:
     """Of one machine's host, all its processes together."""
     offloaded = candidate.policies.count("offload")
-    layer = layer_bytes(job, candidate.mlp_tiles)
+    layer = layer_bytes(job, candidate)
     per_gpu = offloaded * checkpoint_bytes(candidate, layer) * tokens
     if candidate.offload_states:
-        per_gpu += sum(states(job, candidate))
+        per_gpu += sum(states(job))
     return per_gpu * job.cluster.gpus_per_node
 
 
-def states(job: Job, candidate: Candidate) -> tuple[float, float, float]:
+def states(job: Job) -> tuple[float, float, float]:
     """(weights, gradients, optimizer): bytes that rest for one GPU, on it or on its host.
 
     FSDP2 with mixed precision keeps what is trained in float32 and all else as it was loaded; one
@@ -145,7 +148,7 @@ def states(job: Job, candidate: Candidate) -> tuple[float, float, float]:
     ranks, trained = job.cluster.num_gpus, job.trained_weights
     frozen = job.shape.num_weights if job.lora else 0
     loaded = BF16 if job.dtype == "bfloat16" else FP32
-    width = FP32 if candidate.uses_fsdp(job) or job.lora else loaded
+    width = FP32 if job.fsdp or job.lora else loaded
     return (
         (width * trained + loaded * frozen) / ranks,
         width * trained / ranks,
@@ -154,26 +157,26 @@ def states(job: Job, candidate: Candidate) -> tuple[float, float, float]:
 
 
 def _states_on_gpu(job: Job, candidate: Candidate) -> tuple[float, float, float]:
-    return (0.0, 0.0, 0.0) if candidate.offload_states else states(job, candidate)
+    return (0.0, 0.0, 0.0) if candidate.offload_states else states(job)
 
 
-def _gathered(job: Job, candidate: Candidate, num_layers: int) -> float:
+def _gathered(job: Job, num_layers: int) -> float:
     """Of FSDP: layers, and the head with the norm before it, whole from its use to the end."""
-    if not candidate.uses_fsdp(job):
+    if not job.fsdp:
         return 0.0
     return BF16 * (num_layers * job.shape.layer_weights + job.shape.head_weights)
 
 
-def _cast(job: Job, candidate: Candidate, num_layers: int, head: int) -> float:
+def _cast(job: Job, num_layers: int, head: int) -> float:
     """Copies in bfloat16 that autocast makes of float32 weights and backward needs, on one GPU."""
-    if candidate.uses_fsdp(job) or job.dtype == "bfloat16":
+    if job.fsdp or job.dtype == "bfloat16":
         return 0.0
     return BF16 * (num_layers * job.shape.layer_linear_weights + head)
 
 
 def _kept(job: Job, candidate: Candidate, tokens: float, but: int) -> float:
     """Of all layers but the last `but`."""
-    layer = layer_bytes(job, candidate.mlp_tiles)
+    layer = layer_bytes(job, candidate)
     others = candidate.policies[: len(candidate.policies) - but]
     kept = sum(kept_bytes(policy, candidate, layer) for policy in others)
     coming = tokens * checkpoint_bytes(candidate, layer)
@@ -187,12 +190,12 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
     head = 0 if job.lora else FP32 * shape.head_weights
     # FSDP holds what it gathered into beside the weights until the next gathering.
-    buffer: float = BF16 * shape.head_weights if candidate.uses_fsdp(job) else 0
+    buffer: float = BF16 * shape.head_weights if job.fsdp else 0
     # Autocast forgets copies of trained weights as forward ends, those of frozen ones at once.
     alive = candidate.policies.count("none") if job.lora else shape.num_layers
-    buffer += _cast(job, candidate, alive, shape.head_weights)
+    buffer += _cast(job, alive, shape.head_weights)
     return Components(
-        weights=weights + _gathered(job, candidate, 0) + buffer,
+        weights=weights + _gathered(job, 0) + buffer,
         gradients=head,
         optimizer=optimizer,
         checkpoints=_kept(job, candidate, tokens, but=0),
@@ -206,9 +209,9 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
 def _backward(
     job: Job, candidate: Candidate, tokens: float, buffer_bytes: float, *, is_last_layer: bool
 ) -> Components:
-    shape, layer = job.shape, layer_bytes(job, candidate.mlp_tiles)
+    shape, layer = job.shape, layer_bytes(job, candidate)
     weights, gradients, optimizer = _states_on_gpu(job, candidate)
-    sharded = candidate.uses_fsdp(job)
+    sharded = job.fsdp
     trained_here = shape.layer_weights * (0 if job.lora else 1)
     head = 0 if job.lora else BF16 * shape.head_weights
     outside = 0 if job.lora else shape.num_weights - shape.num_layers * shape.layer_weights
@@ -220,9 +223,7 @@ def _backward(
     # Backward of attention: its own and the gradients of q, k, v as heads, dq once in float32.
     query = shape.num_heads * shape.head_dim
     kv = shape.num_kv_heads * shape.head_dim
-    parts = parts_that_fit(
-        int(FP32 * query * tokens), job.cluster.gpu.memory_bytes, shape.num_kv_heads
-    )
+    parts = parts_that_fit(int(query * tokens), job.cluster.gpu.memory_bytes, shape.num_kv_heads)
     of_a_part = (FP32 * query + (BF16 * (query + 2 * kv) if parts > 1 else 0)) / parts
     own = BF16 * (3 * query + 2 * kv) + of_a_part
     at_attention = layer.attention + own + buffer_bytes / max(tokens, 1)
@@ -236,10 +237,7 @@ def _backward(
     # As at the loss: what FSDP gathered into stays until the next gathering.
     buffer = BF16 * shape.layer_weights if sharded else 0
     return Components(
-        weights=weights
-        + _gathered(job, candidate, 2 if is_last_layer else 1)
-        + buffer
-        + _cast(job, candidate, alive, 0),
+        weights=weights + _gathered(job, 2 if is_last_layer else 1) + buffer + _cast(job, alive, 0),
         gradients=done + head + here,
         optimizer=optimizer,
         checkpoints=_kept(job, candidate, tokens, but=but),

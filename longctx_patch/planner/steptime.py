@@ -26,8 +26,10 @@ FSDP_BYTES = 24
 """For each weight, of FSDP's copies into and out of its buffers, forward and backward."""
 ADAMW_BYTES = 56
 """For each weight, that AdamW reads and writes, at the bandwidth of copies."""
-HOST_ADAMW_BYTES_PER_S = 60e9
-"""That AdamW reaches on the cores of a host, all of a machine's processes together."""
+HOST_ADAMW_BYTES = 28
+"""Likewise on the host."""
+HOST_ADAMW_BYTES_PER_S = 110e9
+"""That torch's fused AdamW reaches on 16 cores of a host with one H200, for each GPU."""
 IDLE_S = 7e-3
 """Of the GPU in a step: the optimizer's start, the loss's way to the host."""
 
@@ -99,7 +101,7 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
         linear=products / gpu.matmul_flops,
         elementwise=moved / (ELEMENTWISE_SHARE * bandwidth),
         loss=tokens * (each * head / gpu.matmul_flops + LOSS_BYTES * shape.vocab_size / bandwidth),
-        fsdp=_fsdp_seconds(job, candidate, products / gpu.matmul_flops),
+        fsdp=_fsdp_seconds(job, products / gpu.matmul_flops),
         offload=_offload_seconds(job, candidate, tokens, layer_s),
         optimizer=_optimizer_seconds(job, candidate),
     )
@@ -115,10 +117,10 @@ def _elementwise_bytes(job: Job) -> float:
     return moved * (1 if job.fused_layers else UNFUSED) + adapters
 
 
-def _fsdp_seconds(job: Job, candidate: Candidate, compute_s: float) -> float:
+def _fsdp_seconds(job: Job, compute_s: float) -> float:
     """What is exposed: copies, the last reduction, and what products don't hide at all."""
     ranks, gpu, shape = job.cluster.num_gpus, job.cluster.gpu, job.shape
-    if not candidate.uses_fsdp(job):
+    if not job.fsdp:
         return 0.0
     one_node = ranks <= gpu.hardware.gpus_per_node
     link = gpu.hardware.intra_node if one_node else gpu.hardware.inter_node
@@ -133,12 +135,12 @@ def _fsdp_seconds(job: Job, candidate: Candidate, compute_s: float) -> float:
 
 def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: float) -> float:
     gpu, offloaded = job.cluster.gpu, candidate.policies.count("offload")
-    num_bytes = tokens * checkpoint_bytes(candidate, layer_bytes(job, candidate.mlp_tiles))
+    num_bytes = tokens * checkpoint_bytes(candidate, layer_bytes(job, candidate))
     out_s, in_s = num_bytes / gpu.host_out_bandwidth, num_bytes / gpu.host_in_bandwidth
     exposed = max(0.0, out_s - layer_s) + max(0.0, in_s - 2 * layer_s)
     moved_s = 0.0
     if candidate.offload_states:  # weights come for forward and backward, gradients go
-        weights, gradients, _ = states(job, candidate)
+        weights, gradients, _ = states(job)
         each_way = 2 * weights / gpu.host_in_bandwidth + gradients / gpu.host_out_bandwidth
         moved_s = max(0.0, each_way - 3 * job.shape.num_layers * layer_s)
     return offloaded * exposed + moved_s
@@ -147,5 +149,5 @@ def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: flo
 def _optimizer_seconds(job: Job, candidate: Candidate) -> float:
     mine = job.trained_weights / job.cluster.num_gpus
     if candidate.offload_states:
-        return mine * job.cluster.gpus_per_node * ADAMW_BYTES / 2 / HOST_ADAMW_BYTES_PER_S
+        return mine * HOST_ADAMW_BYTES / HOST_ADAMW_BYTES_PER_S
     return mine * ADAMW_BYTES / job.cluster.gpu.hardware.copy_bandwidth

@@ -19,9 +19,10 @@ def accelerate_yaml(
     """YAML text for `num_processes` processes, `sequence_degree` of which share a sequence.
 
     With `fsdp` parameters are sharded over all ranks (FSDP2), otherwise each rank holds the model.
-    With `states_on_host` too, parameters, gradients and the optimizer are in host memory, and the
-    optimizer steps there; also for one process. With `cpu` the processes run on the CPU even where
-    there is a GPU.
+    One process has all shards: it gains float32 master weights, and adapters that are computed in
+    the low precision without autocast's copies. With `states_on_host` too, parameters, gradients
+    and the optimizer are in host memory, and the optimizer steps there. With `cpu` the processes
+    run on the CPU even where there is a GPU.
 
     Raises:
         ValueError: degrees that do not fit the processes, or FSDP where it cannot work.
@@ -84,11 +85,9 @@ def _check(
             f"states_on_host=True with fsdp={fsdp}, cpu={cpu}: it is FSDP2 that keeps them there, "
             "for GPUs. Use fsdp=True and cpu=False, or states_on_host=False."
         )
-    if fsdp and (cpu or (num_processes == 1 and not states_on_host)):
+    if fsdp and cpu:
         raise ValueError(
-            f"fsdp=True with num_processes={num_processes}, cpu={cpu}: FSDP2 shards over 2 or more "
-            "GPUs, or moves the states of one to its host. Use fsdp=False, or for one GPU "
-            "states_on_host=True."
+            f"fsdp=True with cpu={cpu}: Accelerate shards over GPUs only. Use fsdp=False."
         )
     if mixed_precision not in ("no", "bf16", "fp16"):
         raise ValueError(f"mixed_precision={mixed_precision!r}: choose no, bf16 or fp16.")

@@ -58,6 +58,27 @@ def test_long_queries(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) ->
         assert relative_error(found, reference) < 1e-2
 
 
+@pytest.mark.parametrize("name", ["flash_attn_4", "cudnn", "torch_flash"])
+def test_long_keys(name: str) -> None:
+    """Few queries of many keys, head by head."""
+    kernel: Any = available()[name]
+    if kernel.refuses(_request()) is not None:
+        pytest.skip(str(kernel.refuses(_request())))
+    q, dout = tensors(SHORT, HEADS, 0), tensors(SHORT, HEADS, 3)
+    k, v = (tensors(LONG, HEADS, seed) for seed in (1, 2))
+    call = Call(
+        (Interval(0, SHORT),), (Interval(0, LONG),), Segments((SHORT,), (LONG,), FULL_WINDOW)
+    )
+    score = Score(DIM**-0.5)
+    out, lse = run.run_forward(kernel, call, q, k, v, score)
+    dq, dk, dv = run.run_backward(kernel, call, dout, q, k, v, out, lse, score)
+    for head in range(0, HEADS, 5):
+        one = slice(head, head + 1)
+        right = wanted(*(x[:, :, one] for x in (q, k, v, dout)))
+        for found, reference in zip((out, dq, dk, dv), right, strict=True):
+            assert relative_error(found[:, :, one], reference) < 2e-2
+
+
 def _request() -> Any:
     from longctx_patch.kernels import KernelRequest
 

@@ -190,9 +190,10 @@ def test_heads_after_each_other_add_up(
 
 def test_heads_go_together_while_dq_is_small() -> None:
     device = 140 * 2**30
-    for tokens, heads, parts in ((2**18, 32, 1), (2**20, 8, 1), (2**20, 32, 2), (3 * 2**19, 32, 3)):
-        assert run.parts_that_fit(4 * tokens * heads * 128, device, 8) == parts
+    for tokens, heads, parts in ((2**18, 32, 1), (2**20, 8, 1), (2**20, 32, 3), (3 * 2**19, 32, 4)):
+        assert run.parts_that_fit(tokens * heads * 128, device, 8) == parts
     assert run.parts_that_fit(2**40, device, 8) == 8
+    assert run.parts_that_fit(2**31, 2**40, 8) == 2
     assert run.num_head_parts(torch.empty(1, 4, 8, 16), torch.empty(1, 4, 2, 16)) == 1
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from longctx_patch.planner import Job, ModelShape, parse_cluster, shape_of
+from longctx_patch.planner import Candidate, Job, ModelShape, parse_cluster, shape_of
 
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
@@ -21,6 +21,17 @@ LLAMA_8B: dict[str, Any] = {
 @lru_cache
 def llama_shape(num_layers: int = 32) -> ModelShape:
     return shape_of(LlamaConfig(**LLAMA_8B | {"num_hidden_layers": num_layers}), "llama")
+
+
+def candidate(num_layers: int = 32, *, ulysses: int = 1, mlp_tiles: int = 1) -> Candidate:
+    return Candidate(
+        ulysses=ulysses,
+        ring=1,
+        plan="auto",
+        checkpoint="none",
+        policies=("none",) * num_layers,
+        mlp_tiles=mlp_tiles,
+    )
 
 
 def llama_job(

@@ -24,7 +24,13 @@ class Measured(NamedTuple):
     seconds: float
 
     def predicted(self) -> Result:
-        job = llama_job(f"{self.gpus}xH200", self.tokens, num_layers=8, fused_layers=self.fused)
+        job = llama_job(
+            f"{self.gpus}xH200",
+            self.tokens,
+            num_layers=8,
+            fused_layers=self.fused,
+            fsdp=self.gpus > 1,
+        )
         return result_of(job, ulysses=self.gpus, ring=1, checkpoint=self.checkpoint)
 
     def line(self) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from longctx_patch.planner.components import layer_bytes
 from longctx_patch.planner.machine import GIB
-from tests.planner.jobs import llama_job
+from tests.planner.jobs import candidate, llama_job
 from tests.planner.measured import MEASURED, Measured
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
@@ -20,7 +20,7 @@ def test_peak_and_seconds_are_near_what_was_measured(row: Measured) -> None:
 
 
 def test_a_layer_keeps_what_was_metered_on_h200() -> None:
-    layer = layer_bytes(llama_job("4xH200", 131072), mlp_tiles=1)
+    layer = layer_bytes(llama_job("4xH200", 131072), candidate(ulysses=4))
     assert layer.whole == 147_592
 
 

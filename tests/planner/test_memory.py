@@ -12,18 +12,13 @@ from longctx_patch.planner.components import layer_bytes, states
 from longctx_patch.planner.machine import GIB
 from longctx_patch.planner.search import result_of, search, tokens_of_a_rank, usual_tiles
 from longctx_patch.planner.steptime import predict_attention
-from tests.planner.jobs import llama_job, llama_shape
+from tests.planner.jobs import candidate, llama_job, llama_shape
 
 
 def peak(job: Job, checkpoint: CheckpointPolicy, degree: int | None = None) -> float:
     ulysses = min(degree or job.cluster.num_gpus, 8)
     ring = (degree or job.cluster.num_gpus) // ulysses
     return result_of(job, ulysses=ulysses, ring=ring, checkpoint=checkpoint).memory.total
-
-
-def states_of(job: Job, *, offload_states: bool = False) -> tuple[float, float, float]:
-    result = result_of(job, ulysses=1, ring=1, checkpoint="none", offload_states=offload_states)
-    return states(job, result.candidate)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -38,12 +33,11 @@ def test_components_sum_to_the_total_and_none_is_negative(lora: bool) -> None:
 
 def test_states_of_full_training_by_hand() -> None:
     weights = 8_030_261_248
-    # One GPU: all in bfloat16. Several: float32 under FSDP2.
-    assert states_of(llama_job("H200", 1024)) == (2 * weights, 2 * weights, 4 * weights)
-    assert states_of(llama_job("4xH200", 1024)) == (weights, weights, 2 * weights)
-    # For states on the host one GPU has FSDP2 too.
-    on_host = states_of(llama_job("H200", 1024), offload_states=True)
-    assert on_host == (4 * weights, 4 * weights, 8 * weights)
+    # Float32 under FSDP2; without, as they were loaded.
+    assert states(llama_job("4xH200", 1024)) == (weights, weights, 2 * weights)
+    assert states(llama_job("H200", 1024)) == (4 * weights, 4 * weights, 8 * weights)
+    alone = states(llama_job("H200", 1024, fsdp=False))
+    assert alone == (2 * weights, 2 * weights, 4 * weights)
 
 
 def test_states_of_an_adapter_by_hand() -> None:
@@ -52,7 +46,7 @@ def test_states_of_an_adapter_by_hand() -> None:
     job = llama_job("8xH200", 1024, lora=True, lora_rank=16)
     assert job.trained_weights == adapter == 41_943_040
     frozen = 2 * llama_shape().num_weights
-    assert states_of(job) == ((4 * adapter + frozen) / 8, 4 * adapter / 8, 8 * adapter / 8)
+    assert states(job) == ((4 * adapter + frozen) / 8, 4 * adapter / 8, 8 * adapter / 8)
 
 
 @pytest.mark.parametrize("checkpoint", get_args(CheckpointPolicy))
@@ -66,12 +60,13 @@ def test_an_adapter_takes_less_than_every_weight(checkpoint: CheckpointPolicy) -
 
 
 def test_without_fsdp_an_adapter_keeps_more_of_a_layer() -> None:
-    def kept(gpus: str, lora: bool) -> float:
-        return layer_bytes(llama_job(gpus, 2**17, lora=lora), 1).whole
+    def kept(gpus: str, lora: bool, fsdp: bool = True) -> float:
+        return layer_bytes(llama_job(gpus, 2**17, lora=lora, fsdp=fsdp), candidate()).whole
 
     small = 7 * 2 * 16
     assert kept("4xH200", True) == kept("4xH200", False) + small
-    assert kept("H200", True) == kept("H200", False) + small + 3 * 2 * 4096
+    assert kept("H200", True) == kept("H200", False) + small
+    assert kept("H200", True, fsdp=False) == kept("H200", False) + small + 3 * 2 * 4096
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "attention", "offload", "full"])
@@ -191,10 +186,10 @@ def test_logits_are_a_chunk() -> None:
 def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
     """FSDP2 makes what is trained float32 anyway; of an adapter the frozen weights count."""
     narrow, wide = (
-        replace(llama_job("1xH200", 2**14), dtype=dtype)
+        replace(llama_job("1xH200", 2**14), dtype=dtype, fsdp=False)
         for dtype in ("bfloat16", "float32")  # type: ignore[arg-type]
     )
-    assert sum(states_of(wide)) == 2 * sum(states_of(narrow))
+    assert sum(states(wide)) == 2 * sum(states(narrow))
     weights = [
         result_of(job, ulysses=1, ring=1, checkpoint="none").memory for job in (narrow, wide)
     ]
@@ -207,5 +202,5 @@ def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
             replace(llama_job("2xH200", 2**14), dtype=dtype, lora=lora)
             for dtype in ("bfloat16", "float32")  # type: ignore[arg-type]
         ]
-        more = sum(states_of(of_two[1])) - sum(states_of(of_two[0]))
+        more = sum(states(of_two[1])) - sum(states(of_two[0]))
         assert more == (narrow.shape.num_weights if lora else 0)  # 2 bytes each, on two GPUs

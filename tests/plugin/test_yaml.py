@@ -13,7 +13,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.plugin import accelerate_yaml, accelerator
+from longctx_patch.plugin import SequenceParallelismConfig, accelerate_yaml, accelerator
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "accelerate"
 
@@ -68,16 +68,7 @@ def _launch(path: Path, script: str, folder: Path) -> subprocess.CompletedProces
         k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "PARALLELISM_"))
     }
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(path),
-            "--main_process_port",
-            "0",
-            str(folder / "script.py"),
-        ],
+        command,
         capture_output=True,
         text=True,
         timeout=60,
@@ -166,6 +157,19 @@ def test_single_process_file(tmp_path: Path) -> None:
     assert _launch_arguments(path).num_processes == 1
 
 
+@pytest.mark.parametrize("states_on_host", [False, True])
+def test_one_gpu_has_fsdp_too(states_on_host: bool, tmp_path: Path) -> None:
+    """Through the launcher that gives its process a group."""
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(accelerate_yaml(1, 1, fsdp=True, states_on_host=states_on_host))
+    arguments = _launch_arguments(path)
+    assert (arguments.num_processes, arguments.use_fsdp) == (1, True)
+    environment = prepare_multi_gpu_env(arguments)
+    assert environment["FSDP_VERSION"] == "2"
+    assert environment["FSDP_OFFLOAD_PARAMS"] == str(states_on_host).lower()
+    SequenceParallelismConfig(cp_size=1).check_world(1, fsdp2=True)
+
+
 def test_data_parallel_beside_the_sequence() -> None:
     settings = yaml.safe_load(accelerate_yaml(8, 2, fsdp=False))
     assert settings["parallelism_config"] == {
@@ -182,7 +186,7 @@ def test_data_parallel_beside_the_sequence() -> None:
         ({"num_processes": 0, "sequence_degree": 1}, "num_processes=0.*1 or more"),
         ({"num_processes": 3, "sequence_degree": 3, "num_machines": 2}, "num_machines=2"),
         ({"num_processes": 2, "sequence_degree": 2, "fsdp": True, "cpu": True}, "Use fsdp=False"),
-        ({"num_processes": 1, "sequence_degree": 1, "fsdp": True}, "Use fsdp=False"),
+        ({"num_processes": 2, "sequence_degree": 2, "states_on_host": True}, "Use fsdp=True"),
         ({"num_processes": 1, "sequence_degree": 1, "mixed_precision": "int8"}, "'int8': choose"),
     ],
 )

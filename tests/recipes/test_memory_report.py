@@ -41,7 +41,11 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 def report(config: Any = SHAPE, **values: Any) -> str:
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
     device = torch.device("cpu")
-    return str(memory_report.out_of_memory(error, settings(**values), config, 4, device))
+    return str(
+        memory_report.out_of_memory(
+            error, settings(**values), config, 4, device, fsdp=True, states_on_host=False
+        )
+    )
 
 
 @pytest.mark.usefixtures("on_h200")

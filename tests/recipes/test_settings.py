@@ -120,7 +120,8 @@ def test_every_option_was_decided_on() -> None:
             "ranks_per_node",
             "hardware",
         ),
-        *("kernel", "deterministic", "loss", "checkpoint", "mlp_tiles", "skip_rehearsal"),
+        *("kernel", "deterministic", "loss", "checkpoint", "attention_kept", "mlp_tiles"),
+        "skip_rehearsal",
         *("learning_rate", "scheduler", "warmup_steps", "weight_decay", "max_steps"),
         *("batch_size", "gradient_accumulation_steps", "max_grad_norm", "seed", "save_every"),
     ]
