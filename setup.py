@@ -14,6 +14,7 @@ MOVED_FOLDERS = {"cli": "longctx_patch.cli", "recipes": "longctx_patch.recipes"}
 
 DATA = ["datasets"]
 DRAW = ["matplotlib"]
+FOUR_BITS = ["bitsandbytes>=0.48"]
 DEV = [
     "hypothesis",
     "mypy",
@@ -24,6 +25,7 @@ DEV = [
     "types-PyYAML",
     *DATA,
     *DRAW,
+    *FOUR_BITS,
 ]
 
 
@@ -78,6 +80,7 @@ setup(
         # Compiled from source on most platforms: torch first, then pip with --no-build-isolation.
         "fa2": ["flash-attn>=2.8,<3"],
         "liger": ["liger-kernel>=0.8.5"],
+        "4bit": FOUR_BITS,
     },
     entry_points={"console_scripts": ["longctx = longctx_patch.cli.main:main"]},
     classifiers=[

@@ -62,10 +62,10 @@ class Gpus(click.ParamType[str]):
 @click.option(
     "--dtype",
     type=click.Choice(("float32", "bfloat16")),
-    default="float32",
-    help="That weights are loaded in [float32].",
+    help="That weights are loaded in [float32; with --load-in-4bit bfloat16].",
 )
 @click.option("--rank", type=click.IntRange(1), help="Of the adapter [16].")
+@click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
 @click.option("--data", multiple=True, help="Text to train on: files, folders, JSONL, datasets.")
 @click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs, to try it out.")

@@ -23,6 +23,7 @@ KINDS = "h200, h100, a100, a100-40"
     default="float32",
     help="That weights are loaded in, as in the recipe [float32].",
 )
+@click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
 @click.option("--stock-layers", is_flag=True, help="Without Liger Kernel's norms and SwiGLU.")
 @click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
 @click.option("--max-seq-len", is_flag=True, help="Print the longest row that fits, only.")
@@ -35,6 +36,7 @@ def plan_command(
     lora: bool,
     rank: int | None,
     dtype: Any,
+    load_in_4bit: bool,
     stock_layers: bool,
     host_gib: float | None,
     max_seq_len: bool,
@@ -62,6 +64,8 @@ def plan_command(
         raise click.UsageError(f"--png {png}: there is no folder {png.parent}. Make it first.")
     if rank is not None and not lora:
         raise click.UsageError(f"--rank {rank}: it is an adapter's. Add --lora.")
+    if load_in_4bit and not lora:
+        raise click.UsageError("--load-in-4bit: weights of 4 bits are frozen. Add --lora.")
     cluster = parse_cluster(gpus, host_gib)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
@@ -71,7 +75,8 @@ def plan_command(
         seq_len=seq_len or 2,
         lora=lora,
         lora_rank=rank or 16,
-        dtype=dtype,
+        dtype="nf4" if load_in_4bit else dtype,
+        fsdp=not load_in_4bit,
         fused_layers=not stock_layers and config.model_type in LIGER_FAMILIES,
     )
     most = longest(job)

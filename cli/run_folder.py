@@ -115,6 +115,7 @@ def decide(
     states_on_host: bool,
     dtype: Any,
     rank: int | None,
+    load_in_4bit: bool,
     pack: bool,
     data: Sequence[str],
     cpu: bool,
@@ -131,8 +132,9 @@ def decide(
     num_gpus = int(re.split(r"\D", gpus)[0])
     if rank is not None and not lora:
         raise ValueError(f"--rank {rank} with --full: it is an adapter's. Use --lora.")
-    if states_on_host and cpu:
-        raise ValueError("--states-on-host with --cpu: there all is on the host. Use one of them.")
+    if states_on_host and (cpu or load_in_4bit):
+        other = "--cpu, where all is on the host" if cpu else "--load-in-4bit, which has no FSDP2"
+        raise ValueError(f"--states-on-host with {other}: use one of them.")
     cluster = None if gpus.isdigit() or cpu else _cluster(gpus, num_gpus, nodes)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
@@ -156,7 +158,8 @@ def decide(
         rope_factor=rope_factor,
         lora=lora,
         full=not lora,
-        dtype=dtype,
+        dtype=dtype or ("bfloat16" if load_in_4bit else "float32"),
+        load_in_4bit=load_in_4bit,
         ulysses=degrees.ulysses,
         ring=degrees.ring,
         checkpoint=checkpoint,
@@ -170,10 +173,12 @@ def decide(
     check_model_config(scaled, settings.sequence_parallelism())
     models.check_vocabulary(models.load_tokenizer(settings), scaled)
     predicted = None if cluster is None else _prediction(settings, scaled, cluster, states_on_host)
+    fsdp = not (cpu or load_in_4bit)
+    models.check_4bit(settings, fsdp=fsdp)
     launch_yaml = accelerate_yaml(
         num_gpus,
         degrees.sequence_degree,
-        fsdp=not cpu,
+        fsdp=fsdp,
         num_machines=nodes,
         cpu=cpu,
         mixed_precision="no" if cpu else "bf16",
@@ -301,6 +306,8 @@ def _rope_types(rope: dict[str, Any]) -> list[str]:
 
 def _weights(decisions: Decisions) -> tuple[str, str]:
     settings = decisions.settings
+    if settings.load_in_4bit:
+        return "4 bits (NF4)", "--load-in-4bit: frozen, a whole copy in each process"
     # FSDP2 with mixed precision makes float32 of what is trained.
     is_narrow = settings.dtype == "bfloat16" and (settings.uses_lora or not decisions.fsdp)
     dtype, width = ("bfloat16", 2) if is_narrow else ("float32", 4)

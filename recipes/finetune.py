@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None:
     """Build everything, go on from `checkpoint` if there is one, and train to the last step."""
     require_fused_layers(settings.fused_layers, accelerator.device.type)
-    tokenizer, model = build_model(settings)
+    models.check_4bit(settings, fsdp=accelerator.is_fsdp2)
+    tokenizer, model = build_model(settings, accelerator.device)
     data = build_data(settings, tokenizer)
     run = checkpoints.fingerprint(settings, data.order, accelerator.num_processes)
     if checkpoint:
@@ -131,13 +132,16 @@ def build_accelerator(settings: Settings) -> Any:
     return accelerator
 
 
-def build_model(settings: Settings) -> tuple[Any, Any]:
-    """Tokenizer and model, with scaled RoPE and adapter, on CPU and the same in every process."""
+def build_model(settings: Settings, device: torch.device) -> tuple[Any, Any]:
+    """Tokenizer and model, with scaled RoPE and adapter, the same in every process.
+
+    On CPU, or with weights of 4 bits on `device`.
+    """
     set_seed(settings.seed)  # random weights are the same in every process
     config = models.load_config(settings)
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
-    model = models.load_model(settings, config)
+    model = models.load_model(settings, config, device)
     if settings.uses_lora:
         model = models.add_lora(model, settings)
     set_seed(settings.seed, device_specific=True)  # from here on only dropout draws numbers

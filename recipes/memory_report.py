@@ -7,6 +7,7 @@ import torch
 from longctx_patch.hf.fused_layers import LIGER_FAMILIES
 from longctx_patch.planner import Cluster, Job, shape_of
 from longctx_patch.planner.advice import advice, cluster_here
+from longctx_patch.planner.candidate import WeightsDtype
 from longctx_patch.planner.machine import GIB
 from longctx_patch.planner.search import Result, result_of, usual_tiles
 from longctx_patch.recipes.settings import Settings
@@ -59,14 +60,15 @@ def predict_run(
     states_on_host: bool = False,
 ) -> Result:
     """What these settings are predicted to take. Raises ValueError for models not covered."""
+    dtype: WeightsDtype = "float32" if settings.dtype == "float32" else "bfloat16"
     job = Job(
         shape=shape_of(config, settings.model),
         cluster=cluster,
         seq_len=settings.seq_len * settings.batch_size,
         lora=settings.uses_lora,
         lora_rank=settings.lora_rank,
-        dtype="float32" if settings.dtype == "float32" else "bfloat16",
-        fsdp=fsdp,
+        dtype="nf4" if settings.load_in_4bit else dtype,
+        fsdp=fsdp and not settings.load_in_4bit,
         fused_layers=settings.fused_layers != "none" and config.model_type in LIGER_FAMILIES,
     )
     parallelism = settings.sequence_parallelism()

@@ -2,6 +2,7 @@
 
 import shlex
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -61,12 +63,52 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(settings: Settings, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model in float32 or the dtype asked for; random weights follow torch's current seed."""
+def load_model(
+    settings: Settings, config: PreTrainedConfig, device: torch.device
+) -> PreTrainedModel:
+    """The model in float32 or the dtype asked for; random weights follow torch's current seed.
+
+    On CPU; with weights of 4 bits on `device`, where they are made so while they are loaded.
+    """
     dtype = getattr(torch, settings.dtype)
     if is_bare_config(settings.model):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return AutoModelForCausalLM.from_pretrained(settings.model, config=config, dtype=dtype)
+    options: dict[str, Any] = {"config": config, "dtype": dtype}
+    if settings.load_in_4bit:
+        options |= {"quantization_config": four_bits(dtype), "device_map": {"": device}}
+    return AutoModelForCausalLM.from_pretrained(settings.model, **options)
+
+
+def four_bits(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """NF4 with quantised scales, computed in `dtype` (QLoRA, Dettmers et al. 2023)."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def check_4bit(settings: Settings, *, fsdp: bool) -> None:
+    """Refuse weights of 4 bits that can't be made, or that nobody has tried."""
+    if not settings.load_in_4bit:
+        return
+    if is_bare_config(settings.model):
+        raise ValueError(
+            f"load_in_4bit with the bare config {settings.model}: random weights are made in "
+            "16 bits or more. Give a folder or a name with weights."
+        )
+    if fsdp:
+        raise ValueError(
+            "load_in_4bit under FSDP2 is not covered. Let each process hold the model, which takes "
+            "a quarter of the memory: distributed_type: MULTI_GPU (one process: NO) in the YAML; "
+            "`longctx patch --load-in-4bit` writes that."
+        )
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(
+            'load_in_4bit needs bitsandbytes: pip install "bitsandbytes>=0.48" '
+            "(or longctx-patch[4bit])."
+        )
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:

@@ -53,6 +53,7 @@ class Settings:
     rope: RopeName = setting("RoPE scaling that reaches seq_len", default="none")
     rope_factor: float | None = setting("factor of the scaling, if not the ratio", default=None)
     dtype: DtypeName = setting("dtype that the weights are loaded in", default="float32")
+    load_in_4bit: bool = setting("an adapter's frozen weights in 4 bits (NF4)", default=False)
     fused_layers: FusedLayersName = setting(
         "RMSNorm, RoPE and SwiGLU by liger or compile; auto: liger where it fits", default="auto"
     )
@@ -115,6 +116,12 @@ class Settings:
             )
         if self.lora and self.full:
             raise ValueError("both lora and full are set. Choose one: --lora or --full.")
+        if self.load_in_4bit and (self.full or self.dtype == "float32"):
+            how = "full" if self.full else f"dtype={self.dtype}"
+            raise ValueError(
+                f"load_in_4bit with {how}: weights of 4 bits are frozen, and computed in 16. Use "
+                "--lora --dtype bfloat16."
+            )
         if self.pack and self.one_document_per_row:
             raise ValueError(
                 "both pack and one_document_per_row are set: packed rows hold several documents, "

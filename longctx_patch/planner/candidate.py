@@ -7,7 +7,7 @@ from longctx_patch.memory import LayerPolicy
 from longctx_patch.planner.machine import Cluster
 from longctx_patch.planner.shape import ModelShape
 
-WeightsDtype = Literal["bfloat16", "float32"]
+WeightsDtype = Literal["bfloat16", "float32", "nf4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +22,9 @@ class Job:
     lora_rank: int = 16
     dtype: WeightsDtype = "bfloat16"
     """That weights are loaded in, to compute in bfloat16. FSDP2 makes those that are trained
-    float32."""
+    float32. `nf4` is for the frozen ones of an adapter, those of linear layers."""
     fsdp: bool = True
-    """False, for one GPU: weights are trained as they were loaded, under autocast."""
+    """False: each process has a whole copy and trains it as it was loaded, under autocast."""
     fused_layers: bool = True
     """Liger Kernel's norms, rotary embeddings and SwiGLU, as recipes take where it is installed."""
 

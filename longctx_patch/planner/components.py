@@ -24,6 +24,8 @@ from longctx_patch.planner.candidate import Candidate, Job
 from longctx_patch.planner.parts import Parts
 
 BF16, FP32 = 2, 4
+NF4 = 0.516
+"""4 bits, a scale of 8 for each 64 numbers, and one of 32 for each 256 scales (QLoRA)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +91,10 @@ def layer_bytes(job: Job, candidate: Candidate) -> LayerBytes:
     if job.lora:
         # The adapters' inputs are those of the layers, their own in between are small.
         attention += 7 * BF16 * job.lora_rank
-        # Without FSDP they are in float32, and autocast gives each its input once more.
-        attention += 0 if job.fsdp else 3 * hidden
+        if not job.fsdp:
+            # They are in float32: each makes its input so, and autocast makes that bfloat16.
+            attention += 3 * hidden
+            passing += (FP32 + BF16) * shape.intermediate_size
     return LayerBytes(
         attention=attention,
         mlp=mlp if mlp_tiles == 1 else 0.0,
@@ -142,18 +146,24 @@ def host_bytes(job: Job, candidate: Candidate, tokens: float) -> float:
 def states(job: Job) -> tuple[float, float, float]:
     """(weights, gradients, optimizer): bytes that rest for one GPU, on it or on its host.
 
-    FSDP2 with mixed precision keeps what is trained in float32 and all else as it was loaded; one
-    GPU without it trains the model as it was loaded. Adapters are float32.
+    FSDP2 with mixed precision keeps what is trained in float32 and all else as it was loaded;
+    without it the model is trained as it was loaded, whole in each process. Adapters are float32.
     """
-    ranks, trained = job.cluster.num_gpus, job.trained_weights
-    frozen = job.shape.num_weights if job.lora else 0
-    loaded = BF16 if job.dtype == "bfloat16" else FP32
-    width = FP32 if job.fsdp or job.lora else loaded
+    ranks, trained = job.cluster.num_gpus if job.fsdp else 1, job.trained_weights
+    width = FP32 if job.fsdp or job.lora or job.dtype == "float32" else BF16
     return (
-        (width * trained + loaded * frozen) / ranks,
+        (width * trained + (loaded_bytes(job) if job.lora else 0)) / ranks,
         width * trained / ranks,
         2 * width * trained / ranks,
     )
+
+
+def loaded_bytes(job: Job) -> float:
+    """Of the whole model, as it is loaded."""
+    if job.dtype != "nf4":
+        return (FP32 if job.dtype == "float32" else BF16) * job.shape.num_weights
+    narrow = job.shape.num_layers * job.shape.layer_linear_weights
+    return NF4 * narrow + BF16 * (job.shape.num_weights - narrow)
 
 
 def _states_on_gpu(job: Job, candidate: Candidate) -> tuple[float, float, float]:
@@ -169,7 +179,7 @@ def _gathered(job: Job, num_layers: int) -> float:
 
 def _cast(job: Job, num_layers: int, head: int) -> float:
     """Copies in bfloat16 that autocast makes of float32 weights and backward needs, on one GPU."""
-    if job.fsdp or job.dtype == "bfloat16":
+    if job.fsdp or job.dtype != "float32":
         return 0.0
     return BF16 * (num_layers * job.shape.layer_linear_weights + head)
 
@@ -220,13 +230,17 @@ def _backward(
     else:
         but, done = shape.num_layers, gradients * (1 - _share(outside + trained_here, job))
     at_mlp = layer.whole + layer.passing
-    # Backward of attention: its own and the gradients of q, k, v as heads, dq once in float32.
+    # Backward of attention: gradients of out, q, k and v, dq once in float32. Of a row on one GPU,
+    # the residual's gradient has taken the place of what the MLP and its norm kept; where it is
+    # shared, q travels once more.
     query = shape.num_heads * shape.head_dim
     kv = shape.num_kv_heads * shape.head_dim
     parts = parts_that_fit(int(query * tokens), job.cluster.gpu.memory_bytes, shape.num_kv_heads)
     of_a_part = (FP32 * query + (BF16 * (query + 2 * kv) if parts > 1 else 0)) / parts
-    own = BF16 * (3 * query + 2 * kv) + of_a_part
-    at_attention = layer.attention + own + buffer_bytes / max(tokens, 1)
+    is_shared = candidate.sequence_degree > 1
+    own = BF16 * ((3 if is_shared else 2) * query + 2 * kv) + of_a_part
+    held = layer.attention - (0 if is_shared else layer.input)
+    at_attention = held + own + buffer_bytes / max(tokens, 1)
     in_mlp = at_mlp >= at_attention
     others = candidate.policies[: shape.num_layers - but]
     alive = 1 + others.count("none")
@@ -241,7 +255,7 @@ def _backward(
         gradients=done + head + here,
         optimizer=optimizer,
         checkpoints=_kept(job, candidate, tokens, but=but),
-        layer=tokens * (at_mlp if in_mlp else layer.attention),
+        layer=tokens * (at_mlp if in_mlp else held),
         attention=0.0 if in_mlp else own * tokens,
         communication=0.0 if in_mlp else buffer_bytes,
         logits=0.0,

@@ -31,7 +31,8 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     job = results[0].job
     fitting = _fastest_of_each([result for result in results if result.fits])
     how = f"LoRA of rank {job.lora_rank}" if job.lora else "every weight"
-    how += f", loaded in {job.dtype}, sharded over all GPUs"
+    where = "sharded over all GPUs" if job.fsdp else "a whole copy on each GPU"
+    how += f", loaded in {job.dtype}, {where}"
     lines = [f"{job.shape.name} on {job.cluster}, rows of {job.seq_len:,} tokens, {how}.", ""]
     if fitting:
         lines += _table([_row(result) for result in fitting[:TABLE_ROWS]])
@@ -71,7 +72,7 @@ def _candidate(result: Result) -> dict[str, Any]:
         "fits": result.fits,
         "reason": result.reason,
         "sp": candidate.sequence_degree,
-        "fsdp": result.job.cluster.num_gpus,
+        "fsdp": result.job.cluster.num_gpus if result.job.fsdp else 1,
         "ulysses": candidate.ulysses,
         "ring": candidate.ring,
         "plan": candidate.plan,

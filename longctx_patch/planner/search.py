@@ -15,7 +15,13 @@ from longctx_patch.memory.auto import after_climbs
 from longctx_patch.memory.offload import RESERVE
 from longctx_patch.memory.tiled_mlp import tiles_that_fit
 from longctx_patch.planner.candidate import Candidate, Job
-from longctx_patch.planner.components import BF16, FP32, Components, host_bytes, predict_memory
+from longctx_patch.planner.components import (
+    BF16,
+    Components,
+    host_bytes,
+    loaded_bytes,
+    predict_memory,
+)
 from longctx_patch.planner.machine import GIB
 from longctx_patch.planner.steptime import Attention, StepTime, predict_attention, predict_time
 
@@ -155,7 +161,7 @@ def _of_degrees(job: Job, ulysses: int, ring: int) -> Iterator[Result]:
     tiled = usual_tiles(job, ulysses * ring)
     kept = [(policy, share) for policy in get_args(CheckpointPolicy) for share in SHARES[policy]]
     for mlp_tiles, offload_states, (policy, share) in product(
-        sorted({1, tiled}), (False, True), kept
+        sorted({1, tiled}), (False, True) if job.fsdp else (False,), kept
     ):
         yield result_of(
             job,
@@ -210,12 +216,6 @@ def tokens_of_a_rank(job: Job, degree: int) -> int:
     return -(-job.seq_len // degree)
 
 
-def loading_bytes(job: Job) -> float:
-    """Of one machine's host, where each process loads the whole model."""
-    width = FP32 if job.dtype == "float32" else BF16
-    return width * job.shape.num_weights * job.cluster.gpus_per_node
-
-
 def usual_tiles(job: Job, degree: int) -> int:
     """In which an MLP runs unless told otherwise."""
     shape = job.shape
@@ -240,7 +240,8 @@ def _result(job: Job, candidate: Candidate, attention: Attention) -> Result:
 
 def _reason(job: Job, memory: Components, on_host: float) -> str | None:
     usable = usable_bytes(job)
-    loading = loading_bytes(job)
+    # Each process loads the whole model; one of 4 bits is made on the GPU.
+    loading = 0.0 if job.dtype == "nf4" else loaded_bytes(job) * job.cluster.gpus_per_node
     if memory.total > usable:
         name, most = max(memory.parts().items(), key=lambda part: part[1])
         return (

@@ -112,8 +112,8 @@ def _elementwise_bytes(job: Job) -> float:
     shape = job.shape
     kv = shape.num_kv_heads * shape.head_dim
     moved = BF16 * (14 * shape.hidden_size + 2 * kv + 3 * shape.intermediate_size)
-    # An adapter reads a layer's input once more, and adds to its output.
-    adapters = 2 * BF16 * shape.linear_sides if job.lora else 0
+    # An adapter reads a layer's input once more, and adds to its output; without FSDP in float32.
+    adapters = (2 if job.fsdp else 4) * BF16 * shape.linear_sides if job.lora else 0
     return moved * (1 if job.fused_layers else UNFUSED) + adapters
 
 

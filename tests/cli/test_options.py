@@ -8,11 +8,11 @@ KERNELS = ["--json", "--measure"]
 PATCH = [
     *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
     *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--attention-kept", "--mlp-tiles"),
-    *("--states-on-host", "--dtype", "--rank", "--pack", "--data", "--cpu"),
+    *("--states-on-host", "--dtype", "--rank", "--load-in-4bit", "--pack", "--data", "--cpu"),
 ]
 PLAN = [
     *("model", "--gpus", "--seq-len", "--lora", "--rank", "--dtype"),
-    *("--stock-layers", "--host-gib", "--max-seq-len", "--json", "--png"),
+    *("--load-in-4bit", "--stock-layers", "--host-gib", "--max-seq-len", "--json", "--png"),
 ]
 SCHEDULE = [
     *("--plan", "--compare", "--ranks", "--direction", "--ulysses", "--ranks-per-node", "--heads"),

@@ -282,7 +282,7 @@ def test_accelerates_own_accumulation_is_refused(run: Run, monkeypatch: Any) -> 
 def test_layers_that_cannot_be_fused_here_are_refused_before_a_model_is_built(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finetune, "build_model", lambda settings: pytest.fail("a model was built"))
+    monkeypatch.setattr(finetune, "build_model", lambda *_: pytest.fail("a model was built"))
     with pytest.raises(ValueError, match=r"no kernels for device cpu\. Or use 'compile'"):
         run("out", "--fused-layers", "liger")
     assert not (run.folder / "out").exists()

@@ -108,7 +108,8 @@ def test_every_option_was_decided_on() -> None:
     assert list(Settings.__annotations__) == [
         *("model", "tokenizer", "text", "text_field", "one_document_per_row", "pack"),
         *("output", "resume"),
-        *("seq_len", "rope", "rope_factor", "dtype", "fused_layers", "lora", "full"),
+        *("seq_len", "rope", "rope_factor", "dtype", "load_in_4bit", "fused_layers"),
+        *("lora", "full"),
         *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
         *(
             "ulysses",

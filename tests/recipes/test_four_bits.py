@@ -1,0 +1,133 @@
+"""An adapter over frozen weights of 4 bits: the numbers of one process, a run, and refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch.recipes import finetune, models
+from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.settings import Settings
+from tests.harness import run_distributed
+from tests.hf.tiny import gradients
+from tests.reference import relative_error
+
+pytest.importorskip("bitsandbytes")
+
+LENGTH = 96
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Weights of a small model, with a byte for each token."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=258,
+        max_position_embeddings=256,
+        eos_token_id=256,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "m")
+    return tmp_path / "m"
+
+
+def settings(folder: Path, **values: Any) -> Settings:
+    given = {"model": str(folder), "tokenizer": "bytes", "text": ["t"], "output": "out"}
+    given |= {"seq_len": LENGTH, "load_in_4bit": True, "dtype": "bfloat16", "lora_rank": 4}
+    return Settings(**{**given, **values})
+
+
+def adapted(folder: Path) -> Any:
+    """In float32 around the 4 bits, so that sums in another order show; all factors random."""
+    run = settings(folder)
+    config = models.load_config(run)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32,
+        quantization_config=models.four_bits(torch.float32),
+        device_map={"": torch.device("cpu")},
+    )
+    torch.manual_seed(1)
+    model = models.add_lora(model, run)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+def check_two_ranks(rank: int, folder: Path) -> None:
+    row = torch.randint(256, (LENGTH,), generator=torch.Generator().manual_seed(2))
+    model = adapted(folder)
+    loss = model(input_ids=row[None], labels=row[None]).loss
+    loss.backward()
+    wanted = gradients(model)
+    for config in (
+        LongContextConfig(ulysses_degree=2, checkpoint="attention", mlp_tiles=3),
+        LongContextConfig(ring_degree=2, checkpoint="offload", attention_kept=0.5),
+    ):
+        model = adapted(folder)
+        handle = patch(model, config)
+        collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+        mine = model(**collate([{"input_ids": row}])).loss
+        mine.backward()
+        found = gradients(model)
+        assert found.keys() == wanted.keys()
+        for tensor in (mine.detach(), *found.values()):
+            dist.all_reduce(tensor)
+        assert relative_error(mine.detach() / 2, loss.detach()) < 1e-6
+        for name, gradient in found.items():
+            assert relative_error(gradient / 2, wanted[name]) < 1e-5, name
+        handle.unpatch()
+
+
+def test_two_ranks_have_the_numbers_of_one(folder: Path) -> None:
+    run_distributed(check_two_ranks, 2, folder)
+
+
+def test_a_run_trains_the_adapter_and_saves_it(folder: Path, text_file: Path) -> None:
+    output = folder.parent / "out"
+    words = (
+        f"--model {folder} --tokenizer bytes --text {text_file} --seq-len {LENGTH} --max-steps 4"
+    )
+    words += f" --load-in-4bit --dtype bfloat16 --learning-rate 1e-2 --output {output}"
+    finetune.main(words.split())
+    lines = read_metrics(output)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+    assert (output / "final" / "adapter_model.safetensors").is_file()
+    assert not (output / "final" / "model.safetensors").exists()
+
+
+def test_weights_are_of_four_bits(folder: Path) -> None:
+    run = settings(folder)
+    model = models.load_model(run, models.load_config(run), torch.device("cpu"))
+    layer = model.get_decoder().layers[0]
+    weights = [part.weight for part in (layer.self_attn.q_proj, layer.mlp.down_proj)]
+    assert [w.nbytes for w in weights] == [128 * 128 // 2, 128 * 192 // 2]
+    assert model.get_output_embeddings().weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("values", [{"full": True}, {"dtype": "float32"}])
+def test_what_is_trained_or_wide_is_refused(folder: Path, values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="load_in_4bit with .*Use --lora --dtype bfloat16"):
+        settings(folder, **values)
+
+
+def test_what_can_not_be_made_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = settings(folder, model=str(folder / "config.json"))
+    with pytest.raises(ValueError, match="load_in_4bit with the bare config"):
+        models.check_4bit(bare, fsdp=False)
+    with pytest.raises(ValueError, match="load_in_4bit under FSDP2 is not covered.*MULTI_GPU"):
+        models.check_4bit(settings(folder), fsdp=True)
+    monkeypatch.setattr(models, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="load_in_4bit needs bitsandbytes"):
+        models.check_4bit(settings(folder), fsdp=False)
+    models.check_4bit(settings(folder, load_in_4bit=False), fsdp=True)
