@@ -73,6 +73,16 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
             ["already scaled", "999"],
         ),
         ({"vocab_size": 200}, [], ["258 tokens", "vocab_size=200"]),
+        ({}, ["--rank", 8, "--full"], ["--rank 8 with --full", "Use --lora"]),
+        ({}, ["--states-on-host", "--cpu"], ["--states-on-host with --cpu", "use one of them"]),
+        ({}, ["--states-on-host", "--load-in-4bit"], ["with --load-in-4bit", "no FSDP2"]),
+        ({}, ["--load-in-4bit"], ["load_in_4bit with the bare config", "Give a folder"]),
+        ({}, ["--load-in-4bit", "--full"], ["load_in_4bit with full", "Use --lora"]),
+        (
+            {},
+            ["--attention-kept", 0.5, "--checkpoint", "full"],
+            ["attention_kept=0.5 with checkpoint='full'", "Use checkpoint='attention'"],
+        ),
         ({}, ["--data", "none.txt"], ["--data", "none.txt", "no file"]),
     ],
 )

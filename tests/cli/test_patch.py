@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.settings import parse_settings
 from tests.cli.conftest import Run
 
@@ -114,6 +115,41 @@ def test_the_readme_says_what_layers_see(
     assert f"| attention | {layers} | within rows of joined text" in readme
     assert f"that its attention ({layers}) is covered" in " ".join(readme.split())
     assert "add `--pack`" in " ".join(readme.split())
+
+
+def test_what_is_kept_where_on_one_gpu(
+    run: Run, config: Callable[..., Path], tmp_path: Path
+) -> None:
+    words = "--seq-len 64 --gpus 1 --attention-kept 0.5 --states-on-host --dtype bfloat16 --rank 8"
+    result = run("patch", config(), *words.split(), "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    launch = yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())
+    assert (launch["distributed_type"], launch["num_processes"]) == ("FSDP", 1)
+    assert launch["fsdp_config"]["fsdp_offload_params"] is True
+    found = ["--settings", str(tmp_path / "run" / "finetune.yaml"), "--text", "a.txt"]
+    settings = parse_settings(found)
+    assert (settings.attention_kept, settings.dtype, settings.lora_rank) == (0.5, "bfloat16", 8)
+    readme = (tmp_path / "run" / "README.md").read_text()
+    assert "| attention kept | of 50% of the tokens | --attention-kept: what is left out" in readme
+    assert "in bfloat16 on the host, one layer at a time on the GPU |" in readme
+
+
+def test_weights_of_four_bits(run: Run, config: Callable[..., Path], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    path = config()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    model.save_pretrained(path.parent)
+    byte_tokenizer().save_pretrained(path.parent)
+    words = "--seq-len 64 --gpus 2 --load-in-4bit"
+    result = run("patch", path.parent, *words.split(), "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    launch = yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())
+    assert launch["distributed_type"] == "MULTI_GPU"
+    settings = parse_settings(
+        ["--settings", str(tmp_path / "run" / "finetune.yaml"), "--text", "a.txt"]
+    )
+    assert (settings.load_in_4bit, settings.dtype) == (True, "bfloat16")
+    assert "| weights | 4 bits (NF4) |" in (tmp_path / "run" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("published", ["default", "dynamic"])

@@ -29,6 +29,10 @@ FILES: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
         },
         (1, 1),
     ),
+    "one_gpu_states_on_host.yaml": (
+        {"num_processes": 1, "sequence_degree": 1, "fsdp": True, "states_on_host": True},
+        (1, 1),
+    ),
     "one_node_4gpu_sp.yaml": ({"num_processes": 4, "sequence_degree": 4, "fsdp": False}, (1, 1)),
     "one_node_8gpu_sp.yaml": ({"num_processes": 8, "sequence_degree": 8, "fsdp": False}, (1, 1)),
     "one_node_8gpu_sp4_fsdp2.yaml": (
