@@ -9,78 +9,30 @@ import os
 import socket
 import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from config_text import NAMES, options_of
 from measure import Row, everyone
 from model_shapes import model_config
 from report import append_line
+from runs import Run
 from systems import make_optimizer
 from systems.ours import launch_environment
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
+from longctx_patch import PatchHandle, SequenceShardCollator, patch
 from longctx_patch.hf.fused_layers import fuse_layers
 from longctx_patch.hf.preflight import Preflight, preflight
 from longctx_patch.hf.transformers_api import decoder_layers
-from longctx_patch.planner import Job, Result, parse_cluster, shape_of
-from longctx_patch.planner.search import result_of, usual_tiles
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 
 GIB = 2**30
 CHECK_TOKENS = 2048
 TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}  # of the small row's loss; bfloat16 there, float32 here
-
-
-@dataclass(frozen=True)
-class Run:
-    """One of the command line."""
-
-    text: str
-    model: str
-    config: LongContextConfig
-    tokens: int
-    layers: int | None = None
-    lora: bool = False
-    rank: int = 16
-    dtype: Any = "bfloat16"
-    fused: bool = True
-    rehearse: bool = True
-    steps: int = 3
-    warm_ups: int = 2
-
-    @classmethod
-    def parse(cls, text: str) -> "Run":
-        model, _, rest = text.partition(":")
-        options = {NAMES.get(name, name): value for name, value in options_of(rest).items()}
-        mine = {name: options.pop(name) for name in list(options) if name in cls.__annotations__}
-        return cls(text, model, LongContextConfig(**options), **mine)
-
-    def predicted(self, config: PreTrainedConfig, gpus: str, offload_states: bool) -> Result:
-        job = Job(
-            shape=shape_of(config, self.model),
-            cluster=parse_cluster(gpus),
-            seq_len=self.tokens,
-            lora=self.lora,
-            lora_rank=self.rank,
-            dtype=self.dtype,
-            fused_layers=self.fused,
-        )
-        return result_of(
-            job,
-            ulysses=self.config.ulysses_degree,
-            ring=self.config.ring_degree,
-            checkpoint=self.config.checkpoint,
-            attention_kept=self.config.attention_kept,
-            offload_states=offload_states,
-            mlp_tiles=self.config.mlp_tiles or usual_tiles(job, self.config.sequence_degree),
-        )
 
 
 class Training:
@@ -156,9 +108,9 @@ def with_adapter(model: Any, rank: int) -> Any:
 def measure(run: Run, accelerator: Any, hardware: str) -> Row:
     """Collective."""
     device, num_ranks = accelerator.device, accelerator.num_processes
-    config = model_config(run.model, run.layers, max(run.tokens, CHECK_TOKENS))
     on_host = states_on_host(accelerator)
-    result = run.predicted(config, f"{num_ranks}x{hardware}", on_host)
+    result = run.predicted(f"{num_ranks}x{hardware}", offload_states=on_host)
+    config = model_config(run.model, run.layers, max(run.tokens, CHECK_TOKENS))
     training = Training(run, config, accelerator)
     training.load(run.tokens)
     expected = training.rehearse() if run.rehearse else None

@@ -1,0 +1,58 @@
+"""One training run that is compared with what was predicted: as a line of text."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from config_text import NAMES, options_of
+from model_shapes import model_config
+
+from longctx_patch import LongContextConfig
+from longctx_patch.planner import Job, Result, parse_cluster, shape_of
+from longctx_patch.planner.search import result_of, usual_tiles
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the command line."""
+
+    text: str
+    model: str
+    config: LongContextConfig
+    tokens: int
+    layers: int | None = None
+    lora: bool = False
+    rank: int = 16
+    dtype: Any = "bfloat16"
+    fused: bool = True
+    rehearse: bool = True
+    steps: int = 3
+    warm_ups: int = 2
+
+    @classmethod
+    def parse(cls, text: str) -> "Run":
+        model, _, rest = text.partition(":")
+        options = {NAMES.get(name, name): value for name, value in options_of(rest).items()}
+        mine = {name: options.pop(name) for name in list(options) if name in cls.__annotations__}
+        return cls(text, model, LongContextConfig(**options), **mine)
+
+    def predicted(self, gpus: str, *, fsdp: bool = True, offload_states: bool = False) -> Result:
+        """On such GPUs as the planner knows: `4xH200`."""
+        job = Job(
+            shape=shape_of(model_config(self.model, self.layers, self.tokens), self.model),
+            cluster=parse_cluster(gpus),
+            seq_len=self.tokens,
+            lora=self.lora,
+            lora_rank=self.rank,
+            dtype=self.dtype,
+            fused_layers=self.fused,
+            fsdp=fsdp,
+        )
+        return result_of(
+            job,
+            ulysses=self.config.ulysses_degree,
+            ring=self.config.ring_degree,
+            checkpoint=self.config.checkpoint,
+            attention_kept=self.config.attention_kept,
+            offload_states=offload_states,
+            mlp_tiles=self.config.mlp_tiles or usual_tiles(job, self.config.sequence_degree),
+        )
