@@ -35,7 +35,14 @@ class Run:
         mine = {name: options.pop(name) for name in list(options) if name in cls.__annotations__}
         return cls(text, model, LongContextConfig(**options), **mine)
 
-    def predicted(self, gpus: str, *, fsdp: bool = True, offload_states: bool = False) -> Result:
+    def predicted(
+        self,
+        gpus: str,
+        *,
+        fsdp: bool = True,
+        offload_states: bool = False,
+        clips: bool = False,
+    ) -> Result:
         """On such GPUs as the planner knows: `4xH200`."""
         job = Job(
             shape=shape_of(model_config(self.model, self.layers, self.tokens), self.model),
@@ -46,6 +53,7 @@ class Run:
             dtype=self.dtype,
             fused_layers=self.fused,
             fsdp=fsdp,
+            clips=clips,
         )
         return result_of(
             job,

@@ -28,6 +28,9 @@ class Job:
     fused_layers: bool = True
     """Liger Kernel's norms, rotary embeddings and SwiGLU, as recipes take where it is installed."""
 
+    clips: bool = True
+    """Gradients are clipped to a norm, as in the recipe. On the host it takes time."""
+
     @property
     def step_flops(self) -> float:
         """Of a row, forward and backward, without recompute. A frozen weight has no gradient."""

@@ -46,7 +46,8 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     if refused:
         lines += ["", f"{len(refused)} do not fit; the nearest:"]
         lines += [f"  {name_of(result)}: {result.reason}" for result in refused[:3]]
-    lines += ["", f"Longest row that fits: {max_seq_len:,} tokens."]
+    unchecked = "" if job.cluster.host_bytes else " (into any host: --host-gib names its memory)"
+    lines += ["", f"Longest row that fits: {max_seq_len:,} tokens{unchecked}."]
     if reach is not None and job.seq_len > reach:
         lines += [f"The model as published reaches {reach:,}: its RoPE has to be scaled."]
     if job.shape.num_windowed_layers:

@@ -30,6 +30,8 @@ HOST_ADAMW_BYTES = 28
 """Likewise on the host."""
 HOST_ADAMW_BYTES_PER_S = 110e9
 """That torch's fused AdamW reaches on 16 cores of a host with one H200, for each GPU."""
+HOST_CLIP_BYTES_PER_S = 8e9
+"""That clipping reaches there, of gradients in float32."""
 IDLE_S = 7e-3
 """Of the GPU in a step: the optimizer's start, the loss's way to the host."""
 
@@ -149,5 +151,6 @@ def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: flo
 def _optimizer_seconds(job: Job, candidate: Candidate) -> float:
     mine = job.trained_weights / job.cluster.num_gpus
     if candidate.offload_states:
-        return mine * HOST_ADAMW_BYTES / HOST_ADAMW_BYTES_PER_S
+        clipping_s = mine * FP32 / HOST_CLIP_BYTES_PER_S if job.clips else 0.0
+        return mine * HOST_ADAMW_BYTES / HOST_ADAMW_BYTES_PER_S + clipping_s
     return mine * ADAMW_BYTES / job.cluster.gpu.hardware.copy_bandwidth

@@ -117,7 +117,7 @@ def test_weights_are_of_four_bits(folder: Path) -> None:
 
 @pytest.mark.parametrize("values", [{"full": True}, {"dtype": "float32"}])
 def test_what_is_trained_or_wide_is_refused(folder: Path, values: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="load_in_4bit with .*Use --lora --dtype bfloat16"):
+    with pytest.raises(ValueError, match=r"load_in_4bit with .*Use --lora --dtype bfloat16"):
         settings(folder, **values)
 
 
@@ -125,7 +125,7 @@ def test_what_can_not_be_made_is_refused(folder: Path, monkeypatch: pytest.Monke
     bare = settings(folder, model=str(folder / "config.json"))
     with pytest.raises(ValueError, match="load_in_4bit with the bare config"):
         models.check_4bit(bare, fsdp=False)
-    with pytest.raises(ValueError, match="load_in_4bit under FSDP2 is not covered.*MULTI_GPU"):
+    with pytest.raises(ValueError, match=r"load_in_4bit under FSDP2 is not covered\..*MULTI_GPU"):
         models.check_4bit(settings(folder), fsdp=True)
     monkeypatch.setattr(models, "find_spec", lambda _: None)
     with pytest.raises(ValueError, match="load_in_4bit needs bitsandbytes"):
