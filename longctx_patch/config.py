@@ -102,7 +102,7 @@ class LongContextConfig:
     again; the others are, in backward, which takes (1 - share)^2 of attention's forward pass and
     its communication (BurstEngine, sequence-level selective checkpointing; see
     `longctx_patch.selective`). Ring ranks keep equally much where `layout` spreads documents over
-    them, so that it is `striped` then unless given."""
+    them, so that it is `striped` then, where plans are made for it and unless given."""
 
     mlp_tiles: int | None = None
     """Each decoder layer's MLP runs over this many tiles of a rank's tokens, one after the other,
@@ -182,7 +182,8 @@ class LongContextConfig:
     def placement(self) -> LayoutName:
         """The layout of a row with one document, decided."""
         fitting = LAYOUTS_OF_PLAN.get(self.plan, ("zigzag", "striped"))
-        spreads = self.attention_kept < 1 and "striped" in fitting
+        backward = LAYOUTS_OF_PLAN.get(self.backward_plan, fitting)
+        spreads = self.attention_kept < 1 and "striped" in fitting and "striped" in backward
         return self.layout or ("striped" if spreads else fitting[0])
 
     @property

@@ -115,8 +115,10 @@ def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
     """Refuse to go on where the numbers would differ from those of the run that was begun."""
     then = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["fingerprint"]
     free = {"max_steps"} if now["exact"]["scheduler"].startswith("constant") else set()
+    # A setting that the run's version did not have had its default.
+    had = {field.name: field.default for field in dataclasses.fields(Settings)} | then["exact"]
     for key, value in now["exact"].items():
-        before = then["exact"].get(key)
+        before = had.get(key)
         if before != value and key not in free:
             raise ValueError(
                 f"resume: {key} is {value!r}, the run at {checkpoint} has {before!r}, so the "

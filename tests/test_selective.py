@@ -200,3 +200,21 @@ def test_a_share_that_is_none_is_refused(share: Any) -> None:
 def test_policies_that_keep_no_part_refuse_a_share(policy: Any) -> None:
     with pytest.raises(ValueError, match=r"attention_kept=0\.5 with checkpoint=.*'attention'"):
         LongContextConfig(checkpoint=policy, attention_kept=0.5)
+
+
+@pytest.mark.parametrize(
+    ("plans", "placement"),
+    [
+        ({}, "striped"),
+        ({"plan": "burst"}, "striped"),
+        ({"plan": "zigzag"}, "zigzag"),
+        ({"backward_plan": "zigzag_direct"}, "zigzag"),
+        ({"plan": "ring", "backward_plan": "ring"}, "contiguous"),
+        ({"layout": "contiguous"}, "contiguous"),
+    ],
+)
+def test_the_layout_spreads_documents_where_plans_are_made_for_it(
+    plans: dict[str, Any], placement: str
+) -> None:
+    config = LongContextConfig(ring_degree=4, checkpoint="attention", attention_kept=0.5, **plans)
+    assert config.placement == placement

@@ -83,15 +83,16 @@ def num_head_parts(q_BLHD: Tensor, k_BMGD: Tensor) -> int:
 
 
 def parts_that_fit(num_numbers: int, device_bytes: float, num_kv_heads: int) -> int:
-    """The fewest parts of q whose float32 stays within `SHARE`, and their number within
-    `MOST_NUMBERS`.
+    """The fewest parts of whole key-value heads of which each has at most `MOST_NUMBERS` of q, and
+    at most `SHARE` of the memory in float32; as many as there are heads if one has more.
 
     Example:
         >>> parts_that_fit(3 * 2**28, 16 * 2**30, 8)
-        3
+        4
     """
     most = min(MOST_NUMBERS, int(SHARE * device_bytes / 4))
-    return min(num_kv_heads, max(1, -(-num_numbers // most)))
+    heads_of_a_part = max(1, most * num_kv_heads // max(1, num_numbers))
+    return -(-num_kv_heads // heads_of_a_part)
 
 
 def _backward_by_heads(

@@ -160,8 +160,8 @@ class Kept:
 
     def keep(self, tensor: Tensor) -> Getter:
         detached = tensor.detach()
-        held = self._host.take_out(detached, self._num_kept)
-        self._num_kept += 1
+        place, self._num_kept = self._num_kept, self._num_kept + 1
+        held = self._host.take_out(detached, place) if detached.nbytes else None
         if held is None:
             return lambda: detached
         self._held.append(held)

@@ -52,6 +52,10 @@ def test_long_queries(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) ->
     )
     score = Score(DIM**-0.5)
     out, lse = run.run_forward(kernel, call, q, k, v, score)
+    if (name, parts) == ("cudnn", 1):
+        with pytest.raises(ValueError, match="its gradients are wrong for more than"):
+            run.run_backward(kernel, call, dout, q, k, v, out, lse, score)
+        return
     dq, dk, dv = run.run_backward(kernel, call, dout, q, k, v, out, lse, score)
     right = wanted(q[:, last], k, v, dout[:, last])
     for found, reference in zip((out[:, last], dq[:, last], dk, dv), right, strict=True):

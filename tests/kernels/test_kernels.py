@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
 from longctx_patch.kernels.dense import DenseKernel
 from longctx_patch.kernels.flex import FlexKernel
 from longctx_patch.kernels.flex_masks import block_mask
-from longctx_patch.layout import Interval
+from longctx_patch.layout import Interval, even_cuts
 from longctx_patch.regions import ANTICAUSAL, FULL, Band, Piece, Tile
 from tests.kernels.checks import check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
@@ -192,6 +193,15 @@ def test_heads_go_together_while_dq_is_small() -> None:
     device = 140 * 2**30
     for tokens, heads, parts in ((2**18, 32, 1), (2**20, 8, 1), (2**20, 32, 3), (3 * 2**19, 32, 4)):
         assert run.parts_that_fit(tokens * heads * 128, device, 8) == parts
+    most = min(run.MOST_NUMBERS, run.SHARE * device / 4)
+    for tokens, kv_heads in product(range(2**19, 2**22, 12345), (1, 2, 3, 4, 8, 32)):
+        of_a_head = tokens * 128 * 32 // kv_heads
+        count = run.parts_that_fit(of_a_head * kv_heads, device, kv_heads)
+        largest = max(cut.size for cut in even_cuts(kv_heads, count))
+        assert of_a_head * largest <= most or count == kv_heads
+        if count > 1:  # one fewer would be too few
+            fewer = max(cut.size for cut in even_cuts(kv_heads, count - 1))
+            assert of_a_head * fewer > most
     assert run.parts_that_fit(2**40, device, 8) == 8
     assert run.parts_that_fit(2**31, 2**40, 8) == 2
     assert run.num_head_parts(torch.empty(1, 4, 8, 16), torch.empty(1, 4, 2, 16)) == 1

@@ -89,6 +89,17 @@ def test_a_longer_row_takes_the_place_of_a_shorter_one() -> None:
     assert host.num_bytes == 4 * 4 * (24 + 48)
 
 
+def test_nothing_takes_no_memory() -> None:
+    """As where a rank has none of the tokens whose attention is kept; CUDA can't pin nothing."""
+    host = HostCopies(CPU)
+    kept = host.begin()
+    getters = [kept.keep(torch.empty(2, 0, 3)), kept.keep(torch.ones(3))]
+    assert getters[0]().shape == (2, 0, 3)
+    assert getters[1]().tolist() == [1.0] * 3
+    assert host.num_bytes == 12
+    assert not any(slot.memory.nbytes == 0 for slots in host._free.values() for slot in slots)
+
+
 def room_for(num_bytes: int) -> HostRoom:
     return HostRoom(available=num_bytes + 10, reserve=10)
 
