@@ -86,6 +86,8 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
         fsdp=accelerator.is_fsdp2,
         states_on_host=states_on_host(accelerator),
     )
+    if states_on_host(accelerator):
+        handle.reserve_host(states_to_come(state))
     try:
         if not settings.skip_rehearsal:
             check_memory(accelerator, state, handle, data)
@@ -105,6 +107,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
             values = train_step(settings, accelerator, state, batches)
         except torch.OutOfMemoryError as error:
             raise explained(error) from error
+        handle.reserve_host(0)  # the optimizer has its states
         kept = {
             "layers_not_recomputed": handle.checkpointing.num_whole_layers,
             "layers_offloaded": handle.checkpointing.num_offloaded_layers,
@@ -244,6 +247,14 @@ def check_memory(
         found = preflight(handle, loss, accelerator.backward)
     if found is not None:
         accelerator.print(f"memory: {found}")
+
+
+def states_to_come(state: checkpoints.TrainState) -> int:
+    """Bytes of this process's gradients and of AdamW's two states, before the first step."""
+    if state.optimizer.state:
+        return 0
+    trained = [p for p in state.model.parameters() if p.requires_grad]
+    return 3 * sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in trained)
 
 
 def train_step(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from longctx_patch.hf.fused_layers import LIGER_FAMILIES
+from longctx_patch.memory import host
 from longctx_patch.planner import Cluster, Job, shape_of
 from longctx_patch.planner.advice import advice, cluster_here
 from longctx_patch.planner.candidate import WeightsDtype
@@ -36,7 +37,7 @@ def out_of_memory(
         "on this GPU.",
     ]
     try:
-        cluster = cluster_here(settings.hardware, num_gpus, total)
+        cluster = cluster_here(settings.hardware, num_gpus, total, host.total_bytes())
         predicted = predict_run(settings, config, cluster, fsdp=fsdp, states_on_host=states_on_host)
     except ValueError as reason:  # models that the planner does not know
         return OutOfMemory("\n".join([*lines, f"Nothing was predicted: {reason}"]))
@@ -46,9 +47,14 @@ def out_of_memory(
     lines += [
         f"Predicted: {predicted.memory.total / GIB:.1f} GiB with --checkpoint "
         f"{settings.checkpoint} ({parts}).",
-        f"To change: {advice(predicted)}. `longctx plan` compares more.",
+        f"To change: {_for_the_recipe(advice(predicted))}. `longctx plan` compares more.",
     ]
     return OutOfMemory("\n".join(lines))
+
+
+def _for_the_recipe(text: str) -> str:
+    """Where states are is decided in the launcher's YAML."""
+    return text.replace(" --states-on-host", " and fsdp_offload_params: true in accelerate.yaml")
 
 
 def predict_run(

@@ -85,6 +85,7 @@ class LayerCheckpoints:
         self._pass: Pass | None = None
         self._num_tokens = 0
         self._rehearsal: Rehearsal | None = None
+        self._reserved_bytes = 0
         self._trained: tuple[bool, ...] = ()
 
     def kinds(self) -> list[object]:
@@ -101,7 +102,15 @@ class LayerCheckpoints:
     def new_host(self, device: torch.device) -> HostCopies:
         """For what layers offload. What `auto` has no room for there stays where it is."""
         must_leave = self._policy != "auto"
-        return HostCopies(device, must_leave=must_leave, num_layers=len(self._layers))
+        host = HostCopies(device, must_leave=must_leave, num_layers=len(self._layers))
+        host.reserved_bytes = self._reserved_bytes
+        return host
+
+    def reserve_host(self, num_bytes: int) -> None:
+        """That offloaded layers leave free."""
+        self._reserved_bytes = num_bytes
+        if self._host is not None:
+            self._host.reserved_bytes = num_bytes
 
     @property
     def is_rehearsed(self) -> bool:

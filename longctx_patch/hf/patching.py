@@ -79,6 +79,11 @@ class PatchHandle:
         """Tiles in which each layer's MLP ran last, first layer to last; 1 for experts."""
         return tiles_of_layers(self.model)
 
+    def reserve_host(self, num_bytes: int) -> None:
+        """Leave free so much host memory, beside what layers offload: what this process takes later
+        for other things, such as an optimizer's states under FSDP2's CPU offload. 0 once it has."""
+        self._checkpoints.reserve_host(num_bytes)
+
     @property
     def counters(self) -> Counters:
         """Messages, bytes and kernel calls of this process since the patch or `reset()`."""

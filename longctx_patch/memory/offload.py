@@ -67,6 +67,8 @@ class HostCopies:
         """Bytes of a layer that come back while the one after it is in backward."""
         self.num_bytes = 0
         """Of host memory that is held."""
+        self.reserved_bytes = 0
+        """That this process will take for other things."""
         self._must_leave = must_leave
         self._out, self._in = _Lane(device), _Lane(device)
         self._free: defaultdict[int, list[_Slot]] = defaultdict(list)
@@ -116,14 +118,19 @@ class HostCopies:
 
     def _check_all_layers(self) -> None:
         """All layers are about as large as the first, and all processes of the machine alike."""
-        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        processes = _num_local_processes()
         more = self.num_bytes * (self._num_layers - 1) * processes
-        room = self.room()
+        room = self._room()
         if more > room.available - room.reserve:
             raise HostMemoryFull(self._refusal(more, room, processes))
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _room(self) -> HostRoom:
+        """With what all processes of the machine will take for other things."""
         room = self.room()
+        return room._replace(reserve=room.reserve + self.reserved_bytes * _num_local_processes())
+
+    def _has_room(self, num_bytes: int) -> bool:
+        room = self._room()
         if num_bytes <= room.available - room.reserve:
             return True
         if self._must_leave:
@@ -146,6 +153,10 @@ class HostCopies:
             f"{_gib(room.reserve)} stay free. Share the sequence between more machines, take "
             "fewer processes for each, or checkpoint='attention'."
         )
+
+
+def _num_local_processes() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 class Kept:

@@ -7,9 +7,12 @@ from longctx_patch.planner.machine import GIB, GPUS, Cluster
 from longctx_patch.planner.search import Result, longest, search
 
 
-def cluster_here(hardware: str, num_gpus: int, memory_bytes: float) -> Cluster:
+def cluster_here(
+    hardware: str, num_gpus: int, memory_bytes: float, host_bytes: float | None = None
+) -> Cluster:
     """GPUs of the kind that a config names, with the memory that torch reports of this one."""
-    return Cluster(gpu=replace(GPUS[hardware], memory_bytes=memory_bytes), num_gpus=num_gpus)
+    gpu = replace(GPUS[hardware], memory_bytes=memory_bytes)
+    return Cluster(gpu=gpu, num_gpus=num_gpus, host_bytes=host_bytes)
 
 
 def advice(used: Result) -> str:
@@ -24,7 +27,8 @@ def advice(used: Result) -> str:
     lighter = [r for r in other if r.memory.total < used.memory.total]
     if lighter:
         best = lighter[0]
-        return f"{flags(best.candidate)} is predicted to take {best.memory.total / GIB:.1f} GiB"
+        text = f"{flags(best.candidate)} is predicted to take {best.memory.total / GIB:.1f} GiB"
+        return text + (f" and {best.host_bytes / GIB:.0f} of a host" if best.host_bytes else "")
     return (
         f"the longest row predicted to fit on {job.cluster} has {longest(job):,} tokens: shorten "
         "rows (--seq-len), or share each between more GPUs"
@@ -32,7 +36,7 @@ def advice(used: Result) -> str:
 
 
 def flags(candidate: Candidate) -> str:
-    """Of `longctx patch` and of the recipe."""
+    """Of `longctx patch`. The recipe has all but the last, which is the launcher's there."""
     degrees = f"--ulysses {candidate.ulysses} --ring {candidate.ring}"
     text = f"{degrees} --checkpoint {candidate.checkpoint} --mlp-tiles {candidate.mlp_tiles}"
     if candidate.attention_kept < 1:
