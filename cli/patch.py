@@ -66,6 +66,7 @@ class Gpus(click.ParamType[str]):
 )
 @click.option("--rank", type=click.IntRange(1), help="Of the adapter [16].")
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
+@click.option("--tokenizer", default="", help="Name or folder if not the model's own; 'bytes'.")
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
 @click.option("--data", multiple=True, help="Text to train on: files, folders, JSONL, datasets.")
 @click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs, to try it out.")

@@ -20,7 +20,6 @@ KINDS = "h200, h100, a100, a100-40"
 @click.option(
     "--dtype",
     type=click.Choice(("float32", "bfloat16")),
-    default="float32",
     help="That weights are loaded in, as in the recipe [float32].",
 )
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
@@ -66,6 +65,8 @@ def plan_command(
         raise click.UsageError(f"--rank {rank}: it is an adapter's. Add --lora.")
     if load_in_4bit and not lora:
         raise click.UsageError("--load-in-4bit: weights of 4 bits are frozen. Add --lora.")
+    if load_in_4bit and dtype == "float32":
+        raise click.UsageError("--load-in-4bit with --dtype float32: it computes in bfloat16.")
     cluster = parse_cluster(gpus, host_gib)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
@@ -75,12 +76,12 @@ def plan_command(
         seq_len=seq_len or 2,
         lora=lora,
         lora_rank=rank or 16,
-        dtype="nf4" if load_in_4bit else dtype,
+        dtype="nf4" if load_in_4bit else dtype or "float32",
         fsdp=not load_in_4bit,
         fused_layers=not stock_layers and config.model_type in LIGER_FAMILIES,
     )
     most = longest(job)
-    if seq_len is None:
+    if max_seq_len or seq_len is None:
         shown = {"model": model, "gpus": str(cluster), "max_seq_len": most}
         click.echo(json.dumps(shown) if as_json else f"{most:,}")
         return
@@ -92,6 +93,4 @@ def plan_command(
     if as_json:
         click.echo(json.dumps(report.as_json(results, most), indent=1))
     else:
-        click.echo(
-            f"{most:,}" if max_seq_len else report.render(results, most, reachable_length(config))
-        )
+        click.echo(report.render(results, most, reachable_length(config)))

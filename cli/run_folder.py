@@ -116,6 +116,7 @@ def decide(
     dtype: Any,
     rank: int | None,
     load_in_4bit: bool,
+    tokenizer: str,
     pack: bool,
     data: Sequence[str],
     cpu: bool,
@@ -132,6 +133,8 @@ def decide(
     num_gpus = int(re.split(r"\D", gpus)[0])
     if rank is not None and not lora:
         raise ValueError(f"--rank {rank} with --full: it is an adapter's. Use --lora.")
+    if load_in_4bit and not lora:
+        raise ValueError("--load-in-4bit with --full: weights of 4 bits are frozen. Use --lora.")
     if states_on_host and (cpu or load_in_4bit):
         other = "--cpu, where all is on the host" if cpu else "--load-in-4bit, which has no FSDP2"
         raise ValueError(f"--states-on-host with {other}: use one of them.")
@@ -150,6 +153,7 @@ def decide(
     _check_length(config, seq_len, rope, rope_factor)
     settings = Settings(
         model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
+        tokenizer=tokenizer,
         text=text or [NO_TEXT],
         pack=pack,
         output=str(folder / "training"),
@@ -312,11 +316,13 @@ def _weights(decisions: Decisions) -> tuple[str, str]:
     is_narrow = settings.dtype == "bfloat16" and (settings.uses_lora or not decisions.fsdp)
     dtype, width = ("bfloat16", 2) if is_narrow else ("float32", 4)
     whole = decisions.num_parameters * width
+    if decisions.states_on_host:
+        states = "with gradients and AdamW's states 4 times that" if not settings.uses_lora else ""
+        why = f"--states-on-host: in {dtype}, a layer at a time on the GPU; {states}".rstrip("; ")
+        return f"{size_text(whole)} of hosts (FSDP2)", why
     if decisions.fsdp:
         share = size_text(whole / decisions.num_gpus)
-        where = "on the host, one layer at a time on the GPU" if decisions.states_on_host else ""
-        where = where or "over all GPUs"
-        return f"{share} per GPU (FSDP2)", f"{size_text(whole)} in {dtype} {where}"
+        return f"{share} per GPU (FSDP2)", f"{size_text(whole)} in {dtype} over all GPUs"
     return f"{size_text(whole)} per process", f"{dtype}, a whole copy in each"
 
 

@@ -49,7 +49,8 @@ documents{as_here}.
 One rank's logits would be {logits} in float32. The loss is computed for a part of the tokens at a
 time, so they are never held at once (with `--loss logits` they are). If memory runs out: more GPUs
 per sequence, a smaller `--seq-len`, more `--mlp-tiles`, or `--checkpoint offload`: what layers keep
-waits in host memory, as under `auto` where it has to.{loading}
+waits in host memory, as under `auto` where it has to; then `--attention-kept 0.5`, and weights and
+optimizer on the host (`longctx patch --states-on-host`).{loading}
 
 Two packages make GPUs faster where they are installed, and nothing has to be set for them:
 flash-attn 4 on Hopper and Blackwell (`pip install "flash-attn-4[cu13]==4.0.0b36"`; see
@@ -98,9 +99,11 @@ def render_readme(decisions: "Decisions", table: Sequence[tuple[str, str, str]])
     loading = ""
     if not decisions.cpu:
         loading = (
-            "\nWhile loading, every process holds the whole model in float32 in CPU memory: "
-            f"{size_text(decisions.num_parameters * 4)}."
+            f"\nWhile loading, every process holds the whole model in {settings.dtype} in CPU memory: "
+            f"{size_text(decisions.num_parameters * (4 if settings.dtype == 'float32' else 2))}."
         )
+    if settings.load_in_4bit:
+        loading = ""
     return TEMPLATE.format(
         model=settings.model,
         seq_len=settings.seq_len,

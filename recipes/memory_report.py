@@ -53,7 +53,8 @@ def out_of_memory(
 
 
 def _for_the_recipe(text: str) -> str:
-    """Where states are is decided in the launcher's YAML."""
+    """Its own names; and where states are is decided in the launcher's YAML."""
+    text = text.replace("--rank", "--lora-rank")
     return text.replace(" --states-on-host", " and fsdp_offload_params: true in accelerate.yaml")
 
 

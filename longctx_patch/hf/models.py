@@ -9,6 +9,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size"),
+)
+
+
 def load_model_config(model: str) -> "PreTrainedConfig":
     """The config of `model` as it is published.
 
@@ -19,7 +25,7 @@ def load_model_config(model: str) -> "PreTrainedConfig":
 
     local = is_local(model)
     try:
-        return AutoConfig.from_pretrained(str(Path(model).expanduser()) if local else model)
+        config = AutoConfig.from_pretrained(str(Path(model).expanduser()) if local else model)
     except OSError as error:
         raise ValueError(_unreadable(model, local, error)) from error
     except ValueError as error:
@@ -27,6 +33,23 @@ def load_model_config(model: str) -> "PreTrainedConfig":
             f"model {model!r} has no model_type that transformers knows "
             f"({str(error).splitlines()[0]}): longctx-patch supports {', '.join(FAMILIES)}."
         ) from error
+    except Exception as error:  # whatever a config's class makes of values that can't be
+        said = str(error).splitlines()[0]
+        raise ValueError(
+            f"model {model!r}: its config can't be used ({said}). Give a valid config.json."
+        ) from error
+    _check_sizes(model, config)
+    return config
+
+
+def _check_sizes(model: str, config: "PreTrainedConfig") -> None:
+    for name in _SIZES:
+        value = getattr(config, name, 1)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(
+                f"model {model!r}: {name}={value!r} in its config: it counts something, and is a "
+                "whole number of 1 or more."
+            )
 
 
 def is_local(model: str) -> bool:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from longctx_patch.planner.candidate import Candidate
 from longctx_patch.planner.machine import GIB, GPUS, Cluster
 from longctx_patch.planner.search import Result, longest, search
 
@@ -21,13 +20,13 @@ def advice(used: Result) -> str:
     fitting = [result for result in search(job) if result.fits]
     same_degree = [r for r in fitting if r.candidate.sequence_degree == now.sequence_degree]
     # What failed once fails again, whatever was predicted of it.
-    other = [r for r in same_degree if flags(r.candidate) != flags(now)] + [
+    other = [r for r in same_degree if flags(r) != flags(used)] + [
         r for r in fitting if r.candidate.sequence_degree > now.sequence_degree
     ]
     lighter = [r for r in other if r.memory.total < used.memory.total]
     if lighter:
         best = lighter[0]
-        text = f"{flags(best.candidate)} is predicted to take {best.memory.total / GIB:.1f} GiB"
+        text = f"{flags(best)} is predicted to take {best.memory.total / GIB:.1f} GiB"
         return text + (f" and {best.host_bytes / GIB:.0f} of a host" if best.host_bytes else "")
     return (
         f"the longest row predicted to fit on {job.cluster} has {longest(job):,} tokens: shorten "
@@ -35,10 +34,13 @@ def advice(used: Result) -> str:
     )
 
 
-def flags(candidate: Candidate) -> str:
+def flags(result: Result) -> str:
     """Of `longctx patch`. The recipe has all but the last, which is the launcher's there."""
+    candidate, job = result.candidate, result.job
+    what = f"--lora --rank {job.lora_rank}" if job.lora else "--full"
+    what += " --load-in-4bit" if job.dtype == "nf4" else f" --dtype {job.dtype}"
     degrees = f"--ulysses {candidate.ulysses} --ring {candidate.ring}"
-    text = f"{degrees} --checkpoint {candidate.checkpoint} --mlp-tiles {candidate.mlp_tiles}"
+    text = f"{what} {degrees} --checkpoint {candidate.checkpoint} --mlp-tiles {candidate.mlp_tiles}"
     if candidate.attention_kept < 1:
         text += f" --attention-kept {candidate.attention_kept:g}"
     return text + (" --states-on-host" if candidate.offload_states else "")

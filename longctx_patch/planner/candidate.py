@@ -31,6 +31,18 @@ class Job:
     clips: bool = True
     """Gradients are clipped to a norm, as in the recipe. On the host it takes time."""
 
+    def __post_init__(self) -> None:
+        if self.dtype == "nf4" and (self.fsdp or not self.lora):
+            raise ValueError(
+                "dtype='nf4' is for the frozen weights of an adapter, which FSDP2 does not shard. "
+                "Use lora=True and fsdp=False."
+            )
+
+    @property
+    def num_shards(self) -> int:
+        """GPUs that share weights, gradients and optimizer."""
+        return self.cluster.num_gpus if self.fsdp else 1
+
     @property
     def step_flops(self) -> float:
         """Of a row, forward and backward, without recompute. A frozen weight has no gradient."""

@@ -149,7 +149,7 @@ def states(job: Job) -> tuple[float, float, float]:
     FSDP2 with mixed precision keeps what is trained in float32 and all else as it was loaded;
     without it the model is trained as it was loaded, whole in each process. Adapters are float32.
     """
-    ranks, trained = job.cluster.num_gpus if job.fsdp else 1, job.trained_weights
+    ranks, trained = job.num_shards, job.trained_weights
     width = FP32 if job.fsdp or job.lora or job.dtype == "float32" else BF16
     return (
         (width * trained + (loaded_bytes(job) if job.lora else 0)) / ranks,
@@ -229,17 +229,22 @@ def _backward(
         but, done = 1, 0.0
     else:
         but, done = shape.num_layers, gradients * (1 - _share(outside + trained_here, job))
-    at_mlp = layer.whole + layer.passing
+    # What was kept of attention is there beside what is computed again for the other tokens.
+    recomputes_some = 0 < candidate.attention_kept < 1
+    keeps = candidate.policies[-1 if is_last_layer else 0] in ("attention", "offload")
+    kept_beside = candidate.attention_kept * layer.results if recomputes_some and keeps else 0.0
+    at_mlp = layer.whole + layer.passing + kept_beside
     # Backward of attention: gradients of out, q, k and v, dq once in float32. Of a row on one GPU,
     # the residual's gradient has taken the place of what the MLP and its norm kept; where it is
     # shared, q travels once more.
     query = shape.num_heads * shape.head_dim
     kv = shape.num_kv_heads * shape.head_dim
-    parts = parts_that_fit(int(query * tokens), job.cluster.gpu.memory_bytes, shape.num_kv_heads)
+    kv_heads = max(1, shape.num_kv_heads // candidate.ulysses)
+    parts = parts_that_fit(int(query * tokens), job.cluster.gpu.memory_bytes, kv_heads)
     of_a_part = (FP32 * query + (BF16 * (query + 2 * kv) if parts > 1 else 0)) / parts
     is_shared = candidate.sequence_degree > 1
     own = BF16 * ((3 if is_shared else 2) * query + 2 * kv) + of_a_part
-    held = layer.attention - (0 if is_shared else layer.input)
+    held = layer.attention - (0 if is_shared else layer.input) + kept_beside
     at_attention = held + own + buffer_bytes / max(tokens, 1)
     in_mlp = at_mlp >= at_attention
     others = candidate.policies[: shape.num_layers - but]

@@ -21,6 +21,8 @@ def as_json(results: Sequence[Result], max_seq_len: int) -> dict[str, Any]:
         "model": job.shape.name,
         "gpus": str(job.cluster),
         "seq_len": job.seq_len,
+        "trained": f"LoRA of rank {job.lora_rank}" if job.lora else "every weight",
+        "dtype": job.dtype,
         "candidates": [_candidate(result) for result in results],
         "max_seq_len": max_seq_len,
     }
@@ -31,7 +33,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     job = results[0].job
     fitting = _fastest_of_each([result for result in results if result.fits])
     how = f"LoRA of rank {job.lora_rank}" if job.lora else "every weight"
-    where = "sharded over all GPUs" if job.fsdp else "a whole copy on each GPU"
+    where = "sharded over all GPUs" if job.num_shards > 1 else "a whole copy on each GPU"
     how += f", loaded in {job.dtype}, {where}"
     lines = [f"{job.shape.name} on {job.cluster}, rows of {job.seq_len:,} tokens, {how}.", ""]
     if fitting:
@@ -39,7 +41,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
         left = len(fitting) - TABLE_ROWS
         lines += [f"and {left} more that fit"] if left > 0 else []
         lines += ["(Of each number of GPUs and checkpoint policy the fastest; --json lists all.)"]
-        lines += ["", f"The first: {flags(fitting[0].candidate)}", *_parts(fitting[0])]
+        lines += ["", f"The first: {flags(fitting[0])}", *_parts(fitting[0])]
     else:
         lines += ["Nothing fits."]
     refused = [result for result in results if not result.fits]
@@ -49,7 +51,10 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     unchecked = "" if job.cluster.host_bytes else " (into any host: --host-gib names its memory)"
     lines += ["", f"Longest row that fits: {max_seq_len:,} tokens{unchecked}."]
     if reach is not None and job.seq_len > reach:
-        lines += [f"The model as published reaches {reach:,}: its RoPE has to be scaled."]
+        lines += [
+            f"The model as published reaches {reach:,}: its RoPE has to be scaled (longctx patch "
+            "--rope), or where it is scaled already rope_parameters of config.json written anew."
+        ]
     if job.shape.num_windowed_layers:
         lines += [
             f"{job.shape.num_windowed_layers} layers have a sliding window and are counted as full "
@@ -76,7 +81,7 @@ def _candidate(result: Result) -> dict[str, Any]:
         "fsdp": result.job.cluster.num_gpus if result.job.fsdp else 1,
         "ulysses": candidate.ulysses,
         "ring": candidate.ring,
-        "plan": candidate.plan,
+        "plan": candidate.plan if candidate.sequence_degree > 1 else None,
         "checkpoint": candidate.checkpoint,
         "layers": {
             name: candidate.policies.count(name) for name in dict.fromkeys(candidate.policies)
@@ -89,6 +94,7 @@ def _candidate(result: Result) -> dict[str, Any]:
         | {"fragmentation": usable_bytes(result.job) / (1 - MARGIN) * MARGIN / GIB},
         "host_gib": result.host_bytes / GIB,
         "step_s": result.time.total,
+        "parts_s": result.time.parts(),
         "tokens_per_second_per_gpu": result.tokens_per_second_per_gpu,
         "mfu": result.mfu,
     }

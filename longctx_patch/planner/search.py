@@ -153,8 +153,8 @@ def _fastest(job: Job, degree: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def _attention(job: Job, ulysses: int, ring: int) -> Attention:
-    return predict_attention(job, ulysses, ring)
+def _attention(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -> Attention:
+    return predict_attention(job, ulysses, ring, attention_kept)
 
 
 def _of_degrees(job: Job, ulysses: int, ring: int) -> Iterator[Result]:
@@ -185,7 +185,9 @@ def result_of(
     offload_states: bool = False,
 ) -> Result:
     """Of one configuration. Under `auto` layers climb as in `memory/auto.py`: as many as fit."""
-    num_layers, attention = job.shape.num_layers, _attention(job, ulysses, ring)
+    # One simulation for all shares below 1, which have the same layout.
+    share = 1.0 if attention_kept == 1 or ring == 1 else 0.5
+    num_layers, attention = job.shape.num_layers, _attention(job, ulysses, ring, share)
     start = Candidate(
         ulysses=ulysses,
         ring=ring,

@@ -64,10 +64,16 @@ class Attention:
         return max(self.forward.peak_buffer_bytes, self.backward.peak_buffer_bytes)
 
 
-def predict_attention(job: Job, ulysses: int, ring: int) -> Attention:
-    """With the plan that `auto` takes."""
+def predict_attention(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -> Attention:
+    """With the plan that `auto` takes, for the layout that goes with the share of tokens kept."""
     shape, hardware = job.shape, job.cluster.gpu.hardware
-    config = LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, hardware=hardware.name)
+    config = LongContextConfig(
+        ulysses_degree=ulysses,
+        ring_degree=ring,
+        hardware=hardware.name,
+        checkpoint="attention",
+        attention_kept=attention_kept,
+    )
     workload = Workload(
         num_tokens=job.seq_len,
         num_heads=shape.num_heads,
@@ -149,7 +155,7 @@ def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: flo
 
 
 def _optimizer_seconds(job: Job, candidate: Candidate) -> float:
-    mine = job.trained_weights / job.cluster.num_gpus
+    mine = job.trained_weights / job.num_shards
     if candidate.offload_states:
         clipping_s = mine * FP32 / HOST_CLIP_BYTES_PER_S if job.clips else 0.0
         return mine * HOST_ADAMW_BYTES / HOST_ADAMW_BYTES_PER_S + clipping_s

@@ -77,7 +77,7 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
         ({}, ["--states-on-host", "--cpu"], ["--states-on-host with --cpu", "use one of them"]),
         ({}, ["--states-on-host", "--load-in-4bit"], ["with --load-in-4bit", "no FSDP2"]),
         ({}, ["--load-in-4bit"], ["load_in_4bit with the bare config", "Give a folder"]),
-        ({}, ["--load-in-4bit", "--full"], ["load_in_4bit with full", "Use --lora"]),
+        ({}, ["--load-in-4bit", "--full"], ["--load-in-4bit with --full", "Use --lora"]),
         (
             {},
             ["--attention-kept", 0.5, "--checkpoint", "full"],

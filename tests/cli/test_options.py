@@ -8,7 +8,16 @@ KERNELS = ["--json", "--measure"]
 PATCH = [
     *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
     *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--attention-kept", "--mlp-tiles"),
-    *("--states-on-host", "--dtype", "--rank", "--load-in-4bit", "--pack", "--data", "--cpu"),
+    *(
+        "--states-on-host",
+        "--dtype",
+        "--rank",
+        "--load-in-4bit",
+        "--tokenizer",
+        "--pack",
+        "--data",
+        "--cpu",
+    ),
 ]
 PLAN = [
     *("model", "--gpus", "--seq-len", "--lora", "--rank", "--dtype"),

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.settings import parse_settings
 from tests.cli.conftest import Run
 
@@ -131,7 +130,7 @@ def test_what_is_kept_where_on_one_gpu(
     assert (settings.attention_kept, settings.dtype, settings.lora_rank) == (0.5, "bfloat16", 8)
     readme = (tmp_path / "run" / "README.md").read_text()
     assert "| attention kept | of 50% of the tokens | --attention-kept: what is left out" in readme
-    assert "in bfloat16 on the host, one layer at a time on the GPU |" in readme
+    assert "of hosts (FSDP2) | --states-on-host: in bfloat16, a layer at a time on the" in readme
 
 
 def test_weights_of_four_bits(run: Run, config: Callable[..., Path], tmp_path: Path) -> None:
@@ -139,8 +138,7 @@ def test_weights_of_four_bits(run: Run, config: Callable[..., Path], tmp_path: P
     path = config()
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     model.save_pretrained(path.parent)
-    byte_tokenizer().save_pretrained(path.parent)
-    words = "--seq-len 64 --gpus 2 --load-in-4bit"
+    words = "--seq-len 64 --gpus 2 --load-in-4bit --tokenizer bytes"
     result = run("patch", path.parent, *words.split(), "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     launch = yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())
