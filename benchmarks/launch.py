@@ -71,7 +71,7 @@ def run_job(
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }
     files = [logs.with_name(f"{logs.name}.rank{rank}.log") for rank in range(num_processes)]
     processes: list[subprocess.Popen[bytes]] = []
@@ -133,7 +133,8 @@ def _last_line(file: Path) -> str:
     return (errors or said or ["nothing"])[-1][:300]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

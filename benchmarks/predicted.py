@@ -26,6 +26,7 @@ from launch import Budget, end_with_children, run_job
 from measure import Row, machine
 from model_shapes import MODELS
 from report import Column, append_line, hardware, heading, read_lines, table
+from runs import Run
 
 HERE = Path(__file__).parent
 
@@ -72,12 +73,18 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--limit-s", type=float, default=300.0, help="of each launch (default 300)")
     add("--budget-s", type=float, default=math.inf, help="of all launches (default none)")
     parsed = parser.parse_args(arguments)
+    if parsed.states_on_host and not torch.cuda.is_available():
+        parser.error("--states-on-host: FSDP2 moves states from a GPU, and there is none.")
     for run in parsed.runs:
         name, _, options = run.partition(":")
         if name not in MODELS:
             parser.error(f"--runs {run}: name one of {', '.join(MODELS)}.")
         if "tokens" not in options_of(options):
             parser.error(f"--runs {run}: say tokens=, the length of a row.")
+        try:
+            Run.parse(run)
+        except ValueError as error:
+            parser.error(str(error))
     return parsed
 
 

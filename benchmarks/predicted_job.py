@@ -6,7 +6,6 @@ Appends a line of JSON for each.
 import gc
 import json
 import os
-import socket
 import statistics
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import free_port
 from measure import Row, everyone
 from model_shapes import model_config
 from report import append_line
@@ -160,17 +160,16 @@ def measure(run: Run, accelerator: Any, hardware: str) -> Row:
 
 
 def bytes_of_states(training: Training) -> int:
-    """Of weights, gradients and AdamW's two states of this rank, which is all in host memory."""
-    weights = [parameter.to_local() for parameter in training.model.parameters()]
+    """Of host memory: what torch has pinned, for weights and gradients, and AdamW's states."""
     states = [
         value.to_local()
         for state in training.optimizer.state.values()
         for value in state.values()
         if hasattr(value, "to_local")
     ]
-    gradients = sum(w.nbytes for w in weights if w.requires_grad)
-    assert all(tensor.device.type == "cpu" for tensor in (*weights, *states))
-    return gradients + sum(tensor.nbytes for tensor in (*weights, *states))
+    assert all(tensor.device.type == "cpu" for tensor in states)
+    pinned: int = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    return pinned + sum(tensor.nbytes for tensor in states)
 
 
 def mean_over_ranks(loss: Tensor) -> float:
@@ -197,11 +196,8 @@ def peak_bytes(device: torch.device) -> int:
 
 def one_process_group() -> dict[str, str]:
     """What torchrun exports to a single process, whose FSDP2 needs a group."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return names | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def main() -> None:

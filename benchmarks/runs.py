@@ -1,13 +1,13 @@
 """One training run that is compared with what was predicted: as a line of text."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from config_text import NAMES, options_of
 from model_shapes import model_config
 
 from longctx_patch import LongContextConfig
 from longctx_patch.planner import Job, Result, parse_cluster, shape_of
+from longctx_patch.planner.candidate import WeightsDtype
 from longctx_patch.planner.search import result_of, usual_tiles
 
 
@@ -22,7 +22,7 @@ class Run:
     layers: int | None = None
     lora: bool = False
     rank: int = 16
-    dtype: Any = "bfloat16"
+    dtype: WeightsDtype = "bfloat16"
     fused: bool = True
     rehearse: bool = True
     steps: int = 3
@@ -32,8 +32,15 @@ class Run:
     def parse(cls, text: str) -> "Run":
         model, _, rest = text.partition(":")
         options = {NAMES.get(name, name): value for name, value in options_of(rest).items()}
-        mine = {name: options.pop(name) for name in list(options) if name in cls.__annotations__}
-        return cls(text, model, LongContextConfig(**options), **mine)
+        known = cls.__annotations__.keys() - {"text", "model", "config"}
+        mine = {name: options.pop(name) for name in list(options) if name in known}
+        try:
+            return cls(text, model, LongContextConfig(**options), **mine)
+        except TypeError as error:
+            raise ValueError(
+                f"{text}: {error}. Options are {', '.join(sorted(known))}, and fields of "
+                "LongContextConfig."
+            ) from error
 
     def predicted(
         self,

@@ -98,9 +98,10 @@ def render_readme(decisions: "Decisions", table: Sequence[tuple[str, str, str]])
     settings, config = decisions.settings, decisions.model_config
     loading = ""
     if not decisions.cpu:
+        width = 4 if settings.dtype == "float32" else 2
         loading = (
-            f"\nWhile loading, every process holds the whole model in {settings.dtype} in CPU memory: "
-            f"{size_text(decisions.num_parameters * (4 if settings.dtype == 'float32' else 2))}."
+            f"\nWhile loading, every process holds the whole model in {settings.dtype} in CPU "
+            f"memory: {size_text(decisions.num_parameters * width)}."
         )
     if settings.load_in_4bit:
         loading = ""

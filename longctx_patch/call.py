@@ -1,5 +1,6 @@
 """Everything about one attention call but its tensors: who computes what, and what will be sent."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
@@ -163,14 +164,22 @@ class AttentionCall:
             return config
         return replace(config, plan=self.plan_name, backward_plan="auto", ranks_per_node=None)
 
-    def prepare(self, device_type: str, dtype: torch.dtype, head_dim: int, *, batch: int) -> None:
-        """Make plans and kernel calls of both directions before they are needed.
+    def prepare(
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        head_dim: int,
+        *,
+        batch: int,
+        directions: Iterable[Direction] = tuple(Direction),
+    ) -> None:
+        """Make plans and kernel calls of these directions before they are needed.
 
         It asks no other rank, so calls are left out where the ranks haven't agreed on a kernel yet.
         """
         request = self._request(device_type, dtype, head_dim)
         kernel = self.group.kernels.known(self.group.config.kernel, request)
-        for wave, direction in product(self.waves(batch, head_dim, dtype.itemsize), Direction):
+        for wave, direction in product(self.waves(batch, head_dim, dtype.itemsize), directions):
             plan = wave.plan(direction, batch, head_dim, dtype.itemsize)
             if kernel is not None:
                 kernel_calls(plan, self.group.ring.group_rank, kernel.traits)

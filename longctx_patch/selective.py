@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from longctx_patch.call import AttentionCall
@@ -58,14 +59,24 @@ class Selection:
 
     def kept(self, out: Tensor, lse: Tensor) -> KeptRows:
         """Copies of the selected rows of `[B, S, heads, D]` and `[B, heads, S]`."""
-        rows = self._rows.to(out.device)
+        rows = self._rows_on(out.device)
         return KeptRows(out.index_select(1, rows), lse.index_select(2, rows))
 
     def complete(self, out: Tensor, lse: Tensor, kept: KeptRows) -> None:
         """Put the selected rows into the results of `early`, in place."""
-        rows = self._rows.to(out.device)
+        rows = self._rows_on(out.device)
         out.index_copy_(1, rows, kept.out)
         lse.index_copy_(2, rows, kept.lse)
+
+    def _rows_on(self, device: torch.device) -> Tensor:
+        """Copied there once: a copy waits for the device."""
+        if device not in self._copies:
+            self._copies[device] = self._rows.to(device)
+        return self._copies[device]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, Tensor]:
+        return {}
 
     @cached_property
     def _rows(self) -> Tensor:

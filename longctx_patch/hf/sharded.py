@@ -17,6 +17,8 @@ from longctx_patch.hf.row import MaskFactory, ShardedRow, made_mask
 from longctx_patch.kernels import Score
 from longctx_patch.masks import Mask
 from longctx_patch.operator import distributed_attention, restricted
+from longctx_patch.plans import Direction
+from longctx_patch.selective import selection_of
 
 
 class LayerKind(NamedTuple):
@@ -81,7 +83,11 @@ class ShardedCall:
     def make_plans(self) -> None:
         """Plans of both directions for all kinds of layers that have been seen."""
         for kind, shape in list(self.seen.items()):
-            self.attention(kind).prepare(*shape, batch=len(self.real_lengths))
+            call, batch = self.attention(kind), len(self.real_lengths)
+            call.prepare(*shape, batch=batch)
+            selection = selection_of(call, self.group.config.attention_kept)
+            if selection is not None:
+                selection.early.prepare(*shape, batch=batch, directions=(Direction.FORWARD,))
 
 
 def sharded_attention(

@@ -21,8 +21,6 @@ def as_json(results: Sequence[Result], max_seq_len: int) -> dict[str, Any]:
         "model": job.shape.name,
         "gpus": str(job.cluster),
         "seq_len": job.seq_len,
-        "trained": f"LoRA of rank {job.lora_rank}" if job.lora else "every weight",
-        "dtype": job.dtype,
         "candidates": [_candidate(result) for result in results],
         "max_seq_len": max_seq_len,
     }
@@ -95,6 +93,7 @@ def _candidate(result: Result) -> dict[str, Any]:
         "host_gib": result.host_bytes / GIB,
         "step_s": result.time.total,
         "parts_s": result.time.parts(),
+        "flags": flags(result),
         "tokens_per_second_per_gpu": result.tokens_per_second_per_gpu,
         "mfu": result.mfu,
     }

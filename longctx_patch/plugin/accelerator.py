@@ -269,10 +269,16 @@ def _check_ours(accelerator: Accelerator, parallelism: SequenceParallelismConfig
 
 
 def _share_cores() -> None:
-    """Of the machine, among its processes: launchers leave each one core, and the optimizer would
-    step all states on it."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+    """Of the machine, among its processes: torchrun leaves each one core, and the optimizer would
+    step all states on it. More that somebody has set stay as they are."""
+    processes = os.environ.get("LOCAL_WORLD_SIZE")
+    if processes is not None and torch.get_num_threads() == 1:
+        torch.set_num_threads(max(1, num_cores() // int(processes)))
+
+
+def num_cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _flag(name: str) -> bool:

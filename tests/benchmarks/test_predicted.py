@@ -49,7 +49,13 @@ def test_runs_are_measured_and_those_that_fail_cost_their_row(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("run", "says"), [("gpt:tokens=8", "name one of tiny"), ("tiny:layers=2", "say tokens=")]
+    ("run", "says"),
+    [
+        ("gpt:tokens=8", "name one of tiny"),
+        ("tiny:layers=2", "say tokens="),
+        ("tiny:tokens=8,text=1", "Options are"),
+        ("tiny:tokens=8,checkpoint=x", "choose one of"),
+    ],
 )
 def test_refusals(run: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

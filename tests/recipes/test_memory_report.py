@@ -35,6 +35,7 @@ def settings(**values: Any) -> Settings:
 def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(total_memory=int(139.8 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
+    monkeypatch.setattr(memory_report.host, "total_bytes", lambda: 2048 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 120 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 131 * GIB)
 
@@ -57,7 +58,7 @@ def test_what_was_used_and_predicted_and_flags_that_fit() -> None:
     assert lines[2].startswith("Predicted: 17")
     assert "checkpoints 144" in lines[2]
     assert (
-        "To change: --ulysses 4 --ring 1 --checkpoint auto --mlp-tiles 1 is predicted to take"
+        "To change: --full --dtype float32 --ulysses 4 --ring 1 --checkpoint auto --mlp-tiles 1 is"
         in lines[3]
     )
 
