@@ -155,7 +155,8 @@ class LongContextConfig:
 
     def _check_share(self) -> None:
         share = self.attention_kept
-        if type(share) not in (int, float) or not 0 <= share <= 1:
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not is_number or not 0 <= share <= 1:
             raise ValueError(
                 f"attention_kept={share!r}: it is a share of the tokens. Use a number from 0 to 1."
             )
@@ -189,6 +190,8 @@ class LongContextConfig:
     @property
     def packed_placement(self) -> LayoutName:
         """The layout of a row with several documents, decided."""
+        if self.attention_kept < 1 and self.placement == "striped":
+            return "striped"  # the ends of long documents, which are kept, would be on few ranks
         plans = (self.plan, self.backward_plan)
         fits = all("balanced" in LAYOUTS_OF_PLAN.get(plan, ("balanced",)) for plan in plans)
         return "balanced" if self.layout is None and fits else self.placement

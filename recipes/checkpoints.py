@@ -182,6 +182,7 @@ def export_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path, *, 
     adapter = hasattr(inner, "peft_config")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
     weights = get_model_state_dict(model, options=options)  # whole on rank 0, collective
+    weights = _without_frozen(weights, model)
     if accelerator.is_main_process:
         extra = {"save_embedding_layers": False} if adapter else {}
         inner.save_pretrained(folder, state_dict=weights, **extra)
@@ -209,10 +210,15 @@ def _write_how_to_load(model: Any, folder: Path, seed: int) -> None:
 def _tensors(state: TrainState) -> dict[str, Any]:
     options = StateDictOptions(ignore_frozen_params=True)
     optimizer = get_optimizer_state_dict(state.model, _plain(state.optimizer), options=options)
-    return {
-        "model": get_model_state_dict(state.model, options=options),
-        "optimizer": optimizer,
-    }
+    weights = get_model_state_dict(state.model, options=options)
+    return {"model": _without_frozen(weights, state.model), "optimizer": optimizer}
+
+
+def _without_frozen(weights: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Without what quantised weights keep beside their numbers, under their names."""
+    parameters = model.named_parameters()
+    frozen = tuple(f"{n.removeprefix('module.')}." for n, p in parameters if not p.requires_grad)
+    return {name: value for name, value in weights.items() if not name.startswith(frozen)}
 
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:

@@ -85,7 +85,8 @@ class ShardedCall:
         for kind, shape in list(self.seen.items()):
             call, batch = self.attention(kind), len(self.real_lengths)
             call.prepare(*shape, batch=batch)
-            selection = selection_of(call, self.group.config.attention_kept)
+            share = self.group.config.attention_kept
+            selection = selection_of(call, share) if share else None
             if selection is not None:
                 selection.early.prepare(*shape, batch=batch, directions=(Direction.FORWARD,))
 

@@ -68,7 +68,10 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     assert row[:5] == ["4", "(4", "x", "1)", "ulysses"]
     assert row[-1] == f"{first['mfu']:.1%}"
     assert row[-4:-2] == [f"{first['step_s']:.2f}", "1"]
-    assert "The first: --full --dtype float32 --ulysses 4 --ring 1 --checkpoint auto --mlp-tiles 3" in lines
+    assert (
+        "The first: --full --dtype float32 --ulysses 4 --ring 1 --checkpoint auto --mlp-tiles 3"
+        in lines
+    )
     assert "The model as published reaches" in text
     layer = next(line for line in lines if line.startswith("  layer "))
     assert float(layer.split()[1]) == pytest.approx(first["components_gib"]["layer"], abs=0.06)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
@@ -104,6 +105,24 @@ def test_a_run_trains_the_adapter_and_saves_it(folder: Path, text_file: Path) ->
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
     assert (output / "final" / "adapter_model.safetensors").is_file()
     assert not (output / "final" / "model.safetensors").exists()
+
+
+def test_a_run_goes_on_exactly_and_saves_what_is_trained(folder: Path, text_file: Path) -> None:
+    outputs = {}
+    for name, steps in (("whole", [4]), ("parts", [2, 4])):
+        outputs[name] = folder.parent / name
+        for number, last in enumerate(steps):
+            words = f"--model {folder} --tokenizer bytes --text {text_file} --seq-len {LENGTH}"
+            words += f" --max-steps {last} --load-in-4bit --dtype bfloat16 --scheduler constant"
+            words += f" --save-every 2 --output {outputs[name]}" + " --resume" * number
+            finetune.main(words.split())
+    lines = {name: read_metrics(output) for name, output in outputs.items()}
+    for whole, part in zip(lines["whole"], lines["parts"], strict=True):
+        assert (whole["loss"], whole["grad_norm"]) == (part["loss"], part["grad_norm"])
+    kept = FileSystemReader(outputs["whole"] / "checkpoints/step_000002/state").read_metadata()
+    names = {name for name in kept.state_dict_metadata if name.startswith("model.")}
+    assert names
+    assert all("lora_" in name for name in names)
 
 
 def test_weights_are_of_four_bits(folder: Path) -> None:
