@@ -114,6 +114,22 @@ def test_a_full_host_is_refused_with_its_numbers() -> None:
         kept.keep(torch.ones(3))
 
 
+def test_what_others_will_take_is_left_free() -> None:
+    """An optimizer's states, say, before and after it has made them."""
+    model = tiny_model()
+    handle = patch(model, LongContextConfig(checkpoint="offload"))
+    handle.reserve_host(5)
+    host = handle._checkpoints.new_host(CPU)
+    host.room = lambda: room_for(12)
+    kept = host.begin()
+    with pytest.raises(HostMemoryFull):
+        kept.keep(torch.ones(2))
+    handle._checkpoints._host = host
+    handle.reserve_host(4)
+    kept.keep(torch.ones(2))
+    assert host.num_bytes == 8
+
+
 def test_what_all_layers_would_take_is_refused_after_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

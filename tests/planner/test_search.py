@@ -1,5 +1,6 @@
 """What is tried, in which order, what fits, and how long rows can be."""
 
+import math
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +12,7 @@ from longctx_patch.planner import GPUS, Cluster, Job, Result, longest, search
 from longctx_patch.planner.components import predict_memory
 from longctx_patch.planner.machine import GIB
 from longctx_patch.planner.report import as_json, render
-from longctx_patch.planner.search import _order, result_of, usable_bytes
+from longctx_patch.planner.search import result_of, usable_bytes
 from longctx_patch.planner.steptime import predict_attention
 from tests.planner.jobs import llama_job
 
@@ -26,8 +27,11 @@ def test_the_fastest_that_fit_come_first_then_the_nearest_to_fitting() -> None:
     speeds = [result.tokens_per_second_per_gpu for result in results if result.fits]
     assert all(speed >= later * 0.97 for speed, later in pairwise(speeds))
     assert max(speeds) <= speeds[0] * 1.03
-    first = [r for r in results if r.fits and _order(r)[:2] == _order(results[0])[:2]]
+    # Of those that are as fast to within 2 %, the one that takes least of the host.
+    alike = [round(math.log(speed) / 0.02) for speed in speeds]
+    first = results[: alike.count(alike[0])]
     assert len(first) > 2
+    assert set(alike[: len(first)]) == {alike[0]}
     assert [r.host_bytes for r in first] == sorted(r.host_bytes for r in first)
     peaks = [result.memory.total for result in results if not result.fits]
     assert peaks == sorted(peaks)
