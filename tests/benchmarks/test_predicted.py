@@ -28,7 +28,7 @@ def test_runs_are_measured_and_those_that_fail_cost_their_row(tmp_path: Path) ->
     small = "tokens=4096,fused=false,dtype=float32,steps=1,warm_ups=0"
     runs = [
         f"tiny:{small},checkpoint=offload",
-        f"tiny:{small},kernel=cudnn",
+        f"tiny:{small},checkpoint=attention,kernel=cudnn",
         f"tiny:{small},checkpoint=attention,lora=true",
     ]
     words = ["--out", str(tmp_path), "--gpus", "1", "--limit-s", "60", "--runs", *runs]
