@@ -36,7 +36,7 @@ def test_runs_are_measured_and_those_that_fail_cost_their_row(tmp_path: Path) ->
     rows = [json.loads(line) for line in (tmp_path / "predicted.jsonl").read_text().splitlines()]
     assert [row["run"] for row in rows] == runs
     good, failed, last = rows
-    assert "Use kernel=" in failed["problem"]
+    assert "kernel='cudnn'" in failed["problem"]
     # Inputs, attention's output and lse of three layers, in float32 here.
     assert good["measured_host_gib"] == 3 * 4096 * 4 * (64 + 64 + 4) / GIB
     assert last["measured_host_gib"] == 0
