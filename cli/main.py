@@ -1,5 +1,6 @@
 """`longctx`: the group of commands, and how errors are shown."""
 
+import logging
 from typing import Any
 
 import click
@@ -16,6 +17,8 @@ class ClearErrors(click.Group):
     """Shows what a user can fix (ValueError) as one message, without a traceback; exit code 1."""
 
     def invoke(self, context: click.Context) -> Any:
+        # Where it is installed it warns of a missing kernel on CPUs, whether it is used or not.
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         try:
             return super().invoke(context)
         except (ValueError, FileExistsError) as error:

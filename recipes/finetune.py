@@ -10,6 +10,7 @@ output folder: metrics.jsonl (one line per step; loss is the mean over all token
 processes), checkpoints/ and final/.
 """
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -44,6 +45,8 @@ from longctx_patch.recipes.settings import Settings, parse_settings
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from command-line arguments; every process of the job runs this."""
+    # Where it is installed it warns of a missing kernel on CPUs, whether it is used or not.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     settings = parse_settings(arguments)
     checkpoint = checkpoints.check_output(settings)
     accelerator = build_accelerator(settings)
