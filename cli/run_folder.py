@@ -15,19 +15,16 @@ import yaml
 
 from longctx_patch.cli.degrees import DegreeChoice, choose_degrees
 from longctx_patch.cli.layer_masks import describe_layers
+from longctx_patch.cli.prediction import cluster_of, prediction, prediction_rows
 from longctx_patch.cli.run_readme import render_readme, size_text
 from longctx_patch.config import LayoutName, LongContextConfig
 from longctx_patch.hf import check_model_config
 from longctx_patch.hf.models import is_local, load_model_config
 from longctx_patch.hf.rope import reachable_length
 from longctx_patch.placement import padding_multiple
-from longctx_patch.planner import Cluster, Result, parse_cluster
-from longctx_patch.planner.advice import advice
-from longctx_patch.planner.search import usable_bytes
-from longctx_patch.planner.shape import EXPERTS
+from longctx_patch.planner import Result
 from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes import models, texts
-from longctx_patch.recipes.memory_report import predict_run
 from longctx_patch.recipes.settings import Settings
 
 SAVE_EVERY = 25
@@ -138,7 +135,7 @@ def decide(
     if states_on_host and (cpu or load_in_4bit):
         other = "--cpu, where all is on the host" if cpu else "--load-in-4bit, which has no FSDP2"
         raise ValueError(f"--states-on-host with {other}: use one of them.")
-    cluster = None if gpus.isdigit() or cpu else _cluster(gpus, num_gpus, nodes)
+    cluster = None if gpus.isdigit() or cpu else cluster_of(gpus, num_gpus, nodes)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)
@@ -176,7 +173,7 @@ def decide(
     scaled = models.load_config(settings)
     check_model_config(scaled, settings.sequence_parallelism())
     models.check_vocabulary(models.load_tokenizer(settings), scaled)
-    predicted = None if cluster is None else _prediction(settings, scaled, cluster, states_on_host)
+    predicted = None if cluster is None else prediction(settings, scaled, cluster, states_on_host)
     fsdp = not (cpu or load_in_4bit)
     models.check_4bit(settings, fsdp=fsdp)
     launch_yaml = accelerate_yaml(
@@ -243,7 +240,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         *_attention_kept(settings.attention_kept),
         ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
         ("weights", *_weights(decisions)),
-        *_predicted(decisions.predicted),
+        *prediction_rows(decisions.predicted),
     ]
 
 
@@ -324,48 +321,6 @@ def _weights(decisions: Decisions) -> tuple[str, str]:
         share = size_text(whole / decisions.num_gpus)
         return f"{share} per GPU (FSDP2)", f"{size_text(whole)} in {dtype} over all GPUs"
     return f"{size_text(whole)} per process", f"{dtype}, a whole copy in each"
-
-
-def _cluster(gpus: str, num_gpus: int, nodes: int) -> Cluster:
-    """In so many machines. Raises ValueError for more GPUs than one has."""
-    cluster = parse_cluster(gpus)
-    most, per_node = cluster.gpu.hardware.gpus_per_node, -(-num_gpus // nodes)
-    if per_node > most:
-        raise ValueError(
-            f"--gpus {gpus} in --nodes {nodes}: machines of {cluster.gpu.name.upper()} have up to "
-            f"{most}. Use --nodes {-(-num_gpus // most)}."
-        )
-    hardware = dataclasses.replace(cluster.gpu.hardware, gpus_per_node=per_node)
-    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, hardware=hardware))
-
-
-def _prediction(
-    settings: Settings, config: Any, cluster: Cluster, states_on_host: bool
-) -> Result | None:
-    """None for experts, which the planner does not know. Raises ValueError where the run is
-    predicted not to fit, with what to change."""
-    if any(getattr(config, experts, None) for experts in EXPERTS):
-        return None
-    result = predict_run(settings, config, cluster, states_on_host=states_on_host)
-    if not result.fits:
-        raise ValueError(
-            f"--gpus {cluster}: the run {result.reason}. {advice(result)}. `longctx plan` compares "
-            "more; with the number of GPUs alone nothing is predicted."
-        )
-    return result
-
-
-def _predicted(result: Result | None) -> list[tuple[str, str, str]]:
-    if result is None:
-        return []
-    memory, cluster = result.memory.total / 2**30, result.job.cluster
-    host = f", {result.host_bytes / 2**30:.0f} GiB of a host" if result.host_bytes else ""
-    usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
-    speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
-    return [
-        ("memory", f"{memory:.0f} GiB of a GPU{host}", usable),
-        ("step", f"{result.time.total:.3g} s", f"predicted: {speed}"),
-    ]
 
 
 def _check_out(out: Path, folder: Path) -> None:

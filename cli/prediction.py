@@ -1,0 +1,54 @@
+"""What `longctx patch` says of memory and time, where --gpus names a kind."""
+
+import dataclasses
+from typing import Any
+
+from longctx_patch.planner import Cluster, Result, parse_cluster
+from longctx_patch.planner.advice import advice
+from longctx_patch.planner.search import usable_bytes
+from longctx_patch.planner.shape import EXPERTS
+from longctx_patch.recipes.memory_report import predict_run
+from longctx_patch.recipes.settings import Settings
+
+
+def cluster_of(gpus: str, num_gpus: int, nodes: int) -> Cluster:
+    """In so many machines. Raises ValueError for more GPUs than one has."""
+    cluster = parse_cluster(gpus)
+    most, per_node = cluster.gpu.hardware.gpus_per_node, -(-num_gpus // nodes)
+    if per_node > most:
+        raise ValueError(
+            f"--gpus {gpus} in --nodes {nodes}: machines of {cluster.gpu.name.upper()} have up to "
+            f"{most}. Use --nodes {-(-num_gpus // most)}."
+        )
+    hardware = dataclasses.replace(cluster.gpu.hardware, gpus_per_node=per_node)
+    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, hardware=hardware))
+
+
+def prediction(
+    settings: Settings, config: Any, cluster: Cluster, states_on_host: bool
+) -> Result | None:
+    """None for experts, which the planner does not know. Raises ValueError where the run is
+    predicted not to fit, with what to change."""
+    if any(getattr(config, experts, None) for experts in EXPERTS):
+        return None
+    result = predict_run(settings, config, cluster, states_on_host=states_on_host)
+    if not result.fits:
+        raise ValueError(
+            f"--gpus {cluster}: the run {result.reason}. {advice(result)}. `longctx plan` compares "
+            "more; with the number of GPUs alone nothing is predicted."
+        )
+    return result
+
+
+def prediction_rows(result: Result | None) -> list[tuple[str, str, str]]:
+    """(what, value, why) of a run folder's table."""
+    if result is None:
+        return []
+    memory, cluster = result.memory.total / 2**30, result.job.cluster
+    host = f", {result.host_bytes / 2**30:.0f} GiB of a host" if result.host_bytes else ""
+    usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
+    speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
+    return [
+        ("memory", f"{memory:.0f} GiB of a GPU{host}", usable),
+        ("step", f"{result.time.total:.3g} s", f"predicted: {speed}"),
+    ]
