@@ -57,8 +57,10 @@ def plan_command(
 
     if seq_len is None and not max_seq_len:
         raise click.UsageError("--seq-len: say how long rows are, or ask --max-seq-len.")
-    if seq_len is None and png is not None:
-        raise click.UsageError(f"--png {png}: what is drawn is a row. Add --seq-len.")
+    if png is not None and (seq_len is None or max_seq_len):
+        raise click.UsageError(
+            f"--png {png}: what is drawn is a row. Add --seq-len, without --max-seq-len."
+        )
     if png is not None and not png.absolute().parent.is_dir():
         raise click.UsageError(f"--png {png}: there is no folder {png.parent}. Make it first.")
     if rank is not None and not lora:

@@ -48,6 +48,15 @@ def test_runs_are_measured_and_those_that_fail_cost_their_row(tmp_path: Path) ->
     assert all(f"| {run} |" in table for run in runs)
 
 
+def test_states_are_not_moved_from_a_gpu_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        predicted.main(["--out", "x", "--gpus", "1", "--states-on-host", "--runs", "tiny:tokens=8"])
+    assert "there is none" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("run", "says"),
     [

@@ -100,6 +100,11 @@ def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
     assert lora["components_gib"]["optimizer"] < full["components_gib"]["optimizer"]
     more = best("--lora", "--rank", 64)["components_gib"]["optimizer"]
     assert more == pytest.approx(4 * lora["components_gib"]["optimizer"])
+    narrow = best("--lora", "--load-in-4bit")
+    # Most of 8 billion weights in half a byte, on each GPU, against two bytes shared by four.
+    assert narrow["components_gib"]["weights"] == pytest.approx(5.5, abs=0.3)
+    assert narrow["flags"].startswith("--lora --rank 16 --load-in-4bit ")
+    assert narrow["fsdp"] == 1
     assert best("--stock-layers")["step_s"] > full["step_s"]
     few = planned(run, *words, "--host-gib", 10)["candidates"]
     assert any("may be taken on a host" in (each["reason"] or "") for each in few)
@@ -147,6 +152,12 @@ def test_other_numbers_of_tokens_are_refused(run: Run, llama_8b: Path, text: str
         (["--gpus", "H200", "--host-gib", "nan"], ["--host-gib nan", "Use a number above 0"]),
         (["--gpus", "H200", "--rank", "8"], ["--rank 8", "Add --lora"]),
         (["--gpus", "H200", "--png", "none/x.png"], ["none/x.png", "no folder none"]),
+        (["--gpus", "H200", "--png", "x.png", "--max-seq-len"], ["without --max-seq-len"]),
+        (["--gpus", "H200", "--load-in-4bit"], ["weights of 4 bits are frozen. Add --lora"]),
+        (
+            ["--gpus", "H200", "--lora", "--load-in-4bit", "--dtype", "float32"],
+            ["--load-in-4bit with --dtype float32", "computes in bfloat16"],
+        ),
     ],
 )
 def test_bad_options_are_refused(
@@ -176,6 +187,11 @@ def test_a_row_is_needed(run: Run, llama_8b: Path) -> None:
             {"model_type": "mixtral", "num_local_experts": 4},
             "num_local_experts=4. The planner knows",
         ),
+        ({"hidden_size": 0}, "hidden_size=0 in its config"),
+        ({"vocab_size": -8}, "vocab_size=-8 in its config"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 in its config"),
+        ({"hidden_size": "big"}, "its config can't be used"),
+        ({"num_attention_heads": 0}, "can't be used"),
     ],
 )
 def test_other_models_are_refused(

@@ -237,3 +237,12 @@ def test_block_masks_are_those_of_torch(case: str) -> None:
     wanted = torch.zeros(lengths, dtype=torch.bool)
     wanted[: sum(segments.q), : sum(segments.kv)] = table_of(segments)
     assert torch.equal(bits, wanted)
+
+
+def test_cudnn_refuses_rows_whose_gradients_it_gets_wrong() -> None:
+    """One key-value head can't be taken apart. On a device without memory."""
+    q = torch.empty(1, 2**21, 8, 128, dtype=torch.bfloat16, device="meta")
+    k, lse = q[:, :, :1], torch.empty(1, 8, 2**21, device="meta")
+    segments = Segments((2**21,), (2**21,), CAUSAL_WINDOW)
+    with pytest.raises(ValueError, match=r"2,147,483,648 numbers.*'flash_attn_4'"):
+        available()["cudnn"].backward(q, q, k, k, q, lse, segments, PLAIN)

@@ -50,6 +50,19 @@ def test_a_layer_comes_back_while_the_one_after_it_is_in_backward() -> None:
     assert len(kept) == 3
 
 
+@pytest.mark.parametrize(("most", "comes"), [(23, False), (24, True)])
+def test_large_layers_come_when_they_are_asked_for(most: int, comes: bool) -> None:
+    """A layer here has two tensors of 12 bytes."""
+    host = Watched()
+    host.most_ahead = most
+    kept, getters = layers_of(host, 2)
+    getters[1][0]()
+    assert host.came == [20, 21, 10, 11][: 4 if comes else 2]
+    assert getters[0][1]().tolist() == [11.0] * 3
+    assert getters[1][1]().tolist() == [21.0] * 3
+    assert kept
+
+
 def test_a_tensor_can_be_asked_for_again() -> None:
     host = HostCopies(CPU)
     kept, getters = layers_of(host, 2)

@@ -3,24 +3,15 @@
 from functools import lru_cache
 from typing import Any
 
-from transformers import LlamaConfig
+import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
+from model_shapes import model_config
 
 from longctx_patch.planner import Candidate, Job, ModelShape, parse_cluster, shape_of
-
-LLAMA_8B: dict[str, Any] = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
 
 
 @lru_cache
 def llama_shape(num_layers: int = 32) -> ModelShape:
-    return shape_of(LlamaConfig(**LLAMA_8B | {"num_hidden_layers": num_layers}), "llama")
+    return shape_of(model_config("llama-8b", num_layers, num_tokens=2), "llama")
 
 
 def candidate(num_layers: int = 32, *, ulysses: int = 1, mlp_tiles: int = 1) -> Candidate:

@@ -165,6 +165,40 @@ def test_layers_too_large_to_come_ahead_come_when_they_are_asked_for() -> None:
     assert coming(int(most) + 1) == 0
 
 
+def test_weights_of_four_bits_are_an_adapters_and_whole_on_each_gpu() -> None:
+    for wrong in ({"fsdp": False}, {"lora": True}):
+        with pytest.raises(ValueError, match="dtype='nf4' is for the frozen weights"):
+            llama_job("4xH200", 1024, dtype="nf4", **wrong)
+    job = llama_job("4xH200", 1024, dtype="nf4", lora=True, fsdp=False)
+    narrow = 32 * job.shape.layer_linear_weights
+    frozen = 0.516 * narrow + 2 * (job.shape.num_weights - narrow)
+    assert states(job)[0] == pytest.approx(4 * job.trained_weights + frozen)
+
+
+def test_without_fsdp_each_gpu_steps_every_weight() -> None:
+    def seconds(fsdp: bool) -> float:
+        job = llama_job("4xH200", 2**14, fsdp=fsdp)
+        return result_of(job, ulysses=4, ring=1, checkpoint="attention").time.optimizer
+
+    assert seconds(False) == pytest.approx(4 * seconds(True))
+
+
+def test_a_share_has_the_plans_of_its_layout_and_lies_beside_the_recompute() -> None:
+    job = llama_job("4xH200", 2**17)
+    plans = {share: predict_attention(job, 1, 4, share).plan for share in (1.0, 0.5)}
+    assert plans[0.5] != plans[1.0]
+    assert plans[0.5] in ("striped", "burst", "double_ring")
+    layers = {
+        share: result_of(
+            job, ulysses=4, ring=1, checkpoint="attention", attention_kept=share
+        ).memory.layer
+        for share in (1.0, 0.5, 0.0)
+    }
+    of_half = 0.5 * (2 * 4096 + 4 * 32) * 2**15
+    assert layers[0.5] - layers[1.0] == pytest.approx(of_half)
+    assert layers[0.0] == layers[1.0]
+
+
 def test_one_gpu_may_keep_its_states_on_the_host() -> None:
     job = llama_job("1xH200", 2**17)
     on_host = result_of(job, ulysses=1, ring=1, checkpoint="attention", offload_states=True)

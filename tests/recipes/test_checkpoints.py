@@ -115,6 +115,13 @@ def test_a_run_of_an_older_version_goes_on_in_its_world(tmp_path: Path) -> None:
     then = {"exact": exact, "world": {"processes": 2, "ulysses": 2, "ulysses_waves": 2}}
     (tmp_path / "run.json").write_text(json.dumps({"fingerprint": then}))
     checkpoints.check_fingerprint(tmp_path, now)
+    # A setting that the older one did not have had its default.
+    now["exact"] = {**exact, "load_in_4bit": False}
+    checkpoints.check_fingerprint(tmp_path, now)
+    now["exact"] = {**exact, "load_in_4bit": True}
+    with pytest.raises(ValueError, match=r"load_in_4bit is True, the run at .* has False"):
+        checkpoints.check_fingerprint(tmp_path, now)
+    now["exact"] = exact
     now["world"]["ulysses"] = 1
     with pytest.raises(ValueError, match=r"the world was .*'ulysses': 2.* and is .*'ulysses': 1"):
         checkpoints.check_fingerprint(tmp_path, now)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, MixtralConfig
 
 from longctx_patch.recipes import finetune, memory_report
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.settings import Settings
+from longctx_patch.recipes.settings import Settings, parse_settings
 from tests.memory.live_bytes import LiveBytes
 
 GIB = 2**30
@@ -61,6 +61,22 @@ def test_what_was_used_and_predicted_and_flags_that_fit() -> None:
         "To change: --full --dtype float32 --ulysses 4 --ring 1 --checkpoint auto --mlp-tiles 1 is"
         in lines[3]
     )
+
+
+@pytest.mark.usefixtures("on_h200")
+def test_the_flags_are_the_recipes() -> None:
+    """An adapter of some rank; and states on the host, which the launcher moves."""
+    said = report(checkpoint="none", full=False, lora_rank=8, dtype="bfloat16").splitlines()[3]
+    words = said.split("To change: ")[1].split(" is predicted")[0].split()
+    required = ["--model", "m", "--output", "out", "--text", "t", "--seq-len", "8"]
+    found = parse_settings([*required, *words])
+    assert (found.lora_rank, found.ulysses, found.checkpoint) == (8, 4, "auto")
+    alone = settings(ulysses=1, checkpoint="none")
+    error = memory_report.out_of_memory(
+        RuntimeError("full"), alone, SHAPE, 1, torch.device("cpu"), fsdp=True, states_on_host=False
+    )
+    assert "--states-on-host" not in str(error)
+    assert "and fsdp_offload_params: true in accelerate.yaml is predicted" in str(error)
 
 
 @pytest.mark.usefixtures("on_h200")
