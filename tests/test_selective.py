@@ -24,7 +24,10 @@ from tests.reference import relative_error
 HEADS, KV_HEADS, HEAD_DIM, BATCH = 6, 2, 8, 2
 CAUSAL = Documents.one(48)
 PACKED = Documents((20, 1, 19), 44)
-DEGREES = [(1, 1, "zigzag"), (2, 1, "zigzag"), (1, 3, "striped"), (1, 2, "zigzag"), (2, 2, None)]
+DEGREES = [
+    *((1, 1, "zigzag"), (2, 1, "zigzag"), (1, 2, "zigzag"), (1, 3, "striped"), (2, 2, None)),
+    *((1, 3, "contiguous"), (1, 2, "balanced")),
+]
 
 
 class Case(NamedTuple):

@@ -44,11 +44,11 @@ def load_model_config(model: str) -> "PreTrainedConfig":
 
 def _check_sizes(model: str, config: "PreTrainedConfig") -> None:
     for name in _SIZES:
-        value = getattr(config, name, 1)
-        if value is not None and (type(value) is not int or value < 1):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < 1:  # some families have a list: one for each layer
             raise ValueError(
-                f"model {model!r}: {name}={value!r} in its config: it counts something, and is a "
-                "whole number of 1 or more."
+                f"model {model!r}: {name}={value} in its config: it counts something, and is 1 or "
+                "more. Give a valid config.json."
             )
 
 

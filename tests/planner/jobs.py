@@ -4,9 +4,11 @@ from functools import lru_cache
 from typing import Any
 
 import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
-from model_shapes import model_config
+from model_shapes import MODELS, model_config
 
 from longctx_patch.planner import Candidate, Job, ModelShape, parse_cluster, shape_of
+
+LLAMA_8B = {name: value for name, value in MODELS["llama-8b"].items() if name != "model_type"}
 
 
 @lru_cache
