@@ -1,9 +1,11 @@
 """What layers keep for backward, on the host: copied out while forward goes on, and back in time.
 
-A layer's tensors leave on a stream of their own as soon as they are there, and their memory on the
-device is free once they are gone. In backward, the first of a layer's tensors that is asked for
-brings the others back too, and those of the layer before it, which is the next to be asked for:
-they travel while this layer is computed.
+A layer's tensors leave on a stream of their own as soon as they are there. When the layer's forward
+is over, the device waits until they are gone, which they are by then: the MLP takes longer than they
+do. So their memory is free for the next layer however far the host is ahead of the device; freed
+without that wait, they would stay until the host sees that they are gone, those of many layers. In
+backward, the first of a layer's tensors that is asked for brings the others back too, and those of
+the layer before it, which is the next to be asked for: they travel while this layer is computed.
 
 Host memory is pinned and used again by later passes. More is taken only while `RESERVE` of the
 machine's memory stays free, which the processes of a machine share.
@@ -91,8 +93,6 @@ class HostCopies:
             return None
         held = _OnHost(self, slot, tensor)
         self._out.copy(held.on_host, tensor, slot)
-        if tensor.is_cuda:  # freed before it has left, its memory isn't used again too early
-            tensor.record_stream(self._out.stream)
         weakref.finalize(held, self._free[place].append, slot)
         return held
 
@@ -100,8 +100,6 @@ class HostCopies:
         """Begin; `_OnHost.get` waits for it."""
         back = torch.empty(held.on_host.shape, dtype=held.on_host.dtype, device=self.device)
         self._in.copy(back, held.on_host, held.slot)
-        if back.is_cuda:  # it may be given up before it has come
-            back.record_stream(self._in.stream)
         return back
 
     def _slot(self, num_bytes: int, place: int) -> "_Slot | None":
@@ -186,6 +184,11 @@ class Kept:
 
         return get
 
+    def leave(self) -> None:
+        """The layer's forward is over: the device's memory is free for what comes next."""
+        for held in self._held:
+            held.leave()
+
     @property
     def _num_bytes(self) -> int:
         return sum(held.on_host.nbytes for held in self._held)
@@ -225,46 +228,60 @@ def _unpin(address: int, last_copy: _LastCopy) -> None:
 
 
 class _OnHost:
-    """One tensor. Its slot is free again once nobody can ask for it any more."""
+    """One tensor. Its slot is free again once nobody can ask for it any more.
+
+    What a copy reads or writes on the device is held here until `_wait`: then whoever gets its
+    memory, on the stream that it was made on, comes after the copy.
+    """
 
     def __init__(self, host: HostCopies, slot: _Slot, tensor: Tensor) -> None:
         self.slot = slot
         self.on_host = slot.memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         self._host = host
+        self._stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+        self._leaving: Tensor | None = tensor
         self._back: Tensor | None = None
 
+    def leave(self) -> None:
+        if self._leaving is not None:
+            self._wait()
+            self._leaving = None
+
     def bring_back(self) -> None:
+        self.leave()
         if self._back is None:
             self._back = self._host.bring_back(self)
 
     def get(self) -> Tensor:
-        """On the device, for the current stream; given up here, so that it can be freed."""
+        """On the device, for the stream that the layer runs on; given up here, to be freed."""
         self.bring_back()
+        self._wait()
         back, self._back = self._back, None
         assert back is not None
-        if self.slot.last_copy.event is not None:
-            torch.cuda.current_stream(back.device).wait_event(self.slot.last_copy.event)
         return back
+
+    def _wait(self) -> None:
+        if self._stream is not None and self.slot.last_copy.event is not None:
+            self._stream.wait_event(self.slot.last_copy.event)
+
+    def __del__(self) -> None:
+        if self._leaving is not None or self._back is not None:  # given up with its graph
+            self._wait()
 
 
 class _Lane:
     """A stream for copies in one direction. On CPU they are done when `copy` returns."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        assert self._stream is not None
-        return self._stream
 
     def copy(self, to: Tensor, source: Tensor, slot: _Slot) -> None:
         """After what the current stream has done so far, and after the slot's last copy."""
         if self._stream is None:
             to.copy_(source)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if slot.last_copy.event is not None:
             self._stream.wait_event(slot.last_copy.event)
         with torch.cuda.stream(self._stream):

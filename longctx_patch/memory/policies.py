@@ -49,9 +49,11 @@ def run_layer(
         return forward(*args)
     if policy == "offload":
         assert host is not None
-        keep = host.begin().keep
-        with _inputs_on_host(args[0], keep):
-            return _checkpoint(keep, share, forward, *args)
+        kept = host.begin()
+        with _inputs_on_host(args[0], kept.keep):
+            out = _checkpoint(kept.keep, share, forward, *args)
+        kept.leave()
+        return out
     return _checkpoint(as_it_is, share if policy == "attention" else 0.0, forward, *args)
 
 

@@ -98,7 +98,8 @@ def test_auto_offloads_the_first_layers_where_attention_does_not_fit(
             use = handle.checkpointing.memory
             if number == 0 and use is not None:
                 extra = use.extra_bytes[0]
-                less = use.peak_bytes - (layers // 2 * extra.attention) - extra.none
+                # What the last layer keeps on its higher rung is there in its recompute too.
+                less = use.peak_bytes - layers // 2 * extra.attention
                 monkeypatch.setattr(CudaMeter, "capacity", lambda _, c=less: int(c / (1 - MARGIN)))
         grads[checkpoint] = [p.grad.clone() for p in model.parameters()]
         found = handle.checkpointing

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.memory import HostCopies, run_layer
 from longctx_patch.memory import host as host_module
+from longctx_patch.memory.meter import CudaMeter
 from longctx_patch.memory.offload import HostMemoryFull, HostRoom
 from longctx_patch.replay import Getter
 from tests.hf.tiny import tiny_model, token_rows
@@ -231,8 +232,10 @@ def test_nothing_of_a_layer_stays_where_it_was() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_layers_leave_nothing_behind() -> None:
-    """Bitwise the gradients of `attention`, with the memory of two layers in place of all."""
-    peaks, grads = {}, {}
+    """Bitwise the gradients of `attention`, with the memory of two layers in place of all; and no
+    more that waits for a copy, though the host launches a step long before the GPU is through."""
+    peaks, grads, waiting = {}, {}, {}
+    meter = CudaMeter(torch.device("cuda", 0))
     for policy in ("attention", "offload"):
         torch.manual_seed(0)
         model = tiny_model(
@@ -247,8 +250,10 @@ def test_on_a_gpu_layers_leave_nothing_behind() -> None:
             before = torch.cuda.memory_allocated()
             model(**batch).loss.backward()
             peaks[policy] = torch.cuda.max_memory_allocated() - before
+            waiting[policy] = meter.peak() - torch.cuda.max_memory_allocated()
         grads[policy] = [p.grad.clone() for p in model.parameters()]
         handle.unpatch()
     assert all(map(torch.equal, grads["attention"], grads["offload"]))
     one_layer = 2 * 2**13 * 2 * 1024  # its input and attention's output
     assert peaks["attention"] - peaks["offload"] > 10 * one_layer
+    assert waiting == {"attention": 0, "offload": 0}
