@@ -110,6 +110,19 @@ AFTERWARDS = (
     ),
     Measured(2, _llama(131072, "attention", ulysses=2) + ",attention_kept=0.5", 36.4, 5.260),
     Measured(2, _RECIPE, 21.97, 2.394, is_recipe=True),
+    Measured(
+        2, "llama-8b:layers=4,tokens=1048576,ulysses=2,checkpoint=offload", 79.8, 111.727, 65.0
+    ),
+    Measured(
+        1,
+        "llama-8b:layers=2,tokens=1536000,checkpoint=offload",
+        116.3,
+        249.121,
+        70.0,
+        states_on_host=True,
+    ),
+    Measured(1, _llama(131072, "attention", ulysses=1), 67.5, 10.155),
+    Measured(1, _llama(131072, "offload", ulysses=1), 58.9, 10.175, 16.1),
 )
 """Measured since. Of what their predictions depend on only this has changed: what is kept of
 attention is counted beside what is computed again, in the two rows with `attention_kept`."""
