@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
-TYPED := $(sort $(dir $(wildcard longctx_patch/*.py cli/*.py recipes/*.py examples/*.py)))
+TYPED := $(sort $(dir $(wildcard $(addsuffix /*.py,longctx_patch cli recipes examples benchmarks))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

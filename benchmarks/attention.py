@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -176,9 +176,9 @@ def _milliseconds(name: str) -> Column:
     return Column(title, lambda row: _of(row, name, lambda value: f"{value * 1e3:.3f}"))
 
 
-def _of(row: Row, name: str, text: object) -> object:
+def _of(row: Row, name: str, text: Callable[[float], str]) -> str | None:
     value = row.get(name)
-    return None if value is None else text(value)  # type: ignore[operator]
+    return None if value is None else text(value)
 
 
 def _spread(row: Row) -> str | None:

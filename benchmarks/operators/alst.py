@@ -81,7 +81,9 @@ def _flash(problem: Problem, job: Job) -> Core:
     edges = torch.tensor((0, *lengths), device=job.device).cumsum(0).int()
     window = (-1, -1) if problem.window is None else (problem.window - 1, 0)
 
-    def core(module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def core(
+        module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         out = flash_attn_varlen_func(
             q, k, v, edges, edges, max(lengths), max(lengths), causal=True, window_size=window

@@ -1,6 +1,6 @@
 """This project's operator: every plan and product of degrees that fits the ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ def candidates(job: Job) -> list[Candidate]:
     return [_candidate(text, job) for text in texts]
 
 
-def grid(num_ranks: int, plans: tuple[str, ...], kernel: str) -> Iterator[dict[str, Any]]:
+def grid(num_ranks: int, plans: Sequence[str], kernel: str) -> Iterator[dict[str, Any]]:
     """Fields of LongContextConfig: each degree of Ulysses with each plan for the ring that is left.
 
     Plans that their own rules exclude at a degree are left out.

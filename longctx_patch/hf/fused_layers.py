@@ -14,6 +14,7 @@ Two ways, either before or after `patch`, which `unpatch` leaves as they are:
 Numbers are those of the stock layers to within rounding.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,6 +44,10 @@ whatever the model's own is."""
 
 _ROPE = "apply_rotary_pos_emb"
 _ACTIVATIONS = ("act_fn", "activation_fn")
+_ROPE_OF_TRITON = ("LIGER_KERNEL_IMPL_ROPE", "nvidia-triton")
+"""With CUTLASS's DSL installed, which flash-attn 4 brings along, Liger Kernel 0.8.5 would take a
+rotary embedding that keeps the cos and sin of up to eight steps, 4 KiB a token of 128-wide heads.
+By its own figures that one is as fast as Triton's on H200."""
 _LIGER = Package(
     distribution="liger-kernel",
     module="liger_kernel.transformers",
@@ -98,7 +103,8 @@ def fuse_layers(model: nn.Module, how: FusedLayersName) -> None:
     `liger` gives the model's RMSNorm and MLP modules a forward of their own. The rotary embedding
     is a function that transformers has once for a family: on CUDA, *every* model of that family in
     this process uses Liger's from then on, with the same numbers to within rounding. It can't be
-    taken back. Liger's kernels want the model on a GPU.
+    taken back. That Liger takes Triton's kernel for it is set in the environment (its variable
+    LIGER_KERNEL_IMPL_ROPE), unless you have set another. Liger's kernels want the model on a GPU.
 
     `compile` compiles at the first step (minutes on a GPU) and once more when a second length
     comes, then for all lengths; likewise for evaluation. Layers share what was compiled, so that
@@ -169,6 +175,7 @@ def _use_liger(model: PreTrainedModel) -> None:
         raise ImportError(f"fuse_layers(model, 'liger') {problem}.")
     from transformers.integrations.liger import apply_liger_kernel
 
+    os.environ.setdefault(*_ROPE_OF_TRITON)
     homes = (sys.modules[base.__module__] for base in type(model).__mro__)
     home = next(module for module in homes if hasattr(module, _ROPE))
     stock = dict(vars(home))

@@ -1,9 +1,9 @@
 """What layers keep for backward, on the host: copied out while forward goes on, and back in time.
 
-A layer's tensors leave on a stream of their own as soon as they are there. When the layer's forward
-is over, the device waits until they are gone, which they are by then: the MLP takes longer than they
-do. So their memory is free for the next layer however far the host is ahead of the device; freed
-without that wait, they would stay until the host sees that they are gone, those of many layers. In
+A layer's tensors leave on a stream of their own as soon as they are there. When the layer's
+forward is over, the device waits until they are gone, which they are by then: the MLP takes longer.
+So their memory is free for the next layer however far the host is ahead of the device; freed
+without that wait, those of many layers would stay until the host sees that they are gone. In
 backward, the first of a layer's tensors that is asked for brings the others back too, and those of
 the layer before it, which is the next to be asked for: they travel while this layer is computed.
 

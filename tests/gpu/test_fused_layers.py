@@ -44,6 +44,69 @@ def outcome(family: str, dtype: torch.dtype, how: FusedLayersName) -> tuple[Tens
     return loss.detach(), torch.cat([grad.flatten() for grad in gradients(model).values()])
 
 
+def test_steps_leave_nothing_behind() -> None:
+    """Of as many rotated heads as Liger Kernel would choose another kernel for."""
+    pytest.importorskip("liger_kernel")
+    model: Any = tiny_model(hidden_size=512, num_attention_heads=4, dtype=torch.bfloat16)
+    assert model.config.head_dim == 128
+    fuse_layers(model.to(DEVICE).train(), "liger")
+    handle = patch(model, LongContextConfig(checkpoint="attention"))
+    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    allocated = []
+    for _ in range(6):
+        batch = {name: x.to(DEVICE) for name, x in collate(token_rows(2**16, 1)).items()}
+        model(**batch, use_cache=False).loss.backward()
+        model.zero_grad()
+        del batch
+        allocated.append(torch.cuda.memory_allocated())
+    assert len(set(allocated[1:])) == 1
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("part", ["mlp", "input_layernorm", "rope"])
+def test_rows_of_more_numbers_than_32_bits_count(part: str) -> None:
+    """Parts of a layer, forward and backward, at tokens before and after that number."""
+    pytest.importorskip("liger_kernel")
+    width, inner, head_dim = 4096, 16384, 128
+    model: Any = tiny_model(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=1,
+        num_attention_heads=width // head_dim,
+        dtype=torch.bfloat16,
+    ).to(DEVICE)
+    assert model.config.head_dim == head_dim
+    fuse_layers(model, "liger")
+    tokens = 2**31 // (inner if part == "mlp" else width) + 5
+    few = torch.tensor([0, 1, tokens // 2, tokens - 6, tokens - 5, tokens - 1], device=DEVICE)
+
+    def run(x: Tensor, positions: Tensor) -> Tensor:
+        if part != "rope":
+            return getattr(model.model.layers[0], part)(x)
+        heads = x.unflatten(2, (-1, head_dim)).transpose(1, 2)
+        angles = model.model.rotary_emb(x, positions[None])
+        # It works in place, on what a linear layer gave; k is as q.
+        rotated, _ = modeling_llama.apply_rotary_pos_emb(heads.clone(), heads.clone(), *angles)
+        return rotated.transpose(1, 2).flatten(2)
+
+    x, dout = (numbers(1, tokens, width, seed=seed) for seed in (0, 1))
+    out, dx = with_gradient(run, x, dout, torch.arange(tokens, device=DEVICE))
+    right = with_gradient(run, x[:, few], dout[:, few], few)
+    for found, wanted in zip((out, dx), right, strict=True):
+        assert relative_error(found[:, few], wanted) < 1e-2
+        assert found[:, few].abs().amax(2).min() > 0
+
+
+def with_gradient(run: Any, x: Tensor, dout: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    out = run(x, positions)
+    return out.detach(), torch.autograd.grad(out, x, dout)[0]
+
+
 @pytest.mark.parametrize("how", ["liger", "compile"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_fused_layers_are_as_accurate_as_stock_ones(family: str, how: FusedLayersName) -> None:
