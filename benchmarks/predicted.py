@@ -6,9 +6,8 @@
 A run is `model:option=value,...`: a name of benchmarks/model_shapes.py with random weights,
 `tokens` of a row, and if you like `layers`, `lora`, `rank`, `dtype` (of the weights as loaded),
 `fused` (Liger Kernel's layers), `rehearse`, `steps` and `warm_ups`; the others are fields of
-LongContextConfig. Each run
-first makes a step on a small row, whose loss has to be that of the model before it was patched.
-Memory is the most that torch's allocator had given out on a GPU, seconds the median of the steps,
+LongContextConfig. Each run first makes a step on a small row, whose loss has to be that of the
+model before it was patched. Memory is the most that torch's allocator had given out on a GPU, seconds the median of the steps,
 and beside both is what `preflight` expected before the first step. Writes predicted.jsonl and
 predicted.md into --out.
 """
@@ -79,9 +78,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         name, _, options = run.partition(":")
         if name not in MODELS:
             parser.error(f"--runs {run}: name one of {', '.join(MODELS)}.")
-        if "tokens" not in options_of(options):
-            parser.error(f"--runs {run}: say tokens=, the length of a row.")
         try:
+            if "tokens" not in options_of(options):
+                parser.error(f"--runs {run}: say tokens=, the length of a row.")
             Run.parse(run)
         except ValueError as error:
             parser.error(str(error))

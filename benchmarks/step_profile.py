@@ -113,6 +113,7 @@ def waits_of(activities: Sequence[Activity], start_us: float, stop_us: float) ->
     edges = sorted(
         (min(max(moment, start_us), stop_us), change, number)
         for number, activity in enumerate(activities)
+        if activity.start_us < activity.stop_us
         for moment, change in ((activity.start_us, 1), (activity.stop_us, -1))
     )
     works, talks = 0, 0

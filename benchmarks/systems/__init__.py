@@ -160,9 +160,17 @@ def make_optimizer(parameters: Iterable[nn.Parameter], device: torch.device) -> 
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=device.type == "cuda")
 
 
-def take(options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
-    """Options with defaults, all known. Raises ValueError for others."""
-    unknown = sorted(options.keys() - defaults.keys())
+def take(options: dict[str, Any], **choices: tuple[Any, ...]) -> dict[str, Any]:
+    """Options by name, each one of its choices, of which the first is the default.
+
+    Raises ValueError for others, which would be timed as something else than what was asked for.
+    """
+    unknown = sorted(options.keys() - choices.keys())
     if unknown:
-        raise ValueError(f"options {', '.join(unknown)}: this system has {', '.join(defaults)}.")
-    return defaults | options
+        raise ValueError(f"options {', '.join(unknown)}: this system has {', '.join(choices)}.")
+    chosen = {name: values[0] for name, values in choices.items()} | options
+    for name, value in chosen.items():
+        if value not in choices[name]:
+            known = ", ".join(str(choice) for choice in choices[name])
+            raise ValueError(f"option {name}={value}: this system has {known}.")
+    return chosen

@@ -21,7 +21,13 @@ from systems.model import checkpoint_layers, use_liger
 def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "AccelerateContextParallel":
     if not job.shards_weights:
         raise NotCovered("context parallelism needs FSDP2: two GPUs or more")
-    chosen = take(options, rotation="allgather", checkpoint="full", loss="logits", liger=False)
+    chosen = take(
+        options,
+        rotation=("allgather", "alltoall"),
+        checkpoint=("full", "offload", "none"),
+        loss=("logits", "trl"),
+        liger=(False, True),
+    )
     return AccelerateContextParallel(job, model, chosen)
 
 

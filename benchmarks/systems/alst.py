@@ -18,7 +18,13 @@ from systems.model import checkpoint_layers, use_liger
 def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Alst":
     if job.num_ranks == 1:
         raise NotCovered("it shares a sequence between two GPUs or more")
-    return Alst(job, model, take(options, checkpoint="full", loss="logits", liger=False))
+    chosen = take(
+        options,
+        checkpoint=("full", "none"),
+        loss=("logits", "liger", "trl"),
+        liger=(False, True),
+    )
+    return Alst(job, model, chosen)
 
 
 class Alst:

@@ -19,7 +19,13 @@ KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENT
 def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Stock":
     if job.num_ranks > 1:
         raise NotCovered("it runs on one GPU")
-    return Stock(job, model, take(options, kernel="cudnn", checkpoint="full", liger=False))
+    chosen = take(
+        options,
+        kernel=("cudnn", "flash", "any"),
+        checkpoint=("full", "none"),
+        liger=(False, True),
+    )
+    return Stock(job, model, chosen)
 
 
 class Stock(TorchTrained):

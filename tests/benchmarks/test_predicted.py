@@ -62,6 +62,7 @@ def test_states_are_not_moved_from_a_gpu_that_is_not_there(
     [
         ("gpt:tokens=8", "name one of tiny"),
         ("tiny:layers=2", "say tokens="),
+        ("tiny:tokens", "'tokens' has no value"),
         ("tiny:tokens=8,text=1", "Options are"),
         ("tiny:tokens=8,checkpoint=x", "choose one of"),
     ],

@@ -12,7 +12,7 @@ import step_job
 import torch
 from config_text import config_of, name_of, options_of
 from report import read_lines
-from systems import Job, Shape
+from systems import Job, Shape, take
 from systems.ours import Ours
 
 from tests.harness import run_distributed
@@ -121,6 +121,19 @@ def test_step_reports_wrong_gradients_and_times_right_ones(
     assert right["speedup_over_best_peer"] == 1.0
     assert not_covered["status"] == "not covered"
     assert "off by 1, allowed" in (tmp_path / "step.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"los": "trl"}, "this system has checkpoint, liger"), ({"checkpoint": "ful"}, "full, none")],
+)
+def test_options_of_systems_are_never_taken_for_others(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        take(options, checkpoint=("full", "none"), liger=(False, True))
+    assert take({"liger": True}, checkpoint=("full", "none"), liger=(False, True)) == {
+        "checkpoint": "full",
+        "liger": True,
+    }
 
 
 def test_packages_of_one_system() -> None:
