@@ -7,9 +7,9 @@ A run is `model:option=value,...`: a name of benchmarks/model_shapes.py with ran
 `tokens` of a row, and if you like `layers`, `lora`, `rank`, `dtype` (of the weights as loaded),
 `fused` (Liger Kernel's layers), `rehearse`, `steps` and `warm_ups`; the others are fields of
 LongContextConfig. Each run first makes a step on a small row, whose loss has to be that of the
-model before it was patched. Memory is the most that torch's allocator had given out on a GPU, seconds the median of the steps,
-and beside both is what `preflight` expected before the first step. Writes predicted.jsonl and
-predicted.md into --out.
+model before it was patched. Memory is the most that torch's allocator had given out on a GPU,
+seconds the median of the steps, and beside both is what `preflight` expected before the first step.
+Writes predicted.jsonl and predicted.md into --out.
 """
 
 import argparse
