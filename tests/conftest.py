@@ -3,7 +3,22 @@
 To search further: `pytest --hypothesis-profile=default tests/test_masks.py`.
 """
 
+from collections.abc import Iterator
+
+import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def aot_eager() -> Iterator[None]:
+    """Traced and differentiated as ever, but no code is generated, which would take minutes."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.compiler.set_stance("default", force_backend="aot_eager")
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()

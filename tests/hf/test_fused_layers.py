@@ -1,5 +1,6 @@
 """Compiled parts of layers under every recompute, FSDP2 and adapters; what Liger Kernel may do."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,17 +49,6 @@ class Forced:
 
     def run(self, layer: int, forward: Any, *args: Any) -> Any:
         return run_layer(self.policies[layer], forward, *args)
-
-
-@pytest.fixture
-def aot_eager() -> Any:
-    """Traced and differentiated as ever, but no code is generated, which would take minutes."""
-    torch._dynamo.reset()
-    counters.clear()
-    torch.compiler.set_stance("default", force_backend="aot_eager")
-    yield
-    torch.compiler.set_stance("default")
-    torch._dynamo.reset()
 
 
 def trained(how: fused_layers.FusedLayersName) -> tuple[list[Step], int]:
@@ -164,6 +154,8 @@ def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(liger, "apply_liger_kernel", apply)
     monkeypatch.setattr(Package, "problem", lambda package: None)
     monkeypatch.setattr(fused_layers, "runs_triton", lambda: True)
+    monkeypatch.setenv("LIGER_KERNEL_IMPL_ROPE", "of this test")  # so that it is put back
+    monkeypatch.delenv("LIGER_KERNEL_IMPL_ROPE")
     return asked
 
 
@@ -183,6 +175,17 @@ def test_liger_changes_one_model_and_the_rotary_embedding_on_gpus(
         assert not isinstance(rope.stock, type(rope))
         assert rope.fused() == "rotated"
         assert torch.equal(tiny_model()(input_ids=ids).logits, wanted)
+
+
+@pytest.mark.usefixtures("liger_is_installed")
+@pytest.mark.parametrize("chosen", [None, "nvidia-cutedsl"])
+def test_liger_rotates_with_triton_unless_another_kernel_is_chosen(chosen: str | None) -> None:
+    if chosen is not None:
+        os.environ["LIGER_KERNEL_IMPL_ROPE"] = chosen
+    fuse_layers(tiny_model(), "compile")
+    assert os.environ.get("LIGER_KERNEL_IMPL_ROPE") == chosen
+    fuse_layers(tiny_model(), "liger")
+    assert os.environ["LIGER_KERNEL_IMPL_ROPE"] == (chosen or "nvidia-triton")
 
 
 @pytest.mark.usefixtures("liger_is_installed")

@@ -14,7 +14,9 @@ from longctx_patch.kernels.flash_attn_4 import FlashAttn4Kernel
 from longctx_patch.kernels.torch_flash import _deterministic_algorithms
 from longctx_patch.transport import VirtualTransport
 from tests.kernels.dense import problem
-from tests.kernels.fakes import FlashAttn2, FlashAttn4, loaded
+from tests.kernels.fake_flash_attn_2 import FlashAttn2
+from tests.kernels.fake_flash_attn_4 import FlashAttn4
+from tests.kernels.fakes import loaded
 
 GPU = KernelRequest("cuda", torch.bfloat16, 128, deterministic=True)
 

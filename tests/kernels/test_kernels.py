@@ -26,7 +26,8 @@ from longctx_patch.layout import Interval, even_cuts
 from longctx_patch.regions import ANTICAUSAL, FULL, Band, Piece, Tile
 from tests.kernels.checks import check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
-from tests.kernels.fakes import fake_kernels, flash_attn_3_ops
+from tests.kernels.fake_flash_attn_3 import flash_attn_3_ops
+from tests.kernels.fakes import fake_kernels
 
 TOLERANCE = {
     torch.float64: 1e-10,

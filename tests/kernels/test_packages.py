@@ -13,7 +13,9 @@ import torch
 from longctx_patch.kernels import KernelRequest, Score, Segments, available, choose_kernel, machine
 from longctx_patch.kernels.base import CAUSAL_WINDOW
 from tests.kernels.dense import problem
-from tests.kernels.fakes import FlashAttn2, FlashAttn4, fake_kernels
+from tests.kernels.fake_flash_attn_2 import FlashAttn2
+from tests.kernels.fake_flash_attn_4 import FlashAttn4
+from tests.kernels.fakes import fake_kernels
 
 GPU = KernelRequest("cuda", torch.bfloat16, 128)
 Install = Callable[[Mapping[str, str], Mapping[str, object]], None]

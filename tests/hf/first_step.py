@@ -1,0 +1,77 @@
+"""First training steps of a patched model on two ranks, and how the check of them ends."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from longctx_patch import (
+    LongContextConfig,
+    PatchHandle,
+    SequenceParallelismError,
+    SequenceShardCollator,
+    patch,
+)
+from longctx_patch.config import CheckpointPolicy
+from tests.hf.tiny import featured_model, token_rows
+
+LENGTH = 24
+FINE = "fine"
+Scenario = Callable[[int], None]
+
+
+class Patched(NamedTuple):
+    """A patched model on two ranks."""
+
+    model: Any
+    handle: PatchHandle
+    collate: SequenceShardCollator
+
+    def loss(self, length: int = LENGTH) -> Tensor:
+        return self.model(**self.collate(token_rows(length))).loss
+
+    def step(self) -> None:
+        self.loss().backward()
+
+    def attention(self, layer: int) -> Any:
+        return self.handle.model.model.layers[layer].self_attn
+
+
+def patched(
+    family: str = "llama",
+    policy: CheckpointPolicy = "none",
+    *,
+    ulysses: int = 1,
+    lora: LoraConfig | None = None,
+) -> Patched:
+    model = featured_model(family)
+    if lora is not None:
+        model = with_adapter(model, lora)
+    config = LongContextConfig(ulysses_degree=ulysses, ring_degree=2 // ulysses, checkpoint=policy)
+    handle = patch(model, config)
+    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    return Patched(model, handle, collate)
+
+
+def with_adapter(model: Any, lora: LoraConfig) -> Any:
+    """Its second factor is 0 at first, and so would be the gradient of the first."""
+    model = get_peft_model(model, lora)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.ones_(parameter)
+    return model
+
+
+def outcome(scenario: Scenario, rank: int) -> str:
+    try:
+        scenario(rank)
+    except SequenceParallelismError as error:
+        return str(error)
+    except Exception as error:
+        return f"another error: {type(error).__name__}: {error}"
+    return FINE
+
+
+def outcomes_of(scenarios: Iterable[tuple[str, Scenario]], rank: int) -> dict[str, str]:
+    return {name: outcome(scenario, rank) for name, scenario in scenarios}

@@ -1,0 +1,96 @@
+"""The batches of packed rows that masked models are compared on, by the number of ranks."""
+
+from itertools import product
+
+from longctx_patch.config import CheckpointPolicy, LayoutName
+from tests.hf.masked_models import MASKS, Case, Pack
+
+SHARE = 12
+"""Tokens of a rank in most rows here."""
+LAYOUTS: tuple[LayoutName | None, ...] = (None, "zigzag", "contiguous")
+TRAINED = ("llama", "qwen2", "gpt_oss")
+
+
+def packs_of(num_ranks: int) -> dict[str, Case]:
+    """Rows of `SHARE` tokens a rank, with what is awkward about each."""
+    n, share = num_ranks * SHARE, SHARE
+    middle = (share,) * (num_ranks - 2)
+    made = {
+        "on the edges": ((share,) * num_ranks,),
+        "one before": ((share - 1, *middle, share + 1),) if num_ranks > 1 else ((share - 1,),),
+        "one after": ((share + 1, *middle, share - 1),) if num_ranks > 1 else ((share, 1),),
+        "tiny and one longer than a share": ((1, 1, 1, n - 9, 1, 2, 1, 1, 1),),
+        "two rows": ((4, 1, n // 2 - 5), (n // 2 - 4, 4)),
+        "mostly padding": ((5, 1, 3),),
+    }
+    return {name: Case("", packs, pad_to=n) for name, packs in made.items()}
+
+
+def cases_of(ulysses: int, ring: int) -> list[Case]:
+    """Each row in each of three models, the placements in turn."""
+    rows = packs_of(ulysses * ring).values()
+    return [
+        case._replace(model=model, ulysses=ulysses, ring=ring, layout=LAYOUTS[(at + number) % 3])
+        for (at, model), (number, case) in product(enumerate(TRAINED), enumerate(rows))
+    ]
+
+
+def placement_cases(ring: int) -> list[Case]:
+    """Each row in each placement."""
+    return [
+        case._replace(model="llama", ring=ring, layout=layout)
+        for case, layout in product(packs_of(ring).values(), LAYOUTS)
+    ]
+
+
+def policy_cases(ulysses: int, ring: int) -> list[Case]:
+    row = packs_of(ulysses * ring)["tiny and one longer than a share"]
+    policies: tuple[CheckpointPolicy, ...] = ("full", "attention")
+    return [
+        row._replace(model=model, ulysses=ulysses, ring=ring, checkpoint=policy)
+        for model, policy in product(TRAINED, policies)
+    ]
+
+
+def mask_cases(ulysses: int, ring: int) -> list[Case]:
+    """One document, one with padding, and packed ones, under every mask; each mask in models
+    with a window too, with one of these rows."""
+    rows: list[tuple[Pack, int]] = [((48,), 0), ((41,), 48), ((3, 20, 1, 19), 48)]
+    found = []
+    for (turn, mask), (at, model), (number, (pack, pad_to)) in product(
+        enumerate(MASKS), enumerate(TRAINED), enumerate(rows)
+    ):
+        if (model == "llama" and ulysses == 1) or (turn + at + number) % 3 == 0:
+            layout = LAYOUTS[(turn + at + ulysses) % 3]
+            found.append(Case(model, (pack,), pad_to, ulysses, ring, layout, mask=mask))
+    return found
+
+
+def window_cases(ring: int) -> list[Case]:
+    """Windows between a shard and a row, one that leaves out a single pair, of a whole document,
+    and longer than every document. The last token has no label: its pairs change nothing."""
+    n = ring * SHARE
+    windows = {"mistral": (1, SHARE, SHARE + 5, n - 2), "qwen2": (SHARE + 5, n - 2, n, n + 5)}
+    row = (4, SHARE + 3, n - SHARE - 9, 2)
+    longest = max(row)
+    found = [
+        Case(model, ((n,),), ring=ring, window=window)
+        for model, of_model in windows.items()
+        for window in of_model
+    ]
+    return found + [
+        Case("qwen2", (row,), ring=ring, window=window)
+        for window in (longest - 2, longest, longest + 1)
+    ]
+
+
+CASES = {
+    1: cases_of(1, 1) + mask_cases(1, 1),
+    2: cases_of(1, 2) + policy_cases(1, 2),
+    3: cases_of(1, 3) + mask_cases(1, 3),
+    4: placement_cases(4)
+    + cases_of(2, 2)
+    + policy_cases(2, 2)
+    + mask_cases(2, 2)
+    + window_cases(4),
+}

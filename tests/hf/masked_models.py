@@ -1,0 +1,270 @@
+"""Patched models under masks and windows over packed rows, against stock eager attention.
+
+The reference runs every document alone, in one process, through the unpatched model: a packed row
+has the sum of their losses and gradients. Other masks reach the stock model as a ready-made 4-D
+additive mask.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
+from longctx_patch.config import CheckpointPolicy, LayoutName
+from longctx_patch.documents import Documents
+from longctx_patch.masks import Mask, bidirectional, block_sparse, prefix_lm
+from tests.hf.tiny import VOCABULARY, featured_model, gradients
+from tests.reference import relative_error
+
+TOLERANCE = 1e-5
+WINDOW = 7
+Table = NDArray[np.bool_]
+Pack = tuple[int, ...]
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "gpt_oss": ("gpt_oss", {}),
+    "mistral": ("mistral", {}),
+}
+"""Without a window, with one in one layer, with sinks too, and with one in every layer."""
+
+
+class Step(NamedTuple):
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+
+class Case(NamedTuple):
+    """A batch of packed rows through a model."""
+
+    model: str
+    packs: tuple[Pack, ...]
+    """Lengths of the documents of each row."""
+    pad_to: int = 0
+    ulysses: int = 1
+    ring: int = 1
+    layout: LayoutName | None = None
+    checkpoint: CheckpointPolicy = "none"
+    window: int = WINDOW
+    mask: str | None = None
+    """A name in `MASKS`."""
+
+    @property
+    def config(self) -> LongContextConfig:
+        return LongContextConfig(
+            ulysses_degree=self.ulysses,
+            ulysses_waves=2,
+            ring_degree=self.ring,
+            layout=self.layout,
+            checkpoint=self.checkpoint,
+        )
+
+    @property
+    def lengths(self) -> Pack:
+        """Documents of the folded row."""
+        return tuple(length for pack in self.packs for length in pack)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the padded row."""
+        real = max(sum(self.lengths), self.pad_to)
+        multiple = self.ulysses * self.ring
+        if self.layout == "zigzag" or len(self.lengths) == 1:
+            multiple *= 2 if self.ring > 1 else 1
+        return -(-real // multiple) * multiple
+
+    @property
+    def documents(self) -> Documents:
+        return Documents.of_row(self.lengths, self.num_tokens)
+
+
+def make_model(name: str, window: int = WINDOW) -> Any:
+    family, overrides = MODELS[name]
+    if family != "llama":
+        overrides = overrides | {"sliding_window": window}
+    return featured_model(family, **overrides)
+
+
+# Masks over a padded row, each with its table by definition.
+
+
+def blocks_of(num_tokens: int, size: int) -> Table:
+    """About half of the blocks, those on the diagonal always, so that every token sees itself."""
+    count = -(-num_tokens // size)
+    row, column = np.arange(count)[:, None], np.arange(count)[None, :]
+    return ((row * 3 + column * 5) % 7 < 3) | (row == column)
+
+
+def queries_and_keys(num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return np.arange(num_tokens)[:, None], np.arange(num_tokens)[None, :]
+
+
+def prefix_table(n: int) -> Table:
+    q, k = queries_and_keys(n)
+    return (k <= q) | (k < 17)
+
+
+def both_ways_table(n: int) -> Table:
+    return np.ones((n, n), dtype=np.bool_)
+
+
+def blocks_table(n: int) -> Table:
+    q, k = queries_and_keys(n)
+    return blocks_of(n, 5)[q // 5, k // 5] & (k <= q)
+
+
+def wide_blocks_table(n: int) -> Table:
+    q, k = queries_and_keys(n)
+    return blocks_of(n, 8)[q // 8, k // 8]
+
+
+MASKS: dict[str, tuple[Callable[[int], Mask], Callable[[int], Table]]] = {
+    "prefix": (lambda n: prefix_lm(n, 17), prefix_table),
+    "both ways": (bidirectional, both_ways_table),
+    "blocks": (lambda n: block_sparse(n, blocks_of(n, 5), 5), blocks_table),
+    "blocks both ways": (
+        lambda n: block_sparse(n, blocks_of(n, 8), 8, is_causal=False),
+        wide_blocks_table,
+    ),
+}
+
+
+# One process: every document alone, through the stock model.
+
+
+def document_ids(lengths: Sequence[int]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(len(lengths))
+    return [
+        torch.randint(0, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+def additive(table: Table) -> Tensor:
+    """`[1, 1, queries, keys]`: 0 where a key is seen."""
+    seen = torch.from_numpy(table)
+    return torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
+
+
+def stock_mask(model: Any, table: Table, window: int) -> Tensor | dict[str, Tensor]:
+    """For models with kinds of layers, a mask for each kind; windows reach back only."""
+    q, k = queries_and_keys(len(table))
+    full, sliding = additive(table), additive(table & (q - k < window))
+    if model.config.model_type == "llama":
+        return full
+    if model.config.model_type == "mistral":
+        return sliding
+    return {"full_attention": full, "sliding_attention": sliding}
+
+
+@cache
+def documents_alone(
+    name: str, lengths: Pack, window: int, mask: str | None, num_tokens: int
+) -> Step:
+    """The loss of all documents over the number of labels, and its gradients."""
+    model = make_model(name, window)
+    table = None if mask is None else MASKS[mask][1](num_tokens)
+    count, total, start = sum(length - 1 for length in lengths), torch.zeros(()), 0
+    for ids in document_ids(lengths):
+        here = slice(start, start + len(ids))
+        options = {} if table is None else {
+            "attention_mask": stock_mask(model, table[here, here], window)
+        }  # fmt: skip
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False, **options).logits[0]
+        total = total + cross_entropy(logits[:-1], torch.tensor(ids[1:]).long(), reduction="sum")
+        start += len(ids)
+    (total / max(1, count)).backward()
+    return Step((total / max(1, count)).detach(), gradients(model))
+
+
+def wanted(case: Case) -> Step:
+    # A mask depends on the padded length; without one it is all the same.
+    num_tokens = case.num_tokens if case.mask else 0
+    return documents_alone(case.model, case.lengths, case.window, case.mask, num_tokens)
+
+
+# Several processes: the packed rows.
+
+
+def packed_rows(packs: Sequence[Pack]) -> list[dict[str, list[int]]]:
+    documents = iter(document_ids([length for pack in packs for length in pack]))
+    return [
+        {
+            "input_ids": [token for _ in pack for token in next(documents)],
+            "seq_lengths": list(pack),
+        }
+        for pack in packs
+    ]
+
+
+def sharded_step(case: Case, model: Any, handle: PatchHandle) -> Step:
+    """What all ranks together computed."""
+    collate = SequenceShardCollator(
+        case.config, group_rank=handle.group_rank, pad_token_id=0, pad_to_length=case.pad_to
+    )
+    batch = collate(packed_rows(case.packs))
+    assert batch["longctx_shard"][0, 0] == case.num_tokens
+    assert batch["input_ids"].shape[1] * handle.config.sequence_degree == case.num_tokens
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return over_ranks(loss, model)
+
+
+def over_ranks(loss: Tensor, model: Any) -> Step:
+    """The means, in one message."""
+    grads = gradients(model)
+    if not dist.is_initialized():
+        return Step(loss.detach(), grads)
+    flat = torch.cat([loss.detach().view(1), *(grad.flatten() for grad in grads.values())])
+    dist.all_reduce(flat)
+    total, *parts = (flat / dist.get_world_size()).split(
+        [1, *(grad.numel() for grad in grads.values())]
+    )
+    shaped = {
+        name: part.view_as(grad) for (name, grad), part in zip(grads.items(), parts, strict=True)
+    }
+    return Step(total[0], shaped)
+
+
+def run_cases(rank: int, cases: Sequence[Case]) -> list[Step]:
+    """Models that are patched alike are patched once. Only the first rank's steps are compared:
+    means are the same everywhere."""
+    patched: dict[tuple[Any, ...], tuple[Any, PatchHandle]] = {}
+    steps = []
+    for case in cases:
+        key = (case.model, case.window, case.mask, case.config)
+        if key not in patched:
+            model = make_model(case.model, case.window)
+            mask = None if case.mask is None else MASKS[case.mask][0]
+            patched[key] = model, patch(model, case.config, mask=mask)
+        steps.append(sharded_step(case, *patched[key]))
+    return steps if rank == 0 else []
+
+
+def complaints(found: Step, case: Case) -> Iterator[str]:
+    expected = wanted(case)
+    if (error := relative_error(found.loss, expected.loss)) >= TOLERANCE:
+        yield f"{case}: loss differs by {error:.1e}"
+    if found.grads.keys() != expected.grads.keys():
+        yield f"{case}: gradients of other parameters"
+        return
+    errors = {
+        name: relative_error(found.grads[name], grad) for name, grad in expected.grads.items()
+    }
+    wrong = [name for name, error in errors.items() if not error < TOLERANCE]
+    if wrong:
+        worst = max(wrong, key=lambda name: errors[name])
+        yield f"{case}: {len(wrong)} gradients differ, {worst} by {errors[worst]:.1e}"
+
+
+def assert_equal(found: Sequence[Step], cases: Sequence[Case]) -> None:
+    wrong = [why for step, case in zip(found, cases, strict=True) for why in complaints(step, case)]
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,194 @@
+"""Masked models in two processes: packed rows, rows that are not packed, and what is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PrefixTuningConfig, get_peft_model
+from torch.nn.functional import cross_entropy
+
+from longctx_patch import (
+    LongContextConfig,
+    PatchHandle,
+    SequenceShardCollator,
+    UnsupportedModelError,
+    patch,
+)
+from longctx_patch.masks import bidirectional, block_sparse, causal, prefix_lm
+from tests.harness import run_distributed
+from tests.hf.masked_cases import CASES
+from tests.hf.masked_models import (
+    MASKS,
+    TOLERANCE,
+    WINDOW,
+    Pack,
+    Step,
+    assert_equal,
+    blocks_of,
+    document_ids,
+    make_model,
+    over_ranks,
+    packed_rows,
+    run_cases,
+    stock_mask,
+)
+from tests.hf.tiny import gradients
+from tests.reference import relative_error
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# Several rows that are not packed: one mask for all of them.
+
+
+def unpacked_step(config: LongContextConfig, lengths: Pack, mask: str) -> Step:
+    model = make_model("llama")
+    handle = patch(model, config, mask=MASKS[mask][0])
+    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    loss = model(**collate([{"input_ids": ids} for ids in document_ids(lengths)])).loss
+    loss.backward()
+    handle.unpatch()
+    return over_ranks(loss, model)
+
+
+def check_unpacked(rank: int) -> list[tuple[Pack, str, Step]]:
+    """Rows of equal length under masks that see ahead, of any length under those that don't."""
+    config = LongContextConfig(ring_degree=2)
+    cases = [((24, 24), "both ways"), ((24, 24), "prefix"), ((24, 17), "blocks")]
+    return [(lengths, mask, unpacked_step(config, lengths, mask)) for lengths, mask in cases]
+
+
+def rows_alone(lengths: Pack, mask: str) -> Step:
+    """Each row from the first token of the mask on."""
+    model = make_model("llama")
+    table, total = MASKS[mask][1](max(lengths)), torch.zeros(())
+    for ids in document_ids(lengths):
+        own = stock_mask(model, table[: len(ids), : len(ids)], WINDOW)
+        logits = model(input_ids=torch.tensor([ids]), attention_mask=own, use_cache=False).logits
+        total = total + cross_entropy(logits[0, :-1], torch.tensor(ids[1:]), reduction="sum")
+    loss = total / sum(length - 1 for length in lengths)
+    loss.backward()
+    return Step(loss.detach(), gradients(model))
+
+
+# Refusals.
+
+
+def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
+    """With a plain patched model; each is on every rank and before anything is sent."""
+    config = handle.config
+    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    packed = collate(packed_rows(((3, 9, 1, 11),)))
+    layout = handle.group.layout(int(packed["longctx_shard"][0, 0]))
+    whole_positions = layout.positions(handle.group_rank)[None]
+    local_positions = torch.arange(packed["input_ids"].shape[1])[None]
+
+    def first_wrong(given: Any) -> str:
+        pairs = zip(given[0].tolist(), packed["position_ids"][0].tolist(), strict=True)
+        index, (found, wanted) = next((i, p) for i, p in enumerate(pairs) if p[0] != p[1])
+        return rf"position_ids\[0, {index}\] is {found}, but .* has position {wanted}"
+
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"position_ids": whole_positions}, f"{first_wrong(whole_positions)}.* in its document"),
+        ({"position_ids": local_positions}, f"{first_wrong(local_positions)}.*another config"),
+        ({"position_ids": packed["position_ids"] + 1}, "pass the collator's position_ids, or none"),
+        ({"position_ids": packed["position_ids"][None]}, r"position_ids \[1, 1, .* tokens of this"),
+        ({"sparse_kernel": "fast"}, "sparse_kernel='fast' with a sharded batch"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3, 12])}, r"cu_seq_lens_q=tensor \[3\]"),
+        ({"max_length_q": 12}, "max_length_q=12"),
+        ({"sliding_window": 4}, "sliding_window=4"),
+        ({"softcap": 30.0}, r"softcap=30\.0"),
+        ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"patch\(model, config, mask=...\)"),
+    ]
+    for changed, message in bad:
+        handle.counters.reset()
+        with pytest.raises(ValueError, match=message):
+            model(**packed | changed)
+        assert handle.counters.messages == 0
+    # The lengths of documents are compared too: another cut of the same tokens.
+    other = collate(packed_rows(((3, 9, 1, 11) if rank else (3, 10, 11),)))
+    with pytest.raises(ValueError, match="must hold shards of the same batch"):
+        model(**other)
+    model(**packed).loss.backward()  # still works
+    model(**packed | {"position_ids": None}).loss.backward()
+
+
+def refused_masks(config: LongContextConfig, rank: int) -> None:
+    uneven = [{"input_ids": ids} for ids in document_ids((12, 9))]
+    cases: list[tuple[Callable[[int], Any], str]] = [
+        (bidirectional, r"would see the padding .*\[12, 9\] of 12 .*packed=True"),
+        (lambda n: prefix_lm(n, 3), "let.* tokens see later ones"),
+        (
+            lambda n: causal(n + 1),
+            "gave 'causal' over 13 tokens for 12 tokens: it returns a Mask over as many tokens",
+        ),
+        (lambda n: np.ones((n, n)), "for 12 tokens: it returns a Mask"),
+        (lambda n: None, "the mask function gave None"),
+        (lambda n: prefix_lm(n, 0) if rank else block_sparse(n, blocks_of(n, 3), 3), "same batch"),
+    ]
+    for factory, message in cases:
+        model = make_model("llama")
+        handle = patch(model, config, mask=factory)
+        collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+        with pytest.raises(ValueError, match=message):
+            model(**collate(uneven))
+        assert handle.counters.messages == 0
+        handle.unpatch()
+
+
+def dropout_after_patch(config: LongContextConfig) -> None:
+    """Nothing looks at the modules again, but what a layer asks for is never dropped."""
+    model = make_model("qwen2")
+    handle = patch(model, config)
+    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"Qwen2Attention of layer 1 asks .* dropout=0\.1"):
+        model(**collate(packed_rows(((3, 9),))))
+    handle.unpatch()
+
+
+def adapters_that_prepend(config: LongContextConfig) -> None:
+    """Before the patch by their kind; after it because the batch no longer is the collator's."""
+    prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(UnsupportedModelError, match=r"PREFIX_TUNING.*Use LoRA"):
+        patch(get_peft_model(make_model("llama"), prefix), config)
+    model = make_model("llama")
+    handle = patch(model, config)
+    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    adapted = get_peft_model(model, prefix)
+    with pytest.raises(ValueError, match=r"past_key_values|attention_mask|position_ids"):
+        adapted(**collate(packed_rows(((3, 9),))))
+    assert handle.counters.messages == 0
+    handle.unpatch()
+
+
+def check_refusals(rank: int) -> None:
+    config = LongContextConfig(ring_degree=2)
+    model = make_model("llama")
+    handle = patch(model, config)
+    refusals(handle, model, rank)
+    handle.unpatch()
+    refused_masks(config, rank)
+    dropout_after_patch(config)
+    adapters_that_prepend(config)
+
+
+# Both, and the packed rows.
+
+
+def check_two_ranks(rank: int) -> tuple[list[Step], list[tuple[Pack, str, Step]]]:
+    """All that two processes are asked for, since starting them takes longest."""
+    check_refusals(rank)
+    return run_cases(rank, CASES[2]), check_unpacked(rank)
+
+
+def test_two_ranks_equal_the_documents_alone_and_refuse_what_would_be_dropped() -> None:
+    packed, unpacked = run_distributed(check_two_ranks, 2)[0]
+    assert_equal(packed, CASES[2])
+    for lengths, mask, found in unpacked:
+        expected = rows_alone(lengths, mask)
+        assert relative_error(found.loss, expected.loss) < TOLERANCE
+        for name, grad in expected.grads.items():
+            assert relative_error(found.grads[name], grad) < TOLERANCE, (lengths, mask, name)

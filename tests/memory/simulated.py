@@ -1,0 +1,116 @@
+"""Training under `auto` on a machine whose memory is a sum: no tensors, no device."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from longctx_patch.memory.auto import MARGIN, MEASURE, AutoPolicy, Pass
+from longctx_patch.memory.offload import HostCopies
+
+LAYERS = 8
+CHEAP, EXTRA = 2, 10
+"""Bytes for each token that a layer keeps under `attention`, and beyond it under `none`."""
+KEPT = {"offload": 0, "attention": CHEAP, "none": CHEAP + EXTRA}
+
+
+@dataclass
+class Machine:
+    """A `Meter`."""
+
+    total: int
+    now: int = 0
+    top: int = 0
+    highest: int = 0
+    """The peak that nobody resets."""
+
+    def hold(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.top = max(self.top, self.now)
+        self.highest = max(self.highest, self.now)
+
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        self.hold(num_bytes)
+        yield
+        self.now -= num_bytes
+
+    def allocated(self) -> int:
+        return self.now
+
+    def peak(self) -> int:
+        return self.top
+
+    def reset_peak(self) -> None:
+        self.top = self.now
+
+    def capacity(self) -> int:
+        return self.total
+
+
+@dataclass
+class Training:
+    """Passes of a model with alike layers on one machine."""
+
+    machine: Machine
+    auto: AutoPolicy
+    loss_bytes: int = 0
+    """Held while the loss is computed, when all activations are alive."""
+    gradient_bytes: int = 0
+    """Of a layer; it stays after the first backward, until `step`."""
+    gradients: int = 0
+    """Bytes of them that are alive."""
+
+    @classmethod
+    def on(cls, capacity: int, *, offloads: bool = False, **needs: int) -> "Training":
+        machine = Machine(capacity)
+        machine.hold(100)  # weights
+        host = HostCopies(torch.device("cpu")) if offloads else None
+        return cls(machine, AutoPolicy(machine, ["layer"] * LAYERS, host), **needs)
+
+    @property
+    def whole(self) -> int:
+        return self.auto.policies.count("none")
+
+    def forward(self, tokens: int, *, others: int = MEASURE) -> Pass:
+        """`others`: what another rank proposes, if not to do as this one."""
+        proposed = self.auto.propose(tokens)
+        this = self.auto.begin(tokens, proposed if others == MEASURE else min(proposed, others))
+        for layer in range(LAYERS):
+            self.auto.run(layer, partial(self.compute, tokens, layer), torch.zeros(1))
+        with self.machine.holding(self.loss_bytes):
+            return this
+
+    def per_token(self, layer: int) -> int:
+        return KEPT[self.auto.policies[layer]]
+
+    def compute(self, tokens: int, layer: int, _: torch.Tensor) -> None:
+        self.machine.hold(tokens * self.per_token(layer))
+
+    def backward(self, this: Pass) -> None:
+        for layer in reversed(range(LAYERS)):
+            again = KEPT["none"] - self.per_token(layer)
+            with self.machine.holding(again * this.num_tokens):
+                if self.gradients < self.gradient_bytes * LAYERS:
+                    self.machine.hold(self.gradient_bytes)
+                    self.gradients += self.gradient_bytes
+            self.machine.now -= this.num_tokens * self.per_token(layer)
+        self.auto.end(this)
+
+    def train(self, tokens: int = 10, *, others: int = MEASURE) -> int:
+        """One pass; the number of layers that were whole in it."""
+        self.backward(self.forward(tokens, others=others))
+        return self.whole
+
+    def step(self, states: int = 0) -> None:
+        """The optimizer's, which makes its states in the first."""
+        self.machine.hold(states - self.gradients)
+        self.gradients = 0
+
+
+def capacity_for(whole: int, *, tokens: int = 10, besides: int = 100) -> int:
+    """That fits so many whole layers and a byte less than one more."""
+    need = besides + tokens * (CHEAP * LAYERS + EXTRA * whole)
+    return int((need + tokens * EXTRA - 1) / (1 - MARGIN)) - 1

@@ -1,0 +1,180 @@
+"""MLPs in tiles in patched models: every family, every policy, what is refused, and that the
+number follows the memory."""
+
+import copy
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longctx_patch import LongContextConfig, patch
+from longctx_patch.config import CheckpointPolicy
+from longctx_patch.hf import FAMILIES, UnsupportedModelError
+from longctx_patch.hf.mlp_tiles import bind_mlps, tiles_of_layers
+from longctx_patch.hf.table import ROUTER
+from longctx_patch.hf.transformers_api import decoder_layers, dense_mlps
+from tests.hf.tiny import featured_model, gradients, tiny_model
+from tests.memory.live_bytes import LiveBytes
+from tests.memory.tiled import Trained, assert_near
+from tests.reference import relative_error
+
+POLICIES = get_args(CheckpointPolicy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy(policy: CheckpointPolicy) -> None:
+    wanted = Trained(tiny_model(), 1).step()
+    for num_tiles in (3, 7, 40):
+        it = Trained(tiny_model(), num_tiles, checkpoint=policy)
+        assert_near(it.step(), wanted)
+        assert it.handle.mlp_tiles == (min(num_tiles, 31),) * 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_forwards_before_one_backward_and_two_backwards_after_one_forward(
+    policy: CheckpointPolicy,
+) -> None:
+    found = []
+    for num_tiles in (1, 4):
+        it = Trained(tiny_model(), num_tiles, checkpoint=policy, loss="logits")
+        loss = it.loss(seed=1) + it.loss(19, seed=2)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append({"loss": loss.detach(), **gradients(it.model)})
+    assert_near(found[1], found[0])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_recompute_leaves_the_tiles_out(
+    policy: CheckpointPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each runs in forward and in its own backward, whatever else the layer computes again."""
+    model, lengths = tiny_model(), []
+    kind: Any = type(model.get_decoder().layers[0].mlp)
+    stock = kind.forward
+
+    def counted(mlp: Any, hidden: Tensor) -> Tensor:
+        lengths.append(hidden.shape[1])
+        return stock(mlp, hidden)
+
+    monkeypatch.setattr(kind, "forward", counted)
+    Trained(model, 5, checkpoint=policy).step(30)
+    assert lengths == [6] * (5 * 2 * 2)
+
+
+def test_the_peak_of_a_model_falls() -> None:
+    peaks = []
+    for num_tiles in (1, 8):
+        model = tiny_model(num_hidden_layers=3, intermediate_size=2048)
+        it = Trained(model, num_tiles, checkpoint="attention")
+        with LiveBytes() as meter:
+            it.step(256)
+            peaks.append(meter.peak() - meter.allocated())
+    assert peaks[1] < peaks[0] / 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str) -> None:
+    """Layers with experts stay whole, and the others are in tiles."""
+    found = []
+    for num_tiles in (1, 3):
+        model = featured_model(family)
+        undo = bind_mlps(model, num_tiles)
+        ids = torch.arange(2 * 19).view(2, 19)
+        out = model(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        found.append({"loss": out.loss.detach(), **gradients(model)})
+        has_experts = [any("expert" in n for n, _ in m.named_modules()) for m in model.model.layers]
+        assert tiles_of_layers(model) == tuple(1 if e else num_tiles for e in has_experts)
+        assert [mlp is None for mlp in dense_mlps(model)] == has_experts
+        assert all(has_experts) <= (ROUTER in FAMILIES[family].features)
+        undo()
+        assert all("forward" not in vars(module) for module in model.modules())
+    assert_near(found[1], found[0])
+
+
+def test_a_number_for_experts_is_refused() -> None:
+    for family in ("mixtral", "qwen3_moe"):
+        model = featured_model(family)
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(UnsupportedModelError, match=r"mlp_tiles=4: all its layers have exp"):
+            patch(model, LongContextConfig(mlp_tiles=4))
+        for allowed in (None, 1):
+            patch(model, LongContextConfig(mlp_tiles=allowed)).unpatch()
+    mixed = featured_model("qwen2_moe", attn_implementation="sdpa")
+    it = Trained(mixed, 4)
+    it.step()
+    assert it.handle.mlp_tiles == (1, 4, 1)
+
+
+def test_weights_that_are_no_parameters_are_refused() -> None:
+    """As FSDP1 makes them, of its flat parameter."""
+    for num_tiles in (4, None):
+        model = tiny_model()
+        undo = bind_mlps(model, num_tiles, lambda _: 1600)
+        linear = model.get_decoder().layers[1].mlp.up_proj
+        flat = nn.Parameter(linear.weight.detach().flatten())
+        del linear.weight
+        linear.weight = flat.view(96, 64)
+        ids = torch.arange(31)[None]
+        if num_tiles is None:
+            model(input_ids=ids, labels=ids).loss.backward()
+            assert flat.grad is not None
+            assert tiles_of_layers(model) == (31, 1)
+            continue
+        with pytest.raises(
+            ValueError, match=r"=4: 'up_proj.weight' of .*Use FSDP2 or DDP, or mlp_"
+        ):
+            model(input_ids=ids)
+        undo()
+
+
+def test_whole_rows_generation_and_evaluation() -> None:
+    plain, it = Trained(tiny_model(), 1), Trained(tiny_model(), 4)
+    ids = torch.arange(2 * 31).view(2, 31)
+    found = []
+    for each in (plain, it):
+        each.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append({"loss": torch.zeros(()), **gradients(each.model)})
+        each.model.eval()
+    assert_near(found[1], found[0])
+    with torch.no_grad():
+        assert relative_error(it.loss(), plain.loss()) < 1e-6
+        assert it.handle.mlp_tiles == (4, 4)
+        words = [each.model.generate(ids[:1, :9], max_new_tokens=5) for each in (plain, it)]
+    assert torch.equal(*words)
+    assert it.handle.mlp_tiles == (1, 1)  # of one token
+
+
+def test_the_number_follows_the_memory() -> None:
+    model = tiny_model()
+    per_token = 3 * 96 * 4  # in float32
+    undo = bind_mlps(model, None, lambda _: 16 * 10 * per_token)
+    for length, wanted in ((5, 1), (6, 2), (31, 7)):  # tokens of two rows
+        ids = torch.zeros(2, length, dtype=torch.long)
+        model(input_ids=ids)
+        assert tiles_of_layers(model) == (wanted, wanted)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(input_ids=ids)
+    assert tiles_of_layers(model) == (4, 4)
+    undo()
+    it = Trained(model, None)
+    it.step()
+    assert it.handle.mlp_tiles == (1, 1), "no memory is counted on CPU"
+
+
+def test_unpatch_restores_the_mlps() -> None:
+    model = tiny_model()
+    mlps = [layer.mlp for layer in decoder_layers(model)]  # type: ignore[misc]
+    before = [dict(vars(mlp)) for mlp in mlps]
+    names = list(model.state_dict())
+    it = Trained(model, 4)
+    it.step()
+    assert list(model.state_dict()) == names
+    copied = copy.deepcopy(mlps[0])
+    assert copied.forward.module is copied
+    it.handle.unpatch()
+    assert [dict(vars(mlp)) for mlp in mlps] == before
+    patch(model, LongContextConfig(mlp_tiles=1))
+    assert [dict(vars(mlp)) for mlp in mlps] == before
