@@ -29,6 +29,8 @@ from .settings import Settings
 from .texts import RowOrder, digest
 
 RUN_FILE = "run.json"
+WRITERS = 4
+"""Threads of each process that write states: 2 GiB took 0.9 s with four, 3.7 s with one."""
 # Settings that may differ between a run and its resumption without changing any number.
 FREE = {
     *("text", "output", "resume", "save_every", "tokenizer", "text_field"),
@@ -146,7 +148,8 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
     export_model(accelerator, state.model, tokenizer, folder / "model", seed=run["exact"]["seed"])
     with _one_process_is_fine():
-        dcp.save(_tensors(state), checkpoint_id=folder / "state", no_dist=not _distributed())
+        writer = dcp.FileSystemWriter(folder / "state", thread_count=WRITERS)
+        dcp.save(_tensors(state), storage_writer=writer, no_dist=not _distributed())
     torch.save(_random_states(), folder / f"random_{accelerator.process_index}.pt")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
