@@ -44,13 +44,14 @@ def outcome(family: str, dtype: torch.dtype, how: FusedLayersName) -> tuple[Tens
     return loss.detach(), torch.cat([grad.flatten() for grad in gradients(model).values()])
 
 
-def test_steps_leave_nothing_behind() -> None:
+@pytest.mark.parametrize("checkpoint", ["none", "attention", "offload"])
+def test_steps_leave_nothing_behind(checkpoint: Any) -> None:
     """Of as many rotated heads as Liger Kernel would choose another kernel for."""
     pytest.importorskip("liger_kernel")
     model: Any = tiny_model(hidden_size=512, num_attention_heads=4, dtype=torch.bfloat16)
     assert model.config.head_dim == 128
     fuse_layers(model.to(DEVICE).train(), "liger")
-    handle = patch(model, LongContextConfig(checkpoint="attention"))
+    handle = patch(model, LongContextConfig(checkpoint=checkpoint))
     collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
     allocated = []
     for _ in range(6):
