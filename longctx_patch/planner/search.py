@@ -121,10 +121,12 @@ def usable_bytes(job: Job) -> float:
 
 
 def _order(result: Result) -> tuple[float, ...]:
-    """Of those that are as fast, the one that takes least of the host, then the shortest step."""
+    """Of those that are as fast the one whose states stay on the GPUs, then the one that takes least
+    of the host, then the shortest step."""
     if result.fits:
         speed = -round(math.log(result.tokens_per_second_per_gpu) / SAME)
-        return 0, speed, result.host_bytes, result.time.total
+        states_leave = result.candidate.offload_states
+        return 0, speed, states_leave, result.host_bytes, result.time.total
     return 1, result.memory.total
 
 
