@@ -148,7 +148,7 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
     export_model(accelerator, state.model, tokenizer, folder / "model", seed=run["exact"]["seed"])
     with _one_process_is_fine():
-        writer = dcp.FileSystemWriter(folder / "state", thread_count=WRITERS)
+        writer = _Writer(folder / "state", thread_count=WRITERS)
         dcp.save(_tensors(state), storage_writer=writer, no_dist=not _distributed())
     torch.save(_random_states(), folder / f"random_{accelerator.process_index}.pt")
     accelerator.wait_for_everyone()
@@ -157,6 +157,16 @@ def save_checkpoint(
         content = json.dumps({"step": state.step, "fingerprint": run}, indent=2)
         (folder / RUN_FILE).write_text(content, encoding="utf-8")
     accelerator.wait_for_everyone()
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Torch's, whose threads keep their errors to themselves: a full disk would go unnoticed."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        done = super().write_data(plan, planner)
+        if len(done.value()) != len(plan.items):
+            raise OSError(f"states could not be written to {self.path}; what was printed says why")
+        return done
 
 
 def load_checkpoint(accelerator: Any, state: TrainState, folder: Path) -> None:

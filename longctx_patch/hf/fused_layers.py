@@ -44,7 +44,14 @@ whatever the model's own is."""
 
 _ROPE = "apply_rotary_pos_emb"
 _ACTIVATIONS = ("act_fn", "activation_fn")
-_ROPE_OF_TRITON = ("LIGER_KERNEL_IMPL_ROPE", "nvidia-triton")
+_LIGER_CHOICES = (
+    "LIGER_KERNEL_IMPL_ROPE",
+    "LIGER_KERNEL_BACKEND_ROPE",
+    "LIGER_KERNEL_IMPL",
+    "LIGER_KERNEL_BACKEND",
+)
+"""Variables that say whose rotary embedding Liger takes; the first goes before the others."""
+_TRITON = "nvidia-triton"
 """With CUTLASS's DSL installed, which flash-attn 4 brings along, Liger Kernel 0.8.5 would take a
 rotary embedding that keeps the cos and sin of up to eight steps, 4 KiB a token of 128-wide heads.
 By its own figures that one is as fast as Triton's on H200."""
@@ -103,8 +110,9 @@ def fuse_layers(model: nn.Module, how: FusedLayersName) -> None:
     `liger` gives the model's RMSNorm and MLP modules a forward of their own. The rotary embedding
     is a function that transformers has once for a family: on CUDA, *every* model of that family in
     this process uses Liger's from then on, with the same numbers to within rounding. It can't be
-    taken back. That Liger takes Triton's kernel for it is set in the environment (its variable
-    LIGER_KERNEL_IMPL_ROPE), unless you have set another. Liger's kernels want the model on a GPU.
+    taken back. That Liger takes Triton's kernel for it is set in the environment
+    (LIGER_KERNEL_IMPL_ROPE), unless you have chosen there yourself, by this variable or for all.
+    Liger's kernels want the model on a GPU.
 
     `compile` compiles at the first step (minutes on a GPU) and once more when a second length
     comes, then for all lengths; likewise for evaluation. Layers share what was compiled, so that
@@ -175,7 +183,8 @@ def _use_liger(model: PreTrainedModel) -> None:
         raise ImportError(f"fuse_layers(model, 'liger') {problem}.")
     from transformers.integrations.liger import apply_liger_kernel
 
-    os.environ.setdefault(*_ROPE_OF_TRITON)
+    if not any(name in os.environ for name in _LIGER_CHOICES):
+        os.environ[_LIGER_CHOICES[0]] = _TRITON
     homes = (sys.modules[base.__module__] for base in type(model).__mro__)
     home = next(module for module in homes if hasattr(module, _ROPE))
     stock = dict(vars(home))

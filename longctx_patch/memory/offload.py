@@ -1,11 +1,12 @@
 """What layers keep for backward, on the host: copied out while forward goes on, and back in time.
 
 A layer's tensors leave on a stream of their own as soon as they are there. When the layer's
-forward is over, the device waits until they are gone, which they are by then: the MLP takes longer.
-So their memory is free for the next layer however far the host is ahead of the device; freed
-without that wait, those of many layers would stay until the host sees that they are gone. In
-backward, the first of a layer's tensors that is asked for brings the others back too, and those of
-the layer before it, which is the next to be asked for: they travel while this layer is computed.
+forward is over, the device waits until they are gone; in wide models they are by then, since the
+MLP takes longer. So their memory is free for the next layer however far the host is ahead of the
+device; freed without that wait, those of many layers would stay until the host sees that they are
+gone. In backward, the first of a layer's tensors that is asked for brings the others back too, and
+those of the layer before it, which is the next to be asked for: they travel while this layer is
+computed.
 
 Host memory is pinned and used again by later passes. More is taken only while `RESERVE` of the
 machine's memory stays free, which the processes of a machine share.
@@ -250,7 +251,8 @@ class _OnHost:
     def bring_back(self) -> None:
         self.leave()
         if self._back is None:
-            self._back = self._host.bring_back(self)
+            with torch.cuda.stream(self._stream):  # that of the graph, whoever asks
+                self._back = self._host.bring_back(self)
 
     def get(self) -> Tensor:
         """On the device, for the stream that the layer runs on; given up here, to be freed."""

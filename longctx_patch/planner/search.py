@@ -121,8 +121,8 @@ def usable_bytes(job: Job) -> float:
 
 
 def _order(result: Result) -> tuple[float, ...]:
-    """Of those that are as fast the one whose states stay on the GPUs, then the one that takes least
-    of the host, then the shortest step."""
+    """Of those that are as fast the one whose states stay on the GPUs, then the one that takes
+    least of the host, then the shortest step."""
     if result.fits:
         speed = -round(math.log(result.tokens_per_second_per_gpu) / SAME)
         states_leave = result.candidate.offload_states

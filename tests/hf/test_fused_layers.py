@@ -178,14 +178,22 @@ def test_liger_changes_one_model_and_the_rotary_embedding_on_gpus(
 
 
 @pytest.mark.usefixtures("liger_is_installed")
-@pytest.mark.parametrize("chosen", [None, "nvidia-cutedsl"])
-def test_liger_rotates_with_triton_unless_another_kernel_is_chosen(chosen: str | None) -> None:
-    if chosen is not None:
-        os.environ["LIGER_KERNEL_IMPL_ROPE"] = chosen
+def test_liger_rotates_with_triton() -> None:
     fuse_layers(tiny_model(), "compile")
-    assert os.environ.get("LIGER_KERNEL_IMPL_ROPE") == chosen
+    assert "LIGER_KERNEL_IMPL_ROPE" not in os.environ
     fuse_layers(tiny_model(), "liger")
-    assert os.environ["LIGER_KERNEL_IMPL_ROPE"] == (chosen or "nvidia-triton")
+    assert os.environ["LIGER_KERNEL_IMPL_ROPE"] == "nvidia-triton"
+
+
+@pytest.mark.usefixtures("liger_is_installed")
+@pytest.mark.parametrize("variable", ["LIGER_KERNEL_IMPL_ROPE", "LIGER_KERNEL_IMPL"])
+def test_but_not_where_another_kernel_is_chosen(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "nvidia-cutedsl")
+    fuse_layers(tiny_model(), "liger")
+    assert os.environ[variable] == "nvidia-cutedsl"
+    assert os.environ.get("LIGER_KERNEL_IMPL_ROPE", "nvidia-cutedsl") == "nvidia-cutedsl"
 
 
 @pytest.mark.usefixtures("liger_is_installed")

@@ -1,6 +1,7 @@
 """Checkpoints of a model whose parameters are sharded (FSDP2), in gloo processes."""
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, filesystem
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
 
@@ -106,6 +108,25 @@ def test_sharded_models_go_on_exactly_and_are_saved_whole(tmp_path: Path) -> Non
 
     kept = FileSystemReader(lora / "state").read_metadata().state_dict_metadata
     assert all("lora_" in name for name in kept if name.startswith("model."))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_one_thread_could_not_write_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's writer prints the error of a thread and goes on."""
+    write = filesystem._write_item
+
+    def fails_beside(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("No space left on device")
+        return write(*args)
+
+    monkeypatch.setattr(filesystem, "_write_item", fails_beside)
+    states = {str(number): torch.zeros(100) for number in range(8)}
+    writer = checkpoints._Writer(tmp_path / "state", thread_count=checkpoints.WRITERS)
+    with pytest.raises(CheckpointException, match="states could not be written to"):
+        dcp.save(states, storage_writer=writer, no_dist=True)
 
 
 def test_a_run_of_an_older_version_goes_on_in_its_world(tmp_path: Path) -> None:
