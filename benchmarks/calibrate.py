@@ -335,7 +335,6 @@ def measure(sizes: Sequence[int], messages: Sequence[int], clock: Clock) -> Row:
         "machine": {
             **machine(device),
             "num_processes": num_ranks,
-            "cudnn": torch.backends.cudnn.version() if clock.on_cuda else None,
             "kernel": kernel.name,
         },
         "kernels": kernels,

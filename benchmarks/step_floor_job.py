@@ -66,7 +66,7 @@ def measure(settings: dict[str, Any], num_tokens: int, job: Job, clock: Clock, r
     return {
         "num_tokens": num_tokens,
         "status": "ok" if floors else "failed",
-        "reason": None if floors else "; ".join(found["reason"] for found in kernels.values()),
+        "reason": None if floors else "; ".join(f"{k}: {x['reason']}" for k, x in kernels.items()),
         "seconds": min(floors, default=None),
         "matmul_tflops_per_s": rate * 1e-12,
         "kernels": kernels,

@@ -2,15 +2,19 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import launch
+import operators
 import pytest
 import step
+import step_floor_job
 import step_job
 import torch
 from config_text import config_of, name_of, options_of
+from measure import Clock
 from report import read_lines
 from systems import Job, Shape, take
 from systems.ours import Ours
@@ -134,6 +138,16 @@ def test_options_of_systems_are_never_taken_for_others(options: dict[str, Any], 
         "checkpoint": "full",
         "liger": True,
     }
+
+
+def test_a_floor_without_any_kernel_says_why() -> None:
+    """On the CPU, that of cuDNN."""
+    device = torch.device("cpu")
+    job = operators.Job(device, 0, 1, {"ideal_kernels": ["cudnn"]})
+    settings = {"shape": asdict(Shape())}
+    floor = step_floor_job.measure(settings, 32, job, Clock(device, 1), rate=1e12)
+    assert (floor["status"], floor["seconds"]) == ("failed", None)
+    assert floor["reason"] == "cudnn: needs device cuda, tensors are on cpu"
 
 
 def test_packages_of_one_system() -> None:
