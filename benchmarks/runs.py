@@ -6,6 +6,7 @@ from config_text import NAMES, options_of
 from model_shapes import model_config
 
 from longctx_patch import LongContextConfig
+from longctx_patch.memory import LayerPolicy
 from longctx_patch.planner import Job, Result, parse_cluster, shape_of
 from longctx_patch.planner.candidate import WeightsDtype
 from longctx_patch.planner.search import result_of, usual_tiles
@@ -49,8 +50,9 @@ class Run:
         fsdp: bool = True,
         offload_states: bool = False,
         clips: bool = False,
+        policies: tuple[LayerPolicy, ...] | None = None,
     ) -> Result:
-        """On such GPUs as the planner knows: `4xH200`."""
+        """On such GPUs as the planner knows: `4xH200`. `policies`: that layers had under `auto`."""
         job = Job(
             shape=shape_of(model_config(self.model, self.layers, self.tokens), self.model),
             cluster=parse_cluster(gpus),
@@ -70,4 +72,5 @@ class Run:
             attention_kept=self.config.attention_kept,
             offload_states=offload_states,
             mlp_tiles=self.config.mlp_tiles or usual_tiles(job, self.config.sequence_degree),
+            policies=policies,
         )

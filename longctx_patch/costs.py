@@ -143,7 +143,6 @@ def predict(
     sent = _sum_traffic(exchanges, rings)
     busiest = max(cut.size for cut in split.query)
     mean = workload.num_heads / setting.ulysses_degree
-    widest = max((t.bytes for part in exchanges for t in part), default=0)
     makespan_s = max(on_device_s, on_host_s)
     messages_s = before.travel_s + slowest.exposed_communication_s + after.travel_s
     return Prediction(
@@ -157,7 +156,8 @@ def predict(
         exposed_communication_s=makespan_s - max(on_device_s - messages_s, on_host_s),
         bytes_sent_per_rank=tuple(traffic.bytes for traffic in sent),
         messages_per_rank=tuple(traffic.messages for traffic in sent),
-        peak_buffer_bytes=max(ring.peak_buffer_bytes for ring in rings) + 2 * widest,
+        peak_buffer_bytes=max(ring.peak_buffer_bytes for ring in rings)
+        + _widest_exchange(setting, workload, waves),
         timeline=_timeline(setting, slowest, before.total_s, after.total_s)
         if with_timeline
         else (),
@@ -236,6 +236,16 @@ def _exchanges(
                 to_tokens_traffic(split, outwards, rank, sizes=sizes, bytes_per_head=per_head)
             )
     return before, after
+
+
+def _widest_exchange(setting: Setting, workload: Workload, waves: Sequence[HeadSplit]) -> int:
+    """Bytes that come to one rank in the exchange of queries, keys and values in all waves, those
+    that it has itself included. A buffer of this size is alive beside what it brings."""
+    if setting.ulysses_degree == 1:
+        return 0
+    heads = sum(cut.size for split in waves for kind in QKV for cut in split.of(kind))
+    tokens = -(-workload.num_tokens // (setting.ring_degree * setting.ulysses_degree))
+    return workload.batch * tokens * heads * workload.head_dim * workload.itemsize_bytes
 
 
 def _sum_over(waves: Sequence[Sequence[Traffic]]) -> list[Traffic]:

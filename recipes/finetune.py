@@ -247,7 +247,8 @@ def check_memory(
         return shard
 
     with gradients_stay_local(accelerator, state.model, until_last=True):
-        found = preflight(handle, loss, accelerator.backward)
+        goes_on = bool(state.optimizer.state)
+        found = preflight(handle, loss, accelerator.backward, has_optimizer_states=goes_on)
     if found is not None:
         accelerator.print(f"memory: {found}")
 

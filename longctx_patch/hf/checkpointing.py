@@ -19,6 +19,7 @@ from longctx_patch.memory import (
     MemoryUse,
     Meter,
     Pass,
+    Rehearsed,
     meter_of,
     run_layer,
 )
@@ -31,8 +32,8 @@ class Checkpointing:
     policies: tuple[LayerPolicy, ...]
     """Of each layer, first to last, in the last training pass."""
     memory: MemoryUse | None
-    """What `auto` has measured and decides by; None before its first pass, on CPU, and under the
-    other policies."""
+    """What `auto` has measured and decides by; None before its first pass or a rehearsal, on CPU,
+    and under the other policies."""
     host_bytes: int
     """Of this process's host memory, that hold what layers offload."""
 
@@ -94,10 +95,19 @@ class LayerCheckpoints:
         # One layer of each kind is whole while it is measured, so that many are not told apart.
         return kinds if len(set(kinds)) <= MOST_KINDS else [None] * len(kinds)
 
-    @property
-    def least_memory(self) -> LayerPolicy:
-        """The policy of a layer that takes least, of those that may be taken."""
-        return LADDER[0] if self._policy == "auto" else self._policy
+    def to_rehearse(self, num_layers: int, device: torch.device) -> tuple[LayerPolicy, ...]:
+        """Policies by which the last layers show what all take. Under `auto` that is the least it
+        can do, but for the last layer, which shows what it can do at best."""
+        if self._policy != "auto":
+            return (self._policy,) * num_layers
+        return (*[self._lowest(device)] * (num_layers - 1), LADDER[-1])
+
+    def know(self, device: torch.device, found: Rehearsed) -> None:
+        """What the last pass, a rehearsal, found for `auto`, which need not measure then."""
+        self._trained = self._trained_now()
+        self._auto = self._new_auto(device)
+        if self._auto is not None:
+            self._auto.know(self._num_tokens, found)
 
     def new_host(self, device: torch.device) -> HostCopies:
         """For what layers offload. What `auto` has no room for there stays where it is."""
@@ -155,17 +165,14 @@ class LayerCheckpoints:
         so that what must be the same on all ranks is taken from what they agree on.
         """
         self._pass = None  # one whose forward was interrupted holds nothing any more
+        self._num_tokens = tokens.shape[0] * row_length
         if not self._counts(decoder):
             return 0
-        trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
+        trained = self._trained_now()
         if self._trained not in ((), trained):  # layers keep other tensors then
             self._auto = None
         self._trained = trained
-        if self._auto is None and (meter := self.find_meter(tokens.device)) is not None:
-            if tokens.is_cuda:
-                self._host = self._host or self.new_host(tokens.device)
-            self._auto = AutoPolicy(meter, self.kinds(), self._host, self.share)
-        self._num_tokens = tokens.shape[0] * row_length
+        self._auto = self._auto or self._new_auto(tokens.device)
         return self._auto.propose(self._num_tokens) if self._auto else 0
 
     def begin(self, decoder: nn.Module, agreed: int) -> None:
@@ -186,6 +193,22 @@ class LayerCheckpoints:
             engine.queue_callback(lambda: auto.end(this))
 
         hidden.register_hook(backward_begins)
+
+    def _new_auto(self, device: torch.device) -> AutoPolicy | None:
+        """None where memory is not counted."""
+        meter = self.find_meter(device)
+        if meter is None:
+            return None
+        if self._lowest(device) == "offload":
+            self._host = self._host or self.new_host(device)
+        return AutoPolicy(meter, self.kinds(), self._host, self.share)
+
+    def _lowest(self, device: torch.device) -> LayerPolicy:
+        """Of the policies that `auto` takes there. The memory of a CPU is the host's."""
+        return LADDER[0] if device.type == "cuda" else LADDER[1]
+
+    def _trained_now(self) -> tuple[bool, ...]:
+        return tuple(parameter.requires_grad for parameter in self._model.parameters())
 
     def _counts(self, decoder: nn.Module) -> bool:
         """Whether a pass is a training pass of a model whose policies are chosen."""

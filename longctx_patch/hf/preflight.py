@@ -9,19 +9,22 @@ this one was seen to need:
     its end   peak of backward + gradients of the other layers                   + optimizer
 
 and the largest must not exceed what this process may allocate. Under `checkpoint="auto"` layers are
-offloaded for it, which is the least that it can do. It costs three layers of a step; no weight, no
-gradient and no random number is other than before. FSDP2 gathers only the layers that run.
+offloaded for it, which is the least that it can do, but for the last one, which keeps everything:
+so `auto` knows before the first step what each of its choices takes. It costs three layers of a
+step; no weight, no gradient and no random number is other than before. FSDP2 gathers only the
+layers that run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from longctx_patch.hf.meeting import Meeting, meet
 from longctx_patch.hf.patching import PatchHandle
-from longctx_patch.memory import HostCopies, LayerPolicy, run_layer
+from longctx_patch.memory import Extra, HostCopies, LayerPolicy, Meter, Rehearsed, run_layer
 from longctx_patch.memory.random_state import RandomState
 
 NUM_LAYERS = 3
@@ -38,9 +41,9 @@ class Preflight:
     """Bytes of this process's GPU."""
 
     policy: LayerPolicy
-    """Of all layers."""
+    """Of all layers; under `auto` the one they begin with."""
     kept_bytes: int
-    """What one layer keeps for backward."""
+    """What one layer keeps for backward under it."""
     loss_bytes: int
     """Expected of a step, until its loss is there."""
     backward_bytes: int
@@ -66,25 +69,29 @@ class Preflight:
 
 
 class Rehearsal:
-    """Runs the last layers under one policy, and hidden states past the others."""
+    """Runs the last layers under policies of their own, and hidden states past the others."""
 
     def __init__(
         self,
-        policy: LayerPolicy,
+        policies: tuple[LayerPolicy, ...],
         num_layers: int,
         allocated: Callable[[], int],
         host: HostCopies,
         share: float,
     ) -> None:
-        self._policy, self._allocated, self._host, self._share = policy, allocated, host, share
+        self._policies, self._allocated, self._host, self._share = policies, allocated, host, share
         self._first = num_layers - NUM_LAYERS
         self._before: list[int] = []
+        self._after = 0
 
     def run(self, layer: int, forward: Callable[..., Tensor], *args: Tensor) -> Tensor:
         if layer < self._first:
             return args[0]
         self._before.append(self._allocated())
-        return run_layer(self._policy, forward, *args, host=self._host, share=self._share)
+        policy = self._policies[layer - self._first]
+        out = run_layer(policy, forward, *args, host=self._host, share=self._share)
+        self._after = self._allocated()
+        return out
 
     @property
     def kept_bytes(self) -> int:
@@ -98,11 +105,18 @@ class Rehearsal:
         _, second, last = self._before
         return max(0, last - second)
 
+    @property
+    def last_kept_bytes(self) -> int:
+        """By the last layer."""
+        return max(0, self._after - self._before[-1])
+
 
 def preflight(
     handle: PatchHandle,
     loss_of: Callable[[], Tensor],
     backward: Callable[[Tensor], object] = torch.Tensor.backward,
+    *,
+    has_optimizer_states: bool = False,
 ) -> Preflight | None:
     """Rehearse a training step of a patched model in training mode. Collective.
 
@@ -112,6 +126,8 @@ def preflight(
     Args:
         loss_of: the forward pass of a batch of the greatest length, as training makes it.
         backward: `accelerator.backward`, say.
+        has_optimizer_states: they are there already, of a run that goes on. Else AdamW's two of
+            each weight that is trained are added.
 
     Returns:
         What was found on this rank. None where it can't be told: where torch counts no memory,
@@ -130,41 +146,80 @@ def preflight(
     num_layers = len(checkpoints.policies)
     if meter is None or num_layers <= NUM_LAYERS or len(set(checkpoints.kinds())) > 1:
         return None
-    policy = checkpoints.least_memory
+    policies = checkpoints.to_rehearse(NUM_LAYERS, device)
     host, share = checkpoints.new_host(device), handle.config.attention_kept
-    rehearsal = Rehearsal(policy, num_layers, meter.allocated, host, share)
+    rehearsal = Rehearsal(policies, num_layers, meter.allocated, host, share)
     try:
         with RandomState.now(device).replayed(), checkpoints.rehearsed(rehearsal):
-            meter.reset_peak()
-            loss = loss_of()
-            forward_peak = meter.peak()
-            meter.reset_peak()
-            backward(loss)
-            backward_peak = meter.peak()
+            seen = _seen_in_a_step(meter, loss_of, backward, trained, device)
     except torch.OutOfMemoryError as error:
         raise WillNotFit(f"{NUM_LAYERS} of {num_layers} layers do not fit: {error}") from error
     finally:
-        grads = [parameter.grad for parameter in trained if parameter.grad is not None]
-        has_gradients = sum(_num_bytes(grad, device) for grad in grads)
-        del grads
         for parameter in trained:
             parameter.grad = None
     all_bytes = sum(_num_bytes(parameter, device) for parameter in trained)
+    states = 0 if has_optimizer_states else ADAMW_STATES * all_bytes
+    extra, host_layers = _of_auto(policies, rehearsal, host, num_layers)
     others = (num_layers - NUM_LAYERS) * rehearsal.kept_bytes
-    states = ADAMW_STATES * all_bytes
-    ending = backward_peak + max(0, all_bytes - has_gradients)
+    # What has no room on the host stays on the device.
+    others += max(0, num_layers - 1 - host_layers) * extra.attention
+    ending = seen.backward_peak + max(0, all_bytes - seen.gradient_bytes)
     found = Preflight(
-        policy=policy,
+        policy=policies[0],
         kept_bytes=rehearsal.kept_bytes,
-        loss_bytes=forward_peak + others + states,
-        backward_bytes=max(backward_peak + others, ending) + states,
+        loss_bytes=seen.forward_peak + others + states,
+        backward_bytes=max(seen.backward_peak + others, ending) + states,
         capacity_bytes=meter.capacity(),
     )
+    if policies[0] != policies[-1] and not host.is_full:
+        known = Rehearsed(
+            extra_bytes=extra,
+            host_layers=host_layers,
+            peak_bytes=found.expected_bytes,
+            rest_bytes=meter.allocated() + states,
+        )
+        checkpoints.know(device, known)
     everyone = [fits for (fits,) in meet(handle.group, Meeting.PREFLIGHT, (int(found.fits),))]
     if not all(everyone):
         where = f"rank(s) {[rank for rank, fits in enumerate(everyone) if not fits]} of the group"
         raise WillNotFit(f"{found}, and it does not fit on {where}")
     return found
+
+
+class _Seen(NamedTuple):
+    """Bytes, in the step with few layers."""
+
+    forward_peak: int
+    backward_peak: int
+    gradient_bytes: int
+
+
+def _seen_in_a_step(
+    meter: Meter,
+    loss_of: Callable[[], Tensor],
+    backward: Callable[[Tensor], object],
+    trained: Sequence[nn.Parameter],
+    device: torch.device,
+) -> _Seen:
+    meter.reset_peak()
+    loss = loss_of()
+    forward_peak = meter.peak()
+    meter.reset_peak()
+    backward(loss)
+    gradients = (parameter.grad for parameter in trained if parameter.grad is not None)
+    return _Seen(forward_peak, meter.peak(), sum(_num_bytes(grad, device) for grad in gradients))
+
+
+def _of_auto(
+    policies: tuple[LayerPolicy, ...], rehearsal: Rehearsal, host: HostCopies, num_layers: int
+) -> tuple[Extra, int]:
+    """(what a layer keeps on each rung beyond the one below, for how many the host has room)."""
+    attention, host_layers = 0, num_layers
+    if policies[0] == "offload" != policies[-1]:
+        attention = host.num_bytes // (NUM_LAYERS - 1)
+        host_layers = NUM_LAYERS - 1 + host.times_with_room(attention)
+    whole = rehearsal.last_kept_bytes - rehearsal.kept_bytes - attention
+    return Extra(attention, max(0, whole)), host_layers
 
 
 def _check_moment(handle: PatchHandle, trained: list[nn.Parameter]) -> None:

@@ -1,6 +1,6 @@
 """What is kept, what is recomputed, and how much at once."""
 
-from longctx_patch.memory.auto import LADDER, MARGIN, AutoPolicy, Extra, MemoryUse, Pass
+from longctx_patch.memory.auto import LADDER, MARGIN, AutoPolicy, Extra, MemoryUse, Pass, Rehearsed
 from longctx_patch.memory.meter import Meter, meter_of, total_bytes
 from longctx_patch.memory.offload import HostCopies, HostMemoryFull
 from longctx_patch.memory.policies import LayerPolicy, run_layer
@@ -17,6 +17,7 @@ __all__ = [
     "MemoryUse",
     "Meter",
     "Pass",
+    "Rehearsed",
     "meter_of",
     "run_layer",
     "run_tiled",

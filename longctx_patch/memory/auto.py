@@ -19,9 +19,11 @@ first step) comes on top, so no step of the optimizer has to be seen:
 **Measuring.** In the first training pass, and in the first of each new greatest number of tokens,
 one layer of each kind is on the highest rung, the last, and all layers are metered. The others are
 on `attention` until these have taken half of what is left free, and on `offload` from there, so
-that measuring needs no more memory than there has to be. From the pass after, layers climb; each
-later pass compares again what was measured with what there is. The bound is loose where the peak is
-not in the layers; then a pass with more climbs shows it, and more follow.
+that measuring needs no more memory of the device than there has to be; it may need all of the
+host's that may be taken. From the pass after, layers climb; each later pass compares again what was
+measured with what there is. The bound is loose where the peak is not in the layers; then a pass
+with more climbs shows it, and more follow. A rehearsal measures as well (`know`): then the first
+pass has climbed already.
 
 The peak is that of forward and backward. The optimizer's own is the same whatever is recomputed,
 since activations are freed by then.
@@ -78,6 +80,21 @@ class MemoryUse:
     extra_bytes: tuple[Extra, ...]
     """Of each layer."""
     capacity_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What some of a model's layers, all alike, say of a pass through all."""
+
+    extra_bytes: Extra
+    """Of each layer."""
+    host_layers: int
+    """For so many the host has room."""
+    peak_bytes: int
+    """With the last layer on the highest rung, those before it on the lowest as far as the host has
+    room, and on the one above from there."""
+    rest_bytes: int
+    """Allocated as a pass begins that peaks so."""
 
 
 @dataclass(eq=False)
@@ -152,6 +169,14 @@ class AutoPolicy:
             capacity_bytes=self._meter.capacity(),
         )
 
+    def know(self, num_tokens: int, found: "Rehearsed") -> None:
+        """In place of a pass that measures: what one of `num_tokens` is expected to take."""
+        num_layers = len(self._kinds)
+        self._num_tokens, self._extra = num_tokens, (found.extra_bytes,) * num_layers
+        self._fewest_climbs = max(self._fewest_climbs, num_layers - found.host_layers)
+        self.policies = (*after_climbs(self._fewest_climbs, num_layers)[:-1], LADDER[-1])
+        self._window = _Window(found.peak_bytes, found.rest_bytes, is_observed=True)
+
     def propose(self, num_tokens: int) -> int:
         """How many climbs this rank has the memory for in the pass that begins, or `MEASURE`.
         `num_tokens` is the same on every rank of the group."""
@@ -190,7 +215,8 @@ class AutoPolicy:
             self._climbs = climbs
             if self.policies != before:
                 less, more = self._change_bytes(before, self.policies)
-                self._start_window(self._expected_bytes(rest) + (more or -less), rest)
+                expected = self._expected_bytes(rest) + (more or -less)
+                self._start_window(expected, max(rest, self._window.rest_bytes))
         if num_tokens == self._num_tokens and not self._window.is_observed and not self._open:
             self._meter.reset_peak()  # so that it is the pass's own that shows, not an evaluation's
         self._num_passes += 1

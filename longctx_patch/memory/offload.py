@@ -78,6 +78,17 @@ class HostCopies:
         self._last: weakref.ref[Kept] | None = None
         self._is_full = False
 
+    @property
+    def is_full(self) -> bool:
+        """Whether something had no room."""
+        return self._is_full
+
+    def times_with_room(self, num_bytes: int) -> int:
+        """How often every process of the machine may take so much more."""
+        room = self._room()
+        left = max(0, room.available - room.reserve)
+        return left // max(1, num_bytes * _num_local_processes())
+
     def begin(self) -> "Kept":
         """What the next layer keeps. In backward, layers are asked for in the opposite order."""
         if self._must_leave and self.num_bytes and not self._is_checked:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from longctx_patch.config import CheckpointPolicy
-from longctx_patch.memory import MARGIN
+from longctx_patch.memory import MARGIN, LayerPolicy
 from longctx_patch.memory.auto import after_climbs
 from longctx_patch.memory.offload import RESERVE
 from longctx_patch.memory.tiled_mlp import tiles_that_fit
@@ -185,8 +185,10 @@ def result_of(
     attention_kept: float = 1.0,
     mlp_tiles: int = 1,
     offload_states: bool = False,
+    policies: tuple[LayerPolicy, ...] | None = None,
 ) -> Result:
-    """Of one configuration. Under `auto` layers climb as in `memory/auto.py`: as many as fit."""
+    """Of one configuration. Under `auto` layers climb as in `memory/auto.py`: as many as fit; or
+    they have had these `policies`."""
     # One simulation for all shares below 1, which have the same layout.
     share = 1.0 if attention_kept == 1 or ring == 1 else 0.5
     num_layers, attention = job.shape.num_layers, _attention(job, ulysses, ring, share)
@@ -195,14 +197,12 @@ def result_of(
         ring=ring,
         plan=attention.plan,
         checkpoint=checkpoint,
-        policies=after_climbs(0, num_layers)
-        if checkpoint == "auto"
-        else (checkpoint,) * num_layers,
+        policies=policies or _to_begin_with(checkpoint, num_layers),
         mlp_tiles=mlp_tiles,
         attention_kept=attention_kept,
         offload_states=offload_states,
     )
-    if checkpoint != "auto":
+    if checkpoint != "auto" or policies:
         return _result(job, start, attention)
 
     def climbed(number: int) -> Result:
@@ -214,6 +214,10 @@ def result_of(
         range(1, 2 * num_layers + 1), True, key=lambda n: climbed(n).memory.total > usable
     )
     return climbed(climbs)
+
+
+def _to_begin_with(checkpoint: CheckpointPolicy, num_layers: int) -> tuple[LayerPolicy, ...]:
+    return after_climbs(0, num_layers) if checkpoint == "auto" else (checkpoint,) * num_layers
 
 
 def tokens_of_a_rank(job: Job, degree: int) -> int:

@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from longctx_patch.memory.auto import MARGIN, MEASURE, Extra, after_climbs, measured_extra
+from longctx_patch.memory.auto import (
+    MARGIN,
+    MEASURE,
+    Extra,
+    Rehearsed,
+    after_climbs,
+    measured_extra,
+)
 from tests.memory.simulated import CHEAP, EXTRA, LAYERS, Training, capacity_for
 
 
@@ -62,6 +69,41 @@ def test_with_a_host_layers_leave_where_attention_does_not_fit() -> None:
         assert training.machine.highest <= training.machine.total
         found = training.auto.policies
         assert found == after_climbs(climbs, LAYERS), (climbs, found)
+
+
+def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
+    """On the machine that just has the memory for so many climbs they are there from the second
+    pass on at the latest, as far as the host has room for the other layers."""
+    tokens, states = 10, 40
+    costs = [tokens * CHEAP] * LAYERS + [tokens * EXTRA] * LAYERS
+    lowest = 100 + states + tokens * (CHEAP + EXTRA)  # the last layer, whole or recomputed
+    for host_layers in (LAYERS, 3):
+        fewest = LAYERS - host_layers
+        for climbs in range(max(fewest, 1), 2 * LAYERS + 1):
+            if climbs == LAYERS:
+                continue  # the first whole layer takes no more than its recompute did
+            need = 100 + states + sum(costs[:climbs]) + tokens * EXTRA * (climbs <= LAYERS)
+            training = Training.on(int((need + CHEAP) / (1 - MARGIN)) + 1, offloads=True)
+            stays = tokens * CHEAP * max(0, fewest - 1)
+            rehearsed = Rehearsed(
+                extra_bytes=Extra(tokens * CHEAP, tokens * EXTRA),
+                host_layers=host_layers,
+                peak_bytes=lowest + stays,
+                rest_bytes=100 + states,
+            )
+            training.auto.know(tokens, rehearsed)
+            found = []
+            for step in range(4):
+                training.train(tokens)
+                found.append(training.auto.policies)
+                if step == 0:
+                    training.step(states)
+            assert training.machine.highest <= training.machine.total
+            # The bound takes the last layer's recompute for one more than there is.
+            assert found[0].count("offload") >= found[-1].count("offload") >= LAYERS - climbs
+            assert set(found[1:]) == {after_climbs(climbs, LAYERS)}, (climbs, found)
+            training.train(tokens + 1)
+            assert training.auto.policies[-1] == "none"  # longer: measured
 
 
 def test_the_pass_that_measures_takes_half_of_the_margin_and_what_it_must() -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
 from runs import Run
 
+from longctx_patch.memory import LayerPolicy
 from longctx_patch.planner import Result
 from longctx_patch.planner.machine import GIB
 
@@ -25,6 +26,8 @@ class Measured(NamedTuple):
     states_on_host: bool = False
     is_recipe: bool = False
     """By the recipe, which clips gradients; its second step."""
+    policies: tuple[LayerPolicy, ...] | None = None
+    """That `auto` took in the pass that measures, which is not what it takes from then on."""
 
     def predicted(self) -> Result:
         return Run.parse(self.run).predicted(
@@ -32,6 +35,7 @@ class Measured(NamedTuple):
             fsdp=self.fsdp,
             offload_states=self.states_on_host,
             clips=self.is_recipe,
+            policies=self.policies,
         )
 
     def line(self) -> str:
@@ -40,6 +44,8 @@ class Measured(NamedTuple):
         peak, seconds = result.memory.total / GIB, result.time.total
         notes = " without FSDP" * (not self.fsdp) + " states on the host" * self.states_on_host
         notes += " (recipe)" * self.is_recipe
+        if self.policies:
+            notes += f", {self.policies.count('offload')} of {len(self.policies)} layers offloaded"
         host = "| | |"
         if self.host_gib is not None:
             found = result.host_bytes / GIB
@@ -91,6 +97,21 @@ IN_VIEW = (
     ),
     Measured(1, _llama(65536, "offload", ulysses=1), 14.4, 4.341, states_on_host=True),
     Measured(2, _RECIPE, 15.41, 2.957, is_recipe=True, states_on_host=True),
+    Measured(
+        4,
+        "llama-8b:layers=2,tokens=2097152,ulysses=4,checkpoint=offload,lora=true",
+        66.2,
+        119.1,
+        65.0,
+    ),
+    Measured(
+        4,
+        "llama-8b:tokens=1048576,ulysses=4,checkpoint=auto",
+        67.2,
+        441.995,
+        463.0,
+        policies=("attention", *("offload",) * 29, "attention", "none"),
+    ),
 )
 """Measured before the planner was as it is: constants and what is counted were chosen by them."""
 
@@ -123,6 +144,12 @@ AFTERWARDS = (
     ),
     Measured(1, _llama(131072, "attention", ulysses=1), 67.5, 10.155),
     Measured(1, _llama(131072, "offload", ulysses=1), 58.9, 10.175, 16.1),
+    Measured(4, _llama(131072, "none", ulysses=4), 50.9, 2.460),
+    Measured(4, _llama(131072, "attention", ulysses=4), 20.2, 2.608),
+    Measured(4, _llama(131072, "attention", ulysses=4) + ",mlp_tiles=2", 19.6, 2.667),
+    Measured(4, _llama(262144, "none", ulysses=4), 87.9, 8.068),
+    Measured(4, _llama(262144, "attention", ulysses=4), 29.2, 8.350),
+    Measured(4, _llama(262144, "attention", ulysses=4) + ",mlp_tiles=2", 27.3, 8.469),
 )
 """Measured since. Of what their predictions depend on only this has changed: what is kept of
 attention is counted beside what is computed again, in the two rows with `attention_kept`."""

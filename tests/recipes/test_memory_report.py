@@ -115,10 +115,10 @@ def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     found, losses = [], {}
     rehearse = finetune.preflight
 
-    def metered(handle: Any, *given: Any) -> Any:
+    def metered(handle: Any, *given: Any, **options: Any) -> Any:
         meter = LiveBytes(10**12)
         handle._checkpoints.find_meter = lambda _: meter
-        found.append(rehearse(handle, *given))
+        found.append(rehearse(handle, *given, **options))
         handle._checkpoints.find_meter = lambda _: None
         return found[-1]
 
@@ -131,7 +131,7 @@ def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(finetune, "preflight", metered)
     finetune.main([*small_run(tmp_path / "skipped"), "--skip-rehearsal"])
     assert len(found) == 1
-    assert found[0].policy == "offload"
+    assert found[0].policy == "attention"
     assert losses["with"] == losses["without"]
     assert len(losses["with"]) == 2
 
