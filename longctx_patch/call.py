@@ -1,7 +1,7 @@
 """Everything about one attention call but its tensors: who computes what, and what will be sent."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -53,9 +53,6 @@ class AttentionCall:
     """Whether lse is wanted for this rank's tokens; under Ulysses it travels with out then."""
     plan_name: PlanName | None = None
     """Another plan than the config's, e.g. for layers with a window."""
-    _plans: dict[tuple[Direction, int, int, int, int], Plan] = field(
-        default_factory=dict, compare=False, repr=False
-    )
 
     @classmethod
     def causal(
@@ -72,9 +69,18 @@ class AttentionCall:
         row, mask, score = Documents.one(num_tokens), causal(num_tokens), Score(scale)
         return cls(group, row, mask, score, num_heads, num_kv_heads, returns_lse)
 
+    # What is made once for a call is no field of it, so that `replace` makes it anew.
+
+    @cached_property
+    def _plans(self) -> dict[tuple[Direction, int, int, int, int], Plan]:
+        return {}
+
+    @cached_property
+    def _executors(self) -> dict[tuple[str, torch.dtype, int], Executor]:
+        return {}
+
     @cached_property
     def _waves(self) -> "dict[tuple[int, int, int], tuple[HeadWave, ...]]":
-        """Not a field, since waves know their call."""
         return {}
 
     @cached_property
@@ -185,8 +191,12 @@ class AttentionCall:
                 kernel_calls(plan, self.group.ring.group_rank, kernel.traits)
 
     def executor(self, q: Tensor) -> Executor:
-        kernel = self.kernel(q.device.type, q.dtype, q.shape[-1])
-        return Executor(self.group.ring, self.group.ring_results, kernel, self.score)
+        key = (q.device.type, q.dtype, q.shape[-1])
+        if key not in self._executors:
+            group = self.group
+            kernel = self.kernel(*key)
+            self._executors[key] = Executor(group.ring, group.ring_results, kernel, self.score)
+        return self._executors[key]
 
     def kernel(self, device_type: str, dtype: torch.dtype, head_dim: int) -> Kernel:
         """What all ranks of the group compute with: collective on GPUs, for the first such call.

@@ -1,7 +1,9 @@
 """Between tensors with all heads and one buffer in which each rank's heads are side by side.
 
 Heads of ranks that have equally many, equally far apart, are one strided copy: for even splits one
-kernel for each tensor, however many ranks there are.
+kernel for each tensor, however many ranks there are. They are made in the widest numbers that both
+sides consist of, since such a copy costs by the number. Where they go is worked out once for all
+tensors that lie alike: a GPU computes short rows in less time than the host takes for that.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,9 @@ import torch
 from torch import Tensor
 
 from longctx_patch.layout import Interval
+
+_WIDEST = torch.complex128
+_WIDE = (_WIDEST, torch.int64, torch.int32)
 
 HeadCuts = tuple[Interval, ...]
 """Of one tensor, the heads of each rank."""
@@ -36,82 +41,130 @@ def pack(tensors: Sequence[Tensor], cuts: tuple[HeadCuts, ...]) -> tuple[Tensor,
     batch, rows, _, dim = tensors[0].shape
     sizes = [batch * rows * width * dim for width in _widths(cuts)]
     buffer = tensors[0].new_empty(sum(sizes))
-    for stripe in _stripes(cuts):
-        tensor = tensors[stripe.tensor]
-        _copy(stripe.of_buffer(buffer, tensor.shape), stripe.of_tensor(tensor))
+    for copy in _copies(cuts, tuple(_form(tensor) for tensor in tensors), _form(buffer)):
+        mine, packed = copy.views(tensors[copy.tensor], buffer)
+        packed.copy_(mine)
     return buffer, sizes
 
 
 def unpack(buffer: Tensor, totals: Sequence[HeadTotal], cuts: tuple[HeadCuts, ...]) -> None:
     """The way back: the heads in `cuts` of each total, from what `pack` would have made of them."""
-    for stripe in _stripes(cuts):
-        tensor, is_sum = totals[stripe.tensor]
-        arrived = stripe.of_buffer(buffer, tensor.shape)
+    forms = tuple(_form(tensor, is_copied=not is_sum) for tensor, is_sum in totals)
+    for copy in _copies(cuts, forms, _form(buffer)):
+        tensor, is_sum = totals[copy.tensor]
+        mine, packed = copy.views(tensor, buffer)
         if not is_sum:
-            _copy(stripe.of_tensor(tensor), arrived)
+            mine.copy_(packed)
             continue
-        for rank, of_rank in enumerate(arrived):  # one by one: they may have the same heads
-            first = stripe.heads.start + rank * stripe.step
-            tensor[:, :, first : first + stripe.heads.size] += of_rank
+        for of_rank, arrived in zip(mine, packed, strict=True):  # they may have the same heads
+            of_rank += arrived
 
 
-def are_shared(waves: Sequence[HeadCuts]) -> bool:
+@lru_cache(maxsize=256)
+def are_shared(waves: tuple[HeadCuts, ...]) -> bool:
     """Whether some head is in the cuts of more than one rank, or of more than one wave."""
     cuts = sorted(cut for wave in waves for cut in wave)
     return any(a.stop > b.start for a, b in pairwise(cuts))
 
 
-class _Stripe(NamedTuple):
-    """Heads of one tensor that consecutive ranks have: equally many, equally far apart."""
+class _Form(NamedTuple):
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """Of its first number in the storage."""
+    address: int
+    """Of its first number, in bytes, modulo that of the widest numbers."""
+    dtype: torch.dtype
+    is_copied: bool
+    """Else it is counted with."""
+
+    @property
+    def unit_bytes(self) -> int:
+        """The largest power of two that divides where the tensor and each of its rows begin."""
+        if self.strides[-1] != 1:
+            return 1
+        numbers = reduce(or_, self.strides[:-1], self.shape[-1] | self.offset)
+        bits = _WIDEST.itemsize | self.address | numbers * self.dtype.itemsize
+        return bits & -bits
+
+
+def _form(tensor: Tensor, *, is_copied: bool = True) -> _Form:
+    offset, address = int(tensor.storage_offset()), tensor.data_ptr() % _WIDEST.itemsize
+    return _Form(tensor.shape, tensor.stride(), offset, address, tensor.dtype, is_copied)
+
+
+class _Copy(NamedTuple):
+    """Between heads of one tensor and their place in the buffer, as `as_strided` takes both."""
 
     tensor: int
-    num_ranks: int
-    heads: Interval
-    """Of the first of these ranks."""
-    step: int
-    """From the heads of one rank to those of the next."""
-    width: int
-    """Heads of all tensors that each rank has in the buffer."""
-    before: int
-    """Heads of the ranks before these in the buffer."""
-    column: int
-    """Heads of the tensors before this one."""
+    wide: torch.dtype | None
+    """What both are seen as, if not as they are."""
+    shape: tuple[int, ...]
+    """`[ranks, B, L, heads of a rank, D]`"""
+    in_tensor: tuple[tuple[int, ...], int]
+    """Strides and offset."""
+    in_buffer: tuple[tuple[int, ...], int]
 
-    def of_tensor(self, tensor: Tensor) -> Tensor:
-        """`[ranks, B, L, heads of a rank, D]` of `[B, L, all heads, D]`, without a copy."""
-        batch, rows, _, dim = tensor.shape
-        per_batch, per_row, per_head, per_number = tensor.stride()
-        return tensor.as_strided(
-            (self.num_ranks, batch, rows, self.heads.size, dim),
-            (self.step * per_head, per_batch, per_row, per_head, per_number),
-            tensor.storage_offset() + self.heads.start * per_head,
-        )
-
-    def of_buffer(self, buffer: Tensor, shape: torch.Size) -> Tensor:
-        """The same of the flat buffer, for a tensor of `shape`."""
-        batch, rows, _, dim = shape
-        per_row = self.width * dim
-        return buffer.as_strided(
-            (self.num_ranks, batch, rows, self.heads.size, dim),
-            (batch * rows * per_row, rows * per_row, per_row, dim, 1),
-            buffer.storage_offset() + (self.before * batch * rows + self.column) * dim,
+    def views(self, tensor: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        if self.wide is not None:
+            tensor, buffer = tensor.view(self.wide), buffer.view(self.wide)
+        return (
+            tensor.as_strided(self.shape, *self.in_tensor),
+            buffer.as_strided(self.shape, *self.in_buffer),
         )
 
 
-@lru_cache(maxsize=256)
-def _stripes(cuts: tuple[HeadCuts, ...]) -> tuple[_Stripe, ...]:
+@lru_cache(maxsize=1024)
+def _copies(
+    cuts: tuple[HeadCuts, ...], forms: tuple[_Form, ...], buffer: _Form
+) -> tuple[_Copy, ...]:
+    """Heads of consecutive ranks that have equally many, equally far apart, in one copy each."""
     widths = _widths(cuts)
     before = [0, *accumulate(widths)]
     found = []
     for ranks in _regular_runs(cuts):
         column = 0
-        for tensor, of_tensor in enumerate(cuts):
+        for number, (of_tensor, form) in enumerate(zip(cuts, forms, strict=True)):
             heads = of_tensor[ranks.start]
             step = of_tensor[ranks.start + 1].start - heads.start if ranks.size > 1 else 0
-            place = (widths[ranks.start], before[ranks.start], column)
-            found.append(_Stripe(tensor, ranks.size, heads, step, *place))
+            batch, rows, _, dim = form.shape
+            per_batch, per_row, per_head, per_number = form.strides
+            in_tensor = (step * per_head, per_batch, per_row, per_head, per_number)
+            first = form.offset + heads.start * per_head
+            width = widths[ranks.start] * dim
+            in_buffer = (batch * rows * width, rows * width, width, dim, 1)
+            place = buffer.offset + (before[ranks.start] * batch * rows + column) * dim
+            wide = _wide(form, buffer)
+            numbers = 1 if wide is None else wide.itemsize // form.dtype.itemsize
+            found.append(
+                _Copy(
+                    number,
+                    wide,
+                    (ranks.size, batch, rows, heads.size, dim // numbers),
+                    (_in_units(in_tensor, numbers), first // numbers),
+                    (_in_units(in_buffer, numbers), place // numbers),
+                )
+            )
             column += heads.size
     return tuple(found)
+
+
+def _wide(form: _Form, buffer: _Form) -> torch.dtype | None:
+    """The widest numbers that both are made of; None: those they have."""
+    if not form.is_copied or form.dtype != buffer.dtype:
+        return None
+    # The buffer's rows are heads, as long as the tensor's.
+    unit = min(form.unit_bytes, buffer._replace(shape=form.shape[-1:]).unit_bytes)
+    wider = (x for x in _WIDE if unit >= x.itemsize > form.dtype.itemsize)
+    return next(wider, None)
+
+
+def _in_units(strides: tuple[int, ...], numbers: int) -> tuple[int, ...]:
+    """Strides of wider numbers, side by side along the last dim."""
+    *others, last = strides
+    return (*(stride // numbers for stride in others), last)
 
 
 def _regular_runs(cuts: tuple[HeadCuts, ...]) -> list[Interval]:
@@ -139,22 +192,3 @@ def _steps(before: HeadCuts, after: HeadCuts) -> tuple[int, ...] | None:
 def _widths(cuts: tuple[HeadCuts, ...]) -> tuple[int, ...]:
     """Heads of each rank, of all tensors together."""
     return tuple(sum(cut.size for cut in of_rank) for of_rank in zip(*cuts, strict=True))
-
-
-def _copy(to: Tensor, source: Tensor) -> None:
-    """Copy in the widest numbers that both are made of: a strided copy costs by the number."""
-    unit = min(_unit_bytes(to), _unit_bytes(source))
-    for wide in (torch.complex128, torch.int64, torch.int32):
-        if unit >= wide.itemsize > to.dtype.itemsize:
-            to, source = to.view(wide), source.view(wide)
-            break
-    to.copy_(source)
-
-
-def _unit_bytes(tensor: Tensor) -> int:
-    """The largest power of two that divides where the tensor and each of its rows begin."""
-    if tensor.stride(-1) != 1:
-        return 1
-    numbers = reduce(or_, tensor.stride()[:-1], tensor.shape[-1] | int(tensor.storage_offset()))
-    bits = tensor.data_ptr() | numbers * tensor.dtype.itemsize
-    return bits & -bits

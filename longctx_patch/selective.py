@@ -48,7 +48,7 @@ class Selection:
     def early(self) -> AttentionCall:
         """The call without them: what is computed again."""
         mask = self.call.mask & rows_before(self.call.documents, self.cut)
-        return replace(self.call, mask=mask, plan_name=SPARSE_PLAN, _plans={})
+        return replace(self.call, mask=mask, plan_name=SPARSE_PLAN)
 
     def prepare(self, q: Tensor) -> None:
         """Kernel and plans of the recompute for queries `[B, L, H, D]`, before backward. Collective

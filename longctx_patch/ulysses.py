@@ -51,10 +51,12 @@ class Resharder(NamedTuple):
         cuts = tuple(self.split.of(kind) for kind in heads)
         widths = [sum(cut.size for cut in mine) for mine in zip(*cuts, strict=True)]
         shapes = [(batch, self.sizes[rank], width, dim) for width in widths]
-        parts = whole.split(self.sizes, 1)
         # Of one row, the tokens of each rank lie side by side already.
-        send = whole.reshape(-1) if batch == 1 else torch.cat([part.flatten() for part in parts])
-        return ArrivingTokens(self._all_to_all(send, [p.numel() for p in parts], shapes), cuts)
+        send = whole.reshape(-1)
+        if batch > 1:
+            send = torch.cat([part.flatten() for part in whole.split(self.sizes, 1)])
+        sizes = [batch * size * whole.shape[2] * dim for size in self.sizes]
+        return ArrivingTokens(self._all_to_all(send, sizes, shapes), cuts)
 
     def _all_to_all(
         self, send: Tensor, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]
@@ -101,7 +103,7 @@ class ArrivingHeads(NamedTuple):
         if batch > 1:
             parts = received.split([prod(shape) for shape in shapes])
             whole = torch.cat([p.view(shape) for p, shape in zip(parts, shapes, strict=True)], 1)
-        return whole.split(self.widths, 2)
+        return whole.split_with_sizes(self.widths, 2)
 
 
 class ArrivingTokens(NamedTuple):

@@ -42,7 +42,7 @@ def test_packed_as_one_by_one_and_back(batch: int, heads: int, kv_heads: int, de
         assert torch.equal(buffer, one_by_one(tensors, cuts))
         assert sum(sizes) == buffer.numel()
         totals = [
-            HeadTotal(torch.zeros_like(tensor), is_sum=are_shared([of_tensor]))
+            HeadTotal(torch.zeros_like(tensor), is_sum=are_shared((of_tensor,)))
             for tensor, of_tensor in zip(tensors, cuts, strict=True)
         ]
         unpack(buffer, totals, cuts)
