@@ -1,0 +1,114 @@
+"""`auto` that begins with what a rehearsal found, on memory that is limited for the test."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch.config import CheckpointPolicy
+from longctx_patch.hf.preflight import Preflight, preflight
+from longctx_patch.memory import LADDER, MARGIN, LayerPolicy
+from tests.hf.tiny import tiny_model, token_rows
+
+pytestmark = pytest.mark.gpu
+
+DEVICE, LAYERS, LENGTH = torch.device("cuda"), 12, 2**14
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def all_memory_again() -> Iterator[None]:
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Run:
+    def __init__(self, checkpoint: CheckpointPolicy) -> None:
+        torch.cuda.empty_cache()
+        self.model: Any = tiny_model(
+            num_hidden_layers=LAYERS,
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            dtype=torch.bfloat16,
+        ).to(DEVICE)
+        self.handle = patch(self.model, LongContextConfig(checkpoint=checkpoint, mlp_tiles=1))
+        collate = SequenceShardCollator(self.handle.config, group_rank=0, pad_token_id=0)
+        batch = collate(token_rows(LENGTH, 1))
+        self.batch = {name: value.to(DEVICE) for name, value in batch.items()}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def loss(self) -> Tensor:
+        return self.model(**self.batch, use_cache=False).loss
+
+    def rehearse(self) -> Preflight:
+        found = preflight(self.handle, self.loss)
+        assert found is not None
+        return found
+
+    def steps(self) -> tuple[list[tuple[LayerPolicy, ...]], list[int], Tensor]:
+        """(policies of each, peak bytes of each, losses)"""
+        policies, peaks, losses = [], [], []
+        for _ in range(STEPS):
+            torch.cuda.reset_peak_memory_stats()
+            loss = self.loss()
+            loss.backward()
+            losses.append(loss.detach())
+            peaks.append(torch.cuda.max_memory_allocated())
+            policies.append(self.handle.checkpointing.policies)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return policies, peaks, torch.stack(losses)
+
+
+def capacity_of(run: Run, num_bytes: float) -> int:
+    """Leave so much to this process."""
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.set_per_process_memory_fraction(num_bytes / total)
+    meter = run.handle._checkpoints.find_meter(DEVICE)
+    assert meter is not None
+    return meter.capacity()
+
+
+def test_its_first_pass_has_what_later_ones_have() -> None:
+    least = Run("offload")
+    expected = {"offload": least.rehearse().expected_bytes}
+    plain = least.steps()
+    del least
+    whole = Run("none")
+    expected["none"] = whole.rehearse().expected_bytes
+    del whole
+    assert expected["none"] > 1.5 * expected["offload"]
+    for share in (0.1, 0.3, 0.7):
+        run = Run("auto")
+        wanted = (1 - share) * expected["offload"] + share * expected["none"]
+        capacity = capacity_of(run, wanted / (1 - MARGIN))
+        run.rehearse()
+        known = run.handle.checkpointing.memory
+        assert known is not None
+        policies, peaks, losses = run.steps()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        # Nothing is measured: the last layer is no sample, and all climb from the first step on.
+        rungs = [[LADDER.index(policy) for policy in of_step] for of_step in policies]
+        assert all(sorted(of_step) == of_step for of_step in rungs)
+        assert sum(rungs[0]) >= 1
+        assert 0 <= sum(rungs[-1]) - sum(rungs[0]) <= 2
+        assert max(peaks) <= capacity
+        assert known.peak_bytes == pytest.approx(expected["offload"], rel=0.06)
+        assert torch.equal(losses[0], plain[2][0])
+        # Kernels add gradients of queries in any order.
+        torch.testing.assert_close(losses, plain[2], rtol=1e-2, atol=0)
+        del run
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "attention", "offload"])
+def test_a_step_takes_what_was_expected(checkpoint: CheckpointPolicy) -> None:
+    run = Run(checkpoint)
+    expected = run.rehearse().expected_bytes
+    _, peaks, _ = run.steps()
+    assert peaks[-1] <= expected * 1.01
+    assert expected <= peaks[-1] * 1.12
