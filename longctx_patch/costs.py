@@ -239,13 +239,18 @@ def _exchanges(
 
 
 def _widest_exchange(setting: Setting, workload: Workload, waves: Sequence[HeadSplit]) -> int:
-    """Bytes that come to one rank in the exchange of queries, keys and values in all waves, those
-    that it has itself included. A buffer of this size is alive beside what it brings."""
-    if setting.ulysses_degree == 1:
+    """Bytes of the largest of all ranks' buffers in the exchange of queries, keys and values in all
+    waves, with what a rank sends to itself. One of this size is alive beside what it brings."""
+    degree = setting.ulysses_degree
+    if degree == 1:
         return 0
-    heads = sum(cut.size for split in waves for kind in QKV for cut in split.of(kind))
-    tokens = -(-workload.num_tokens // (setting.ring_degree * setting.ulysses_degree))
-    return workload.batch * tokens * heads * workload.head_dim * workload.itemsize_bytes
+    heads = [
+        sum(split.of(kind)[rank].size for split in waves for kind in QKV) for rank in range(degree)
+    ]
+    tokens = -(-workload.num_tokens // (setting.ring_degree * degree))
+    # Its tokens of all ranks' heads, or all ranks' tokens of its own.
+    widest = max(sum(heads), degree * max(heads))
+    return workload.batch * tokens * widest * workload.head_dim * workload.itemsize_bytes
 
 
 def _sum_over(waves: Sequence[Sequence[Traffic]]) -> list[Traffic]:

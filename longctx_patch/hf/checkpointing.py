@@ -30,7 +30,7 @@ class Checkpointing:
     """What the decoder's layers keep for backward, on this rank."""
 
     policies: tuple[LayerPolicy, ...]
-    """Of each layer, first to last, in the last training pass."""
+    """Of each layer, first to last, in the last training pass or rehearsal."""
     memory: MemoryUse | None
     """What `auto` has measured and decides by; None before its first pass or a rehearsal, on CPU,
     and under the other policies."""
@@ -89,8 +89,13 @@ class LayerCheckpoints:
         self._reserved_bytes = 0
         self._trained: tuple[bool, ...] = ()
 
-    def kinds(self) -> list[object]:
-        """By layer; equal for layers that keep equally much, as far as that can be told."""
+    @property
+    def are_alike(self) -> bool:
+        """Whether all layers keep equally much, as far as that can be told."""
+        return len({_kind(layer) for layer in self._layers}) == 1
+
+    def _kinds(self) -> list[object]:
+        """By layer; equal for layers that keep equally much."""
         kinds: list[object] = [_kind(layer) for layer in self._layers]
         # One layer of each kind is whole while it is measured, so that many are not told apart.
         return kinds if len(set(kinds)) <= MOST_KINDS else [None] * len(kinds)
@@ -103,11 +108,10 @@ class LayerCheckpoints:
         return (*[self._lowest(device)] * (num_layers - 1), LADDER[-1])
 
     def know(self, device: torch.device, found: Rehearsed) -> None:
-        """What the last pass, a rehearsal, found for `auto`, which need not measure then."""
-        self._trained = self._trained_now()
-        self._auto = self._new_auto(device)
-        if self._auto is not None:
-            self._auto.know(self._num_tokens, found)
+        """What the rehearsal that is just over found for `auto`, which need not measure then."""
+        auto = self._auto_on(device)
+        if auto is not None and (auto.use is None or self._num_tokens > auto.use.num_tokens):
+            auto.know(self._num_tokens, found)
 
     def new_host(self, device: torch.device) -> HostCopies:
         """For what layers offload. What `auto` has no room for there stays where it is."""
@@ -130,7 +134,7 @@ class LayerCheckpoints:
     def rehearsed(self, rehearsal: "Rehearsal") -> Iterator[None]:
         """Within, layers run as the rehearsal has them, and nothing is decided."""
         give_back = transformers_api.checkpoint_layers(self._model, self._run)
-        self._rehearsal = rehearsal
+        self._rehearsal, self._num_tokens = rehearsal, 0
         try:
             yield
         finally:
@@ -165,15 +169,12 @@ class LayerCheckpoints:
         so that what must be the same on all ranks is taken from what they agree on.
         """
         self._pass = None  # one whose forward was interrupted holds nothing any more
-        self._num_tokens = tokens.shape[0] * row_length
+        earlier = self._num_tokens if self.is_rehearsed else 0
+        self._num_tokens = max(earlier, tokens.shape[0] * row_length)
         if not self._counts(decoder):
             return 0
-        trained = self._trained_now()
-        if self._trained not in ((), trained):  # layers keep other tensors then
-            self._auto = None
-        self._trained = trained
-        self._auto = self._auto or self._new_auto(tokens.device)
-        return self._auto.propose(self._num_tokens) if self._auto else 0
+        auto = self._auto_on(tokens.device)
+        return auto.propose(self._num_tokens) if auto else 0
 
     def begin(self, decoder: nn.Module, agreed: int) -> None:
         """The pass begins with the least of what the ranks of the group proposed."""
@@ -194,21 +195,21 @@ class LayerCheckpoints:
 
         hidden.register_hook(backward_begins)
 
-    def _new_auto(self, device: torch.device) -> AutoPolicy | None:
+    def _auto_on(self, device: torch.device) -> AutoPolicy | None:
         """None where memory is not counted."""
-        meter = self.find_meter(device)
-        if meter is None:
-            return None
-        if self._lowest(device) == "offload":
-            self._host = self._host or self.new_host(device)
-        return AutoPolicy(meter, self.kinds(), self._host, self.share)
+        trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
+        if self._trained not in ((), trained):  # layers keep other tensors then
+            self._auto = None
+        self._trained = trained
+        if self._auto is None and (meter := self.find_meter(device)) is not None:
+            if self._lowest(device) == "offload":
+                self._host = self._host or self.new_host(device)
+            self._auto = AutoPolicy(meter, self._kinds(), self._host, self.share)
+        return self._auto
 
     def _lowest(self, device: torch.device) -> LayerPolicy:
         """Of the policies that `auto` takes there. The memory of a CPU is the host's."""
         return LADDER[0] if device.type == "cuda" else LADDER[1]
-
-    def _trained_now(self) -> tuple[bool, ...]:
-        return tuple(parameter.requires_grad for parameter in self._model.parameters())
 
     def _counts(self, decoder: nn.Module) -> bool:
         """Whether a pass is a training pass of a model whose policies are chosen."""

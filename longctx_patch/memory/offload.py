@@ -83,11 +83,11 @@ class HostCopies:
         """Whether something had no room."""
         return self._is_full
 
-    def times_with_room(self, num_bytes: int) -> int:
-        """How often every process of the machine may take so much more."""
+    @property
+    def bytes_with_room(self) -> int:
+        """That each process of the machine may still take."""
         room = self._room()
-        left = max(0, room.available - room.reserve)
-        return left // max(1, num_bytes * _num_local_processes())
+        return max(0, room.available - room.reserve) // _num_local_processes()
 
     def begin(self) -> "Kept":
         """What the next layer keeps. In backward, layers are asked for in the opposite order."""

@@ -98,7 +98,7 @@ def test_its_first_pass_has_what_later_ones_have() -> None:
         assert sum(rungs[0]) >= 1
         assert 0 <= sum(rungs[-1]) - sum(rungs[0]) <= 2
         assert max(peaks) <= capacity
-        assert known.peak_bytes == pytest.approx(expected["offload"], rel=0.06)
+        assert expected["offload"] * 0.99 <= known.peak_bytes <= expected["offload"] * 1.2
         assert torch.equal(losses[0], plain[2][0])
         # Kernels add gradients of queries in any order.
         torch.testing.assert_close(losses, plain[2], rtol=1e-2, atol=0)

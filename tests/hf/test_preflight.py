@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
+from longctx_patch.config import CheckpointPolicy
 from longctx_patch.hf.preflight import WillNotFit, preflight
 from longctx_patch.memory import MARGIN, LayerPolicy
 from tests.harness import run_distributed
@@ -190,10 +191,25 @@ def test_wrong_moments_are_refused(spoil: Any, says: str) -> None:
         preflight(run.handle, run.loss)
 
 
-def test_two_forward_passes_are_refused() -> None:
-    run = Run(LiveBytes(PLENTY), checkpoint="attention")
-    with pytest.raises(ValueError, match="ran 6 of the last 3 layers"):
-        preflight(run.handle, lambda: run.loss() + run.loss())
+@pytest.mark.parametrize("policy", ["none", "attention"])
+def test_several_forward_passes_before_one_backward(policy: LayerPolicy) -> None:
+    with LiveBytes(PLENTY) as meter:
+        run = Run(meter, checkpoint=policy)
+        found = preflight(run.handle, lambda: run.loss() + run.loss())
+        assert found is not None
+        run.step()
+        meter.reset_peak()
+        (run.loss() + run.loss()).backward()
+        peak = meter.peak()
+    assert peak <= found.expected_bytes * 1.01
+    assert found.expected_bytes <= peak * 1.12
+
+
+@pytest.mark.parametrize("policy", ["attention", "auto"])
+def test_a_loss_of_no_layer_is_refused(policy: CheckpointPolicy) -> None:
+    run = Run(LiveBytes(PLENTY), checkpoint=policy)
+    with pytest.raises(ValueError, match="ran 0 of the last 3 layers"):
+        preflight(run.handle, lambda: run.model.get_output_embeddings().weight.sum())
 
 
 def check_on_two_ranks(rank: int) -> None:

@@ -1,0 +1,154 @@
+"""Rehearsals under `auto` where layers can be offloaded: what is known, and when it holds."""
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.optim import AdamW
+
+from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
+from longctx_patch.hf.preflight import Preflight, WillNotFit, preflight
+from tests.hf.hosted import DeviceBytes, Host
+from tests.hf.tiny import tiny_model, token_rows
+from tests.memory.live_bytes import LiveBytes
+
+LAYERS, LENGTH, PLENTY = 7, 512, 10**12
+LAYER_BYTES = LENGTH * 528
+"""That one layer offloads."""
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    gc.collect()
+    warnings.simplefilter("ignore")  # that the host is full
+    host = Host(PLENTY)
+    host.stand_in(monkeypatch)
+    return host
+
+
+class Run:
+    def __init__(self, meter: LiveBytes, *, layers: int = LAYERS, **config: Any) -> None:
+        vocabulary = config.pop("vocab_size", 131)
+        self.model: Any = tiny_model(num_hidden_layers=layers, vocab_size=vocabulary)
+        self.handle: PatchHandle = patch(self.model, LongContextConfig(**config))
+        self.handle._checkpoints.find_meter = lambda _: meter
+        self.meter = meter
+        self.optimizer = AdamW(self.model.parameters(), foreach=False)
+        self.load(LENGTH)
+
+    def load(self, length: int) -> None:
+        collate = SequenceShardCollator(self.handle.config, group_rank=0, pad_token_id=0)
+        self.batch = collate(token_rows(length, 1))
+
+    def loss(self) -> Tensor:
+        return self.model(**self.batch).loss
+
+    def two(self) -> Tensor:
+        return self.loss() + self.loss()
+
+    def rehearse(self, loss_of: Callable[[], Tensor] | None = None, **options: Any) -> Preflight:
+        found = preflight(self.handle, loss_of or self.loss, **options)
+        assert found is not None
+        return found
+
+    def step(self, loss_of: Callable[[], Tensor] | None = None) -> float:
+        """The share of the capacity that it took."""
+        self.meter.reset_peak()
+        (loss_of or self.loss)().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self.meter.peak() / self.meter.capacity()
+
+    @property
+    def letters(self) -> str:
+        return "".join(policy[0] for policy in self.handle.checkpointing.policies)
+
+
+def expected(host: Host, checkpoint: str = "auto", **config: Any) -> int:
+    with DeviceBytes(host, PLENTY) as meter:
+        return Run(meter, checkpoint=checkpoint, **config).rehearse().expected_bytes
+
+
+def test_what_a_layer_offloads_is_known(host: Host) -> None:
+    with DeviceBytes(host, PLENTY) as meter:
+        run = Run(meter, checkpoint="auto")
+        run.rehearse()
+        known = run.handle.checkpointing.memory
+    assert known is not None
+    assert {extra.attention for extra in known.extra_bytes} == {LAYER_BYTES}
+
+
+@pytest.mark.parametrize("capacity", [1.1, 1.4, 2.0, 3.0])
+def test_two_passes_before_their_backward(host: Host, capacity: float) -> None:
+    with DeviceBytes(host, PLENTY) as meter:
+        least = Run(meter, checkpoint="auto")
+        meter.capacity_bytes = int(capacity * least.rehearse(least.two).expected_bytes)
+    with DeviceBytes(host, meter.capacity_bytes) as meter:
+        run = Run(meter, checkpoint="auto")
+        run.rehearse(run.two)
+        assert max(run.step(run.two) for _ in range(4)) <= 1
+
+
+@pytest.mark.parametrize("loss", ["logits", "chunked"])
+def test_what_the_least_fits_into_is_not_refused(host: Host, loss: str) -> None:
+    """The layer that the rehearsal leaves whole is none that `auto` has to."""
+    settings = {"loss": loss, "vocab_size": 1500}
+    offloaded = expected(host, "offload", **settings)
+    with DeviceBytes(host, int(1.03 * offloaded)) as meter:
+        run = Run(meter, checkpoint="auto", **settings)
+        run.rehearse()
+        assert max(run.step() for _ in range(3)) <= 1
+
+
+@pytest.mark.parametrize("layers", [0, 0.5, 1, 1.5, 2.5, 4.5, LAYERS])
+def test_what_has_no_room_on_the_host_is_expected_to_stay(host: Host, layers: float) -> None:
+    host.total_bytes = int(layers * LAYER_BYTES)
+    found = expected(host)
+    gc.collect()
+    with DeviceBytes(host, 1) as meter:
+        run = Run(meter, checkpoint="auto")
+        for _ in range(2):  # what was measured, and the least that can be done
+            run.step()
+        peak = run.step() * meter.capacity()
+    assert set(run.letters) == {"o"}
+    assert peak <= found * 1.01
+    assert found <= peak * 1.12
+
+
+@pytest.mark.parametrize("capacity", [1.9, 2.1, 2.3])
+def test_a_host_that_was_full_may_have_room_later(host: Host, capacity: float) -> None:
+    most = int(capacity * expected(host, layers=20))
+    host.total_bytes = int(3.2 * LAYER_BYTES)
+    with DeviceBytes(host, most) as meter:
+        run = Run(meter, checkpoint="auto", layers=20)
+        run.rehearse()
+        run.step()
+        host.total_bytes = PLENTY
+        run.load(int(1.9 * LENGTH))
+        assert max(run.step() for _ in range(4)) <= 1
+
+
+def test_a_rehearsal_within_a_run_knows_what_it_holds_on_the_host(host: Host) -> None:
+    most = int(1.1 * expected(host))
+    gc.collect()
+    host.total_bytes = int(9.2 * LAYER_BYTES)
+    with DeviceBytes(host, most) as meter:
+        run = Run(meter, checkpoint="auto")
+        for _ in range(3):
+            run.step()
+        before = run.letters
+        run.rehearse(has_optimizer_states=True)
+        assert run.step() <= 1
+        assert run.letters == before
+
+
+def test_what_is_refused_changes_nothing(host: Host) -> None:
+    most = expected(host)
+    with DeviceBytes(host, most // 2) as meter:
+        run = Run(meter, checkpoint="auto")
+        with pytest.raises(WillNotFit):
+            run.rehearse()
+        assert run.handle.checkpointing.memory is None
