@@ -108,10 +108,21 @@ class LayerCheckpoints:
         return (*[self._lowest(device)] * (num_layers - 1), LADDER[-1])
 
     def know(self, device: torch.device, found: Rehearsed) -> None:
-        """What the rehearsal that is just over found for `auto`, which need not measure then."""
+        """What the rehearsal that is just over found: `auto` need not measure then, if it has not
+        yet, which is better."""
+        if self._auto is not None and self._auto.use is not None:
+            return
+        self._auto = None  # it may have been interrupted
         auto = self._auto_on(device)
-        if auto is not None and (auto.use is None or self._num_tokens > auto.use.num_tokens):
+        if auto is not None:
             auto.know(self._num_tokens, found)
+
+    def host_to_rehearse(self, device: torch.device) -> HostCopies:
+        """What a run holds already it need not find room for; but what `auto` keeps in its is to be
+        told from what it keeps in a rehearsal."""
+        if self._policy == "auto" or self._host is None:
+            return self.new_host(device)
+        return self._host
 
     def new_host(self, device: torch.device) -> HostCopies:
         """For what layers offload. What `auto` has no room for there stays where it is."""
@@ -134,7 +145,7 @@ class LayerCheckpoints:
     def rehearsed(self, rehearsal: "Rehearsal") -> Iterator[None]:
         """Within, layers run as the rehearsal has them, and nothing is decided."""
         give_back = transformers_api.checkpoint_layers(self._model, self._run)
-        self._rehearsal, self._num_tokens = rehearsal, 0
+        self._rehearsal = rehearsal
         try:
             yield
         finally:
@@ -169,8 +180,9 @@ class LayerCheckpoints:
         so that what must be the same on all ranks is taken from what they agree on.
         """
         self._pass = None  # one whose forward was interrupted holds nothing any more
-        earlier = self._num_tokens if self.is_rehearsed else 0
-        self._num_tokens = max(earlier, tokens.shape[0] * row_length)
+        if not self._trains(decoder):
+            return 0
+        self._num_tokens = tokens.shape[0] * row_length
         if not self._counts(decoder):
             return 0
         auto = self._auto_on(tokens.device)
@@ -213,8 +225,11 @@ class LayerCheckpoints:
 
     def _counts(self, decoder: nn.Module) -> bool:
         """Whether a pass is a training pass of a model whose policies are chosen."""
-        trains = decoder.training and torch.is_grad_enabled()
-        return self._policy == "auto" and trains and not self.is_rehearsed
+        return self._policy == "auto" and self._trains(decoder) and not self.is_rehearsed
+
+    @staticmethod
+    def _trains(decoder: nn.Module) -> bool:
+        return decoder.training and torch.is_grad_enabled()
 
     def _run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
         if self._rehearsal is not None:

@@ -80,8 +80,8 @@ def preflight(
     within its `no_sync()`, since layers that are left out have no gradients to wait for.
 
     Args:
-        loss_of: the forward pass of a batch of the greatest length, as training makes it; where
-            one backward goes through several passes, all of them.
+        loss_of: the forward pass of a batch of the greatest length, as training makes it. Where
+            training goes forward several times before a backward, leave preflight out.
         backward: `accelerator.backward`, say.
         has_optimizer_states: they are there already, of a run that goes on. Else AdamW's two of
             each weight that is trained are added.
@@ -104,7 +104,7 @@ def preflight(
     if meter is None or num_layers <= NUM_LAYERS or not checkpoints.are_alike:
         return None
     policies = checkpoints.to_rehearse(NUM_LAYERS, device)
-    host, share = checkpoints.new_host(device), handle.config.attention_kept
+    host, share = checkpoints.host_to_rehearse(device), handle.config.attention_kept
     rehearsal = Rehearsal(policies, num_layers, meter, host, share)
     try:
         with RandomState.now(device).replayed(), checkpoints.rehearsed(rehearsal):
@@ -114,23 +114,22 @@ def preflight(
     finally:
         for parameter in trained:
             parameter.grad = None
-    passes, extra = rehearsal.num_passes, rehearsal.extra_bytes
-    host_layers = _host_layers(extra, host, handle.checkpointing.host_bytes, passes, num_layers)
+    extra = rehearsal.extra_bytes
+    host_layers = _host_layers(extra, host, handle.checkpointing.host_bytes, num_layers)
     # What has no room on the host stays on the device.
     stays = max(0, num_layers - 1 - host_layers)
     kept, stayed = rehearsal.kept_bytes, rehearsal.stayed_bytes
     others = (num_layers - NUM_LAYERS) * (kept - stayed) + stays * extra.attention
-    others = passes * max(0, others - stayed)
+    others = max(0, others - stayed)
     all_bytes = sum(num_bytes_on(device, parameter) for parameter in trained)
     states = 0 if has_optimizer_states else ADAMW_STATES * all_bytes
-    # Of several passes, all but the one whose backward comes first find all gradients there.
-    of_others = others - others // passes
-    ending = seen.layers_peak + of_others + max(0, all_bytes - seen.gradient_bytes)
-    whole = extra.none + (0 if stays else extra.attention)
+    ending = seen.layers_peak + max(0, all_bytes - seen.gradient_bytes)
+    # Of the last layer, that `auto` need not keep.
+    whole = extra.none + (extra.attention if host_layers >= num_layers else 0)
     found = Preflight(
         policy=policies[0],
         kept_bytes=kept,
-        loss_bytes=seen.loss_peak - passes * whole + others + states,
+        loss_bytes=seen.loss_peak - whole + others + states,
         backward_bytes=max(seen.layers_peak + others, ending) + states,
         capacity_bytes=meter.capacity(),
     )
@@ -142,22 +141,19 @@ def preflight(
         known = Rehearsed(
             extra_bytes=extra,
             host_layers=host_layers,
-            peak_bytes=max(found.backward_bytes, found.loss_bytes + passes * whole),
+            peak_bytes=max(found.backward_bytes, found.loss_bytes + whole),
             rest_bytes=meter.allocated() + states,
-            at_once=passes,
         )
         checkpoints.know(device, known)
     return found
 
 
-def _host_layers(
-    extra: Extra, host: HostCopies, held_bytes: int, passes: int, num_layers: int
-) -> int:
+def _host_layers(extra: Extra, host: HostCopies, held_bytes: int, num_layers: int) -> int:
     """For how many the host has room, with what the rehearsal and the run so far hold of it."""
     if not extra.attention:
         return num_layers
     room = host.bytes_with_room + host.num_bytes + held_bytes
-    return min(num_layers, room // (passes * extra.attention))
+    return min(num_layers, room // extra.attention)
 
 
 def _check_moment(handle: PatchHandle, trained: list[nn.Parameter]) -> None:

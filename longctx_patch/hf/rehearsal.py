@@ -48,11 +48,17 @@ class Rehearsal:
         backward: Callable[[Tensor], object],
         trained: Sequence[nn.Parameter],
     ) -> Seen:
-        """Forward and backward; gradients stay."""
+        """Forward and backward; gradients stay. Raises ValueError but for one forward pass."""
         self._meter.reset_peak()
         loss = loss_of()
         forward_peak = self._meter.peak()
         self._meter.reset_peak()
+        if len(self._before) != NUM_LAYERS:
+            raise ValueError(
+                f"preflight(): loss_of ran {len(self._before)} of the last {NUM_LAYERS} layers: "
+                "give one forward pass in training. Where one backward goes through several, leave "
+                "preflight out: checkpoint='auto' measures by itself."
+            )
         backward(loss)
         gradients = (parameter.grad for parameter in trained if parameter.grad is not None)
         return Seen(
@@ -64,6 +70,8 @@ class Rehearsal:
     def run(self, layer: int, forward: Callable[..., Tensor], *args: Tensor) -> Tensor:
         if layer < self._first:
             return args[0]
+        if not torch.is_grad_enabled():  # of a reference, say: nothing is kept
+            return forward(*args)
         self._before.append(self._meter.allocated())
         on_host = self.host.num_bytes
         policy = self.policies[layer - self._first]
@@ -75,26 +83,14 @@ class Rehearsal:
         return out
 
     def _comes_to_the_layers(self, _: Tensor) -> None:
-        if not self._loss_peak:
-            self._loss_peak = self._meter.peak()
-            self._meter.reset_peak()
-
-    @property
-    def num_passes(self) -> int:
-        """Forward passes that one backward goes through."""
-        passes, more = divmod(len(self._before), NUM_LAYERS)
-        if more or not passes:
-            raise ValueError(
-                f"preflight(): loss_of ran {len(self._before)} of the last {NUM_LAYERS} layers: "
-                "give whole forward passes in training."
-            )
-        return passes
+        self._loss_peak = self._meter.peak()
+        self._meter.reset_peak()
 
     @property
     def kept_bytes(self) -> int:
         """From the second of them beginning to the last: its own, and what it gave on. As the first
         begins, FSDP still has a buffer of the embeddings."""
-        return max(0, *(self._before[n + 1] - self._before[n] for n in self._layers(1)))
+        return max(0, self._before[2] - self._before[1])
 
     @property
     def stayed_bytes(self) -> int:
@@ -106,14 +102,9 @@ class Rehearsal:
         """What a layer keeps on each rung beyond the one below, where they are of several."""
         if self.policies[0] == self.policies[-1]:
             return Extra(0, 0)
-        attention = max(self._gone[n] for n in self._layers(1)) + self.stayed_bytes
-        whole = max(self._after[n] - self._before[n] for n in self._layers(2))
+        attention = self._gone[1] + self.stayed_bytes
         lower = attention + self.kept_bytes - self.stayed_bytes
-        return Extra(attention, max(0, whole - lower))
-
-    def _layers(self, number: int) -> range:
-        """That layer of every pass."""
-        return range(number, NUM_LAYERS * self.num_passes, NUM_LAYERS)
+        return Extra(attention, max(0, self._after[2] - self._before[2] - lower))
 
 
 def num_bytes_on(device: torch.device, tensor: Tensor) -> int:

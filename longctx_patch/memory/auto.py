@@ -95,8 +95,6 @@ class Rehearsed:
     room, and on the one above from there."""
     rest_bytes: int
     """Allocated as a pass begins that peaks so."""
-    at_once: int = 1
-    """Passes that one backward goes through."""
 
 
 @dataclass(eq=False)
@@ -172,15 +170,13 @@ class AutoPolicy:
         )
 
     def know(self, num_tokens: int, found: "Rehearsed") -> None:
-        """In place of a pass that measures: what one of `num_tokens` is expected to take."""
+        """In place of the first pass, which measures: what one of `num_tokens` is expected to take
+        whose backward comes before another's forward."""
         num_layers = len(self._kinds)
         self._num_tokens, self._extra = num_tokens, (found.extra_bytes,) * num_layers
-        self._climbs, self._ceiling = self._fewest_climbs, 2 * num_layers
         climbs = max(self._fewest_climbs, num_layers - found.host_layers)
         self.policies = (*after_climbs(climbs, num_layers)[:-1], LADDER[-1])
-        self._window = _Window(
-            found.peak_bytes, found.rest_bytes, is_observed=True, at_once=found.at_once
-        )
+        self._window = _Window(found.peak_bytes, found.rest_bytes, is_observed=True)
 
     def propose(self, num_tokens: int) -> int:
         """How many climbs this rank has the memory for in the pass that begins, or `MEASURE`.
@@ -207,14 +203,12 @@ class AutoPolicy:
 
     def begin(self, num_tokens: int, climbs: int) -> Pass:
         """The pass begins, with what the ranks agreed on."""
-        allocated = self._meter.allocated()
-        # Of passes that one backward goes through: what was there before the first.
-        rest = min((earlier.rest_bytes for earlier in self._open), default=allocated)
+        rest = self._meter.allocated()
         if climbs == MEASURE:
             self._allocated, self._extra, self._is_measuring = [], (), True
             self._num_tokens, self._climbs = num_tokens, self._fewest_climbs
             self._ceiling = 2 * len(self._kinds)
-            self._may_reach = allocated + MARGIN / 2 * self._meter.capacity()
+            self._may_reach = rest + MARGIN / 2 * self._meter.capacity()
             self.policies = to_measure(self._kinds)
             self._start_window(rest, rest)
         else:

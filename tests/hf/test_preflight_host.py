@@ -2,10 +2,10 @@
 
 import gc
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.optim import AdamW
 
@@ -46,18 +46,15 @@ class Run:
     def loss(self) -> Tensor:
         return self.model(**self.batch).loss
 
-    def two(self) -> Tensor:
-        return self.loss() + self.loss()
-
-    def rehearse(self, loss_of: Callable[[], Tensor] | None = None, **options: Any) -> Preflight:
-        found = preflight(self.handle, loss_of or self.loss, **options)
+    def rehearse(self, **options: Any) -> Preflight:
+        found = preflight(self.handle, self.loss, **options)
         assert found is not None
         return found
 
-    def step(self, loss_of: Callable[[], Tensor] | None = None) -> float:
+    def step(self) -> float:
         """The share of the capacity that it took."""
         self.meter.reset_peak()
-        (loss_of or self.loss)().backward()
+        self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self.meter.peak() / self.meter.capacity()
@@ -79,17 +76,6 @@ def test_what_a_layer_offloads_is_known(host: Host) -> None:
         known = run.handle.checkpointing.memory
     assert known is not None
     assert {extra.attention for extra in known.extra_bytes} == {LAYER_BYTES}
-
-
-@pytest.mark.parametrize("capacity", [1.1, 1.4, 2.0, 3.0])
-def test_two_passes_before_their_backward(host: Host, capacity: float) -> None:
-    with DeviceBytes(host, PLENTY) as meter:
-        least = Run(meter, checkpoint="auto")
-        meter.capacity_bytes = int(capacity * least.rehearse(least.two).expected_bytes)
-    with DeviceBytes(host, meter.capacity_bytes) as meter:
-        run = Run(meter, checkpoint="auto")
-        run.rehearse(run.two)
-        assert max(run.step(run.two) for _ in range(4)) <= 1
 
 
 @pytest.mark.parametrize("loss", ["logits", "chunked"])
@@ -129,6 +115,46 @@ def test_a_host_that_was_full_may_have_room_later(host: Host, capacity: float) -
         host.total_bytes = PLENTY
         run.load(int(1.9 * LENGTH))
         assert max(run.step() for _ in range(4)) <= 1
+
+
+@pytest.mark.parametrize("layers", [LAYERS - 1, LAYERS - 0.5, LAYERS])
+def test_the_last_layer_leaves_only_with_room_for_all(host: Host, layers: float) -> None:
+    host.total_bytes = int(layers * LAYER_BYTES)
+    settings = {"loss": "logits", "vocab_size": 1500}
+    found = expected(host, **settings)
+    gc.collect()
+    with DeviceBytes(host, 1) as meter:
+        run = Run(meter, checkpoint="auto", **settings)
+        peak = max(run.step() for _ in range(3)) * meter.capacity()
+    assert peak <= found * 1.01
+
+
+def test_a_pass_that_was_interrupted_is_forgotten(host: Host) -> None:
+    most = int(1.3 * expected(host))
+    with DeviceBytes(host, most) as meter:
+        run = Run(meter, checkpoint="auto")
+
+        def full(*_: Any) -> None:
+            raise torch.OutOfMemoryError
+
+        hook = run.model.get_decoder().layers[-1].register_forward_hook(full)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.loss()
+        hook.remove()
+        run.rehearse()
+        assert max(run.step() for _ in range(4)) <= 1
+        assert "n" not in run.letters[:-1]
+
+
+def test_offloading_layers_are_rehearsed_within_a_run(host: Host) -> None:
+    host.total_bytes = int(9.2 * LAYER_BYTES)
+    with DeviceBytes(host, PLENTY) as meter:
+        run = Run(meter, checkpoint="offload")
+        run.step()
+        found = run.rehearse(has_optimizer_states=True)
+        peak = run.step() * meter.capacity()
+    assert peak <= found.expected_bytes * 1.01
+    assert found.expected_bytes <= peak * 1.12
 
 
 def test_a_rehearsal_within_a_run_knows_what_it_holds_on_the_host(host: Host) -> None:
