@@ -17,6 +17,7 @@ than before. FSDP2 gathers only the layers that run.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from traceback import clear_frames
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,7 @@ def preflight(
         with RandomState.now(device).replayed(), checkpoints.rehearsed(rehearsal):
             seen = rehearsal.step(loss_of, backward, trained)
     except torch.OutOfMemoryError as error:
+        clear_frames(error.__traceback__)  # or they hold the step for as long as the error is shown
         raise WillNotFit(f"{NUM_LAYERS} of {num_layers} layers do not fit: {error}") from error
     finally:
         for parameter in trained:

@@ -1,5 +1,6 @@
 """A rehearsal with three layers says what all layers take, and leaves no trace."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -144,6 +145,26 @@ def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
             preflight(run.handle, run.loss)
         assert not run.handle._checkpoints.is_rehearsed
         run.step()
+
+
+def test_a_rehearsal_out_of_memory_holds_nothing() -> None:
+    """Also while the error is alive, as in a notebook, where one tries again with less."""
+    with LiveBytes(PLENTY) as meter:
+        run = Run(meter, checkpoint="none")
+        before = meter.allocated()
+
+        def loss() -> Tensor:
+            activations = run.loss()
+            assert activations.grad_fn is not None
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        with pytest.raises(
+            WillNotFit, match="3 of 7 layers do not fit: CUDA out of memory"
+        ) as full:
+            preflight(run.handle, loss)
+        assert full.value.__cause__ is not None
+        gc.collect()
+        assert meter.allocated() == before
 
 
 def test_when_it_can_not_tell() -> None:
