@@ -260,5 +260,27 @@ def check_on_two_ranks(rank: int) -> None:
     assert torch.equal(losses[0], losses[2])
 
 
-def test_on_two_ranks() -> None:
-    run_distributed(check_on_two_ranks, 2)
+def check_auto_on_two_ranks(rank: int) -> None:
+    """One of them has memory for the least only, and both begin with that."""
+    losses, policies = [], []
+    for rehearses in (False, True):
+        with LiveBytes(PLENTY) as meter:
+            run = Run(meter, ring_degree=2, checkpoint="auto")
+            if rehearses:
+                found = preflight(run.handle, run.loss)
+                assert found is not None
+                # As measured on this rank, so that it fits all the same.
+                meter.capacity_bytes = PLENTY if rank else int(found.expected_bytes / (1 - MARGIN))
+            losses.append(torch.stack([run.step() for _ in range(2)]))
+            policies.append(run.handle.checkpointing.policies)
+    assert torch.equal(*losses)
+    assert policies[0] == ("none",) * LAYERS
+    assert policies[1].count("attention") > 0
+    everyone = [None, None]
+    torch.distributed.all_gather_object(everyone, policies[1])
+    assert everyone[0] == everyone[1]
+
+
+@pytest.mark.parametrize("check", [check_on_two_ranks, check_auto_on_two_ranks])
+def test_on_two_ranks(check: Any) -> None:
+    run_distributed(check, 2)
