@@ -2,13 +2,18 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from longctx_patch import attention, virtual_group
 from longctx_patch.choice import TIE, choose, choose_waves, compare, explain
 from longctx_patch.config import LAYOUTS_OF_PLAN, LongContextConfig
 from longctx_patch.costs import Setting, Workload, predict
 from longctx_patch.plans import PRESETS, Direction
+from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 H200 = PRESETS["h200"]
@@ -46,6 +51,37 @@ def test_predictions_are_within_15_percent_of_what_was_measured(plan: str) -> No
             workload = replace(WORKLOAD, num_tokens=num_tokens)
             found_ms = predict(asked, direction, workload, H200).makespan_s * 1e3
             assert found_ms == pytest.approx(measured_ms, rel=0.15), (num_tokens, direction)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "degree"), [(8, 2, 2), (8, 2, 4), (24, 8, 5)])
+@pytest.mark.parametrize("waves", [1, 2])
+def test_buffers_of_ulysses_are_those_of_the_widest_exchange(
+    heads: int, kv_heads: int, degree: int, waves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the busiest rank, sent or received, in all waves: as the transport really gets them."""
+    tokens, dim = 8 * degree, 4
+    config = LongContextConfig(ulysses_degree=degree, ulysses_waves=waves)
+    exchanged: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(degree)}
+    all_to_all = VirtualTransport.all_to_all
+
+    def noted(self: VirtualTransport, send: Tensor, *rest: Any) -> Any:
+        exchanged[self.group_rank].append((send.nbytes, rest[1].nbytes))
+        return all_to_all(self, send, *rest)
+
+    def forward(ranks: VirtualTransport) -> None:
+        q, k, v = (torch.zeros(1, 8, n, dim) for n in (heads, kv_heads, kv_heads))
+        attention(q, k, v, group=virtual_group(ranks, config), check_ranks=False)
+
+    monkeypatch.setattr(VirtualTransport, "all_to_all", noted)
+    run_virtual_ranks(degree, forward)
+    # Queries, keys and values of all waves are posted before any result.
+    inwards = [of_rank[: len(of_rank) // 3] for of_rank in exchanged.values()]
+    widest = max(sum(part) for of_rank in inwards for part in zip(*of_rank, strict=True))
+    workload = Workload(
+        num_tokens=tokens, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, itemsize_bytes=4
+    )
+    asked = replace(setting("zigzag", ranks=degree, ulysses=degree), ulysses_waves=waves)
+    assert predict(asked, FORWARD, workload, H200).peak_buffer_bytes == widest
 
 
 def test_ulysses_sends_heads_for_tokens() -> None:

@@ -188,10 +188,12 @@ def result_of(
     policies: tuple[LayerPolicy, ...] | None = None,
 ) -> Result:
     """Of one configuration. Under `auto` layers climb as in `memory/auto.py`: as many as fit; or
-    they have had these `policies`."""
+    they have had these `policies`, one for each layer (else ValueError)."""
     # One simulation for all shares below 1, which have the same layout.
     share = 1.0 if attention_kept == 1 or ring == 1 else 0.5
     num_layers, attention = job.shape.num_layers, _attention(job, ulysses, ring, share)
+    if policies is not None and len(policies) != num_layers:
+        raise ValueError(f"{len(policies)} policies for {num_layers} layers: give one for each.")
     start = Candidate(
         ulysses=ulysses,
         ring=ring,

@@ -1,53 +1,25 @@
 """A rehearsal with three layers says what all layers take, and leaves no trace."""
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
+from longctx_patch import LongContextConfig, patch
 from longctx_patch.config import CheckpointPolicy
 from longctx_patch.hf.preflight import WillNotFit, preflight
 from longctx_patch.memory import MARGIN, LayerPolicy
 from tests.harness import run_distributed
-from tests.hf.tiny import gradients, tiny_model, token_rows
+from tests.hf import trained
+from tests.hf.tiny import gradients, tiny_model
+from tests.hf.trained import LAYERS, PLENTY
 from tests.memory.live_bytes import LiveBytes
 
-LAYERS, LENGTH, PLENTY = 7, 96, 10**12
-
-
-class Run:
-    """A patched model, its optimizer and one batch."""
-
-    def __init__(self, meter: LiveBytes | None, *, shards: bool = False, **config: Any) -> None:
-        self.model: Any = tiny_model(num_hidden_layers=LAYERS)
-        self.handle: PatchHandle = patch(self.model, LongContextConfig(**config))
-        self.handle._checkpoints.find_meter = lambda _: meter
-        if shards:
-            mesh = init_device_mesh("cpu", (2,))
-            for layer in self.model.get_decoder().layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        collate = SequenceShardCollator(
-            self.handle.config, group_rank=self.handle.group_rank, pad_token_id=0
-        )
-        self.batch = collate(token_rows(LENGTH))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
-
-    def loss(self) -> Tensor:
-        return self.model(**self.batch).loss
-
-    def step(self) -> Tensor:
-        loss = self.loss()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+Run = partial(trained.Run, length=96, rows=2)
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "attention"])
@@ -226,7 +198,7 @@ def test_a_pass_without_gradients_keeps_nothing(policy: CheckpointPolicy) -> Non
         with LiveBytes(PLENTY) as meter:
             run = Run(meter, checkpoint=policy)
 
-            def loss(run: Run = run, has_reference: bool = has_reference) -> Tensor:
+            def loss(run: trained.Run = run, has_reference: bool = has_reference) -> Tensor:
                 if has_reference:
                     with torch.no_grad():
                         run.loss()

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.optim import AdamW
 
-from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
-from longctx_patch.hf.preflight import Preflight, WillNotFit, preflight
+from longctx_patch.hf.preflight import WillNotFit
+from tests.hf import trained
 from tests.hf.hosted import DeviceBytes, Host
-from tests.hf.tiny import tiny_model, token_rows
+from tests.hf.trained import LAYERS, PLENTY
 from tests.memory.live_bytes import LiveBytes
 
-LAYERS, LENGTH, PLENTY = 7, 512, 10**12
+LENGTH = 512
 LAYER_BYTES = LENGTH * 528
 """That one layer offloads."""
 
@@ -29,39 +27,17 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return host
 
 
-class Run:
-    def __init__(self, meter: LiveBytes, *, layers: int = LAYERS, **config: Any) -> None:
-        vocabulary = config.pop("vocab_size", 131)
-        self.model: Any = tiny_model(num_hidden_layers=layers, vocab_size=vocabulary)
-        self.handle: PatchHandle = patch(self.model, LongContextConfig(**config))
-        self.handle._checkpoints.find_meter = lambda _: meter
+class Run(trained.Run):
+    """Measured in shares of the capacity."""
+
+    def __init__(self, meter: LiveBytes, **options: Any) -> None:
+        super().__init__(meter, length=LENGTH, **options)
         self.meter = meter
-        self.optimizer = AdamW(self.model.parameters(), foreach=False)
-        self.load(LENGTH)
 
-    def load(self, length: int) -> None:
-        collate = SequenceShardCollator(self.handle.config, group_rank=0, pad_token_id=0)
-        self.batch = collate(token_rows(length, 1))
-
-    def loss(self) -> Tensor:
-        return self.model(**self.batch).loss
-
-    def rehearse(self, **options: Any) -> Preflight:
-        found = preflight(self.handle, self.loss, **options)
-        assert found is not None
-        return found
-
-    def step(self) -> float:
-        """The share of the capacity that it took."""
+    def share_of_a_step(self) -> float:
         self.meter.reset_peak()
-        self.loss().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.step()
         return self.meter.peak() / self.meter.capacity()
-
-    @property
-    def letters(self) -> str:
-        return "".join(policy[0] for policy in self.handle.checkpointing.policies)
 
 
 def expected(host: Host, checkpoint: str = "auto", **config: Any) -> int:
@@ -86,7 +62,7 @@ def test_what_the_least_fits_into_is_not_refused(host: Host, loss: str) -> None:
     with DeviceBytes(host, int(1.03 * offloaded)) as meter:
         run = Run(meter, checkpoint="auto", **settings)
         run.rehearse()
-        assert max(run.step() for _ in range(3)) <= 1
+        assert max(run.share_of_a_step() for _ in range(3)) <= 1
 
 
 @pytest.mark.parametrize("layers", [0, 0.5, 1, 1.5, 2.5, 4.5, LAYERS])
@@ -97,8 +73,8 @@ def test_what_has_no_room_on_the_host_is_expected_to_stay(host: Host, layers: fl
     with DeviceBytes(host, 1) as meter:
         run = Run(meter, checkpoint="auto")
         for _ in range(2):  # what was measured, and the least that can be done
-            run.step()
-        peak = run.step() * meter.capacity()
+            run.share_of_a_step()
+        peak = run.share_of_a_step() * meter.capacity()
     assert set(run.letters) == {"o"}
     assert peak <= found * 1.01
     assert found <= peak * 1.12
@@ -111,10 +87,10 @@ def test_a_host_that_was_full_may_have_room_later(host: Host, capacity: float) -
     with DeviceBytes(host, most) as meter:
         run = Run(meter, checkpoint="auto", layers=20)
         run.rehearse()
-        run.step()
+        run.share_of_a_step()
         host.total_bytes = PLENTY
         run.load(int(1.9 * LENGTH))
-        assert max(run.step() for _ in range(4)) <= 1
+        assert max(run.share_of_a_step() for _ in range(4)) <= 1
 
 
 @pytest.mark.parametrize("layers", [LAYERS - 1, LAYERS - 0.5, LAYERS])
@@ -125,7 +101,7 @@ def test_the_last_layer_leaves_only_with_room_for_all(host: Host, layers: float)
     gc.collect()
     with DeviceBytes(host, 1) as meter:
         run = Run(meter, checkpoint="auto", **settings)
-        peak = max(run.step() for _ in range(3)) * meter.capacity()
+        peak = max(run.share_of_a_step() for _ in range(3)) * meter.capacity()
     assert peak <= found * 1.01
 
 
@@ -142,7 +118,7 @@ def test_a_pass_that_was_interrupted_is_forgotten(host: Host) -> None:
             run.loss()
         hook.remove()
         run.rehearse()
-        assert max(run.step() for _ in range(4)) <= 1
+        assert max(run.share_of_a_step() for _ in range(4)) <= 1
         assert "n" not in run.letters[:-1]
 
 
@@ -150,9 +126,9 @@ def test_offloading_layers_are_rehearsed_within_a_run(host: Host) -> None:
     host.total_bytes = int(9.2 * LAYER_BYTES)
     with DeviceBytes(host, PLENTY) as meter:
         run = Run(meter, checkpoint="offload")
-        run.step()
+        run.share_of_a_step()
         found = run.rehearse(has_optimizer_states=True)
-        peak = run.step() * meter.capacity()
+        peak = run.share_of_a_step() * meter.capacity()
     assert peak <= found.expected_bytes * 1.01
     assert found.expected_bytes <= peak * 1.12
 
@@ -164,10 +140,10 @@ def test_a_rehearsal_within_a_run_knows_what_it_holds_on_the_host(host: Host) ->
     with DeviceBytes(host, most) as meter:
         run = Run(meter, checkpoint="auto")
         for _ in range(3):
-            run.step()
+            run.share_of_a_step()
         before = run.letters
         run.rehearse(has_optimizer_states=True)
-        assert run.step() <= 1
+        assert run.share_of_a_step() <= 1
         assert run.letters == before
 
 

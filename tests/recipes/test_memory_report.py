@@ -107,25 +107,27 @@ def small_run(folder: Path) -> list[str]:
     (folder / "text.txt").write_text("some words " * 40)
     options = f"--model {folder}/model/config.json --text {folder}/text.txt --seq-len 32 --full"
     options += f" --output {folder}/out --max-steps 2 --tokenizer bytes --learning-rate 1e-3"
+    options += " --scheduler constant"
     return options.split()
 
 
 def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What it trains is what it would have trained without."""
-    found, losses = [], {}
+    found, losses, told = [], {}, []
     rehearse = finetune.preflight
 
     def metered(handle: Any, *given: Any, **options: Any) -> Any:
         meter = LiveBytes(10**12)
         handle._checkpoints.find_meter = lambda _: meter
         found.append(rehearse(handle, *given, **options))
+        told.append(options)
         handle._checkpoints.find_meter = lambda _: None
         return found[-1]
 
     for name, how in (("with", metered), ("without", rehearse)):
         (tmp_path / name).mkdir()
         monkeypatch.setattr(finetune, "preflight", how)
-        finetune.main(small_run(tmp_path / name))
+        finetune.main([*small_run(tmp_path / name), "--save-every", "2"])
         losses[name] = [line["loss"] for line in read_metrics(tmp_path / name / "out")]
     (tmp_path / "skipped").mkdir()
     monkeypatch.setattr(finetune, "preflight", metered)
@@ -134,6 +136,9 @@ def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert found[0].policy == "attention"
     assert losses["with"] == losses["without"]
     assert len(losses["with"]) == 2
+    more = ["--save-every", "2", "--max-steps", "3", "--resume"]
+    finetune.main([*small_run(tmp_path / "with"), *more])
+    assert told == [{"has_optimizer_states": False}, {"has_optimizer_states": True}]
 
 
 def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
