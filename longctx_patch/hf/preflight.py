@@ -118,11 +118,7 @@ def preflight(
             parameter.grad = None
     extra = rehearsal.extra_bytes
     host_layers = _host_layers(extra, host, handle.checkpointing.host_bytes, num_layers)
-    # What has no room on the host stays on the device.
-    stays = max(0, num_layers - 1 - host_layers)
-    kept, stayed = rehearsal.kept_bytes, rehearsal.stayed_bytes
-    others = (num_layers - NUM_LAYERS) * (kept - stayed) + stays * extra.attention
-    others = max(0, others - stayed)
+    others = _kept_by_others(rehearsal, num_layers, host_layers)
     all_bytes = sum(num_bytes_on(device, parameter) for parameter in trained)
     states = 0 if has_optimizer_states else ADAMW_STATES * all_bytes
     ending = seen.layers_peak + max(0, all_bytes - seen.gradient_bytes)
@@ -130,7 +126,7 @@ def preflight(
     whole = extra.none + (extra.attention if host_layers >= num_layers else 0)
     found = Preflight(
         policy=policies[0],
-        kept_bytes=kept,
+        kept_bytes=rehearsal.kept_bytes,
         loss_bytes=seen.loss_peak - whole + others + states,
         backward_bytes=max(seen.layers_peak + others, ending) + states,
         capacity_bytes=meter.capacity(),
@@ -156,6 +152,15 @@ def _host_layers(extra: Extra, host: HostCopies, held_bytes: int, num_layers: in
         return num_layers
     room = host.bytes_with_room + host.num_bytes + held_bytes
     return min(num_layers, room // extra.attention)
+
+
+def _kept_by_others(rehearsal: Rehearsal, num_layers: int, host_layers: int) -> int:
+    """Bytes on the device. What has no room on the host stays there; the last layer is reckoned
+    with apart, and what stayed in the rehearsal was seen."""
+    staying = max(0, num_layers - 1 - host_layers) * rehearsal.extra_bytes.attention
+    stayed = rehearsal.stayed_bytes
+    left = (num_layers - NUM_LAYERS) * (rehearsal.kept_bytes - stayed)
+    return max(0, left + staying - stayed)
 
 
 def _check_moment(handle: PatchHandle, trained: list[nn.Parameter]) -> None:
