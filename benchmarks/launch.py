@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+ALLOCATOR = "expandable_segments:True"  # what `make_accelerator` sets: for peers too
 GRACE_S = 10.0  # for the other processes, once one has failed
 POLL_S = 0.1
 
@@ -63,7 +64,10 @@ def run_job(
     started = time.monotonic()
     if limit_s <= 0:
         return Ending(0.0, "not started: the time for all launches (--budget-s) was over")
-    settings = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    settings = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", ALLOCATOR),
+    }
     if packages is not None:
         paths = [packages, os.environ.get("PYTHONPATH")]
         settings["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

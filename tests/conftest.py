@@ -9,8 +9,13 @@ import pytest
 import torch
 from hypothesis import settings
 
+from longctx_patch.memory import let_segments_grow
+
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
+
+if torch.cuda.is_available():
+    let_segments_grow()  # as `make_accelerator` does
 
 
 @pytest.fixture

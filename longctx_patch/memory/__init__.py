@@ -1,5 +1,6 @@
 """What is kept, what is recomputed, and how much at once."""
 
+from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.memory.auto import LADDER, MARGIN, AutoPolicy, Extra, MemoryUse, Pass, Rehearsed
 from longctx_patch.memory.meter import Meter, meter_of, total_bytes
 from longctx_patch.memory.offload import HostCopies, HostMemoryFull
@@ -18,6 +19,7 @@ __all__ = [
     "Meter",
     "Pass",
     "Rehearsed",
+    "let_segments_grow",
     "meter_of",
     "run_layer",
     "run_tiled",

@@ -25,6 +25,10 @@ measured with what there is. The bound is loose where the peak is not in the lay
 with more climbs shows it, and more follow. A rehearsal measures as well (`know`): then the first
 pass has climbed already.
 
+Where passes come so near to the capacity that the allocator has to give back in each what it keeps
+for later (tensors lie in pieces), that costs more than a layer's recompute: two such passes in a
+row count as if all of the capacity was used.
+
 The peak is that of forward and backward. The optimizer's own is the same whatever is recomputed,
 since activations are freed by then.
 
@@ -52,6 +56,10 @@ MARGIN = 0.06
 """Share of the capacity that is left free: for what the allocator can't use because it is in
 pieces, for passes that need more than those measured (other documents, experts with more tokens),
 and for libraries that allocate for themselves. Layers step down when half of it is used."""
+
+SHORT_IN_A_ROW = 2
+"""So many passes in which the allocator had to try again are too many; a single one may have come
+between two arrangements of its memory."""
 
 MEASURE = -1
 """In place of a number of climbs: this pass measures. Less than any number, so the least of what
@@ -106,6 +114,7 @@ class Pass:
     window: "_Window"
     rest_bytes: int
     peak_before_bytes: int
+    retries_before: int
 
 
 @dataclass(eq=False)
@@ -120,6 +129,8 @@ class _Window:
     """Whether the backward of a longest pass was seen."""
     at_once: int = 1
     """Passes whose activations are alive at the same time; extras count for each."""
+    short_in_a_row: int = 0
+    """The last passes in which the allocator had to try again."""
 
 
 class AutoPolicy:
@@ -146,6 +157,7 @@ class AutoPolicy:
         self._climbs = self._fewest_climbs
         self._ceiling = 2 * len(kinds)
         self._is_under_way = False
+        self._retries_before = 0
         self.policies = after_climbs(self._climbs, len(kinds))
         self._allocated: list[int] = []
         self._may_reach = 0.0
@@ -166,7 +178,7 @@ class AutoPolicy:
             num_tokens=self._num_tokens,
             peak_bytes=self._window.peak_bytes,
             extra_bytes=self._extra,
-            capacity_bytes=self._meter.capacity(),
+            capacity_bytes=self._meter.fillable(),
         )
 
     def know(self, num_tokens: int, found: "Rehearsed") -> None:
@@ -185,7 +197,7 @@ class AutoPolicy:
             return MEASURE
         if self._open:
             return self._climbs  # a forward before the backward of another: both as decided
-        capacity = self._meter.capacity()
+        capacity = self._meter.fillable()
         self._learn_from_the_interrupted(capacity)
         used = self._expected_bytes(self._meter.allocated())
         room = (1 - MARGIN) * capacity - used
@@ -196,10 +208,12 @@ class AutoPolicy:
             return min(most, self._ceiling)
         if as_decided and used <= (1 - MARGIN / 2) * capacity:
             return self._climbs
+        fewer = self._most_climbs(lambda less, more: not more and less >= -room)
         # What was too much once is not tried again: loads may change from pass to pass.
         if as_decided and self._window.is_observed:
-            self._ceiling = max(self._fewest_climbs, self._climbs - 1)
-        return self._most_climbs(lambda less, more: not more and less >= -room)
+            is_short = self._window.short_in_a_row >= SHORT_IN_A_ROW
+            self._ceiling = fewer if is_short else max(self._fewest_climbs, self._climbs - 1)
+        return fewer
 
     def begin(self, num_tokens: int, climbs: int) -> Pass:
         """The pass begins, with what the ranks agreed on."""
@@ -208,7 +222,7 @@ class AutoPolicy:
             self._allocated, self._extra, self._is_measuring = [], (), True
             self._num_tokens, self._climbs = num_tokens, self._fewest_climbs
             self._ceiling = 2 * len(self._kinds)
-            self._may_reach = rest + MARGIN / 2 * self._meter.capacity()
+            self._may_reach = rest + MARGIN / 2 * self._meter.fillable()
             self.policies = to_measure(self._kinds)
             self._start_window(rest, rest)
         else:
@@ -222,7 +236,9 @@ class AutoPolicy:
             self._meter.reset_peak()  # so that it is the pass's own that shows, not an evaluation's
         self._num_passes += 1
         self._is_under_way = True
-        this = Pass(self._num_passes, num_tokens, self._window, rest, self._meter.peak())
+        self._retries_before = self._meter.retries()
+        peak = self._meter.peak()
+        this = Pass(self._num_passes, num_tokens, self._window, rest, peak, self._retries_before)
         self._open.add(this)
         self._window.at_once = max(self._window.at_once, len(self._open))
         return this
@@ -255,6 +271,10 @@ class AutoPolicy:
         window, peak = this.window, self._meter.peak()
         if window is not self._window:
             return
+        is_short = self._meter.retries() > this.retries_before
+        window.short_in_a_row = window.short_in_a_row + 1 if is_short else 0
+        if window.short_in_a_row >= SHORT_IN_A_ROW:
+            peak = max(peak, self._meter.fillable())
         is_longest = this.num_tokens == self._num_tokens
         if is_longest and not window.is_observed:
             window.peak_bytes, window.rest_bytes, window.is_observed = peak, this.rest_bytes, True
@@ -267,6 +287,8 @@ class AutoPolicy:
     def _learn_from_the_interrupted(self, capacity: int) -> None:
         """A pass that never ended and came near to the capacity was out of memory."""
         peak = self._meter.peak()
+        if self._meter.retries() > self._retries_before:
+            peak = max(peak, capacity)
         if self._is_under_way and peak > (1 - MARGIN / 2) * capacity:
             self._window.peak_bytes = max(self._window.peak_bytes, peak)
             self._window.is_observed = True

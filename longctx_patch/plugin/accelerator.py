@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 
 from longctx_patch.config import LongContextConfig
+from longctx_patch.memory import let_segments_grow
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig
 
 # torchrun and `accelerate launch` first, then the MPI launchers that Accelerate understands.
@@ -36,6 +37,8 @@ def make_accelerator(
     Under FSDP2 with mixed precision, gradients are reduced in float32 and outputs, the loss among
     them, keep their dtype; Accelerate's default would round both to the low precision. Give your
     own `fsdp_plugin` to decide otherwise.
+
+    torch's CUDA allocator is set to segments that grow, unless `PYTORCH_ALLOC_CONF` says otherwise.
 
     Args:
         config: degrees of sequence parallelism.
@@ -63,6 +66,8 @@ def make_accelerator(
     accelerator_kwargs["dataloader_config"] = _same_batches(accelerator_kwargs)
     if fsdp2 and accelerator_kwargs.get("fsdp_plugin") is None:
         accelerator_kwargs["fsdp_plugin"] = _exact_fsdp_plugin(accelerator_kwargs)
+    if not cpu:
+        let_segments_grow()
     accelerator = Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
     _check_ours(accelerator, parallelism)
     if states_on_host(accelerator):

@@ -15,7 +15,7 @@ from tests.hf.tiny import tiny_model, token_rows
 
 pytestmark = pytest.mark.gpu
 
-DEVICE, LAYERS, LENGTH = torch.device("cuda"), 12, 2**14
+DEVICE, LAYERS, LENGTH = torch.device("cuda", 0), 12, 2**14
 STEPS = 4
 
 
@@ -49,6 +49,11 @@ class Run:
         found = preflight(self.handle, self.loss)
         assert found is not None
         return found
+
+    @property
+    def num_retries(self) -> int:
+        """Of the allocator, in this process so far."""
+        return torch.cuda.memory_stats(DEVICE)["num_alloc_retries"]
 
     def steps(self) -> tuple[list[tuple[LayerPolicy, ...]], list[int], Tensor]:
         """(policies of each, peak bytes of each, losses)"""
@@ -90,13 +95,15 @@ def test_its_first_pass_has_what_later_ones_have() -> None:
         run.rehearse()
         known = run.handle.checkpointing.memory
         assert known is not None
+        retries = run.num_retries
         policies, peaks, losses = run.steps()
         torch.cuda.set_per_process_memory_fraction(1.0)
         # Nothing is measured: the last layer is no sample, and all climb from the first step on.
         rungs = [[LADDER.index(policy) for policy in of_step] for of_step in policies]
         assert all(sorted(of_step) == of_step for of_step in rungs)
         assert sum(rungs[0]) >= 1
-        assert 0 <= sum(rungs[-1]) - sum(rungs[0]) <= 2
+        assert sum(rungs[-1]) - sum(rungs[0]) <= 2
+        assert sum(rungs[-1]) >= sum(rungs[0]) or run.num_retries > retries + 1
         assert max(peaks) <= capacity
         assert expected["offload"] * 0.99 <= known.peak_bytes <= expected["offload"] * 1.2
         assert torch.equal(losses[0], plain[2][0])

@@ -55,3 +55,9 @@ class LiveBytes(TorchDispatchMode):
 
     def capacity(self) -> int:
         return self.capacity_bytes
+
+    def fillable(self) -> int:
+        return self.capacity_bytes
+
+    def retries(self) -> int:
+        return 0

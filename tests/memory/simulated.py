@@ -25,9 +25,13 @@ class Machine:
     top: int = 0
     highest: int = 0
     """The peak that nobody resets."""
+    pieces: float = 0.0
+    """Share of the total that the allocator loses between tensors."""
+    tried_again: int = 0
 
     def hold(self, num_bytes: int) -> None:
         self.now += num_bytes
+        self.tried_again += self.now > (1 - self.pieces) * self.total
         self.top = max(self.top, self.now)
         self.highest = max(self.highest, self.now)
 
@@ -48,6 +52,12 @@ class Machine:
 
     def capacity(self) -> int:
         return self.total
+
+    def fillable(self) -> int:
+        return self.total
+
+    def retries(self) -> int:
+        return self.tried_again
 
 
 @dataclass

@@ -147,6 +147,45 @@ def test_where_the_peak_is_not_in_the_layers_more_climb_later() -> None:
     assert training.machine.highest <= training.machine.total
 
 
+def test_layers_step_down_once_where_memory_is_lost_in_pieces() -> None:
+    """After two passes of one arrangement in which the allocator had to try again, for good."""
+    training = Training.on(capacity_for(5))
+    training.machine.pieces = 0.2
+    found, short = [], []
+    for _ in range(12):
+        before = training.machine.tried_again
+        found.append(training.train())
+        short.append(training.machine.tried_again > before)
+    assert found[:3] == [1, 5, 5]
+    assert found[3] < 5
+    assert found[3:] == sorted(found[3:], reverse=True)
+    assert found[-6:] == [found[-1]] * 6
+    assert found[-1] > 0
+    assert short[1]
+    assert not any(short[-6:])
+
+
+def test_a_single_retry_changes_nothing() -> None:
+    training = Training.on(capacity_for(5))
+    training.train()
+    for _ in range(4):
+        this = training.forward(10)
+        training.machine.tried_again += 1
+        training.backward(this)
+        assert training.train() == 5
+
+
+def test_a_pass_that_was_out_of_memory_is_not_made_again() -> None:
+    """Wherever it was: in pieces, memory ends before the capacity does."""
+    training = Training.on(capacity_for(5))
+    training.train()
+    training.forward(10)
+    assert training.whole == 5
+    training.machine.now = 100
+    training.machine.tried_again += 1
+    assert training.train() < 5
+
+
 def test_the_least_of_all_ranks_holds_and_measuring_is_less_than_any() -> None:
     training = Training.on(capacity_for(5))
     assert [training.train(), training.train(others=LAYERS + 2)] == [1, 2]

@@ -1,10 +1,15 @@
 """What torch's allocator says of a GPU, and `auto` by it."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.memory import MARGIN, meter_of
+from longctx_patch.memory import MARGIN, let_segments_grow, meter_of
+from longctx_patch.memory.allocator import SETTING, VARIABLES
 from longctx_patch.memory.meter import CudaMeter
 from tests.hf.tiny import tiny_model, token_rows
 
@@ -13,6 +18,65 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 
 def test_the_cpu_has_no_meter() -> None:
     assert meter_of(torch.device("cpu")) is None
+
+
+def test_segments_grow_unless_the_allocator_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    let_segments_grow()
+    assert os.environ.pop("PYTORCH_ALLOC_CONF") == SETTING
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    let_segments_grow()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    let_segments_grow()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+def test_of_segments_that_do_not_grow_less_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(CudaMeter, "capacity", lambda _: 1000)
+    for grows, fillable in ((True, 1000), (False, 800)):
+        segments = [{"is_expandable": False}, {"is_expandable": grows}]
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda s=segments, **_: s)
+        meter = meter_of(device)
+        assert meter is not None
+        assert (meter.capacity(), meter.fillable()) == (1000, fillable)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_allocator_takes_the_setting() -> None:
+    """In a process of its own, where CUDA has not started."""
+    script = (
+        "import torch\n"
+        "from longctx_patch.memory import let_segments_grow, meter_of\n"
+        "let_segments_grow()\n"
+        "kept = torch.empty(2**28, device='cuda')\n"
+        "assert meter_of(kept.device).fill == 1.0\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_retries_are_counted() -> None:
+    meter = CudaMeter(torch.device("cuda", 0))
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.1)
+    try:
+        before = meter.retries()
+        room = meter.capacity() - meter.allocated()
+        half = torch.empty(room * 5 // 8, dtype=torch.uint8, device="cuda")
+        del half
+        # There is no room for it beside what is kept for later.
+        whole = torch.empty(room * 7 // 8, dtype=torch.uint8, device="cuda")
+        assert meter.allocated() >= whole.nbytes
+        assert meter.retries() == before + 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.gpu
