@@ -61,7 +61,8 @@ class Ours(TorchTrained):
         self._accelerator.backward(loss)
 
     def details(self) -> dict[str, Any]:
-        return {"checkpointing": dataclasses.asdict(self._handle.checkpointing)}
+        found = dataclasses.asdict(self._handle.checkpointing)
+        return {"checkpointing": found, "kernels": self._handle.kernels}
 
     def close(self) -> None:
         close_accelerator(self._accelerator)

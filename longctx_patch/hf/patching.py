@@ -75,6 +75,12 @@ class PatchHandle:
         return self._checkpoints.report()
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the attention kernels taken on GPUs so far, of which `kernel="auto"` chooses by
+        what it measures; none on the CPU."""
+        return self.group.kernels.names
+
+    @property
     def mlp_tiles(self) -> tuple[int, ...]:
         """Tiles in which each layer's MLP ran last, first layer to last; 1 for experts."""
         return tiles_of_layers(self.model)

@@ -22,6 +22,11 @@ class AgreedKernels:
     def __init__(self) -> None:
         self._kernels: dict[tuple[str, KernelRequest], Kernel] = {}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that were agreed on."""
+        return tuple(sorted({kernel.name for kernel in self._kernels.values()}))
+
     def known(self, name: str, request: KernelRequest) -> Kernel | None:
         """Without asking anybody; None: the ranks have to agree first.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isfinite
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ Stopwatch = Callable[[Callable[[], object]], float]
 
 _MOST_ROWS, _FEWEST_ROWS, _MOST_HEADS = 8192, 1024, 32
 _SOFTCAP = 50.0  # Gemma 2's
+_LONGER, _MOST_WAIT_S = 3.0, 0.05  # than the CPU took once
+_CYCLES_PER_S = 2e9  # no GPU's clock is much faster
 # Rounding gives about 3e-3 in bfloat16 and 4e-4 in float16; a wrong mask or scale gives 0.1 to 1.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -244,12 +247,20 @@ def _random(
 
 
 def gpu_seconds(run: Callable[[], object], repeats: int = 5) -> float:
-    """The median of a few runs, after two that compile and warm up."""
+    """The median of a few runs, after two that compile and warm up; of the GPU's time alone.
+
+    A block of a few heads takes the GPU less time than the CPU needs to start it, which in training
+    starts it while other work is done. So the GPU waits before each run until it has all of it.
+    """
     run()
+    torch.cuda.synchronize()
+    begun = perf_counter()
     run()
+    wait_s = min(_MOST_WAIT_S, _LONGER * (perf_counter() - begun))
     times = []
     for _ in range(repeats):
         started, stopped = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(wait_s * _CYCLES_PER_S))
         started.record()
         run()
         stopped.record()

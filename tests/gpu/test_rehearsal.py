@@ -79,7 +79,8 @@ def capacity_of(run: Run, num_bytes: float) -> int:
     return meter.capacity()
 
 
-def test_its_first_pass_has_what_later_ones_have() -> None:
+def test_layers_climb_from_the_first_pass_on() -> None:
+    """More of them later where it takes less than was expected: that was a bound."""
     least = Run("offload")
     expected = {"offload": least.rehearse().expected_bytes}
     plain = least.steps()
@@ -102,9 +103,10 @@ def test_its_first_pass_has_what_later_ones_have() -> None:
         rungs = [[LADDER.index(policy) for policy in of_step] for of_step in policies]
         assert all(sorted(of_step) == of_step for of_step in rungs)
         assert sum(rungs[0]) >= 1
-        assert sum(rungs[-1]) - sum(rungs[0]) <= 2
         assert sum(rungs[-1]) >= sum(rungs[0]) or run.num_retries > retries + 1
         assert max(peaks) <= capacity
+        if sum(rungs[-1]) > sum(rungs[0]):
+            assert peaks[0] < (1 - MARGIN) * capacity - min(known.extra_bytes[0])
         assert expected["offload"] * 0.99 <= known.peak_bytes <= expected["offload"] * 1.2
         assert torch.equal(losses[0], plain[2][0])
         # Kernels add gradients of queries in any order.

@@ -15,7 +15,13 @@ from longctx_patch.kernels import preference as preference_module
 from longctx_patch.kernels.base import CAUSAL_WINDOW, Domain
 from longctx_patch.kernels.dense import DenseKernel
 from longctx_patch.kernels.preference import measured_here, preferred
-from longctx_patch.kernels.probe import Measured, allowed_pairs, measure, rounded
+from longctx_patch.kernels.probe import (
+    Measured,
+    allowed_pairs,
+    gpu_seconds,
+    measure,
+    rounded,
+)
 from longctx_patch.kernels.probe_cache import ProbeCache, default_path
 
 REQUEST = KernelRequest("cpu", torch.float32, 8, num_heads=4, num_kv_heads=2, num_rows=64)
@@ -75,6 +81,58 @@ def test_each_case_is_timed_both_ways() -> None:
     assert found.total_s == 6
     assert allowed_pairs("full", 64) == 64 * 64
     assert allowed_pairs("causal", 64) == 64 * 65 // 2
+
+
+class FakeGpu:
+    """Runs what it is given in order; the CPU goes on meanwhile."""
+
+    def __init__(self) -> None:
+        self.cpu_s = self.gpu_s = 0.0
+
+    def give(self, host_s: float, device_s: float) -> float:
+        """When it is done."""
+        self.cpu_s += host_s
+        self.gpu_s = max(self.gpu_s, self.cpu_s) + device_s
+        return self.gpu_s
+
+    def wait(self) -> None:
+        self.cpu_s = max(self.cpu_s, self.gpu_s)
+
+    def event(self, enable_timing: bool) -> "FakeEvent":
+        return FakeEvent(self)
+
+
+@dataclass
+class FakeEvent:
+    gpu: FakeGpu
+    at_s: float = 0.0
+
+    def record(self) -> None:
+        self.at_s = self.gpu.give(0.0, 0.0)
+
+    def synchronize(self) -> None:
+        self.gpu.wait()
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 1000 * (other.at_s - self.at_s)
+
+
+@pytest.mark.parametrize("device_s", [1e-4, 1e-2])
+def test_it_is_the_gpus_time_that_counts(device_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call whose two kernels the CPU needs 2 ms to start, and a second the first time."""
+    gpu, calls = FakeGpu(), []
+    monkeypatch.setattr("longctx_patch.kernels.probe.perf_counter", lambda: gpu.cpu_s)
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.wait)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.give(0.0, cycles / 2.2e9))
+
+    def run() -> None:
+        calls.append(1)
+        gpu.give(1e-3 if len(calls) > 1 else 1.0, device_s / 2)
+        gpu.give(1e-3, device_s / 2)
+
+    assert gpu_seconds(run) == pytest.approx(device_s)
+    assert gpu.cpu_s < 2
 
 
 def test_many_pieces_cost_a_kernel_without_segments_many_calls() -> None:

@@ -27,7 +27,7 @@ class Measured(NamedTuple):
     is_recipe: bool = False
     """By the recipe, which clips gradients; its second step."""
     policies: tuple[LayerPolicy, ...] | None = None
-    """That `auto` took in the pass that measures, which is not what it takes from then on."""
+    """That `auto` took, where it is not what the planner takes for it."""
 
     def predicted(self) -> Result:
         return Run.parse(self.run).predicted(
@@ -44,8 +44,9 @@ class Measured(NamedTuple):
         peak, seconds = result.memory.total / GIB, result.time.total
         notes = " without FSDP" * (not self.fsdp) + " states on the host" * self.states_on_host
         notes += " (recipe)" * self.is_recipe
-        if self.policies:
-            notes += f", {self.policies.count('offload')} of {len(self.policies)} layers offloaded"
+        for policy, how in (("offload", "offloaded"), ("none", "not recomputed")):
+            if self.policies and (count := self.policies.count(policy)) > 1:
+                notes += f", {count} of {len(self.policies)} layers {how}"
         host = "| | |"
         if self.host_gib is not None:
             found = result.host_bytes / GIB
@@ -150,6 +151,18 @@ AFTERWARDS = (
     Measured(4, _llama(262144, "none", ulysses=4), 87.9, 8.068),
     Measured(4, _llama(262144, "attention", ulysses=4), 29.2, 8.350),
     Measured(4, _llama(262144, "attention", ulysses=4) + ",mlp_tiles=2", 27.3, 8.469),
+    Measured(4, _llama(131072, "offload", ulysses=4), 17.5, 2.614),
+    Measured(4, _llama(131072, "offload", ulysses=4) + ",mlp_tiles=4", 15.9, 2.688),
+    Measured(4, _llama(262144, "offload", ulysses=4), 23.1, 8.382),
+    Measured(4, _llama(262144, "offload", ulysses=4) + ",mlp_tiles=4", 19.6, 8.509),
+    Measured(1, _llama(131072, "auto", ulysses=1), 98.6, 9.837),
+    Measured(
+        1,
+        "llama-8b:layers=12,tokens=131072,checkpoint=auto",
+        120.9,
+        14.48,
+        policies=(*("attention",) * 3, *("none",) * 9),
+    ),
 )
 """Measured since. Of what their predictions depend on only this has changed: what is kept of
 attention is counted beside what is computed again, in the two rows with `attention_kept`."""
