@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from longctx_patch.memory.last_product import can_be_watched, run_and_look, without
 from longctx_patch.memory.random_state import RandomState
 
 SHARE = 1 / 16
@@ -63,7 +64,9 @@ def run_tiled(forward: Forward, module: nn.Module, hidden: Tensor, num_tiles: in
 
     Args:
         forward: of `module`, token by token: `[B, n, D] -> [B, n, E]`. It runs twice for each tile,
-            and what it looks at over several tokens, or counts, sees tiles.
+            and what it looks at over several tokens, or counts, sees tiles. Where it ends with a
+            linear layer, that is computed in forward only, but for modules with hooks within and
+            compiled ones.
         module: whose parameters `forward` uses. They are looked up as this is called, so that they
             may be others than they were (FSDP2 swaps them).
         hidden: `[B, L, D]`, any float dtype.
@@ -80,7 +83,7 @@ def run_tiled(forward: Forward, module: nn.Module, hidden: Tensor, num_tiles: in
     mlp = _TiledMlp(forward, module, num_tiles, _Autocast.now(hidden.device.type))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
-        return mlp.run(hidden)
+        return mlp.run(hidden)[0]
     kept: Tensor = _Keep.apply(hidden, *trained)
     out: Tensor = _Tiles.apply(kept, mlp, hidden.requires_grad, *trained)
     return out
@@ -116,7 +119,7 @@ class _Tiles(torch.autograd.Function):
         # Not saved as hidden states are: a recompute would have to come as far as here for them.
         ctx.trained, ctx.versions = trained, [tensor._version for tensor in trained]
         random = RandomState.now(kept.device)
-        out = mlp.run(kept)
+        out, ctx.last_product = mlp.run(kept)
         ctx.random = random if random.has_moved() else None
         return out
 
@@ -135,7 +138,9 @@ class _Tiles(torch.autograd.Function):
             for parameter, is_wanted in zip(ctx.trained, ctx.needs_input_grad[3:], strict=True)
         ]
         with _drawn_again(ctx.random), _in_place_of(ctx.mlp.module, ctx.trained, stand_ins):
-            grad_hidden, grads = ctx.mlp.gradients(hidden, grad, ctx.wants_hidden, stand_ins)
+            grad_hidden, grads = ctx.mlp.gradients(
+                hidden, grad, ctx.wants_hidden, stand_ins, ctx.last_product
+            )
         return grad_hidden, None, None, *grads
 
 
@@ -167,24 +172,36 @@ class _TiledMlp:
     num_tiles: int
     autocast: _Autocast
 
-    def run(self, hidden: Tensor) -> Tensor:
-        """All tiles, with gradients as the caller has them enabled."""
+    def run(self, hidden: Tensor) -> tuple[Tensor, int | None]:
+        """(all tiles, the linear layer that made them), with gradients as the caller has them."""
         out: Tensor | None = None
+        last_product = None
+        is_watched = can_be_watched(self.module)
         with self.autocast.context():
             for start, size in self._spans(hidden.shape[-2]):
-                tile = self.forward(hidden.narrow(-2, start, size))
+                part = hidden.narrow(-2, start, size)
+                if is_watched:
+                    tile, last_product = run_and_look(self.forward, part)
+                else:
+                    tile = self.forward(part)
                 if out is None:
                     out = tile.new_empty(*hidden.shape[:-1], tile.shape[-1])
                 out.narrow(-2, start, size).copy_(tile)
         assert out is not None
-        return out
+        return out, last_product
 
     def gradients(
-        self, hidden: Tensor, grad: Tensor, wants_hidden: bool, parameters: Sequence[Tensor]
+        self,
+        hidden: Tensor,
+        grad: Tensor,
+        wants_hidden: bool,
+        parameters: Sequence[Tensor],
+        last_product: int | None,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Of the hidden states and of each parameter, in their dtypes.
 
-        None for a parameter that had no part in it, as autograd has it.
+        None for a parameter that had no part in it, as autograd has it. `last_product`: as `run`
+        found it; a tile runs again without it.
         """
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         wanted = [number for number, p in enumerate(parameters) if p.requires_grad]
@@ -192,7 +209,8 @@ class _TiledMlp:
         for start, size in self._spans(hidden.shape[-2]):
             tile = hidden.narrow(-2, start, size).detach().requires_grad_(wants_hidden)
             inputs = [*(parameters[number] for number in wanted), *([tile] if wants_hidden else [])]
-            found = self._tile_gradients(tile, inputs, grad.narrow(-2, start, size))
+            part = grad.narrow(-2, start, size)
+            found = self._tile_gradients(tile, inputs, part, last_product)
             if grad_hidden is not None:
                 of_tile, place = found.pop(), grad_hidden.narrow(-2, start, size)
                 place.zero_() if of_tile is None else place.copy_(of_tile)
@@ -204,9 +222,9 @@ class _TiledMlp:
         ]
 
     def _tile_gradients(
-        self, tile: Tensor, inputs: Sequence[Tensor], grad: Tensor
+        self, tile: Tensor, inputs: Sequence[Tensor], grad: Tensor, last_product: int | None
     ) -> list[Tensor | None]:
-        with torch.enable_grad(), self.autocast.context():
+        with torch.enable_grad(), self.autocast.context(), without(last_product):
             out = self.forward(tile)
         _check_leaves(out, inputs)
         return list(torch.autograd.grad(out, inputs, grad, allow_unused=True))

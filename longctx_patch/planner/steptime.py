@@ -94,9 +94,10 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     # Forward and the gradient of the input take two each, that of a trained weight two more.
     each = 4 if job.lora else 6
     recomputed = again * (shape.layer_linear_weights - shape.down_weights)
-    if candidate.mlp_tiles > 1:  # backward runs a tile's whole MLP again, in whole layers too
-        mlp = shape.num_mlp_products * shape.down_weights
-        recomputed += again * shape.down_weights + (shape.num_layers - again) * mlp
+    if candidate.mlp_tiles > 1:  # in whole layers too, backward runs a tile's MLP again
+        recomputed += (shape.num_layers - again) * (shape.num_mlp_products - 1) * shape.down_weights
+        if job.lora:  # with what comes after the last product
+            recomputed += shape.num_layers * shape.down_weights
     products = tokens * (each * linear + 2 * recomputed)
     per_token = _elementwise_bytes(job)
     moved = tokens * per_token * (3 * shape.num_layers + again)

@@ -55,7 +55,7 @@ def test_what_will_not_fit_is_refused(run: Run, config: Write, tmp_path: Path) -
     code, output = patch(run, model, tmp_path / "run", "1xH200", "--seq-len", 131072, "--full")
     assert code == 1
     assert "--gpus 1xH200: the run needs 134 GiB of the 129" in output
-    assert "--checkpoint auto --mlp-tiles 1 --states-on-host is predicted to take" in output
+    assert "--checkpoint auto --mlp-tiles 2 --states-on-host is predicted to take" in output
     words = ("--seq-len", 131072, "--full", "--checkpoint", "none")
     code, output = patch(run, model, tmp_path / "run", "4xH200", *words)
     assert code == 1

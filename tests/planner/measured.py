@@ -164,8 +164,9 @@ AFTERWARDS = (
         policies=(*("attention",) * 3, *("none",) * 9),
     ),
 )
-"""Measured since. Of what their predictions depend on only this has changed: what is kept of
-attention is counted beside what is computed again, in the two rows with `attention_kept`."""
+"""Measured since. Of what their predictions depend on two things have changed: what is kept of
+attention is counted beside what is computed again, in the two rows with `attention_kept`, and of
+MLPs in tiles the last product is not computed again, which it was as they were measured."""
 
 if __name__ == "__main__":
     for rows in (AFTERWARDS, IN_VIEW):
