@@ -31,10 +31,11 @@ def out_of_memory(
     used, what was predicted, and what to change."""
     total = torch.cuda.get_device_properties(device).total_memory
     now, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    taken = torch.cuda.memory_reserved(device)
     lines = [
         str(error).splitlines()[0],
-        f"Used: tensors held {now / GIB:.1f} GiB, at most {most / GIB:.1f}, of {total / GIB:.1f} "
-        "on this GPU.",
+        f"Used: tensors held {now / GIB:.1f} GiB, at most {most / GIB:.1f}, and the allocator "
+        f"{taken / GIB:.1f}, of {total / GIB:.1f} on this GPU.",
     ]
     try:
         cluster = cluster_here(settings.hardware, num_gpus, total, host.total_bytes())
