@@ -26,8 +26,8 @@ with more climbs shows it, and more follow. A rehearsal measures as well (`know`
 pass has climbed already.
 
 Where passes come so near to the capacity that the allocator has to give back in each what it keeps
-for later (tensors lie in pieces), that costs more than a layer's recompute: two such passes in a
-row count as if all of the capacity was used.
+for later (tensors lie in pieces), that costs more than a layer's recompute: two such passes of the
+last eight count as if all of the capacity was used.
 
 The peak is that of forward and backward. The optimizer's own is the same whatever is recomputed,
 since activations are freed by then.
@@ -57,9 +57,9 @@ MARGIN = 0.06
 pieces, for passes that need more than those measured (other documents, experts with more tokens),
 and for libraries that allocate for themselves. Layers step down when half of it is used."""
 
-SHORT_IN_A_ROW = 2
-"""So many passes in which the allocator had to try again are too many; a single one may have come
-between two arrangements of its memory."""
+RECENT, SHORT = 8, 2
+"""Of so many passes, these are too many in which the allocator had to try again. A single one may
+have come between two arrangements of its memory."""
 
 MEASURE = -1
 """In place of a number of climbs: this pass measures. Less than any number, so the least of what
@@ -114,7 +114,6 @@ class Pass:
     window: "_Window"
     rest_bytes: int
     peak_before_bytes: int
-    retries_before: int
 
 
 @dataclass(eq=False)
@@ -129,8 +128,12 @@ class _Window:
     """Whether the backward of a longest pass was seen."""
     at_once: int = 1
     """Passes whose activations are alive at the same time; extras count for each."""
-    short_in_a_row: int = 0
-    """The last passes in which the allocator had to try again."""
+    recent: tuple[bool, ...] = ()
+    """Of the last passes, whether the allocator had to try again."""
+
+    @property
+    def is_short(self) -> bool:
+        return sum(self.recent) >= SHORT
 
 
 class AutoPolicy:
@@ -157,7 +160,8 @@ class AutoPolicy:
         self._climbs = self._fewest_climbs
         self._ceiling = 2 * len(kinds)
         self._is_under_way = False
-        self._retries_before = 0
+        self._retries = self._failures = 0
+        """Of the meter: when the last pass ended, or began alone; when the last one began."""
         self.policies = after_climbs(self._climbs, len(kinds))
         self._allocated: list[int] = []
         self._may_reach = 0.0
@@ -178,7 +182,7 @@ class AutoPolicy:
             num_tokens=self._num_tokens,
             peak_bytes=self._window.peak_bytes,
             extra_bytes=self._extra,
-            capacity_bytes=self._meter.fillable(),
+            capacity_bytes=self._meter.fillable(self._window.rest_bytes),
         )
 
     def know(self, num_tokens: int, found: "Rehearsed") -> None:
@@ -197,9 +201,10 @@ class AutoPolicy:
             return MEASURE
         if self._open:
             return self._climbs  # a forward before the backward of another: both as decided
-        capacity = self._meter.fillable()
+        rest = self._meter.allocated()
+        capacity = self._meter.fillable(rest)
         self._learn_from_the_interrupted(capacity)
-        used = self._expected_bytes(self._meter.allocated())
+        used = self._expected_bytes(rest)
         room = (1 - MARGIN) * capacity - used
         as_decided = self.policies == after_climbs(self._climbs, len(self._kinds))
         if room >= 0:
@@ -210,9 +215,10 @@ class AutoPolicy:
             return self._climbs
         fewer = self._most_climbs(lambda less, more: not more and less >= -room)
         # What was too much once is not tried again: loads may change from pass to pass.
-        if as_decided and self._window.is_observed:
-            is_short = self._window.short_in_a_row >= SHORT_IN_A_ROW
-            self._ceiling = fewer if is_short else max(self._fewest_climbs, self._climbs - 1)
+        if as_decided and self._window.is_short:
+            self._ceiling = fewer
+        elif as_decided and self._window.is_observed:
+            self._ceiling = max(self._fewest_climbs, self._climbs - 1)
         return fewer
 
     def begin(self, num_tokens: int, climbs: int) -> Pass:
@@ -222,7 +228,7 @@ class AutoPolicy:
             self._allocated, self._extra, self._is_measuring = [], (), True
             self._num_tokens, self._climbs = num_tokens, self._fewest_climbs
             self._ceiling = 2 * len(self._kinds)
-            self._may_reach = rest + MARGIN / 2 * self._meter.fillable()
+            self._may_reach = rest + MARGIN / 2 * self._meter.fillable(rest)
             self.policies = to_measure(self._kinds)
             self._start_window(rest, rest)
         else:
@@ -236,9 +242,10 @@ class AutoPolicy:
             self._meter.reset_peak()  # so that it is the pass's own that shows, not an evaluation's
         self._num_passes += 1
         self._is_under_way = True
-        self._retries_before = self._meter.retries()
-        peak = self._meter.peak()
-        this = Pass(self._num_passes, num_tokens, self._window, rest, peak, self._retries_before)
+        self._failures = self._meter.failures()
+        if not self._open:
+            self._retries = self._meter.retries()
+        this = Pass(self._num_passes, num_tokens, self._window, rest, self._meter.peak())
         self._open.add(this)
         self._window.at_once = max(self._window.at_once, len(self._open))
         return this
@@ -269,12 +276,10 @@ class AutoPolicy:
         # One that began earlier and is still alive is an output that somebody just keeps.
         self._open = weakref.WeakSet(p for p in self._open if p.number > this.number)
         window, peak = this.window, self._meter.peak()
+        retries_before, self._retries = self._retries, self._meter.retries()
         if window is not self._window:
             return
-        is_short = self._meter.retries() > this.retries_before
-        window.short_in_a_row = window.short_in_a_row + 1 if is_short else 0
-        if window.short_in_a_row >= SHORT_IN_A_ROW:
-            peak = max(peak, self._meter.fillable())
+        window.recent = (*window.recent, self._retries > retries_before)[-RECENT:]
         is_longest = this.num_tokens == self._num_tokens
         if is_longest and not window.is_observed:
             window.peak_bytes, window.rest_bytes, window.is_observed = peak, this.rest_bytes, True
@@ -283,11 +288,14 @@ class AutoPolicy:
             window.peak_bytes = max(window.peak_bytes, peak)
             if is_longest:
                 window.rest_bytes = max(window.rest_bytes, this.rest_bytes)
+        if window.is_short:
+            full = self._meter.fillable(this.rest_bytes)
+            window.peak_bytes = max(window.peak_bytes, full)
 
     def _learn_from_the_interrupted(self, capacity: int) -> None:
-        """A pass that never ended and came near to the capacity was out of memory."""
+        """A pass that never ended and came near to the capacity was out of memory, or failed."""
         peak = self._meter.peak()
-        if self._meter.retries() > self._retries_before:
+        if self._meter.failures() > self._failures:
             peak = max(peak, capacity)
         if self._is_under_way and peak > (1 - MARGIN / 2) * capacity:
             self._window.peak_bytes = max(self._window.peak_bytes, peak)

@@ -26,8 +26,9 @@ class Meter(Protocol):
         """What this process may allocate in all, next to what others hold on the device."""
         ...
 
-    def fillable(self) -> int:
-        """Of the capacity, what tensors of many sizes can be expected to fill."""
+    def fillable(self, rest_bytes: int) -> int:
+        """Of the capacity, what tensors of many sizes can be expected to fill, where so many bytes
+        are held by those that stay."""
         ...
 
     def retries(self) -> int:
@@ -35,9 +36,14 @@ class Meter(Protocol):
         it kept for later, and tried again."""
         ...
 
+    def failures(self) -> int:
+        """How often that was in vain: errors for want of memory."""
+        ...
 
-FIXED_SEGMENTS_FILL = 0.8
-"""Where segments don't grow: runs were out of memory with 0.80 to 0.85 of it in tensors."""
+
+FIXED_SEGMENTS_FILL = 0.7
+"""Where segments don't grow: runs were out of memory with 0.72 in tensors of what those that stay,
+weights and optimizer states, had left."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class CudaMeter:
 
     device: torch.device
     fill: float = 1.0
-    """Share of the capacity."""
+    """Of what those that stay leave, the share for tensors that come and go."""
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -64,11 +70,14 @@ class CudaMeter:
         mine = free + torch.cuda.memory_reserved(self.device)
         return min(mine, int(total * torch.cuda.get_per_process_memory_fraction(self.device)))
 
-    def fillable(self) -> int:
-        return int(self.fill * self.capacity())
+    def fillable(self, rest_bytes: int) -> int:
+        return rest_bytes + int(self.fill * (self.capacity() - rest_bytes))
 
     def retries(self) -> int:
         return int(torch.cuda.memory_stats(self.device)["num_alloc_retries"])
+
+    def failures(self) -> int:
+        return int(torch.cuda.memory_stats(self.device)["num_ooms"])
 
 
 def meter_of(device: torch.device) -> Meter | None:

@@ -56,8 +56,11 @@ class LiveBytes(TorchDispatchMode):
     def capacity(self) -> int:
         return self.capacity_bytes
 
-    def fillable(self) -> int:
+    def fillable(self, rest_bytes: int) -> int:
         return self.capacity_bytes
 
     def retries(self) -> int:
+        return 0
+
+    def failures(self) -> int:
         return 0

@@ -28,6 +28,8 @@ class Machine:
     pieces: float = 0.0
     """Share of the total that the allocator loses between tensors."""
     tried_again: int = 0
+    failed: int = 0
+    fill: float = 1.0
 
     def hold(self, num_bytes: int) -> None:
         self.now += num_bytes
@@ -53,11 +55,14 @@ class Machine:
     def capacity(self) -> int:
         return self.total
 
-    def fillable(self) -> int:
-        return self.total
+    def fillable(self, rest_bytes: int) -> int:
+        return rest_bytes + int(self.fill * (self.total - rest_bytes))
 
     def retries(self) -> int:
         return self.tried_again
+
+    def failures(self) -> int:
+        return self.failed
 
 
 @dataclass

@@ -7,6 +7,7 @@ import pytest
 from longctx_patch.memory.auto import (
     MARGIN,
     MEASURE,
+    RECENT,
     Extra,
     Rehearsed,
     after_climbs,
@@ -148,7 +149,7 @@ def test_where_the_peak_is_not_in_the_layers_more_climb_later() -> None:
 
 
 def test_layers_step_down_once_where_memory_is_lost_in_pieces() -> None:
-    """After two passes of one arrangement in which the allocator had to try again, for good."""
+    """After two passes in which the allocator had to try again, and for good."""
     training = Training.on(capacity_for(5))
     training.machine.pieces = 0.2
     found, short = [], []
@@ -165,14 +166,73 @@ def test_layers_step_down_once_where_memory_is_lost_in_pieces() -> None:
     assert not any(short[-6:])
 
 
-def test_a_single_retry_changes_nothing() -> None:
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_single_retry_changes_nothing(at_once: int) -> None:
+    """However often a pass that had it ends, and whatever others are open beside."""
+    found = []
+    for retries in (0, 1):
+        training, whole = Training.on(capacity_for(5)), []
+        training.train()
+        for _ in range(4):
+            passes = [training.forward(10) for _ in range(at_once)]
+            training.machine.tried_again += retries
+            for this in (*reversed(passes), passes[0]):
+                training.auto.end(this)
+            training.machine.now = 100
+            whole += [training.train() for _ in range(RECENT)]
+        found.append(whole)
+    assert found[0] == found[1]
+    assert found[0][-1] > 0
+
+
+def test_retries_of_every_other_pass_count() -> None:
+    """Of the micro-batch that meets the gradients of another; of the longer of two lengths."""
+    for lengths in ((10, 10), (10, 7)):
+        training = Training.on(capacity_for(5))
+        training.train()
+        found = []
+        for number in range(40):
+            this = training.forward(lengths[number % 2])
+            if number % 2 and training.whole > 3:
+                training.machine.tried_again += 1
+            training.backward(this)
+            found.append(training.whole)
+        assert found[-20:] == [found[-1]] * 20
+        assert 1 <= found[-1] <= 4
+
+
+def test_a_peak_of_something_else_hides_no_retries() -> None:
+    training = Training.on(capacity_for(5))
+    training.machine.pieces = 0.2
+    for _ in range(8):
+        training.train()
+        with training.machine.holding(training.machine.total):
+            pass  # an evaluation, say
+    short = training.machine.tried_again
+    for _ in range(4):
+        training.train()
+    assert training.machine.tried_again == short
+    assert training.whole > 0
+
+
+def test_retries_between_passes_are_not_theirs() -> None:
     training = Training.on(capacity_for(5))
     training.train()
-    for _ in range(4):
-        this = training.forward(10)
-        training.machine.tried_again += 1
-        training.backward(this)
+    for _ in range(6):
         assert training.train() == 5
+        training.machine.tried_again += 1
+
+
+def test_what_stays_leaves_no_gaps() -> None:
+    """Where segments are of fixed size, it is the rest that is filled less."""
+    training = Training.on(1000)
+    training.machine.fill = 0.7
+    training.machine.hold(640)
+    for _ in range(4):
+        training.train(1)
+    assert training.whole == LAYERS
+    assert training.auto.use is not None
+    assert training.auto.use.capacity_bytes == 740 + 182
 
 
 def test_a_pass_that_was_out_of_memory_is_not_made_again() -> None:
@@ -182,8 +242,17 @@ def test_a_pass_that_was_out_of_memory_is_not_made_again() -> None:
     training.forward(10)
     assert training.whole == 5
     training.machine.now = 100
-    training.machine.tried_again += 1
+    training.machine.failed += 1
     assert training.train() < 5
+
+
+def test_a_loss_that_is_thrown_away_was_not_out_of_memory() -> None:
+    training = Training.on(capacity_for(5))
+    training.train()
+    training.forward(10)
+    training.machine.now = 100
+    training.machine.tried_again += 1
+    assert [training.train() for _ in range(3)] == [5] * 3
 
 
 def test_the_least_of_all_ranks_holds_and_measuring_is_less_than_any() -> None:
