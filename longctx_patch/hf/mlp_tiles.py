@@ -19,7 +19,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from longctx_patch.hf import transformers_api
-from longctx_patch.memory import run_tiled, tiles_that_fit, total_bytes
+from longctx_patch.memory import is_plain, run_tiled, tiles_that_fit, total_bytes
+
+MLP_CODE = ("transformers.models.", "liger_kernel.")
+"""Where MLPs are written that don't look at what their down projection gives."""
 
 FindBytes = Callable[[torch.device], int | None]
 
@@ -86,7 +89,8 @@ class TiledForward:
     @torch.compiler.disable
     def __call__(self, hidden: Tensor) -> Tensor:
         self.num_tiles = self._number(hidden)
-        return run_tiled(self._forward(), self.module, hidden, self.num_tiles)
+        last = self._last_layer() if self.num_tiles > 1 else None
+        return run_tiled(self._forward(), self.module, hidden, self.num_tiles, last)
 
     def take_off(self) -> None:
         del vars(self.module)["forward"]
@@ -112,6 +116,17 @@ class TiledForward:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         numbers = 3 * self.intermediate_size * hidden.shape[:-1].numel()
         return tiles_that_fit(numbers * dtype.itemsize, self.find_bytes(hidden.device))
+
+    def _last_layer(self) -> nn.Linear | None:
+        """The down projection, whose result an MLP returns as it is, if the code is known to."""
+        last = getattr(self.module, "down_proj", None)
+        known = all(
+            getattr(code, "__module__", "").startswith(MLP_CODE)
+            for code in (type(self.module).forward, self.below)
+            if code is not None
+        )
+        compiled = any(m._compiled_call_impl is not None for m in self.module.modules())
+        return last if known and not compiled and is_plain(last) else None
 
     def _forward(self) -> Callable[[Tensor], Tensor]:
         own = self.below

@@ -250,7 +250,7 @@ def gpu_seconds(run: Callable[[], object], repeats: int = 5) -> float:
     """The median of a few runs, after two that compile and warm up; of the GPU's time alone.
 
     A block of a few heads takes the GPU less time than the CPU needs to start it, which in training
-    starts it while other work is done. So the GPU waits before each run until it has all of it.
+    starts it while other work is done. So an NVIDIA GPU waits before each run until it has all of it.
     """
     run()
     torch.cuda.synchronize()
@@ -260,7 +260,8 @@ def gpu_seconds(run: Callable[[], object], repeats: int = 5) -> float:
     times = []
     for _ in range(repeats):
         started, stopped = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(wait_s * _CYCLES_PER_S))
+        if torch.version.hip is None:  # there a cycle is another time
+            torch.cuda._sleep(int(wait_s * _CYCLES_PER_S))
         started.record()
         run()
         stopped.record()

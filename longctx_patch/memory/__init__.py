@@ -2,6 +2,7 @@
 
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.memory.auto import LADDER, MARGIN, AutoPolicy, Extra, MemoryUse, Pass, Rehearsed
+from longctx_patch.memory.last_product import is_plain
 from longctx_patch.memory.meter import Meter, meter_of, total_bytes
 from longctx_patch.memory.offload import HostCopies, HostMemoryFull
 from longctx_patch.memory.policies import LayerPolicy, run_layer
@@ -19,6 +20,7 @@ __all__ = [
     "Meter",
     "Pass",
     "Rehearsed",
+    "is_plain",
     "let_segments_grow",
     "meter_of",
     "run_layer",

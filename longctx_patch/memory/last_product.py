@@ -1,96 +1,91 @@
-"""Run a function again for its gradients, without its last matrix product.
+"""Run an MLP again for its gradients, without its last matrix product.
 
-A function is run again for what its operations keep, and what it returns is not among that. Where
-its last operation is a linear layer, as in an MLP, nobody needs what that gives, which is a third
-of the work of gate, up and down. (torch's checkpoint does likewise: it ends a recompute with the
-last tensor that was kept.)
+An MLP is run again for what its operations keep, and what it returns is not among that: where it
+returns what a linear layer gives, that need not be computed, a third of the work of gate, up and
+down. (torch's checkpoint does likewise: it ends a recompute with the last tensor that was kept.)
 
-Found by identity: of the calls of `F.linear` in a run, one has made the very tensor that came out.
+What stands in for the result has its shape and no memory. Nobody may look at it, so it takes an MLP
+that is known to hand the result on as it is, and a layer that is nothing but a linear one.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.nn.modules import module as torch_module
+
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
-class Products(TorchFunctionMode):
-    """Counts the linear layers that run while it is entered."""
-
-    def __init__(self, left_out: int | None = None) -> None:
-        """`left_out`: the number of one that is not computed, from 0."""
-        super().__init__()
-        self._left_out = left_out
-        self._count = 0
-        self._last: tuple[Tensor, int] | None = None
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is not functional.linear:
-            return func(*args, **(kwargs or {}))
-        number, self._count = self._count, self._count + 1
-        if number == self._left_out:
-            return linear_left_out(*args, **(kwargs or {}))
-        out: Tensor = func(*args, **(kwargs or {}))
-        self._last = out, out._version
-        return out
-
-    def number_of(self, out: Tensor) -> int | None:
-        """Which layer's output this is, as it left the layer; None: not that of the last one."""
-        if self._last is None:
-            return None
-        last, version = self._last
-        return self._count - 1 if out is last and out._version == version else None
-
-
-def run_and_look(function: Callable[[Tensor], Tensor], hidden: Tensor) -> tuple[Tensor, int | None]:
-    """(what it returns, the number of the linear layer that made it: what `without` takes)."""
-    with Products() as products:
-        out = function(hidden)
-    return out, products.number_of(out)
-
-
-def can_be_watched(module: nn.Module) -> bool:
-    """Not where code is compiled for what it calls, nor where hooks look at what comes out."""
-    within = [each for each in module.modules() if each is not module]
-    return not any(each._forward_hooks for each in within) and not any(
-        each._compiled_call_impl is not None for each in (module, *within)
+def is_plain(linear: object) -> bool:
+    """Whether it is `F.linear` of a tensor, and nobody looks at what goes in or comes out."""
+    return (
+        type(linear) is nn.Linear
+        and "forward" not in vars(linear)
+        and linear._compiled_call_impl is None
+        and not (linear._forward_hooks or linear._forward_pre_hooks)
+        and not (linear._backward_hooks or linear._backward_pre_hooks)
+        and not any(getattr(torch_module, name) for name in GLOBAL_HOOKS)
+        and all(type(p) in (Tensor, nn.Parameter) for p in linear.parameters())
     )
 
 
-def without(number: int | None) -> AbstractContextManager[object]:
-    """Within, so many linear layers run, and not the one after them."""
-    return nullcontext() if number is None else Products(number)
+@contextmanager
+def results_of(linear: nn.Linear | None) -> Iterator[list[Tensor]]:
+    """Within, what the layer gives is written down."""
+    results: list[Tensor] = []
+    if linear is None:
+        yield results
+        return
+
+    def forward(hidden: Tensor) -> Tensor:
+        results.append(functional.linear(hidden, linear.weight, linear.bias))
+        return results[-1]
+
+    with _other_forward(linear, forward):
+        yield results
 
 
-def linear_left_out(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """In place of `F.linear(hidden, weight, bias)`: something of its shape and dtype, with its
-    gradients to the bit."""
+@contextmanager
+def left_out(linear: nn.Linear | None) -> Iterator[None]:
+    """Within, the layer gives something of its result's shape and dtype that has its gradients."""
+    if linear is None:
+        yield
+        return
+    with _other_forward(linear, lambda hidden: stand_in(hidden, linear.weight, linear.bias)):
+        yield
+
+
+@contextmanager
+def _other_forward(linear: nn.Linear, forward: Any) -> Iterator[None]:
+    vars(linear)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(linear)["forward"]
+
+
+def stand_in(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In place of `F.linear(hidden, weight, bias)`, under autocast too; its gradients to the bit,
+    where hidden states are contiguous."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = _cast(hidden, dtype), _cast(weight, dtype)
         bias = None if bias is None else _cast(bias, dtype)
-    out: Tensor = _LeftOut.apply(hidden, weight, bias)
+    out: Tensor = _StandIn.apply(hidden, weight, bias)
     return out
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """As autocast does."""
-    casts = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(dtype) if casts else tensor
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
-class _LeftOut(torch.autograd.Function):
+class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(hidden, weight)

@@ -16,14 +16,14 @@ B rows, L tokens, D hidden size.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from longctx_patch.memory.last_product import can_be_watched, run_and_look, without
+from longctx_patch.memory.last_product import left_out, results_of
 from longctx_patch.memory.random_state import RandomState
 
 SHARE = 1 / 16
@@ -47,7 +47,13 @@ def tiles_that_fit(num_bytes: int, device_bytes: int | None) -> int:
     return max(1, -(-num_bytes // int(SHARE * device_bytes)))
 
 
-def run_tiled(forward: Forward, module: nn.Module, hidden: Tensor, num_tiles: int) -> Tensor:
+def run_tiled(
+    forward: Forward,
+    module: nn.Module,
+    hidden: Tensor,
+    num_tiles: int,
+    last: nn.Linear | None = None,
+) -> Tensor:
     """`forward(hidden)` by tiles of equal size, up to a token.
 
     The numbers are those of `forward(hidden)` but for rounding, gradients too: matrix products of
@@ -64,13 +70,13 @@ def run_tiled(forward: Forward, module: nn.Module, hidden: Tensor, num_tiles: in
 
     Args:
         forward: of `module`, token by token: `[B, n, D] -> [B, n, E]`. It runs twice for each tile,
-            and what it looks at over several tokens, or counts, sees tiles. Where it ends with a
-            linear layer, that is computed in forward only, but for modules with hooks within and
-            compiled ones.
+            and what it looks at over several tokens, or counts, sees tiles.
         module: whose parameters `forward` uses. They are looked up as this is called, so that they
             may be others than they were (FSDP2 swaps them).
         hidden: `[B, L, D]`, any float dtype.
         num_tiles: L at most; more are as good as L.
+        last: of `module`, a layer whose result `forward` returns without looking at it. Backward
+            then computes it for no tile. Where it returns something else, the layer is as others.
 
     Raises:
         RuntimeError: in backward, if parameters have changed since forward, as for any operation of
@@ -80,10 +86,10 @@ def run_tiled(forward: Forward, module: nn.Module, hidden: Tensor, num_tiles: in
     num_tiles = min(num_tiles, hidden.shape[-2])
     if num_tiles <= 1:
         return forward(hidden)
-    mlp = _TiledMlp(forward, module, num_tiles, _Autocast.now(hidden.device.type))
+    mlp = _TiledMlp(forward, module, num_tiles, last, _Autocast.now(hidden.device.type))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
-        return mlp.run(hidden)[0]
+        return replace(mlp, last=None).run(hidden)[0]
     kept: Tensor = _Keep.apply(hidden, *trained)
     out: Tensor = _Tiles.apply(kept, mlp, hidden.requires_grad, *trained)
     return out
@@ -115,11 +121,12 @@ class _Tiles(torch.autograd.Function):
     def forward(
         ctx: Any, kept: Tensor, mlp: "_TiledMlp", wants_hidden: bool, *trained: Tensor
     ) -> Tensor:
-        ctx.keeper, ctx.mlp, ctx.wants_hidden = kept.grad_fn, mlp, wants_hidden
+        ctx.keeper, ctx.wants_hidden = kept.grad_fn, wants_hidden
         # Not saved as hidden states are: a recompute would have to come as far as here for them.
         ctx.trained, ctx.versions = trained, [tensor._version for tensor in trained]
         random = RandomState.now(kept.device)
-        out, ctx.last_product = mlp.run(kept)
+        out, is_last = mlp.run(kept)
+        ctx.mlp = mlp if is_last else replace(mlp, last=None)
         ctx.random = random if random.has_moved() else None
         return out
 
@@ -138,9 +145,7 @@ class _Tiles(torch.autograd.Function):
             for parameter, is_wanted in zip(ctx.trained, ctx.needs_input_grad[3:], strict=True)
         ]
         with _drawn_again(ctx.random), _in_place_of(ctx.mlp.module, ctx.trained, stand_ins):
-            grad_hidden, grads = ctx.mlp.gradients(
-                hidden, grad, ctx.wants_hidden, stand_ins, ctx.last_product
-            )
+            grad_hidden, grads = ctx.mlp.gradients(hidden, grad, ctx.wants_hidden, stand_ins)
         return grad_hidden, None, None, *grads
 
 
@@ -170,38 +175,31 @@ class _TiledMlp:
     forward: Forward
     module: nn.Module
     num_tiles: int
+    last: nn.Linear | None
     autocast: _Autocast
 
-    def run(self, hidden: Tensor) -> tuple[Tensor, int | None]:
-        """(all tiles, the linear layer that made them), with gradients as the caller has them."""
+    def run(self, hidden: Tensor) -> tuple[Tensor, bool]:
+        """(all tiles, whether each was what the last layer gave, and that its only result), with
+        gradients as the caller has them enabled."""
         out: Tensor | None = None
-        last_product = None
-        is_watched = can_be_watched(self.module)
+        is_last = self.last is not None
         with self.autocast.context():
             for start, size in self._spans(hidden.shape[-2]):
-                part = hidden.narrow(-2, start, size)
-                if is_watched:
-                    tile, last_product = run_and_look(self.forward, part)
-                else:
-                    tile = self.forward(part)
+                with results_of(self.last) as results:
+                    tile = self.forward(hidden.narrow(-2, start, size))
+                is_last = is_last and len(results) == 1 and results[0] is tile
                 if out is None:
                     out = tile.new_empty(*hidden.shape[:-1], tile.shape[-1])
                 out.narrow(-2, start, size).copy_(tile)
         assert out is not None
-        return out, last_product
+        return out, is_last
 
     def gradients(
-        self,
-        hidden: Tensor,
-        grad: Tensor,
-        wants_hidden: bool,
-        parameters: Sequence[Tensor],
-        last_product: int | None,
+        self, hidden: Tensor, grad: Tensor, wants_hidden: bool, parameters: Sequence[Tensor]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Of the hidden states and of each parameter, in their dtypes.
 
-        None for a parameter that had no part in it, as autograd has it. `last_product`: as `run`
-        found it; a tile runs again without it.
+        None for a parameter that had no part in it, as autograd has it.
         """
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         wanted = [number for number, p in enumerate(parameters) if p.requires_grad]
@@ -209,8 +207,7 @@ class _TiledMlp:
         for start, size in self._spans(hidden.shape[-2]):
             tile = hidden.narrow(-2, start, size).detach().requires_grad_(wants_hidden)
             inputs = [*(parameters[number] for number in wanted), *([tile] if wants_hidden else [])]
-            part = grad.narrow(-2, start, size)
-            found = self._tile_gradients(tile, inputs, part, last_product)
+            found = self._tile_gradients(tile, inputs, grad.narrow(-2, start, size))
             if grad_hidden is not None:
                 of_tile, place = found.pop(), grad_hidden.narrow(-2, start, size)
                 place.zero_() if of_tile is None else place.copy_(of_tile)
@@ -222,9 +219,9 @@ class _TiledMlp:
         ]
 
     def _tile_gradients(
-        self, tile: Tensor, inputs: Sequence[Tensor], grad: Tensor, last_product: int | None
+        self, tile: Tensor, inputs: Sequence[Tensor], grad: Tensor
     ) -> list[Tensor | None]:
-        with torch.enable_grad(), self.autocast.context(), without(last_product):
+        with torch.enable_grad(), self.autocast.context(), left_out(self.last):
             out = self.forward(tile)
         _check_leaves(out, inputs)
         return list(torch.autograd.grad(out, inputs, grad, allow_unused=True))

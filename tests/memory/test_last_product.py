@@ -1,34 +1,59 @@
 """An MLP's tiles run again without their last product, to the same bits."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from transformers import LlamaForCausalLM
 
-from longctx_patch.memory import run_tiled, tiled_mlp
-from longctx_patch.memory.last_product import can_be_watched, run_and_look
-from tests.hf.tiny import gradients, tiny_model
+from longctx_patch.hf.mlp_tiles import TiledForward
+from longctx_patch.memory import is_plain, run_tiled
+from tests.hf.tiny import FAMILIES, gradients, tiny_model
 
-SIZE, INTERMEDIATE, ROWS, LENGTH = 16, 48, 2, 31
+SIZE, INTERMEDIATE, ROWS, LENGTH, TILES = 16, 48, 2, 31, 4
+PRODUCT = 2 * ROWS * LENGTH * INTERMEDIATE * SIZE
 
 
 class Mlp(nn.Module):
-    """What comes after the last product is `then`."""
-
-    def __init__(self, then: Callable[[Tensor], Tensor] = lambda x: x, bias: bool = False) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.gate = nn.Linear(SIZE, INTERMEDIATE)
         self.up = nn.Linear(SIZE, INTERMEDIATE, bias=False)
         self.down = nn.Linear(INTERMEDIATE, SIZE, bias=bias)
-        self.then = then
+
+    def inner(self, x: Tensor) -> Tensor:
+        return nn.functional.silu(self.gate(x)) * self.up(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.then(self.down(nn.functional.silu(self.gate(x)) * self.up(x)))
+        return self.down(self.inner(x))
+
+
+class Doubled(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.inner(x)).mul_(2)
+
+
+class Shifted(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.inner(x)) + x
+
+
+class Twice(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.inner(self.down(self.inner(x))))
+
+
+class ShiftedInOneTile(Mlp):
+    """In that with the first token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.down(self.inner(x))
+        return out + 1 if (x == 7.0).any() else out
 
 
 class Flops(TorchDispatchMode):
@@ -45,107 +70,135 @@ class Flops(TorchDispatchMode):
         return out
 
 
-def made_input() -> Tensor:
-    return torch.randn(ROWS, LENGTH, SIZE, generator=torch.Generator().manual_seed(1))
-
-
-def step(mlp: Mlp, num_tiles: int = 4, autocast: bool = False) -> tuple[dict[str, Tensor], int]:
+def step(mlp: Mlp, last: nn.Linear | None, autocast: bool = False) -> tuple[dict[str, Tensor], int]:
     """Output and gradients of a pass in tiles, and the FLOPs of all its products."""
     mlp.zero_grad()
-    hidden = made_input().requires_grad_()
+    hidden = torch.randn(ROWS, LENGTH, SIZE, generator=torch.Generator().manual_seed(1))
+    hidden[:, 0] = 7.0
+    hidden.requires_grad_()
     with Flops() as flops:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            out = run_tiled(mlp.forward, mlp, hidden, num_tiles)
+            out = run_tiled(mlp.forward, mlp, hidden, TILES, last)
         out.float().sin().sum().backward()
     assert hidden.grad is not None
-    found = {"out": out.detach(), "hidden": hidden.grad, **gradients(mlp)}
-    return found, flops.total
-
-
-def without_looking(
-    monkeypatch: pytest.MonkeyPatch, mlp: Mlp, autocast: bool = False
-) -> tuple[dict[str, Tensor], int]:
-    with monkeypatch.context() as patched:
-        patched.setattr(tiled_mlp, "can_be_watched", lambda _: False)
-        return step(mlp, autocast=autocast)
+    return {"out": out.detach(), "hidden": hidden.grad, **gradients(mlp)}, flops.total
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", [(), ("down.weight", "down.bias"), ("gate.weight",)])
 def test_one_product_less_and_the_same_bits(
-    bias: bool, frozen: tuple[str, ...], autocast: bool, monkeypatch: pytest.MonkeyPatch
+    bias: bool, frozen: tuple[str, ...], autocast: bool
 ) -> None:
-    mlp = Mlp(bias=bias)
+    mlp = Mlp(bias)
     for name, parameter in mlp.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    wanted, all_flops = without_looking(monkeypatch, mlp, autocast)
-    found, flops = step(mlp, autocast=autocast)
+    wanted, all_flops = step(mlp, None, autocast)
+    found, flops = step(mlp, mlp.down, autocast)
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, wanted[name]), name
-    assert all_flops - flops == 2 * ROWS * LENGTH * INTERMEDIATE * SIZE
+    assert all_flops - flops == PRODUCT
+    assert "forward" not in vars(mlp.down)
 
 
-@pytest.mark.parametrize(
-    "then",
-    [
-        lambda out: out * 2,
-        lambda out: out.mul_(2),
-        lambda out: out + torch.nn.functional.linear(out, torch.eye(SIZE)),
-        lambda out: nn.functional.dropout(out, 0.5),
-    ],
-)
-def test_what_is_not_the_last_is_computed(
-    then: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mlp = Mlp(then)
-    torch.manual_seed(3)
-    wanted, all_flops = without_looking(monkeypatch, mlp)
-    torch.manual_seed(3)
-    found, flops = step(mlp)
+@pytest.mark.parametrize("kind", [Shifted, Twice, ShiftedInOneTile])
+def test_what_is_not_the_result_of_every_tile_is_computed(kind: type[Mlp]) -> None:
+    mlp = kind()
+    wanted, all_flops = step(mlp, None)
+    found, flops = step(mlp, mlp.down)
     assert flops == all_flops
     assert all(map(torch.equal, found.values(), wanted.values()))
-    assert run_and_look(mlp, made_input())[1] is None
 
 
-def test_a_layer_that_is_used_twice_is_left_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its place in the run."""
-
-    class Twice(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            inner = nn.functional.silu(self.gate(x)) * self.up(x)
-            return self.down(inner * self.gate(self.down(inner)))
-
-    mlp = Twice()
-    wanted, all_flops = without_looking(monkeypatch, mlp)
-    found, flops = step(mlp)
-    assert all_flops - flops == 2 * ROWS * LENGTH * INTERMEDIATE * SIZE
-    assert all(map(torch.equal, found.values(), wanted.values()))
-    assert run_and_look(mlp, made_input())[1] == 4
+def test_a_result_that_is_written_to_is_an_error() -> None:
+    """Which code that is known does not do."""
+    mlp = Doubled()
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        step(mlp, mlp.down)
+    assert "forward" not in vars(mlp.down)
 
 
-def test_nothing_is_left_out_under_hooks_or_of_compiled_modules() -> None:
+def test_without_gradients_nothing_is_looked_at() -> None:
     mlp = Mlp()
-    assert can_be_watched(mlp)
-    mlp.register_forward_hook(lambda *_: None)  # of the module itself, which tiles don't run
-    assert can_be_watched(mlp)
-    seen: list[Tensor] = []
-    hook = mlp.down.register_forward_hook(lambda *args: seen.append(args[-1].detach().clone()))
-    assert not can_be_watched(mlp)
-    step(mlp)
-    assert len(seen) == 2 * 4
-    assert all(map(torch.equal, seen[:4], seen[4:]))
+    hidden = torch.randn(ROWS, LENGTH, SIZE)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            torch.testing.assert_close(
+                run_tiled(mlp.forward, mlp, hidden, TILES, mlp.down), mlp(hidden)
+            )
+
+
+def hooked(add: str) -> nn.Linear:
+    linear = nn.Linear(4, 4)
+    getattr(linear, add)(lambda *_: None)
+    return linear
+
+
+def test_only_a_linear_layer_that_nobody_watches_is_plain() -> None:
+    class Own(nn.Linear):
+        pass
+
+    class OwnTensor(Tensor):
+        pass
+
+    assert is_plain(nn.Linear(4, 4))
+    assert not is_plain(None)
+    assert not is_plain(Own(4, 4))
+    assert not is_plain(parametrizations.weight_norm(nn.Linear(4, 4)))
+    for add in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        assert not is_plain(hooked(f"register_{add}")), add
+    other = nn.Linear(4, 4)
+    other.weight = nn.Parameter(torch.ones(4, 4).as_subclass(OwnTensor))
+    assert not is_plain(other)
+    compiled = nn.Linear(4, 4)
+    compiled.compile()
+    assert not is_plain(compiled)
+    hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert not is_plain(nn.Linear(4, 4))
     hook.remove()
-    assert can_be_watched(mlp)
-    mlp.up.compile()
-    assert not can_be_watched(mlp)
+    assert is_plain(nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_mlps_of_models_end_with_it(family: str) -> None:
-    mlp = tiny_model(family).get_decoder().layers[0].mlp
-    hidden = torch.randn(1, 3, mlp.hidden_size)
-    out, number = run_and_look(mlp.forward, hidden)
-    assert torch.equal(out, mlp(hidden))
-    assert number == 2
+def tiled(mlp: Any, below: Any = None) -> TiledForward:
+    return TiledForward(mlp, below, TILES, mlp.gate_proj.out_features, lambda _: None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mlps_of_models_leave_out_their_down_projection(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlp: Any = tiny_model(family).get_decoder().layers[0].mlp
+    if not hasattr(mlp, "down_proj"):
+        pytest.skip("experts, or another name")
+    found = []
+    for leaves_out in (False, True):
+        mlp.zero_grad()
+        torch.manual_seed(1)
+        hidden = torch.randn(ROWS, LENGTH, mlp.down_proj.out_features, requires_grad=True)
+        forward = TiledForward(mlp, None, TILES, mlp.down_proj.in_features, lambda _: None)
+        if not leaves_out:
+            monkeypatch.setattr(TiledForward, "_last_layer", lambda _: None)
+        with Flops() as flops:
+            forward(hidden).sin().sum().backward()
+        monkeypatch.undo()
+        assert hidden.grad is not None
+        found.append(({"hidden": hidden.grad, **gradients(mlp)}, flops.total))
+    (wanted, all_flops), (mine, fewer) = found
+    assert all(map(torch.equal, mine.values(), wanted.values()))
+    assert all_flops - fewer == 2 * ROWS * LENGTH * mlp.down_proj.weight.numel()
+
+
+def test_of_other_code_nothing_is_left_out() -> None:
+    class OwnMlp(type(tiny_model().get_decoder().layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model = tiny_model()
+    assert isinstance(model, LlamaForCausalLM)
+    mlp: Any = model.get_decoder().layers[0].mlp
+    assert tiled(mlp)._last_layer() is mlp.down_proj
+    assert tiled(mlp, below=lambda x: mlp.down_proj(x))._last_layer() is None
+    assert tiled(OwnMlp(model.config))._last_layer() is None
+    mlp.down_proj.register_forward_hook(lambda *_: None)
+    assert tiled(mlp)._last_layer() is None
