@@ -250,7 +250,8 @@ def gpu_seconds(run: Callable[[], object], repeats: int = 5) -> float:
     """The median of a few runs, after two that compile and warm up; of the GPU's time alone.
 
     A block of a few heads takes the GPU less time than the CPU needs to start it, which in training
-    starts it while other work is done. So NVIDIA GPUs wait before each run till they have all of it.
+    starts it while other work is done. So an NVIDIA GPU waits before each run, until the CPU is
+    through with it.
     """
     run()
     torch.cuda.synchronize()
