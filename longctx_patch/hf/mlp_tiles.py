@@ -9,7 +9,7 @@ logits are collected by hooks within them, and backward would collect them a sec
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -120,10 +120,8 @@ class TiledForward:
     def _last_layer(self) -> nn.Linear | None:
         """The down projection, whose result an MLP returns as it is, if the code is known to."""
         last = getattr(self.module, "down_proj", None)
-        known = all(
-            getattr(code, "__module__", "").startswith(MLP_CODE)
-            for code in (type(self.module).forward, self.below)
-            if code is not None
+        known = _is_known(type(self.module).forward) and (
+            self.below is None or _is_known(self.below)
         )
         compiled = any(m._compiled_call_impl is not None for m in self.module.modules())
         return last if known and not compiled and is_plain(last) else None
@@ -140,6 +138,16 @@ class TiledForward:
                 self._compiled[function] = torch.compile(function)
             function = self._compiled[function]
         return MethodType(function, self.module)
+
+
+def _is_known(forward: object) -> bool:
+    """Whether a function or method is written there. Others that wrap it may bear its names."""
+    function = getattr(forward, "__func__", forward)
+    return (
+        isinstance(function, FunctionType)
+        and not hasattr(function, "__wrapped__")
+        and function.__globals__.get("__name__", "").startswith(MLP_CODE)
+    )
 
 
 def _tiled_forwards(module: nn.Module) -> Iterator[TiledForward]:

@@ -202,7 +202,7 @@ class AutoPolicy:
         if self._open:
             return self._climbs  # a forward before the backward of another: both as decided
         rest = self._meter.allocated()
-        capacity = self._meter.fillable(rest)
+        capacity = self._meter.fillable(max(rest, self._window.rest_bytes))
         self._learn_from_the_interrupted(capacity)
         used = self._expected_bytes(rest)
         room = (1 - MARGIN) * capacity - used
@@ -285,9 +285,11 @@ class AutoPolicy:
             window.peak_bytes, window.rest_bytes, window.is_observed = peak, this.rest_bytes, True
         # An earlier peak that is not a pass's, the optimizer's say, would hide this one.
         elif peak > this.peak_before_bytes or peak <= window.peak_bytes:
-            window.peak_bytes = max(window.peak_bytes, peak)
-            if is_longest:
+            if not is_longest and peak > window.peak_bytes:
+                peak = max(peak, self._expected_bytes(this.rest_bytes))
+            if is_longest or peak > window.peak_bytes:
                 window.rest_bytes = max(window.rest_bytes, this.rest_bytes)
+            window.peak_bytes = max(window.peak_bytes, peak)
         if window.is_short:
             full = self._meter.fillable(this.rest_bytes)
             window.peak_bytes = max(window.peak_bytes, full)

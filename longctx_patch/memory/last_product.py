@@ -8,8 +8,9 @@ What stands in for the result has its shape and no memory. Nobody may look at it
 that is known to hand the result on as it is, and a layer that is nothing but a linear one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -18,18 +19,24 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_module
 
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+FORWARD, LINEAR = nn.Linear.forward, functional.linear
+"""As torch has them: some tools put others in their place."""
 
 
 def is_plain(linear: object) -> bool:
     """Whether it is `F.linear` of a tensor, and nobody looks at what goes in or comes out."""
     return (
         type(linear) is nn.Linear
+        and (nn.Linear.forward, functional.linear) == (FORWARD, LINEAR)
         and "forward" not in vars(linear)
         and linear._compiled_call_impl is None
         and not (linear._forward_hooks or linear._forward_pre_hooks)
         and not (linear._backward_hooks or linear._backward_pre_hooks)
         and not any(getattr(torch_module, name) for name in GLOBAL_HOOKS)
-        and all(type(p) in (Tensor, nn.Parameter) for p in linear.parameters())
+        and all(
+            type(tensor) in (Tensor, nn.Parameter, type(None))
+            for tensor in (linear.weight, linear.bias)
+        )
     )
 
 
@@ -42,7 +49,7 @@ def results_of(linear: nn.Linear | None) -> Iterator[list[Tensor]]:
         return
 
     def forward(hidden: Tensor) -> Tensor:
-        results.append(functional.linear(hidden, linear.weight, linear.bias))
+        results.append(FORWARD(linear, hidden))
         return results[-1]
 
     with _other_forward(linear, forward):
@@ -60,12 +67,18 @@ def left_out(linear: nn.Linear | None) -> Iterator[None]:
 
 
 @contextmanager
-def _other_forward(linear: nn.Linear, forward: Any) -> Iterator[None]:
-    vars(linear)["forward"] = forward
+def _other_forward(linear: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """In this thread; another one may be evaluating the same model."""
+    thread = get_ident()
+
+    def forward_here(hidden: Tensor) -> Tensor:
+        return forward(hidden) if get_ident() == thread else FORWARD(linear, hidden)
+
+    vars(linear)["forward"] = forward_here
     try:
         yield
     finally:
-        del vars(linear)["forward"]
+        vars(linear).pop("forward", None)
 
 
 def stand_in(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,7 +101,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class _StandIn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
+        ctx.save_for_backward(hidden if ctx.needs_input_grad[1] else None, weight)
+        ctx.shape = hidden.shape
         return hidden.new_zeros(()).expand(*hidden.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -97,7 +111,7 @@ class _StandIn(torch.autograd.Function):
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad
         rows = grad.reshape(-1, grad.shape[-1])
         return (
-            (rows @ weight).view(hidden.shape) if wants_hidden else None,
+            (rows @ weight).view(ctx.shape) if wants_hidden else None,
             rows.t() @ hidden.reshape(-1, hidden.shape[-1]) if wants_weight else None,
             rows.sum(0) if wants_bias else None,
         )

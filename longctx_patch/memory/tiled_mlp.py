@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from longctx_patch.memory.last_product import left_out, results_of
+from longctx_patch.memory.last_product import is_plain, left_out, results_of
 from longctx_patch.memory.random_state import RandomState
 
 SHARE = 1 / 16
@@ -221,7 +221,8 @@ class _TiledMlp:
     def _tile_gradients(
         self, tile: Tensor, inputs: Sequence[Tensor], grad: Tensor
     ) -> list[Tensor | None]:
-        with torch.enable_grad(), self.autocast.context(), left_out(self.last):
+        last = self.last if is_plain(self.last) else None  # hooks may have come since forward
+        with torch.enable_grad(), self.autocast.context(), left_out(last):
             out = self.forward(tile)
         _check_leaves(out, inputs)
         return list(torch.autograd.grad(out, inputs, grad, allow_unused=True))

@@ -223,6 +223,19 @@ def test_retries_between_passes_are_not_theirs() -> None:
         training.machine.tried_again += 1
 
 
+@pytest.mark.parametrize("fill", [0.7, 1.0])
+def test_states_count_once_where_shorter_rows_meet_them(fill: float) -> None:
+    """The longest row of all was before the optimizer's first step."""
+    training = Training.on(1600 if fill == 1.0 else 2100)
+    training.machine.fill = fill
+    assert [training.train(10) for _ in range(2)] == [1, LAYERS]
+    training.step(400)
+    assert [training.train(9) for _ in range(6)] == [LAYERS] * 6
+    use = training.auto.use
+    assert use is not None
+    assert use.peak_bytes <= use.capacity_bytes
+
+
 def test_what_stays_leaves_no_gaps() -> None:
     """Where segments are of fixed size, it is the rest that is filled less."""
     training = Training.on(1000)

@@ -1,5 +1,7 @@
 """An MLP's tiles run again without their last product, to the same bits."""
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from longctx_patch.hf.mlp_tiles import TiledForward
 from longctx_patch.memory import is_plain, run_tiled
+from longctx_patch.memory.last_product import left_out
 from tests.hf.tiny import FAMILIES, gradients, tiny_model
 
 SIZE, INTERMEDIATE, ROWS, LENGTH, TILES = 16, 48, 2, 31, 4
@@ -129,6 +132,45 @@ def test_without_gradients_nothing_is_looked_at() -> None:
             )
 
 
+def test_who_comes_between_forward_and_backward_is_heard() -> None:
+    mlp, seen = Mlp(), []
+    hidden = torch.randn(ROWS, LENGTH, SIZE, requires_grad=True)
+    out = run_tiled(mlp.forward, mlp, hidden, TILES, mlp.down)
+    mlp.down.register_forward_hook(lambda *args: seen.append(bool(args[-1].any())))
+    out.sum().backward()
+    assert seen == [True] * TILES
+
+    def own(x: Tensor) -> Tensor:
+        return nn.Linear.forward(mlp.down, x)
+
+    mlp = Mlp()
+    out = run_tiled(mlp.forward, mlp, hidden, TILES, mlp.down)
+    mlp.down.forward = own  # type: ignore[method-assign]
+    out.sum().backward()
+    assert mlp.down.forward is own
+
+
+def test_other_threads_get_what_the_layer_gives() -> None:
+    linear, hidden = nn.Linear(4, 4), torch.randn(3, 4)
+    wanted = linear(hidden)
+    with left_out(linear), ThreadPoolExecutor(1) as other:
+        assert torch.equal(other.submit(linear, hidden).result(), wanted)
+        assert not linear(hidden).any()
+    assert torch.equal(linear(hidden), wanted)
+
+
+def test_another_linear_in_torchs_place_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp = Mlp()
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
+    assert not is_plain(mlp.down)
+    monkeypatch.undo()
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: torch.zeros(1))
+    assert not is_plain(mlp.down)
+    monkeypatch.undo()
+    assert is_plain(mlp.down)
+
+
 def hooked(add: str) -> nn.Linear:
     linear = nn.Linear(4, 4)
     getattr(linear, add)(lambda *_: None)
@@ -151,6 +193,10 @@ def test_only_a_linear_layer_that_nobody_watches_is_plain() -> None:
     other = nn.Linear(4, 4)
     other.weight = nn.Parameter(torch.ones(4, 4).as_subclass(OwnTensor))
     assert not is_plain(other)
+    kept = nn.Linear(4, 4)
+    del kept.weight
+    kept.register_buffer("weight", torch.ones(4, 4).as_subclass(OwnTensor))
+    assert not is_plain(kept)
     compiled = nn.Linear(4, 4)
     compiled.compile()
     assert not is_plain(compiled)
@@ -187,6 +233,20 @@ def test_mlps_of_models_leave_out_their_down_projection(
     (wanted, all_flops), (mine, fewer) = found
     assert all(map(torch.equal, mine.values(), wanted.values()))
     assert all_flops - fewer == 2 * ROWS * LENGTH * mlp.down_proj.weight.numel()
+
+
+def test_code_is_known_by_where_it_was_written() -> None:
+    """A wrapper takes over all names of what it wraps."""
+    mlp: Any = tiny_model().get_decoder().layers[0].mlp
+
+    @functools.wraps(mlp.forward)
+    def wrapper(x: Tensor) -> Tensor:
+        return mlp.down_proj(x)
+
+    assert wrapper.__module__.startswith("transformers.models.")
+    assert tiled(mlp, below=wrapper)._last_layer() is None
+    assert tiled(mlp, below=functools.partial(type(mlp).forward, mlp))._last_layer() is None
+    assert tiled(mlp, below=mlp.forward)._last_layer() is mlp.down_proj
 
 
 def test_of_other_code_nothing_is_left_out() -> None:
