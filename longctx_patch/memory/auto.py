@@ -126,6 +126,8 @@ class _Window:
     """What was allocated as the passes began that showed it; the most."""
     is_observed: bool = False
     """Whether the backward of a longest pass was seen."""
+    is_rehearsed: bool = False
+    """Whether a rehearsal stands for that."""
     at_once: int = 1
     """Passes whose activations are alive at the same time; extras count for each."""
     recent: tuple[bool, ...] = ()
@@ -192,7 +194,7 @@ class AutoPolicy:
         self._num_tokens, self._extra = num_tokens, (found.extra_bytes,) * num_layers
         climbs = max(self._fewest_climbs, num_layers - found.host_layers)
         self.policies = (*after_climbs(climbs, num_layers)[:-1], LADDER[-1])
-        self._window = _Window(found.peak_bytes, found.rest_bytes, is_observed=True)
+        self._window = _Window(found.peak_bytes, found.rest_bytes, is_rehearsed=True)
 
     def propose(self, num_tokens: int) -> int:
         """How many climbs this rank has the memory for in the pass that begins, or `MEASURE`.
@@ -208,7 +210,7 @@ class AutoPolicy:
         room = (1 - MARGIN) * capacity - used
         as_decided = self.policies == after_climbs(self._climbs, len(self._kinds))
         if room >= 0:
-            is_known = self._window.is_observed
+            is_known = self._window.is_observed or self._window.is_rehearsed
             most = self._most_climbs(lambda _, more: more <= room) if is_known else self._climbs
             return min(most, self._ceiling)
         if as_decided and used <= (1 - MARGIN / 2) * capacity:

@@ -107,6 +107,17 @@ def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
             assert training.auto.policies[-1] == "none"  # longer: measured
 
 
+@pytest.mark.parametrize("too_much", [0, 100, 200, 300])
+def test_a_rehearsal_that_was_too_careful_holds_for_one_pass(too_much: int) -> None:
+    """Also where the first pass has just the policies that were rehearsed."""
+    extra = Extra(10 * CHEAP, 10 * EXTRA)
+    expected = 100 + LAYERS * 10 * CHEAP + 10 * EXTRA + too_much
+    training = Training.on(capacity_for(4), offloads=True)
+    found = Rehearsed(extra_bytes=extra, host_layers=0, peak_bytes=expected, rest_bytes=100)
+    training.auto.know(10, found)
+    assert [training.train() for _ in range(5)][1:] == [4] * 4
+
+
 def test_the_pass_that_measures_takes_half_of_the_margin_and_what_it_must() -> None:
     training = Training.on(int(8 * CHEAP * 10 / (MARGIN / 2)), offloads=True)
     training.backward(training.forward(10))
