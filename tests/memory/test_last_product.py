@@ -247,6 +247,10 @@ def test_code_is_known_by_where_it_was_written() -> None:
     assert tiled(mlp, below=wrapper)._last_layer() is None
     assert tiled(mlp, below=functools.partial(type(mlp).forward, mlp))._last_layer() is None
     assert tiled(mlp, below=mlp.forward)._last_layer() is mlp.down_proj
+    # As Liger Kernel gives an MLP its method.
+    home: dict[str, Any] = {"__name__": "liger_kernel.transformers.swiglu"}
+    exec("def forward(self, x): return self.down_proj(x)", home)
+    assert tiled(mlp, below=home["forward"].__get__(mlp))._last_layer() is mlp.down_proj
 
 
 def test_of_other_code_nothing_is_left_out() -> None:
