@@ -15,6 +15,7 @@ choices takes. It costs three layers of a step; no weight, no gradient and no ra
 than before. FSDP2 gathers only the layers that run.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from traceback import clear_frames
@@ -29,6 +30,11 @@ from longctx_patch.memory import Extra, HostCopies, LayerPolicy, Rehearsed
 from longctx_patch.memory.random_state import RandomState
 
 ADAMW_STATES = 2
+GAPS = (
+    "segments of torch's allocator are of fixed size, which leaves gaps: it may be out of memory "
+    "all the same. Set PYTORCH_ALLOC_CONF=expandable_segments:True before CUDA starts, as "
+    "make_accelerator does."
+)
 GIB = 2**30
 
 
@@ -87,6 +93,8 @@ def preflight(
         has_optimizer_states: they are there already, of a run that goes on. Else AdamW's two of
             each weight that is trained are added.
 
+    Warns where a step fits that leaves no room for gaps between tensors, in segments of fixed size.
+
     Returns:
         What was found on this rank. None where it can't be told: where torch counts no memory,
         as on CPU, for layers that are not alike, and for no more layers than are rehearsed.
@@ -135,6 +143,8 @@ def preflight(
     if not all(everyone):
         where = f"rank(s) {[rank for rank, fits in enumerate(everyone) if not fits]} of the group"
         raise WillNotFit(f"{found}, and it does not fit on {where}")
+    if found.expected_bytes > meter.fillable(meter.allocated() + states):
+        warnings.warn(f"{found}, and {GAPS}", RuntimeWarning, stacklevel=2)
     if policies[0] != policies[-1]:
         known = Rehearsed(
             extra_bytes=extra,

@@ -1,6 +1,7 @@
 """A rehearsal with three layers says what all layers take, and leaves no trace."""
 
 import gc
+import warnings
 from functools import partial
 from typing import Any
 
@@ -117,6 +118,19 @@ def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
             preflight(run.handle, run.loss)
         assert not run.handle._checkpoints.is_rehearsed
         run.step()
+
+
+def test_what_fits_without_gaps_only_is_warned_of() -> None:
+    with LiveBytes(PLENTY) as meter:
+        run = Run(meter, checkpoint="full")
+        expected = run.rehearse().expected_bytes
+        meter.capacity_bytes = int(1.1 * expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run.rehearse()
+        meter.fill = 0.7
+        with pytest.warns(RuntimeWarning, match="expandable_segments:True before CUDA starts"):
+            assert run.rehearse().fits
 
 
 def test_a_rehearsal_out_of_memory_holds_nothing() -> None:

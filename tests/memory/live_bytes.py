@@ -16,6 +16,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, capacity_bytes: int = 0) -> None:
         super().__init__()
         self.capacity_bytes = capacity_bytes
+        self.fill = 1.0
         self._now = self._peak = 0
         self._known: set[int] = set()
 
@@ -57,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
         return self.capacity_bytes
 
     def fillable(self, rest_bytes: int) -> int:
-        return self.capacity_bytes
+        return rest_bytes + int(self.fill * (self.capacity_bytes - rest_bytes))
 
     def retries(self) -> int:
         return 0
