@@ -8,6 +8,7 @@ from config_text import config_of, name_of, options_of
 from report import Bars, plot
 
 from longctx_patch import LongContextConfig
+from longctx_patch.memory.allocator import SETTING
 
 
 def test_a_plot_leaves_empty_panels_out(tmp_path: Path) -> None:
@@ -44,6 +45,17 @@ def test_a_job_that_hangs_or_fails_ends_alone(tmp_path: Path) -> None:
     assert failed.seconds < launch.GRACE_S
     late = launch.run_job(script, ["fail"], 2, launch.Budget(0.0).limit_s(30.0), tmp_path / "late")
     assert "--budget-s" in (late.problem or "")
+
+
+def test_every_job_has_segments_that_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers' too, as `make_accelerator` sets them for ours."""
+    assert launch.ALLOCATOR == SETTING
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nassert os.environ['PYTORCH_ALLOC_CONF'] == sys.argv[1]")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert launch.run_job(script, [SETTING], 1, 30.0, tmp_path / "a").problem is None
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert launch.run_job(script, ["max_split_size_mb:64"], 1, 30.0, tmp_path / "b").problem is None
 
 
 def test_packages_that_one_job_sees(tmp_path: Path) -> None:

@@ -55,6 +55,22 @@ def test_rank_0_decides() -> None:
     assert run_virtual_ranks(3, on_one_rank) == ["torch_eager"] * 3
 
 
+def test_what_was_agreed_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, asked = AgreedKernels(), []
+    assert kernels.names == ()
+
+    def agreed(name: str, request: KernelRequest, _: Any) -> Kernel:
+        asked.append(request)
+        return available()["torch_eager" if request.softcap else "torch_cpu"]
+
+    monkeypatch.setattr(agreement, "agreed_kernel", agreed)
+    gpu = CPU._replace(device_type="cuda")
+    for request in (gpu, gpu._replace(softcap=True), gpu):
+        kernels.agree("auto", request, Scripted([]))
+    assert len(asked) == 2
+    assert kernels.names == ("torch_cpu", "torch_eager")
+
+
 def test_what_a_rank_cannot_run_is_not_taken() -> None:
     transport = Scripted([answer("torch_eager")])
     assert agree(transport, "auto", "torch_cpu", "torch_eager").name == "torch_eager"

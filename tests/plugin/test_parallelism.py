@@ -242,6 +242,28 @@ def test_fsdp1_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
         make_accelerator(TWO, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_allocator_is_set_before_cuda_starts(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Started(Exception):
+        pass
+
+    def start(**_: Any) -> None:
+        raise Started
+
+    for name in LAUNCH_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(accelerator, "_gpu_wanted", lambda: on_gpu)
+    monkeypatch.setattr(accelerator, "let_segments_grow", lambda: calls.append("set"))
+    monkeypatch.setattr(accelerator, "Accelerator", start)
+    with pytest.raises(Started):
+        make_accelerator(LongContextConfig())
+    assert calls == ["set"] * on_gpu
+
+
 def test_fsdp_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
