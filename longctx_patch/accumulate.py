@@ -1,6 +1,11 @@
-"""Sums of partial results in float32 or wider: each contribution is rounded once at most."""
+"""Totals of partial results, in float32 or wider: each contribution is rounded once at most.
 
-from typing import NamedTuple
+Rows that have one part only stay as they came, bit for bit. Of a packed row these are most rows,
+and totals of all would cost more than the exchange of the few keys that travel.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +20,95 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class _RowPart(Protocol):
+    """Something of some rows."""
+
+    @property
+    def rows(self) -> Interval: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def cut(self, rows: Interval) -> Self:
+        """A view of some of its rows."""
+        ...
+
+    def copy_(self, other: Self) -> None:
+        """Take the numbers of another one of the same rows."""
+        ...
+
+
+P = TypeVar("P", bound=_RowPart)
+
+
+class _RowTotals(ABC, Generic[P]):
+    """Parts are kept, and may be written to."""
+
+    def __init__(self, spec: TensorSpec, device: torch.device) -> None:
+        """`spec`: of the total, rows along dim 1."""
+        self._spec = spec
+        self._device = device
+        self._wide = sum_dtype(spec.dtype)
+        self._held: list[P] = []
+        """Of disjoint rows: one part as it came, or the wide total of several."""
+        self._home: P | None = None
+        """The first part where it has all rows and some are held in it still: totals of the others
+        end there too."""
+
+    @abstractmethod
+    def _empty(self, rows: Interval, dtype: torch.dtype) -> P:
+        """Memory for some rows."""
+
+    @abstractmethod
+    def _clear(self, part: P) -> None:
+        """Make it what rows without any part have."""
+
+    @abstractmethod
+    def _joined(self, old: P, new: P) -> P:
+        """The wide total of two parts of the same rows: in the memory of `old` if that is wide."""
+
+    def _add(self, new: P) -> None:
+        if not self._held and new.rows == self._all_rows:
+            self._home = new
+        gaps, held = [new.rows], []
+        for old in self._held:
+            both = old.rows.intersect(new.rows)
+            if both.size:
+                gaps = [rest for gap in gaps for rest in gap.without(both)]
+                total = self._joined(old.cut(both), new.cut(both))
+                if old.dtype != self._wide:
+                    held.append(total)
+                    held += [old.cut(rest) for rest in old.rows.without(both)]
+                    continue
+            held.append(old)
+        self._held = held + [new.cut(gap) for gap in gaps if gap.size]
+        if all(part.dtype == self._wide for part in self._held):
+            self._home = None  # nothing is in it any more; one that is wide itself is held as it is
+
+    def _whole(self, dtype: torch.dtype) -> P:
+        """All rows in one dtype."""
+        if len(self._held) == 1 and (only := self._held[0]).rows == self._all_rows:
+            return only if only.dtype == dtype else self._copied(only, dtype)
+        whole = self._home
+        if whole is None or whole.dtype != dtype:
+            whole = self._empty(self._all_rows, dtype)
+            if sum(part.rows.size for part in self._held) < self._all_rows.size:
+                self._clear(whole)
+        for part in self._held:
+            if whole is not self._home or part.dtype != dtype:
+                whole.cut(part.rows).copy_(part)
+        return whole
+
+    def _copied(self, part: P, dtype: torch.dtype) -> P:
+        copy = self._empty(part.rows, dtype)
+        copy.copy_(part)
+        return copy
+
+    @property
+    def _all_rows(self) -> Interval:
+        return Interval(0, self._spec.shape[1])
+
+
 class Part(NamedTuple):
     """Attention of some rows over some keys; lse is -inf for a row without any key."""
 
@@ -23,76 +117,52 @@ class Part(NamedTuple):
     out_BLHD: Tensor
     lse_BHL: Tensor
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.out_BLHD.dtype
+
     def cut(self, rows: Interval) -> "Part":
-        """A view of some of its rows."""
-        here = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
+        here = _slice(self.rows, rows)
         return Part(rows, self.out_BLHD[:, here], self.lse_BHL[:, :, here])
 
+    def copy_(self, other: "Part") -> None:
+        self.out_BLHD.copy_(other.out_BLHD)
+        self.lse_BHL.copy_(other.lse_BHL)
 
-class SoftmaxMerge:
-    """Merges attention over several key blocks by their log-sum-exp (FlashAttention, section 3.1).
 
-    The first part is adopted as it is, so a single block stays bitwise what the kernel returned.
-    """
-
-    def __init__(self, spec: TensorSpec, device: torch.device) -> None:
-        self._spec = spec  # of out_BLHD
-        self._wide = sum_dtype(spec.dtype)
-        self._device = device
-        self._held: Part | None = None
+class SoftmaxMerge(_RowTotals[Part]):
+    """Merges attention over key blocks by their log-sum-exp (FlashAttention, section 3.1)."""
 
     def add(self, rows: Interval, out_BLHD: Tensor, lse_BHL: Tensor) -> None:
         """Merge a part that covers `rows`. It is kept, and may be written to."""
-        new = Part(rows, out_BLHD, lse_BHL)
-        self._held = new if self._held is None else self._merged(self._held, new)
-
-    def _merged(self, old: Part, new: Part) -> Part:
-        if not fits_one_pass(self._device.type, self._wide, old, new) or not runs_triton():
-            total = self._spread(old, self._wide)
-            merge_in_place(total.cut(new.rows), new)
-            return total
-        from longctx_patch.fused_merge import merge  # imports triton
-
-        if old.rows == self._all_rows and old.out_BLHD.dtype == self._wide:
-            merge(old.cut(new.rows), old, new)
-            return old
-        total = self._empty(self._wide)
-        merge(total, old, new)
-        return total
+        self._add(Part(rows, out_BLHD, lse_BHL))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out_BLHD in its dtype, lse_BHL); zeros and -inf for rows that saw no key."""
-        dtype = self._spec.dtype
-        whole = self._zeros(dtype) if self._held is None else self._spread(self._held, dtype)
-        return whole.out_BLHD, whole.lse_BHL
+        _, out_BLHD, lse_BHL = self._whole(self._spec.dtype)
+        return out_BLHD, lse_BHL
 
-    def _spread(self, part: Part, dtype: torch.dtype) -> Part:
-        """The part over all rows: itself, as far as it has rows and dtype already."""
-        if part.rows == self._all_rows:
-            return part._replace(out_BLHD=part.out_BLHD.to(dtype))
-        whole = self._zeros(dtype)
-        place = whole.cut(part.rows)
-        place.out_BLHD.copy_(part.out_BLHD)
-        place.lse_BHL.copy_(part.lse_BHL)
-        return whole
+    def _joined(self, old: Part, new: Part) -> Part:
+        total = old if old.dtype == self._wide else self._empty(old.rows, self._wide)
+        if fits_one_pass(self._device.type, self._wide, old, new) and runs_triton():
+            from longctx_patch.fused_merge import merge  # imports triton
 
-    def _zeros(self, dtype: torch.dtype) -> Part:
-        """All rows, before they have seen a key."""
-        whole = self._empty(dtype)
-        whole.out_BLHD.zero_()
-        whole.lse_BHL.fill_(-torch.inf)
-        return whole
+            merge(total, old, new)
+            return total
+        if total is not old:
+            total.copy_(old)
+        merge_in_place(total, new)
+        return total
 
-    def _empty(self, dtype: torch.dtype) -> Part:
-        """Memory for all rows."""
-        batch, rows, heads, _ = self._spec.shape
-        out_BLHD = torch.empty(self._spec.shape, dtype=dtype, device=self._device)
-        lse_BHL = torch.empty(batch, heads, rows, dtype=self._wide, device=self._device)
-        return Part(self._all_rows, out_BLHD, lse_BHL)
+    def _empty(self, rows: Interval, dtype: torch.dtype) -> Part:
+        batch, _, heads, dim = self._spec.shape
+        out_BLHD = torch.empty(batch, rows.size, heads, dim, dtype=dtype, device=self._device)
+        lse_BHL = torch.empty(batch, heads, rows.size, dtype=self._wide, device=self._device)
+        return Part(rows, out_BLHD, lse_BHL)
 
-    @property
-    def _all_rows(self) -> Interval:
-        return Interval(0, self._spec.shape[1])
+    def _clear(self, part: Part) -> None:
+        part.out_BLHD.zero_()
+        part.lse_BHL.fill_(-torch.inf)
 
 
 def merge_in_place(total: Part, new: Part) -> None:
@@ -124,31 +194,58 @@ def fits_one_pass(device_type: str, wide: torch.dtype, *parts: Part) -> bool:
     )
 
 
-class RowSum:
-    """Sum of gradients over row ranges; a single part that covers all rows stays as it is."""
+class GradientPart(NamedTuple):
+    """What some rows have of a gradient."""
 
-    def __init__(self, spec: TensorSpec, device: torch.device) -> None:
-        self.spec = spec
-        self._device = device
-        self._total: Tensor | None = None
+    rows: Interval
+    """Which rows of the whole; the tensor holds these alone."""
+    grad_BLHD: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.grad_BLHD.dtype
+
+    def cut(self, rows: Interval) -> "GradientPart":
+        return GradientPart(rows, self.grad_BLHD[:, _slice(self.rows, rows)])
+
+    def copy_(self, other: "GradientPart") -> None:
+        self.grad_BLHD.copy_(other.grad_BLHD)
+
+
+class RowSum(_RowTotals[GradientPart]):
+    """Sum of gradients over row ranges."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        return self._spec
 
     def add(self, rows: Interval, part_BLHD: Tensor) -> None:
-        if self._total is None and rows == Interval(0, self.spec.shape[1]):
-            self._total = part_BLHD
-            return
-        wide = sum_dtype(self.spec.dtype)
-        if self._total is None:
-            self._total = torch.zeros(self.spec.shape, dtype=wide, device=self._device)
-        self._total = self._total.to(wide)
-        self._total[:, rows.start : rows.stop] += part_BLHD
+        """Add a part that covers `rows`. It is kept, and may be written to."""
+        self._add(GradientPart(rows, part_BLHD))
 
     @property
     def total(self) -> Tensor:
-        """The sum as it stands: a single part in its own dtype, or a wide sum."""
-        if self._total is None:
-            self._total = torch.zeros(self.spec.shape, dtype=self.spec.dtype, device=self._device)
-        return self._total
+        """The sum as it stands: wide where some rows have several parts."""
+        is_wide = any(part.dtype == self._wide for part in self._held)
+        return self._whole(self._wide if is_wide else self._spec.dtype).grad_BLHD
 
     def result(self) -> Tensor:
         """The sum in the dtype of the tensor it is a gradient of."""
-        return self.total.to(self.spec.dtype)
+        return self._whole(self._spec.dtype).grad_BLHD
+
+    def _joined(self, old: GradientPart, new: GradientPart) -> GradientPart:
+        total = old if old.dtype == self._wide else self._copied(old, self._wide)
+        total.grad_BLHD.add_(new.grad_BLHD)
+        return total
+
+    def _empty(self, rows: Interval, dtype: torch.dtype) -> GradientPart:
+        batch, _, heads, dim = self._spec.shape
+        shape = (batch, rows.size, heads, dim)
+        return GradientPart(rows, torch.empty(shape, dtype=dtype, device=self._device))
+
+    def _clear(self, part: GradientPart) -> None:
+        part.grad_BLHD.zero_()
+
+
+def _slice(held: Interval, rows: Interval) -> slice:
+    return slice(rows.start - held.start, rows.stop - held.start)

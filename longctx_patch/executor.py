@@ -59,11 +59,20 @@ class Executor:
         return out, lse_BLH.transpose(1, 2)
 
     def backward(
-        self, plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        self,
+        plan: Plan,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        keys_as_summed: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq_BLHD, dk_BLGD, dv_BLGD) of this rank's shard; `out` and `lse` are forward's.
 
-        dk and dv come as they were summed, so that a sum over repeated heads can go on from there.
+        `keys_as_summed`: dk and dv in the dtype of their sums, for a sum that goes on from there.
         """
         alone = only_call(plan, self.kernel.traits)
         if alone is not None:
@@ -86,8 +95,8 @@ class Executor:
 
         self._walk(plan, inputs, partials, compute)
         (dq_BLHD,) = partials.own(Operand.DQ, plan.num_head_groups)
-        dk_BLGD, dv_BLGD = partials.own(Operand.DKV, plan.num_head_groups)
-        return dq_BLHD.to(q.dtype), dk_BLGD, dv_BLGD
+        dk_BLGD, dv_BLGD = partials.own(Operand.DKV, plan.num_head_groups, as_summed=keys_as_summed)
+        return dq_BLHD, dk_BLGD, dv_BLGD
 
     def _walk(
         self,

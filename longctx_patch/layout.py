@@ -39,6 +39,12 @@ class Interval(NamedTuple):
         start = max(self.start, other.start)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
+    def without(self, other: "Interval") -> "list[Interval]":
+        """What is before and after another one; for ranges of step 1."""
+        before = Interval(self.start, min(self.stop, other.start))
+        after = Interval(max(self.start, other.stop), self.stop)
+        return [rest for rest in (before, after) if rest.size]
+
     def members_in(self, tokens: "Interval") -> "Interval":
         """Which members, counted from 0, lie in a range of step 1."""
         first = max(0, -(-(tokens.start - self.start) // self.step))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from longctx_patch.accumulate import RowSum, SoftmaxMerge, sum_dtype
 from longctx_patch.layout import Interval, Rows
+from longctx_patch.operands import adjoined
 from longctx_patch.plans import Block, Operand, Share, Transfer
 from longctx_patch.transport import Packet, TensorSpec
 
@@ -23,6 +24,10 @@ class Partial(Protocol):
 
     def parts(self) -> tuple[Tensor, ...]:
         """What another partial result can add, rows along dim 1."""
+        ...
+
+    def results(self) -> tuple[Tensor, ...]:
+        """The same in the dtype of the model."""
         ...
 
     def adopt(self, packet: Packet) -> None:
@@ -50,6 +55,8 @@ class OutPartial:
         out, lse_BHL = self._merge.result()
         return lse_BHL.transpose(1, 2), out
 
+    results = parts
+
     def adopt(self, packet: Packet) -> None:
         self.add(self.rows.runs, packet.tensors)
 
@@ -72,6 +79,9 @@ class GradientPartial:
 
     def parts(self) -> tuple[Tensor, ...]:
         return tuple(total.total for total in self._sums)
+
+    def results(self) -> tuple[Tensor, ...]:
+        return tuple(total.result() for total in self._sums)
 
     def adopt(self, packet: Packet) -> None:
         self.add(self.rows.runs, packet.tensors)
@@ -120,12 +130,15 @@ class Partials:
             held = self._grown(key, held, rows)
         held.add(runs, parts)
 
-    def own(self, kind: Operand, num_groups: int) -> tuple[Tensor, ...]:
-        """This rank's results, its groups of heads side by side; zeros where nothing was added."""
+    def own(self, kind: Operand, num_groups: int, *, as_summed: bool = False) -> tuple[Tensor, ...]:
+        """This rank's results, its groups of heads side by side; zeros where nothing was added.
+
+        `as_summed`: in the dtype of the sums where there are any, for a sum that goes on."""
         groups = []
         for index in range(num_groups):
             key = ResultKey(kind, self._rank, Share(index, num_groups))
-            groups.append((self._held.get(key) or self._make(key, self._own_rows(kind))).parts())
+            held = self._held.get(key) or self._make(key, self._own_rows(kind))
+            groups.append(held.parts() if as_summed else held.results())
         if num_groups == 1:
             return groups[0]
         return tuple(torch.cat(parts, 2) for parts in zip(*groups, strict=True))
@@ -191,14 +204,16 @@ def _key(block: Block) -> ResultKey:
 def _placed(
     rows: Rows, runs: Sequence[Interval], parts: tuple[Tensor, ...]
 ) -> Iterator[tuple[Interval, tuple[Tensor, ...]]]:
-    """(place among the held `rows`, that part of the tensors) of each run."""
+    """(place among the held `rows`, that part of the tensors) of the runs, those together that
+    follow each other there."""
+    places = [rows.place(run) for run in runs]
+    assert None not in places, f"rows {runs} of {rows}"
+    joined = adjoined(place for place in places if place is not None)
     before = 0
-    for run in runs:
-        place = rows.place(run)
-        assert place is not None, f"rows {run} of {rows}"
-        whole = len(runs) == 1
-        yield place, parts if whole else tuple(p[:, before : before + run.size] for p in parts)
-        before += run.size
+    for place in joined:
+        whole = len(joined) == 1
+        yield place, parts if whole else tuple(p[:, before : before + place.size] for p in parts)
+        before += place.size
 
 
 def _spec(like: Tensor, rows: Rows, dtype: torch.dtype) -> TensorSpec:

@@ -160,7 +160,9 @@ def _backward_of(wave: HeadWave, executor: Executor, dout: Tensor, part: Saved) 
     """[dq, dk, dv] of the heads of a wave, in the dtype of the model."""
     q, k, v, out, lse = part
     plan = wave.plan_for(Direction.BACKWARD, q)
-    dq, dk, dv = executor.backward(plan, dout, q, *_matched(wave, k, v), out, lse)
+    dq, dk, dv = executor.backward(
+        plan, dout, q, *_matched(wave, k, v), out, lse, keys_as_summed=wave.kv_runs is not None
+    )
     return [dq, _unmatched(wave, dk).to(k.dtype), _unmatched(wave, dv).to(v.dtype)]
 
 

@@ -1,5 +1,7 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longctx_patch.accumulate import (
     Part,
@@ -40,7 +42,8 @@ def test_large_lse_does_not_overflow() -> None:
 
 def test_rows_without_keys_are_zero_and_minus_infinity() -> None:
     merge = SoftmaxMerge(spec(3), CPU)
-    merge.add(Interval(1, 2), torch.full((1, 1, 1, 1), 5.0), torch.zeros(1, 1, 1))
+    first = torch.tensor([0.0, 5.0]).view(1, 2, 1, 1), torch.tensor([[[-torch.inf, 0.0]]])
+    merge.add(Interval(0, 2), *first)
     merge.add(Interval(0, 1), torch.full((1, 1, 1, 1), 7.0), torch.full((1, 1, 1), -torch.inf))
     out, lse = merge.result()
     assert out.flatten().tolist() == [0.0, 5.0, 0.0]
@@ -84,6 +87,63 @@ def test_one_block_of_some_rows_keeps_its_bits() -> None:
     assert torch.equal(found[:, 2:5], out)
     assert torch.equal(found_lse[:, :, 2:5], lse)
     assert found[:, [0, 1, 5]].abs().sum() == 0
+
+
+ROWS, MOST_PARTS = 11, 6
+
+
+@st.composite
+def row_runs(draw: st.DrawFn) -> list[Interval]:
+    """Of parts: any rows, or all; the first one too."""
+    edges = st.integers(0, ROWS)
+    some = st.tuples(edges, edges).map(lambda ends: Interval(min(ends), max(ends)))
+    everything = st.just(Interval(0, ROWS))
+    return draw(st.lists(st.one_of(some, everything), min_size=1, max_size=MOST_PARTS))
+
+
+@given(row_runs(), st.integers(0, 10**6))
+def test_rows_of_one_part_keep_their_bits_and_others_are_rounded_once(
+    runs: list[Interval], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    whole = TensorSpec((2, ROWS, 3, 4), torch.bfloat16)
+    merge, total = SoftmaxMerge(whole, CPU), RowSum(whole, CPU)
+    outs = torch.zeros(len(runs), *whole.shape, dtype=torch.float64)
+    all_lse = torch.full((len(runs), 2, 3, ROWS), -torch.inf, dtype=torch.float64)
+    for index, rows in enumerate(runs):
+        out = torch.randn(2, rows.size, 3, 4, generator=generator).bfloat16()
+        lse = torch.randn(2, 3, rows.size, generator=generator)
+        here = slice(rows.start, rows.stop)
+        outs[index, :, here], all_lse[index, :, :, here] = out, lse
+        merge.add(rows, out.clone(), lse)
+        total.add(rows, out.clone())
+    weights = all_lse.softmax(0).nan_to_num(0.0)
+    merged = torch.einsum("nbhl,nblhd->blhd", weights, outs)
+    times = torch.tensor([sum(r.start <= row < r.stop for r in runs) for row in range(ROWS)])
+    (out, lse), sums = merge.result(), total.total
+    assert sums.dtype == (torch.float32 if times.max() > 1 else torch.bfloat16)
+    for found, wanted in ((out, merged), (total.result(), outs.sum(0)), (sums, outs.sum(0))):
+        once = times < 2
+        assert torch.equal(found[:, once].double(), wanted[:, once])
+        bound = 2.0**-8 if found.dtype == torch.bfloat16 else 2.0**-20
+        torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=1e-6)
+    torch.testing.assert_close(lse.double(), all_lse.logsumexp(0), rtol=1e-5, atol=1e-6)
+
+
+def test_totals_end_where_the_first_part_is() -> None:
+    """No memory beside it but that of the rows that have two parts."""
+    whole = TensorSpec((1, 6, 2, 4), torch.bfloat16)
+    merge, total = SoftmaxMerge(whole, CPU), RowSum(whole, CPU)
+    out, grad = (torch.ones(whole.shape, dtype=torch.bfloat16) for _ in range(2))
+    merge.add(Interval(0, 6), out, torch.zeros(1, 2, 6))
+    total.add(Interval(0, 6), grad)
+    some = 3 * torch.ones(1, 2, 2, 4, dtype=torch.bfloat16)
+    merge.add(Interval(1, 3), some, torch.zeros(1, 2, 2))
+    total.add(Interval(1, 3), some)
+    assert merge.result()[0].data_ptr() == out.data_ptr()
+    assert total.result().data_ptr() == grad.data_ptr()
+    assert out[0, :, 0, 0].tolist() == [1, 2, 2, 1, 1, 1]
+    assert grad[0, :, 0, 0].tolist() == [1, 4, 4, 1, 1, 1]
 
 
 def part(dtype: torch.dtype = torch.bfloat16, lse_dtype: torch.dtype = torch.float32) -> Part:

@@ -93,7 +93,7 @@ def test_in_place_gives_the_bits_of_new_memory_each_time(dim: int) -> None:
         assert torch.equal(copy.lse_BHL, total.lse_BHL)
 
 
-def test_takes_the_memory_of_the_total_alone() -> None:
+def test_takes_the_memory_of_rows_with_several_parts_alone() -> None:
     shape, device = (1, 4096, 8, 128), torch.device(DEVICE)
     lse = torch.zeros(1, 8, 4096, device=DEVICE)
     part = torch.ones(shape, device=DEVICE, dtype=torch.bfloat16)
@@ -104,7 +104,8 @@ def test_takes_the_memory_of_the_total_alone() -> None:
     merge.add(half, part[:, :2048], lse[:, :, :2048])
     merge.add(Interval(1024, 4096), part[:, 1024:], lse[:, :, 1024:])
     merge.add(half, part[:, :2048], lse[:, :, :2048])
-    assert torch.cuda.max_memory_allocated() - before == 4 * part.numel() + lse.nbytes
+    # Of all rows, the first half: in float32.
+    assert torch.cuda.max_memory_allocated() - before == (4 * part.numel() + lse.nbytes) // 2
     out, _ = merge.result()
     assert torch.equal(out, part)
 

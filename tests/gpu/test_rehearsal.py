@@ -1,5 +1,6 @@
 """`auto` that begins with what a rehearsal found, on memory that is limited for the test."""
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ def all_memory_again() -> Iterator[None]:
 
 class Run:
     def __init__(self, checkpoint: CheckpointPolicy) -> None:
+        gc.collect()  # models of runs before this one
         torch.cuda.empty_cache()
         self.model: Any = tiny_model(
             num_hidden_layers=LAYERS,
@@ -107,7 +109,9 @@ def test_layers_climb_from_the_first_pass_on() -> None:
         assert max(peaks) <= capacity
         if sum(rungs[-1]) > sum(rungs[0]):
             assert peaks[0] < (1 - MARGIN) * capacity - min(known.extra_bytes[0])
-        assert expected["offload"] * 0.99 <= known.peak_bytes <= expected["offload"] * 1.2
+        # A rehearsal has the last layer whole, the others offloaded.
+        bound = expected["offload"] + sum(known.extra_bytes[-1])
+        assert expected["offload"] * 0.99 <= known.peak_bytes <= bound * 1.01
         assert torch.equal(losses[0], plain[2][0])
         # Kernels add gradients of queries in any order.
         torch.testing.assert_close(losses, plain[2], rtol=1e-2, atol=0)
