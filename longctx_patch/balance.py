@@ -1,9 +1,9 @@
 """Placement of a packed row: every rank gets the same number of tokens and of allowed pairs.
 
 Attention within documents costs a token as many pairs as it has keys, so runs of equal length cost
-unequal time: a rank with a piece of a long document works while the others wait. `balanced` cuts
-the row into chunks, gives each rank consecutive ones, and swaps as few as it takes, since keys
-travel only where a document spans ranks.
+unequal time: a rank with a piece of a long document works while the others wait. Keys travel where
+a document spans ranks, so `balanced` keeps documents whole where no rank is late for it. Otherwise
+it cuts the row into chunks, gives each rank consecutive ones, and swaps as few as it takes.
 
 Lengths that are a multiple of `balanced_multiple` give every rank the same number of tokens.
 """
@@ -17,8 +17,12 @@ from numpy.typing import NDArray
 
 from longctx_patch.documents import Documents
 from longctx_patch.layout import Interval, Layout, even_cuts
+from longctx_patch.whole_documents import whole_documents
 
 Ints = NDArray[np.int64]
+
+WHOLE_LIMIT = 0.02
+"""Imbalance at which documents stay whole: about what it takes to send keys and add gradients."""
 
 LIMIT = 0.05
 """Imbalance at which no finer chunks are tried."""
@@ -34,9 +38,10 @@ def balanced(documents: Documents, num_ranks: int) -> Layout:
     """A layout of `num_ranks` ranks with equal shares of the tokens and of the allowed pairs.
 
     Shares of tokens differ by one at most, and not at all where `num_ranks` divides their number.
-    Shares of pairs are within `LIMIT` of the mean at the fewest chunks for which such a layout was
-    found; where none was (hardly any tokens a rank), the best that was found is returned. A
-    row of one document is placed as `zigzag` does, by less than 100 ranks exactly so.
+    Documents are whole, but for the few that fit nowhere, where shares of pairs are then within
+    `WHOLE_LIMIT` of the mean. Else they are within `LIMIT` at the fewest chunks for which such a
+    layout was found; where none was (hardly any tokens a rank), the best that was found is
+    returned. A row of one document is placed as `zigzag` does, by less than 100 ranks exactly so.
 
     Each rank's intervals are in the order of the tokens, and ranks in the order of their first. The
     result depends on the arguments alone, so every rank finds the same. For Ulysses, split it
@@ -44,6 +49,9 @@ def balanced(documents: Documents, num_ranks: int) -> Layout:
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: a layout has 1 rank or more.")
+    whole = whole_documents(documents, num_ranks)
+    if imbalance(documents, whole) <= WHOLE_LIMIT:
+        return whole
     best, least = None, np.inf
     for layout in _candidates(documents, num_ranks):
         found = imbalance(documents, layout)

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx_patch.balance import LIMIT, balanced, balanced_multiple, imbalance
+from longctx_patch.balance import (
+    LIMIT,
+    WHOLE_LIMIT,
+    balanced,
+    balanced_multiple,
+    imbalance,
+)
 from longctx_patch.documents import Documents
 from longctx_patch.layout import Interval, Layout, contiguous, even_cuts, striped, zigzag
+from longctx_patch.whole_documents import whole_documents
 
 TOTALS = [4099, 30_000, 131_072]
 
@@ -20,9 +27,9 @@ def all_equal(num_tokens: int) -> Documents:
     return Documents((num_tokens // 37,) * 36, num_tokens)
 
 
-def log_normal(num_tokens: int, count: int = 300) -> Documents:
+def log_normal(num_tokens: int, count: int = 300, sigma: float = 1.5) -> Documents:
     draw = random.Random(0)
-    weights = [draw.lognormvariate(0, 1.5) for _ in range(count)]
+    weights = [draw.lognormvariate(0, sigma) for _ in range(count)]
     lengths = [int(num_tokens * 0.98 * weight / sum(weights)) for weight in weights]
     return Documents(tuple(length for length in lengths if length), num_tokens)
 
@@ -160,17 +167,47 @@ def test_short_rows_that_no_chunks_divide_are_balanced(count: int) -> None:
 
 
 def test_documents_that_fill_the_shares_stay_whole() -> None:
-    assert balanced(Documents((64,) * 8, 512), 4) == contiguous(512, 4)
+    row = Documents((64,) * 8, 512)
+    layout = balanced(row, 4)
+    assert rows_that_travel(row, layout) == 0
+    assert imbalance(row, layout) == 0
 
 
-def test_few_keys_travel() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+def test_hardly_any_keys_travel_where_documents_can_stay_whole(
+    num_ranks: int, sigma: float
+) -> None:
+    """One document in a hundred is cut: consecutive runs send more and are not balanced."""
+    row = log_normal(131_072, sigma=sigma)
+    layout, runs = balanced(row, num_ranks), contiguous(131_072, num_ranks)
+    assert imbalance(row, layout) <= WHOLE_LIMIT
+    assert rows_that_travel(row, layout) < min(131_072 / 500, rows_that_travel(row, runs))
+
+
+def test_few_keys_travel_where_documents_are_cut() -> None:
     """Fewer than half of those that travel where chunks are dealt out one by one."""
     row = log_normal(131_072)
     chunks = even_cuts(131_072, 8 * 32)
     dealt = Layout(tuple(tuple(chunks[rank::8]) for rank in range(8)))
     placed = balanced(row, 8)
+    assert imbalance(row, whole_documents(row, 8)) > WHOLE_LIMIT
     assert rows_that_travel(row, placed) < rows_that_travel(row, dealt) / 2
     assert imbalance(row, placed) < imbalance(row, dealt)
+
+
+@given(documents(400), st.integers(1, 9))
+def test_whole_documents_are_cut_where_nothing_has_room_alone(
+    row: Documents, num_ranks: int
+) -> None:
+    layout = whole_documents(row, num_ranks)
+    assert max(layout.sizes) - min(layout.sizes) <= (row.num_tokens % num_ranks > 0)
+    assert list(layout.intervals) == sorted(layout.intervals)
+    least_share = row.num_tokens // num_ranks
+    lengths = list(zip(row.lengths, pairwise(row.edges), strict=True))
+    cut = [length for length, ends in lengths if layout.run_with(Interval(*ends)) is None]
+    # Whatever is longer than a share has to be cut; a rank fills up with one other at most.
+    assert sum(length <= least_share for length in cut) <= num_ranks
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (3, 1), (1, 4), (2, 2), (4, 3)])

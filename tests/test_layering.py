@@ -5,7 +5,16 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "longctx_patch"
 ROWS = (
-    ("config", "documents", "layout", "regions", "masks", "balance", "placement"),
+    (
+        "config",
+        "documents",
+        "layout",
+        "regions",
+        "masks",
+        "whole_documents",
+        "balance",
+        "placement",
+    ),
     ("plans",),
     ("transport", "kernels"),
     ("groups", "accumulate", "fused_merge", "operands", "partials", "executor"),

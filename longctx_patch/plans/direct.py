@@ -24,21 +24,22 @@ def direct(
     name: str,
     direction: Direction,
     pieces: PieceTable,
-    num_steps: int,
-    works_of: Callable[[int], Sequence[Works]],
+    steps: Callable[[], Iterator[Sequence[Works]]],
 ) -> Schedule:
-    """The schedule that computes `works_of(step)` in each step. The first step's must be local.
+    """The schedule that computes the works of each of `steps`. The first step's must be local.
 
     Steps in which the mask leaves nothing to compute are dropped.
     """
 
-    def works(step: int) -> tuple[Works, ...]:
-        return tuple(lane.where(lane.kind != NOTHING) for lane in works_of(step))
-
     def stages() -> Iterator[Stage]:
-        busy = (found for step in range(1, num_steps) if _any(found := works(step)))
+        found = (
+            tuple(lane.where(lane.kind != NOTHING) for lane in works_of_step)
+            for works_of_step in steps()
+        )
         before: tuple[Works, ...] = ()
-        now, after = works(0), next(busy, ())
+        now = next(found)
+        busy = filter(_any, found)
+        after = next(busy, ())
         assert not inputs(pieces, now, direction, 0), "nothing can arrive before the first step"
         for step in count():
             moves = (
@@ -64,9 +65,10 @@ def inputs(
     """What the computing ranks do not have by themselves, sent in `step`."""
     queries = Operand.Q if direction is Direction.FORWARD else Operand.Q_BACKWARD
     # Blocks that arrive during one step are read in the next, while others arrive.
-    kv_buffer, q_buffer = step % 2, 2 + step % 2
     moves = []
-    for lane in works:
+    for number, lane in enumerate(works):
+        kv_buffer = 4 * number + step % 2
+        q_buffer = kv_buffer + 2
         moves.append(_moves(pieces, lane, Operand.KV, lane.kv_owner, kv_buffer))
         moves.append(_moves(pieces, lane, queries, lane.q_owner, q_buffer))
     return tuple(lane for lane in moves if len(lane.source))

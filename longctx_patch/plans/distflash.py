@@ -47,7 +47,7 @@ def distflash(pieces: PieceTable, direction: Direction, *, balanced: bool) -> Sc
 
     name = "distflash_balanced" if balanced else "distflash"
     num_steps = num_ranks if sees_ahead else num_ranks // 2 + 1
-    return direct(name, direction, pieces, num_steps, works)
+    return direct(name, direction, pieces, lambda: map(works, range(num_steps)))
 
 
 def _last_step(pieces: PieceTable, own: Works, helped: Works, balanced: bool) -> list[Works]:
