@@ -40,7 +40,7 @@ class Executor:
 
         `sinks`: `[H]`, a logit for each head that joins the softmax of every row, without a value.
         """
-        alone = only_call(plan, self.kernel.traits)
+        alone = only_call(plan, self.transport.group_rank, self.kernel.traits)
         if alone is not None and sinks is None:
             out, lse = run_forward(self.kernel, alone, q, k, v, self.score)
             self.transport.counters.kernel_calls += 1
@@ -74,7 +74,7 @@ class Executor:
 
         `keys_as_summed`: dk and dv in the dtype of their sums, for a sum that goes on from there.
         """
-        alone = only_call(plan, self.kernel.traits)
+        alone = only_call(plan, self.transport.group_rank, self.kernel.traits)
         if alone is not None:
             dq, dk, dv = run_backward(self.kernel, alone, dout, q, k, v, out, lse, self.score)
             self.transport.counters.kernel_calls += 1
@@ -183,18 +183,25 @@ def kernel_calls(
 
 
 @lru_cache(maxsize=128)
-def only_call(plan: Plan, traits: Traits) -> Call | None:
-    """The call that a plan of one rank consists of, over all its rows; None if there is more to it.
+def only_call(plan: Plan, rank: int, traits: Traits) -> Call | None:
+    """The call that is all a rank has to do, over all its rows; None if there is more to it.
 
     It needs no bookkeeping, which would take the host longer than a small block takes the GPU.
     """
-    if plan.num_ranks > 1:
+    if any(step.sends or step.receives for step in plan.rank_steps[rank]):
         return None
-    calls = [call for step in kernel_calls(plan, 0, traits) for _, calls in step for call in calls]
-    all_rows = [Interval(0, plan.layout.num_tokens)]
-    if len(calls) == 1 and adjoined(calls[0].q) == adjoined(calls[0].kv) == all_rows:
-        return calls[0]
-    return None
+    found = [
+        (work, call)
+        for step in kernel_calls(plan, rank, traits)
+        for work, calls in step
+        for call in calls
+    ]
+    if len(found) != 1:
+        return None
+    work, call = found[0]
+    all_rows = [Interval(0, plan.layout.sizes[rank])]
+    is_own = work.kv_owner == rank or plan.num_ranks == 1
+    return call if is_own and adjoined(call.q) == adjoined(call.kv) == all_rows else None
 
 
 def _find(

@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, attention, run_virtual_ranks, virtual_group
-from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName
+from longctx_patch.config import LAYOUTS_OF_PLAN, KernelName, LayoutName
 from longctx_patch.documents import Documents
+from longctx_patch.executor import only_call
 from longctx_patch.groups import SequenceGroup
+from longctx_patch.kernels import available
+from longctx_patch.operator import restricted
 from longctx_patch.placement import place, placement_of
+from longctx_patch.plans import Direction
+from longctx_patch.plans.registry import make_schedule
 from tests.masked import Masked, dense_masked, masks_of
 from tests.reference import relative_error
 
@@ -123,6 +128,24 @@ def test_sinks_and_softcap(layout: LayoutName, case: Masked) -> None:
     for dtype in TOLERANCE:
         assert_exact(config, case, (6, 2), dtype, sinks=True, softcap=1.5)
         assert_exact(replace(config, plan="allgather"), case, (6, 2), dtype, sinks=True)
+
+
+@pytest.mark.parametrize("kernel", ["torch_cpu", "torch_eager"])
+def test_ranks_with_whole_documents_send_nothing(kernel: KernelName) -> None:
+    """One kernel takes all of a rank's documents in a call, the other does not."""
+    row, tokens = Documents((8,) * 8, 64), np.arange(64)
+    table = (tokens[:, None] >= tokens) & (tokens[:, None] // 8 == tokens // 8)
+    case = Masked("whole", row, None, None, table)
+    config = LongContextConfig(ring_degree=4, kernel=kernel)
+    assert assert_exact(config, case, (4, 2)) == 0
+    layout = place("balanced", row, ring=4)
+    traits = available()[kernel].traits
+    for direction in Direction:
+        plan = make_schedule(
+            "halo", direction, layout, restricted(None, row, None), num_kv_heads=2
+        ).plan()
+        calls = [only_call(plan, rank, traits) for rank in range(4)]
+        assert [call is not None for call in calls] == [traits.segments] * 4
 
 
 def test_rows_of_padding_alone_see_nothing() -> None:
