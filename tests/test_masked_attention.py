@@ -133,8 +133,9 @@ def test_sinks_and_softcap(layout: LayoutName, case: Masked) -> None:
 @pytest.mark.parametrize("kernel", ["torch_cpu", "torch_eager"])
 def test_ranks_with_whole_documents_send_nothing(kernel: str) -> None:
     """One kernel takes all of a rank's documents in a call, the other does not."""
-    row, tokens = Documents((8,) * 8, 64), np.arange(64)
-    table = (tokens[:, None] >= tokens) & (tokens[:, None] // 8 == tokens // 8)
+    row, tokens = Documents((6, 10) * 4, 64), np.arange(64)
+    document = np.repeat(np.arange(8), row.lengths)
+    table = (tokens[:, None] >= tokens) & (document[:, None] == document)
     case = Masked("whole", row, None, None, table)
     config = LongContextConfig(ring_degree=4, kernel=kernel)
     assert assert_exact(config, case, (4, 2)) == 0
