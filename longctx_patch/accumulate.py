@@ -5,6 +5,8 @@ and totals of all would cost more than the exchange of the few keys that travel.
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -40,20 +42,25 @@ class _RowPart(Protocol):
 
 P = TypeVar("P", bound=_RowPart)
 
+MOST_AT_ONCE = 16
+"""Runs of rows that a part is added to one by one; of more all rows become one."""
+
 
 class _RowTotals(ABC, Generic[P]):
     """Parts are kept, and may be written to."""
 
     def __init__(self, spec: TensorSpec, device: torch.device) -> None:
         """`spec`: of the total, rows along dim 1."""
-        self._spec = spec
+        self.spec = spec
         self._device = device
         self._wide = sum_dtype(spec.dtype)
         self._held: list[P] = []
-        """Of disjoint rows: one part as it came, or the wide total of several."""
+        """Of disjoint rows, in their order: one part as it came, or the wide total of several."""
         self._home: P | None = None
-        """The first part where it has all rows and some are held in it still: totals of the others
+        """The first part where it has all rows and most are held in it still: totals of the others
         end there too."""
+        self._at_home = 0
+        """Rows that are held in it."""
 
     @abstractmethod
     def _empty(self, rows: Interval, dtype: torch.dtype) -> P:
@@ -68,36 +75,69 @@ class _RowTotals(ABC, Generic[P]):
         """The wide total of two parts of the same rows: in the memory of `old` if that is wide."""
 
     def _add(self, new: P) -> None:
-        if not self._held and new.rows == self._all_rows:
-            self._home = new
-        gaps, held = [new.rows], []
-        for old in self._held:
+        if not new.rows.size:
+            return
+        if not self._held and new.rows == self._all_rows and new.dtype != self._wide:
+            self._home, self._at_home = new, new.rows.size
+        first, last = self._those_in(new.rows)
+        if last - first > MOST_AT_ONCE:
+            self._held, self._home = [self._whole(self._wide)], None
+            first, last = 0, 1
+        self._held[first:last] = list(self._with(self._held[first:last], new))
+        if self._home is not None and 2 * self._at_home <= self._all_rows.size:
+            self._leave_home()
+
+    def _with(self, held: list[P], new: P) -> Iterator[P]:
+        """What takes the place of those that share rows with a new one."""
+        at = new.rows.start
+        for old in held:
             both = old.rows.intersect(new.rows)
-            if both.size:
-                gaps = [rest for gap in gaps for rest in gap.without(both)]
-                total = self._joined(old.cut(both), new.cut(both))
-                if old.dtype != self._wide:
-                    held.append(total)
-                    held += [old.cut(rest) for rest in old.rows.without(both)]
-                    continue
-            held.append(old)
-        self._held = held + [new.cut(gap) for gap in gaps if gap.size]
-        if all(part.dtype == self._wide for part in self._held):
-            self._home = None  # nothing is in it any more; one that is wide itself is held as it is
+            if at < both.start:
+                yield new.cut(Interval(at, both.start))
+            at = both.stop
+            total = self._joined(old.cut(both), new.cut(both))
+            if old.dtype == self._wide:
+                yield old
+                continue
+            self._at_home -= both.size
+            yield from (old.cut(rest) for rest in old.rows.without(both) if rest.start < at)
+            yield total
+            yield from (old.cut(rest) for rest in old.rows.without(both) if rest.start >= at)
+        if at < new.rows.stop:
+            yield new.cut(Interval(at, new.rows.stop))
+
+    def _those_in(self, rows: Interval) -> tuple[int, int]:
+        """From and up to which of those held they share rows with some."""
+        first = bisect_right(self._held, rows.start, key=lambda part: part.rows.stop)
+        return first, bisect_left(self._held, rows.stop, first, key=lambda part: part.rows.start)
+
+    def _leave_home(self) -> None:
+        """Give its memory back: what is held there is copied."""
+        self._home = None
+        self._held = [
+            part if part.dtype == self._wide else self._copied(part, part.dtype)
+            for part in self._held
+        ]
 
     def _whole(self, dtype: torch.dtype) -> P:
         """All rows in one dtype."""
         if len(self._held) == 1 and (only := self._held[0]).rows == self._all_rows:
             return only if only.dtype == dtype else self._copied(only, dtype)
-        whole = self._home
-        if whole is None or whole.dtype != dtype:
-            whole = self._empty(self._all_rows, dtype)
-            if sum(part.rows.size for part in self._held) < self._all_rows.size:
-                self._clear(whole)
-        for part in self._held:
-            if whole is not self._home or part.dtype != dtype:
-                whole.cut(part.rows).copy_(part)
+        if self._home is not None and self._home.dtype == dtype:
+            for part in self._held:
+                if part.dtype != dtype:
+                    self._home.cut(part.rows).copy_(part)
+            return self._home
+        whole = self._empty(self._all_rows, dtype)
+        self._write_to(whole)
         return whole
+
+    def _write_to(self, whole: P) -> None:
+        """Put all rows into other memory."""
+        if sum(part.rows.size for part in self._held) < self._all_rows.size:
+            self._clear(whole)
+        for part in self._held:
+            whole.cut(part.rows).copy_(part)
 
     def _copied(self, part: P, dtype: torch.dtype) -> P:
         copy = self._empty(part.rows, dtype)
@@ -106,7 +146,7 @@ class _RowTotals(ABC, Generic[P]):
 
     @property
     def _all_rows(self) -> Interval:
-        return Interval(0, self._spec.shape[1])
+        return Interval(0, self.spec.shape[1])
 
 
 class Part(NamedTuple):
@@ -122,6 +162,8 @@ class Part(NamedTuple):
         return self.out_BLHD.dtype
 
     def cut(self, rows: Interval) -> "Part":
+        if rows == self.rows:
+            return self
         here = _slice(self.rows, rows)
         return Part(rows, self.out_BLHD[:, here], self.lse_BHL[:, :, here])
 
@@ -139,8 +181,12 @@ class SoftmaxMerge(_RowTotals[Part]):
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out_BLHD in its dtype, lse_BHL); zeros and -inf for rows that saw no key."""
-        _, out_BLHD, lse_BHL = self._whole(self._spec.dtype)
+        _, out_BLHD, lse_BHL = self._whole(self.spec.dtype)
         return out_BLHD, lse_BHL
+
+    def write_to(self, out_BLHD: Tensor, lse_BHL: Tensor) -> None:
+        """Put the result into other memory."""
+        self._write_to(Part(self._all_rows, out_BLHD, lse_BHL))
 
     def _joined(self, old: Part, new: Part) -> Part:
         total = old if old.dtype == self._wide else self._empty(old.rows, self._wide)
@@ -155,7 +201,7 @@ class SoftmaxMerge(_RowTotals[Part]):
         return total
 
     def _empty(self, rows: Interval, dtype: torch.dtype) -> Part:
-        batch, _, heads, dim = self._spec.shape
+        batch, _, heads, dim = self.spec.shape
         out_BLHD = torch.empty(batch, rows.size, heads, dim, dtype=dtype, device=self._device)
         lse_BHL = torch.empty(batch, heads, rows.size, dtype=self._wide, device=self._device)
         return Part(rows, out_BLHD, lse_BHL)
@@ -206,6 +252,8 @@ class GradientPart(NamedTuple):
         return self.grad_BLHD.dtype
 
     def cut(self, rows: Interval) -> "GradientPart":
+        if rows == self.rows:
+            return self
         return GradientPart(rows, self.grad_BLHD[:, _slice(self.rows, rows)])
 
     def copy_(self, other: "GradientPart") -> None:
@@ -215,10 +263,6 @@ class GradientPart(NamedTuple):
 class RowSum(_RowTotals[GradientPart]):
     """Sum of gradients over row ranges."""
 
-    @property
-    def spec(self) -> TensorSpec:
-        return self._spec
-
     def add(self, rows: Interval, part_BLHD: Tensor) -> None:
         """Add a part that covers `rows`. It is kept, and may be written to."""
         self._add(GradientPart(rows, part_BLHD))
@@ -227,11 +271,19 @@ class RowSum(_RowTotals[GradientPart]):
     def total(self) -> Tensor:
         """The sum as it stands: wide where some rows have several parts."""
         is_wide = any(part.dtype == self._wide for part in self._held)
-        return self._whole(self._wide if is_wide else self._spec.dtype).grad_BLHD
+        return self._whole(self._wide if is_wide else self.spec.dtype).grad_BLHD
 
     def result(self) -> Tensor:
         """The sum in the dtype of the tensor it is a gradient of."""
-        return self._whole(self._spec.dtype).grad_BLHD
+        return self._whole(self.spec.dtype).grad_BLHD
+
+    def is_in(self, tensor: Tensor) -> bool:
+        """Whether this tensor is the sum as it stands."""
+        return len(self._held) == 1 and self._held[0].grad_BLHD is tensor
+
+    def write_to(self, tensor: Tensor) -> None:
+        """Put the sum into other memory, in its dtype."""
+        self._write_to(GradientPart(self._all_rows, tensor))
 
     def _joined(self, old: GradientPart, new: GradientPart) -> GradientPart:
         total = old if old.dtype == self._wide else self._copied(old, self._wide)
@@ -239,7 +291,7 @@ class RowSum(_RowTotals[GradientPart]):
         return total
 
     def _empty(self, rows: Interval, dtype: torch.dtype) -> GradientPart:
-        batch, _, heads, dim = self._spec.shape
+        batch, _, heads, dim = self.spec.shape
         shape = (batch, rows.size, heads, dim)
         return GradientPart(rows, torch.empty(shape, dtype=dtype, device=self._device))
 

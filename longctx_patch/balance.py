@@ -21,11 +21,9 @@ from longctx_patch.whole_documents import whole_documents
 
 Ints = NDArray[np.int64]
 
-WHOLE_LIMIT = 0.02
-"""Imbalance at which documents stay whole: about what it takes to send keys and add gradients."""
-
 LIMIT = 0.05
-"""Imbalance at which no finer chunks are tried."""
+"""Imbalance at which documents stay whole, and no finer chunks are tried. Of many short documents
+an exchange and the kernels that it brings take longer than this share of their attention."""
 
 GOAL = 0.01
 """Imbalance at which no more chunks are swapped: what is left is not worth the bytes."""
@@ -38,10 +36,10 @@ def balanced(documents: Documents, num_ranks: int) -> Layout:
     """A layout of `num_ranks` ranks with equal shares of the tokens and of the allowed pairs.
 
     Shares of tokens differ by one at most, and not at all where `num_ranks` divides their number.
-    Documents are whole, but for the few that fit nowhere, where shares of pairs are then within
-    `WHOLE_LIMIT` of the mean. Else they are within `LIMIT` at the fewest chunks for which such a
-    layout was found; where none was (hardly any tokens a rank), the best that was found is
-    returned. A row of one document is placed as `zigzag` does, by less than 100 ranks exactly so.
+    Shares of pairs are within `LIMIT` of the mean: with whole documents, but for the few that fit
+    nowhere, where that can be; else at the fewest chunks for which such a layout was found. Where
+    none was (hardly any tokens a rank), the best that was found is returned. A row of one document
+    is placed as `zigzag` does, by less than 100 ranks exactly so.
 
     Each rank's intervals are in the order of the tokens, and ranks in the order of their first. The
     result depends on the arguments alone, so every rank finds the same. For Ulysses, split it
@@ -49,9 +47,10 @@ def balanced(documents: Documents, num_ranks: int) -> Layout:
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: a layout has 1 rank or more.")
-    whole = whole_documents(documents, num_ranks)
-    if imbalance(documents, whole) <= WHOLE_LIMIT:
-        return whole
+    if _share_of_longest(documents) * num_ranks <= 1 + LIMIT:
+        whole = whole_documents(documents, num_ranks)
+        if imbalance(documents, whole) <= LIMIT:
+            return whole
     best, least = None, np.inf
     for layout in _candidates(documents, num_ranks):
         found = imbalance(documents, layout)
@@ -90,6 +89,12 @@ def imbalance(documents: Documents, layout: Layout) -> float:
     loads = np.zeros(layout.num_ranks, dtype=np.int64)
     np.add.at(loads, ranks, areas.before(stops) - areas.before(starts))
     return _excess(loads)
+
+
+def _share_of_longest(documents: Documents) -> float:
+    """The pairs of the longest document among those of all."""
+    pairs = [length * (length + 1) // 2 for length in documents.lengths]
+    return max(pairs, default=0) / max(1, sum(pairs))
 
 
 @dataclass(frozen=True)

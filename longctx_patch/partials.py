@@ -45,6 +45,7 @@ class OutPartial:
     def __init__(self, rows: Rows, like: tuple[Tensor, ...]) -> None:
         (q,) = like
         self.rows = rows
+        self._device = q.device
         self._merge = SoftmaxMerge(_spec(q, rows, q.dtype), q.device)
 
     def add(self, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
@@ -61,7 +62,10 @@ class OutPartial:
         self.add(self.rows.runs, packet.tensors)
 
     def packet(self, operand: Operand) -> Packet:
-        return Packet.pack(self.parts())
+        packet = Packet.empty(_out_specs(self._merge.spec), self._device)
+        lse_BLH, out_BLHD = packet.tensors
+        self._merge.write_to(out_BLHD, lse_BLH.transpose(1, 2))
+        return packet
 
 
 class GradientPartial:
@@ -69,6 +73,7 @@ class GradientPartial:
 
     def __init__(self, rows: Rows, like: tuple[Tensor, ...]) -> None:
         self.rows = rows
+        self._device = like[0].device
         self._sums = [RowSum(_spec(t, rows, t.dtype), t.device) for t in like]
         self._arrived: Packet | None = None
 
@@ -88,15 +93,17 @@ class GradientPartial:
         self._arrived = packet
 
     def packet(self, operand: Operand) -> Packet:
-        parts = self.parts()
-        dtypes = [sum_dtype(t.spec.dtype) if operand.is_sum else t.spec.dtype for t in self._sums]
+        specs = [_wire_spec(total.spec, operand) for total in self._sums]
         # A sum that came as a packet and was added to in place goes on as that packet.
         if self._arrived is not None and all(
-            part is view and part.dtype == dtype
-            for part, view, dtype in zip(parts, self._arrived.tensors, dtypes, strict=True)
+            total.is_in(view) and view.dtype == spec.dtype
+            for total, view, spec in zip(self._sums, self._arrived.tensors, specs, strict=True)
         ):
             return self._arrived
-        return Packet.pack(parts, dtypes)
+        packet = Packet.empty(specs, self._device)
+        for total, view in zip(self._sums, packet.tensors, strict=True):
+            total.write_to(view)
+        return packet
 
 
 class ResultKey(NamedTuple):
@@ -155,10 +162,9 @@ class Partials:
     def incoming(self, transfer: Transfer) -> Tensor:
         operand, _, rows, heads = transfer.block
         like = self._like_part(operand.partial, heads)
-        specs = [_spec(t, rows, sum_dtype(t.dtype) if operand.is_sum else t.dtype) for t in like]
+        specs = [_wire_spec(_spec(t, rows, t.dtype), operand) for t in like]
         if operand is Operand.OUT:
-            (out,) = specs
-            specs = [TensorSpec(out.shape[:3], sum_dtype(out.dtype)), out]
+            specs = _out_specs(*specs)
         packet = Packet.empty(specs, like[0].device)
         self._arriving.append((transfer, packet))
         return packet.buffer
@@ -214,6 +220,15 @@ def _placed(
         whole = len(joined) == 1
         yield place, parts if whole else tuple(p[:, before : before + place.size] for p in parts)
         before += place.size
+
+
+def _wire_spec(spec: TensorSpec, operand: Operand) -> TensorSpec:
+    return spec._replace(dtype=sum_dtype(spec.dtype)) if operand.is_sum else spec
+
+
+def _out_specs(out: TensorSpec) -> list[TensorSpec]:
+    """Of lse_BLH and out_BLHD."""
+    return [TensorSpec(out.shape[:3], sum_dtype(out.dtype)), out]
 
 
 def _spec(like: Tensor, rows: Rows, dtype: torch.dtype) -> TensorSpec:

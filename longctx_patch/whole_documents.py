@@ -4,11 +4,11 @@ The longest first, each document goes to the rank with the fewest pairs of those
 it. Long ones so spread over the ranks and short ones make up for what they differ by: the greedy
 rule for jobs on machines (Graham 1969), with room for a share of the tokens on each machine.
 
-The shortest, one for each rank, and what has found no room fill up what is left, rank by rank. One
-document is cut between two ranks then, so each of them needs keys of one other.
+The shortest fill up each rank's share to the last token: of a few of them some add up to it (a
+subset sum, by dynamic programming over bits). Where none do, what is left is cut.
 """
 
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -17,58 +17,86 @@ from numpy.typing import NDArray
 from longctx_patch.documents import Documents
 from longctx_patch.layout import Interval, Layout, even_cuts
 
-Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+N = TypeVar("N", float, Floats)
 
 GOAL = 0.002
 """Imbalance at which no more documents are swapped."""
 
+FILLERS = (8, 4, 16)
+"""Short documents for each rank, of all up to a half: some of so many add up to most numbers. Tried
+in this order."""
+
+GOOD, OF_A_CUT = 0.01, 0.03
+"""Imbalance at which no others are tried, and what it may be to leave no document cut: an exchange
+and the kernels that it brings take about as long."""
+
 MOST_LOOKED_AT = 64
 """Documents of a rank for a swap: the longest differ most in their pairs."""
 
-SWAPS = 8
-"""For each rank, at most: each row of a run is placed while GPUs may wait for it."""
+SWAPS, PARTNERS = 8, 4
+"""For each rank, and ranks that each is looked for on, at most: GPUs may wait for a placement."""
 
 
 def whole_documents(documents: Documents, num_ranks: int) -> Layout:
-    """A layout in which shares of the tokens differ by one at most, and few documents are cut.
+    """A layout in which shares of the tokens differ by one at most, and few documents are cut:
+    mostly none, where there are some for each rank and their lengths have no common divisor.
 
     Shares of pairs are as even as documents allow: a single one that is longer than the others
     together leaves ranks without work. Intervals are in the order of the tokens, and ranks in the
     order of their first.
     """
+    best = _placed(documents, num_ranks, FILLERS[0])
+    for fillers in FILLERS[1:]:
+        if best.cost <= GOOD:
+            break
+        best = min(best, _placed(documents, num_ranks, fillers), key=lambda bins: bins.cost)
+    return Layout(tuple(sorted(map(_joined, best.held))))
+
+
+def _placed(documents: Documents, num_ranks: int, fillers: int) -> "_Bins":
     edges, end = documents.edges, documents.edges[-1]
     runs = [Interval(edges[n], edges[n + 1]) for n in range(len(documents.lengths))]
     longest_first = sorted(runs, key=lambda run: (-run.size, run.start))
-    longest_first, shortest = longest_first[:-num_ranks], longest_first[-num_ranks:]
-    rest = [*shortest, Interval(end, documents.num_tokens)]
-    bins = _Bins(even_cuts(documents.num_tokens, num_ranks))
-    no_room = bins.take(longest_first, leave=sum(run.size for run in rest) // num_ranks)
+    num_long = len(runs) - min(fillers * num_ranks, len(runs) // 2)
+    long, short = longest_first[:num_long], longest_first[num_long:]
+    padding = Interval(end, documents.num_tokens)
+    num_left = sum(run.size for run in (*short, padding))
+    pairs_of_left = sum(_pairs(run.size) for run in short) / max(1, num_left)
+    bins = _Bins(even_cuts(documents.num_tokens, num_ranks), pairs_of_left)
+    no_room = bins.take(long, leave=num_left // num_ranks)
     bins.even_out()
-    bins.fill([*no_room, *rest])
-    return Layout(tuple(sorted(map(_joined, bins.held))))
+    bins.cut(bins.fill([*no_room, *short]), padding)
+    return bins
 
 
 class _Bins:
     """What each rank has been given."""
 
-    def __init__(self, shares: list[Interval]) -> None:
-        self._room = _lengths(shares)
-        self._pairs = np.zeros_like(self._room)
+    def __init__(self, shares: list[Interval], pairs_of_left: float) -> None:
+        """`pairs_of_left`: of a token that fills up what room is left in the end."""
+        self._pairs_of_left = pairs_of_left
+        self._room = np.array([share.size for share in shares], dtype=np.int64)
+        self._pairs = pairs_of_left * self._room
+        """With those of what will fill the room."""
         self.held: list[list[Interval]] = [[] for _ in shares]
         """Runs of tokens, the longest documents first."""
+        self.cost = np.inf
+        """Imbalance, and that of cuts, of what is full."""
 
     def take(self, documents: list[Interval], *, leave: int) -> list[Interval]:
         """Each goes whole to a rank; those for which none has room are returned. So many tokens of
         room are left on each rank."""
         room, no_room = (self._room - leave).tolist(), []
-        ranks = [(0, rank) for rank in range(len(room))]  # a heap of (pairs, rank)
+        ranks = [(pairs, rank) for rank, pairs in enumerate(self._pairs.tolist())]
+        heapify(ranks)
         for document in documents:
             full = []
             while ranks and room[ranks[0][1]] < document.size:
                 full.append(heappop(ranks))
             if ranks:
                 pairs, rank = ranks[0]
-                heapreplace(ranks, (pairs + _pairs(document.size), rank))
+                heapreplace(ranks, (pairs + self._more_pairs(document.size), rank))
                 self.held[rank].append(document)
                 room[rank] -= document.size
             else:
@@ -86,10 +114,10 @@ class _Bins:
         Each time the two are swapped that help most.
         """
         for _ in range(SWAPS * len(self.held)):
-            if int(self._pairs.max()) <= (1 + GOAL) * float(self._pairs.mean()):
+            if self._pairs.max() <= (1 + GOAL) * self._pairs.mean():
                 return
             busiest = int(self._pairs.argmax())
-            others = (n for n in range(len(self.held)) if n != busiest)
+            others = [n for n in self._pairs.argsort().tolist() if n != busiest][:PARTNERS]
             best = min((self._best_swap(busiest, other) for other in others), default=None)
             if best is None or best.most_pairs >= self._pairs[busiest]:
                 return
@@ -98,13 +126,13 @@ class _Bins:
     def _best_swap(self, busiest: int, other: int) -> "_Swap":
         mine, theirs = (_lengths(self.held[rank][:MOST_LOOKED_AT]) for rank in (busiest, other))
         longer = mine[:, None] - theirs
-        relief = _pairs(mine)[:, None] - _pairs(theirs)
+        relief = self._more_pairs(mine)[:, None] - self._more_pairs(theirs)
         after = np.maximum(self._pairs[busiest] - relief, self._pairs[other] + relief)
-        after[(longer < 1) | (longer > self._room[other])] = np.iinfo(np.int64).max
+        after[(longer < 1) | (longer > self._room[other])] = np.inf
         if not after.size:
-            return _Swap(np.iinfo(np.int64).max, other, 0, 0)
+            return _Swap(np.inf, other, 0, 0)
         best = int(after.argmin())
-        return _Swap(int(after.flat[best]), other, *divmod(best, len(theirs)))
+        return _Swap(float(after.flat[best]), other, *divmod(best, len(theirs)))
 
     def _swap(self, busiest: int, swap: "_Swap") -> None:
         mine, theirs = self.held[busiest], self.held[swap.rank]
@@ -112,11 +140,28 @@ class _Bins:
         mine[swap.given], theirs[swap.taken] = taken, given
         for rank, sign in ((busiest, 1), (swap.rank, -1)):
             self._room[rank] += sign * (given.size - taken.size)
-            self._pairs[rank] -= sign * (_pairs(given.size) - _pairs(taken.size))
+            more = self._more_pairs(given.size) - self._more_pairs(taken.size)
+            self._pairs[rank] -= sign * more
 
-    def fill(self, runs: list[Interval]) -> None:
-        """Fill up one rank after the other."""
-        rest = iter(runs)
+    def _more_pairs(self, length: N) -> N:
+        """What a rank gets by a document, in place of what would fill its room."""
+        return _pairs(length) - self._pairs_of_left * length
+
+    def fill(self, documents: list[Interval]) -> list[Interval]:
+        """Those that add up to as much of a rank's room as can be, rank by rank; what is left."""
+        left = documents
+        for rank, room in enumerate(self._room.tolist()):
+            chosen, left = _fitting(left, room)
+            self.held[rank] += chosen
+            self._room[rank] -= sum(run.size for run in chosen)
+        return left
+
+    def cut(self, documents: list[Interval], padding: Interval) -> None:
+        """Fill up one rank after the other with parts of these, then with padding."""
+        pairs = [float(_pairs(_lengths(held)).sum()) for held in self.held]
+        imbalance = max(pairs) * len(pairs) / max(1.0, sum(pairs)) - 1
+        self.cost = imbalance + (OF_A_CUT if documents else 0.0)
+        rest = iter((*documents, padding))
         run = next(rest)
         for held, room in zip(self.held, self._room.tolist(), strict=True):
             while room:
@@ -128,24 +173,36 @@ class _Bins:
                 room -= part.size
 
 
+def _fitting(documents: list[Interval], room: int) -> tuple[list[Interval], list[Interval]]:
+    """Documents that fill the room as far as any do, and the others."""
+    sums = [1]  # bit n: whether some of the documents so far have n tokens together
+    for document in documents:
+        sums.append(sums[-1] | (sums[-1] << document.size) & ((2 << room) - 1))
+    chosen, others, total = [], [], sums[-1].bit_length() - 1
+    for document, without in zip(reversed(documents), reversed(sums[:-1]), strict=True):
+        if without >> total & 1:
+            others.append(document)
+        else:
+            chosen.append(document)
+            total -= document.size
+    return chosen, others[::-1]
+
+
 class _Swap(NamedTuple):
-    most_pairs: int
+    most_pairs: float
     """Of the two ranks, afterwards."""
     rank: int
     given: int
     taken: int
 
 
-N = TypeVar("N", int, Ints)
-
-
 def _pairs(length: N) -> N:
     """Of a document."""
-    return length * (length + 1) // 2
+    return length * (length + 1) / 2
 
 
-def _lengths(runs: list[Interval]) -> Ints:
-    return np.array([run.size for run in runs], dtype=np.int64)
+def _lengths(runs: list[Interval]) -> Floats:
+    return np.array([run.size for run in runs], dtype=np.float64)
 
 
 def _joined(runs: list[Interval]) -> tuple[Interval, ...]:

@@ -130,6 +130,39 @@ def test_rows_of_one_part_keep_their_bits_and_others_are_rounded_once(
     torch.testing.assert_close(lse.double(), all_lse.logsumexp(0), rtol=1e-5, atol=1e-6)
 
 
+def test_many_runs_become_one() -> None:
+    """Documents that share a kernel call come as runs of their own, in any order."""
+    rows = 40
+    whole = TensorSpec((1, rows, 1, 2), torch.bfloat16)
+    merge, total = SoftmaxMerge(whole, CPU), RowSum(whole, CPU)
+    ones = torch.ones(1, rows, 1, 2, dtype=torch.bfloat16)
+    for row in torch.randperm(rows, generator=torch.Generator().manual_seed(0)).tolist():
+        here = Interval(row, row + 1)
+        merge.add(here, row * ones[:, :1], torch.zeros(1, 1, 1))
+        total.add(here, row * ones[:, :1])
+    assert len(total._held) == rows
+    for _ in range(2):
+        merge.add(Interval(0, rows), 3 * ones, torch.zeros(1, 1, rows))
+        total.add(Interval(0, rows), 3 * ones)
+    assert [part.rows.size for part in total._held] == [rows]
+    assert torch.equal(total.result()[0, :, 0, 0], torch.arange(6, 6 + rows).bfloat16())
+    expected = ((torch.arange(rows) + 6) / 3).bfloat16()
+    torch.testing.assert_close(merge.result()[0][0, :, 0, 0], expected)
+
+
+def test_the_first_part_is_given_back_once_most_rows_have_several() -> None:
+    whole = TensorSpec((1, 8, 1, 2), torch.bfloat16)
+    total = RowSum(whole, CPU)
+    first = torch.ones(1, 8, 1, 2, dtype=torch.bfloat16)
+    total.add(Interval(0, 8), first)
+    total.add(Interval(0, 3), first[:, :3].clone())
+    assert total.result().data_ptr() == first.data_ptr()
+    total.add(Interval(3, 4), first[:, 3:4].clone())
+    memory = {part.grad_BLHD.untyped_storage().data_ptr() for part in total._held}
+    assert first.untyped_storage().data_ptr() not in memory
+    assert total.result()[0, :, 0, 0].tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
+
+
 def test_totals_end_where_the_first_part_is() -> None:
     """No memory beside it but that of the rows that have two parts."""
     whole = TensorSpec((1, 6, 2, 4), torch.bfloat16)
@@ -139,7 +172,7 @@ def test_totals_end_where_the_first_part_is() -> None:
     total.add(Interval(0, 6), grad)
     some = 3 * torch.ones(1, 2, 2, 4, dtype=torch.bfloat16)
     merge.add(Interval(1, 3), some, torch.zeros(1, 2, 2))
-    total.add(Interval(1, 3), some)
+    total.add(Interval(1, 3), some.clone())
     assert merge.result()[0].data_ptr() == out.data_ptr()
     assert total.result().data_ptr() == grad.data_ptr()
     assert out[0, :, 0, 0].tolist() == [1, 2, 2, 1, 1, 1]

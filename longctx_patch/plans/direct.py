@@ -7,8 +7,6 @@ length of one step to hide in. A generator only says who computes what when.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
-import numpy as np
-
 from longctx_patch.plans.pieces import (
     NOTHING,
     Ints,
@@ -64,13 +62,16 @@ def inputs(
 ) -> tuple[Moves, ...]:
     """What the computing ranks do not have by themselves, sent in `step`."""
     queries = Operand.Q if direction is Direction.FORWARD else Operand.Q_BACKWARD
-    # Blocks that arrive during one step are read in the next, while others arrive.
+    arriving = {Operand.KV: 0 * pieces.sizes, queries: 0 * pieces.sizes}
     moves = []
-    for number, lane in enumerate(works):
-        kv_buffer = 4 * number + step % 2
-        q_buffer = kv_buffer + 2
-        moves.append(_moves(pieces, lane, Operand.KV, lane.kv_owner, kv_buffer))
-        moves.append(_moves(pieces, lane, queries, lane.q_owner, q_buffer))
+    for lane in works:
+        for operand, owner in ((Operand.KV, lane.kv_owner), (queries, lane.q_owner)):
+            found = _moves(pieces, lane, operand, owner)
+            number = arriving[operand][found.destination]
+            arriving[operand][found.destination] += 1
+            # Blocks that arrive during one step are read in the next, while others arrive.
+            buffers = 4 * number + 2 * (operand is queries) + step % 2
+            moves.append(found._replace(buffer=buffers))
     return tuple(lane for lane in moves if len(lane.source))
 
 
@@ -92,12 +93,9 @@ def results(pieces: PieceTable, works: Sequence[Works], direction: Direction) ->
     return tuple(lane for lane in moves if len(lane.source))
 
 
-def _moves(
-    pieces: PieceTable, works: Works, operand: Operand, owner: Ints, buffer: int | None = None
-) -> Moves:
+def _moves(pieces: PieceTable, works: Works, operand: Operand, owner: Ints) -> Moves:
     """Between each work's rank and `owner`, where they differ: inputs to it, results from it."""
     rows = pieces.kv_rows if operand.is_of_keys else pieces.q_rows
     source, destination = (owner, works.rank) if operand.is_input else (works.rank, owner)
-    buffers = None if buffer is None else np.full_like(owner, buffer)
-    moves = Moves(operand, source, destination, owner, rows(works.kind), buffers, works.heads)
+    moves = Moves(operand, source, destination, owner, rows(works.kind), None, works.heads)
     return moves.where(source != destination)

@@ -19,7 +19,8 @@ from longctx_patch.plans.schedule import Schedule, Works
 from longctx_patch.plans.types import Direction
 
 AT_ONCE = 0.25
-"""Rows that arrive in one step, of several ranks, as a share of a rank's own."""
+"""Rows that arrive in one step, of several ranks, as a share of a rank's own; or leave, since their
+gradients come home at once."""
 
 
 def direct_ring(pieces: PieceTable, direction: Direction, *, name: str = "direct_ring") -> Schedule:
@@ -31,14 +32,15 @@ def _steps(pieces: PieceTable) -> Iterator[list[Works]]:
     """The ring's steps, those together that need little."""
     yield [ring_works(pieces, 0)]
     together: list[Works] = []
-    arriving = np.zeros(len(pieces.sizes))
+    travelling = np.zeros((2, len(pieces.sizes)))
     for step in range(1, len(pieces.sizes)):
         works = ring_works(pieces, step)
         rows = pieces.num_rows(pieces.kv_rows(works.kind))
-        needed = np.bincount(works.rank, rows, len(pieces.sizes))
-        if together and (arriving + needed > AT_ONCE * pieces.sizes).any():
+        ends = (works.rank, works.kv_owner)
+        needed = np.stack([np.bincount(end, rows, len(pieces.sizes)) for end in ends])
+        if together and (travelling + needed > AT_ONCE * pieces.sizes).any():
             yield together
-            together, arriving = [], np.zeros_like(arriving)
+            together, travelling = [], np.zeros_like(travelling)
         together.append(works)
-        arriving += needed
+        travelling += needed
     yield together

@@ -165,3 +165,17 @@ def test_the_two_ends_of_sparsity_are_causal_and_bidirectional() -> None:
             plans = [halo(layout, mask, direction) for mask in (one, other)]
             assert areas(plans[0]) == areas(plans[1])
             assert rows_sent(plans[0], Operand.KV) == rows_sent(plans[1], Operand.KV)
+
+
+def test_what_leaves_one_rank_for_many_does_not_come_home_at_once() -> None:
+    """All ranks see a block of the first one: a quarter of its rows may be under way in a step."""
+    num_ranks, shard, block = 16, 320, 32
+    num_tokens = num_ranks * shard
+    blocks = np.eye(num_tokens // block, dtype=bool)
+    blocks[:, 0] = True
+    layout = place("contiguous", Documents.one(num_tokens), ring=num_ranks)
+    mask = block_sparse(num_tokens, blocks, block)
+    for direction in Direction:
+        for step in halo(layout, mask, direction).steps:
+            kv_rows = [t.block.rows.size for t in step.transfers if t.block.operand.is_of_keys]
+            assert sum(kv_rows) <= shard / 4 * (1 + (direction is Direction.BACKWARD))
