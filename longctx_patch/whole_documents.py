@@ -6,19 +6,26 @@ rule for jobs on machines (Graham 1969), with room for a share of the tokens on 
 
 The shortest fill up each rank's share to the last token: of a few of them some add up to it (a
 subset sum, by dynamic programming over bits). Where none do, what is left is cut.
+
+Each rank works it out by itself, so all is in whole numbers: sums of others are rounded as the CPU
+likes.
 """
 
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longctx_patch.documents import Documents
-from longctx_patch.layout import Interval, Layout, even_cuts
+from longctx_patch.layout import Interval, Layout, Rows, even_cuts
 
-Floats = NDArray[np.float64]
-N = TypeVar("N", float, Floats)
+Ints = NDArray[np.int64]
+N = TypeVar("N", int, Ints)
+
+NEVER = np.iinfo(np.int64).max
+"""More pairs than there are."""
 
 GOAL = 0.002
 """Imbalance at which no more documents are swapped."""
@@ -51,7 +58,7 @@ def whole_documents(documents: Documents, num_ranks: int) -> Layout:
         if best.cost <= GOOD:
             break
         best = min(best, _placed(documents, num_ranks, fillers), key=lambda bins: bins.cost)
-    return Layout(tuple(sorted(map(_joined, best.held))))
+    return Layout(tuple(sorted(Rows.of(held).runs for held in best.held)))
 
 
 def _placed(documents: Documents, num_ranks: int, fillers: int) -> "_Bins":
@@ -62,7 +69,7 @@ def _placed(documents: Documents, num_ranks: int, fillers: int) -> "_Bins":
     long, short = longest_first[:num_long], longest_first[num_long:]
     padding = Interval(end, documents.num_tokens)
     num_left = sum(run.size for run in (*short, padding))
-    pairs_of_left = sum(_pairs(run.size) for run in short) / max(1, num_left)
+    pairs_of_left = sum(_pairs(run.size) for run in short) // max(1, num_left)
     bins = _Bins(even_cuts(documents.num_tokens, num_ranks), pairs_of_left)
     no_room = bins.take(long, leave=num_left // num_ranks)
     bins.even_out()
@@ -73,7 +80,7 @@ def _placed(documents: Documents, num_ranks: int, fillers: int) -> "_Bins":
 class _Bins:
     """What each rank has been given."""
 
-    def __init__(self, shares: list[Interval], pairs_of_left: float) -> None:
+    def __init__(self, shares: list[Interval], pairs_of_left: int) -> None:
         """`pairs_of_left`: of a token that fills up what room is left in the end."""
         self._pairs_of_left = pairs_of_left
         self._room = np.array([share.size for share in shares], dtype=np.int64)
@@ -81,7 +88,7 @@ class _Bins:
         """With those of what will fill the room."""
         self.held: list[list[Interval]] = [[] for _ in shares]
         """Runs of tokens, the longest documents first."""
-        self.cost = np.inf
+        self.cost = inf
         """Imbalance, and that of cuts, of what is full."""
 
     def take(self, documents: list[Interval], *, leave: int) -> list[Interval]:
@@ -114,10 +121,11 @@ class _Bins:
         Each time the two are swapped that help most.
         """
         for _ in range(SWAPS * len(self.held)):
-            if self._pairs.max() <= (1 + GOAL) * self._pairs.mean():
+            if _imbalance(self._pairs) <= GOAL:
                 return
             busiest = int(self._pairs.argmax())
-            others = [n for n in self._pairs.argsort().tolist() if n != busiest][:PARTNERS]
+            by_pairs = self._pairs.argsort(kind="stable").tolist()
+            others = [rank for rank in by_pairs if rank != busiest][:PARTNERS]
             best = min((self._best_swap(busiest, other) for other in others), default=None)
             if best is None or best.most_pairs >= self._pairs[busiest]:
                 return
@@ -128,11 +136,11 @@ class _Bins:
         longer = mine[:, None] - theirs
         relief = self._more_pairs(mine)[:, None] - self._more_pairs(theirs)
         after = np.maximum(self._pairs[busiest] - relief, self._pairs[other] + relief)
-        after[(longer < 1) | (longer > self._room[other])] = np.inf
+        after[(longer < 1) | (longer > self._room[other])] = NEVER
         if not after.size:
-            return _Swap(np.inf, other, 0, 0)
+            return _Swap(NEVER, other, 0, 0)
         best = int(after.argmin())
-        return _Swap(float(after.flat[best]), other, *divmod(best, len(theirs)))
+        return _Swap(int(after.flat[best]), other, *divmod(best, len(theirs)))
 
     def _swap(self, busiest: int, swap: "_Swap") -> None:
         mine, theirs = self.held[busiest], self.held[swap.rank]
@@ -158,9 +166,8 @@ class _Bins:
 
     def cut(self, documents: list[Interval], padding: Interval) -> None:
         """Fill up one rank after the other with parts of these, then with padding."""
-        pairs = [float(_pairs(_lengths(held)).sum()) for held in self.held]
-        imbalance = max(pairs) * len(pairs) / max(1.0, sum(pairs)) - 1
-        self.cost = imbalance + (OF_A_CUT if documents else 0.0)
+        pairs = np.array([_pairs(_lengths(held)).sum() for held in self.held])
+        self.cost = _imbalance(pairs) + (OF_A_CUT if documents else 0.0)
         rest = iter((*documents, padding))
         run = next(rest)
         for held, room in zip(self.held, self._room.tolist(), strict=True):
@@ -189,7 +196,7 @@ def _fitting(documents: list[Interval], room: int) -> tuple[list[Interval], list
 
 
 class _Swap(NamedTuple):
-    most_pairs: float
+    most_pairs: int
     """Of the two ranks, afterwards."""
     rank: int
     given: int
@@ -198,19 +205,12 @@ class _Swap(NamedTuple):
 
 def _pairs(length: N) -> N:
     """Of a document."""
-    return length * (length + 1) / 2
+    return length * (length + 1) // 2
 
 
-def _lengths(runs: list[Interval]) -> Floats:
-    return np.array([run.size for run in runs], dtype=np.float64)
+def _imbalance(pairs: Ints) -> float:
+    return int(pairs.max()) * len(pairs) / max(1, int(pairs.sum())) - 1
 
 
-def _joined(runs: list[Interval]) -> tuple[Interval, ...]:
-    """Runs in the order of their tokens, neighbours as one."""
-    joined: list[Interval] = []
-    for run in sorted(run for run in runs if run.size):
-        if joined and joined[-1].stop == run.start:
-            joined[-1] = Interval(joined[-1].start, run.stop)
-        else:
-            joined.append(run)
-    return tuple(joined)
+def _lengths(runs: list[Interval]) -> Ints:
+    return np.array([run.size for run in runs], dtype=np.int64)
