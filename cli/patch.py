@@ -37,6 +37,7 @@ class Gpus(click.ParamType[str]):
 @click.option("--ring", type=click.IntRange(1), help="Ring degree [the rest].")
 @click.option("--sequence-degree", type=click.IntRange(1), help="GPUs per sequence [all].")
 @click.option("--nodes", type=click.IntRange(1), default=1, help="Machines [1].")
+@click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
 @click.option(
     "--checkpoint",
     type=click.Choice(get_args(CheckpointPolicy)),

@@ -1,5 +1,6 @@
 """`longctx plan`: what fits on which GPUs, how fast, and with what memory; needs neither."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ def plan_command(
         raise click.UsageError(
             f"--png {png}: what is drawn is a row. Add --seq-len, without --max-seq-len."
         )
+    if png is not None and png.suffix.lower() != ".png":
+        raise click.UsageError(f"--png {png}: it is a PNG. Use a name that ends with .png.")
     if png is not None and not png.absolute().parent.is_dir():
         raise click.UsageError(f"--png {png}: there is no folder {png.parent}. Make it first.")
     if rank is not None and not lora:
@@ -86,6 +89,8 @@ def plan_command(
     if max_seq_len or seq_len is None:
         shown = {"model": model, "gpus": str(cluster), "max_seq_len": most}
         click.echo(json.dumps(shown) if as_json else f"{most:,}")
+        if not most:
+            click.echo(report.render(search(dataclasses.replace(job, seq_len=1024)), 0), err=True)
         return
     results = search(job)
     if png is not None:

@@ -19,7 +19,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
             "--png draws with matplotlib, which is not installed: pip install matplotlib."
         ) from error
     shown = list(results[:BARS])[::-1]
-    figure = Figure(figsize=(9, 1.2 + 0.4 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(12, 1.2 + 0.4 * len(shown)), layout="constrained")
     axes = figure.subplots()
     left = [0.0] * len(shown)
     for part in shown[0].memory.parts():
@@ -29,6 +29,6 @@ def draw(results: Sequence[Result], path: Path) -> None:
     job = shown[0].job
     axes.axvline(usable_bytes(job) / GIB, color="black", linestyle="--", label="may be taken")
     axes.set_xlabel("GiB of one GPU")
-    axes.set_title(f"{job.shape.name} on {job.cluster}, {job.seq_len:,} tokens")
-    axes.legend(fontsize="small", ncols=2)
+    figure.suptitle(f"{job.shape.name} on {job.cluster}, {job.seq_len:,} tokens")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=150)

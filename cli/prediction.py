@@ -11,9 +11,9 @@ from longctx_patch.recipes.memory_report import predict_run
 from longctx_patch.recipes.settings import Settings
 
 
-def cluster_of(gpus: str, num_gpus: int, nodes: int) -> Cluster:
+def cluster_of(gpus: str, num_gpus: int, nodes: int, host_gib: float | None) -> Cluster:
     """In so many machines. Raises ValueError for more GPUs than one has."""
-    cluster = parse_cluster(gpus)
+    cluster = parse_cluster(gpus, host_gib)
     most, per_node = cluster.gpu.hardware.gpus_per_node, -(-num_gpus // nodes)
     if per_node > most:
         raise ValueError(
@@ -40,12 +40,15 @@ def prediction(
     return result
 
 
-def prediction_rows(result: Result | None) -> list[tuple[str, str, str]]:
-    """(what, value, why) of a run folder's table."""
+def prediction_rows(result: Result | None, *, is_asked: bool) -> list[tuple[str, str, str]]:
+    """(what, value, why) of a run folder's table; `is_asked`: --gpus names a kind."""
     if result is None:
-        return []
+        why = "the planner knows dense layers only; the rehearsal before the first step says"
+        return [("memory", "not predicted", why)] if is_asked else []
     memory, cluster = result.memory.total / 2**30, result.job.cluster
+    checked = "" if cluster.host_bytes else " (not checked: --host-gib)"
     host = f", {result.host_bytes / 2**30:.0f} GiB of a host" if result.host_bytes else ""
+    host += checked if host else ""
     usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
     speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
     return [

@@ -50,7 +50,10 @@ class Decisions:
     launch_yaml: str
     num_parameters: int
     predicted: Result | None
-    """What the planner says of these GPUs; None where their kind wasn't named."""
+    """What the planner says of these GPUs; None where their kind wasn't named or the model is one
+    that it doesn't know."""
+    names_gpus: bool
+    """Whether their kind was named."""
 
     @property
     def has_text(self) -> bool:
@@ -106,6 +109,7 @@ def decide(
     ring: int | None,
     sequence_degree: int | None,
     nodes: int,
+    host_gib: float | None,
     checkpoint: Any,
     attention_kept: float,
     mlp_tiles: int | None,
@@ -135,7 +139,12 @@ def decide(
     if states_on_host and (cpu or load_in_4bit):
         other = "--cpu, where all is on the host" if cpu else "--load-in-4bit, which has no FSDP2"
         raise ValueError(f"--states-on-host with {other}: use one of them.")
-    cluster = None if gpus.isdigit() or cpu else cluster_of(gpus, num_gpus, nodes)
+    if host_gib is not None and (gpus.isdigit() or cpu):
+        raise ValueError(
+            f"--host-gib {host_gib:g}: it is what is predicted that is checked. Name the kind of "
+            f"GPUs, such as --gpus {num_gpus}xH200, and leave out --cpu."
+        )
+    cluster = None if gpus.isdigit() or cpu else cluster_of(gpus, num_gpus, nodes, host_gib)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)
@@ -197,6 +206,7 @@ def decide(
         launch_yaml=launch_yaml,
         num_parameters=_num_parameters(scaled),
         predicted=predicted,
+        names_gpus=cluster is not None,
     )
 
 
@@ -240,7 +250,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         *_attention_kept(settings.attention_kept),
         ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
         ("weights", *_weights(decisions)),
-        *prediction_rows(decisions.predicted),
+        *prediction_rows(decisions.predicted, is_asked=decisions.names_gpus),
     ]
 
 

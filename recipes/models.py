@@ -36,6 +36,7 @@ def load_config(settings: Settings) -> PreTrainedConfig:
     """The model's config with RoPE that reaches `settings.seq_len`."""
     config = load_model_config(settings.model)
     check_weights(settings.model)
+    check_head(config)
     _check_length(settings, config)
     return scale_rope(
         config, kind=settings.rope, target_length=settings.seq_len, factor=settings.rope_factor
@@ -175,6 +176,17 @@ def _check_length(settings: Settings, config: PreTrainedConfig) -> None:
             "(max_position_embeddings). Use --rope yarn (or linear or dynamic), a smaller "
             "--seq-len, or, if the model is fine with longer ones, raise max_position_embeddings "
             "in its config.json."
+        )
+
+
+def check_head(config: PreTrainedConfig) -> None:
+    """Refuse a checkpoint of another kind of model: its head would be one of random weights."""
+    names = config.architectures or []
+    if names and not any("CausalLM" in name for name in names):
+        raise ValueError(
+            f"architectures: {', '.join(names)} in the model's config.json: it has no head for "
+            "language modelling, so that one of random weights would be trained. Take a checkpoint "
+            "of a ...ForCausalLM."
         )
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from longctx_patch.planner.candidate import Job
 from longctx_patch.planner.machine import GIB, GPUS, Cluster
-from longctx_patch.planner.search import Result, longest, search
+from longctx_patch.planner.search import Result, longest, search, usable_bytes
 
 
 def cluster_here(
@@ -23,7 +24,10 @@ def advice(used: Result) -> str:
     other = [r for r in same_degree if flags(r) != flags(used)] + [
         r for r in fitting if r.candidate.sequence_degree > now.sequence_degree
     ]
-    lighter = [r for r in other if r.memory.total < used.memory.total]
+    if not used.fits and used.memory.total <= usable_bytes(job):  # the host is too small
+        lighter = [r for r in other if r.host_bytes < used.host_bytes]
+    else:
+        lighter = [r for r in other if r.memory.total < used.memory.total]
     if lighter:
         best = lighter[0]
         text = f"{flags(best)} is predicted to take {best.memory.total / GIB:.1f} GiB"
@@ -32,6 +36,26 @@ def advice(used: Result) -> str:
         f"the longest row predicted to fit on {job.cluster} has {longest(job):,} tokens: shorten "
         "rows (--seq-len), or share each between more GPUs"
     )
+
+
+def ways_out(job: Job) -> list[str]:
+    """What would make a row fit for which no candidate does: other GPUs, weights or rows."""
+    cluster, others = job.cluster, {}
+    if not job.lora:
+        others["--lora, an adapter in place of every weight"] = replace(job, lora=True)
+    if job.dtype == "float32":
+        others["--dtype bfloat16"] = replace(job, dtype="bfloat16")
+    if cluster.host_bytes is not None:
+        anywhere = replace(cluster, host_bytes=None)
+        others["a host with more memory (--host-gib)"] = replace(job, cluster=anywhere)
+    twice, most_of_one = 2 * cluster.num_gpus, cluster.gpu.hardware.gpus_per_node
+    if twice <= most_of_one or twice % most_of_one == 0:
+        larger = replace(cluster, num_gpus=twice)
+        others[f"--gpus {larger}"] = replace(job, cluster=larger)
+    lengths = {what: longest(other) for what, other in others.items()}
+    return [
+        f"{what}: rows of up to {n:,} tokens" for what, n in lengths.items() if n >= job.seq_len
+    ]
 
 
 def flags(result: Result) -> str:

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from longctx_patch.planner.advice import flags
+from longctx_patch.planner.advice import flags, ways_out
 from longctx_patch.planner.machine import GIB
 from longctx_patch.planner.search import MARGIN, Result, usable_bytes
 
 TABLE_ROWS = 12
+SHORTER = "shorter rows, or more GPUs"
 _HEADER = (
     *("sp (ulysses x ring)", "plan", "checkpoint", "tiles", "peak GiB", "host GiB"),
     *("s/step", "rows", "tokens/s/GPU", "MFU"),
@@ -46,6 +47,8 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     if refused:
         lines += ["", f"{len(refused)} do not fit; the nearest:"]
         lines += [f"  {name_of(result)}: {result.reason}" for result in refused[:3]]
+    if not fitting:
+        lines += ["", "What would fit:", *(f"  {way}" for way in ways_out(job) or [SHORTER])]
     unchecked = "" if job.cluster.host_bytes else " (into any host: --host-gib names its memory)"
     lines += ["", f"Longest row that fits: {max_seq_len:,} tokens{unchecked}."]
     if reach is not None and job.seq_len > reach:

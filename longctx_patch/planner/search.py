@@ -64,6 +64,15 @@ class Result:
         return self.reason is None
 
     @property
+    def shortfall(self) -> float:
+        """By how much more than there is it needs, of a GPU or of a host; 1 and less fits."""
+        shares = [self.memory.total / usable_bytes(self.job)]
+        if self.job.cluster.host_bytes is not None:
+            most = max(self.host_bytes, _loading_bytes(self.job))
+            shares.append(most / _usable_host_bytes(self.job.cluster.host_bytes))
+        return max(shares)
+
+    @property
     def rows_at_once(self) -> int:
         return self.job.cluster.num_gpus // self.candidate.sequence_degree
 
@@ -127,7 +136,7 @@ def _order(result: Result) -> tuple[float, ...]:
         speed = -round(math.log(result.tokens_per_second_per_gpu) / SAME)
         states_leave = result.candidate.offload_states
         return 0, speed, states_leave, result.host_bytes, result.time.total
-    return 1, result.memory.total
+    return 1, result.shortfall, result.memory.total
 
 
 def _degrees(job: Job) -> Iterator[tuple[int, int]]:
@@ -250,8 +259,7 @@ def _result(job: Job, candidate: Candidate, attention: Attention) -> Result:
 
 def _reason(job: Job, memory: Components, on_host: float) -> str | None:
     usable = usable_bytes(job)
-    # Each process loads the whole model; one of 4 bits is made on the GPU.
-    loading = 0.0 if job.dtype == "nf4" else loaded_bytes(job) * job.cluster.gpus_per_node
+    loading = _loading_bytes(job)
     if memory.total > usable:
         name, most = max(memory.parts().items(), key=lambda part: part[1])
         return (
@@ -259,10 +267,19 @@ def _reason(job: Job, memory: Components, on_host: float) -> str | None:
             f"on a GPU; most of it {name} ({most / GIB:.0f})"
         )
     available = job.cluster.host_bytes
-    if available is not None and max(on_host, loading) > (1 - RESERVE) * available:
+    if available is not None and max(on_host, loading) > _usable_host_bytes(available):
         when = ", while every process loads the model," if loading > on_host else ""
         return (
             f"needs {max(on_host, loading) / GIB:.0f} GiB{when} of the "
-            f"{(1 - RESERVE) * available / GIB:.0f} that may be taken on a host"
+            f"{_usable_host_bytes(available) / GIB:.0f} that may be taken on a host"
         )
     return None
+
+
+def _loading_bytes(job: Job) -> float:
+    """Of a host: each process loads the whole model; one of 4 bits is made on the GPU."""
+    return 0.0 if job.dtype == "nf4" else loaded_bytes(job) * job.cluster.gpus_per_node
+
+
+def _usable_host_bytes(available: float) -> float:
+    return (1 - RESERVE) * available

@@ -125,6 +125,10 @@ def test_patch_refuses_models_that_are_not_there(
     message = refuse_patch(run, tmp_path, folder)
     assert "has no weights" in message
     assert f"`longctx patch {folder / 'config.json'} ...`" in message
+    classifier = config(architectures=["LlamaForSequenceClassification"])
+    message = refuse_patch(run, tmp_path, classifier)
+    assert "LlamaForSequenceClassification" in message
+    assert "Take a checkpoint of a ...ForCausalLM" in message
     (folder / "config.json").write_text('{"model_type": ')
     assert "its config can't be read" in refuse_patch(run, tmp_path, folder / "config.json")
 

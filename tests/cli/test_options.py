@@ -7,8 +7,9 @@ FAMILIES = ["--json", "--markdown"]
 KERNELS = ["--json", "--measure"]
 PATCH = [
     *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
-    *("--ring", "--sequence-degree", "--nodes", "--checkpoint", "--attention-kept", "--mlp-tiles"),
+    *("--ring", "--sequence-degree", "--nodes", "--host-gib", "--checkpoint", "--attention-kept"),
     *(
+        "--mlp-tiles",
         "--states-on-host",
         "--dtype",
         "--rank",

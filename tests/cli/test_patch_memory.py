@@ -63,6 +63,25 @@ def test_what_will_not_fit_is_refused(run: Run, config: Write, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+def test_a_small_host_refuses_the_run(run: Run, config: Write, tmp_path: Path) -> None:
+    model = config(**LLAMA_8B)
+    words = ("--seq-len", 2**20, "--full", "--checkpoint", "offload")
+    code, output = patch(run, model, tmp_path / "any", "4xH200", *words)
+    assert code == 0, output
+    assert "of a host (not checked: --host-gib)" in output
+    code, output = patch(run, model, tmp_path / "small", "4xH200", *words, "--host-gib", 400)
+    assert code == 1
+    assert "of the 380 that may be taken on a host" in output
+    assert "--checkpoint auto" in output
+    code, output = patch(run, model, tmp_path / "large", "4xH200", *words, "--host-gib", 1000)
+    assert code == 0, output
+    assert "not checked" not in output
+    code, output = patch(run, model, tmp_path / "alone", "4", *words, "--host-gib", 400)
+    assert code == 1
+    assert "--host-gib 400" in output
+    assert "such as --gpus 4xH200" in output
+
+
 @pytest.mark.parametrize("gpus", ["0", "x", "-1", "4xB300", "12xH100", "4x", "1.5"])
 def test_bad_gpus(run: Run, config: Write, tmp_path: Path, gpus: str) -> None:
     code, output = patch(run, config(), tmp_path / "run", gpus, "--seq-len", 64)
@@ -92,5 +111,6 @@ def test_where_nothing_can_be_predicted(run: Run, config: Write, tmp_path: Path)
         model = experts if name == "experts" else config()
         code, output = patch(run, model, tmp_path / name, "2xH200", "--seq-len", 64, *words)
         assert code == 0, output
-        assert "predicted" not in output
+        assert ("not predicted" in output) == (name == "experts")
+        assert ("the planner knows dense layers only" in output) == (name == "experts")
         assert "Not checked: that memory suffices" in (tmp_path / name / "README.md").read_text()

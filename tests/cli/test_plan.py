@@ -110,6 +110,14 @@ def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
     assert any("may be taken on a host" in (each["reason"] or "") for each in few)
 
 
+def test_no_row_at_all_says_why(run: Run, llama_8b: Path) -> None:
+    words = (llama_8b, "--gpus", "8xH200", "--max-seq-len", "--host-gib", 200)
+    result = run("plan", *words)
+    assert result.stdout == "0\n"
+    assert "while every process loads the model, of the 190" in result.stderr
+    assert "--dtype bfloat16: rows of up to" in result.stderr
+
+
 def test_families_without_ligers_kernels_have_stock_layers(run: Run, config: WriteConfig) -> None:
     """Of the same sizes as Llama."""
     path = config(**LLAMA_8B, model_type="ernie4_5")
@@ -152,6 +160,7 @@ def test_other_numbers_of_tokens_are_refused(run: Run, llama_8b: Path, text: str
         (["--gpus", "H200", "--host-gib", "nan"], ["--host-gib nan", "Use a number above 0"]),
         (["--gpus", "H200", "--rank", "8"], ["--rank 8", "Add --lora"]),
         (["--gpus", "H200", "--png", "none/x.png"], ["none/x.png", "no folder none"]),
+        (["--gpus", "H200", "--png", "x.jpg"], ["--png x.jpg", "ends with .png"]),
         (["--gpus", "H200", "--png", "x.png", "--max-seq-len"], ["without --max-seq-len"]),
         (["--gpus", "H200", "--load-in-4bit"], ["weights of 4 bits are frozen. Add --lora"]),
         (

@@ -131,6 +131,28 @@ def test_a_small_host_shortens_rows() -> None:
     assert longest(llama_job("4xH200", 2, host_gib=200)) < longest(llama_job("4xH200", 2))
 
 
+def test_the_nearest_to_fitting_is_so_in_all_that_it_takes() -> None:
+    """Of a GPU all would fit; while loading the host is too small, offloaded layers need more."""
+    results = search(llama_job("4xH200", 2**20, host_gib=50))
+    assert not any(result.fits for result in results)
+    short = [result.shortfall for result in results]
+    assert short == sorted(short)
+    assert short[0] > 1
+    assert results[0].host_bytes < results[-1].host_bytes
+    text = render(results, longest(results[0].job))
+    assert "What would fit:\n  a host with more memory (--host-gib): rows of up to 4," in text
+    assert "--lora" not in text.split("What would fit:")[1]  # loading takes as much
+
+
+def test_other_weights_and_gpus_are_offered_for_a_row_too_long() -> None:
+    job = llama_job("4xH100", 2_530_000, dtype="float32")
+    results = search(job)
+    assert not any(result.fits for result in results)
+    offered = render(results, longest(job)).split("What would fit:\n")[1]
+    assert "--lora, an adapter in place of every weight: rows of up to 2,5" in offered
+    assert "--gpus 8xH100: rows of up to 4," in offered
+
+
 def test_what_never_fits_says_so() -> None:
     job: Job = replace(llama_job("H200", 2**14), cluster=NOTHING)
     assert longest(job) == 0
