@@ -47,8 +47,8 @@ def balanced(documents: Documents, num_ranks: int) -> Layout:
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: a layout has 1 rank or more.")
-    if _share_of_longest(documents) * num_ranks <= 1 + LIMIT:
-        whole = whole_documents(documents, num_ranks)
+    for most in _mosts(documents, num_ranks):
+        whole = whole_documents(documents, num_ranks, most)
         if imbalance(documents, whole) <= LIMIT:
             return whole
     best, least = None, np.inf
@@ -91,10 +91,14 @@ def imbalance(documents: Documents, layout: Layout) -> float:
     return _excess(loads)
 
 
-def _share_of_longest(documents: Documents) -> float:
-    """The pairs of the longest document among those of all."""
+def _mosts(documents: Documents, num_ranks: int) -> list[float]:
+    """Pairs of a document that stays whole, as a multiple of a rank's share: what is worth trying.
+    A row of one document is zigzag's."""
     pairs = [length * (length + 1) // 2 for length in documents.lengths]
-    return max(pairs, default=0) / max(1, sum(pairs))
+    if len(pairs) < 2:
+        return []
+    longest = max(pairs) * num_ranks / sum(pairs)
+    return [1.0 + LIMIT, 1.0, 0.5] if longest <= 1 + LIMIT else [1.0, 0.5]
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,18 @@ rule for jobs on machines (Graham 1969), with room for a share of the tokens on 
 The shortest fill up each rank's share to the last token: of a few of them some add up to it (a
 subset sum, by dynamic programming over bits). Where none do, what is left is cut.
 
+A document that keeps a rank busy for longer than the others can be cut beforehand, into pieces of
+equal pairs that are placed like documents: it travels, the others don't.
+
 Each rank works it out by itself, so all is in whole numbers: sums of others are rounded as the CPU
 likes.
 """
 
+from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
-from math import inf
-from typing import NamedTuple, TypeVar
+from itertools import pairwise
+from math import ceil, inf, isqrt
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +27,6 @@ from longctx_patch.documents import Documents
 from longctx_patch.layout import Interval, Layout, Rows, even_cuts
 
 Ints = NDArray[np.int64]
-N = TypeVar("N", int, Ints)
 
 NEVER = np.iinfo(np.int64).max
 """More pairs than there are."""
@@ -45,32 +49,60 @@ SWAPS, PARTNERS = 8, 4
 """For each rank, and ranks that each is looked for on, at most: GPUs may wait for a placement."""
 
 
-def whole_documents(documents: Documents, num_ranks: int) -> Layout:
+def whole_documents(documents: Documents, num_ranks: int, most: float = inf) -> Layout:
     """A layout in which shares of the tokens differ by one at most, and few documents are cut:
-    mostly none, where there are some for each rank and their lengths have no common divisor.
+    mostly none, where there are some for each rank and their lengths have no common divisor; but
+    those that have more pairs than `most` of a rank's share.
 
     Shares of pairs are as even as documents allow: a single one that is longer than the others
     together leaves ranks without work. Intervals are in the order of the tokens, and ranks in the
     order of their first.
     """
-    best = _placed(documents, num_ranks, FILLERS[0])
+    pieces = _pieces(documents, most * sum(map(_pairs, documents.lengths)) / num_ranks)
+    padding = Interval(documents.edges[-1], documents.num_tokens)
+    best = _placed(pieces, padding, num_ranks, FILLERS[0])
     for fillers in FILLERS[1:]:
         if best.cost <= GOOD:
             break
-        best = min(best, _placed(documents, num_ranks, fillers), key=lambda bins: bins.cost)
-    return Layout(tuple(sorted(Rows.of(held).runs for held in best.held)))
+        other = _placed(pieces, padding, num_ranks, fillers)
+        best = min(best, other, key=lambda bins: bins.cost)
+    return Layout(tuple(sorted(Rows.of(piece.run for piece in held).runs for held in best.held)))
 
 
-def _placed(documents: Documents, num_ranks: int, fillers: int) -> "_Bins":
-    edges, end = documents.edges, documents.edges[-1]
-    runs = [Interval(edges[n], edges[n + 1]) for n in range(len(documents.lengths))]
-    longest_first = sorted(runs, key=lambda run: (-run.size, run.start))
-    num_long = len(runs) - min(fillers * num_ranks, len(runs) // 2)
+class _Piece(NamedTuple):
+    """A document, or a part of one."""
+
+    run: Interval
+    """Its tokens."""
+    pairs: int
+
+    @property
+    def size(self) -> int:
+        return self.run.size
+
+
+def _pieces(documents: Documents, most_pairs: float) -> list[_Piece]:
+    """Documents, and of those with more pairs parts that have equally many."""
+    found = []
+    for start, length in zip(documents.edges, documents.lengths, strict=False):
+        count = max(1, ceil(_pairs(length) / most_pairs)) if most_pairs else 1
+        # The first n tokens have about n * n / 2 pairs.
+        edges = [isqrt(length * length * part // count) for part in range(count + 1)]
+        found += [
+            _Piece(Interval(start + a, start + b), _pairs(b) - _pairs(a))
+            for a, b in pairwise(edges)
+            if a < b
+        ]
+    return found
+
+
+def _placed(pieces: list[_Piece], padding: Interval, num_ranks: int, fillers: int) -> "_Bins":
+    longest_first = sorted(pieces, key=lambda piece: (-piece.pairs, piece.run))
+    num_long = len(pieces) - min(fillers * num_ranks, len(pieces) // 2)
     long, short = longest_first[:num_long], longest_first[num_long:]
-    padding = Interval(end, documents.num_tokens)
-    num_left = sum(run.size for run in (*short, padding))
-    pairs_of_left = sum(_pairs(run.size) for run in short) // max(1, num_left)
-    bins = _Bins(even_cuts(documents.num_tokens, num_ranks), pairs_of_left)
+    num_left = sum(piece.size for piece in short) + padding.size
+    pairs_of_left = sum(piece.pairs for piece in short) // max(1, num_left)
+    bins = _Bins(even_cuts(padding.stop, num_ranks), pairs_of_left)
     no_room = bins.take(long, leave=num_left // num_ranks)
     bins.even_out()
     bins.cut(bins.fill([*no_room, *short]), padding)
@@ -86,12 +118,12 @@ class _Bins:
         self._room = np.array([share.size for share in shares], dtype=np.int64)
         self._pairs = pairs_of_left * self._room
         """With those of what will fill the room."""
-        self.held: list[list[Interval]] = [[] for _ in shares]
-        """Runs of tokens, the longest documents first."""
+        self.held: list[list[_Piece]] = [[] for _ in shares]
+        """The longest first."""
         self.cost = inf
         """Imbalance, and that of cuts, of what is full."""
 
-    def take(self, documents: list[Interval], *, leave: int) -> list[Interval]:
+    def take(self, documents: list[_Piece], *, leave: int) -> list[_Piece]:
         """Each goes whole to a rank; those for which none has room are returned. So many tokens of
         room are left on each rank."""
         room, no_room = (self._room - leave).tolist(), []
@@ -103,7 +135,7 @@ class _Bins:
                 full.append(heappop(ranks))
             if ranks:
                 pairs, rank = ranks[0]
-                heapreplace(ranks, (pairs + self._more_pairs(document.size), rank))
+                heapreplace(ranks, (pairs + self._more_pairs(document), rank))
                 self.held[rank].append(document)
                 room[rank] -= document.size
             else:
@@ -132,13 +164,13 @@ class _Bins:
             self._swap(busiest, best)
 
     def _best_swap(self, busiest: int, other: int) -> "_Swap":
-        mine, theirs = (_lengths(self.held[rank][:MOST_LOOKED_AT]) for rank in (busiest, other))
-        longer = mine[:, None] - theirs
-        relief = self._more_pairs(mine)[:, None] - self._more_pairs(theirs)
-        after = np.maximum(self._pairs[busiest] - relief, self._pairs[other] + relief)
-        after[(longer < 1) | (longer > self._room[other])] = NEVER
-        if not after.size:
+        mine, theirs = (self.held[rank][:MOST_LOOKED_AT] for rank in (busiest, other))
+        if not (mine and theirs):
             return _Swap(NEVER, other, 0, 0)
+        longer = _numbers([piece.size for piece in mine], [piece.size for piece in theirs])
+        relief = _numbers(map(self._more_pairs, mine), map(self._more_pairs, theirs))
+        after = np.maximum(self._pairs[busiest] - relief, self._pairs[other] + relief)
+        after[(longer > self._room[other]) | (-longer > self._room[busiest])] = NEVER
         best = int(after.argmin())
         return _Swap(int(after.flat[best]), other, *divmod(best, len(theirs)))
 
@@ -148,39 +180,38 @@ class _Bins:
         mine[swap.given], theirs[swap.taken] = taken, given
         for rank, sign in ((busiest, 1), (swap.rank, -1)):
             self._room[rank] += sign * (given.size - taken.size)
-            more = self._more_pairs(given.size) - self._more_pairs(taken.size)
-            self._pairs[rank] -= sign * more
+            self._pairs[rank] -= sign * (self._more_pairs(given) - self._more_pairs(taken))
 
-    def _more_pairs(self, length: N) -> N:
-        """What a rank gets by a document, in place of what would fill its room."""
-        return _pairs(length) - self._pairs_of_left * length
+    def _more_pairs(self, piece: _Piece) -> int:
+        """What a rank gets by it, in place of what would fill its room."""
+        return piece.pairs - self._pairs_of_left * piece.size
 
-    def fill(self, documents: list[Interval]) -> list[Interval]:
+    def fill(self, documents: list[_Piece]) -> list[_Piece]:
         """Those that add up to as much of a rank's room as can be, rank by rank; what is left."""
         left = documents
         for rank, room in enumerate(self._room.tolist()):
             chosen, left = _fitting(left, room)
             self.held[rank] += chosen
-            self._room[rank] -= sum(run.size for run in chosen)
+            self._room[rank] -= sum(piece.size for piece in chosen)
         return left
 
-    def cut(self, documents: list[Interval], padding: Interval) -> None:
+    def cut(self, documents: list[_Piece], padding: Interval) -> None:
         """Fill up one rank after the other with parts of these, then with padding."""
-        pairs = np.array([_pairs(_lengths(held)).sum() for held in self.held])
+        pairs = np.array([sum(piece.pairs for piece in held) for held in self.held])
         self.cost = _imbalance(pairs) + (OF_A_CUT if documents else 0.0)
-        rest = iter((*documents, padding))
+        rest = iter((*(piece.run for piece in documents), padding))
         run = next(rest)
         for held, room in zip(self.held, self._room.tolist(), strict=True):
             while room:
                 if not run.size:
                     run = next(rest)
                 part = Interval(run.start, min(run.stop, run.start + room))
-                held.append(part)
+                held.append(_Piece(part, 0))
                 run = Interval(part.stop, run.stop)
                 room -= part.size
 
 
-def _fitting(documents: list[Interval], room: int) -> tuple[list[Interval], list[Interval]]:
+def _fitting(documents: list[_Piece], room: int) -> tuple[list[_Piece], list[_Piece]]:
     """Documents that fill the room as far as any do, and the others."""
     sums = [1]  # bit n: whether some of the documents so far have n tokens together
     for document in documents:
@@ -203,7 +234,7 @@ class _Swap(NamedTuple):
     taken: int
 
 
-def _pairs(length: N) -> N:
+def _pairs(length: int) -> int:
     """Of a document."""
     return length * (length + 1) // 2
 
@@ -212,5 +243,7 @@ def _imbalance(pairs: Ints) -> float:
     return int(pairs.max()) * len(pairs) / max(1, int(pairs.sum())) - 1
 
 
-def _lengths(runs: list[Interval]) -> Ints:
-    return np.array([run.size for run in runs], dtype=np.int64)
+def _numbers(mine: Iterable[int], theirs: Iterable[int]) -> Ints:
+    """`[mine, theirs]`: by how much each of mine is more."""
+    rows, columns = (np.fromiter(numbers, dtype=np.int64) for numbers in (mine, theirs))
+    return rows[:, None] - columns

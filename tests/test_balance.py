@@ -179,6 +179,22 @@ def test_hardly_any_keys_travel_where_documents_can_stay_whole(
     assert rows_that_travel(row, layout) == 0 < rows_that_travel(row, runs)
 
 
+@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("count", [64, 300])
+def test_only_the_longest_documents_are_cut(count: int, num_ranks: int) -> None:
+    """Those that would keep a rank busy for longer than its share."""
+    row = log_normal(131_072, count)
+    layout = balanced(row, num_ranks)
+    assert imbalance(row, layout) <= LIMIT
+    cut = [
+        length
+        for length, ends in zip(row.lengths, pairwise(row.edges), strict=True)
+        if layout.run_with(Interval(*ends)) is None
+    ]
+    assert len(cut) <= 4
+    assert set(cut) <= set(sorted(row.lengths)[-8:])
+
+
 def test_of_documents_that_fill_no_share_few_are_cut() -> None:
     row = Documents((3542,) * 37, 131_072)
     layout = balanced(row, 3)
