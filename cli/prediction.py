@@ -11,8 +11,18 @@ from longctx_patch.recipes.memory_report import predict_run
 from longctx_patch.recipes.settings import Settings
 
 
-def cluster_of(gpus: str, num_gpus: int, nodes: int, host_gib: float | None) -> Cluster:
-    """In so many machines. Raises ValueError for more GPUs than one has."""
+def cluster_of(
+    gpus: str, num_gpus: int, nodes: int, *, host_gib: float | None, cpu: bool
+) -> Cluster | None:
+    """In so many machines; None without GPUs of a known kind. Raises ValueError for more GPUs than
+    one has, and for a host's memory where nothing is predicted that could be held against it."""
+    if gpus.isdigit() or cpu:
+        if host_gib is not None:
+            raise ValueError(
+                f"--host-gib {host_gib:g}: it is what is predicted that is checked. Name the kind "
+                f"of GPUs, such as --gpus {num_gpus}xH200, and leave out --cpu."
+            )
+        return None
     cluster = parse_cluster(gpus, host_gib)
     most, per_node = cluster.gpu.hardware.gpus_per_node, -(-num_gpus // nodes)
     if per_node > most:

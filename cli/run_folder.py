@@ -50,8 +50,7 @@ class Decisions:
     launch_yaml: str
     num_parameters: int
     predicted: Result | None
-    """What the planner says of these GPUs; None where their kind wasn't named or the model is one
-    that it doesn't know."""
+    """What the planner says; None where it doesn't know these GPUs or the model."""
     names_gpus: bool
     """Whether their kind was named."""
 
@@ -139,12 +138,7 @@ def decide(
     if states_on_host and (cpu or load_in_4bit):
         other = "--cpu, where all is on the host" if cpu else "--load-in-4bit, which has no FSDP2"
         raise ValueError(f"--states-on-host with {other}: use one of them.")
-    if host_gib is not None and (gpus.isdigit() or cpu):
-        raise ValueError(
-            f"--host-gib {host_gib:g}: it is what is predicted that is checked. Name the kind of "
-            f"GPUs, such as --gpus {num_gpus}xH200, and leave out --cpu."
-        )
-    cluster = None if gpus.isdigit() or cpu else cluster_of(gpus, num_gpus, nodes, host_gib)
+    cluster = cluster_of(gpus, num_gpus, nodes, host_gib=host_gib, cpu=cpu)
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)

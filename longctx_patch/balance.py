@@ -2,8 +2,9 @@
 
 Attention within documents costs a token as many pairs as it has keys, so runs of equal length cost
 unequal time: a rank with a piece of a long document works while the others wait. Keys travel where
-a document spans ranks, so `balanced` keeps documents whole where no rank is late for it. Otherwise
-it cuts the row into chunks, gives each rank consecutive ones, and swaps as few as it takes.
+a document spans ranks, so `balanced` keeps documents whole, or cuts the longest alone, where no
+rank is late for it. Otherwise it cuts the row into chunks, gives each rank consecutive ones, and
+swaps as few as it takes.
 
 Lengths that are a multiple of `balanced_multiple` give every rank the same number of tokens.
 """

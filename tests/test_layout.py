@@ -84,3 +84,13 @@ def test_multiples_give_equal_shares(name: LayoutName, ring: int, ulysses: int) 
 def test_a_tensor_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="9 tokens along dim 0, but the layout places 8"):
         contiguous(8, 2).shard(torch.zeros(9), 0, 0)
+
+
+@given(*(st.integers(0, 6) for _ in range(4)))
+def test_a_range_is_what_it_shares_with_another_and_what_is_without(
+    a: int, b: int, c: int, d: int
+) -> None:
+    mine, other = Interval(min(a, b), max(a, b)), Interval(min(c, d), max(c, d))
+    apart = [token for rest in mine.without(other) for token in range(rest.start, rest.stop)]
+    assert apart == sorted(set(range(*mine[:2])) - set(range(*other[:2])))
+    assert all(rest.size for rest in mine.without(other))

@@ -57,12 +57,9 @@ class Packet:
         return buffer, packets
 
     @classmethod
-    def pack(
-        cls, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
-    ) -> "Packet":
-        """Copy tensors into a new packet, in their own dtypes or in `dtypes`."""
-        dtypes = dtypes or [tensor.dtype for tensor in tensors]
-        specs = [TensorSpec(tuple(t.shape), d) for t, d in zip(tensors, dtypes, strict=True)]
+    def pack(cls, tensors: Sequence[Tensor]) -> "Packet":
+        """Copy tensors into a new packet."""
+        specs = [TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         packet = cls.empty(specs, tensors[0].device)
         for view, tensor in zip(packet.tensors, tensors, strict=True):
             view.copy_(tensor)

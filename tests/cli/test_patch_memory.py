@@ -76,10 +76,11 @@ def test_a_small_host_refuses_the_run(run: Run, config: Write, tmp_path: Path) -
     code, output = patch(run, model, tmp_path / "large", "4xH200", *words, "--host-gib", 1000)
     assert code == 0, output
     assert "not checked" not in output
-    code, output = patch(run, model, tmp_path / "alone", "4", *words, "--host-gib", 400)
-    assert code == 1
-    assert "--host-gib 400" in output
-    assert "such as --gpus 4xH200" in output
+    for gpus, *more in (("4",), ("4xH200", "--cpu")):
+        code, output = patch(run, model, tmp_path / "x", gpus, *words, "--host-gib", 400, *more)
+        assert code == 1
+        assert "--host-gib 400" in output
+        assert "such as --gpus 4xH200, and leave out --cpu" in output
 
 
 @pytest.mark.parametrize("gpus", ["0", "x", "-1", "4xB300", "12xH100", "4x", "1.5"])
