@@ -10,6 +10,8 @@ class DegreeChoice:
     ulysses: int
     ring: int
     reason: str
+    layout: str = "auto"
+    """Placement of tokens, as the recipe's settings name it."""
 
     @property
     def sequence_degree(self) -> int:

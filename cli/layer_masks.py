@@ -8,7 +8,7 @@ from longctx_patch.hf.table import FAMILIES, SINKS
 
 def describe_layers(model_config: Any) -> str:
     """Such as `12 layers of window 128, 12 layers causal, sinks`, for a supported family."""
-    windows = Counter(_windows(model_config)).items()
+    windows = Counter(windows_of(model_config)).items()
     parts = [_part(count, window) for window, count in windows]
     if softcap := getattr(model_config, "attn_logit_softcapping", None):
         parts.append(f"softcap {softcap:g}")
@@ -22,7 +22,7 @@ def _part(count: int, window: int | None) -> str:
     return f"{layers} causal" if window is None else f"{layers} of window {window}"
 
 
-def _windows(model_config: Any) -> list[int | None]:
+def windows_of(model_config: Any) -> list[int | None]:
     """Of each layer; a config without kinds of layers has one window for all, or none."""
     window = getattr(model_config, "sliding_window", None) or None
     kinds = getattr(model_config, "layer_types", None)

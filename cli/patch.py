@@ -33,7 +33,11 @@ class Gpus(click.ParamType[str]):
 @click.option("--rope", type=click.Choice(ROPE_KINDS), help="RoPE scaling that reaches seq-len.")
 @click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
 @click.option("--lora/--full", default=True, help="Train an adapter or every weight [lora].")
-@click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [by the model's heads].")
+@click.option(
+    "--ulysses",
+    type=click.IntRange(1),
+    help="Ulysses degree [by the model's heads, and what its rows hold].",
+)
 @click.option("--ring", type=click.IntRange(1), help="Ring degree [the rest].")
 @click.option("--sequence-degree", type=click.IntRange(1), help="GPUs per sequence [all].")
 @click.option("--nodes", type=click.IntRange(1), default=1, help="Machines [1].")

@@ -16,6 +16,8 @@ import yaml
 from longctx_patch.cli.degrees import DegreeChoice, choose_degrees
 from longctx_patch.cli.layer_masks import describe_layers
 from longctx_patch.cli.prediction import cluster_of, prediction, prediction_rows
+from longctx_patch.cli.row_degrees import degrees_for_rows
+from longctx_patch.cli.run_checks import check_length, check_out, check_text, rope_types
 from longctx_patch.cli.run_readme import render_readme, size_text
 from longctx_patch.config import LayoutName, LongContextConfig
 from longctx_patch.hf import check_model_config
@@ -23,8 +25,9 @@ from longctx_patch.hf.models import is_local, load_model_config
 from longctx_patch.hf.rope import reachable_length
 from longctx_patch.placement import padding_multiple
 from longctx_patch.planner import Result
+from longctx_patch.plans import PRESETS
 from longctx_patch.plugin import accelerate_yaml
-from longctx_patch.recipes import models, texts
+from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import Settings
 
 SAVE_EVERY = 25
@@ -126,10 +129,10 @@ def decide(
     Raises ValueError with the value, the rule and what to type.
     """
     folder = out.expanduser().resolve()
-    _check_out(out, folder)
+    check_out(out, folder)
     text = [str(Path(source).expanduser().resolve()) for source in data]
     for source in text:
-        _check_text(source)
+        check_text(source)
     num_gpus = int(re.split(r"\D", gpus)[0])
     if rank is not None and not lora:
         raise ValueError(f"--rank {rank} with --full: it is an adapter's. Use --lora.")
@@ -150,7 +153,7 @@ def decide(
         ulysses=ulysses,
         ring=ring,
     )
-    _check_length(config, seq_len, rope, rope_factor)
+    check_length(config, seq_len, rope, rope_factor)
     settings = Settings(
         model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
         tokenizer=tokenizer,
@@ -174,8 +177,15 @@ def decide(
         **({} if cluster is None else {"hardware": cluster.gpu.hardware.name}),
     )
     scaled = models.load_config(settings)
-    check_model_config(scaled, settings.sequence_parallelism())
     models.check_vocabulary(models.load_tokenizer(settings), scaled)
+    if not (ulysses or ring or cpu):  # the cost model knows GPUs
+        kind = PRESETS[settings.hardware] if cluster is None else cluster.gpu.hardware
+        hardware = dataclasses.replace(kind, gpus_per_node=num_gpus // nodes)
+        degrees = degrees_for_rows(degrees, settings, scaled, hardware, has_text=bool(text))
+        settings = dataclasses.replace(
+            settings, ulysses=degrees.ulysses, ring=degrees.ring, layout=degrees.layout
+        )
+    check_model_config(scaled, settings.sequence_parallelism())
     predicted = None if cluster is None else prediction(settings, scaled, cluster, states_on_host)
     fsdp = not (cpu or load_in_4bit)
     models.check_4bit(settings, fsdp=fsdp)
@@ -297,16 +307,10 @@ def _rows(settings: Settings) -> str:
 def _rope_reason(decisions: Decisions) -> str:
     rope = decisions.model_config.rope_parameters
     if decisions.settings.rope == "none":
-        return f"as published ({' and '.join(_rope_types(rope))}), long enough"
+        return f"as published ({' and '.join(rope_types(rope))}), long enough"
     if decisions.settings.rope == "dynamic":
         return f"frozen at this length: rope_theta {rope['rope_theta']:.6g}"
     return f"factor {rope['factor']:g}"
-
-
-def _rope_types(rope: dict[str, Any]) -> list[str]:
-    """One for all layers, or those of each kind of layer."""
-    kinds = [rope] if "rope_type" in rope else rope.values()
-    return list(dict.fromkeys(kind["rope_type"] for kind in kinds))
 
 
 def _weights(decisions: Decisions) -> tuple[str, str]:
@@ -325,62 +329,6 @@ def _weights(decisions: Decisions) -> tuple[str, str]:
         share = size_text(whole / decisions.num_gpus)
         return f"{share} per GPU (FSDP2)", f"{size_text(whole)} in {dtype} over all GPUs"
     return f"{size_text(whole)} per process", f"{dtype}, a whole copy in each"
-
-
-def _check_out(out: Path, folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(
-            f"--out {str(out)!r} holds files: a run folder is new or empty, so that nothing is "
-            "overwritten. Give another folder, or remove this one."
-        )
-
-
-def _check_text(source: str) -> None:
-    """Only that something is there: the recipe reads it all, this command need not."""
-    try:
-        found = Path(source).is_dir() or next(iter(texts.read_documents([source], "text")), None)
-    except ValueError as error:
-        raise ValueError(
-            f"--data {source}: {error} `longctx patch` reads the field 'text' only: leave --data "
-            "out, and set text: and text_field: in the run folder's finetune.yaml."
-            if "--text-field" in str(error)
-            else f"--data {source}: {error}"
-        ) from error
-    if not found:
-        raise ValueError(f"--data {source}: no text in it. Give files or folders with text.")
-
-
-def _check_length(config: Any, seq_len: int, rope: str | None, factor: float | None) -> None:
-    """Refuse a length that the RoPE asked for does not reach, and scaling without need."""
-    reach = reachable_length(config)
-    if rope is None and factor is not None:
-        raise ValueError(
-            f"--rope-factor {factor:g} without --rope: a factor belongs to a kind of scaling. "
-            "Add --rope yarn (or linear or dynamic)."
-        )
-    if rope is None:
-        if "dynamic" in _rope_types(config.rope_parameters):
-            raise ValueError(
-                "this model's RoPE is of type 'dynamic': its frequencies follow the length that "
-                "each process sees. Add --rope dynamic, which freezes them at --seq-len."
-            )
-        scaled = [kind for kind in _rope_types(config.rope_parameters) if kind != "default"]
-        if seq_len > reach and scaled:
-            raise ValueError(
-                f"--seq-len {seq_len}: this model's RoPE is scaled already ({', '.join(scaled)}), "
-                f"and reaches {reach} tokens; scaling twice is not defined. Use --seq-len {reach}, "
-                "or a config.json with rope_parameters and max_position_embeddings for that length."
-            )
-        if seq_len > reach:
-            raise ValueError(
-                f"--seq-len {seq_len}: this model reaches {reach} tokens, so its RoPE must be "
-                f"scaled. Add --rope yarn (or linear or dynamic), or use --seq-len {reach}."
-            )
-    elif seq_len <= reach and _rope_types(config.rope_parameters) != [rope]:
-        raise ValueError(
-            f"--rope {rope} with --seq-len {seq_len}: this model already reaches {reach} tokens, "
-            "and scaling would only blur positions. Leave --rope out."
-        )
 
 
 def _num_parameters(config: Any) -> int:

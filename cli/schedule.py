@@ -43,6 +43,8 @@ def _number(name: str, help: str, **options: Any) -> Any:
 @_number("--head-dim", "Size of a head.", default=128, show_default=True)
 @_number("--seq-len", "Tokens of a sequence.", default=131072, show_default=True)
 @_number("--batch", "Sequences.", default=1, show_default=True)
+@_number("--document-tokens", "Rows are packed of documents of so many tokens, about.")
+@_number("--window", "Keys that a token sees at most, itself included.")
 @click.option(
     "--hardware",
     "hardware_name",
@@ -63,12 +65,13 @@ def schedule_command(
     hardware_name: HardwareName,
     out: Path | None,
     as_json: bool,
-    **sizes: int,
+    **sizes: Any,
 ) -> None:
     """Predict the time, waiting and traffic of one attention layer's schedule, without any GPU.
 
     With --out, draw who computes and receives what at which time (.png, .svg or .pdf). bfloat16
-    tensors and a causal mask are assumed. docs/schedules.md shows every plan.
+    tensors and a causal mask are assumed, within documents and a window if any; lengths of
+    documents are log-normal. docs/schedules.md shows every plan.
     """
     try:
         _check_question(plan, compare, ulysses, out)
@@ -125,13 +128,28 @@ def read_hardware(name: HardwareName, ranks_per_node: int | None) -> "Hardware":
 
 
 def read_workload(
-    *, heads: int, kv_heads: int, head_dim: int, seq_len: int, batch: int
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    seq_len: int,
+    batch: int,
+    document_tokens: int | None = None,
+    window: int | None = None,
 ) -> "Workload":
     """The sizes of one attention layer. Raises ValueError for heads that don't group."""
     from longctx_patch.costs import Workload
+    from longctx_patch.documents import Documents
 
+    mean = min(document_tokens or seq_len, seq_len)
     return Workload(
-        num_tokens=seq_len, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, batch=batch
+        num_tokens=seq_len,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        batch=batch,
+        lengths=Documents.typical(seq_len, mean).lengths if document_tokens else (),
+        window=window,
     )
 
 
@@ -139,7 +157,9 @@ def describe(workload: "Workload", hardware: "Hardware") -> str:
     """What was assumed, on one line."""
     batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
     heads = f"{workload.num_heads} / {workload.num_kv_heads} heads of {workload.head_dim}"
-    return f"{batch}{workload.num_tokens:,} tokens, {heads}, bfloat16, {hardware.name}"
+    seen = f", {len(workload.lengths)} documents" if len(workload.lengths) > 1 else ""
+    seen += f", a window of {workload.window:,}" if workload.window else ""
+    return f"{batch}{workload.num_tokens:,} tokens{seen}, {heads}, bfloat16, {hardware.name}"
 
 
 def _check_question(plan: str | None, compare: bool, ulysses: int | None, out: Path | None) -> None:
@@ -176,11 +196,11 @@ def _chosen(
     asked: "Setting", direction: str, workload: "Workload", hardware: "Hardware"
 ) -> "Setting":
     """What a config with `plan="auto"` would run."""
-    from longctx_patch.choice import choose
+    from longctx_patch.choice import choose_for
     from longctx_patch.plans import Direction
 
     config = LongContextConfig(ulysses_degree=asked.ulysses_degree, ring_degree=asked.ring_degree)
-    return choose(config, Direction(direction), workload, hardware)
+    return choose_for(config, Direction(direction), workload, hardware)
 
 
 def _inner_ring(ring: int, ulysses: int, hardware: "Hardware") -> int:

@@ -181,7 +181,7 @@ def causal_seconds(hardware: Hardware, direction: Direction, workload: Workload)
     tokens = Interval(0, workload.num_tokens)
     return hardware.kernel_seconds(
         direction,
-        Piece(tokens, tokens, CAUSAL),
+        [Piece(tokens, tokens, CAUSAL)],
         batch=workload.batch,
         num_heads=workload.num_heads,
         head_dim=workload.head_dim,

@@ -16,6 +16,7 @@ from longctx_patch.config import (
     LongContextConfig,
 )
 from longctx_patch.costs import Prediction, Setting, Workload, predict
+from longctx_patch.placement import placement_of
 from longctx_patch.plans import PRESETS, Direction, Hardware
 
 TIE = 0.015
@@ -71,8 +72,9 @@ class Comparison:
             return []
         ulysses, ranks = chosen[0].ulysses_degree, chosen[0].ranks
         fields = [f"ulysses_degree={ulysses}", f"ring_degree={ranks // ulysses}"]
-        if ulysses < ranks:
+        if ulysses < ranks and chosen[0].layout != "balanced":  # else it is packed rows' own
             fields.append(f"layout={chosen[0].layout!r}")
+        if ulysses < ranks and chosen[0].plan != SPARSE_PLAN:  # which `auto` takes by itself
             names = {Direction.FORWARD: "plan", Direction.BACKWARD: "backward_plan"}
             fields += [f"{names[found.direction]}={found.plan!r}" for found in chosen]
         return [f"Chosen: LongContextConfig({', '.join(fields)})"]
@@ -104,8 +106,28 @@ def explain(
     hardware = PRESETS[config.hardware]
     config = replace(config, ulysses_waves=choose_waves(config, workload))
     settings = _settings_of(config, hardware)
-    chosen = {d: choose(config, d, workload).plan for d in directions}
-    return _compare(settings, workload, hardware, directions, chosen)
+    chosen = {d: choose_for(config, d, workload) for d in directions}
+    if not workload.is_causal and config.ring_degree > 1:
+        settings = list(dict.fromkeys(chosen.values()))
+    plans = {direction: setting.plan for direction, setting in chosen.items()}
+    return _compare(settings, workload, hardware, directions, plans)
+
+
+def choose_for(
+    config: LongContextConfig,
+    direction: Direction,
+    workload: Workload,
+    hardware: Hardware | None = None,
+) -> Setting:
+    """`choose`, for the documents and the window of the workload."""
+    return choose(
+        config,
+        direction,
+        workload,
+        hardware,
+        placement=placement_of(config, workload.documents()),
+        is_causal=workload.is_causal,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -241,17 +263,27 @@ def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterable[Se
         if ranks % degree or (degree > hardware.gpus_per_node and degree < ranks):
             continue
         ring, per_node = ranks // degree, _ring_ranks_in_node(degree, hardware)
-        plans = LAYOUTS_OF_PLAN if degree == 1 else _HYBRIDS[: 1 if ring == 1 else None]
-        for plan in plans:
-            if plan != SPARSE_PLAN and (plan != "double_ring" or _has_full_nodes(ring, per_node)):
+        for plan, layout in _plans_for(workload, degree, ring):
+            if plan != "double_ring" or _has_full_nodes(ring, per_node):
                 setting = Setting(
                     plan=plan,
-                    layout=LAYOUTS_OF_PLAN[plan][0],
+                    layout=layout,
                     ulysses_degree=degree,
                     ring_degree=ring,
                     ranks_per_node=per_node,
                 )
                 yield replace(setting, ulysses_waves=best_waves(setting, workload, hardware))
+
+
+def _plans_for(workload: Workload, degree: int, ring: int) -> list[tuple[str, LayoutName]]:
+    """Plans of the ring part, and placements. Where the mask leaves blocks out it is `SPARSE_PLAN`:
+    others move what nobody sees."""
+    if ring == 1 or workload.is_causal:
+        plans = LAYOUTS_OF_PLAN if degree == 1 else _HYBRIDS[: 1 if ring == 1 else None]
+        return [(plan, LAYOUTS_OF_PLAN[plan][0]) for plan in plans if plan != SPARSE_PLAN]
+    if not workload.documents().is_one:
+        return [(SPARSE_PLAN, "balanced")]
+    return [(SPARSE_PLAN, "zigzag"), (SPARSE_PLAN, "contiguous")]
 
 
 def _ring_ranks_in_node(ulysses_degree: int, hardware: Hardware) -> int:
@@ -345,7 +377,7 @@ def _reason(candidate: _Candidate, winner: _Candidate, *, asked: bool) -> str:
 
 def _columns(row: Row) -> tuple[str, ...]:
     found = row.prediction
-    name = found.plan
+    name = f"{found.plan} ({found.layout})" if found.plan == SPARSE_PLAN else found.plan
     if found.ulysses_degree not in (1, found.ranks):
         name = f"ulysses {found.ulysses_degree} x {name}"
     return (

@@ -12,7 +12,7 @@ from longctx_patch.config import LayoutName
 from longctx_patch.documents import Documents
 from longctx_patch.head_split import QKV, Heads, HeadSplit
 from longctx_patch.layout import even_cuts
-from longctx_patch.masks import Mask, causal
+from longctx_patch.masks import Mask, documents_mask
 from longctx_patch.placement import place
 from longctx_patch.plans import (
     AttentionShape,
@@ -32,7 +32,7 @@ _MOST_TOKENS, _MOST_BYTES = 2**40, 2**60  # what 64-bit sums over steps and rank
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One attention call over a whole sequence, causal."""
+    """One attention call over a whole sequence, causal within documents and a window if any."""
 
     num_tokens: int
     num_heads: int = 32
@@ -40,11 +40,15 @@ class Workload:
     head_dim: int = 128
     batch: int = 1
     itemsize_bytes: int = 2
+    lengths: tuple[int, ...] = ()
+    """Of the documents of a packed row; none: the row is one document."""
+    window: int | None = None
+    """Keys that a token sees at most, itself included; None: all of its document."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
-            if value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name}={value}: a workload has at least one. Use 1 or more.")
         size = self.batch * self.num_tokens * self.num_heads * self.head_dim * self.itemsize_bytes
         if self.num_tokens > _MOST_TOKENS or size > _MOST_BYTES:
@@ -57,6 +61,19 @@ class Workload:
                 f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: query heads group "
                 "evenly over key-value heads. Use a divisor of num_heads."
             )
+        self.documents()  # refuses lengths that don't fit
+
+    def documents(self) -> Documents:
+        """Those of the row."""
+        return Documents.of_row(self.lengths, self.num_tokens)
+
+    def mask(self) -> Mask:
+        return documents_mask(self.documents(), window=self.window)
+
+    @property
+    def is_causal(self) -> bool:
+        """Plainly so: nothing of the triangle is left out."""
+        return self.documents().is_one and (self.window or self.num_tokens) >= self.num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,13 +216,7 @@ def _simulate_ring(
 ) -> Simulation:
     in_node = max(1, hardware.gpus_per_node // setting.ulysses_degree)
     return simulate(
-        schedule_of(
-            setting,
-            direction,
-            Documents.one(workload.num_tokens),
-            causal(workload.num_tokens),
-            shape.num_kv_heads,
-        ),
+        schedule_of(setting, direction, workload.documents(), workload.mask(), shape.num_kv_heads),
         shape,
         hardware,
         ranks_per_node=setting.ranks_per_node or in_node,
@@ -223,8 +234,7 @@ def _exchanges(
     inwards = QKV if forward else (Heads.QUERY,)
     outwards = (Heads.QUERY,) if forward else QKV
     per_head = workload.batch * workload.head_dim * workload.itemsize_bytes
-    documents = Documents.one(workload.num_tokens)
-    ring_layout = place(setting.layout, documents, ring=setting.ring_degree)
+    ring_layout = place(setting.layout, workload.documents(), ring=setting.ring_degree)
     before, after = [], []
     for ring_size in ring_layout.sizes:
         sizes = [cut.size for cut in even_cuts(ring_size, setting.ulysses_degree)]

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import exp
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -35,6 +37,17 @@ class Documents:
         """Those of a padded row. A document by itself takes the padding with it: causal attention
         never sees it, and all rows of one length then have one mask."""
         return cls(lengths, num_tokens) if len(lengths) > 1 else cls.one(num_tokens)
+
+    @classmethod
+    def typical(cls, num_tokens: int, mean: int) -> "Documents":
+        """A full row of documents of log-normal lengths, as those of web text and conversations
+        roughly are: the quantiles of exp(N(0, 1)), without chance, about `mean` tokens each."""
+        count = max(1, round(num_tokens / mean))
+        normal = NormalDist()
+        weights = [exp(normal.inv_cdf((number + 0.5) / count)) for number in range(count)]
+        edges = [round(edge / sum(weights) * num_tokens) for edge in accumulate(weights, initial=0)]
+        lengths = (stop - start for start, stop in pairwise(edges))
+        return cls.of_row(tuple(length for length in lengths if length), num_tokens)
 
     @property
     def is_one(self) -> bool:

@@ -24,6 +24,7 @@ ROWS = (
         "ulysses",
         "costs",
         "choice",
+        "degrees",
         "call",
         "replay",
         "selective",

@@ -138,7 +138,7 @@ def test_h800_with_bytes_at_the_price_of_the_h100() -> None:
     setup = published.Z_H800
     link = setup.hardware.intra_node.bandwidth / published.H100.intra_node.bandwidth
     price = replace(setup.hardware, overlap_slowdown=setup.hardware.overlap_slowdown * link)
-    for plan, expected in (("ring", 0.531), ("striped", 0.861), ("zigzag", 0.910)):
+    for plan, expected in (("ring", 0.532), ("striped", 0.861), ("zigzag", 0.910)):
         share = of_ideal(plan)(replace(setup, hardware=price))
         assert share == pytest.approx(expected, abs=0.0005), plan
 

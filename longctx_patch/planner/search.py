@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from longctx_patch.config import CheckpointPolicy
+from longctx_patch.degrees import SAME, Way, preferred, ways
 from longctx_patch.memory import MARGIN, LayerPolicy
 from longctx_patch.memory.auto import after_climbs
 from longctx_patch.memory.offload import RESERVE
@@ -27,8 +28,6 @@ from longctx_patch.planner.steptime import Attention, StepTime, predict_attentio
 
 CONTEXT_BYTES = 2.5 * GIB
 """Of a GPU's memory, that CUDA, NCCL and kernels take for themselves."""
-SAME = 0.02
-"""What is as fast to within this share counts as equal."""
 STEP_TOKENS = 1024
 """Longest rows are searched for in multiples of these."""
 MOST_TOKENS = 2**30
@@ -148,19 +147,16 @@ def _degrees(job: Job) -> Iterator[tuple[int, int]]:
 
 
 def _fastest(job: Job, degree: int) -> tuple[int, int]:
-    ways = [
-        (ulysses, degree // ulysses)
-        for ulysses in range(1, min(degree, job.cluster.gpus_per_node) + 1)
-        if degree % ulysses == 0 and job.shape.num_kv_heads % ulysses == 0
-    ]
+    """As `longctx patch` takes it for causal rows."""
 
-    def seconds(way: tuple[int, int]) -> float:
-        attention = _attention(job, *way)
+    def seconds(way: Way) -> float:
+        attention = _attention(job, way.ulysses, way.ring)
         return attention.forward.makespan_s + attention.backward.makespan_s
 
-    # Where both are as fast Ulysses, which `longctx patch` takes too.
-    fastest = min(map(seconds, ways))
-    return max(way for way in ways if seconds(way) <= fastest * (1 + SAME))
+    gpus_per_node, num_kv_heads = job.cluster.gpus_per_node, job.shape.num_kv_heads
+    found = ways(degree, num_kv_heads=num_kv_heads, gpus_per_node=gpus_per_node)
+    way = preferred({way: seconds(way) for way in found})
+    return way.ulysses, way.ring
 
 
 @lru_cache(maxsize=4096)

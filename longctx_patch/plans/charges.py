@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx_patch.layout import Rows
+from longctx_patch.layout import Interval, Rows
 from longctx_patch.plans.hardware import Hardware
 from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.schedule import Moves, Works
 from longctx_patch.plans.traffic import AttentionShape
 from longctx_patch.plans.types import EVERYONE, Block, Direction, Share
-from longctx_patch.regions import Piece
+from longctx_patch.regions import Piece, Rule
 
 Floats = NDArray[np.floating]
 
@@ -43,12 +43,12 @@ class Charges:
             return sum(
                 self.hardware.kernel_seconds(
                     self.direction,
-                    piece,
+                    call,
                     batch=self.shape.batch,
                     num_heads=num_heads,
                     head_dim=self.shape.head_dim,
                 )
-                for piece in pieces
+                for call in _calls(pieces)
             )
 
         return self.pieces.measure(works.kind, of)
@@ -56,17 +56,15 @@ class Charges:
     def adding_seconds(self, works: Works, is_first: NDArray[np.bool_]) -> Floats:
         """Adding the results of each work to totals: read the result, read and write the total.
 
-        What a first piece computes becomes the total as it is: of a rank's own results where the
+        What is the first of a row becomes the total as it is: of a rank's own results where the
         work `is_first`, and of results for others always, which are added where they land.
         """
         per_q, per_kv = self._elements(works.heads)
-        elements = per_q * self._rows_added(
-            works, (works.q_owner != works.rank) | is_first, lambda piece: piece.q.size
-        )
+        elements = per_q * self.query_rows_added(works, is_first)
         if self.direction is Direction.BACKWARD:
             gathered = works.kv_owner == EVERYONE
             columns = self._rows_added(
-                works, (works.kv_owner != works.rank) | is_first, lambda piece: piece.kv.size
+                works, (works.kv_owner != works.rank) | is_first, lambda piece: piece.kv
             )
             # Of gathered keys only the rank's own are added to by several pieces.
             own = self.pieces.sizes[works.rank]
@@ -74,13 +72,22 @@ class Charges:
         moved = self.shape.itemsize_bytes + 2 * self.shape.sum_itemsize_bytes
         return moved * elements / self._adding_bandwidth
 
+    def query_rows_added(self, works: Works, is_first: NDArray[np.bool_]) -> Floats:
+        """Rows of each work that are added to a total."""
+        return self._rows_added(
+            works, (works.q_owner != works.rank) | is_first, lambda piece: piece.q
+        )
+
     def _rows_added(
-        self, works: Works, first_is_free: NDArray[np.bool_], size: Callable[[Piece], int]
+        self, works: Works, first_is_free: NDArray[np.bool_], side: Callable[[Piece], Interval]
     ) -> Floats:
-        """Rows of all pieces of each work, or of all but the first."""
-        every = self.pieces.measure(works.kind, lambda pieces: sum(map(size, pieces)))
-        later = self.pieces.measure(works.kind, lambda pieces: sum(map(size, pieces[1:])))
-        return np.where(first_is_free, later, every)
+        """Rows of all pieces of each work, or of all but the first that has each row."""
+
+        def later(pieces: tuple[Piece, ...]) -> int:
+            return sum(side(piece).size for piece in pieces) - Rows.of(map(side, pieces)).size
+
+        every = self.pieces.measure(works.kind, lambda p: sum(side(piece).size for piece in p))
+        return np.where(first_is_free, self.pieces.measure(works.kind, later), every)
 
     def preparing_seconds(self, works: Works) -> Floats:
         """What precedes the kernels: an `out` for queries that came, all keys side by side."""
@@ -115,12 +122,12 @@ class Charges:
         per_row = self.shape.batch * self.shape.num_heads * self.shape.head_dim
         return self.pieces.sizes * (_ROW_DOTS_BYTES * per_row / self.hardware.copy_bandwidth)
 
-    def closing_seconds(self) -> Floats:
-        """By rank: the totals of its queries, from the dtype of sums to that of the model."""
+    def closing_seconds(self, rows: Floats) -> Floats:
+        """By rank: the totals of queries, from the dtype of sums to that of the model."""
         shape = self.shape
         per_row = shape.batch * shape.num_heads * shape.head_dim
         moved = per_row * (shape.sum_itemsize_bytes + shape.itemsize_bytes)
-        return self.pieces.sizes * (moved / self.hardware.copy_bandwidth)
+        return rows * (moved / self.hardware.copy_bandwidth)
 
     def areas(self, works: Works) -> Floats:
         """Pairs of each work, times its share of the heads."""
@@ -131,7 +138,7 @@ class Charges:
         """Of the CPU: issuing each work's kernels and what adds their results."""
         forward = self.direction is Direction.FORWARD
         call = self.hardware.host_forward_s if forward else self.hardware.host_backward_s
-        return call * self.pieces.measure(works.kind, len)
+        return call * self.pieces.measure(works.kind, lambda pieces: len(_calls(pieces)))
 
     @property
     def _adding_bandwidth(self) -> float:
@@ -148,3 +155,16 @@ class Charges:
 
     def _num_kv_heads(self, heads: Share) -> int:
         return heads.range(self.shape.num_kv_heads, self.shape.num_kv_heads).size
+
+
+def _calls(pieces: tuple[Piece, ...]) -> list[list[Piece]]:
+    """Pieces of one rule and of disjoint rows, such as documents, are segments of one call."""
+    of_rules: dict[Rule, list[list[Piece]]] = {}
+    for piece in sorted(pieces, key=lambda piece: piece.q):
+        calls = of_rules.setdefault(piece.rule, [])
+        free = next((call for call in calls if call[-1].q.stop <= piece.q.start), None)
+        if free is None:
+            calls.append([piece])
+        else:
+            free.append(piece)
+    return [call for calls in of_rules.values() for call in calls]

@@ -1,6 +1,6 @@
 """What the cost model knows of a machine: kernel rates by shape, memory, links, the host."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from longctx_patch.regions import FULL, Piece
 
 @dataclass(frozen=True)
 class KernelRate:
-    """Time of one attention kernel call: a start, and FLOPs at a rate that grows with the keys."""
+    """Time of an attention kernel call: a start, and FLOPs at a rate that grows with the keys."""
 
     peak_flops: float
     """FLOP/s that long blocks reach."""
@@ -21,8 +21,9 @@ class KernelRate:
     fixed_s: float
     """Seconds of the smallest call."""
 
-    def seconds(self, flops: float, num_keys: int) -> float:
-        return self.fixed_s + flops / self.peak_flops * (1 + self.half_tokens / num_keys)
+    def seconds(self, flops: float, num_keys: float) -> float:
+        """Without the start."""
+        return flops / self.peak_flops * (1 + self.half_tokens / num_keys)
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,26 @@ class Hardware:
     """Seconds of the CPU for one of Ulysses' waves: packing, two all-to-alls, putting together."""
 
     def kernel_seconds(
-        self, direction: Direction, piece: Piece, *, batch: int, num_heads: int, head_dim: int
+        self,
+        direction: Direction,
+        pieces: Sequence[Piece],
+        *,
+        batch: int,
+        num_heads: int,
+        head_dim: int,
     ) -> float:
-        """Seconds of one piece. FLOPs: 2 matrix products forward, 5 backward."""
+        """Seconds of one call for pieces of one rule. FLOPs: 2 matrix products forward, 5 backward.
+
+        A window is as fast as a causal block in which rows see as many keys on average.
+        """
         products = 2 if direction is Direction.FORWARD else 5
-        flops = 2 * products * batch * piece.area * num_heads * head_dim
-        return self._rate(direction, causal=piece.rule != FULL).seconds(flops, piece.kv.size)
+        per_pair = 2 * products * batch * num_heads * head_dim
+        rate = self._rate(direction, causal=pieces[0].rule != FULL)
+        return rate.fixed_s + sum(
+            rate.seconds(per_pair * piece.area, min(piece.kv.size, 2 * piece.area / piece.q.size))
+            for piece in pieces
+            if piece.area
+        )
 
     def with_free_links(self) -> "Hardware":
         """The same machine, if messages took no time."""

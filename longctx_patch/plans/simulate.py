@@ -93,6 +93,8 @@ class _Player:
         self.has_delta = False
         # By group of heads: the ranks that have a total of their own to add to.
         self.has_total: dict[Share, NDArray[np.bool_]] = {}
+        self.summed_rows = np.zeros(self.num_ranks)
+        """Of its queries, those that have several results, or as if it were so many."""
         self.busiest_area = self.total_area = 0.0
 
     def play(self, stage: Stage) -> None:
@@ -107,11 +109,13 @@ class _Player:
             [self.charges.landing_seconds(*pair) for pair in zip(stage.moves, sizes, strict=True)],
         )
         self.device_s = np.maximum(np.maximum(computed, self.host_s), arrived) + landing
+        self.summed_rows += self._landed_rows(stage.moves)
         self._count(stage, sizes)
 
     def finish_s(self) -> float:
         """When the last rank is done."""
-        finish = np.maximum(self.device_s, self.host_s) + self.charges.closing_seconds()
+        rows = np.minimum(self.summed_rows, self.charges.pieces.sizes)
+        finish = np.maximum(self.device_s, self.host_s) + self.charges.closing_seconds(rows)
         return float(finish.max())
 
     def result(self, unhindered_s: float) -> Simulation:
@@ -193,9 +197,19 @@ class _Player:
 
     def _adding_seconds(self, works: Works) -> Floats:
         has_total = self.has_total.setdefault(works.heads, np.zeros(self.num_ranks, dtype=bool))
-        seconds = self.charges.adding_seconds(works, ~has_total[works.rank])
+        is_first = ~has_total[works.rank]
+        seconds = self.charges.adding_seconds(works, is_first)
+        self.summed_rows += self._sum_by(
+            [works.q_owner], [self.charges.query_rows_added(works, is_first)]
+        )
         has_total[works.rank] = True
         return seconds
+
+    def _landed_rows(self, lanes: Iterable[Moves]) -> Floats:
+        """Of queries' results, by the rank that they came to."""
+        results = [m for m in lanes if not (m.operand.is_input or m.operand.is_of_keys)]
+        rows = [self.charges.pieces.num_rows(moves.rows) for moves in results]
+        return self._sum_by([moves.destination for moves in results], rows)
 
     def _record(self, works: Works, posted: Floats, computed: Floats) -> None:
         assert self.spans is not None

@@ -363,3 +363,22 @@ def test_drawing_without_matplotlib(
     assert "matplotlib, which is not installed" in message
     assert "pip install longctx-patch[draw]" in message
     assert ask(run, *ZIGZAG)["plan"] == "zigzag"
+
+
+def test_packed_rows_and_windows(run: Run) -> None:
+    words = ["--ranks", 4, "--hardware", "h200"]
+    packed = ask(run, "--compare", *words, "--document-tokens", 2048)
+    chosen = [row for row in packed if row["chosen"]]
+    assert [(row["plan"], row["layout"]) for row in chosen] == [("halo", "balanced")] * 2
+    window = ask(run, "--compare", *words, "--window", 4096)
+    chosen = [row for row in window if row["chosen"]]
+    assert [(row["plan"], row["layout"]) for row in chosen] == [("halo", "contiguous")] * 2
+    text = run("schedule", "--compare", *words, "--window", 4096, "--document-tokens", 8192).stdout
+    assert "131,072 tokens, 16 documents, a window of 4,096, 32 / 8 heads" in text
+    assert "ulysses 2 x halo (balanced)" in text
+    one = ask(run, "--plan", "auto", *words, "--window", 4096)
+    assert (one["plan"], one["layout"]) == ("halo", "zigzag")
+    assert ask(run, "--compare", *words) == ask(run, "--compare", *words, "--window", 131072)
+    assert "0: a whole number, 1 or more. Use --window 1" in refuse(
+        run, "--compare", *words, "--window", 0
+    )

@@ -1,0 +1,99 @@
+"""`longctx patch` chooses degrees by what rows hold: packed documents, layers with a window."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.conftest import Run
+
+LLAMA_8B = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+}
+MISTRAL = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}
+
+
+@pytest.fixture
+def chosen(run: Run, config: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """The settings of a run folder for 131,072 tokens, and the row `degrees` of its README."""
+
+    def patch(*words: object, model: dict[str, Any] = LLAMA_8B) -> dict[str, Any]:
+        out = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
+        found = run(
+            "patch", config(**model), *("--seq-len", 131072, "--gpus", 4, "--out", out), *words
+        )
+        assert found.exit_code == 0, found.output
+        settings: dict[str, Any] = yaml.safe_load((out / "finetune.yaml").read_text())
+        (row,) = (
+            line for line in (out / "README.md").read_text().split("\n") if "degrees |" in line
+        )
+        return settings | {"why": row}
+
+    return patch
+
+
+def degrees(settings: dict[str, Any]) -> tuple[int, int, str]:
+    return settings["ulysses"], settings["ring"], settings["layout"]
+
+
+def test_causal_rows(chosen: Callable[..., dict[str, Any]]) -> None:
+    assert degrees(chosen()) == (4, 1, "auto")
+    assert degrees(chosen(model={**MISTRAL, "sliding_window": 131072})) == (4, 1, "auto")
+
+
+def test_packed_rows_without_text_are_of_short_documents(
+    chosen: Callable[..., dict[str, Any]],
+) -> None:
+    found = chosen("--pack")
+    assert degrees(found) == (1, 4, "auto")
+    assert "a row of 64 documents" in found["why"]
+    assert "documents of 2048 tokens assumed" in found["why"]
+    assert "1 x 4 takes" in found["why"]
+    assert "4 x 1 takes" in found["why"]
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1000, (1, 4)), (60000, (4, 1))])
+def test_the_text_says_how_long_documents_are(
+    chosen: Callable[..., dict[str, Any]], tmp_path: Path, tokens: int, expected: tuple[int, int]
+) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(300000 // tokens):
+        (folder / f"{number}.txt").write_text("x" * (tokens - 1))
+    found = chosen("--pack", "--data", folder)
+    assert (found["ulysses"], found["ring"]) == expected
+    assert "assumed" not in found["why"]
+
+
+def test_layers_with_a_window_and_full_ones(chosen: Callable[..., dict[str, Any]]) -> None:
+    found = chosen(model=MISTRAL)
+    assert degrees(found) == (1, 4, "contiguous")
+    assert "layers with a window" in found["why"]
+    gemma = {**LLAMA_8B, "model_type": "gemma2", "sliding_window": 4096}
+    assert degrees(chosen(model=gemma)) == (4, 1, "auto")
+    assert degrees(chosen("--attention-kept", 0.5, model=MISTRAL)) == (1, 4, "auto")
+
+
+@pytest.mark.parametrize("asked", [("--ulysses", 2), ("--ring", 2), ("--cpu",)], ids=str)
+def test_what_is_asked_for_stays(
+    chosen: Callable[..., dict[str, Any]], asked: tuple[object, ...]
+) -> None:
+    expected = (4, 1) if asked == ("--cpu",) else (2, 2)
+    found = chosen("--pack", *asked)
+    assert (found["ulysses"], found["ring"]) == expected
+
+
+def test_text_that_cannot_be_read(run: Run, config: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.bin").write_bytes(b"\xff\xfe\x00")
+    words = ["--seq-len", 64, "--gpus", 2, "--out", tmp_path / "run", "--pack", "--data", folder]
+    found = run("patch", config(), *words)
+    assert found.exit_code != 0
+    assert "--data" in found.output
+    assert not (tmp_path / "run").exists()
