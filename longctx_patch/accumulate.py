@@ -7,6 +7,7 @@ and totals of all would cost more than the exchange of the few keys that travel.
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from functools import cache
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from longctx_patch.layout import Interval
 from longctx_patch.transport import TensorSpec
 
 
+@cache
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype in which partial results of this dtype are summed."""
     return torch.promote_types(dtype, torch.float32)
@@ -37,6 +39,10 @@ class _RowPart(Protocol):
 
     def copy_(self, other: Self) -> None:
         """Take the numbers of another one of the same rows."""
+        ...
+
+    def copied(self, dtype: torch.dtype) -> Self:
+        """Its numbers in memory of their own."""
         ...
 
 
@@ -84,7 +90,7 @@ class _RowTotals(ABC, Generic[P]):
             self._held, self._home = [self._whole(self._wide)], None
             first, last = 0, 1
         self._held[first:last] = list(self._with(self._held[first:last], new))
-        if self._home is not None and 2 * self._at_home <= self._all_rows.size:
+        if self._home is not None and 2 * self._at_home < self._all_rows.size:
             self._leave_home()
 
     def _with(self, held: list[P], new: P) -> Iterator[P]:
@@ -115,14 +121,13 @@ class _RowTotals(ABC, Generic[P]):
         """Give its memory back: what is held there is copied."""
         self._home = None
         self._held = [
-            part if part.dtype == self._wide else self._copied(part, part.dtype)
-            for part in self._held
+            part if part.dtype == self._wide else part.copied(part.dtype) for part in self._held
         ]
 
     def _whole(self, dtype: torch.dtype) -> P:
         """All rows in one dtype."""
         if len(self._held) == 1 and (only := self._held[0]).rows == self._all_rows:
-            return only if only.dtype == dtype else self._copied(only, dtype)
+            return only if only.dtype == dtype else only.copied(dtype)
         if self._home is not None and self._home.dtype == dtype:
             for part in self._held:
                 if part.dtype != dtype:
@@ -138,11 +143,6 @@ class _RowTotals(ABC, Generic[P]):
             self._clear(whole)
         for part in self._held:
             whole.cut(part.rows).copy_(part)
-
-    def _copied(self, part: P, dtype: torch.dtype) -> P:
-        copy = self._empty(part.rows, dtype)
-        copy.copy_(part)
-        return copy
 
     @property
     def _all_rows(self) -> Interval:
@@ -170,6 +170,9 @@ class Part(NamedTuple):
     def copy_(self, other: "Part") -> None:
         self.out_BLHD.copy_(other.out_BLHD)
         self.lse_BHL.copy_(other.lse_BHL)
+
+    def copied(self, dtype: torch.dtype) -> "Part":
+        return Part(self.rows, self.out_BLHD.to(dtype, copy=True), self.lse_BHL.clone())
 
 
 class SoftmaxMerge(_RowTotals[Part]):
@@ -259,6 +262,9 @@ class GradientPart(NamedTuple):
     def copy_(self, other: "GradientPart") -> None:
         self.grad_BLHD.copy_(other.grad_BLHD)
 
+    def copied(self, dtype: torch.dtype) -> "GradientPart":
+        return GradientPart(self.rows, self.grad_BLHD.to(dtype, copy=True))
+
 
 class RowSum(_RowTotals[GradientPart]):
     """Sum of gradients over row ranges."""
@@ -286,7 +292,7 @@ class RowSum(_RowTotals[GradientPart]):
         self._write_to(GradientPart(self._all_rows, tensor))
 
     def _joined(self, old: GradientPart, new: GradientPart) -> GradientPart:
-        total = old if old.dtype == self._wide else self._copied(old, self._wide)
+        total = old if old.dtype == self._wide else old.copied(self._wide)
         total.grad_BLHD.add_(new.grad_BLHD)
         return total
 
