@@ -29,3 +29,8 @@ def windows_of(model_config: Any) -> list[int | None]:
     if not kinds:
         return [window] * model_config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def windows_in(model_config: Any, num_tokens: int) -> list[int | None]:
+    """Of each layer; None too where a row of so many tokens is no longer than it."""
+    return [w if w and w < num_tokens else None for w in windows_of(model_config)]

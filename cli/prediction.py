@@ -50,8 +50,11 @@ def prediction(
     return result
 
 
-def prediction_rows(result: Result | None, *, is_asked: bool) -> list[tuple[str, str, str]]:
-    """(what, value, why) of a run folder's table; `is_asked`: --gpus names a kind."""
+def prediction_rows(
+    result: Result | None, *, is_asked: bool, is_causal: bool
+) -> list[tuple[str, str, str]]:
+    """(what, value, why) of a run folder's table; `is_asked`: --gpus names a kind; `is_causal`:
+    each token sees all before it, which is what the planner counts."""
     if result is None:
         why = "the planner knows dense layers only; the rehearsal before the first step says"
         return [("memory", "not predicted", why)] if is_asked else []
@@ -61,6 +64,7 @@ def prediction_rows(result: Result | None, *, is_asked: bool) -> list[tuple[str,
     host += checked if host else ""
     usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
     speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
+    speed += "" if is_causal else "; as if each token saw all before it, so at most"
     return [
         ("memory", f"{memory:.0f} GiB of a GPU{host}", usable),
         ("step", f"{result.time.total:.3g} s", f"predicted: {speed}"),

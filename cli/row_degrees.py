@@ -1,15 +1,14 @@
 """Degrees for rows in which tokens see little: documents that are packed, layers with a window."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
-from typing import Any
+from itertools import cycle, islice
+from typing import Any, NamedTuple
 
 from longctx_patch.cli.degrees import DegreeChoice
-from longctx_patch.cli.layer_masks import windows_of
+from longctx_patch.cli.layer_masks import windows_in
 from longctx_patch.costs import Workload
-from longctx_patch.data import pack_rows
 from longctx_patch.degrees import Way, preferred, seconds_of_ways
 from longctx_patch.documents import Documents
 from longctx_patch.plans import Hardware
@@ -18,11 +17,19 @@ from longctx_patch.recipes.settings import Settings
 
 TYPICAL_TOKENS = 2048
 """Of a document, where no text says how long they are."""
-MOST_DOCUMENTS = 512
-"""Of the text that are looked at, and as many rows' worth of tokens as `NUM_ROWS`."""
+MOST_DOCUMENTS, MOST_TOKENS = 512, 2**20
+"""Of the text that are looked at."""
 NUM_ROWS = 2
-CHARACTERS = 8
-"""Of a document for each token of a row that are looked at: few tokens have more."""
+PIECE = 2**17
+"""Characters that are tokenised at once: of a long document only the first matter."""
+
+
+class _Rows(NamedTuple):
+    """Lengths of the documents of some rows; none: rows that are not packed."""
+
+    lengths: list[tuple[int, ...]]
+    assumed: str = ""
+    """Why, if the text did not say."""
 
 
 def degrees_for_rows(
@@ -37,33 +44,37 @@ def degrees_for_rows(
 
     `degrees`: chosen by the heads alone. `hardware`: with as many GPUs in a node as there are.
     """
-    windows = Counter(w if w and w < settings.seq_len else None for w in windows_of(model_config))
+    windows = Counter(windows_in(model_config, settings.seq_len))
     if degrees.sequence_degree == 1 or not (settings.pack or any(windows)):
         return degrees
-    rows = _rows(settings, has_text) if settings.pack else [()]
+    rows = _rows(settings, has_text=has_text) if settings.pack else _Rows([()])
     layers = Counter[Workload]()
-    for lengths in rows:
+    for lengths in rows.lengths:
         for window, count in windows.items():
             layers[_workload(settings.seq_len, model_config, lengths, window)] += count
-    seconds = {
-        way: found / (len(rows) * windows.total())
-        for way, found in seconds_of_ways(layers, hardware, degrees.sequence_degree).items()
-        if way.layout is None or settings.attention_kept == 1  # which places tokens by itself
-    }
+    config = settings.sequence_parallelism()
+    found = seconds_of_ways(layers, hardware, degrees.sequence_degree, config)
+    seconds = {way: s / (len(rows.lengths) * windows.total()) for way, s in found.items()}
     best, usual = preferred(seconds), Way(degrees.ulysses, degrees.ring)
     if best == usual:
         return degrees
-    what = f"a row of {len(rows[0])} documents" if settings.pack else "layers with a window"
+    count = round(sum(map(len, rows.lengths)) / len(rows.lengths))
+    what = f"a row of {count} documents" if settings.pack else "layers with a window"
     reason = f"for {what}, predicted: {_named(best, seconds)}, {_named(usual, seconds)}"
-    if settings.pack and not has_text:
-        reason += f"; documents of {TYPICAL_TOKENS} tokens assumed, --data would tell"
+    if rows.assumed:
+        reason += f"; documents of {TYPICAL_TOKENS} tokens assumed: {rows.assumed}"
     return replace(
-        degrees, ulysses=best.ulysses, ring=best.ring, layout=best.layout or "auto", reason=reason
+        degrees,
+        ulysses=best.ulysses,
+        ring=best.ring,
+        layout=best.layout or degrees.layout,
+        reason=reason,
     )
 
 
 def _named(way: Way, seconds: dict[Way, float]) -> str:
-    return f"{way.ulysses} x {way.ring} takes {1e3 * seconds[way]:.3g} ms a layer"
+    layout = f" {way.layout}" if way.layout else ""
+    return f"{way.ulysses} x {way.ring}{layout} takes {1e3 * seconds[way]:.3g} ms a layer"
 
 
 def _workload(
@@ -80,26 +91,45 @@ def _workload(
     )
 
 
-def _rows(settings: Settings, has_text: bool) -> Sequence[tuple[int, ...]]:
-    """Lengths of the documents of some rows, packed as the recipe does."""
-    typical = Documents.typical(settings.seq_len, TYPICAL_TOKENS).lengths
-    if not has_text:
-        return [typical]
-    documents = ({"input_ids": tokens} for tokens in _first_documents(settings))
-    packed = pack_rows(documents, settings.seq_len, too_long="split")
-    try:
-        return [tuple(row["seq_lengths"]) for row in islice(packed, NUM_ROWS)] or [typical]
-    except ValueError as error:
-        raise ValueError(f"--data (`--text` of the recipe): {error}") from error
+def _rows(settings: Settings, *, has_text: bool) -> _Rows:
+    """Full rows of documents as long as the first of the text."""
+    why = "--data would tell"
+    if has_text:
+        try:
+            found = list(_first_lengths(settings))
+        except (ValueError, OSError, ImportError) as error:
+            why = f"the text can't be read as it is ({error})"
+        else:
+            if found:
+                return _Rows(_filled(found, settings.seq_len))
+            why = "the text is empty"
+    return _Rows([Documents.typical(settings.seq_len, TYPICAL_TOKENS).lengths], why)
 
 
-def _first_documents(settings: Settings) -> Iterator[Any]:
-    """int32 tokens of each, until there are enough to see how long they are."""
+def _first_lengths(settings: Settings) -> Iterator[int]:
+    """Tokens of each of the first documents, a row's at most."""
     tokenizer, total = models.load_tokenizer(settings), 0
+    most = min(settings.seq_len, MOST_TOKENS)
     documents = texts.read_documents(settings.text, settings.text_field)
     for document in islice(documents, MOST_DOCUMENTS):
-        tokens = texts.tokens_of(document[: CHARACTERS * settings.seq_len], tokenizer)
-        yield tokens
-        total += len(tokens)
-        if total >= NUM_ROWS * settings.seq_len:
+        length = 0
+        for start in range(0, len(document), PIECE):
+            length += len(texts.tokens_of(document[start : start + PIECE], tokenizer))
+            if length >= most:
+                break
+        yield min(length, most)
+        total += length
+        if total >= MOST_TOKENS:
             return
+
+
+def _filled(lengths: list[int], seq_len: int) -> list[tuple[int, ...]]:
+    """Rows of documents as long, one after the other, again and again; the last are cut."""
+    rows, again = [], cycle(lengths)
+    for _ in range(NUM_ROWS):
+        row, left = [], seq_len
+        while left:
+            row.append(min(next(again), left))
+            left -= row[-1]
+        rows.append(tuple(row))
+    return rows

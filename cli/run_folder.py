@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from longctx_patch.cli.degrees import DegreeChoice, choose_degrees
-from longctx_patch.cli.layer_masks import describe_layers
+from longctx_patch.cli.layer_masks import describe_layers, windows_in
 from longctx_patch.cli.prediction import cluster_of, prediction, prediction_rows
 from longctx_patch.cli.row_degrees import degrees_for_rows
 from longctx_patch.cli.run_checks import check_length, check_out, check_text, rope_types
@@ -230,7 +230,9 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     reach = reachable_length(decisions.old_config)
     unit = "CPU process" if decisions.cpu else "GPU"
     random = " (random weights: a bare config)" if models.is_bare_config(settings.model) else ""
-    balanced = "every rank has the same share of the mask"
+    placed = "every rank has the same share of the mask"
+    if decisions.placement == "contiguous":
+        placed = "windows leave ranks about the same to do, with few keys of others"
     sequences = f"{degrees.sequence_degree} of {decisions.num_gpus} per sequence"
     return [
         ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
@@ -248,13 +250,19 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         (
             "layout",
             decisions.placement,
-            balanced if degrees.ring > 1 else "alike without a ring",
+            placed if degrees.ring > 1 else "alike without a ring",
         ),
         ("checkpoint", settings.checkpoint, _CHECKPOINT_REASONS[settings.checkpoint]),
         *_attention_kept(settings.attention_kept),
         ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
         ("weights", *_weights(decisions)),
-        *prediction_rows(decisions.predicted, is_asked=decisions.names_gpus),
+        *prediction_rows(
+            decisions.predicted,
+            is_asked=decisions.names_gpus,
+            is_causal=not (
+                settings.pack or any(windows_in(decisions.model_config, settings.seq_len))
+            ),
+        ),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from longctx_patch.cli.timeline import check_drawable, draw, time_text
-from longctx_patch.config import LAYOUTS_OF_PLAN, HardwareName, LongContextConfig, PlanName
+from longctx_patch.config import HardwareName, LongContextConfig, PlanName
 
 if TYPE_CHECKING:
     from longctx_patch.costs import Prediction, Setting, Workload
@@ -95,6 +95,7 @@ def make_setting(
     """The plan over `ranks`, of which `ulysses` exchange heads. Raises ValueError."""
     from longctx_patch.choice import best_waves
     from longctx_patch.costs import Setting
+    from longctx_patch.placement import placement_of
 
     degree = ulysses or (ranks if plan == ULYSSES else 1)
     if ranks % degree:
@@ -109,12 +110,17 @@ def make_setting(
             f"so all ranks exchange heads. Use --ulysses {ranks}, or name the plan of the ring, "
             "for example --plan zigzag."
         )
+    name: PlanName = "zigzag" if plan == ULYSSES else plan  # type: ignore[assignment]
+    per_node = _inner_ring(ring, degree, hardware) if plan == "double_ring" else None
+    config = LongContextConfig(
+        ulysses_degree=degree, ring_degree=ring, plan=name, ranks_per_node=per_node
+    )
     setting = Setting(
-        plan="zigzag" if plan == ULYSSES else plan,
-        layout=LAYOUTS_OF_PLAN.get(plan, ("zigzag",))[0],
+        plan=name,
+        layout=placement_of(config, workload.documents()),
         ulysses_degree=degree,
         ring_degree=ring,
-        ranks_per_node=_inner_ring(ring, degree, hardware) if plan == "double_ring" else None,
+        ranks_per_node=per_node,
     )
     return dataclasses.replace(setting, ulysses_waves=best_waves(setting, workload, hardware))
 

@@ -172,7 +172,7 @@ class Part(NamedTuple):
         self.lse_BHL.copy_(other.lse_BHL)
 
     def copied(self, dtype: torch.dtype) -> "Part":
-        return Part(self.rows, self.out_BLHD.to(dtype, copy=True), self.lse_BHL.clone())
+        return Part(self.rows, _copied(self.out_BLHD, dtype), _copied(self.lse_BHL))
 
 
 class SoftmaxMerge(_RowTotals[Part]):
@@ -263,7 +263,7 @@ class GradientPart(NamedTuple):
         self.grad_BLHD.copy_(other.grad_BLHD)
 
     def copied(self, dtype: torch.dtype) -> "GradientPart":
-        return GradientPart(self.rows, self.grad_BLHD.to(dtype, copy=True))
+        return GradientPart(self.rows, _copied(self.grad_BLHD, dtype))
 
 
 class RowSum(_RowTotals[GradientPart]):
@@ -303,6 +303,10 @@ class RowSum(_RowTotals[GradientPart]):
 
     def _clear(self, part: GradientPart) -> None:
         part.grad_BLHD.zero_()
+
+
+def _copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _slice(held: Interval, rows: Interval) -> slice:

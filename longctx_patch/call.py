@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longctx_patch.choice import choose, choose_waves
 from longctx_patch.config import LongContextConfig, PlanName
-from longctx_patch.costs import Setting, Workload, schedule_of
+from longctx_patch.costs import Setting, Workload, schedule_of, window_like
 from longctx_patch.documents import Documents
 from longctx_patch.executor import Executor, kernel_calls
 from longctx_patch.groups import SequenceGroup
@@ -161,6 +161,7 @@ class AttentionCall:
             head_dim=head_dim,
             batch=batch,
             itemsize_bytes=itemsize_bytes,
+            window=None if self.mask.is_causal else window_like(self.mask),
         )
 
     @cached_property

@@ -187,10 +187,12 @@ def choose_waves(
 def best_waves(setting: Setting, workload: Workload, hardware: Hardware) -> int:
     """The number of waves in which forward and backward together are fastest.
 
-    A wave hides messages and costs the CPU, so small blocks go in one.
+    A wave hides messages and costs the CPU, so small blocks go in one. Of documents only how many
+    pairs they leave counts: rows differ, and each would be simulated.
     """
     if setting.ulysses_degree == 1:
         return 1
+    workload = workload.alike()
     directions = [direction for direction in Direction if _serves(setting.plan, direction)]
 
     def seconds(waves: int) -> float:

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import log2
 from operator import add
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ class Workload:
                 f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: query heads group "
                 "evenly over key-value heads. Use a divisor of num_heads."
             )
-        self.documents()  # refuses lengths that don't fit
+        Documents(self.lengths, self.num_tokens)  # refuses lengths that don't fit
 
     def documents(self) -> Documents:
         """Those of the row."""
@@ -74,6 +75,19 @@ class Workload:
     def is_causal(self) -> bool:
         """Plainly so: nothing of the triangle is left out."""
         return self.documents().is_one and (self.window or self.num_tokens) >= self.num_tokens
+
+    def alike(self) -> "Workload":
+        """One document, with a window of about as many pairs."""
+        return replace(self, lengths=(), window=window_like(self.mask()))
+
+
+def window_like(mask: Mask) -> int | None:
+    """A power of two that leaves about as many pairs as a mask; None where it leaves most.
+
+    Few values, so that what is decided by it is decided once for many rows of documents.
+    """
+    keys = mask.area / mask.num_tokens
+    return 2 ** round(log2(max(1.0, keys))) if 4 * keys < mask.num_tokens else None
 
 
 @dataclass(frozen=True, kw_only=True)

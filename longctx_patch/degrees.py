@@ -7,6 +7,7 @@ whole on their ranks (`longctx_patch.whole_documents`).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from longctx_patch.choice import choose_for
@@ -31,8 +32,8 @@ def ways(degree: int, *, num_kv_heads: int, gpus_per_node: int) -> list[Way]:
     """Every product of Ulysses in a node, that sends no key-value head twice, and a ring."""
     return [
         Way(ulysses, degree // ulysses)
-        for ulysses in range(1, min(degree, gpus_per_node) + 1)
-        if degree % ulysses == 0 and num_kv_heads % ulysses == 0
+        for ulysses in range(1, degree + 1)
+        if all(number % ulysses == 0 for number in (degree, gpus_per_node, num_kv_heads))
     ]
 
 
@@ -44,7 +45,10 @@ def preferred(seconds: Mapping[Way, float]) -> Way:
 
 
 def seconds_of_ways(
-    layers: Mapping[Workload, float], hardware: Hardware, degree: int
+    layers: Mapping[Workload, float],
+    hardware: Hardware,
+    degree: int,
+    config: LongContextConfig = LongContextConfig(),  # noqa: B008 (frozen)
 ) -> dict[Way, float]:
     """Predicted seconds of attention, forward and backward, for each way to share a row.
 
@@ -53,26 +57,32 @@ def seconds_of_ways(
             in the documents of the row are shares of a layer.
         hardware: with as many GPUs in a node as there are.
         degree: ranks that share a row.
+        config: everything but degrees.
 
-    `contiguous` shards are tried where no layer sees all of its row: then nothing balances them.
+    `contiguous` shards are tried where windows leave all the same to do: where rows aren't packed,
+    no layer sees all of its row, and the config would have `zigzag`.
     """
     (num_kv_heads,) = {kind.num_kv_heads for kind in layers}
     found = ways(degree, num_kv_heads=num_kv_heads, gpus_per_node=hardware.gpus_per_node)
-    if all(kind.documents().is_one and not kind.is_causal for kind in layers):
+    has_windows = not any(kind.lengths or kind.is_causal for kind in layers)
+    if has_windows and config.layout is None and config.placement == "zigzag":
         found += [way._replace(layout="contiguous") for way in found if way.ring > 1]
+    configs = {
+        way: replace(
+            config,
+            ulysses_degree=way.ulysses,
+            ring_degree=way.ring,
+            layout=way.layout or config.layout,
+        )
+        for way in found
+    }
     return {
-        way: sum(count * _seconds(way, kind, hardware) for kind, count in layers.items())
+        way: sum(count * _seconds(configs[way], kind, hardware) for kind, count in layers.items())
         for way in found
     }
 
 
-def _seconds(way: Way, workload: Workload, hardware: Hardware) -> float:
+def _seconds(config: LongContextConfig, workload: Workload, hardware: Hardware) -> float:
     """Of one layer, with the plans that `auto` takes."""
-    config = LongContextConfig(
-        ulysses_degree=way.ulysses,
-        ring_degree=way.ring,
-        layout=way.layout,
-        hardware=hardware.name,
-    )
     chosen = {d: choose_for(config, d, workload, hardware) for d in Direction}
     return sum(predict(chosen[d], d, workload, hardware).makespan_s for d in Direction)

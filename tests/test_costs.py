@@ -288,6 +288,8 @@ def test_sizes_beyond_64_bit_sums_are_refused(huge: dict[str, int]) -> None:
         {"window": 0},
         {"lengths": (0, 5)},
         {"lengths": (131072, 1)},
+        {"lengths": (131073,)},
+        {"lengths": (-5,)},
     ],
     ids=str,
 )

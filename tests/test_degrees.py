@@ -4,10 +4,17 @@ from dataclasses import replace
 
 import pytest
 
+from longctx_patch.call import AttentionCall
+from longctx_patch.choice import choose_for
+from longctx_patch.config import LongContextConfig
 from longctx_patch.costs import Workload
 from longctx_patch.degrees import SAME, Way, preferred, seconds_of_ways, ways
 from longctx_patch.documents import Documents
-from longctx_patch.plans import PRESETS
+from longctx_patch.groups import virtual_group
+from longctx_patch.kernels import Score
+from longctx_patch.masks import documents_mask
+from longctx_patch.plans import PRESETS, Direction
+from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 from tests.test_costs import H200, WORKLOAD, masked
 
 ULYSSES, RING = Way(4, 1), Way(1, 4)
@@ -57,6 +64,12 @@ def test_ulysses_stays_inside_a_node() -> None:
 def test_no_key_value_head_is_sent_twice() -> None:
     found = ways(12, num_kv_heads=8, gpus_per_node=8)
     assert found == [Way(1, 12), Way(2, 6), Way(4, 3)]
+    assert ways(12, num_kv_heads=12, gpus_per_node=6) == [
+        Way(1, 12),
+        Way(2, 6),
+        Way(3, 4),
+        Way(6, 2),
+    ]
     assert ways(1, num_kv_heads=1, gpus_per_node=8) == [Way(1, 1)]
 
 
@@ -67,6 +80,36 @@ def test_ulysses_and_the_usual_layout_win_a_tie() -> None:
     assert preferred({RING: 1.0, ULYSSES: far}) == RING
     assert preferred({RING: near, contiguous: 1.0, ULYSSES: far}) == RING
     assert preferred({RING: far, contiguous: 1.0, ULYSSES: far}) == contiguous
+
+
+def test_the_placement_of_the_config_counts() -> None:
+    """With a share of attention kept, tokens are striped, and every rank needs all others'."""
+    config = LongContextConfig(checkpoint="attention", attention_kept=0.5)
+    for workload in (masked(64), masked(None)):
+        plain = seconds_of_ways({workload: 1}, H200, 4)
+        striped = seconds_of_ways({workload: 1}, H200, 4, config)
+        assert striped[RING] > 1.5 * plain[RING]
+        assert preferred(striped) == ULYSSES
+
+
+@pytest.mark.parametrize("num_tokens", [32768, 131072])
+@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("mean", [2048, 131072])
+def test_waves_are_predicted_as_they_run(num_tokens: int, window: int | None, mean: int) -> None:
+    """A mask's pairs decide, alike for all rows that have about as many."""
+    documents = Documents.typical(num_tokens, mean)
+    config = LongContextConfig(ulysses_degree=8, hardware="h200")
+    mask = documents_mask(documents, window=window)
+
+    def waves(ranks: VirtualTransport) -> int:
+        group = virtual_group(ranks, config)
+        return len(AttentionCall(group, documents, mask, Score(1.0), 32, 8).waves(1, 128, 2))
+
+    workload = replace(WORKLOAD, num_tokens=num_tokens, lengths=documents.lengths, window=window)
+    (found,) = set(run_virtual_ranks(8, waves))
+    assert choose_for(config, Direction.FORWARD, workload).ulysses_waves == found
+    is_sparse = window is not None or mean < num_tokens
+    assert found == (1 if is_sparse and num_tokens == 32768 else 2)
 
 
 def test_typical_documents() -> None:

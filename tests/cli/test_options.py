@@ -26,7 +26,8 @@ PLAN = [
 ]
 SCHEDULE = [
     *("--plan", "--compare", "--ranks", "--direction", "--ulysses", "--ranks-per-node", "--heads"),
-    *("--kv-heads", "--head-dim", "--seq-len", "--batch", "--hardware", "--out", "--json"),
+    *("--kv-heads", "--head-dim", "--seq-len", "--batch", "--document-tokens", "--window"),
+    *("--hardware", "--out", "--json"),
 ]
 VERIFY = [
     *("target", "--nproc", "--ulysses", "--ring", "--layout", "--dtype", "--seq-len"),

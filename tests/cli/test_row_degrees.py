@@ -20,7 +20,7 @@ MISTRAL = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}
 
 @pytest.fixture
 def chosen(run: Run, config: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """The settings of a run folder for 131,072 tokens, and the row `degrees` of its README."""
+    """The settings of a run folder for 131,072 tokens, and two rows of its README."""
 
     def patch(*words: object, model: dict[str, Any] = LLAMA_8B) -> dict[str, Any]:
         out = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
@@ -29,10 +29,9 @@ def chosen(run: Run, config: Callable[..., Path], tmp_path: Path) -> Callable[..
         )
         assert found.exit_code == 0, found.output
         settings: dict[str, Any] = yaml.safe_load((out / "finetune.yaml").read_text())
-        (row,) = (
-            line for line in (out / "README.md").read_text().split("\n") if "degrees |" in line
-        )
-        return settings | {"why": row}
+        lines = (out / "README.md").read_text().split("\n")
+        rows = {line.split(" | ")[0].strip("| "): line for line in lines if line.startswith("| ")}
+        return settings | {"why": rows["degrees"], "step": rows.get("step", "")}
 
     return patch
 
@@ -52,7 +51,7 @@ def test_packed_rows_without_text_are_of_short_documents(
     found = chosen("--pack")
     assert degrees(found) == (1, 4, "auto")
     assert "a row of 64 documents" in found["why"]
-    assert "documents of 2048 tokens assumed" in found["why"]
+    assert "documents of 2048 tokens assumed: --data would tell" in found["why"]
     assert "1 x 4 takes" in found["why"]
     assert "4 x 1 takes" in found["why"]
 
@@ -74,9 +73,15 @@ def test_layers_with_a_window_and_full_ones(chosen: Callable[..., dict[str, Any]
     found = chosen(model=MISTRAL)
     assert degrees(found) == (1, 4, "contiguous")
     assert "layers with a window" in found["why"]
+    assert chosen("--gpus", "4xH200", model=MISTRAL)["step"].endswith(
+        "; as if each token saw all before it, so at most |"
+    )
+    assert "at most" not in chosen("--gpus", "4xH200")["step"]
     gemma = {**LLAMA_8B, "model_type": "gemma2", "sliding_window": 4096}
     assert degrees(chosen(model=gemma)) == (4, 1, "auto")
-    assert degrees(chosen("--attention-kept", 0.5, model=MISTRAL)) == (1, 4, "auto")
+    # Shards are striped then, of which each sees all others.
+    assert degrees(chosen("--attention-kept", 0.5, model=MISTRAL)) == (4, 1, "auto")
+    assert degrees(chosen("--attention-kept", 0.5, "--pack")) == (4, 1, "auto")
 
 
 @pytest.mark.parametrize("asked", [("--ulysses", 2), ("--ring", 2), ("--cpu",)], ids=str)
@@ -88,12 +93,34 @@ def test_what_is_asked_for_stays(
     assert (found["ulysses"], found["ring"]) == expected
 
 
-def test_text_that_cannot_be_read(run: Run, config: Callable[..., Path], tmp_path: Path) -> None:
+def test_text_that_cannot_be_read(chosen: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    """The settings can still name another field."""
     folder = tmp_path / "text"
     folder.mkdir()
-    (folder / "a.bin").write_bytes(b"\xff\xfe\x00")
-    words = ["--seq-len", 64, "--gpus", 2, "--out", tmp_path / "run", "--pack", "--data", folder]
-    found = run("patch", config(), *words)
-    assert found.exit_code != 0
-    assert "--data" in found.output
-    assert not (tmp_path / "run").exists()
+    (folder / "a.jsonl").write_text('{"content": "x"}\n')
+    found = chosen("--pack", "--data", folder)
+    assert (found["ulysses"], found["ring"]) == (1, 4)
+    assert "documents of 2048 tokens assumed: the text can't be read as it is" in found["why"]
+    (folder / "a.jsonl").write_text("")
+    assert "assumed: the text is empty" in chosen("--pack", "--data", folder)["why"]
+
+
+def test_a_document_that_is_longer_than_rows(
+    chosen: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("x" * 300000)
+    found = chosen("--pack", "--data", text)
+    assert (found["ulysses"], found["ring"], found["layout"]) == (4, 1, "auto")
+    # Windows leave all ranks the same, but other rows may hold short documents.
+    assert chosen("--pack", "--data", text, model=MISTRAL)["layout"] == "auto"
+
+
+def test_few_documents_stand_for_a_full_row(
+    chosen: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    text = tmp_path / "short.jsonl"
+    text.write_text('{"text": "%s"}\n' % ("x" * 999) * 3)
+    found = chosen("--pack", "--data", text)
+    assert (found["ulysses"], found["ring"]) == (1, 4)
+    assert "for a row of 132 documents" in found["why"]  # 131,072 / 1,000, each with its end

@@ -376,6 +376,11 @@ def test_packed_rows_and_windows(run: Run) -> None:
     text = run("schedule", "--compare", *words, "--window", 4096, "--document-tokens", 8192).stdout
     assert "131,072 tokens, 16 documents, a window of 4,096, 32 / 8 heads" in text
     assert "ulysses 2 x halo (balanced)" in text
+    for plan in ("halo", "ring", "allgather", "auto"):  # as configs with these plans place rows
+        one = ask(run, "--plan", plan, *words, "--document-tokens", 2048)
+        assert one["layout"] == "balanced", plan
+    one = ask(run, "--plan", "zigzag", *words, "--document-tokens", 2048)
+    assert one["layout"] == "zigzag"
     one = ask(run, "--plan", "auto", *words, "--window", 4096)
     assert (one["plan"], one["layout"]) == ("halo", "zigzag")
     assert ask(run, "--compare", *words) == ask(run, "--compare", *words, "--window", 131072)
