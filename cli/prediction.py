@@ -64,7 +64,7 @@ def prediction_rows(
     host += checked if host else ""
     usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
     speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
-    speed += "" if is_causal else "; as if each token saw all before it, so at most"
+    speed += "" if is_causal else "; counted as if each token saw all before it, it takes less"
     return [
         ("memory", f"{memory:.0f} GiB of a GPU{host}", usable),
         ("step", f"{result.time.total:.3g} s", f"predicted: {speed}"),

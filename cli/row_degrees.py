@@ -3,12 +3,16 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import cycle, islice
+from itertools import islice
+from math import ceil
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from longctx_patch.cli.degrees import DegreeChoice
 from longctx_patch.cli.layer_masks import windows_in
 from longctx_patch.costs import Workload
+from longctx_patch.data import pack_rows
 from longctx_patch.degrees import Way, preferred, seconds_of_ways
 from longctx_patch.documents import Documents
 from longctx_patch.plans import Hardware
@@ -19,7 +23,8 @@ TYPICAL_TOKENS = 2048
 """Of a document, where no text says how long they are."""
 MOST_DOCUMENTS, MOST_TOKENS = 512, 2**20
 """Of the text that are looked at."""
-NUM_ROWS = 2
+NUM_ROWS, PACKED_ROWS = 2, 4
+"""Of so many that are packed, those that are looked at."""
 PIECE = 2**17
 """Characters that are tokenised at once: of a long document only the first matter."""
 
@@ -55,12 +60,13 @@ def degrees_for_rows(
     config = settings.sequence_parallelism()
     found = seconds_of_ways(layers, hardware, degrees.sequence_degree, config)
     seconds = {way: s / (len(rows.lengths) * windows.total()) for way, s in found.items()}
-    best, usual = preferred(seconds), Way(degrees.ulysses, degrees.ring)
-    if best == usual:
-        return degrees
-    count = round(sum(map(len, rows.lengths)) / len(rows.lengths))
-    what = f"a row of {count} documents" if settings.pack else "layers with a window"
-    reason = f"for {what}, predicted: {_named(best, seconds)}, {_named(usual, seconds)}"
+    best = preferred(seconds)
+    others = sorted(seconds.keys() - {best}, key=lambda way: seconds[way])
+    counts = sorted({len(lengths) for lengths in rows.lengths})
+    parts = [f"rows of {' or '.join(map(str, counts))} documents"] if settings.pack else []
+    parts += ["layers with a window"] if any(windows) else []
+    times = ", ".join(_named(way, seconds) for way in (best, *others[:2]))
+    reason = f"for {' and '.join(parts)} on {hardware.name.upper()}, a layer predicted: {times}"
     if rows.assumed:
         reason += f"; documents of {TYPICAL_TOKENS} tokens assumed: {rows.assumed}"
     return replace(
@@ -74,7 +80,7 @@ def degrees_for_rows(
 
 def _named(way: Way, seconds: dict[Way, float]) -> str:
     layout = f" {way.layout}" if way.layout else ""
-    return f"{way.ulysses} x {way.ring}{layout} takes {1e3 * seconds[way]:.3g} ms a layer"
+    return f"{way.ulysses} x {way.ring}{layout} {1e3 * seconds[way]:.3g} ms"
 
 
 def _workload(
@@ -101,7 +107,7 @@ def _rows(settings: Settings, *, has_text: bool) -> _Rows:
             why = f"the text can't be read as it is ({error})"
         else:
             if found:
-                return _Rows(_filled(found, settings.seq_len))
+                return _Rows(_packed(found, settings.seq_len))
             why = "the text is empty"
     return _Rows([Documents.typical(settings.seq_len, TYPICAL_TOKENS).lengths], why)
 
@@ -123,13 +129,10 @@ def _first_lengths(settings: Settings) -> Iterator[int]:
             return
 
 
-def _filled(lengths: list[int], seq_len: int) -> list[tuple[int, ...]]:
-    """Rows of documents as long, one after the other, again and again; the last are cut."""
-    rows, again = [], cycle(lengths)
-    for _ in range(NUM_ROWS):
-        row, left = [], seq_len
-        while left:
-            row.append(min(next(again), left))
-            left -= row[-1]
-        rows.append(tuple(row))
-    return rows
+def _packed(lengths: list[int], seq_len: int) -> list[tuple[int, ...]]:
+    """Some rows that the recipe would make of documents as long, again and again."""
+    times = ceil(PACKED_ROWS * seq_len / sum(lengths))
+    documents = ({"input_ids": np.zeros(n, np.int32)} for n in times * lengths)
+    rows = [tuple(row["seq_lengths"]) for row in pack_rows(documents, seq_len)]
+    full = rows[:-1] or rows  # the last one has what is left
+    return full[:: ceil(len(full) / NUM_ROWS)]

@@ -7,6 +7,7 @@ are hidden today are the first to show on a slower link.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 from longctx_patch.config import (
@@ -352,15 +353,15 @@ def _reason(candidate: _Candidate, winner: _Candidate, *, asked: bool) -> str:
     if candidate is winner:
         return "chosen"
     mine, best = candidate.prediction, winner.prediction
-    ratio = candidate.total_bytes / max(1, winner.total_bytes)
-    sends = f"sends {ratio:.2g} times the bytes" if ratio > 1.05 else "sends a little more"
+    sends, ratio = _sends(candidate, winner)
     extra_s = mine.makespan_s - best.makespan_s
     if extra_s < -TIE * best.makespan_s:
         but = "not what was asked for" if asked else "not together with the other direction"
         return f"{-extra_s / best.makespan_s:.1%} faster, but {but}"
     if extra_s > TIE * best.makespan_s:
         waits_s = mine.exposed_communication_s - best.exposed_communication_s
-        if mine.idle_fraction > best.idle_fraction + TIE:
+        # Ranks that share next to nothing don't wait for each other in each step.
+        if mine.plan != SPARSE_PLAN and mine.idle_fraction > best.idle_fraction + TIE:
             why = f"idle for {mine.idle_fraction:.0%} of the time"
         elif waits_s > extra_s / 2:
             why = f"waits {waits_s * 1e3:.1f} ms longer for messages"
@@ -375,6 +376,16 @@ def _reason(candidate: _Candidate, winner: _Candidate, *, asked: bool) -> str:
     if candidate.setting.ulysses_degree != winner.setting.ulysses_degree:
         return "as fast, but not together with the other direction at its degrees"
     return "as fast, but holds more in buffers"
+
+
+def _sends(candidate: _Candidate, winner: _Candidate) -> tuple[str, float]:
+    """In words, and as a share of what the winner sends."""
+    if not winner.total_bytes and candidate.total_bytes:
+        mean = candidate.total_bytes / candidate.prediction.ranks
+        return f"sends {mean / 2**20:,.0f} MiB, the chosen one nothing", inf
+    ratio = candidate.total_bytes / max(1, winner.total_bytes)
+    times = f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.2g}"
+    return f"sends {times} times the bytes" if ratio > 1.05 else "sends a little more", ratio
 
 
 def _columns(row: Row) -> tuple[str, ...]:

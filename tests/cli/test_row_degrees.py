@@ -50,10 +50,10 @@ def test_packed_rows_without_text_are_of_short_documents(
 ) -> None:
     found = chosen("--pack")
     assert degrees(found) == (1, 4, "auto")
-    assert "a row of 64 documents" in found["why"]
+    assert "for rows of 64 documents on H100, a layer predicted: 1 x 4 " in found["why"]
     assert "documents of 2048 tokens assumed: --data would tell" in found["why"]
-    assert "1 x 4 takes" in found["why"]
-    assert "4 x 1 takes" in found["why"]
+    assert ", 2 x 2 " in found["why"]
+    assert ", 4 x 1 " in found["why"]
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1000, (1, 4)), (60000, (4, 1))])
@@ -74,11 +74,15 @@ def test_layers_with_a_window_and_full_ones(chosen: Callable[..., dict[str, Any]
     assert degrees(found) == (1, 4, "contiguous")
     assert "layers with a window" in found["why"]
     assert chosen("--gpus", "4xH200", model=MISTRAL)["step"].endswith(
-        "; as if each token saw all before it, so at most |"
+        "; counted as if each token saw all before it, it takes less |"
     )
-    assert "at most" not in chosen("--gpus", "4xH200")["step"]
+    assert "it takes less" not in chosen("--gpus", "4xH200")["step"]
     gemma = {**LLAMA_8B, "model_type": "gemma2", "sliding_window": 4096}
-    assert degrees(chosen(model=gemma)) == (4, 1, "auto")
+    found = chosen(model=gemma)
+    assert degrees(found) == (4, 1, "auto")
+    assert "for layers with a window on H100, a layer predicted: 4 x 1 " in found["why"]
+    both = chosen("--gpus", "4xH200", "--pack", model=MISTRAL)["why"]
+    assert "for rows of 64 documents and layers with a window on H200" in both
     # Shards are striped then, of which each sees all others.
     assert degrees(chosen("--attention-kept", 0.5, model=MISTRAL)) == (4, 1, "auto")
     assert degrees(chosen("--attention-kept", 0.5, "--pack")) == (4, 1, "auto")
@@ -123,4 +127,4 @@ def test_few_documents_stand_for_a_full_row(
     text.write_text('{"text": "%s"}\n' % ("x" * 999) * 3)
     found = chosen("--pack", "--data", text)
     assert (found["ulysses"], found["ring"]) == (1, 4)
-    assert "for a row of 132 documents" in found["why"]  # 131,072 / 1,000, each with its end
+    assert "for rows of 131 documents" in found["why"]  # each with its end
