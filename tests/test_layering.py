@@ -23,6 +23,7 @@ ROWS = (
         "head_packing",
         "ulysses",
         "costs",
+        "comparison",
         "choice",
         "degrees",
         "call",
