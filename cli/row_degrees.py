@@ -104,7 +104,7 @@ def _rows(settings: Settings, *, has_text: bool) -> _Rows:
         try:
             found = list(_first_lengths(settings))
         except (ValueError, OSError, ImportError) as error:
-            why = f"the text can't be read as it is ({error})"
+            why = f"the text can't be read as it is ({' '.join(str(error).split())})"
         else:
             if found:
                 return _Rows(_packed(found, settings.seq_len))
