@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, make_sequence_group
-from longctx_patch.accumulate import RowSum, SoftmaxMerge
+from longctx_patch.engine.accumulate import RowSum, SoftmaxMerge
 from longctx_patch.kernels import Kernel, KernelRequest, Score, Segments, choose_kernel
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
-from longctx_patch.layout import Interval
+from longctx_patch.sequence.layout import Interval
 from longctx_patch.transport import Message, Packet, Pending, TensorSpec, Transport
 
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768)

@@ -33,12 +33,13 @@ from measure import (
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, attention, make_sequence_group
-from longctx_patch.call import AttentionCall
-from longctx_patch.choice import choose
-from longctx_patch.costs import Workload, predict
-from longctx_patch.groups import SequenceGroup
-from longctx_patch.plans import PRESETS, Direction
+from longctx_patch.choose.chooser import choose
+from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.plans import Direction
 from longctx_patch.plans.traffic import Traffic
+from longctx_patch.predict.attention.costs import Workload, predict
+from longctx_patch.predict.hardware import PRESETS
 
 NUM_SIGNS = 8
 SHARPNESS = 3.0  # standard deviation of the logits

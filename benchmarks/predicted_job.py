@@ -25,9 +25,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from longctx_patch import PatchHandle, SequenceShardCollator, patch
-from longctx_patch.hf.fused_layers import fuse_layers
+from longctx_patch.hf.layers.fused_layers import fuse_layers
+from longctx_patch.hf.model.transformers_api import decoder_layers
 from longctx_patch.hf.preflight import Preflight, preflight
-from longctx_patch.hf.transformers_api import decoder_layers
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 
 GIB = 2**30

@@ -6,10 +6,11 @@ from config_text import NAMES, options_of
 from model_shapes import model_config
 
 from longctx_patch import LongContextConfig
+from longctx_patch.choose.search import Result, result_of, usual_tiles
 from longctx_patch.memory import LayerPolicy
-from longctx_patch.planner import Job, Result, parse_cluster, shape_of
-from longctx_patch.planner.candidate import WeightsDtype
-from longctx_patch.planner.search import result_of, usual_tiles
+from longctx_patch.predict.run.candidate import Job, WeightsDtype
+from longctx_patch.predict.run.cluster import parse_cluster
+from longctx_patch.predict.run.shape import shape_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from longctx_patch.hf.table import Family
+    from longctx_patch.hf.model.supported import Family
 
 
 @click.command("families")
@@ -20,7 +20,7 @@ def families_command(as_json: bool, markdown: bool) -> None:
 
     A family that is not listed is refused: nobody has compared it with one process.
     """
-    from longctx_patch.hf.table import TABLE
+    from longctx_patch.hf.model.supported import TABLE
 
     if as_json and markdown:
         raise click.UsageError("--json with --markdown: choose one of them.")

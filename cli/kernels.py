@@ -10,8 +10,8 @@ import click
 
 if TYPE_CHECKING:
     from longctx_patch.kernels import Kernel, KernelRequest
-    from longctx_patch.kernels.machine import Package
-    from longctx_patch.kernels.probe import Measured
+    from longctx_patch.kernels.installed import Package
+    from longctx_patch.kernels.select.probe import Measured
 
 
 class Rates(NamedTuple):
@@ -119,8 +119,8 @@ def render(report: Mapping[str, Any]) -> str:
 
 def _measured(request: "KernelRequest", *, anew: bool) -> Mapping[str, "Measured"]:
     from longctx_patch.kernels import available
-    from longctx_patch.kernels.preference import machine_cache, measurable, measured_here
-    from longctx_patch.kernels.probe import measure
+    from longctx_patch.kernels.select.preference import machine_cache, measurable, measured_here
+    from longctx_patch.kernels.select.probe import measure
 
     names, cache = measurable(request), machine_cache()
     if anew:
@@ -131,8 +131,8 @@ def _measured(request: "KernelRequest", *, anew: bool) -> Mapping[str, "Measured
 def _auto(device_type: str, measured: Mapping[str, "Measured"]) -> str:
     """What `kernel="auto"` takes here for a causal mask; unmeasured: what it usually would."""
     from longctx_patch.kernels import available
-    from longctx_patch.kernels.preference import measured_order
-    from longctx_patch.kernels.registry import usual_order
+    from longctx_patch.kernels.select.preference import measured_order
+    from longctx_patch.kernels.select.registry import usual_order
 
     request, kernels = typical_request(device_type), available()
     order = measured_order(usual_order(request), measured)
@@ -140,7 +140,7 @@ def _auto(device_type: str, measured: Mapping[str, "Measured"]) -> str:
 
 
 def _figures(request: "KernelRequest", measured: Mapping[str, "Measured"]) -> Figures:
-    from longctx_patch.kernels.probe import allowed_pairs
+    from longctx_patch.kernels.select.probe import allowed_pairs
 
     def rates(case: str, seconds: tuple[float, float]) -> Rates:
         products = allowed_pairs(case, request.num_rows) * request.num_heads * request.head_dim * 2

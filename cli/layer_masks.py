@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from longctx_patch.hf.table import FAMILIES, SINKS
+from longctx_patch.hf.model.supported import FAMILIES, SINKS
 
 
 def describe_layers(model_config: Any) -> str:

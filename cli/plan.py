@@ -49,12 +49,16 @@ def plan_command(
     what goes to the host, and how many tiles an MLP is computed in, the fastest that fits first.
     docs/planner.md says how the numbers come about and how near they are.
     """
+    from longctx_patch.choose.search import longest, search
+    from longctx_patch.cli import plan_report as report
     from longctx_patch.config import LongContextConfig
     from longctx_patch.hf import check_model_config
-    from longctx_patch.hf.fused_layers import LIGER_FAMILIES
-    from longctx_patch.hf.models import load_model_config
-    from longctx_patch.hf.rope import reachable_length
-    from longctx_patch.planner import Job, longest, parse_cluster, report, search, shape_of
+    from longctx_patch.hf.layers.fused_layers import LIGER_FAMILIES
+    from longctx_patch.hf.model.load import load_model_config
+    from longctx_patch.hf.model.rope import reachable_length
+    from longctx_patch.predict.run.candidate import Job
+    from longctx_patch.predict.run.cluster import parse_cluster
+    from longctx_patch.predict.run.shape import shape_of
 
     if seq_len is None and not max_seq_len:
         raise click.UsageError("--seq-len: say how long rows are, or ask --max-seq-len.")

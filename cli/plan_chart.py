@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from longctx_patch.planner.machine import GIB
-from longctx_patch.planner.report import name_of
-from longctx_patch.planner.search import Result, usable_bytes
+from longctx_patch.choose.search import Result, usable_bytes
+from longctx_patch.cli.plan_report import name_of
+from longctx_patch.predict.run.cluster import GIB
 
 BARS = 12
 

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx_patch.choose.degrees import Way, preferred, seconds_of_ways
 from longctx_patch.cli.degrees import DegreeChoice
 from longctx_patch.cli.layer_masks import windows_in
-from longctx_patch.costs import Workload
 from longctx_patch.data import pack_rows
-from longctx_patch.degrees import Way, preferred, seconds_of_ways
-from longctx_patch.documents import Documents
-from longctx_patch.plans import Hardware
+from longctx_patch.predict.attention.costs import Workload
+from longctx_patch.predict.hardware import Hardware
 from longctx_patch.recipes import models, texts
 from longctx_patch.recipes.settings import Settings
+from longctx_patch.sequence.documents import Documents
 
 TYPICAL_TOKENS = 2048
 """Of a document, where no text says how long they are."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.hf.rope import reachable_length
+from longctx_patch.hf.model.rope import reachable_length
 from longctx_patch.recipes import texts
 
 

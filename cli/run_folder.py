@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from longctx_patch.choose.search import Result
 from longctx_patch.cli.degrees import DegreeChoice, choose_degrees
 from longctx_patch.cli.layer_masks import describe_layers, windows_in
 from longctx_patch.cli.prediction import cluster_of, prediction, prediction_rows
@@ -21,14 +22,13 @@ from longctx_patch.cli.run_checks import check_length, check_out, check_text, ro
 from longctx_patch.cli.run_readme import render_readme, size_text
 from longctx_patch.config import LayoutName, LongContextConfig
 from longctx_patch.hf import check_model_config
-from longctx_patch.hf.models import is_local, load_model_config
-from longctx_patch.hf.rope import reachable_length
-from longctx_patch.placement import padding_multiple
-from longctx_patch.planner import Result
-from longctx_patch.plans import PRESETS
+from longctx_patch.hf.model.load import is_local, load_model_config
+from longctx_patch.hf.model.rope import reachable_length
 from longctx_patch.plugin import accelerate_yaml
+from longctx_patch.predict.hardware import PRESETS
 from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import Settings
+from longctx_patch.sequence.placement import padding_multiple
 
 SAVE_EVERY = 25
 """Steps between checkpoints, so that an interrupted run can be resumed."""

@@ -11,8 +11,8 @@ from longctx_patch.cli.timeline import check_drawable, draw, time_text
 from longctx_patch.config import HardwareName, LongContextConfig, PlanName
 
 if TYPE_CHECKING:
-    from longctx_patch.costs import Prediction, Setting, Workload
-    from longctx_patch.plans import Hardware
+    from longctx_patch.predict.attention.costs import Prediction, Setting, Workload
+    from longctx_patch.predict.hardware import Hardware
 
 ULYSSES = "ulysses"
 """All ranks exchange heads and none is left for a ring; not a plan of the ring part."""
@@ -93,9 +93,9 @@ def make_setting(
     plan: str, ranks: int, ulysses: int | None, workload: "Workload", hardware: "Hardware"
 ) -> "Setting":
     """The plan over `ranks`, of which `ulysses` exchange heads. Raises ValueError."""
-    from longctx_patch.choice import best_waves
-    from longctx_patch.costs import Setting
-    from longctx_patch.placement import placement_of
+    from longctx_patch.choose.chooser import best_waves
+    from longctx_patch.predict.attention.costs import Setting
+    from longctx_patch.sequence.placement import placement_of
 
     degree = ulysses or (ranks if plan == ULYSSES else 1)
     if ranks % degree:
@@ -127,7 +127,7 @@ def make_setting(
 
 def read_hardware(name: HardwareName, ranks_per_node: int | None) -> "Hardware":
     """A preset, with this many GPUs in a machine."""
-    from longctx_patch.plans import PRESETS
+    from longctx_patch.predict.hardware import PRESETS
 
     preset = PRESETS[name]
     return dataclasses.replace(preset, gpus_per_node=ranks_per_node or preset.gpus_per_node)
@@ -144,8 +144,8 @@ def read_workload(
     window: int | None = None,
 ) -> "Workload":
     """The sizes of one attention layer. Raises ValueError for heads that don't group."""
-    from longctx_patch.costs import Workload
-    from longctx_patch.documents import Documents
+    from longctx_patch.predict.attention.costs import Workload
+    from longctx_patch.sequence.documents import Documents
 
     mean = min(document_tokens or seq_len, seq_len)
     return Workload(
@@ -202,7 +202,7 @@ def _chosen(
     asked: "Setting", direction: str, workload: "Workload", hardware: "Hardware"
 ) -> "Setting":
     """What a config with `plan="auto"` would run."""
-    from longctx_patch.choice import choose_for
+    from longctx_patch.choose.chooser import choose_for
     from longctx_patch.plans import Direction
 
     config = LongContextConfig(ulysses_degree=asked.ulysses_degree, ring_degree=asked.ring_degree)
@@ -230,8 +230,8 @@ def _predict(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from longctx_patch.costs import predict
     from longctx_patch.plans import Direction
+    from longctx_patch.predict.attention.costs import predict
 
     prediction = predict(
         setting, Direction(direction), workload, hardware, with_timeline=out is not None
@@ -249,7 +249,7 @@ def _predict(
 def _compare(
     workload: "Workload", hardware: "Hardware", ranks: int, direction: str | None, as_json: bool
 ) -> None:
-    from longctx_patch.choice import compare
+    from longctx_patch.choose.chooser import compare
     from longctx_patch.plans import Direction
 
     directions = [Direction(name) for name in ([direction] if direction else DIRECTIONS)]

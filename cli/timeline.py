@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from longctx_patch.costs import Prediction
+    from longctx_patch.predict.attention.costs import Prediction
 
 ENDINGS = (".png", ".svg", ".pdf")
 MAX_RANKS = 64

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from longctx_patch.costs import Prediction
-    from longctx_patch.plans import Span
+    from longctx_patch.predict.attention.costs import Prediction
+    from longctx_patch.predict.attention.simulate import Span
 
 COMPUTE_LANE = (0.09, 0.56)
 """Top and height, in parts of a rank's row."""

@@ -108,7 +108,7 @@ def run(
 
 def load_target(target: str) -> Target:
     """A run folder is one that holds the recipe's settings."""
-    from longctx_patch.hf.models import load_model_config
+    from longctx_patch.hf.model.load import load_model_config
 
     folder = Path(target)
     if not (folder / RUN_SETTINGS).is_file():

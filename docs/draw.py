@@ -8,8 +8,8 @@ from pathlib import Path
 
 from longctx_patch.cli.schedule import describe, make_setting, read_hardware, read_workload
 from longctx_patch.cli.timeline import check_drawable, draw
-from longctx_patch.costs import predict
 from longctx_patch.plans import Direction
+from longctx_patch.predict.attention.costs import predict
 
 FOLDER = Path(__file__).parent / "schedules"
 DPI = 100

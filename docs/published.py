@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longctx_patch.config import LAYOUTS_OF_PLAN
-from longctx_patch.costs import Prediction, Setting, Workload, predict
-from longctx_patch.layout import Interval
-from longctx_patch.plans import PRESETS, Direction, Hardware
-from longctx_patch.plans.hardware import KernelRate, Link
-from longctx_patch.regions import CAUSAL, Piece
+from longctx_patch.plans import Direction
+from longctx_patch.predict.attention.costs import Prediction, Setting, Workload, predict
+from longctx_patch.predict.hardware import PRESETS, Hardware, KernelRate, Link
+from longctx_patch.sequence.layout import Interval
+from longctx_patch.sequence.regions import CAUSAL, Piece
 
 PAGE = Path(__file__).with_suffix(".md")
 BEGIN, END = "<!-- written by docs/published.py -->", "<!-- end of the table -->"

@@ -18,8 +18,8 @@ from longctx_patch import (
     run_virtual_ranks,
     virtual_group,
 )
-from longctx_patch.groups import SequenceGroup
-from longctx_patch.masks import block_sparse
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.sequence.masks import block_sparse
 from longctx_patch.transport import VirtualTransport
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 16

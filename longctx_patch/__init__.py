@@ -8,42 +8,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longctx_patch.choice import compare, explain
+    from longctx_patch.choose.chooser import compare, explain
     from longctx_patch.config import LongContextConfig
-    from longctx_patch.costs import Workload
     from longctx_patch.data import SequenceShardCollator, pack_rows
-    from longctx_patch.documents import Documents
-    from longctx_patch.groups import make_sequence_group, virtual_group, world_place
+    from longctx_patch.engine.groups import make_sequence_group, virtual_group, world_place
+    from longctx_patch.engine.operator import attention
     from longctx_patch.hf import (
         PatchHandle,
         SequenceParallelismError,
         UnsupportedModelError,
         patch,
     )
-    from longctx_patch.loss import count_valid_tokens
-    from longctx_patch.masks import Mask
-    from longctx_patch.operator import attention
+    from longctx_patch.loss.law import count_valid_tokens
+    from longctx_patch.predict.attention.costs import Workload
+    from longctx_patch.sequence.documents import Documents
+    from longctx_patch.sequence.masks import Mask
     from longctx_patch.transport import run_virtual_ranks
 
 _HOME = {
-    "Documents": "documents",
+    "Documents": "sequence.documents",
     "LongContextConfig": "config",
-    "Mask": "masks",
+    "Mask": "sequence.masks",
     "PatchHandle": "hf",
     "SequenceParallelismError": "hf",
     "SequenceShardCollator": "data",
     "UnsupportedModelError": "hf",
-    "Workload": "costs",
-    "attention": "operator",
-    "compare": "choice",
-    "count_valid_tokens": "loss",
-    "explain": "choice",
-    "make_sequence_group": "groups",
+    "Workload": "predict.attention.costs",
+    "attention": "engine.operator",
+    "compare": "choose.chooser",
+    "count_valid_tokens": "loss.law",
+    "explain": "choose.chooser",
+    "make_sequence_group": "engine.groups",
     "pack_rows": "data",
     "patch": "hf",
     "run_virtual_ranks": "transport",
-    "virtual_group": "groups",
-    "world_place": "groups",
+    "virtual_group": "engine.groups",
+    "world_place": "engine.groups",
 }
 
 __all__ = [

@@ -101,8 +101,8 @@ class LongContextConfig:
     output and lse a layer keeps. They are the last of each document, which cost most to compute
     again; the others are, in backward, which takes (1 - share)^2 of attention's forward pass and
     its communication (BurstEngine, sequence-level selective checkpointing; see
-    `longctx_patch.selective`). Ring ranks keep equally much where `layout` spreads documents over
-    them, so that it is `striped` then, where plans are made for it and unless given."""
+    `longctx_patch.engine.selective`). Ring ranks keep equally much where `layout` spreads documents
+    over them, so that it is `striped` then, where plans are made for it and unless given."""
 
     mlp_tiles: int | None = None
     """Each decoder layer's MLP runs over this many tiles of a rank's tokens, one after the other,

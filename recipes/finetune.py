@@ -27,19 +27,19 @@ from transformers.utils.logging import disable_progress_bar
 
 # Absolute imports: they still hold in a copy of this file.
 from longctx_patch import PatchHandle, SequenceShardCollator, patch
-from longctx_patch.groups import world_place
-from longctx_patch.hf.fused_layers import (
+from longctx_patch.engine.groups import world_place
+from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
     fuse_layers,
     require_fused_layers,
 )
 from longctx_patch.hf.preflight import WillNotFit, preflight
-from longctx_patch.loss import count_valid_tokens
+from longctx_patch.loss.law import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import checkpoints, models, texts
 from longctx_patch.recipes.memory_report import out_of_memory
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
-from longctx_patch.recipes.packing import PackedText, pack_documents
+from longctx_patch.recipes.packed import PackedText, pack_documents
 from longctx_patch.recipes.settings import Settings, parse_settings
 
 

@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from longctx_patch.hf.models import load_model_config
-from longctx_patch.hf.rope import reachable_length, scale_rope
+from longctx_patch.hf.model.load import load_model_config
+from longctx_patch.hf.model.rope import reachable_length, scale_rope
 
 from .settings import Settings
 

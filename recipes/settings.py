@@ -17,7 +17,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from longctx_patch import LongContextConfig
-from longctx_patch.hf.fused_layers import FusedLayersName
+from longctx_patch.hf.layers.fused_layers import FusedLayersName
 
 RopeName = Literal["none", "linear", "dynamic", "yarn"]
 DtypeName = Literal["float32", "bfloat16", "float16"]

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from longctx_patch.processes import run_processes
+from longctx_patch.verification.processes import run_processes
 
 
 def run_distributed(

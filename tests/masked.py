@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longctx_patch.documents import Documents
-from longctx_patch.masks import Mask, bidirectional, block_sparse, function_mask, prefix_lm
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.masks import Mask, bidirectional, block_sparse, function_mask, prefix_lm
 
 Table = NDArray[np.bool_]
 

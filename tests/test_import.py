@@ -12,7 +12,7 @@ for name in ("transformers", "accelerate", "peft", "click", "datasets", "flash_a
     sys.modules[name] = None  # importing it now raises ImportError
 import torch
 import longctx_patch as lp
-from longctx_patch.layout import zigzag
+from longctx_patch.sequence.layout import zigzag
 config = lp.LongContextConfig()
 out, lse = lp.attention(*torch.randn(3, 1, 16, 4, 8), group=lp.make_sequence_group(config))
 batch = lp.SequenceShardCollator(config, group_rank=0, pad_token_id=0)([{"input_ids": [1, 2]}])

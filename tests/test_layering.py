@@ -1,68 +1,95 @@
-"""A module imports only what README's reading order puts before it, or beside it."""
+"""A room imports rooms of lower floors only, and the modules of a room form no circle.
+
+A room is a folder: its own modules, without those of folders below it.
+"""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "longctx_patch"
-ROWS = (
-    (
-        "config",
-        "documents",
-        "layout",
-        "regions",
-        "masks",
-        "whole_documents",
-        "balance",
-        "placement",
-    ),
-    ("plans",),
-    ("transport", "kernels"),
-    ("groups", "accumulate", "fused_merge", "operands", "partials", "executor"),
-    (
-        "head_split",
-        "head_packing",
-        "ulysses",
-        "costs",
-        "comparison",
-        "choice",
-        "degrees",
-        "call",
-        "replay",
-        "selective",
-        "usp",
-        "operator",
-    ),
-    ("memory", "loss", "fused_softmax", "linear_loss"),
-    ("data", "hf", "plugin"),
-    ("planner",),
-    ("processes", "verification"),
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "longctx_patch"
+
+# From the ground up; rooms of one floor don't know each other. "" holds `config.py` alone.
+FLOORS = (
+    ("",),
+    ("sequence", "transport", "memory"),
+    ("plans", "kernels"),
+    ("plans/generators", "plans/verify", "kernels/backends", "loss", "predict"),
+    ("kernels/select", "predict/attention", "data"),
+    ("predict/run",),
+    ("choose",),
+    ("engine",),
+    ("hf/model", "plugin"),
+    ("hf/layers",),
+    ("hf/call",),
+    ("hf/loss",),
+    ("hf",),
+    ("verification",),
+    ("recipes",),
+    ("cli",),
 )
+TO_MEND = {("predict/attention", "engine"), ("predict/run", "choose")}
 
 
-def imported_modules(path: Path) -> set[str]:
-    """First names below longctx_patch that a file imports, for types alone or not."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        for name in names:
-            first, _, rest = name.partition(".")
-            if first == "longctx_patch" and rest:
-                found.add(rest.split(".")[0])
+def room_of(path: Path) -> str:
+    """The folder of a module, as FLOORS names it."""
+    folder = path.parent.relative_to(ROOT).as_posix()
+    return folder.removeprefix("longctx_patch").removeprefix("/")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the installed package, by its dotted name."""
+    found = {}
+    for top in ("longctx_patch", "cli", "recipes"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts if top == "longctx_patch" else ("longctx_patch", *parts))
+            found[name.removesuffix(".__init__")] = path
     return found
 
 
-def test_rows_import_upwards_only() -> None:
-    row_of = {name: number for number, row in enumerate(ROWS) for name in row}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if name == "__init__":
-            continue
-        below = {other for other in imported_modules(path) if row_of[other] > row_of[name]}
-        assert not below, f"{path.relative_to(PACKAGE)} imports {sorted(below)}"
+MODULES = modules()
 
 
-def test_the_readme_lists_every_module() -> None:
-    readme = (PACKAGE.parent / "README.md").read_text().split("## Reading the code")[1]
-    for name in (name for row in ROWS for name in row):
-        assert f"`{name}.py`" in readme or f"`{name}/`" in readme, name
+def imports_of(path: Path) -> set[str]:
+    """Dotted names of our modules that a file imports, for types alone or not."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in MODULES else node.module)
+    return found & MODULES.keys()
+
+
+def test_every_folder_has_a_floor() -> None:
+    rooms = {room_of(path) for path in MODULES.values()}
+    assert rooms == {room for floor in FLOORS for room in floor}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_rooms_import_lower_floors_only(name: str) -> None:
+    path = MODULES[name]
+    if path.name == "__init__.py":
+        return  # offers what the room holds, and is no part of it
+    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+    room = room_of(path)
+    for other in imports_of(path):
+        theirs = room_of(MODULES[other])
+        allowed = theirs == room or floor_of[theirs] < floor_of[room]
+        assert allowed or (room, theirs) in TO_MEND, f"{name} imports {other}, which is not below"
+
+
+def test_no_circle_inside_a_room() -> None:
+    graph = {}
+    for name, path in MODULES.items():
+        if path.name != "__init__.py":
+            others = imports_of(path) - {name}
+            graph[name] = {o for o in others if MODULES[o].name != "__init__.py"}
+    graph["longctx_patch.cli.run_readme"].discard("longctx_patch.cli.run_folder")  # to mend
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError with the modules in it

@@ -24,9 +24,9 @@ from docs.published import (
     waiting,
     with_table,
 )
-from longctx_patch.plans.hardware import KernelRate
 from longctx_patch.plans.traffic import AttentionShape
 from longctx_patch.plans.types import Block, Operand
+from longctx_patch.predict.hardware import KernelRate
 
 UNPUBLISHED = {"D4": 15 / 8, "B3": 2.0}
 """Limits where the sources have no number: by FLOPs, and 4 * 3 of 6 shards of bytes."""

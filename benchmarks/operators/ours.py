@@ -9,11 +9,11 @@ from config_text import config_of, name_of
 from problems import Problem
 
 from longctx_patch import Documents, LongContextConfig, make_sequence_group
-from longctx_patch.call import AttentionCall
 from longctx_patch.config import SPARSE_PLAN
-from longctx_patch.groups import SequenceGroup
+from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.engine.operator import distributed_attention, restricted
 from longctx_patch.kernels import Score
-from longctx_patch.operator import distributed_attention, restricted
 from operators import FASTEST, Candidate, Job, NotCovered, Prepared
 
 PLANS = (

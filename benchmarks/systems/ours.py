@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.hf.fused_layers import fuse_layers
+from longctx_patch.hf.layers.fused_layers import fuse_layers
 from longctx_patch.plugin import accelerate_yaml, close_accelerator, make_accelerator
 from systems import Job, TorchTrained, make_optimizer
 

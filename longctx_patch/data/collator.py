@@ -14,9 +14,9 @@ from torch import Tensor
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data.rows import Row, join_rows, parse_row
-from longctx_patch.documents import Documents
-from longctx_patch.loss import IGNORE_INDEX
-from longctx_patch.placement import layout_of, padding_multiple
+from longctx_patch.loss.law import IGNORE_INDEX
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.placement import layout_of, padding_multiple
 
 SHARD_KEY = "longctx_shard"
 """`[B, 2 + n]` int64: length of the padded row, a checksum of all of it, and the lengths of its

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longctx_patch.loss import IGNORE_INDEX
+from longctx_patch.loss.law import IGNORE_INDEX
 
 _KEYS = frozenset({"input_ids", "labels", "attention_mask", "seq_lengths"})
 

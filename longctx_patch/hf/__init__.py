@@ -4,16 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longctx_patch.hf.families import FAMILIES, UnsupportedModelError, check_model_config
-    from longctx_patch.hf.meeting import SequenceParallelismError
+    from longctx_patch.hf.call.meeting import SequenceParallelismError
+    from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError, check_model_config
     from longctx_patch.hf.patching import PatchHandle, patch
 
 _HOME = {
-    "FAMILIES": "families",
+    "FAMILIES": "model.checks",
     "PatchHandle": "patching",
-    "SequenceParallelismError": "meeting",
-    "UnsupportedModelError": "families",
-    "check_model_config": "families",
+    "SequenceParallelismError": "call.meeting",
+    "UnsupportedModelError": "model.checks",
+    "check_model_config": "model.checks",
     "patch": "patching",
 }
 

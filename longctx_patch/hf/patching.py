@@ -15,18 +15,12 @@ from transformers import PreTrainedModel
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY
-from longctx_patch.groups import SequenceGroup, make_sequence_group
-from longctx_patch.hf import transformers_api
-from longctx_patch.hf.ahead import ahead
-from longctx_patch.hf.checkpointing import Checkpointing, LayerCheckpoints
-from longctx_patch.hf.decoder_call import prepare_call
-from longctx_patch.hf.families import check_model_config, check_modules
-from longctx_patch.hf.fire_check import FireCheck, FirstStep
-from longctx_patch.hf.lm_head import bind_head, bind_passes
-from longctx_patch.hf.mlp_tiles import bind_mlps, tiles_of_layers
-from longctx_patch.hf.row import MaskFactory
-from longctx_patch.hf.shard_loss import ShardLoss
-from longctx_patch.hf.sharded import (
+from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
+from longctx_patch.hf.call.ahead import ahead
+from longctx_patch.hf.call.decoder_call import prepare_call
+from longctx_patch.hf.call.fire_check import FireCheck, FirstStep
+from longctx_patch.hf.call.row import MaskFactory
+from longctx_patch.hf.call.sharded import (
     CallShape,
     LayerKind,
     ShardedCall,
@@ -35,6 +29,12 @@ from longctx_patch.hf.sharded import (
     sharded_attention,
     with_whole_router_logits,
 )
+from longctx_patch.hf.layers.checkpointing import Checkpointing, LayerCheckpoints
+from longctx_patch.hf.layers.mlp_tiles import bind_mlps, tiles_of_layers
+from longctx_patch.hf.loss.lm_head import bind_head, bind_passes
+from longctx_patch.hf.loss.shard_loss import ShardLoss
+from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.checks import check_model_config, check_modules
 from longctx_patch.kernels import available
 from longctx_patch.transport import Counters
 
@@ -150,10 +150,10 @@ def patch(
         config: degrees, layout, plan, kernel, checkpoint policy, MLP tiles and loss; the same on
             every rank.
         mask: for other than causal attention, a function from the length of a padded row to its
-            `Mask` (`longctx_patch.masks`: block-sparse, prefix, bidirectional, any function), which
-            is asked once for each length. Documents and sliding windows restrict it further (a
-            window only looks back: later keys that the mask allows stay). Whole rows, and so
-            `generate`, are refused then.
+            `Mask` (`longctx_patch.sequence.masks`: block-sparse, prefix, bidirectional, any
+            function), which is asked once for each length. Documents and sliding windows restrict
+            it further (a window only looks back: later keys that the mask allows stay). Whole rows,
+            and so `generate`, are refused then.
 
     The first training step proves that attention crossed the ranks as planned, or raises
     `SequenceParallelismError`.

@@ -23,9 +23,9 @@ from traceback import clear_frames
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.hf.meeting import Meeting, meet
+from longctx_patch.hf.call.meeting import Meeting, meet
+from longctx_patch.hf.layers.rehearsal import NUM_LAYERS, Rehearsal, num_bytes_on
 from longctx_patch.hf.patching import PatchHandle
-from longctx_patch.hf.rehearsal import NUM_LAYERS, Rehearsal, num_bytes_on
 from longctx_patch.memory import Extra, HostCopies, LayerPolicy, Rehearsed
 from longctx_patch.memory.random_state import RandomState
 

@@ -1,6 +1,5 @@
 """Attention kernels of packed segments, the choice between them, and what to call them with."""
 
-from longctx_patch.kernels.agreement import AgreedKernels
 from longctx_patch.kernels.base import (
     Domain,
     Kernel,
@@ -11,8 +10,9 @@ from longctx_patch.kernels.base import (
     Window,
 )
 from longctx_patch.kernels.calls import Call, calls_of
-from longctx_patch.kernels.registry import available, choose_kernel
 from longctx_patch.kernels.run import run_backward, run_forward
+from longctx_patch.kernels.select.agreement import AgreedKernels
+from longctx_patch.kernels.select.registry import available, choose_kernel
 
 __all__ = [
     "AgreedKernels",

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from longctx_patch.regions import Tile
+from longctx_patch.sequence.regions import Tile
 
 
 class Score(NamedTuple):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from longctx_patch.kernels.base import Segments, Traits, Window
 from longctx_patch.kernels.lowering import Part, parts_of
-from longctx_patch.layout import Interval
-from longctx_patch.regions import Piece, Tile
+from longctx_patch.sequence.layout import Interval
+from longctx_patch.sequence.regions import Piece, Tile
 
 
 class Call(NamedTuple):

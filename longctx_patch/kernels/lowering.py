@@ -21,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW, Traits, Window
-from longctx_patch.layout import Interval
-from longctx_patch.regions import FULL, Band, Piece, Tile
+from longctx_patch.sequence.layout import Interval
+from longctx_patch.sequence.regions import FULL, Band, Piece, Tile
 
 
 class Part(NamedTuple):

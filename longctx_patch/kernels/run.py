@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longctx_patch.kernels.base import Kernel, Score, Segments
 from longctx_patch.kernels.calls import Call, must_be_equal
-from longctx_patch.layout import Interval, even_cuts
+from longctx_patch.sequence.layout import Interval, even_cuts
 
 SHARE = 1 / 16
 """Of the GPU's memory, that dq in float32 may take."""

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from longctx_patch.memory import host
 from longctx_patch.memory.meter import total_bytes
-from longctx_patch.replay import Getter
+from longctx_patch.memory.replay import Getter
 
 RESERVE = 0.05
 """Share of the machine's memory that is left to others."""

@@ -11,8 +11,8 @@ Under Ulysses the backward pass of `attention` exchanges q, k, v and out for hea
 the frame keeps this rank's tokens only.
 
 `attention` and `offload` may keep out and lse for a share of the tokens only, those that cost most
-to compute again (`longctx_patch.selective`); with a share of 0 they keep the input alone, which is
-`full`, or `full` with the inputs on the host.
+to compute again (`longctx_patch.engine.selective`); with a share of 0 they keep the input alone,
+which is `full`, or `full` with the inputs on the host.
 
 `attention` costs B * L * H * D numbers of the model's dtype and B * H * L float32 a layer, and
 saves a third of attention's forward-and-backward work (DISTFLASHATTN, section 3.3). The policy
@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from longctx_patch.memory.offload import HostCopies
-from longctx_patch.replay import Getter, as_it_is, checkpoint_contexts
+from longctx_patch.memory.replay import Getter, as_it_is, checkpoint_contexts
 
 LayerPolicy = Literal["none", "full", "attention", "offload"]
 

@@ -1,16 +1,14 @@
 """Schedules of distributed attention as data: built, checked and costed without any device."""
 
-from longctx_patch.plans.allgather import allgather
-from longctx_patch.plans.burst import burst_backward
-from longctx_patch.plans.direct_ring import direct_ring
-from longctx_patch.plans.distflash import distflash
-from longctx_patch.plans.double_ring import double_ring
-from longctx_patch.plans.hardware import PRESETS, Hardware
+from longctx_patch.plans.generators.allgather import allgather
+from longctx_patch.plans.generators.burst import burst_backward
+from longctx_patch.plans.generators.direct_ring import direct_ring
+from longctx_patch.plans.generators.distflash import distflash
+from longctx_patch.plans.generators.double_ring import double_ring
+from longctx_patch.plans.generators.ring import ring
+from longctx_patch.plans.generators.table import make_schedule
 from longctx_patch.plans.pieces import PieceTable
-from longctx_patch.plans.registry import make_schedule
-from longctx_patch.plans.ring import ring
 from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
-from longctx_patch.plans.simulate import Simulation, Span, simulate
 from longctx_patch.plans.traffic import AttentionShape, Traffic, bytes_per_link, plan_traffic
 from longctx_patch.plans.types import (
     ALL_HEADS,
@@ -25,7 +23,9 @@ from longctx_patch.plans.types import (
     Transfer,
     Work,
 )
-from longctx_patch.plans.verify import PlanError, PlanReport, verify_plan
+from longctx_patch.plans.verify.walk import PlanError, PlanReport, verify_plan
+from longctx_patch.predict.attention.simulate import Simulation, Span, simulate
+from longctx_patch.predict.hardware import PRESETS, Hardware
 
 __all__ = [
     "ALL_HEADS",

@@ -1,9 +1,9 @@
 """What a work over gathered keys is made of, owner by owner."""
 
-from longctx_patch.layout import Layout
 from longctx_patch.plans.joining import join_pieces, simple_parts
 from longctx_patch.plans.types import EVERYONE, Work
-from longctx_patch.regions import Piece
+from longctx_patch.sequence.layout import Layout
+from longctx_patch.sequence.regions import Piece
 
 
 def by_owner(work: Work, layout: Layout) -> list[Work]:

@@ -9,8 +9,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from itertools import pairwise
 
-from longctx_patch.layout import Interval
-from longctx_patch.regions import ANTICAUSAL, CAUSAL, FULL, Piece, Tile
+from longctx_patch.sequence.layout import Interval
+from longctx_patch.sequence.regions import ANTICAUSAL, CAUSAL, FULL, Piece, Tile
 
 
 def simple_parts(piece: Piece) -> list[Piece]:

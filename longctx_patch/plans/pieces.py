@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx_patch.layout import Interval, Layout, Rows, slots_of
-from longctx_patch.masks import Mask
 from longctx_patch.plans.joining import join_pieces, simple_parts
-from longctx_patch.regions import Piece, Tile
+from longctx_patch.sequence.layout import Interval, Layout, Rows, slots_of
+from longctx_patch.sequence.masks import Mask
+from longctx_patch.sequence.regions import Piece, Tile
 
 Ints = NDArray[np.int64]
 Pieces = tuple[Piece, ...]

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from longctx_patch.layout import Interval, Layout, Rows
-from longctx_patch.masks import Mask
-from longctx_patch.regions import Piece
+from longctx_patch.sequence.layout import Interval, Layout, Rows
+from longctx_patch.sequence.masks import Mask
+from longctx_patch.sequence.regions import Piece
 
 
 class Direction(Enum):

@@ -1,8 +1,8 @@
 """Proof that a patched model gives one process's numbers: on CPU, without weights or network."""
 
-from longctx_patch.processes import ProcessesFailedError, run_processes
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, all_configs
-from longctx_patch.verification.run import verify
+from longctx_patch.verification.processes import ProcessesFailedError, run_processes
+from longctx_patch.verification.proof import verify
 from longctx_patch.verification.shrink import shrink_config
 
 __all__ = [

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx_patch.loss import IGNORE_INDEX
+from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.verification.shrink import build_small_model
 
 Rows = list[dict[str, list[int]]]

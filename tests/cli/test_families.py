@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from longctx_patch.hf.families import FAMILIES, TABLE
+from longctx_patch.hf.model.checks import FAMILIES, TABLE
 from tests.cli.conftest import Run
 
 README = Path(__file__).parents[2] / "README.md"

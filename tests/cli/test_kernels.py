@@ -10,7 +10,7 @@ import torch
 
 from longctx_patch.cli import kernels as command
 from longctx_patch.kernels import available
-from longctx_patch.kernels.probe import Measured, allowed_pairs
+from longctx_patch.kernels.select.probe import Measured, allowed_pairs
 from tests.cli.conftest import Run
 
 DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from longctx_patch.choose.search import MOST_TOKENS as SEARCHED
 from longctx_patch.cli.plan import KINDS
 from longctx_patch.cli.tokens import MOST_TOKENS, Tokens
-from longctx_patch.planner import GPUS
-from longctx_patch.planner.search import MOST_TOKENS as SEARCHED
+from longctx_patch.predict.run.cluster import GPUS
 from tests.cli.conftest import Run
-from tests.planner.jobs import LLAMA_8B
+from tests.predict.run.jobs import LLAMA_8B
 
 WriteConfig = Callable[..., Path]
 COMPONENTS = {

@@ -19,8 +19,8 @@ from matplotlib.transforms import Bbox
 from longctx_patch.cli.schedule import PLANS, make_setting, read_hardware, read_workload
 from longctx_patch.cli.timeline import make_figure
 from longctx_patch.cli.timeline_boxes import HELPER, IDLE, OTHER_KEYS, OWN
-from longctx_patch.costs import Prediction, predict
 from longctx_patch.plans import Direction
+from longctx_patch.predict.attention.costs import Prediction, predict
 from tests.cli.conftest import Run
 
 SCHEMA = {

@@ -35,13 +35,13 @@ SCHEMA = {
 IN_RANKS = "import sys\nif 'forkserver' in ' '.join(sys.orig_argv):\n"
 BREAKAGES = {
     "merge": """
-from longctx_patch.accumulate import SoftmaxMerge
+from longctx_patch.engine.accumulate import SoftmaxMerge
 right = SoftmaxMerge.result
 SoftmaxMerge.result = lambda self: (right(self)[0] * 1.001, right(self)[1])
 """,
     "positions": """
 import torch
-from longctx_patch.layout import Layout
+from longctx_patch.sequence.layout import Layout
 Layout.positions = lambda self, rank, device=None: torch.arange(self.sizes[rank], device=device)
 """,
     "traffic": """

@@ -5,9 +5,9 @@ import torch
 
 from longctx_patch import LongContextConfig, SequenceShardCollator
 from longctx_patch.config import LayoutName
-from longctx_patch.documents import Documents
-from longctx_patch.layout import make_layout
-from longctx_patch.placement import place, placement_of
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import make_layout
+from longctx_patch.sequence.placement import place, placement_of
 
 
 def collator(group_rank: int = 0, **degrees: int) -> SequenceShardCollator:

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, make_sequence_group, patch
-from longctx_patch.call import AttentionCall
 from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName
-from longctx_patch.groups import SequenceGroup
-from longctx_patch.operator import distributed_attention
+from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.engine.operator import distributed_attention
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, gradients, tiny_model, token_rows

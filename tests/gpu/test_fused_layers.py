@@ -9,7 +9,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.hf.fused_layers import FusedLayersName, choose_fused_layers, fuse_layers
+from longctx_patch.hf.layers.fused_layers import FusedLayersName, choose_fused_layers, fuse_layers
 from tests.hf.tiny import gradients, tiny_model, token_rows
 from tests.reference import relative_error
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx_patch import accumulate
-from longctx_patch.accumulate import Part, SoftmaxMerge, fits_one_pass, merge_in_place
-from longctx_patch.layout import Interval
+from longctx_patch.engine import accumulate
+from longctx_patch.engine.accumulate import Part, SoftmaxMerge, fits_one_pass, merge_in_place
+from longctx_patch.sequence.layout import Interval
 from longctx_patch.transport import TensorSpec
 from tests.reference import relative_error
 
@@ -81,7 +81,7 @@ def test_error_is_at_most_twice_that_of_several_passes(
 
 @pytest.mark.parametrize("dim", [8, 128, 256])
 def test_in_place_gives_the_bits_of_new_memory_each_time(dim: int) -> None:
-    from longctx_patch.fused_merge import merge
+    from longctx_patch.engine.fused_merge import merge
 
     old, new = (some_part(EVERY, dim, torch.float32, seed) for seed in range(2))
     total = Part(EVERY, torch.empty_like(old.out_BLHD), torch.empty_like(old.lse_BHL))

@@ -19,12 +19,12 @@ from longctx_patch.kernels import (
     choose_kernel,
 )
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
-from longctx_patch.kernels.preference import measurable, preferred
-from longctx_patch.kernels.probe import measure, rounded
-from longctx_patch.kernels.probe_cache import ProbeCache
-from longctx_patch.kernels.registry import usual_order
-from longctx_patch.layout import Interval
-from longctx_patch.regions import ANTICAUSAL, FULL, Band, Piece, Tile
+from longctx_patch.kernels.select.cache import ProbeCache
+from longctx_patch.kernels.select.preference import measurable, preferred
+from longctx_patch.kernels.select.probe import measure, rounded
+from longctx_patch.kernels.select.registry import usual_order
+from longctx_patch.sequence.layout import Interval
+from longctx_patch.sequence.regions import ANTICAUSAL, FULL, Band, Piece, Tile
 from tests.kernels.checks import check, check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
 from tests.reference import dense_attention, relative_error

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longctx_patch.linear_loss import linear_cross_entropy
+from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -115,7 +115,7 @@ def test_rows_have_the_error_of_rounding(
     dtype: torch.dtype, softcap: float | None, num_words: int, size: float
 ) -> None:
     """The kernel itself, on logits that are given. The second row has no label, the last is NaN."""
-    from longctx_patch.fused_softmax import softmax_losses
+    from longctx_patch.loss.fused_softmax import softmax_losses
 
     generator = torch.Generator("cuda").manual_seed(0)
     logits = size * torch.randn(4, num_words, generator=generator, device="cuda")
@@ -179,7 +179,7 @@ def test_a_chunk_takes_the_memory_of_its_logits_alone(
 
 WRONG_LABEL = """
 import torch
-from longctx_patch.linear_loss import linear_cross_entropy
+from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy
 hidden, weight = torch.ones(4, 8, device="cuda"), torch.ones(7, 8, device="cuda")
 linear_cross_entropy(hidden, weight, torch.tensor([1, 7, 2, 3], device="cuda")).item()
 """

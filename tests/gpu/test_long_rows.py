@@ -9,8 +9,8 @@ from torch import Tensor
 from longctx_patch.kernels import Score, Segments, run
 from longctx_patch.kernels.base import FULL_WINDOW
 from longctx_patch.kernels.calls import Call
-from longctx_patch.kernels.registry import available
-from longctx_patch.layout import Interval
+from longctx_patch.kernels.select.registry import available
+from longctx_patch.sequence.layout import Interval
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu

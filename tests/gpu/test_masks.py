@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, attention, make_sequence_group
-from longctx_patch.groups import SequenceGroup
+from longctx_patch.engine.groups import SequenceGroup
 from tests.harness import run_distributed
 from tests.masked import Masked, dense_masked, masks_of
 from tests.reference import relative_error

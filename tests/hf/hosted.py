@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from longctx_patch.hf.checkpointing import LayerCheckpoints
+from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.memory import offload
 from longctx_patch.memory.offload import HostRoom
 from tests.memory.live_bytes import LiveBytes

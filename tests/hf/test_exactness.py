@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
-from longctx_patch.call import AttentionCall
 from longctx_patch.config import LayoutName
+from longctx_patch.engine.call import AttentionCall
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, gradient_norm, gradients, tiny_model, token_rows
 from tests.reference import relative_error
@@ -132,7 +132,7 @@ def test_every_family_equals_one_process(world_size: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_degree_one_is_bitwise_stock(family: str) -> None:
-    """The chunked loss, of the same numbers, rounds in another order: tests/hf/test_lm_head.py."""
+    """The chunked loss, of the same numbers, rounds in another order: test_lm_head.py."""
     case = Case(family, 1, 1, "zigzag", 31, torch.float32)
     wanted = one_process(case)
     for policy in ("none", "full", "attention"):

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from longctx_patch.placement import place, placement_of
+from longctx_patch.sequence.placement import place, placement_of
 from tests.harness import run_distributed
 from tests.hf.masked_cases import CASES
 from tests.hf.masked_models import (

@@ -16,7 +16,7 @@ from longctx_patch import (
     UnsupportedModelError,
     patch,
 )
-from longctx_patch.masks import bidirectional, block_sparse, causal, prefix_lm
+from longctx_patch.sequence.masks import bidirectional, block_sparse, causal, prefix_lm
 from tests.harness import run_distributed
 from tests.hf.masked_cases import CASES
 from tests.hf.masked_models import (

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from longctx_patch.kernels import Kernel, Score, Segments, calls_of, run_backward, run_forward
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
-from longctx_patch.layout import Interval
-from longctx_patch.regions import Piece, Tile
+from longctx_patch.sequence.layout import Interval
+from longctx_patch.sequence.regions import Piece, Tile
 from tests.kernels.dense import Answer, Problem, answer
 from tests.reference import relative_error
 

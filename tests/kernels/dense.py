@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch.kernels import Score, Segments
-from longctx_patch.regions import Tile
+from longctx_patch.sequence.regions import Tile
 
 
 class Problem(NamedTuple):

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from longctx_patch.kernels import Kernel
-from longctx_patch.kernels.flash_attn_2 import FlashAttn2Kernel
-from longctx_patch.kernels.flash_attn_3 import FlashAttn3Kernel
-from longctx_patch.kernels.flash_attn_4 import FlashAttn4Kernel
-from longctx_patch.kernels.machine import Package
+from longctx_patch.kernels.backends.flash_attn_2 import FlashAttn2Kernel
+from longctx_patch.kernels.backends.flash_attn_3 import FlashAttn3Kernel
+from longctx_patch.kernels.backends.flash_attn_4 import FlashAttn4Kernel
+from longctx_patch.kernels.installed import Package
 from tests.kernels.fake_flash_attn_2 import FlashAttn2
 from tests.kernels.fake_flash_attn_4 import FlashAttn4
 

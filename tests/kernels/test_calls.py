@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from longctx_patch.documents import Documents
 from longctx_patch.kernels import Call, Traits, Window, calls_of
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
-from longctx_patch.layout import Interval
-from longctx_patch.masks import documents_mask, function_mask
-from longctx_patch.regions import ANTICAUSAL, CAUSAL, FULL, Band, Piece, Tile
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Interval
+from longctx_patch.sequence.masks import documents_mask, function_mask
+from longctx_patch.sequence.regions import ANTICAUSAL, CAUSAL, FULL, Band, Piece, Tile
 from tests.kernels.dense import table_of
 
 ALL_TRAITS = [

@@ -18,12 +18,12 @@ from longctx_patch.kernels import (
     available,
     run,
 )
+from longctx_patch.kernels.backends.dense import DenseKernel
+from longctx_patch.kernels.backends.flex import FlexKernel
+from longctx_patch.kernels.backends.flex_masks import block_mask
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
-from longctx_patch.kernels.dense import DenseKernel
-from longctx_patch.kernels.flex import FlexKernel
-from longctx_patch.kernels.flex_masks import block_mask
-from longctx_patch.layout import Interval, even_cuts
-from longctx_patch.regions import ANTICAUSAL, FULL, Band, Piece, Tile
+from longctx_patch.sequence.layout import Interval, even_cuts
+from longctx_patch.sequence.regions import ANTICAUSAL, FULL, Band, Piece, Tile
 from tests.kernels.checks import check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
 from tests.kernels.fake_flash_attn_3 import flash_attn_3_ops

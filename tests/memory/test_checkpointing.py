@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
-from longctx_patch.call import AttentionCall, CallTraffic
+from longctx_patch.engine.call import AttentionCall, CallTraffic
 from longctx_patch.hf import FAMILIES
-from longctx_patch.hf.transformers_api import attention_modules, decoder_layers
+from longctx_patch.hf.model.transformers_api import attention_modules, decoder_layers
 from longctx_patch.memory import MARGIN, HostCopies, LayerPolicy, MemoryUse, run_layer
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed

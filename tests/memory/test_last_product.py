@@ -13,8 +13,8 @@ from torch.utils.flop_counter import flop_registry
 from transformers import LlamaForCausalLM
 
 from longctx_patch.hf import FAMILIES
-from longctx_patch.hf.mlp_tiles import TiledForward
-from longctx_patch.hf.transformers_api import dense_mlps
+from longctx_patch.hf.layers.mlp_tiles import TiledForward
+from longctx_patch.hf.model.transformers_api import dense_mlps
 from longctx_patch.memory import is_plain, run_tiled
 from longctx_patch.memory.last_product import left_out
 from tests.hf.tiny import featured_model, gradients, tiny_model

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers.integrations import liger
 
-from longctx_patch.hf import fused_layers
-from longctx_patch.hf.fused_layers import fuse_layers
-from longctx_patch.hf.transformers_api import dense_mlps
-from longctx_patch.kernels.machine import Package
+from longctx_patch.hf.layers import fused_layers
+from longctx_patch.hf.layers.fused_layers import fuse_layers
+from longctx_patch.hf.model.transformers_api import dense_mlps
+from longctx_patch.kernels.installed import Package
 from tests.hf.tiny import tiny_model
 from tests.memory.tiled import Trained, adapter, assert_near
 

@@ -9,11 +9,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from longctx_patch.config import LAYOUTS_OF_PLAN
-from longctx_patch.documents import Documents
-from longctx_patch.layout import Interval, Layout
-from longctx_patch.masks import Mask, block_sparse, documents_mask, function_mask, prefix_lm, within
-from longctx_patch.placement import place
 from longctx_patch.plans import Direction, Plan, Work, make_schedule
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Interval, Layout
+from longctx_patch.sequence.masks import (
+    Mask,
+    block_sparse,
+    documents_mask,
+    function_mask,
+    prefix_lm,
+    within,
+)
+from longctx_patch.sequence.placement import place
 
 Table = NDArray[np.bool_]
 Made = tuple[Mask, Table]

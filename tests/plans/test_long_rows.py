@@ -6,11 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from longctx_patch.documents import Documents
-from longctx_patch.masks import documents_mask
-from longctx_patch.placement import place
 from longctx_patch.plans import Direction
 from longctx_patch.plans.pieces import piece_table
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.masks import documents_mask
+from longctx_patch.sequence.placement import place
 from tests.plans.random_masks import areas, make_plan
 
 

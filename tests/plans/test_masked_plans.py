@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.documents import Documents
-from longctx_patch.masks import block_sparse, documents_mask, function_mask
-from longctx_patch.placement import place
 from longctx_patch.plans import EVERYONE, Direction, Plan, Share, verify_plan
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.masks import block_sparse, documents_mask, function_mask
+from longctx_patch.sequence.placement import place
+from tests.engine.test_masked_attention import assert_exact
 from tests.masked import Masked as MaskedCase
 from tests.plans.random_masks import (
     PLANS,
@@ -30,7 +31,6 @@ from tests.plans.random_masks import (
     tokens,
     works_of,
 )
-from tests.test_masked_attention import assert_exact
 
 # What a plan computes.
 

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from longctx_patch.config import LayoutName
-from longctx_patch.documents import Documents
-from longctx_patch.layout import Layout
-from longctx_patch.masks import (
+from longctx_patch.plans import Direction, Operand, Plan, verify_plan
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Layout
+from longctx_patch.sequence.masks import (
     Mask,
     bidirectional,
     block_sparse,
@@ -17,8 +18,7 @@ from longctx_patch.masks import (
     function_mask,
     prefix_lm,
 )
-from longctx_patch.placement import place
-from longctx_patch.plans import Direction, Operand, Plan, verify_plan
+from longctx_patch.sequence.placement import place
 from tests.plans.random_masks import Table, areas, make_plan, tokens
 
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from longctx_patch.config import LayoutName
-from longctx_patch.layout import make_layout
-from longctx_patch.masks import causal
 from longctx_patch.plans import EVERYONE, PieceTable, Work
 from longctx_patch.plans.gathered import by_owner
 from longctx_patch.plans.pieces import slot_pieces
+from longctx_patch.sequence.layout import make_layout
+from longctx_patch.sequence.masks import causal
 
 
 @pytest.mark.parametrize("name", ["zigzag", "contiguous", "striped"])

@@ -2,8 +2,6 @@
 
 import pytest
 
-from longctx_patch.layout import contiguous, zigzag
-from longctx_patch.masks import causal
 from longctx_patch.plans import (
     AttentionShape,
     Direction,
@@ -19,6 +17,8 @@ from longctx_patch.plans import (
     ring,
     verify_plan,
 )
+from longctx_patch.sequence.layout import contiguous, zigzag
+from longctx_patch.sequence.masks import causal
 
 TOKENS, HEAD_DIM = 512, 4096  # so many that lse, delta and the diagonal's half rows vanish
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD

@@ -1,10 +1,10 @@
 import pytest
 
 from longctx_patch.config import LAYOUTS_OF_PLAN
-from longctx_patch.layout import make_layout
-from longctx_patch.masks import causal
 from longctx_patch.plans import AttentionShape, Direction, Plan, make_schedule, plan_traffic
 from longctx_patch.plans.traffic import bytes_per_link
+from longctx_patch.sequence.layout import make_layout
+from longctx_patch.sequence.masks import causal
 
 TOKENS = 16
 """Of one rank."""

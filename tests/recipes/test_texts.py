@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longctx_patch.recipes.models import byte_tokenizer
-from longctx_patch.recipes.packing import pack_documents
+from longctx_patch.recipes.packed import pack_documents
 from longctx_patch.recipes.texts import RowOrder, digest, read_documents, token_rows
 
 EOS = 256

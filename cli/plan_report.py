@@ -1,0 +1,165 @@
+"""What `longctx plan` prints: a table, or JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from longctx_patch.choose.advice import flags, ways_out
+from longctx_patch.choose.search import MARGIN, Result, usable_bytes
+from longctx_patch.predict.run.cluster import GIB
+
+TABLE_ROWS = 12
+SHORTER = "shorter rows, or more GPUs"
+_HEADER = (
+    *("sp (ulysses x ring)", "plan", "checkpoint", "tiles", "peak GiB", "host GiB"),
+    *("s/step", "rows", "tokens/s/GPU", "MFU"),
+)
+
+
+def as_json(results: Sequence[Result], max_seq_len: int) -> dict[str, Any]:
+    """Of the same job. GiB are 2**30 bytes; `host_gib` is of one machine."""
+    job = results[0].job
+    return {
+        "model": job.shape.name,
+        "gpus": str(job.cluster),
+        "seq_len": job.seq_len,
+        "candidates": [_candidate(result) for result in results],
+        "max_seq_len": max_seq_len,
+    }
+
+
+def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None) -> str:
+    """The best candidates as a table, the components of the best, and why others don't fit."""
+    job = results[0].job
+    fitting = _fastest_of_each([result for result in results if result.fits])
+    how = f"LoRA of rank {job.lora_rank}" if job.lora else "every weight"
+    where = "sharded over all GPUs" if job.num_shards > 1 else "a whole copy on each GPU"
+    how += f", loaded in {job.dtype}, {where}"
+    lines = [f"{job.shape.name} on {job.cluster}, rows of {job.seq_len:,} tokens, {how}.", ""]
+    if fitting:
+        lines += _table([_row(result) for result in fitting[:TABLE_ROWS]])
+        left = len(fitting) - TABLE_ROWS
+        lines += [f"and {left} more that fit"] if left > 0 else []
+        lines += ["(Of each number of GPUs and checkpoint policy the fastest; --json lists all.)"]
+        lines += ["", f"The first: {flags(fitting[0])}", *_parts(fitting[0])]
+    else:
+        lines += ["Nothing fits."]
+    refused = [result for result in results if not result.fits]
+    if refused:
+        lines += ["", f"{len(refused)} do not fit; the nearest:"]
+        lines += [f"  {name_of(result)}: {result.reason}" for result in refused[:3]]
+    if not fitting:
+        lines += ["", "What would fit:", *(f"  {way}" for way in ways_out(job) or [SHORTER])]
+    unchecked = "" if job.cluster.host_bytes else " (into any host: --host-gib names its memory)"
+    lines += ["", f"Longest row that fits: {max_seq_len:,} tokens{unchecked}."]
+    if reach is not None and job.seq_len > reach:
+        lines += [
+            f"The model as published reaches {reach:,}: its RoPE has to be scaled (longctx patch "
+            "--rope), or where it is scaled already rope_parameters of config.json written anew."
+        ]
+    if job.shape.num_windowed_layers:
+        lines += [
+            f"{job.shape.num_windowed_layers} layers have a sliding window and are counted as full "
+            "attention: times are upper bounds."
+        ]
+    return "\n".join(lines)
+
+
+def _fastest_of_each(results: Sequence[Result]) -> list[Result]:
+    """The first for each sequence degree and checkpoint policy."""
+    found: dict[tuple[int, str], Result] = {}
+    for result in results:
+        candidate = result.candidate
+        found.setdefault((candidate.sequence_degree, candidate.checkpoint), result)
+    return list(found.values())
+
+
+def _candidate(result: Result) -> dict[str, Any]:
+    candidate = result.candidate
+    return {
+        "fits": result.fits,
+        "reason": result.reason,
+        "sp": candidate.sequence_degree,
+        "fsdp": result.job.cluster.num_gpus if result.job.fsdp else 1,
+        "ulysses": candidate.ulysses,
+        "ring": candidate.ring,
+        "plan": candidate.plan if candidate.sequence_degree > 1 else None,
+        "checkpoint": candidate.checkpoint,
+        "layers": {
+            name: candidate.policies.count(name) for name in dict.fromkeys(candidate.policies)
+        },
+        "attention_kept": candidate.attention_kept,
+        "mlp_tiles": candidate.mlp_tiles,
+        "offload": _offload(result),
+        "peak_gib": result.memory.total / GIB,
+        "components_gib": {name: value / GIB for name, value in result.memory.parts().items()}
+        | {"fragmentation": usable_bytes(result.job) / (1 - MARGIN) * MARGIN / GIB},
+        "host_gib": result.host_bytes / GIB,
+        "step_s": result.time.total,
+        "parts_s": result.time.parts(),
+        "flags": flags(result),
+        "tokens_per_second_per_gpu": result.tokens_per_second_per_gpu,
+        "mfu": result.mfu,
+    }
+
+
+def _offload(result: Result) -> str:
+    """What is on the host."""
+    parts = ["checkpoints"] if "offload" in result.candidate.policies else []
+    parts += ["states"] if result.candidate.offload_states else []
+    return " and ".join(parts) or "none"
+
+
+def _checkpoint(result: Result) -> str:
+    candidate = result.candidate
+    text = candidate.checkpoint
+    if candidate.checkpoint == "auto":
+        counts = {name: candidate.policies.count(name) for name in ("offload", "attention", "none")}
+        text += ": " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    kept = candidate.attention_kept
+    return text if kept == 1 else f"{text}, attention of {kept:.0%} kept"
+
+
+def name_of(result: Result) -> str:
+    candidate = result.candidate
+    name = f"sp {candidate.sequence_degree}, checkpoint {_checkpoint(result)}"
+    name += f", {candidate.mlp_tiles} tile{'s' if candidate.mlp_tiles > 1 else ''}"
+    return name + (", states on the host" if candidate.offload_states else "")
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    candidate = result.candidate
+    degrees = f"{candidate.sequence_degree}"
+    if candidate.sequence_degree > 1:
+        degrees += f" ({candidate.ulysses} x {candidate.ring})"
+    return (
+        degrees,
+        candidate.plan if candidate.sequence_degree > 1 else "-",
+        _checkpoint(result) + (", states on the host" if candidate.offload_states else ""),
+        f"{candidate.mlp_tiles}",
+        f"{result.memory.total / GIB:.1f}",
+        f"{result.host_bytes / GIB:.0f}",
+        f"{result.time.total:.2f}",
+        f"{result.rows_at_once}",
+        f"{result.tokens_per_second_per_gpu:,.0f}",
+        f"{result.mfu:.1%}",
+    )
+
+
+def _parts(result: Result) -> list[str]:
+    usable = usable_bytes(result.job) / GIB
+    lines = [f"takes, in GiB of one GPU ({usable:.0f} may be taken):"]
+    for name, value in result.memory.parts().items():
+        if value:
+            lines.append(f"  {name:<16}{value / GIB:7.1f}")
+    seconds = {name: value for name, value in result.time.parts().items() if value}
+    lines += ["and seconds of a step:"]
+    return lines + [f"  {name:<16}{value:7.2f}" for name, value in seconds.items()]
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    rows = [_HEADER, *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

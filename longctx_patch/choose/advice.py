@@ -1,0 +1,70 @@
+"""What a run that is under way was predicted to take, and what to change where that is too much."""
+
+from dataclasses import replace
+
+from longctx_patch.choose.search import Result, longest, search, usable_bytes
+from longctx_patch.predict.run.candidate import Job
+from longctx_patch.predict.run.cluster import GIB, GPUS, Cluster
+
+
+def cluster_here(
+    hardware: str, num_gpus: int, memory_bytes: float, host_bytes: float | None = None
+) -> Cluster:
+    """GPUs of the kind that a config names, with the memory that torch reports of this one."""
+    gpu = replace(GPUS[hardware], memory_bytes=memory_bytes)
+    return Cluster(gpu=gpu, num_gpus=num_gpus, host_bytes=host_bytes)
+
+
+def advice(used: Result) -> str:
+    """Flags with which this row is predicted to fit on these GPUs, or how long one would be."""
+    job, now = used.job, used.candidate
+    fitting = [result for result in search(job) if result.fits]
+    same_degree = [r for r in fitting if r.candidate.sequence_degree == now.sequence_degree]
+    # What failed once fails again, whatever was predicted of it.
+    other = [r for r in same_degree if flags(r) != flags(used)] + [
+        r for r in fitting if r.candidate.sequence_degree > now.sequence_degree
+    ]
+    if not used.fits and used.memory.total <= usable_bytes(job):  # the host is too small
+        lighter = [r for r in other if r.host_bytes < used.host_bytes]
+    else:
+        lighter = [r for r in other if r.memory.total < used.memory.total]
+    if lighter:
+        best = lighter[0]
+        text = f"{flags(best)} is predicted to take {best.memory.total / GIB:.1f} GiB"
+        return text + (f" and {best.host_bytes / GIB:.0f} of a host" if best.host_bytes else "")
+    return (
+        f"the longest row predicted to fit on {job.cluster} has {longest(job):,} tokens: shorten "
+        "rows (--seq-len), or share each between more GPUs"
+    )
+
+
+def ways_out(job: Job) -> list[str]:
+    """What would make a row fit for which no candidate does: other GPUs, weights or rows."""
+    cluster, others = job.cluster, {}
+    if not job.lora:
+        others["--lora, an adapter in place of every weight"] = replace(job, lora=True)
+    if job.dtype == "float32":
+        others["--dtype bfloat16"] = replace(job, dtype="bfloat16")
+    if cluster.host_bytes is not None:
+        anywhere = replace(cluster, host_bytes=None)
+        others["a host with more memory (--host-gib)"] = replace(job, cluster=anywhere)
+    twice, most_of_one = 2 * cluster.num_gpus, cluster.gpu.hardware.gpus_per_node
+    if twice <= most_of_one or twice % most_of_one == 0:
+        larger = replace(cluster, num_gpus=twice)
+        others[f"--gpus {larger}"] = replace(job, cluster=larger)
+    lengths = {what: longest(other) for what, other in others.items()}
+    return [
+        f"{what}: rows of up to {n:,} tokens" for what, n in lengths.items() if n >= job.seq_len
+    ]
+
+
+def flags(result: Result) -> str:
+    """Of `longctx patch`. The recipe has all but the last, which is the launcher's there."""
+    candidate, job = result.candidate, result.job
+    what = f"--lora --rank {job.lora_rank}" if job.lora else "--full"
+    what += " --load-in-4bit" if job.dtype == "nf4" else f" --dtype {job.dtype}"
+    degrees = f"--ulysses {candidate.ulysses} --ring {candidate.ring}"
+    text = f"{what} {degrees} --checkpoint {candidate.checkpoint} --mlp-tiles {candidate.mlp_tiles}"
+    if candidate.attention_kept < 1:
+        text += f" --attention-kept {candidate.attention_kept:g}"
+    return text + (" --states-on-host" if candidate.offload_states else "")

@@ -1,0 +1,281 @@
+"""Every way worth trying to train a model on a cluster, with what it takes and whether it fits."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from types import MappingProxyType
+from typing import get_args
+
+from longctx_patch.choose.degrees import SAME, Way, preferred, ways
+from longctx_patch.config import CheckpointPolicy
+from longctx_patch.memory import MARGIN, LayerPolicy
+from longctx_patch.memory.auto import after_climbs
+from longctx_patch.memory.offload import RESERVE
+from longctx_patch.memory.tiled_mlp import tiles_that_fit
+from longctx_patch.predict.run.candidate import Candidate, Job
+from longctx_patch.predict.run.cluster import GIB
+from longctx_patch.predict.run.components import (
+    BF16,
+    Components,
+    host_bytes,
+    loaded_bytes,
+    predict_memory,
+)
+from longctx_patch.predict.run.step_time import Attention, StepTime, predict_attention, predict_time
+
+CONTEXT_BYTES = 2.5 * GIB
+"""Of a GPU's memory, that CUDA, NCCL and kernels take for themselves."""
+STEP_TOKENS = 1024
+"""Longest rows are searched for in multiples of these."""
+MOST_TOKENS = 2**30
+LONG = 2**20
+"""A first guess at how long they are."""
+SHARES: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "none": (1.0,),
+        "full": (1.0,),
+        "attention": (1.0, 0.5),
+        "offload": (1.0, 0.5, 0.0),
+        "auto": (1.0, 0.5, 0.0),
+    }
+)
+"""Of the tokens, whose attention is kept: those looked at."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A candidate, and what it takes."""
+
+    job: Job
+    candidate: Candidate
+    memory: Components
+    host_bytes: float
+    """Of one machine."""
+    time: StepTime
+    reason: str | None
+    """Why it does not fit; None: it does."""
+
+    @property
+    def fits(self) -> bool:
+        return self.reason is None
+
+    @property
+    def shortfall(self) -> float:
+        """By how much more than there is it needs, of a GPU or of a host; 1 and less fits."""
+        shares = [self.memory.total / usable_bytes(self.job)]
+        if self.job.cluster.host_bytes is not None:
+            most = max(self.host_bytes, _loading_bytes(self.job))
+            shares.append(most / _usable_host_bytes(self.job.cluster.host_bytes))
+        return max(shares)
+
+    @property
+    def rows_at_once(self) -> int:
+        return self.job.cluster.num_gpus // self.candidate.sequence_degree
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        tokens = self.rows_at_once * self.job.seq_len
+        return tokens / self.time.total / self.job.cluster.num_gpus
+
+    @property
+    def mfu(self) -> float:
+        """Of the peak of the data sheet, for a causal row without recompute."""
+        flops = self.job.step_flops * self.rows_at_once
+        return flops / self.time.total / self.job.cluster.num_gpus / self.job.cluster.gpu.peak_flops
+
+
+def search(job: Job) -> list[Result]:
+    """All candidates: those that fit first, the fastest first; then those nearest to fitting."""
+    results = [result for degrees in _degrees(job) for result in _of_degrees(job, *degrees)]
+    return sorted(results, key=_order)
+
+
+def longest(job: Job) -> int:
+    """Tokens of the longest row for which a candidate fits; 0 where none does.
+
+    Found by halving: what a candidate takes grows with the row. A row shared by all GPUs takes
+    least, of a GPU and of a host.
+    """
+    # How all GPUs share it is decided at a long row and once more at the one found, not at each:
+    # simulating every way takes longest here.
+    way = _fastest(replace(job, seq_len=LONG), job.cluster.num_gpus)
+    tokens = _longest(job, *way)
+    if not tokens:
+        return 0
+    again = _fastest(replace(job, seq_len=tokens), job.cluster.num_gpus)
+    return tokens if again == way else _longest(job, *again)
+
+
+def _longest(job: Job, ulysses: int, ring: int) -> int:
+    def fits(steps: int) -> bool:
+        longer = replace(job, seq_len=steps * STEP_TOKENS)
+        return any(result.fits for result in _of_degrees(longer, ulysses, ring))
+
+    low, high = 0, 1
+    while high * STEP_TOKENS <= MOST_TOKENS and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 256):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * STEP_TOKENS
+
+
+def usable_bytes(job: Job) -> float:
+    """That tensors may take on a GPU: less than its memory by `CONTEXT_BYTES` and `MARGIN`."""
+    return (1 - MARGIN) * (job.cluster.gpu.memory_bytes - CONTEXT_BYTES)
+
+
+def _order(result: Result) -> tuple[float, ...]:
+    """Of those that are as fast the one whose states stay on the GPUs, then the one that takes
+    least of the host, then the shortest step."""
+    if result.fits:
+        speed = -round(math.log(result.tokens_per_second_per_gpu) / SAME)
+        states_leave = result.candidate.offload_states
+        return 0, speed, states_leave, result.host_bytes, result.time.total
+    return 1, result.shortfall, result.memory.total
+
+
+def _degrees(job: Job) -> Iterator[tuple[int, int]]:
+    """(Ulysses, ring) for each number of GPUs that share a row, whichever is faster."""
+    num_gpus = job.cluster.num_gpus
+    for degree in range(1, num_gpus + 1):
+        if num_gpus % degree == 0 and degree <= job.seq_len:
+            yield _fastest(job, degree)
+
+
+def _fastest(job: Job, degree: int) -> tuple[int, int]:
+    """As `longctx patch` takes it for causal rows."""
+
+    def seconds(way: Way) -> float:
+        attention = _attention(job, way.ulysses, way.ring)
+        return attention.forward.makespan_s + attention.backward.makespan_s
+
+    gpus_per_node, num_kv_heads = job.cluster.gpus_per_node, job.shape.num_kv_heads
+    found = ways(degree, num_kv_heads=num_kv_heads, gpus_per_node=gpus_per_node)
+    way = preferred({way: seconds(way) for way in found})
+    return way.ulysses, way.ring
+
+
+@lru_cache(maxsize=4096)
+def _attention(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -> Attention:
+    return predict_attention(job, ulysses, ring, attention_kept)
+
+
+def _of_degrees(job: Job, ulysses: int, ring: int) -> Iterator[Result]:
+    tiled = usual_tiles(job, ulysses * ring)
+    kept = [(policy, share) for policy in get_args(CheckpointPolicy) for share in SHARES[policy]]
+    for mlp_tiles, offload_states, (policy, share) in product(
+        sorted({1, tiled}), (False, True) if job.fsdp else (False,), kept
+    ):
+        yield result_of(
+            job,
+            ulysses=ulysses,
+            ring=ring,
+            checkpoint=policy,
+            attention_kept=share,
+            mlp_tiles=mlp_tiles,
+            offload_states=offload_states,
+        )
+
+
+def result_of(
+    job: Job,
+    *,
+    ulysses: int,
+    ring: int,
+    checkpoint: CheckpointPolicy,
+    attention_kept: float = 1.0,
+    mlp_tiles: int = 1,
+    offload_states: bool = False,
+    policies: tuple[LayerPolicy, ...] | None = None,
+) -> Result:
+    """Of one configuration. Under `auto` layers climb as in `memory/auto.py`: as many as fit; or
+    they have had these `policies`, one for each layer (else ValueError)."""
+    # One simulation for all shares below 1, which have the same layout.
+    share = 1.0 if attention_kept == 1 or ring == 1 else 0.5
+    num_layers, attention = job.shape.num_layers, _attention(job, ulysses, ring, share)
+    if policies is not None and len(policies) != num_layers:
+        raise ValueError(f"{len(policies)} policies for {num_layers} layers: give one for each.")
+    start = Candidate(
+        ulysses=ulysses,
+        ring=ring,
+        plan=attention.plan,
+        checkpoint=checkpoint,
+        policies=policies or _to_begin_with(checkpoint, num_layers),
+        mlp_tiles=mlp_tiles,
+        attention_kept=attention_kept,
+        offload_states=offload_states,
+    )
+    if checkpoint != "auto" or policies:
+        return _result(job, start, attention)
+
+    def climbed(number: int) -> Result:
+        return _result(job, replace(start, policies=after_climbs(number, num_layers)), attention)
+
+    # A climb takes memory of the GPU and gives some of the host back.
+    usable = usable_bytes(job)
+    climbs = bisect_left(
+        range(1, 2 * num_layers + 1), True, key=lambda n: climbed(n).memory.total > usable
+    )
+    return climbed(climbs)
+
+
+def _to_begin_with(checkpoint: CheckpointPolicy, num_layers: int) -> tuple[LayerPolicy, ...]:
+    return after_climbs(0, num_layers) if checkpoint == "auto" else (checkpoint,) * num_layers
+
+
+def tokens_of_a_rank(job: Job, degree: int) -> int:
+    return -(-job.seq_len // degree)
+
+
+def usual_tiles(job: Job, degree: int) -> int:
+    """In which an MLP runs unless told otherwise."""
+    shape = job.shape
+    inner = BF16 * shape.num_mlp_products * shape.intermediate_size
+    memory = int(job.cluster.gpu.memory_bytes)
+    return tiles_that_fit(inner * tokens_of_a_rank(job, degree), memory)
+
+
+def _result(job: Job, candidate: Candidate, attention: Attention) -> Result:
+    tokens = tokens_of_a_rank(job, candidate.sequence_degree)
+    memory = predict_memory(job, candidate, tokens, attention.buffer_bytes)
+    on_host = host_bytes(job, candidate, tokens)
+    return Result(
+        job=job,
+        candidate=candidate,
+        memory=memory,
+        host_bytes=on_host,
+        time=predict_time(job, candidate, tokens, attention),
+        reason=_reason(job, memory, on_host),
+    )
+
+
+def _reason(job: Job, memory: Components, on_host: float) -> str | None:
+    usable = usable_bytes(job)
+    loading = _loading_bytes(job)
+    if memory.total > usable:
+        name, most = max(memory.parts().items(), key=lambda part: part[1])
+        return (
+            f"needs {memory.total / GIB:.0f} GiB of the {usable / GIB:.0f} that tensors may take "
+            f"on a GPU; most of it {name} ({most / GIB:.0f})"
+        )
+    available = job.cluster.host_bytes
+    if available is not None and max(on_host, loading) > _usable_host_bytes(available):
+        when = ", while every process loads the model," if loading > on_host else ""
+        return (
+            f"needs {max(on_host, loading) / GIB:.0f} GiB{when} of the "
+            f"{_usable_host_bytes(available) / GIB:.0f} that may be taken on a host"
+        )
+    return None
+
+
+def _loading_bytes(job: Job) -> float:
+    """Of a host: each process loads the whole model; one of 4 bits is made on the GPU."""
+    return 0.0 if job.dtype == "nf4" else loaded_bytes(job) * job.cluster.gpus_per_node
+
+
+def _usable_host_bytes(available: float) -> float:
+    return (1 - RESERVE) * available

@@ -1,0 +1,1 @@
+"""One rank's way through a plan: the attention operator and all that runs inside it."""

@@ -1,0 +1,184 @@
+"""Who shares a sequence with whom: the (data parallel, ring, Ulysses) cut of the world.
+
+Ulysses ranks are consecutive, so that their all-to-all stays inside a node; a ring rank is one
+Ulysses group; data-parallel replicas are outermost. The order is that of Accelerate's mesh.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.kernels import AgreedKernels
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Layout
+from longctx_patch.sequence.placement import layout_of
+from longctx_patch.transport import (
+    Counters,
+    ProcessGroupTransport,
+    SoloTransport,
+    Transport,
+    VirtualTransport,
+)
+
+
+class WorldPlace(NamedTuple):
+    """Where this process stands."""
+
+    data_parallel_rank: int
+    group_rank: int
+    """Rank within the group that shares a sequence."""
+    data_parallel_size: int
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """One rank's view of the group that shares its sequence."""
+
+    config: LongContextConfig
+    everyone: Transport
+    """All ranks of the group; for agreement, not for data."""
+    ring: Transport
+    """For the inputs of the plan; `ring_results` for what is computed from them."""
+    ring_results: Transport
+    ulysses: Transport
+    counters: Counters
+    kernels: AgreedKernels = field(default_factory=AgreedKernels, compare=False, repr=False)
+    """What its ranks have agreed to compute with."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.config.sequence_degree
+
+    @property
+    def group_rank(self) -> int:
+        return self.ring.group_rank * self.ulysses.num_ranks + self.ulysses.group_rank
+
+    def close(self) -> None:
+        """Give the process groups back. Collective; the group is of no use afterwards."""
+        transports = (self.everyone, self.ring, self.ring_results, self.ulysses)
+        for transport in {id(t): t for t in transports}.values():
+            if isinstance(transport, ProcessGroupTransport):
+                transport.close()
+
+    def layout(self, row: int | Documents) -> Layout:
+        """Placement of a row, given as its documents or its length, over all ranks of the group."""
+        return layout_of(self.config, Documents.one(row) if isinstance(row, int) else row)
+
+
+def world_place(config: LongContextConfig) -> WorldPlace:
+    """This process's place, from its global rank alone.
+
+    Raises ValueError if the degrees don't fit the world that was started.
+    """
+    rank, world_size = _world()
+    degree = config.sequence_degree
+    if world_size % degree:
+        raise ValueError(
+            f"ulysses_degree={config.ulysses_degree} x ring_degree={config.ring_degree} = {degree} "
+            f"ranks per sequence, but {world_size} process(es) were started: the world must be a "
+            f"multiple of {degree}. {_fix(degree, world_size)}"
+        )
+    return WorldPlace(rank // degree, rank % degree, world_size // degree)
+
+
+def make_sequence_group(config: LongContextConfig) -> SequenceGroup:
+    """Build this process's groups. Collective: every process of the world calls it."""
+    place = world_place(config)
+    _check_same_config(config)
+    counters = Counters()
+    if config.sequence_degree == 1:
+        solo = SoloTransport(counters)
+        return SequenceGroup(config, solo, solo, solo, solo, counters)
+    shape = (place.data_parallel_size, config.ring_degree, config.ulysses_degree)
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    everyone = _my_transport(ranks.flatten(1), counters)
+    solo = SoloTransport(counters)
+    if config.ring_degree == 1:
+        return SequenceGroup(config, everyone, solo, solo, everyone, counters)
+    rings = ranks.transpose(1, 2).flatten(0, 1)
+    results = _my_transport(rings, counters)
+    if config.ulysses_degree == 1:
+        return SequenceGroup(config, everyone, everyone, results, solo, counters)
+    ring = _my_transport(rings, counters)
+    ulysses = _my_transport(ranks.flatten(0, 1), counters)
+    return SequenceGroup(config, everyone, ring, results, ulysses, counters)
+
+
+def _check_same_config(config: LongContextConfig) -> None:
+    """Ranks with different degrees or plans would wait for each other in different places."""
+    if _world()[1] == 1:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, config)
+    if set(everyone) != {config}:
+        table = "\n".join(f"  rank {rank}: {other}" for rank, other in enumerate(everyone))
+        raise ValueError(f"the LongContextConfig of the ranks differ:\n{table}\nGive all the same.")
+
+
+def virtual_group(transport: VirtualTransport, config: LongContextConfig) -> SequenceGroup:
+    """The groups of a virtual rank; all virtual ranks together share one sequence."""
+    if transport.num_ranks != config.sequence_degree:
+        raise ValueError(
+            f"{transport.num_ranks} virtual ranks, but ulysses_degree x ring_degree = "
+            f"{config.sequence_degree}. Run {config.sequence_degree} virtual ranks."
+        )
+    ring_rank, ulysses_rank = divmod(transport.group_rank, config.ulysses_degree)
+    grid = torch.arange(transport.num_ranks).view(config.ring_degree, config.ulysses_degree)
+    ring = _virtual_part(transport, grid[:, ulysses_rank])
+    return SequenceGroup(
+        config,
+        transport,
+        ring,
+        ring,
+        _virtual_part(transport, grid[ring_rank]),
+        transport.counters,
+    )
+
+
+def _virtual_part(transport: VirtualTransport, members: torch.Tensor) -> Transport:
+    if len(members) == 1:
+        return SoloTransport(transport.counters)
+    return transport.subgroup(members.tolist())
+
+
+def _my_transport(groups: torch.Tensor, counters: Counters) -> Transport:
+    """Create every group (torch wants all processes to take part); keep the one we are in."""
+    mine, _ = dist.new_subgroups_by_enumeration(groups.tolist(), pg_options=_group_options())
+    return ProcessGroupTransport(mine, _control_device(), counters)
+
+
+def _group_options() -> Any:
+    """On NCCL, transfers go first where they and attention's kernel compete for multiprocessors:
+    they need few of them, and what they bring is waited for."""
+    if "nccl" not in dist.get_backend():
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def _control_device() -> torch.device:
+    if "nccl" in dist.get_backend():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _world() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _fix(degree: int, world_size: int) -> str:
+    if world_size == 1:
+        return (
+            f"Start {degree} processes, e.g. `torchrun --nproc_per_node {degree} script.py`, and "
+            "initialise torch.distributed (Accelerator() does) before patching. "
+            "`accelerate launch` starts one process only for distributed_type: MULTI_CPU; use "
+            "MULTI_GPU with use_cpu: false, also on machines without a GPU."
+        )
+    return (
+        f"Start a multiple of {degree} processes, or choose degrees whose product divides "
+        f"{world_size}."
+    )

@@ -1,0 +1,307 @@
+"""Exact attention over a sequence that is cut over ranks: the operator and its public function.
+
+Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head dim.
+
+The operator runs a forward plan, saves (q, k, v, out, lse) and runs a backward plan. Ulysses, if
+any, exchanges heads for tokens around the plan, so that the product of the two is USP (Fang and
+Zhao 2024). Inside a checkpointed region that keeps attention, the recompute takes (out, lse) from
+the frame, and neither the kernel nor communication runs again; if it keeps a share of the tokens
+only, both run for the others.
+"""
+
+import math
+import struct
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.engine.selective import KeptRows, Selection, selection_of
+from longctx_patch.engine.usp import ForwardResult, Saved, all_lse, run_backward, run_forward
+from longctx_patch.kernels import Score
+from longctx_patch.memory.replay import Frame, current_frame
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.masks import Mask, documents_mask, within
+from longctx_patch.sequence.placement import placement_of
+from longctx_patch.transport import VirtualTransport
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: SequenceGroup,
+    num_tokens: int | None = None,
+    documents: Documents | None = None,
+    window: int | None = None,
+    mask: Mask | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    softmax_scale: float | None = None,
+    check_ranks: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries to the keys of the whole sequence; causal by default.
+
+    Collective over the group. Every rank passes the tokens that `group.layout(num_tokens)` (or
+    `group.layout(documents)`) gives it, with rotary embeddings (if any) already applied.
+
+    Args:
+        q: `[B, L, H, D]`; L may differ between ranks as the layout says, and may be 0.
+        k, v: `[B, L, G, D]`, with H a multiple of G. float64, float32, bfloat16 or float16.
+        group: from `make_sequence_group(config)`, or `virtual_group` in one process.
+        num_tokens: length of the whole sequence; default: L times the number of ranks.
+        documents: boundaries of a packed row, the same for all B rows. Tokens attend within their
+            document only.
+        window: the last `window` keys only, the token itself included. Keys after the token, where
+            a `mask` lets it see some, stay.
+        mask: any `longctx_patch.Mask` over the whole sequence, in place of the causal one;
+            `documents` and `window` restrict it further.
+        sinks: `[H]`, differentiable: a logit of each head that joins the softmax of every row and
+            has no value (gpt-oss).
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
+        softmax_scale: default `D ** -0.5`; the same on every rank.
+        check_ranks: compare shapes, dtype and mask over the group first; it waits for all ranks,
+            so a model with many layers may check once and pass False afterwards.
+
+    Returns:
+        out: `[B, L, H, D]` in q's dtype; differentiable in q, k, v and sinks. 0 in rows that see
+            nothing.
+        lse: `[B, H, L]`, natural-log sum of exponentials, the sink's included; float32 (float64 for
+            float64 inputs); not differentiable. Second derivatives are refused by autograd.
+
+    Raises:
+        ValueError: on every rank, if shapes, dtypes or masks disagree or don't fit the layout.
+
+    Example (one process, so nothing is sent):
+        >>> group = make_sequence_group(LongContextConfig())
+        >>> out, lse = attention(*torch.randn(3, 1, 16, 4, 8), group=group)
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    local = q.shape[1] if q.ndim > 1 else 0  # what is wrong with a shape, _check says
+    total = local * group.num_ranks if num_tokens is None else num_tokens
+    row = Documents.one(total) if documents is None else documents
+    try:
+        allowed, problem = restricted(mask, row, window), None
+    except ValueError as error:  # on this rank perhaps: the others must hear of it, not wait
+        if not check_ranks:
+            raise
+        allowed, problem = documents_mask(row), str(error)
+    if check_ranks:
+        _check(q, k, v, sinks, num_tokens, row, allowed, Score(scale, softcap), group, problem)
+    call = AttentionCall(
+        group, row, allowed, Score(scale, softcap), q.shape[2], k.shape[2], returns_lse=True
+    )
+    return distributed_attention(q, k, v, sinks, call)
+
+
+@lru_cache(maxsize=64)
+def restricted(mask: Mask | None, documents: Documents, window: int | None) -> Mask:
+    """Causal attention, or `mask`, within documents and a window."""
+    if mask is None:
+        return documents_mask(documents, window=window)
+    if documents.is_one and window is None:
+        return mask
+    return mask & within(documents, window)
+
+
+def distributed_attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
+) -> tuple[Tensor, Tensor]:
+    """(out_BLHD, lse_BHL), unchecked.
+
+    Without `call.returns_lse`, lse under Ulysses stays where it was computed: it is of this rank's
+    heads and all tokens of its Ulysses group.
+    """
+    if q.is_cuda and q.requires_grad and isinstance(call.group.everyone, VirtualTransport):
+        raise ValueError(
+            "virtual ranks on CUDA can't run backward: autograd has one thread for the device, and "
+            "ranks that wait for each other in it would hang. Use CPU tensors, torch.no_grad(), or "
+            "real processes."
+        )
+    # Kernels read the head dim as contiguous and don't check.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out, lse = _DistributedAttention.apply(q, k, v, sinks, call)
+    return out, lse
+
+
+class _DistributedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
+    ) -> tuple[Tensor, Tensor]:
+        ctx.call = call
+        frame = current_frame()
+        selection = None if frame is None else selection_of(call, frame.share)
+        # Checkpointing drops what the first forward saves and wants the recompute to save the same
+        # shapes; a recompute that runs nothing again has only this rank's tokens.
+        ctx.local = frame is not None and selection is None
+        with torch.autocast(q.device.type, enabled=False):  # kernels choose their dtypes
+            if frame is None:
+                saved, out, returned_lse = run_forward(call, q, k, v, sinks)
+            elif selection is None:
+                out, lse, returned_lse = _kept_whole(frame, call, q, k, v, sinks)
+                saved = [Saved(q, k, v, out, lse)]
+            else:
+                saved, out, returned_lse = _kept_partly(frame, selection, q, k, v, sinks)
+        ctx.save_for_backward(sinks, *(tensor for part in saved for tensor in part))
+        ctx.mark_non_differentiable(returned_lse)
+        return out, returned_lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        sinks, *flat = ctx.saved_tensors
+        size = len(Saved._fields)
+        saved = [Saved(*flat[first : first + size]) for first in range(0, len(flat), size)]
+        with torch.autocast(grads[0].device.type, enabled=False):
+            gradients = run_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
+        return *gradients, None
+
+
+def _kept_whole(
+    frame: Frame, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Tensor, ...]:
+    """(out, lse, lse to return): computed and kept, or as they were kept."""
+    if frame.replaying:
+        return frame.take()
+    saved, out, returned_lse = run_forward(call, q, k, v, sinks)
+    lse = all_lse(saved)
+    frame.keep(out, lse, returned_lse)
+    return out, lse, returned_lse
+
+
+def _kept_partly(
+    frame: Frame, selection: Selection, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> ForwardResult:
+    """Computed, and the rows of a selection kept; or the others computed again."""
+    if not frame.replaying:
+        selection.prepare(q)
+        result = run_forward(selection.call, q, k, v, sinks)
+        rows = [selection.kept(part.out, part.lse) for part in result.saved]
+        frame.keep(*(tensor for kept in rows for tensor in kept))
+        return result
+    flat = frame.take()
+    kept = [KeptRows(*flat[first : first + 2]) for first in range(0, len(flat), 2)]
+
+    def complete(wave: int, part: Saved) -> None:
+        selection.complete(part.out, part.lse, kept[wave])
+
+    return run_forward(selection.early, q, k, v, sinks, complete)
+
+
+def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    fits = (
+        q.ndim == k.ndim == 4
+        and k.shape == v.shape
+        and (q.shape[:2], q.shape[3]) == (k.shape[:2], k.shape[3])
+        and k.shape[2] > 0
+        and q.shape[2] % k.shape[2] == 0
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in _DTYPES
+        and q.device == k.device == v.device
+    )
+    if fits:
+        return None
+    described = ", ".join(
+        f"{name} {list(t.shape)} {t.dtype} on {t.device}"
+        for name, t in zip("qkv", (q, k, v), strict=True)
+    )
+    return (
+        f"{described}: expected q [B, L, H, D] and k, v [B, L, G, D] with H a multiple of G, "
+        "of one float dtype and one device. Transpose [B, H, L, D] tensors with .transpose(1, 2)."
+    )
+
+
+def _value_problem(
+    q: Tensor,
+    sinks: Tensor | None,
+    num_tokens: int | None,
+    documents: Documents,
+    mask: Mask,
+    score: Score,
+) -> str | None:
+    total = documents.num_tokens
+    if q.shape[0] * total < 1:
+        return (
+            f"q {list(q.shape)}, num_tokens={total}: an empty batch or sequence. Attention "
+            "needs a token; leave empty batches out."
+        )
+    if num_tokens not in (None, total):
+        return (
+            f"num_tokens={num_tokens}, but the documents and their padding have {total} tokens: "
+            "give one of them."
+        )
+    if mask.num_tokens != total:
+        return (
+            f"a mask over {mask.num_tokens} tokens for a sequence of {total}: make it for the "
+            "whole sequence, padding included."
+        )
+    if sinks is not None and (sinks.shape != (q.shape[2],) or not sinks.is_floating_point()):
+        return (
+            f"sinks {list(sinks.shape)} {sinks.dtype} for {q.shape[2]} heads: give a logit for "
+            "each head, in a float dtype."
+        )
+    if score.softcap is not None and not 0 < score.softcap < math.inf:
+        return f"softcap={score.softcap}: scores are capped by a number above 0. Or give None."
+    if not math.isfinite(score.scale):
+        return f"softmax_scale={score.scale}: give a finite number, or None."
+    return None
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    num_tokens: int | None,
+    documents: Documents,
+    mask: Mask,
+    score: Score,
+    group: SequenceGroup,
+    mask_problem: str | None,
+) -> None:
+    """Compare across ranks before anything is sent that could hang; raise on every rank or none."""
+    problem = _shape_problem(q, k, v) or mask_problem
+    problem = problem or _value_problem(q, sinks, num_tokens, documents, mask, score)
+    if problem is None:
+        batch, length, heads, dim = q.shape
+        total = documents.num_tokens
+        numbers = struct.pack("<2d", score.scale, score.softcap or 0.0)
+        scale_bits, cap_bits = struct.unpack("<2q", numbers)
+        dtype = _DTYPES.index(q.dtype)
+        options = (cap_bits, int(sinks is not None), mask.checksum)
+        mine = (1, total, batch, length, heads, k.shape[2], dim, dtype, scale_bits, *options)
+    else:
+        mine = (0,) * 12
+    rows = group.everyone.all_gather_numbers(mine)
+    if problem is not None:
+        raise ValueError(problem)
+    sizes = group.layout(documents).sizes
+    agree = all((*row[:3], *row[4:]) == (*mine[:3], *mine[4:]) for row in rows)
+    if agree and tuple(row[3] for row in rows) == sizes:
+        return
+    table = "\n".join(_describe(rank, row) for rank, row in enumerate(rows))
+    raise ValueError(
+        f"the ranks of the group don't hold shards of one sequence:\n{table}\n"
+        f"The {placement_of(group.config, documents)} layout of {mine[1]} tokens gives the ranks "
+        f"{list(sizes)} tokens. Cut the sequence with group.layout(num_tokens or "
+        "documents).shard(x, group.group_rank, dim)."
+    )
+
+
+def _describe(rank: int, row: tuple[int, ...]) -> str:
+    if not row[0]:
+        return f"  rank {rank}: refused its tensors; its own error says why"
+    scale, cap = struct.unpack("<2d", struct.pack("<2q", *row[8:10]))
+    return (
+        f"  rank {rank}: sequence {row[1]}, batch {row[2]}, tokens {row[3]}, heads {row[4]}, "
+        f"kv heads {row[5]}, head dim {row[6]}, {_DTYPES[row[7]]}, scale {scale:g}, "
+        f"softcap {cap:g}, {'sinks' if row[10] else 'no sinks'}, mask {row[11]:08x}"
+    )

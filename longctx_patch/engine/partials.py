@@ -1,0 +1,235 @@
+"""Partial results of one rank: its own, and those it holds for others until they are sent home."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from longctx_patch.engine.accumulate import RowSum, SoftmaxMerge, sum_dtype
+from longctx_patch.engine.operands import adjoined
+from longctx_patch.plans import Block, Operand, Share, Transfer
+from longctx_patch.sequence.layout import Interval, Rows
+from longctx_patch.transport import Packet, TensorSpec
+
+
+class Partial(Protocol):
+    """A partial result for some rows of one owner."""
+
+    rows: Rows
+
+    def add(self, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
+        """Add results for `runs` of the owner's rows, which the parts hold one after another."""
+        ...
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """What another partial result can add, rows along dim 1."""
+        ...
+
+    def results(self) -> tuple[Tensor, ...]:
+        """The same in the dtype of the model."""
+        ...
+
+    def adopt(self, packet: Packet) -> None:
+        """Start from a packet that covers all rows, and is ours to write to."""
+        ...
+
+    def packet(self, operand: Operand) -> Packet:
+        """The bytes to send."""
+        ...
+
+
+class OutPartial:
+    """Attention output and lse; parts are (lse_BLH, out_BLHD)."""
+
+    def __init__(self, rows: Rows, like: tuple[Tensor, ...]) -> None:
+        (q,) = like
+        self.rows = rows
+        self._device = q.device
+        self._merge = SoftmaxMerge(_spec(q, rows, q.dtype), q.device)
+
+    def add(self, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
+        for place, (lse_BLH, out) in _placed(self.rows, runs, parts):
+            self._merge.add(place, out, lse_BLH.transpose(1, 2))
+
+    def parts(self) -> tuple[Tensor, ...]:
+        out, lse_BHL = self._merge.result()
+        return lse_BHL.transpose(1, 2), out
+
+    results = parts
+
+    def adopt(self, packet: Packet) -> None:
+        self.add(self.rows.runs, packet.tensors)
+
+    def packet(self, operand: Operand) -> Packet:
+        packet = Packet.empty(_out_specs(self._merge.spec), self._device)
+        lse_BLH, out_BLHD = packet.tensors
+        self._merge.write_to(out_BLHD, lse_BLH.transpose(1, 2))
+        return packet
+
+
+class GradientPartial:
+    """Sums of gradients, one for each tensor of `like`."""
+
+    def __init__(self, rows: Rows, like: tuple[Tensor, ...]) -> None:
+        self.rows = rows
+        self._device = like[0].device
+        self._sums = [RowSum(_spec(t, rows, t.dtype), t.device) for t in like]
+        self._arrived: Packet | None = None
+
+    def add(self, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
+        for place, placed in _placed(self.rows, runs, parts):
+            for total, part in zip(self._sums, placed, strict=True):
+                total.add(place, part)
+
+    def parts(self) -> tuple[Tensor, ...]:
+        return tuple(total.total for total in self._sums)
+
+    def results(self) -> tuple[Tensor, ...]:
+        return tuple(total.result() for total in self._sums)
+
+    def adopt(self, packet: Packet) -> None:
+        self.add(self.rows.runs, packet.tensors)
+        self._arrived = packet
+
+    def packet(self, operand: Operand) -> Packet:
+        specs = [_wire_spec(total.spec, operand) for total in self._sums]
+        # A sum that came as a packet and was added to in place goes on as that packet.
+        if self._arrived is not None and all(
+            total.is_in(view) and view.dtype == spec.dtype
+            for total, view, spec in zip(self._sums, self._arrived.tensors, specs, strict=True)
+        ):
+            return self._arrived
+        packet = Packet.empty(specs, self._device)
+        for total, view in zip(self._sums, packet.tensors, strict=True):
+            total.write_to(view)
+        return packet
+
+
+class ResultKey(NamedTuple):
+    """Whose result it is."""
+
+    kind: Operand
+    owner: int
+    heads: Share
+
+
+class Partials:
+    """All partial results that one rank holds; heads are along dim 2 of every tensor."""
+
+    def __init__(
+        self, rank: int, num_kv_heads: int, like: Mapping[Operand, tuple[Tensor, ...]]
+    ) -> None:
+        """`like`: for each kind of result the rank's own tensors whose shapes it has."""
+        self._rank = rank
+        self._num_kv_heads = num_kv_heads
+        self._like = like
+        self._held: dict[ResultKey, Partial] = {}
+        self._arriving: list[tuple[Transfer, Packet]] = []
+
+    def add(self, key: ResultKey, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
+        """Add results for `runs` of the owner's rows, which the parts hold one after another."""
+        # This rank's own results are of all its rows from the start: most works fill them.
+        own = key.owner == self._rank
+        rows = self._own_rows(key.kind) if own else Rows.of(runs)
+        held = self._held.get(key)
+        if held is None or not held.rows.covers(rows):
+            held = self._grown(key, held, rows)
+        held.add(runs, parts)
+
+    def own(self, kind: Operand, num_groups: int, *, as_summed: bool = False) -> tuple[Tensor, ...]:
+        """This rank's results, its groups of heads side by side; zeros where nothing was added.
+
+        `as_summed`: in the dtype of the sums where there are any, for a sum that goes on."""
+        groups = []
+        for index in range(num_groups):
+            key = ResultKey(kind, self._rank, Share(index, num_groups))
+            held = self._held.get(key) or self._make(key, self._own_rows(kind))
+            groups.append(held.parts() if as_summed else held.results())
+        if num_groups == 1:
+            return groups[0]
+        return tuple(torch.cat(parts, 2) for parts in zip(*groups, strict=True))
+
+    def outgoing(self, transfer: Transfer) -> Tensor:
+        """Give up the partial result."""
+        key, rows = _key(transfer.block), transfer.block.rows
+        held = self._held[key]
+        if held.rows != rows:
+            held = self._grown(key, held, rows)
+        del self._held[key]
+        return held.packet(transfer.block.operand).buffer
+
+    def incoming(self, transfer: Transfer) -> Tensor:
+        operand, _, rows, heads = transfer.block
+        like = self._like_part(operand.partial, heads)
+        specs = [_wire_spec(_spec(t, rows, t.dtype), operand) for t in like]
+        if operand is Operand.OUT:
+            specs = _out_specs(*specs)
+        packet = Packet.empty(specs, like[0].device)
+        self._arriving.append((transfer, packet))
+        return packet.buffer
+
+    def land(self) -> None:
+        """Add what has arrived."""
+        for transfer, packet in self._arriving:
+            block, key = transfer.block, _key(transfer.block)
+            if block.owner == self._rank:
+                self.add(key, block.rows.runs, packet.tensors)
+                continue
+            # The packet is the larger part: what is held is added to it.
+            held = self._held.pop(key, None)
+            self._held[key] = self._make(key, block.rows)
+            self._held[key].adopt(packet)
+            if held is not None:
+                self.add(key, held.rows.runs, held.parts())
+        self._arriving.clear()
+
+    def _grown(self, key: ResultKey, held: Partial | None, rows: Rows) -> Partial:
+        """A partial result over `rows` and what was held, in place of it."""
+        larger = self._make(key, rows if held is None else rows | held.rows)
+        if held is not None:
+            larger.add(held.rows.runs, held.parts())
+        self._held[key] = larger
+        return larger
+
+    def _own_rows(self, kind: Operand) -> Rows:
+        return Rows.first(self._like[kind][0].shape[1])
+
+    def _make(self, key: ResultKey, rows: Rows) -> Partial:
+        make = OutPartial if key.kind is Operand.OUT else GradientPartial
+        return make(rows, self._like_part(key.kind, key.heads))
+
+    def _like_part(self, kind: Operand, heads: Share) -> tuple[Tensor, ...]:
+        return tuple(heads.cut(tensor, self._num_kv_heads) for tensor in self._like[kind])
+
+
+def _key(block: Block) -> ResultKey:
+    return ResultKey(block.operand.partial, block.owner, block.heads)
+
+
+def _placed(
+    rows: Rows, runs: Sequence[Interval], parts: tuple[Tensor, ...]
+) -> Iterator[tuple[Interval, tuple[Tensor, ...]]]:
+    """(place among the held `rows`, that part of the tensors) of the runs, those together that
+    follow each other there."""
+    places = [rows.place(run) for run in runs]
+    assert None not in places, f"rows {runs} of {rows}"
+    joined = adjoined(place for place in places if place is not None)
+    before = 0
+    for place in joined:
+        whole = len(joined) == 1
+        yield place, parts if whole else tuple(p[:, before : before + place.size] for p in parts)
+        before += place.size
+
+
+def _wire_spec(spec: TensorSpec, operand: Operand) -> TensorSpec:
+    return spec._replace(dtype=sum_dtype(spec.dtype)) if operand.is_sum else spec
+
+
+def _out_specs(out: TensorSpec) -> list[TensorSpec]:
+    """Of lse_BLH and out_BLHD."""
+    return [TensorSpec(out.shape[:3], sum_dtype(out.dtype)), out]
+
+
+def _spec(like: Tensor, rows: Rows, dtype: torch.dtype) -> TensorSpec:
+    return TensorSpec((like.shape[0], rows.size, *like.shape[2:]), dtype)

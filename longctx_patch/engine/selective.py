@@ -1,0 +1,119 @@
+"""Keep attention's results for the tokens that cost most to compute again, and for no others.
+
+Under a causal mask a token costs as much as it has tokens before it. So of each document the last
+tokens are kept: with a share x of a row's tokens, the recompute of the others takes (1 - x)^2 of
+attention's forward pass and keeps 1 - x of its results' memory free (sequence-level selective
+checkpointing; BurstEngine, Sun et al. 2025). Half the memory is a quarter of the work.
+
+Rows are selected where attention has computed them: under Ulysses those are all tokens of the
+group for some heads, so that ranks keep equally much however tokens are placed. Ring ranks do with
+a layout that spreads a document's end over all of them, as `striped` does.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx_patch.config import SPARSE_PLAN
+from longctx_patch.engine.call import AttentionCall
+from longctx_patch.plans import Direction
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Interval
+from longctx_patch.sequence.masks import Mask, mask_of
+from longctx_patch.sequence.regions import FULL, Piece
+
+
+class KeptRows(NamedTuple):
+    """Attention's results of the selected rows, for the heads of a wave."""
+
+    out: Tensor
+    """`[B, kept, heads, D]`."""
+    lse: Tensor
+    """`[B, heads, kept]`."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Of the rows of one attention call, those whose results are kept."""
+
+    call: AttentionCall
+    cut: int
+    """Tokens from this place in their document on are kept."""
+
+    @cached_property
+    def early(self) -> AttentionCall:
+        """The call without them: what is computed again."""
+        mask = self.call.mask & rows_before(self.call.documents, self.cut)
+        return replace(self.call, mask=mask, plan_name=SPARSE_PLAN)
+
+    def prepare(self, q: Tensor) -> None:
+        """Kernel and plans of the recompute for queries `[B, L, H, D]`, before backward. Collective
+        where ranks haven't agreed on a kernel for such a call yet."""
+        self.early.kernel(q.device.type, q.dtype, q.shape[3])
+        for wave in self.early.waves_for(q):
+            wave.plan_for(Direction.FORWARD, q)
+
+    def kept(self, out: Tensor, lse: Tensor) -> KeptRows:
+        """Copies of the selected rows of `[B, S, heads, D]` and `[B, heads, S]`."""
+        rows = self._rows_on(out.device)
+        return KeptRows(out.index_select(1, rows), lse.index_select(2, rows))
+
+    def complete(self, out: Tensor, lse: Tensor, kept: KeptRows) -> None:
+        """Put the selected rows into the results of `early`, in place."""
+        rows = self._rows_on(out.device)
+        out.index_copy_(1, rows, kept.out)
+        lse.index_copy_(2, rows, kept.lse)
+
+    def _rows_on(self, device: torch.device) -> Tensor:
+        """Copied there once: a copy waits for the device."""
+        if device not in self._copies:
+            self._copies[device] = self._rows.to(device)
+        return self._copies[device]
+
+    @cached_property
+    def _copies(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """int64: of the tokens of this rank's Ulysses group, in the order of their slots."""
+        documents, tokens = self.call.documents, self.call.group_positions()
+        is_padding = tokens >= documents.edges[-1]
+        return ((documents.positions(tokens) >= self.cut) & ~is_padding).nonzero().flatten()
+
+
+def selection_of(call: AttentionCall, share: float) -> Selection | None:
+    """At most a share of the row's tokens; None where that is all of them. Made once for a call."""
+    if share not in call.selections:
+        cut = first_kept(call.documents, share)
+        call.selections[share] = Selection(call, cut) if cut else None
+    found: Selection | None = call.selections[share]
+    return found
+
+
+def first_kept(documents: Documents, share: float) -> int:
+    """The place in documents from which on at most a share of all tokens lie.
+
+    Example:
+        >>> first_kept(Documents((6, 2), 8), 0.25)
+        4
+    """
+    most = share * sum(documents.lengths)
+
+    def is_few_enough(place: int) -> bool:
+        return sum(max(0, length - place) for length in documents.lengths) <= most
+
+    return bisect_left(range(max(documents.lengths, default=0) + 1), True, key=is_few_enough)
+
+
+def rows_before(documents: Documents, place: int) -> Mask:
+    """The first tokens of each document see everything, the others nothing."""
+    everything = Interval(0, documents.num_tokens)
+    edges = zip(documents.edges, documents.edges[1:], strict=False)
+    rows = [Interval(start, min(start + place, stop)) for start, stop in edges]
+    regions = [Piece(row, everything, FULL) for row in rows if row.size]
+    return mask_of(documents.num_tokens, regions, f"first {place} tokens")

@@ -1,0 +1,177 @@
+"""DeepSpeed-Ulysses: exchange heads for tokens around a plan over fewer ranks (Jacobs et al. 2023).
+
+Before attention every rank of a Ulysses group holds some tokens of all heads, inside it all tokens
+of some heads. Key-value heads fewer than ranks are sent to every rank whose query heads need them,
+and their gradients are summed in float32 where they came from. Query heads need not divide evenly.
+
+Heads don't depend on each other, so they are exchanged in waves: those of one wave travel while
+another is computed.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx_patch.engine.accumulate import sum_dtype
+from longctx_patch.engine.head_packing import HeadCuts, HeadTotal, are_shared, pack, unpack
+from longctx_patch.plans.head_split import Heads, HeadSplit
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.transport import Pending, Transport
+
+
+class Resharder(NamedTuple):
+    """Exchanges heads for tokens in a Ulysses group.
+
+    Every exchange is one all-to-all that carries all tensors it is given. They have one dtype and
+    head dim, and travel side by side along the heads.
+    """
+
+    transport: Transport
+    split: HeadSplit
+    sizes: tuple[int, ...]
+    """Tokens of each rank before the exchange."""
+
+    def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingHeads":
+        """Begin: from `[B, L_local, all heads, D]` each to some heads of all ranks' tokens."""
+        rank = self.transport.group_rank
+        batch, _, _, dim = tensors[0].shape
+        widths = [self.split.of(kind)[rank].size for kind in heads]
+        shapes = [(batch, size, sum(widths), dim) for size in self.sizes]
+        send, sizes = pack(tensors, tuple(self.split.of(kind) for kind in heads))
+        return ArrivingHeads(self._all_to_all(send, sizes, shapes), widths)
+
+    def to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingTokens":
+        """Begin the way back: from what `to_heads` brings to parts of all heads."""
+        rank = self.transport.group_rank
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 2)
+        batch, _, _, dim = whole.shape
+        cuts = tuple(self.split.of(kind) for kind in heads)
+        widths = [sum(cut.size for cut in mine) for mine in zip(*cuts, strict=True)]
+        shapes = [(batch, self.sizes[rank], width, dim) for width in widths]
+        # Of one row, the tokens of each rank lie side by side already.
+        send = whole.reshape(-1)
+        if batch > 1:
+            send = torch.cat([part.flatten() for part in whole.split(self.sizes, 1)])
+        sizes = [batch * size * whole.shape[2] * dim for size in self.sizes]
+        return ArrivingTokens(self._all_to_all(send, sizes, shapes), cuts)
+
+    def _all_to_all(
+        self, send: Tensor, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]
+    ) -> "_Arriving":
+        """Send `sizes[i]` numbers to rank `i` and get a tensor of `shapes[i]` from it."""
+        width = send.dtype.itemsize
+        arriving = [prod(shape) for shape in shapes]
+        received = send.new_empty(sum(arriving))
+        pending = self.transport.all_to_all(
+            send.view(torch.uint8),
+            [size * width for size in sizes],
+            received.view(torch.uint8),
+            [size * width for size in arriving],
+        )
+        return _Arriving(pending, received, tuple(shapes))
+
+
+class _Arriving(NamedTuple):
+    """Tensors from each rank, on their way into one buffer."""
+
+    pending: Pending
+    received: Tensor
+    shapes: tuple[tuple[int, ...], ...]
+
+    def wait(self) -> Tensor:
+        """The buffer."""
+        self.pending.wait()
+        return self.received
+
+
+class ArrivingHeads(NamedTuple):
+    """The tokens of all ranks, for some heads of several tensors."""
+
+    arriving: _Arriving
+    widths: Sequence[int]
+    """Heads of each tensor."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """`[B, L of the group, heads, D]` each."""
+        received, shapes = self.arriving.wait(), self.arriving.shapes
+        batch, _, heads, dim = shapes[0]
+        # Of one row, the tokens of the ranks lie side by side as they came.
+        whole = received.view(1, -1, heads, dim)
+        if batch > 1:
+            parts = received.split([prod(shape) for shape in shapes])
+            whole = torch.cat([p.view(shape) for p, shape in zip(parts, shapes, strict=True)], 1)
+        return whole.split_with_sizes(self.widths, 2)
+
+
+class ArrivingTokens(NamedTuple):
+    """This rank's tokens, some heads of several tensors from each rank."""
+
+    arriving: _Arriving
+    cuts: tuple[HeadCuts, ...]
+    """Of each tensor."""
+
+
+def join_waves(waves: Sequence[Sequence[ArrivingTokens]]) -> list[Tensor]:
+    """`[B, L, all heads, D]` of each tensor, from the exchanges that each wave comes back in.
+
+    What several ranks or waves have of one head (key-value gradients) is summed in float32. A wave
+    is put in its place when it has come, while those after it travel; all are waited for in the
+    order in which they were posted.
+    """
+    totals = [_empty_totals(exchange) for exchange in zip(*waves, strict=True)]
+    for wave in waves:
+        for exchange, of_exchange in zip(wave, totals, strict=True):
+            unpack(exchange.arriving.wait(), of_exchange, exchange.cuts)
+    return [
+        total.tensor.to(exchange.arriving.received.dtype)
+        for exchange, of_exchange in zip(waves[0], totals, strict=True)
+        for total in of_exchange
+    ]
+
+
+def _empty_totals(waves: Sequence[ArrivingTokens]) -> list[HeadTotal]:
+    """Of each tensor of an exchange, which every wave has one of."""
+    like, (batch, rows, _, dim) = waves[0].arriving.received, waves[0].arriving.shapes[0]
+    totals = []
+    for of_waves in zip(*(wave.cuts for wave in waves), strict=True):
+        shape = (batch, rows, max(cut.stop for cuts in of_waves for cut in cuts), dim)
+        is_sum = are_shared(of_waves)
+        tensor = (
+            like.new_zeros(shape, dtype=sum_dtype(like.dtype)) if is_sum else like.new_empty(shape)
+        )
+        totals.append(HeadTotal(tensor, is_sum))
+    return totals
+
+
+def to_heads_traffic(
+    split: HeadSplit, heads: Sequence[Heads], rank: int, *, tokens: int, bytes_per_head: int
+) -> Traffic:
+    """What one rank sends in `to_heads`, for its `tokens` and the bytes of a token's head."""
+    sizes = [
+        tokens * bytes_per_head * sum(split.of(kind)[other].size for kind in heads)
+        for other in range(split.degree)
+        if other != rank
+    ]
+    return _total(sizes)
+
+
+def to_tokens_traffic(
+    split: HeadSplit,
+    heads: Sequence[Heads],
+    rank: int,
+    *,
+    sizes: Sequence[int],
+    bytes_per_head: int,
+) -> Traffic:
+    """What one rank sends in `to_tokens`; `sizes` are the tokens of each rank."""
+    mine = sum(split.of(kind)[rank].size for kind in heads)
+    return _total(
+        [size * bytes_per_head * mine for other, size in enumerate(sizes) if other != rank]
+    )
+
+
+def _total(sizes: Sequence[int]) -> Traffic:
+    return Traffic(sum(1 for size in sizes if size), sum(sizes))

@@ -1,0 +1,194 @@
+"""Attention of one rank, forward and backward: Ulysses' exchanges around a plan.
+
+Their product is USP (Fang and Zhao 2024). Heads go in waves: all exchanges of heads for tokens are
+posted first, each wave is computed when it has come, and goes back while the next one is computed.
+The first wave's way in and the last one's way back are what is left to wait for.
+
+Legend: B batch, L tokens of this rank, S tokens of its Ulysses group, H query heads, G key-value
+heads, D head dim.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx_patch.engine.accumulate import sum_dtype
+from longctx_patch.engine.call import AttentionCall, HeadWave
+from longctx_patch.engine.executor import Executor, row_dots
+from longctx_patch.engine.ulysses import ArrivingHeads, ArrivingTokens, join_waves
+from longctx_patch.plans import Direction
+from longctx_patch.plans.head_split import QKV, Heads
+
+
+class Saved(NamedTuple):
+    """What backward needs: of a wave as its plan saw it, or of this rank's tokens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    """`[B, heads, S]` of the heads that this rank computes, also where the others are `[B, L, ...]`
+    of all heads."""
+
+
+class ForwardResult(NamedTuple):
+    saved: list[Saved]
+    """Of each wave."""
+    out_BLHD: Tensor
+    lse: Tensor
+    """As `call.returns_lse` says: `[B, H, L]`, or what `Saved` has of all waves."""
+
+
+def run_forward(
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    complete: Callable[[int, Saved], None] | None = None,
+) -> ForwardResult:
+    """`q` `[B, L, H, D]`, `k` and `v` `[B, L, G, D]`, `sinks` `[H]`.
+
+    `complete(number, saved)` may put known rows into the results of a wave before they go back.
+    """
+    executor, waves = call.executor(q), call.waves_for(q)
+    if call.group.ulysses.num_ranks == 1:
+        (wave,) = waves
+        whole = _forward_of(wave, executor, (q, k, v), sinks)
+        if complete is not None:
+            complete(0, whole)
+        return ForwardResult([whole], whole.out, whole.lse)
+    arriving = [wave.resharder.to_heads([q, k, v], QKV) for wave in waves]
+    saved: list[Saved] = []
+    leaving: list[list[ArrivingTokens]] = []
+    for number, (wave, inputs) in enumerate(zip(waves, arriving, strict=True)):
+        part = _forward_of(wave, executor, inputs.wait(), sinks)
+        if complete is not None:
+            complete(number, part)
+        # lse is a column of every head, so it travels like one.
+        results = [part.out, part.lse.transpose(1, 2)[..., None]]
+        saved.append(part)
+        leaving.append(
+            [
+                wave.resharder.to_tokens([result], [Heads.QUERY])
+                for result in results[: 1 + call.returns_lse]
+            ]
+        )
+    out, *lse_BLH1 = join_waves(leaving)
+    if lse_BLH1:
+        return ForwardResult(saved, out, lse_BLH1[0][..., 0].transpose(1, 2).contiguous())
+    return ForwardResult(saved, out, all_lse(saved))
+
+
+def all_lse(saved: Sequence[Saved]) -> Tensor:
+    """`[B, heads, S]` of all waves."""
+    return saved[0].lse if len(saved) == 1 else torch.cat([part.lse for part in saved], 1)
+
+
+def run_backward(
+    call: AttentionCall,
+    dout: Tensor,
+    saved: Sequence[Saved],
+    sinks: Tensor | None,
+    *,
+    local: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq_BLHD, dk_BLGD, dv_BLGD, dsinks_H) of this rank.
+
+    `local`: `saved` is of this rank's tokens, and is exchanged once more.
+    """
+    executor = call.executor(dout)
+    dsinks = None if sinks is None else torch.zeros_like(sinks)
+    grads: list[list[Tensor]] = []
+    leaving: list[list[ArrivingTokens]] = []
+    for wave, wave_dout, part in _backward_inputs(call, dout, saved, local=local):
+        grads.append(_backward_of(wave, executor, wave_dout, part))
+        if sinks is not None and dsinks is not None:
+            dsinks[wave.heads] = _sink_gradient(sinks[wave.heads], wave_dout, part)
+        if call.group.ulysses.num_ranks > 1:
+            leaving.append([wave.resharder.to_tokens(grads.pop(), QKV)])
+    dq, dk, dv = join_waves(leaving) if leaving else grads[0]
+    return dq, dk, dv, dsinks
+
+
+def _backward_inputs(
+    call: AttentionCall, dout: Tensor, saved: Sequence[Saved], *, local: bool
+) -> Iterator[tuple[HeadWave, Tensor, Saved]]:
+    """Each wave with the heads that it computes, of dout and of what forward saved."""
+    waves = call.waves_for(dout)
+    if call.group.ulysses.num_ranks == 1:
+        yield waves[0], dout, saved[0]
+        return
+    arriving = [_exchange_for_backward(wave, dout, saved, local) for wave in waves]
+    widths = [wave.heads.stop - wave.heads.start for wave in waves]
+    lse_of_waves = saved[0].lse.split(widths, 1) if local else [part.lse for part in saved]
+    for index, (wave, exchanges) in enumerate(zip(waves, arriving, strict=True)):
+        *arrived, wave_dout = (tensor for exchange in exchanges for tensor in exchange.wait())
+        part = Saved._make([*arrived, lse_of_waves[index]]) if local else saved[index]
+        yield wave, wave_dout, part
+
+
+def _exchange_for_backward(
+    wave: HeadWave, dout: Tensor, saved: Sequence[Saved], local: bool
+) -> list[ArrivingHeads]:
+    """Of (q, k, v), out and dout, what is here of this rank's tokens only.
+
+    One by one, since kernels want out and dout contiguous.
+    """
+    query = [Heads.QUERY]
+    exchanges = []
+    if local:
+        q, k, v, out, _ = saved[0]
+        exchanges = [wave.resharder.to_heads([q, k, v], QKV), wave.resharder.to_heads([out], query)]
+    return [*exchanges, wave.resharder.to_heads([dout], query)]
+
+
+def _forward_of(
+    wave: HeadWave, executor: Executor, qkv: Sequence[Tensor], sinks: Tensor | None
+) -> Saved:
+    q, k, v = qkv
+    mine = None if sinks is None else sinks[wave.heads]
+    plan = wave.plan_for(Direction.FORWARD, q)
+    out, lse = executor.forward(plan, q, *_matched(wave, k, v), mine)
+    return Saved(q, k, v, out, lse)
+
+
+def _backward_of(wave: HeadWave, executor: Executor, dout: Tensor, part: Saved) -> list[Tensor]:
+    """[dq, dk, dv] of the heads of a wave, in the dtype of the model."""
+    q, k, v, out, lse = part
+    plan = wave.plan_for(Direction.BACKWARD, q)
+    dq, dk, dv = executor.backward(
+        plan, dout, q, *_matched(wave, k, v), out, lse, keys_as_summed=wave.kv_runs is not None
+    )
+    return [dq, _unmatched(wave, dk).to(k.dtype), _unmatched(wave, dv).to(v.dtype)]
+
+
+def _sink_gradient(sinks: Tensor, dout: Tensor, part: Saved) -> Tensor:
+    """What this rank's rows add. A sink is a key whose value is 0, so dP is 0 there."""
+    p_BHL = torch.exp(sinks.to(part.lse.dtype)[:, None] - part.lse)
+    return -(p_BHL * row_dots(dout, part.out).transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
+
+
+def _matched(wave: HeadWave, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat key-value heads where this rank's query heads don't group evenly over them."""
+    runs = wave.kv_runs
+    if runs is None:
+        return k, v
+
+    def repeated(x: Tensor) -> Tensor:
+        parts = [x[:, :, i : i + 1].expand(-1, -1, run.size, -1) for i, run in enumerate(runs)]
+        return torch.cat(parts, 2)
+
+    return repeated(k), repeated(v)
+
+
+def _unmatched(wave: HeadWave, grad: Tensor) -> Tensor:
+    """Sum the gradients of repeated heads, in float32 or wider and in a fixed order."""
+    runs = wave.kv_runs
+    if runs is None:
+        return grad
+    wide = grad.to(sum_dtype(grad.dtype))
+    return torch.stack([wide[:, :, slice(run.start, run.stop)].sum(2) for run in runs], 2)

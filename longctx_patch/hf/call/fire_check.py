@@ -1,0 +1,210 @@
+"""Proof, on the first training step, that attention crossed the ranks.
+
+Patches of other libraries have failed silently: a dispatch key rewritten, a hook that no longer
+fires, and every rank trains on attention within its own shard, with losses that look plausible. So
+on the first sharded training step ranks meet before every attention layer, each layer must have run
+its plan once, and what was sent must be what the plans predict, to the byte. Backward is checked
+when the next sharded pass begins.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.engine.selective import selection_of
+from longctx_patch.hf.call.meeting import Meeting, SequenceParallelismError, meet
+from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
+from longctx_patch.hf.model import transformers_api
+from longctx_patch.memory import LayerPolicy
+from longctx_patch.plans import Traffic
+
+_END = -1
+
+
+class PlannedTraffic(NamedTuple):
+    """What one rank sends for one layer."""
+
+    forward: Traffic
+    recompute: Traffic
+    """Of attention, in each run after the first."""
+    backward: Traffic
+
+
+class FireCheck:
+    """Watches one step of one model; `layers` are its attention modules, run under `policies`."""
+
+    def __init__(
+        self,
+        group: SequenceGroup,
+        layers: Sequence[nn.Module],
+        policies: Sequence[LayerPolicy],
+        share: float,
+    ) -> None:
+        """`share`: of the tokens, whose attention is kept by layers that keep it."""
+        self.has_run_forward = False
+        self._policies = policies
+        self._share = share
+        self._group = group
+        self._numbers = {id(layer): number for number, layer in enumerate(layers)}
+        self._before = self._sent()
+        self._runs: Counter[int] = Counter()  # by number of the layer
+        self._backward: Counter[int] = Counter()
+        self._finished: Counter[int] = Counter()
+        self._queries_train: set[int] = set()
+        self._traffic: dict[int, PlannedTraffic] = {}
+        self._masks: list[str] = []
+
+    @property
+    def masks(self) -> str:
+        """Who sees whom, of all kinds of layers that ran."""
+        return " + ".join(dict.fromkeys(self._masks))
+
+    def layer_begins(self, module: nn.Module) -> None:
+        """Collective in forward: all ranks must come to the same layer."""
+        if not self.has_run_forward:
+            self._meet(self._numbers[id(module)])
+
+    def layer_ran(
+        self,
+        module: nn.Module,
+        call: AttentionCall,
+        q: Tensor,
+        out: Tensor,
+        *,
+        has_sinks: bool,
+    ) -> None:
+        """Note a layer's call with queries `[B, L, H, D]`, and its backward when it comes."""
+        layer, (batch, _, _, head_dim) = self._numbers[id(module)], q.shape
+        self._runs[layer] += 1
+        if layer in self._traffic:  # a recompute: its backward is that of the first run
+            return
+        softcap = [f"softcap {call.score.softcap:g}"] if call.score.softcap else []
+        self._masks.append(", ".join([call.mask.name, *softcap, *["sinks"] * has_sinks]))
+        self._traffic[layer] = self._planned(layer, call, (batch, head_dim, q.dtype.itemsize))
+        if out.requires_grad:
+            out.register_hook(lambda _: self._backward.update([layer]))
+        if q.requires_grad:
+            self._queries_train.add(layer)
+            q.register_hook(lambda _: self._finished.update([layer]))
+
+    def check_forward(self) -> None:
+        """After the decoder's forward pass; collective, raises on every rank if on one."""
+        problem = self._missing_layers()
+        problem = problem or self._wrong_traffic("forward", self.planned_forward())
+        self._meet(_END, problem)
+        self.has_run_forward = True
+        self._before = self._sent()
+
+    def backward_problem(self) -> str | None:
+        """When the next forward pass begins; a step without a whole backward proves nothing."""
+        if not self._backward or self._was_interrupted():
+            return None
+        return self._wrong_traffic("backward", self.planned_backward())
+
+    def _was_interrupted(self) -> bool:
+        """Whether a layer's backward began and did not end: out of memory, say."""
+        return any(self._finished[layer] < self._backward[layer] for layer in self._queries_train)
+
+    def planned_forward(self) -> Traffic:
+        """What this rank sends in forward."""
+        return sum((traffic.forward for traffic in self._traffic.values()), Traffic())
+
+    def planned_backward(self) -> Traffic:
+        """What this rank sends for the layers that have run backward or been recomputed.
+
+        Layers below all that is trained have neither.
+        """
+        planned = Traffic()
+        for layer, traffic in self._traffic.items():
+            recomputed = [traffic.recompute] * (self._runs[layer] - 1)
+            planned = sum(recomputed + [traffic.backward] * self._backward[layer], planned)
+        return planned
+
+    def _planned(
+        self, layer: int, call: AttentionCall, shape: tuple[int, int, int]
+    ) -> PlannedTraffic:
+        """`shape`: batch, head dim, bytes of a number."""
+        all_of_it = call.predicted_traffic(*shape)
+        keeps = self._policies[layer] in ("attention", "offload") and self._share > 0
+        if not keeps:
+            return PlannedTraffic(all_of_it.forward, all_of_it.forward, all_of_it.backward)
+        selection = selection_of(call, self._share)
+        if selection is None:
+            return PlannedTraffic(all_of_it.forward, Traffic(), all_of_it.backward_after_replay)
+        early = selection.early.predicted_traffic(*shape)
+        return PlannedTraffic(all_of_it.forward, early.forward, all_of_it.backward)
+
+    def _missing_layers(self) -> str | None:
+        wrong = [
+            f"layer {n}: {self._runs[n]}" for n in self._numbers.values() if self._runs[n] != 1
+        ]
+        if not wrong:
+            return None
+        return f"attention layers that did not run their plan exactly once: {', '.join(wrong)}"
+
+    def _wrong_traffic(self, direction: str, planned: Traffic) -> str | None:
+        now = self._sent()
+        messages, num_bytes = now.messages - self._before.messages, now.bytes - self._before.bytes
+        if (messages, num_bytes) == (planned.messages, planned.bytes):
+            return None
+        return (
+            f"{direction} sent {messages} messages of {num_bytes} bytes, its plans say "
+            f"{planned.messages} of {planned.bytes}"
+        )
+
+    def _sent(self) -> Traffic:
+        return Traffic(*self._group.counters.sent_ever())
+
+    def _meet(self, place: int, problem: str | None = None) -> None:
+        """Raise on every rank unless all are at one place, and none has a problem."""
+        everyone = meet(self._group, Meeting.LAYER, (place, int(problem is not None)))
+        if set(everyone) == {(place, 0)}:
+            return
+        there = ", ".join(
+            f"rank {rank} {'at the end' if at == _END else f'at layer {at}'}"
+            for rank, (at, _) in enumerate(everyone)
+        )
+        raise SequenceParallelismError(problem or f"the ranks of the group stand {there}")
+
+
+@dataclass
+class FirstStep:
+    """When the first training step of a model is checked, and what came out."""
+
+    model: PreTrainedModel
+    group: SequenceGroup
+    checkpoints: LayerCheckpoints
+    check: FireCheck | None = None
+    """Of the first sharded training pass, or the last try if it failed."""
+    _is_over: bool = False
+
+    def is_due(self, decoder: nn.Module) -> bool:
+        """Whether the next sharded pass is checked."""
+        done = self.check is not None and self.check.has_run_forward
+        done = done or self.checkpoints.is_rehearsed
+        return not done and decoder.training and torch.is_grad_enabled()
+
+    def begin(self, decoder: nn.Module) -> FireCheck | None:
+        if not self.is_due(decoder):
+            return None
+        layers = transformers_api.attention_modules(self.model)
+        checkpoints = self.checkpoints
+        self.check = FireCheck(self.group, layers, checkpoints.policies, checkpoints.share)
+        return self.check
+
+    def misfire(self) -> str | None:
+        """What went wrong since: another attention, or another traffic in the first backward."""
+        found = transformers_api.attention_implementation(self.model)
+        if found not in transformers_api.NAME_OVER_STOCK.values():
+            return f"the model's attention is {found!r} now"
+        if self.check is None or self._is_over or not self.check.has_run_forward:
+            return None
+        self._is_over = True
+        return self.check.backward_problem()

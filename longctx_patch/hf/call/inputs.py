@@ -1,0 +1,125 @@
+"""What a sharded batch may bring along: everything else would silently be dropped."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.hf.model import transformers_api
+
+_KNOWN = (
+    transformers_api.DECODER_ARGUMENTS | transformers_api.HARMLESS_OPTIONS | {"num_valid_tokens"}
+)
+KNOWN_TO_LAYERS = _KNOWN | transformers_api.LAYER_OPTIONS | {"sliding_window"}
+
+
+def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    for candidate in (args[0] if args else None, kwargs.get("input_ids")):
+        if candidate is not None:
+            return candidate
+    if kwargs.get("inputs_embeds") is None:
+        raise ValueError("the batch has neither input_ids nor inputs_embeds.")
+    return kwargs["inputs_embeds"]
+
+
+def check_whole_rows(group: SequenceGroup, kwargs: dict[str, Any]) -> None:
+    """Without longctx_shard the batch should be whole rows; positions can tell that it is not."""
+    given = kwargs.get("position_ids")
+    padded = kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None
+    if group.num_ranks == 1 or given is None or padded:
+        return
+    if not _same_positions(given, torch.arange(given.shape[-1], device=given.device)[None]):
+        raise ValueError(
+            f"position_ids start {given.flatten()[:4].tolist()}: this looks like a shard, but its "
+            "longctx_shard is missing. Pass the batch of SequenceShardCollator unchanged, or whole "
+            "rows with positions from 0."
+        )
+
+
+def wants_router_logits(decoder: nn.Module, kwargs: dict[str, Any]) -> bool:
+    asked = kwargs.get("output_router_logits")
+    if asked is None:
+        asked = getattr(decoder.config, "output_router_logits", False)
+    return bool(asked)
+
+
+def input_problem(
+    kwargs: dict[str, Any], positions: Tensor, wants_router_logits: bool
+) -> str | None:
+    """What this rank can't compute with, in words; `positions` are the layout's, `[1, L]`."""
+    if kwargs.get("num_items_in_batch") is not None:
+        return (
+            "num_items_in_batch with a sharded batch: transformers' Trainer counts and scales it "
+            "in ways that change with its version; the loss would be off by the sequence degree. "
+            "Pass num_valid_tokens=count_valid_tokens(batches), or neither."
+        )
+    count = kwargs.get("num_valid_tokens")
+    if count is not None and not _is_count(count):
+        return (
+            f"num_valid_tokens={short(count)}: it is a whole number of tokens, 0 or more, counted "
+            "over all processes. Use count_valid_tokens(batches), or leave it out."
+        )
+    if kwargs.get("past_key_values") is not None:
+        return (
+            "past_key_values with a sharded batch: a cache holds one rank's keys only. Generate "
+            "with plain inputs (no longctx_shard), or drop the cache."
+        )
+    mask = kwargs.get("attention_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
+        return (
+            f"attention_mask {short(mask)} with a sharded batch: padding and documents are known "
+            "from the collator, which gets attention_mask and seq_lengths with the rows; other "
+            "masks go to patch(model, config, mask=...). Pass the batch unchanged."
+        )
+    if mask is not None and wants_router_logits:
+        return (
+            f"attention_mask {short(mask)} with router logits of a sharded batch: transformers "
+            "would weigh the tokens of all ranks by this rank's mask. Pass no attention_mask; "
+            "padding is known from the collator."
+        )
+    given = kwargs.get("position_ids")
+    if given is not None and not _same_positions(given, positions):
+        # A shard counted from 0 would rotate its keys wrongly, and train all the same.
+        return (
+            f"{_first_difference(given, positions)}: the collator has another config than patch "
+            "(degrees, layout, group_rank), or these are not its position_ids. Give both the same "
+            "config, and pass the collator's position_ids, or none."
+        )
+    for option, value in kwargs.items():
+        if option in _KNOWN or value is None or (value is False and option != "is_causal"):
+            continue
+        if option == "is_causal" and value is True:
+            continue
+        return (
+            f"{option}={short(value)} with a sharded batch: attention would silently drop it, so "
+            "it is refused. Remove it, or handle.unpatch() and train on one process."
+        )
+    return None
+
+
+def _is_count(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_floating_point() and int(value) >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def short(value: object) -> str:
+    return f"tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+
+
+def _first_difference(given: Tensor, positions: Tensor) -> str:
+    num_tokens = positions.shape[1]
+    if given.ndim != 2 or given.shape[1] != num_tokens:
+        return f"position_ids {list(given.shape)} for the {num_tokens} tokens of this rank"
+    row, token = (given != positions.to(given)).nonzero()[0].tolist()
+    return (
+        f"position_ids[{row}, {token}] is {given[row, token].item()}, but this rank's token there "
+        f"has position {int(positions[0, token])} in its document"
+    )
+
+
+def _same_positions(given: Tensor, positions: Tensor) -> bool:
+    if given.ndim != 2 or given.shape[1] != positions.shape[1]:
+        return False
+    return torch.equal(given, positions.expand_as(given).to(given))

@@ -1,0 +1,72 @@
+"""The load-balancing loss of a mixture of experts, exact over shards.
+
+transformers' `load_balancing_loss_func` multiplies two means over tokens, for each expert: how
+often it was chosen, and its probability (Switch Transformer, eq. 4 to 6,
+https://huggingface.co/papers/2101.03961). A mean of the products of shards is another number, so
+each rank hands it the router logits of all tokens and computes the same loss.
+
+B rows, L tokens of this rank, E experts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.sequence.layout import Layout
+
+
+def whole_router_logits(
+    router_logits: Sequence[Tensor],
+    group: SequenceGroup,
+    layout: Layout,
+    real_lengths: Sequence[int],
+) -> tuple[Tensor, ...]:
+    """Router logits of whole sequences, in place of those of this rank's tokens.
+
+    Collective: every rank of the group calls it, with as many layers. Forward gathers the logits of
+    each layer on every rank; backward sends nothing.
+
+    The gradient of this rank's own logits is multiplied by the number of ranks, that of the others
+    is left to them: all ranks have the same loss, so the mean over ranks (what DDP and FSDP make of
+    a gradient, see longctx_patch/loss.py) is the gradient of one process.
+
+    Args:
+        router_logits: `[B * L, E]` of each layer, any float dtype.
+        group: the ranks that share the sequences.
+        layout: where their tokens are.
+        real_lengths: tokens of each row before its padding, the same on every rank.
+
+    Returns:
+        `[sum of real_lengths, E]` of each layer: row after row, tokens in global order.
+    """
+    is_real_BN = torch.arange(layout.num_tokens) < torch.tensor(real_lengths)[:, None]
+    real = is_real_BN.flatten().nonzero()[:, 0]
+    return tuple(
+        _all_tokens(logits, group, layout, len(real_lengths))[real.to(logits.device)]
+        for logits in router_logits
+    )
+
+
+def _all_tokens(logits: Tensor, group: SequenceGroup, layout: Layout, num_rows: int) -> Tensor:
+    """`[B * all tokens, E]`, with padding."""
+    sizes = [num_rows * size for size in layout.sizes]
+    shards = group.everyone.all_gather(logits.detach(), sizes)
+    shards[group.group_rank] = _ScaleGradient.apply(logits, group.num_ranks)
+    shards_BLE = [shard.unflatten(0, (num_rows, -1)) for shard in shards]
+    return layout.unshard(shards_BLE, 1).flatten(0, 1)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The same numbers; their gradient times `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.factor, None

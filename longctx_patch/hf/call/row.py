@@ -1,0 +1,68 @@
+"""What a batch says of its rows, and the mask that a user's function makes for them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.masks import Mask, within
+
+MaskFactory = Callable[[int], Mask]
+"""From the length of a padded row to who sees whom in its layers with full attention."""
+
+
+@dataclass(frozen=True)
+class ShardedRow:
+    """What `longctx_shard` says of a batch."""
+
+    documents: Documents
+    """Those of every row of the batch."""
+    real_lengths: tuple[int, ...]
+    """Tokens of each row of the batch without its padding."""
+
+    problem: str | None = None
+    """What makes the batch unusable, in words."""
+
+    @classmethod
+    def read(cls, shard: Tensor) -> "ShardedRow":
+        rows = shard.tolist()
+        lengths = [tuple(length for length in row[2:] if length) for row in rows]
+        documents = Documents.of_row(lengths[0], rows[0][0])
+        problem = None
+        if len(rows) > 1 and any(len(row) > 1 for row in lengths):
+            problem = (
+                f"a batch of {len(rows)} packed rows: rows with documents of their own have masks "
+                "of their own. Give all rows to one call of SequenceShardCollator, which joins "
+                "them, instead of joining its batches."
+            )
+        return cls(documents, tuple(map(sum, lengths)), problem)
+
+    @property
+    def has_padding(self) -> bool:
+        return any(length < self.documents.num_tokens for length in self.real_lengths)
+
+
+def made_mask(factory: MaskFactory, row: ShardedRow) -> tuple[Mask | None, str | None]:
+    """(mask, problem) of what the user's function gives for a row."""
+    num_tokens = row.documents.num_tokens
+    try:
+        mask = factory(num_tokens)
+    except Exception as error:  # on one rank perhaps: the others must hear of it, not wait
+        return None, f"the mask function failed for {num_tokens} tokens: {error!r}"
+    if not isinstance(mask, Mask) or mask.num_tokens != num_tokens:
+        is_mask = isinstance(mask, Mask)
+        gave = f"{mask.name!r} over {mask.num_tokens} tokens" if is_mask else repr(mask)[:80]
+        return None, (
+            f"the mask function gave {gave} for {num_tokens} tokens: it returns a Mask "
+            "over as many tokens as it is asked for (longctx_patch.sequence.masks makes them)."
+        )
+    if not (mask.sees_ahead and row.has_padding and row.documents.is_one):
+        return mask, None
+    if len(row.real_lengths) > 1:
+        return None, (
+            "the mask lets tokens see later ones, so they would see the padding of the rows "
+            f"({list(row.real_lengths)} of {num_tokens} tokens are real). Use "
+            "SequenceShardCollator(packed=True), or rows of equal lengths."
+        )
+    return mask & within(Documents(row.real_lengths, num_tokens), None), None

@@ -1,0 +1,199 @@
+"""Attention in the layers of a patched decoder, for one forward pass over a shard."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longctx_patch.config import SPARSE_PLAN
+from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.engine.operator import distributed_attention, restricted
+from longctx_patch.engine.selective import selection_of
+from longctx_patch.hf.call.fire_check import FireCheck
+from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
+from longctx_patch.hf.call.router import whole_router_logits
+from longctx_patch.hf.call.row import MaskFactory, ShardedRow, made_mask
+from longctx_patch.kernels import Score
+from longctx_patch.plans import Direction
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.masks import Mask
+
+
+class LayerKind(NamedTuple):
+    """What decides a layer's attention call, besides the row."""
+
+    score: Score
+    num_heads: int
+    num_kv_heads: int
+    window: int | None
+
+
+class CallShape(NamedTuple):
+    """What decides a layer's plans and kernel, besides its kind and the row."""
+
+    device_type: str
+    dtype: torch.dtype
+    head_dim: int
+
+
+class ShardedCall:
+    """Travels with one forward pass, from the decoder to each of its attention layers.
+
+    Not a dataclass: FSDP looks for tensors in the fields of those that layers are given, and plans
+    have many.
+    """
+
+    def __init__(
+        self,
+        group: SequenceGroup,
+        documents: Documents,
+        mask: Mask | None,
+        real_lengths: tuple[int, ...],
+        seen: dict[LayerKind, CallShape],
+    ) -> None:
+        self.group = group
+        self.documents = documents
+        self.mask = mask
+        """Who sees whom in layers with full attention; None: causally within documents."""
+        self.real_lengths = real_lengths
+        """Tokens of each row of the batch without its padding."""
+        self.seen = seen
+        """Kinds of layers that have run, for whoever makes plans ahead."""
+        self.fire_check: FireCheck | None = None
+        self._calls: dict[LayerKind, AttentionCall] = {}
+
+    def attention(self, kind: LayerKind) -> AttentionCall:
+        """The same object for all layers that are alike."""
+        if kind not in self._calls:
+            longest = max(self.documents.lengths, default=0)
+            window = None if kind.window is None or kind.window >= longest else kind.window
+            self._calls[kind] = AttentionCall(
+                self.group,
+                self.documents,
+                restricted(self.mask, self.documents, window),
+                kind.score,
+                kind.num_heads,
+                kind.num_kv_heads,
+                plan_name=None if window is None else SPARSE_PLAN,
+            )
+        return self._calls[kind]
+
+    def make_plans(self) -> None:
+        """Plans of both directions for all kinds of layers that have been seen."""
+        for kind, shape in list(self.seen.items()):
+            call, batch = self.attention(kind), len(self.real_lengths)
+            call.prepare(*shape, batch=batch)
+            share = self.group.config.attention_kept
+            selection = selection_of(call, share) if share else None
+            if selection is not None:
+                selection.early.prepare(*shape, batch=batch, directions=(Direction.FORWARD,))
+
+
+def sharded_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    call: ShardedCall,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: `[B, H, L, D]` in, `[B, L, H, D]` out.
+
+    What a caller passes to the model was checked before the decoder ran; what a layer adds by
+    itself is checked here, alike on every rank.
+    """
+    _check_layer(module, value.shape[3] == query.shape[3], dropout, options)
+    if torch.is_autocast_enabled(query.device.type):
+        # Stock attention functions are on autocast's list; rotary embeddings leave q, k in float32.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    # Qwen2-MoE doesn't pass its window on; EXAONE-4's full layers have one, but pass None.
+    window = options.get("sliding_window", getattr(module, "sliding_window", None))
+    kind = LayerKind(Score(scale, softcap), query.shape[1], key.shape[1], window)
+    attention_call = call.attention(kind)
+    call.seen[kind] = CallShape(query.device.type, query.dtype, query.shape[3])
+    try:
+        attention_call.kernel(query.device.type, query.dtype, query.shape[3])
+    except ValueError as error:
+        raise ValueError(f"{layer_name(module)}: {error}") from error
+    if call.fire_check is not None:
+        call.fire_check.layer_begins(module)
+    q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    out_BLHD, _lse = distributed_attention(q_BLHD, k_BLGD, v_BLGD, s_aux, attention_call)
+    if call.fire_check is not None:
+        call.fire_check.layer_ran(
+            module, attention_call, q_BLHD, out_BLHD, has_sinks=s_aux is not None
+        )
+    return out_BLHD, None
+
+
+def _check_layer(
+    module: nn.Module, alike_head_dims: bool, dropout: float, options: Mapping[str, Any]
+) -> None:
+    """Refuse what a layer asks for that would be dropped."""
+    asked = {"dropout": dropout} if dropout else {}
+    asked |= {
+        name: value
+        for name, value in options.items()
+        if name not in KNOWN_TO_LAYERS and value is not None and value is not False
+    }
+    if asked:
+        described = ", ".join(f"{name}={short(value)}" for name, value in asked.items())
+        raise ValueError(
+            f"{layer_name(module)} asks attention for {described}: sequence parallelism does not "
+            "cover it and would drop it. Use a model without it, or handle.unpatch() and train on "
+            "one process."
+        )
+    if not alike_head_dims:
+        raise ValueError(
+            f"{layer_name(module)} has values of another head dim than its queries: kernels here "
+            "take one head dim. Train this model on one process."
+        )
+
+
+def layer_name(module: nn.Module) -> str:
+    return f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')}"
+
+
+def with_whole_router_logits(outputs: Any, call: ShardedCall) -> Any:
+    """The decoder's outputs, with the router logits of whole rows where it returns some."""
+    if getattr(outputs, "router_logits", None):
+        outputs.router_logits = whole_router_logits(
+            outputs.router_logits,
+            call.group,
+            call.group.layout(call.documents),
+            call.real_lengths,
+        )
+    return outputs
+
+
+def planned_call(
+    group: SequenceGroup,
+    shard: Tensor,
+    mask_factory: MaskFactory | None,
+    seen: dict[LayerKind, CallShape],
+) -> ShardedCall | None:
+    """The call of a forward pass over this batch, its plans made.
+
+    None for a batch that can't be used: the forward pass says so, on all ranks.
+    """
+    row = ShardedRow.read(shard)
+    mask, problem = (None, None) if mask_factory is None else made_mask(mask_factory, row)
+    if row.problem or problem:
+        return None
+    call = ShardedCall(group, row.documents, mask, row.real_lengths, seen)
+    call.make_plans()
+    return call
+
+
+def key_of(shard: Tensor) -> bytes:
+    """Equal for batches of equal rows, on any device."""
+    return shard.cpu().numpy().tobytes()

@@ -1,0 +1,247 @@
+"""Checkpoint policies on the decoder layers of one patched model."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longctx_patch.config import CheckpointPolicy
+from longctx_patch.hf.model import transformers_api
+from longctx_patch.memory import (
+    LADDER,
+    AutoPolicy,
+    HostCopies,
+    LayerPolicy,
+    MemoryUse,
+    Meter,
+    Pass,
+    Rehearsed,
+    meter_of,
+    run_layer,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """What the decoder's layers keep for backward, on this rank."""
+
+    policies: tuple[LayerPolicy, ...]
+    """Of each layer, first to last, in the last training pass or rehearsal."""
+    memory: MemoryUse | None
+    """What `auto` has measured and decides by; None before its first pass or a rehearsal, on CPU,
+    and under the other policies."""
+    host_bytes: int
+    """Of this process's host memory, that hold what layers offload."""
+
+    @property
+    def num_whole_layers(self) -> int:
+        """Layers that are not recomputed."""
+        return self.policies.count("none")
+
+    @property
+    def num_offloaded_layers(self) -> int:
+        """Layers that keep nothing on the device."""
+        return self.policies.count("offload")
+
+
+MOST_KINDS = 3
+"""Of layers: a model with more (adapters of other ranks in each, say) is taken to have one."""
+
+
+class Rehearsal(Protocol):
+    """Another way to run layers, for a pass of its own."""
+
+    def run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any: ...
+
+
+class LayerCheckpoints:
+    """Runs each decoder layer of a model under a policy of its own.
+
+    Policies change as a training pass begins and at no other time; a graph that exists already
+    keeps those it was made under. All ranks of a group must run the same ones: what backward sends
+    depends on them. Data-parallel replicas need not, since the collectives of DDP and FSDP2 belong
+    to layers and gradients, whatever is recomputed.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: CheckpointPolicy,
+        share: float = 1.0,
+        find_meter: Callable[[torch.device], Meter | None] = meter_of,
+    ) -> None:
+        """`share`: of the tokens, whose attention is kept by layers that keep it."""
+        self.find_meter = find_meter
+        self.share = share
+        self._layers = transformers_api.decoder_layers(model)
+        self._model = model
+        self._policy = policy
+        self._fixed: LayerPolicy = "attention" if policy == "auto" else policy
+        self._auto: AutoPolicy | None = None
+        self._host: HostCopies | None = None
+        self._pass: Pass | None = None
+        self._num_tokens = 0
+        self._rehearsal: Rehearsal | None = None
+        self._reserved_bytes = 0
+        self._trained: tuple[bool, ...] = ()
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all layers keep equally much, as far as that can be told."""
+        return len({_kind(layer) for layer in self._layers}) == 1
+
+    def _kinds(self) -> list[object]:
+        """By layer; equal for layers that keep equally much."""
+        kinds: list[object] = [_kind(layer) for layer in self._layers]
+        # One layer of each kind is whole while it is measured, so that many are not told apart.
+        return kinds if len(set(kinds)) <= MOST_KINDS else [None] * len(kinds)
+
+    def to_rehearse(self, num_layers: int, device: torch.device) -> tuple[LayerPolicy, ...]:
+        """Policies by which the last layers show what all take. Under `auto` that is the least it
+        can do, but for the last layer, which shows what it can do at best."""
+        if self._policy != "auto":
+            return (self._policy,) * num_layers
+        return (*[self._lowest(device)] * (num_layers - 1), LADDER[-1])
+
+    def know(self, device: torch.device, found: Rehearsed) -> None:
+        """What the rehearsal that is just over found: `auto` need not measure then, if it has not
+        yet, which is better."""
+        if self._auto is not None and self._auto.use is not None:
+            return
+        self._auto = None  # it may have been interrupted
+        auto = self._auto_on(device)
+        if auto is not None:
+            auto.know(self._num_tokens, found)
+
+    def host_to_rehearse(self, device: torch.device) -> HostCopies:
+        """What a run holds already it need not find room for; but what `auto` keeps in its is to be
+        told from what it keeps in a rehearsal."""
+        if self._policy == "auto" or self._host is None:
+            return self.new_host(device)
+        return self._host
+
+    def new_host(self, device: torch.device) -> HostCopies:
+        """For what layers offload. What `auto` has no room for there stays where it is."""
+        must_leave = self._policy != "auto"
+        host = HostCopies(device, must_leave=must_leave, num_layers=len(self._layers))
+        host.reserved_bytes = self._reserved_bytes
+        return host
+
+    def reserve_host(self, num_bytes: int) -> None:
+        """That offloaded layers leave free."""
+        self._reserved_bytes = num_bytes
+        if self._host is not None:
+            self._host.reserved_bytes = num_bytes
+
+    @property
+    def is_rehearsed(self) -> bool:
+        return self._rehearsal is not None
+
+    @contextmanager
+    def rehearsed(self, rehearsal: "Rehearsal") -> Iterator[None]:
+        """Within, layers run as the rehearsal has them, and nothing is decided."""
+        give_back = transformers_api.checkpoint_layers(self._model, self._run)
+        self._rehearsal = rehearsal
+        try:
+            yield
+        finally:
+            self._rehearsal = None
+            give_back()
+
+    @property
+    def policies(self) -> tuple[LayerPolicy, ...]:
+        """Of each layer, first to last, in the pass under way or the last one."""
+        return self._auto.policies if self._auto else (self._fixed,) * len(self._layers)
+
+    @property
+    def replays_attention(self) -> bool:
+        """Whether layers may ask attention for what it computed before."""
+        return self._policy in ("attention", "offload", "auto")
+
+    def report(self) -> Checkpointing:
+        memory = None if self._auto is None else self._auto.use
+        host_bytes = 0 if self._host is None else self._host.num_bytes
+        return Checkpointing(policies=self.policies, memory=memory, host_bytes=host_bytes)
+
+    def bind(self) -> Callable[[], None]:
+        """Take the layers over; return a function that gives them back."""
+        if self._policy == "none":
+            return lambda: None
+        return transformers_api.checkpoint_layers(self._model, self._run)
+
+    def propose(self, decoder: nn.Module, tokens: Tensor, row_length: int) -> int:
+        """What `AutoPolicy.propose` says of this rank and the pass that begins.
+
+        0 where nothing is chosen. `tokens` are this rank's, of rows of `row_length` over all ranks,
+        so that what must be the same on all ranks is taken from what they agree on.
+        """
+        self._pass = None  # one whose forward was interrupted holds nothing any more
+        if not self._trains(decoder):
+            return 0
+        self._num_tokens = tokens.shape[0] * row_length
+        if not self._counts(decoder):
+            return 0
+        auto = self._auto_on(tokens.device)
+        return auto.propose(self._num_tokens) if auto else 0
+
+    def begin(self, decoder: nn.Module, agreed: int) -> None:
+        """The pass begins with the least of what the ranks of the group proposed."""
+        if self._auto is not None and self._counts(decoder):
+            self._pass = self._auto.begin(self._num_tokens, agreed)
+
+    def end(self, decoder: nn.Module, hidden: Tensor) -> None:
+        """The decoder's forward is over; a training pass is when its backward is."""
+        this, self._pass = self._pass, None
+        auto = self._auto
+        if auto is None or this is None or not (self._counts(decoder) and hidden.requires_grad):
+            return
+
+        def backward_begins(_: Tensor) -> None:
+            # As DDP and FSDP do it, to come after the last gradient.
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: auto.end(this))
+
+        hidden.register_hook(backward_begins)
+
+    def _auto_on(self, device: torch.device) -> AutoPolicy | None:
+        """None where memory is not counted."""
+        trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
+        if self._trained not in ((), trained):  # layers keep other tensors then
+            self._auto = None
+        self._trained = trained
+        if self._auto is None and (meter := self.find_meter(device)) is not None:
+            if self._lowest(device) == "offload":
+                self._host = self._host or self.new_host(device)
+            self._auto = AutoPolicy(meter, self._kinds(), self._host, self.share)
+        return self._auto
+
+    def _lowest(self, device: torch.device) -> LayerPolicy:
+        """Of the policies that `auto` takes there. The memory of a CPU is the host's."""
+        return LADDER[0] if device.type == "cuda" else LADDER[1]
+
+    def _counts(self, decoder: nn.Module) -> bool:
+        """Whether a pass is a training pass of a model whose policies are chosen."""
+        return self._policy == "auto" and self._trains(decoder) and not self.is_rehearsed
+
+    @staticmethod
+    def _trains(decoder: nn.Module) -> bool:
+        return decoder.training and torch.is_grad_enabled()
+
+    def _run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
+        if self._rehearsal is not None:
+            return self._rehearsal.run(layer, forward, *args)
+        if self._fixed == "offload":
+            self._host = self._host or self.new_host(args[0].device)
+        if self._auto is None:
+            return run_layer(self._fixed, forward, *args, host=self._host, share=self.share)
+        return self._auto.run(layer, forward, *args)
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Equal for layers that keep equally much: experts or not, with adapter or without."""
+    named = layer.named_parameters()
+    return (type(layer), *((name, tuple(p.shape), p.requires_grad) for name, p in named))

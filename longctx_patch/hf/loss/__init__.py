@@ -1,0 +1,1 @@
+"""The loss of a patched model, and the head that computes it."""

@@ -1,0 +1,170 @@
+"""The loss of a sharded pass inside the model's head, so that full logits are never made.
+
+A causal LM's forward runs `logits = self.lm_head(hidden)`, perhaps a softcap or a scale, then
+`self.loss_function(logits, labels, ...)`. Under FSDP2 the head's whole weight exists only while
+the head itself runs, so that is where the loss is computed: in a sharded pass with labels, the head
+of a patched model returns the sum of the token losses in place of logits. What the forward then
+does to it is dropped (`LogitsRule` says what that is, and the loss has it already), and ShardLoss
+makes this rank's loss of the sum. Every other pass runs the stock head.
+
+A head that is not a plain `nn.Linear`, has a forward hook, or is no longer the module that was
+bound (PEFT wraps it to train it by LoRA or as a whole: `modules_to_save`), runs as it is: the loss
+then comes from full logits, just as exact. Under `loss="chunked"` they are dropped from the outputs
+all the same.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from longctx_patch.data import SHARD_KEY
+from longctx_patch.hf.loss.shard_loss import LossPass, ShardLoss
+from longctx_patch.hf.model.checks import FAMILIES
+from longctx_patch.hf.model.supported import LogitsRule
+from longctx_patch.loss.law import IGNORE_INDEX
+from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy
+
+
+def bind_passes(
+    model: PreTrainedModel, loss: ShardLoss, *, keeps_logits: bool
+) -> Callable[[], None]:
+    """Open `loss` around every sharded pass with labels; return a function that undoes it.
+
+    `keeps_logits`: whether such a pass returns its logits.
+    """
+    signature = inspect.signature(model.forward)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        loss.close()  # an interrupted pass may have left it open
+        if kwargs.get(SHARD_KEY) is None:
+            return
+        given = signature.bind_partial(*args, **kwargs).arguments | kwargs
+        labels, shift_labels = given.get("labels"), given.get("shift_labels")
+        # In training shift_labels alone are a mistake, which `open` refuses on all ranks.
+        if labels is None and (shift_labels is None or not model.training):
+            return
+        current = loss.open(
+            labels,
+            shift_labels,
+            tokens=_token_shape(given),
+            logits_to_keep=given.get("logits_to_keep", 0),
+        )
+        if not keeps_logits and current.num_labels < current.shift_labels.numel():
+            # Here, where the device was waited for anyway, and not in the middle of the pass.
+            current.rows = (current.shift_labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
+
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        current = loss.current
+        loss.close()
+        if current is None or outputs is None:  # None: the forward has failed
+            return outputs
+        if current.logits is None:
+            raise RuntimeError(
+                "the model made a loss of a shard by itself, which is not that of the whole row: "
+                "its forward or its loss_function was replaced (a fused loss of Liger Kernel, "
+                "say). Leave them as they were (Liger: fused_linear_cross_entropy=False); the loss "
+                "of a patched model is in chunks already."
+            )
+        return outputs if keeps_logits else _without(current.logits, outputs)
+
+    hooks = (
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True, always_call=True),
+    )
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return remove
+
+
+def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
+    """Let the head compute the loss of passes that are open; return a function that undoes it.
+
+    The instance gets a forward of its own, as a method: a copy of the module has a copy of the
+    method, which then is not the head that is bound.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return lambda: None
+    own = vars(head).get("forward")
+    if own is not None and own.__module__ != __name__:  # ours may be left in a copy by PEFT
+        return lambda: None
+    rule = FAMILIES[model.config.model_type].logits
+
+    def forward(self: nn.Linear, hidden: Tensor) -> Tensor:
+        current = loss.current
+        is_bound = self is head and model.get_output_embeddings() is head
+        if current is None or not is_bound or _has_hooks_on_logits(head):
+            return type(self).forward(self, hidden)
+        current.token_sum = _token_sum(self, hidden, current, *_softcap_and_scale(rule, model))
+        current.sum_is_handed_on = rule is None
+        return current.token_sum
+
+    method = MethodType(forward, head)
+    vars(head)["forward"] = method
+
+    def restore() -> None:
+        if vars(head).get("forward") is method:
+            del vars(head)["forward"]
+
+    return restore
+
+
+def _token_shape(given: Mapping[str, Any]) -> torch.Size | None:
+    """`[B, L]` of a forward pass."""
+    if isinstance(given.get("input_ids"), Tensor):
+        return given["input_ids"].shape
+    embeds = given.get("inputs_embeds")
+    return embeds.shape[:2] if isinstance(embeds, Tensor) else None
+
+
+def _has_hooks_on_logits(head: nn.Module) -> bool:
+    """Whether somebody looks at what the head returns, and may change it; FSDP changes no value."""
+    hooks = (getattr(hook, "func", hook) for hook in head._forward_hooks.values())
+    return any(not str(hook.__module__).startswith("torch.distributed.") for hook in hooks)
+
+
+def _token_sum(
+    head: nn.Linear, hidden: Tensor, current: LossPass, softcap: float | None, scale: float
+) -> Tensor:
+    """Over tokens that have a label; the others are left out of the matrix products."""
+    if hidden.shape[:-1] != current.shift_labels.shape:
+        raise ValueError(
+            f"labels {list(current.shift_labels.shape)} for hidden states of "
+            f"{list(hidden.shape[:-1])} tokens: each token of the shard has one label. Pass the "
+            "batch of SequenceShardCollator unchanged."
+        )
+    hidden, labels = hidden.flatten(0, -2), current.shift_labels.to(hidden.device).flatten()
+    if current.rows is not None:
+        rows = current.rows.to(hidden.device)
+        hidden, labels = hidden.index_select(0, rows), labels[rows]
+    return linear_cross_entropy(
+        hidden, head.weight, labels, bias=head.bias, softcap=softcap, scale=scale
+    )
+
+
+def _softcap_and_scale(
+    rule: LogitsRule | None, model: PreTrainedModel
+) -> tuple[float | None, float]:
+    if rule is None:
+        return None, 1.0
+    number = getattr(model.config if rule.holder == "config" else model, rule.attribute)
+    if rule.operation == "softcap":
+        return number, 1.0
+    return None, number if rule.operation == "multiply" else 1 / number
+
+
+def _without(logits: Any, outputs: Any) -> Any:
+    """A model's outputs less its logits, as a tuple or as what transformers returns."""
+    if isinstance(outputs, tuple):
+        return tuple(value for value in outputs if value is not logits)
+    assert isinstance(outputs, Mapping)
+    kept = {name: value for name, value in outputs.items() if name != "logits"}
+    return type(outputs)(**kept)

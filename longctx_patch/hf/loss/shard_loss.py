@@ -1,0 +1,249 @@
+"""The loss of a patched model: the loss law for shards, the stock loss for everything else."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from longctx_patch.data import SHARD_KEY
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.hf.call.inputs import short
+from longctx_patch.hf.call.meeting import Meeting, meet
+from longctx_patch.loss.law import (
+    IGNORE_INDEX,
+    all_valid_tokens,
+    averaged_ranks,
+    sequence_parallel_loss,
+    share_of_loss,
+)
+
+
+@dataclass
+class LossPass:
+    """A forward pass over a shard with labels, which all ranks of the group have accepted."""
+
+    shift_labels: Tensor
+    """`[B, L]`"""
+    num_labels: int
+    """Tokens of this rank that have a loss."""
+    group_labels: int
+    """Those of all ranks of the group."""
+    rows: Tensor | None = None
+    """Which of the `B * L` have a loss, for whoever drops the others; None: not looked up, or all
+    have one."""
+    token_sum: Tensor | None = None
+    """The sum of this rank's token losses, once the head has computed it."""
+    sum_is_handed_on: bool = False
+    """Whether the model's forward hands to the loss what the head returns, unchanged."""
+    logits: Any = None
+    """What the model's forward takes for logits, and returns."""
+
+
+class ShardLoss:
+    """What transformers calls as `model.loss_function`.
+
+    A mixture of experts adds `router_aux_loss_coef` times its router's loss afterwards. Over the
+    batches of a step these add up to their mean by tokens, so each counts by its share of them.
+    """
+
+    def __init__(self, model: PreTrainedModel, group: SequenceGroup) -> None:
+        self.has_router_loss = False
+        """Whether the pass under way returns router logits."""
+        self.current: LossPass | None = None
+        """The pass under way, between `open` and `close`."""
+        self._model = model
+        self._group = group
+        self._stock = model.loss_function
+        self._coefficient: float | None = None
+        """The model's own, while the pass under way has another."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardLoss":
+        raise ValueError(
+            "a patched model can't be copied: the copy would have the hooks and process groups of "
+            "this one. Copy it before patch(), or copy its weights (state_dict)."
+        )
+
+    def open(
+        self,
+        labels: Any,
+        shift_labels: Any,
+        *,
+        tokens: torch.Size | None = None,
+        logits_to_keep: Any = 0,
+    ) -> LossPass:
+        """Begin a pass over a shard with labels; collective over the group.
+
+        Raises on every rank if one has labels that can't be right, before anything is computed.
+        `tokens`: the shape `[B, L]` of what the labels are for, where it is known.
+        """
+        self.current = self._accepted(labels, shift_labels, tokens, logits_to_keep)
+        return self.current
+
+    def close(self) -> None:
+        self.current = None
+        if self._coefficient is not None:
+            self._model.router_aux_loss_coef = self._coefficient
+            self._coefficient = None
+
+    def __call__(
+        self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        if kwargs.pop(SHARD_KEY, None) is not None:
+            return self._of_shard(logits, labels, **kwargs)
+        loss: Tensor = self._stock(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        return loss
+
+    def _of_shard(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        *,
+        shift_labels: Tensor | None = None,
+        num_valid_tokens: int | Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """The loss law; `num_valid_tokens` counts the whole step over all processes.
+
+        In evaluation without it each sequence group counts for itself: the mean over its ranks is
+        the loss of its batch, and replicas may have different numbers of batches. Options that
+        would change a stock loss were refused with the decoder's inputs.
+        """
+        # There is none where the model's forward was called past its hooks.
+        current = self.current or self._accepted(labels, shift_labels)
+        current.logits = logits
+        alone = not self._model.training and num_valid_tokens is None
+        if alone and torch.is_grad_enabled() and averaged_ranks() > self._group.num_ranks:
+            raise ValueError(
+                "a loss in evaluation mode with gradients enabled, on several data-parallel "
+                "replicas: to evaluate, use torch.no_grad(), and each replica's loss is that of "
+                "its own batch; to train, give num_valid_tokens=count_valid_tokens(batches), which "
+                "counts over all."
+            )
+        if num_valid_tokens is None:
+            num_valid_tokens = (
+                current.group_labels
+                if alone
+                else all_valid_tokens(current.shift_labels.to(logits.device))
+            )
+        ranks = self._group.num_ranks if alone else averaged_ranks()
+        if self.has_router_loss:
+            replicas = ranks / self._group.num_ranks
+            self._count_router_loss(replicas * current.group_labels / max(1, int(num_valid_tokens)))
+        if current.token_sum is not None:
+            _check_nothing_came_between(current, logits)
+            return share_of_loss(
+                current.token_sum, num_valid_tokens=num_valid_tokens, num_averaged_ranks=ranks
+            )
+        return sequence_parallel_loss(
+            logits,
+            current.shift_labels,
+            num_valid_tokens=num_valid_tokens,
+            num_averaged_ranks=ranks,
+        )
+
+    def _accepted(
+        self,
+        labels: Any,
+        shift_labels: Any,
+        tokens: torch.Size | None = None,
+        logits_to_keep: Any = 0,
+    ) -> LossPass:
+        problem = _shape_problem(labels, shift_labels, tokens)
+        num_labels = 0
+        if problem is None:
+            num_labels, problem = _read_labels(labels, shift_labels, self._num_words)
+        if not isinstance(logits_to_keep, int) or logits_to_keep:
+            problem = problem or (
+                f"logits_to_keep={short(logits_to_keep)} with labels of a sharded batch: the loss "
+                "is over all tokens of the shard. Leave it out, or leave out labels."
+            )
+        training = self._model.training
+        mine = (num_labels, int(problem is not None), int(training))
+        everyone = meet(self._group, Meeting.LABELS, mine)
+        wrong = [rank for rank, (_, is_wrong, _) in enumerate(everyone) if is_wrong]
+        if wrong:
+            raise ValueError(problem or f"rank {wrong[0]} of the group refused its labels.")
+        others = [rank for rank, row in enumerate(everyone) if row[2] != training]
+        if others:
+            raise ValueError(
+                f"the model is in {'training' if training else 'evaluation'} mode here and not on "
+                f"rank(s) {others} of the group: call model.train() or model.eval() on all."
+            )
+        return LossPass(shift_labels, num_labels, sum(count for count, _, _ in everyone))
+
+    @property
+    def _num_words(self) -> int:
+        """How many words the head knows."""
+        head = self._model.get_output_embeddings()
+        return getattr(head, "out_features", self._model.config.vocab_size)
+
+    def _count_router_loss(self, share: float) -> None:
+        """Until the pass is closed; read anew in each pass, as whoever trains may change it."""
+        if self._coefficient is None:
+            self._coefficient = self._model.router_aux_loss_coef
+        self._model.router_aux_loss_coef = self._coefficient * share
+
+
+def _check_nothing_came_between(current: LossPass, logits: Tensor) -> None:
+    """Logits that the model changes in a way that the table doesn't know have another loss.
+
+    FSDP's `output_dtype` may have cast what the head returned, which changes no loss.
+    """
+    is_cast = current.token_sum is not None and logits.dtype != current.token_sum.dtype
+    if current.sum_is_handed_on and logits is not current.token_sum and not is_cast:
+        raise RuntimeError(
+            "something changes the logits between the model's head and its loss, which the loss "
+            "inside the head can't know. Use LongContextConfig(loss='logits')."
+        )
+
+
+_DIFFER = (
+    "labels differ from shift_labels: the loss reads shift_labels, so a change of labels alone "
+    "would do nothing. Mask labels in the rows, before the collator shifts them."
+)
+
+
+def _shape_problem(labels: Any, shift_labels: Any, tokens: torch.Size | None) -> str | None:
+    if shift_labels is None:
+        return (
+            "this batch is a shard but has no shift_labels: labels must be shifted over the whole "
+            "sequence before it is cut. Pass the batch of SequenceShardCollator unchanged."
+        )
+    if labels is None:
+        return (
+            "this training batch has shift_labels but no labels: transformers would compute no "
+            "loss. Pass the batch of SequenceShardCollator unchanged, or without both."
+        )
+    if not isinstance(labels, Tensor) or not isinstance(shift_labels, Tensor):
+        return (
+            f"labels are a {type(labels).__name__} and shift_labels a "
+            f"{type(shift_labels).__name__}: both are tensors. Pass the batch of "
+            "SequenceShardCollator unchanged."
+        )
+    if labels.shape != shift_labels.shape:
+        return _DIFFER
+    if tokens is not None and labels.shape != tokens:
+        return (
+            f"labels {list(labels.shape)} for tokens {list(tokens)}: each token of the shard has "
+            "one label. Pass the batch of SequenceShardCollator unchanged."
+        )
+    return None
+
+
+def _read_labels(labels: Tensor, shift_labels: Tensor, num_words: int) -> tuple[int, str | None]:
+    """(number of tokens that have a loss, what is wrong in words)."""
+    counts = shift_labels != IGNORE_INDEX
+    is_wrong = counts & ((shift_labels < 0) | (shift_labels >= num_words))
+    facts = torch.stack([counts.sum(), is_wrong.sum(), (labels != shift_labels).sum()])
+    num_labels, num_wrong, num_differ = facts.tolist()  # waits for the device once
+    if num_differ:
+        return 0, _DIFFER
+    if num_wrong:
+        return 0, (
+            f"label {int(shift_labels[is_wrong][0])}: labels are from 0 to {num_words - 1}, or "
+            f"{IGNORE_INDEX} for tokens without loss. Check the tokenizer against the model's "
+            "vocab_size."
+        )
+    return num_labels, None

@@ -1,0 +1,1 @@
+"""What a model family is: the table of support, checks of a config, RoPE scaling."""

@@ -1,0 +1,215 @@
+"""Which models can be patched: the table of support, and what a config or modules can have that
+would silently go wrong all the same.
+
+Reading it needs neither torch nor transformers.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from longctx_patch.hf.model.supported import (
+    FAMILIES,
+    ROUTER,
+    SINKS,
+    SOFTCAP,
+    TABLE,
+    Family,
+    refusal_of,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from longctx_patch.config import LongContextConfig
+
+__all__ = [
+    "FAMILIES",
+    "TABLE",
+    "Family",
+    "UnsupportedModelError",
+    "check_model_config",
+    "check_modules",
+]
+
+
+class UnsupportedModelError(ValueError):
+    """The model has something that sequence parallelism would silently get wrong."""
+
+
+def check_model_config(model_config: Any, config: "LongContextConfig") -> None:
+    """Raise UnsupportedModelError with every reason, before anything is changed.
+
+    Args:
+        model_config: a transformers config; no weights are needed.
+        config: the degrees to check it against.
+    """
+    model_type = str(getattr(model_config, "model_type", None))
+    if (refusal := refusal_of(model_type)) is not None:
+        layer = _uncovered_layer(model_config, config)
+        raise UnsupportedModelError(
+            f"model type {model_type!r} is not supported: {refusal}"
+            + (f" ({layer})" if layer else "")
+            + ". `longctx families` prints what is supported; train this one without sequence "
+            "parallelism."
+        )
+    reasons = [reason for check in _CHECKS if (reason := check(model_config, config))]
+    if reasons:
+        raise UnsupportedModelError(
+            f"this {FAMILIES[model_type].name} model can't be patched:\n"
+            + "\n".join(f"  - {reason}" for reason in reasons)
+        )
+
+
+def check_modules(model: "nn.Module", attention_modules: "list[nn.Module]") -> None:
+    """Check what a config does not show: adapters and values that modules have copied."""
+    for name, peft_config in getattr(model, "peft_config", {}).items():
+        if getattr(peft_config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"PEFT adapter {name!r} is {peft_config.peft_type}: it prepends virtual tokens on "
+                "every rank, so positions would no longer match the shards. Use LoRA instead."
+            )
+        if getattr(peft_config, "alora_invocation_tokens", None):
+            raise UnsupportedModelError(
+                f"PEFT adapter {name!r} is an aLoRA: it looks for its invocation tokens in the "
+                "local shard, and ranks without them would switch it off. Use plain LoRA."
+            )
+    for module in attention_modules:
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedModelError(_bidirectional_reason("is_causal=False"))
+        if (dropout := getattr(module, "attention_dropout", 0.0)) > 0:
+            raise UnsupportedModelError(_noise_reason(f"attention_dropout={dropout}"))
+
+
+def _uncovered_layer(model_config: Any, config: "LongContextConfig") -> str | None:
+    kinds = enumerate(getattr(model_config, "layer_types", None) or ())
+    covered = ("full_attention", "sliding_attention")
+    uncovered = (f"layer {i} is {kind}" for i, kind in kinds if kind not in covered)
+    return next(uncovered, None)
+
+
+def _layer_types(model_config: Any, config: "LongContextConfig") -> str | None:
+    layer = _uncovered_layer(model_config, config)
+    if layer is None:
+        return None
+    return (
+        f"{layer}: layers here attend fully or through a sliding window. Use a model with "
+        "full_attention and sliding_attention layers only."
+    )
+
+
+def _window(model_config: Any, config: "LongContextConfig") -> str | None:
+    kinds = getattr(model_config, "layer_types", None) or ()
+    window = getattr(model_config, "sliding_window", None)
+    if "sliding_attention" not in kinds or (isinstance(window, int) and window > 0):
+        return None
+    return (
+        f"layer {list(kinds).index('sliding_attention')} is sliding_attention, but sliding_window="
+        f"{window}: a window holds one token or more, its own included. Set sliding_window (and "
+        "use_sliding_window=True where there is one), or make the layers full_attention."
+    )
+
+
+def _unread_options(model_config: Any, config: "LongContextConfig") -> str | None:
+    """What the config asks for, but transformers' code of this family does not do."""
+    features = FAMILIES[model_config.model_type].features
+    options = {"attn_logit_softcapping": SOFTCAP, "attention_sinks": SINKS, "sinks": SINKS}
+    for option, feature in options.items():
+        value = getattr(model_config, option, None)
+        if value and feature not in features:
+            return (
+                f"{option}={value}: transformers has no {feature} for this family, so this model's "
+                "own code would not be what is trained. Remove it from config.json."
+            )
+    return None
+
+
+def _bidirectional(model_config: Any, config: "LongContextConfig") -> str | None:
+    if getattr(model_config, "is_causal", True) is False:
+        return _bidirectional_reason("is_causal=False")
+    if getattr(model_config, "use_bidirectional_attention", None):
+        return _bidirectional_reason("use_bidirectional_attention=True")
+    return None
+
+
+def _bidirectional_reason(option: str) -> str:
+    return (
+        f"{option}: this model sees ahead, and its own code decides how. Use a causal model, with "
+        "patch(model, config, mask=longctx_patch.sequence.masks.bidirectional) for attention both "
+        "ways."
+    )
+
+
+def _noise(model_config: Any, config: "LongContextConfig") -> str | None:
+    """Dropout and jitter, whatever a family calls them."""
+    drawn = [
+        f"{name}={value}"
+        for name, value in vars(model_config).items()
+        if name.endswith(("dropout", "_pdrop", "jitter", "jitter_noise"))
+        and isinstance(value, int | float)
+        and value > 0
+    ]
+    return _noise_reason(", ".join(drawn)) if drawn else None
+
+
+def _noise_reason(drawn: str) -> str:
+    zeros = ", ".join(f"{option.split('=')[0]}=0.0" for option in drawn.split(", "))
+    return (
+        f"{drawn}: ranks would draw other random numbers than one process, for attention different "
+        f"ones within a row. Load the model with {zeros}."
+    )
+
+
+def _rope(model_config: Any, config: "LongContextConfig") -> str | None:
+    rope = getattr(model_config, "rope_parameters", None) or {}
+    per_layer = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+    types = {str(r.get("rope_type")) for r in per_layer}
+    moving = sorted(types & {"dynamic", "longrope"})
+    if not moving or config.sequence_degree == 1:
+        return None
+    fix = (
+        "Freeze them at your length: --rope dynamic, which is "
+        "longctx_patch.hf.model.rope.scale_rope(config, kind='dynamic', target_length=...)."
+        if moving == ["dynamic"]
+        else "Use a model with another type, or one process."
+    )
+    return (
+        f"rope_type {', '.join(map(repr, moving))}: transformers takes its frequencies from the "
+        f"largest position that a process sees, so ranks would rotate by different angles. {fix}"
+    )
+
+
+def _heads(model_config: Any, config: "LongContextConfig") -> str | None:
+    heads = model_config.num_attention_heads
+    if config.ulysses_degree <= heads:
+        return None
+    return (
+        f"ulysses_degree={config.ulysses_degree} exceeds its {heads} query heads: use "
+        f"ulysses_degree <= {heads} and a larger ring_degree."
+    )
+
+
+def _mlp_tiles(model_config: Any, config: "LongContextConfig") -> str | None:
+    tiles = config.mlp_tiles
+    has_dense_layers = (
+        ROUTER not in FAMILIES[model_config.model_type].features
+        or getattr(model_config, "mlp_only_layers", None)
+        or getattr(model_config, "decoder_sparse_step", 1) > 1
+    )
+    if tiles in (None, 1) or has_dense_layers:
+        return None
+    return (
+        f"mlp_tiles={tiles}: all its layers have experts, which stay whole. Use mlp_tiles=None or "
+        "mlp_tiles=1."
+    )
+
+
+_CHECKS: tuple[Callable[[Any, "LongContextConfig"], str | None], ...] = (
+    _layer_types,
+    _window,
+    _unread_options,
+    _bidirectional,
+    _noise,
+    _rope,
+    _heads,
+    _mlp_tiles,
+)

@@ -1,0 +1,88 @@
+"""A model's config from a hub name, a local folder or a config.json; weights are not needed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size"),
+)
+
+
+def load_model_config(model: str) -> "PreTrainedConfig":
+    """The config of `model` as it is published.
+
+    Raises ValueError where there is none, with what to give instead, and UnsupportedModelError
+    for a model type that transformers does not know.
+    """
+    from transformers import AutoConfig
+
+    local = is_local(model)
+    try:
+        config = AutoConfig.from_pretrained(str(Path(model).expanduser()) if local else model)
+    except OSError as error:
+        raise ValueError(_unreadable(model, local, error)) from error
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"model {model!r} has no model_type that transformers knows "
+            f"({str(error).splitlines()[0]}): longctx-patch supports {', '.join(FAMILIES)}."
+        ) from error
+    except Exception as error:  # whatever a config's class makes of values that can't be
+        said = str(error).splitlines()[0]
+        raise ValueError(
+            f"model {model!r}: its config can't be used ({said}). Give a valid config.json."
+        ) from error
+    _check_sizes(model, config)
+    return config
+
+
+def _check_sizes(model: str, config: "PreTrainedConfig") -> None:
+    for name in _SIZES:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < 1:  # some families have a list: one for each layer
+            raise ValueError(
+                f"model {model!r}: {name}={value} in its config: it counts something, and is 1 or "
+                "more. Give a valid config.json."
+            )
+
+
+def is_local(model: str) -> bool:
+    """Whether `model` is a folder with a config.json, or a config file; False for a hub name.
+
+    Raises ValueError for what is meant to be a path but holds no config.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"model folder {model!r} has no config.json. Give a folder that save_pretrained "
+                "wrote, a config.json, or a hub name."
+            )
+        return True
+    if path.is_file():
+        return True
+    if (
+        model.endswith(".json")
+        or model.startswith(("/", ".", "~"))
+        or model.endswith("/")
+        or model.count("/") > 1
+    ):
+        raise ValueError(f"model {model!r}: no such file or folder. Give an existing one.")
+    return False
+
+
+def _unreadable(model: str, local: bool, error: OSError) -> str:
+    reason = str(error).splitlines()[0].rstrip(".")
+    if local:
+        return f"model {model!r}: its config can't be read ({reason}). Give a valid config.json."
+    return (
+        f"model {model!r} is neither a file or folder in the current directory nor reachable under "
+        f"this name ({reason}). Without a network, give a local folder, a config.json, or set "
+        "HF_HOME to a cache that holds the model."
+    )

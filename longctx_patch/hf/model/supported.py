@@ -1,0 +1,216 @@
+"""The table of support, as data: every family that is supported, and why others are refused.
+
+A family is supported when all its mixing of tokens goes through transformers' attention registry,
+its positions come from `position_ids`, and tests/hf/model/test_checks.py compares it with
+stock eager attention. Imports nothing of ours, neither torch nor transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+WINDOW, SOFTCAP, SINKS, ROUTER = "sliding window", "softcap", "sinks", "router loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsRule:
+    """What a model's forward does to logits after its head: one number, one operation."""
+
+    operation: Literal["softcap", "multiply", "divide"]
+    """`softcap` is c * tanh(logits / c), left out where the number is None."""
+    holder: Literal["config", "model"]
+    """Whose attribute the number is."""
+    attribute: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row of the table of support."""
+
+    model_type: str
+    """As transformers spells it in config.json."""
+    name: str
+    """What people call it."""
+    features: tuple[str, ...] = ()
+    """What is covered beside causal attention; the model may or may not have it."""
+    logits: LogitsRule | None = None
+    """What happens to logits after the head; None: nothing."""
+    refusal: str | None = None
+    """Why it can't be patched; None if it can."""
+
+
+GEMMA_LOGITS = LogitsRule(operation="softcap", holder="config", attribute="final_logit_softcapping")
+COHERE_LOGITS = LogitsRule(operation="multiply", holder="model", attribute="logit_scale")
+GRANITE_LOGITS = LogitsRule(operation="divide", holder="config", attribute="logits_scaling")
+
+
+def _supported(
+    model_type: str, name: str, *features: str, logits: LogitsRule | None = None
+) -> Family:
+    return Family(model_type=model_type, name=name, features=features, logits=logits)
+
+
+def _refused(reason: str, names: Mapping[str, str]) -> tuple[Family, ...]:
+    return tuple(
+        Family(model_type=model_type, name=name, refusal=reason)
+        for model_type, name in names.items()
+    )
+
+
+TABLE = (
+    _supported("llama", "Llama 1 to 3"),
+    _supported("mistral", "Mistral", WINDOW),
+    _supported("ministral", "Ministral", WINDOW),
+    _supported("ministral3", "Ministral 3 (text)", WINDOW),
+    _supported("mixtral", "Mixtral", WINDOW, ROUTER),
+    _supported("qwen2", "Qwen2, Qwen2.5", WINDOW),
+    _supported("qwen2_moe", "Qwen1.5-MoE, Qwen2-MoE", WINDOW, ROUTER),
+    _supported("qwen3", "Qwen3", WINDOW),
+    _supported("qwen3_moe", "Qwen3-MoE", WINDOW, ROUTER),
+    _supported("gemma", "Gemma"),
+    _supported("gemma2", "Gemma 2", WINDOW, SOFTCAP, logits=GEMMA_LOGITS),
+    _supported("gemma3_text", "Gemma 3 (text)", WINDOW, logits=GEMMA_LOGITS),
+    _supported("gpt_oss", "gpt-oss", WINDOW, SINKS, ROUTER),
+    _supported("phi3", "Phi-3, Phi-3.5, Phi-4", WINDOW),
+    _supported("olmo", "OLMo"),
+    _supported("olmo2", "OLMo 2"),
+    _supported("olmo3", "OLMo 3", WINDOW),
+    _supported("olmoe", "OLMoE", ROUTER),
+    _supported("cohere", "Command R, Aya", logits=COHERE_LOGITS),
+    _supported("cohere2", "Command R7B, Command A", WINDOW, logits=COHERE_LOGITS),
+    _supported("smollm3", "SmolLM3", WINDOW),
+    _supported("starcoder2", "StarCoder2", WINDOW),
+    _supported("granite", "Granite 3", logits=GRANITE_LOGITS),
+    _supported("glm", "GLM-4 (9B)"),
+    _supported("glm4", "GLM-4-0414"),
+    _supported("exaone4", "EXAONE 4", WINDOW),
+    _supported("ernie4_5", "ERNIE 4.5"),
+    _supported("seed_oss", "Seed-OSS"),
+    _supported("arcee", "Arcee AFM"),
+    _supported("helium", "Helium 1"),
+    *_refused(
+        "a recurrent state runs along the sequence (Mamba or another scan), and would start anew "
+        "on each rank",
+        {
+            "mamba": "Mamba",
+            "mamba2": "Mamba 2",
+            "falcon_mamba": "Falcon Mamba",
+            "rwkv": "RWKV",
+            "xlstm": "xLSTM",
+        },
+    ),
+    *_refused(
+        "some layers are recurrent (Mamba or RG-LRU), and their state would start anew on each "
+        "rank",
+        {
+            "jamba": "Jamba",
+            "bamba": "Bamba",
+            "falcon_h1": "Falcon-H1",
+            "granitemoehybrid": "Granite 4",
+            "nemotron_h": "Nemotron-H",
+            "zamba": "Zamba",
+            "zamba2": "Zamba 2",
+            "recurrent_gemma": "RecurrentGemma",
+        },
+    ),
+    *_refused(
+        "some layers are linear attention, whose state would start anew on each rank",
+        {
+            "qwen3_next": "Qwen3-Next",
+            "qwen3_5": "Qwen3.5",
+            "qwen3_5_text": "Qwen3.5 (text)",
+            "qwen3_5_moe": "Qwen3.5-MoE",
+            "qwen3_5_moe_text": "Qwen3.5-MoE (text)",
+            "kimi_linear": "Kimi Linear",
+            "minimax": "MiniMax-Text-01",
+            "olmo_hybrid": "OLMo Hybrid",
+        },
+    ),
+    *_refused(
+        "some layers are short convolutions, which reach over a shard's edge",
+        {"lfm2": "LFM2", "lfm2_moe": "LFM2-MoE"},
+    ),
+    *_refused(
+        "latent attention (MLA): values have another head size than keys, which no kernel here "
+        "takes",
+        {
+            "deepseek_v2": "DeepSeek-V2",
+            "deepseek_v3": "DeepSeek-V3, DeepSeek-R1",
+            "longcat_flash": "LongCat-Flash",
+            "minicpm3": "MiniCPM3",
+        },
+    ),
+    *_refused(
+        "an indexer picks the keys of each token from the local ones",
+        {"deepseek_v32": "DeepSeek-V3.2", "glm_moe_dsa": "GLM-5"},
+    ),
+    *_refused(
+        "some layers are chunked attention, a mask that is not covered",
+        {"llama4": "Llama 4", "llama4_text": "Llama 4 (text)"},
+    ),
+    *_refused(
+        "layers share keys and values with earlier ones, which is not proven under sharding",
+        {
+            "gemma3n": "Gemma 3n",
+            "gemma3n_text": "Gemma 3n (text)",
+            "gemma4": "Gemma 4",
+            "gemma4_text": "Gemma 4 (text)",
+        },
+    ),
+    *_refused(
+        "images are attended to in both directions; train its text model (gemma3_text)",
+        {"gemma3": "Gemma 3 (with images)"},
+    ),
+    *_refused(
+        "positions are ALiBi biases inside an attention of its own, not in the registry",
+        {"bloom": "BLOOM", "mpt": "MPT"},
+    ),
+    *_refused(
+        "its attention is its own code, not transformers' attention registry",
+        {
+            "falcon": "Falcon",
+            "gptj": "GPT-J",
+            "gpt_neo": "GPT-Neo",
+            "codegen": "CodeGen",
+        },
+    ),
+    *_refused(
+        "its learned positions are counted from the attention mask of the local tokens",
+        {"opt": "OPT"},
+    ),
+    *_refused(
+        "learned positions that end at the pretrained length, and not compared with one process",
+        {"gpt2": "GPT-2", "gpt_bigcode": "StarCoder, SantaCoder"},
+    ),
+    *_refused(
+        "not compared with one process yet",
+        {
+            "gpt_neox": "GPT-NeoX, Pythia",
+            "phi": "Phi-1, Phi-2",
+            "phimoe": "Phi-3.5-MoE",
+            "stablelm": "StableLM",
+            "hunyuan_v1_dense": "Hunyuan (dense)",
+            "glm4_moe": "GLM-4.5, GLM-4.6",
+            "minimax_m2": "MiniMax-M2",
+            "dbrx": "DBRX",
+        },
+    ),
+)
+"""Supported families first, then refused ones, those of one reason together."""
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {family.model_type: family for family in TABLE if family.refusal is None}
+)
+"""model_type -> family, of what can be patched."""
+
+NOT_PROVEN = "not compared with one process, so not proven to be exact"
+"""Why a model type that the table does not name is refused."""
+
+
+def refusal_of(model_type: str) -> str | None:
+    """Why this model type can't be patched, or None."""
+    if model_type in FAMILIES:
+        return None
+    named = (family for family in TABLE if family.model_type == model_type)
+    return next((family.refusal for family in named), NOT_PROVEN)

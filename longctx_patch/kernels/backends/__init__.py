@@ -1,0 +1,1 @@
+"""One kernel a file: thin adapters to attention kernels that others keep."""

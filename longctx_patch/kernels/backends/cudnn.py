@@ -1,0 +1,95 @@
+"""cuDNN's flash attention through torch. It takes GQA as it is and a merged out and lse.
+
+torch does not hand its deterministic switch on to cuDNN's backward, so there is no such backward.
+"""
+
+import torch
+from torch import Tensor
+
+from longctx_patch.kernels.backends.dense import DenseKernel
+from longctx_patch.kernels.base import (
+    CAUSAL_WINDOW,
+    Domain,
+    KernelRequest,
+    Score,
+    Segments,
+    Traits,
+    unsupported,
+)
+from longctx_patch.kernels.installed import lacks_gpu
+from longctx_patch.kernels.run import MOST_NUMBERS
+
+_aten = torch.ops.aten
+
+
+class CudnnKernel:
+    name = "cudnn"
+    traits = Traits(segments=False, windows=False, tiles=False, softcap=False)
+    domain = Domain("cuda", (torch.bfloat16, torch.float16), max_head_dim=128, deterministic=False)
+
+    def refuses(self, request: KernelRequest) -> str | None:
+        return unsupported(request, self.traits, self.domain) or lacks_gpu((8, 0))
+
+    def forward(
+        self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score
+    ) -> tuple[Tensor, Tensor]:
+        out_BHLD, lse_BHL1, *_ = _aten._scaled_dot_product_cudnn_attention(
+            q_BLHD.transpose(1, 2),
+            k_BMGD.transpose(1, 2),
+            v_BMGD.transpose(1, 2),
+            None,
+            True,
+            0.0,
+            segments.rule == CAUSAL_WINDOW,
+            False,
+            scale=score.scale,
+        )
+        return out_BHLD.transpose(1, 2), lse_BHL1.squeeze(-1)
+
+    def backward(
+        self,
+        dout_BLHD: Tensor,
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        out_BLHD: Tensor,
+        lse_BHL: Tensor,
+        segments: Segments,
+        score: Score,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if q_BLHD.shape[1] == k_BMGD.shape[1] == 1:  # cuDNN refuses a single pair
+            eager = DenseKernel("torch_eager", None)
+            return eager.backward(
+                dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD, lse_BHL, segments, score
+            )
+        if q_BLHD.numel() > MOST_NUMBERS:
+            raise ValueError(
+                f"kernel='cudnn': {q_BLHD.shape[1]:,} queries of {q_BLHD.shape[2]} heads are "
+                f"{q_BLHD.numel():,} numbers, and its gradients are wrong for more than "
+                f"{MOST_NUMBERS:,}. Share the row between more GPUs, or use kernel='flash_attn_4' "
+                "or 'torch_flash'."
+            )
+        # torch keeps one compiled graph for all layouts of out and dout: with another layout than
+        # that of the first call, it would silently read the wrong entries (seen in torch 2.11).
+        # Without dropout the random state is not read, but the op wants tensors.
+        philox = torch.empty((), dtype=torch.int64, device=q_BLHD.device)
+        grads_BHLD = _aten._scaled_dot_product_cudnn_attention_backward(
+            dout_BLHD.contiguous().transpose(1, 2),
+            q_BLHD.transpose(1, 2),
+            k_BMGD.transpose(1, 2),
+            v_BMGD.transpose(1, 2),
+            out_BLHD.contiguous().transpose(1, 2),
+            lse_BHL.contiguous()[..., None],
+            philox,
+            philox,
+            None,
+            None,
+            None,
+            q_BLHD.shape[1],
+            k_BMGD.shape[1],
+            0.0,
+            segments.rule == CAUSAL_WINDOW,
+            scale=score.scale,
+        )
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads_BHLD)
+        return dq, dk, dv

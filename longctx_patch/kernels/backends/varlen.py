@@ -1,0 +1,85 @@
+"""How segments are handed to FlashAttention's kernels, which all agree on it.
+
+One segment is told by the shapes, and rows of the batch stay apart. Several go to the form for
+variable lengths, where the rows of the batch are segments too.
+"""
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longctx_patch.kernels.base import Segments
+from longctx_patch.sequence.regions import Tile
+
+
+class Lengths(NamedTuple):
+    """What the kernels are told of the segments. Of one segment: nothing but its size."""
+
+    cumulative_q: Tensor | None
+    cumulative_kv: Tensor | None
+    max_q: int
+    max_kv: int
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """As the packages' functions name them; none for one segment."""
+        if self.cumulative_q is None:
+            return {}
+        return {
+            "cu_seqlens_q": self.cumulative_q,
+            "cu_seqlens_k": self.cumulative_kv,
+            "max_seqlen_q": self.max_q,
+            "max_seqlen_k": self.max_kv,
+        }
+
+    def packed(self, *tensors_BLHD: Tensor) -> tuple[Tensor, ...]:
+        """`[B * tokens, heads, D]` of several segments."""
+        if self.cumulative_q is None:
+            return tensors_BLHD
+        return tuple(x.flatten(0, 1) for x in tensors_BLHD)
+
+    def packed_lse(self, lse_BHL: Tensor) -> Tensor:
+        """The kernels want `[B, H, L]`, of several segments `[H, B * L]`, in this order."""
+        if self.cumulative_q is None:
+            return lse_BHL.contiguous()
+        return lse_BHL.transpose(0, 1).flatten(1).contiguous()
+
+    def lse_by_batch(self, lse: Tensor, batch: int) -> Tensor:
+        """`[B, H, L]`."""
+        if self.cumulative_q is None:
+            return lse
+        return lse.unflatten(1, (batch, -1)).transpose(0, 1)
+
+
+def lengths_of(segments: Segments, q_BLHD: Tensor) -> Lengths:
+    q, kv, rule = segments
+    assert not isinstance(rule, Tile)
+    if len(q) == 1:
+        return Lengths(None, None, q[0], kv[0])
+    batch, device = q_BLHD.shape[0], q_BLHD.device
+    return Lengths(_cumulative(q, batch, device), _cumulative(kv, batch, device), max(q), max(kv))
+
+
+def window_keywords(segments: Segments, absent: int | None) -> dict[str, int | None]:
+    """The bounds, with `absent` where there is none; causal is a bound of 0 on the right."""
+    assert not isinstance(segments.rule, Tile)
+    left, right = (absent if bound is None else bound for bound in segments.rule)
+    return {"window_size_left": left, "window_size_right": right}
+
+
+def contiguous_buffers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What gradients are written to, in the packed form too."""
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+@lru_cache(maxsize=256)
+def _cumulative(lengths: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
+    """Where each segment of each row of the batch begins and the last one ends: int32.
+
+    Every layer has the same lengths, and making them waits for a copy to the device.
+    """
+    return torch.tensor([0, *accumulate(lengths * batch)], dtype=torch.int32, device=device)

@@ -1,0 +1,92 @@
+"""All ranks of a group compute with the same kernel: the first of rank 0's that all can run."""
+
+import warnings
+from collections.abc import Callable, Mapping
+
+from longctx_patch.kernels.base import Kernel, KernelRequest
+from longctx_patch.kernels.select.preference import Preference, preferred
+from longctx_patch.kernels.select.probe import rounded
+from longctx_patch.kernels.select.registry import available, candidates, choose_kernel, refusal
+from longctx_patch.transport import Transport
+
+# As wide as the other meetings of a forward pass (hf/call/meeting.py), and tagged like them, so
+# that a rank that is elsewhere is found out instead of waited for.
+_TAG = 4
+_WIDTH = 16
+_NOTHING = -1
+
+
+class AgreedKernels:
+    """What the ranks of a group have agreed on: once for each kind of request."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[tuple[str, KernelRequest], Kernel] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that were agreed on."""
+        return tuple(sorted({kernel.name for kernel in self._kernels.values()}))
+
+    def known(self, name: str, request: KernelRequest) -> Kernel | None:
+        """Without asking anybody; None: the ranks have to agree first.
+
+        Raises ValueError as `choose_kernel` does.
+        """
+        wanted = rounded(request)
+        if wanted.device_type != "cuda":  # all ranks have the same kernels there
+            return choose_kernel(name, wanted)
+        return self._kernels.get((name, wanted))
+
+    def agree(self, name: str, request: KernelRequest, everyone: Transport) -> Kernel:
+        """Collective over `everyone` the first time that something is asked on GPUs.
+
+        Raises ValueError on every rank where no kernel can do it on all of them.
+        """
+        kernel = self.known(name, request)
+        if kernel is None:
+            kernel = agreed_kernel(name, rounded(request), everyone)
+            self._kernels[name, rounded(request)] = kernel
+        return kernel
+
+
+def agreed_kernel(
+    name: str,
+    request: KernelRequest,
+    everyone: Transport,
+    prefer: Callable[[str, KernelRequest], Preference] = preferred,
+) -> Kernel:
+    """The first kernel in rank 0's order that every rank computes right with. Collective."""
+    kernels = available(deterministic=request.deterministic)
+    numbers = {kernel: number for number, kernel in enumerate(kernels)}
+    names, (order, problems) = candidates(name, request), prefer(name, request)
+    if name == "auto" and everyone.group_rank == 0:
+        _warn_of(problems)
+    usable = [n for n in names if n not in problems and kernels[n].refuses(request) is None]
+    accepted = sum(1 << numbers[n] for n in usable)
+    mine = [_TAG, accepted, *(numbers[n] for n in order)]
+    rows = everyone.all_gather_numbers(mine + [_NOTHING] * (_WIDTH - len(mine)))
+    if any(row[0] != _TAG for row in rows):
+        raise RuntimeError(
+            "the ranks of the group are at different points: some choose a kernel, others don't. "
+            "Attention was replaced on some ranks after patch(). Patch last, and on all ranks."
+        )
+    for number in rows[0][2:]:
+        if number != _NOTHING and all(row[1] >> number & 1 for row in rows):
+            return kernels[tuple(kernels)[number]]
+    if not accepted:
+        raise ValueError(refusal(name, names, request, problems))
+    without = [rank for rank, row in enumerate(rows) if row[1] != accepted]
+    raise ValueError(
+        f"kernel={name!r}: other kernels can be used on rank(s) {without} of the group than on "
+        f"this one. `longctx kernels` says on each machine what it lacks; install the same there."
+    )
+
+
+def _warn_of(problems: Mapping[str, str]) -> None:
+    for name, problem in problems.items():
+        warnings.warn(
+            f"kernel {name} {problem} on this machine, so kernel='auto' does not take it; "
+            "`longctx kernels` shows what was found.",
+            RuntimeWarning,
+            stacklevel=3,
+        )

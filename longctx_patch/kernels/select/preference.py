@@ -1,0 +1,89 @@
+"""Which kernels may be taken on this machine, and in which order: on GPUs, as measured here."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from longctx_patch.kernels.backends.flash_attn_2 import FlashAttn2Kernel
+from longctx_patch.kernels.backends.flash_attn_3 import FlashAttn3Kernel
+from longctx_patch.kernels.backends.flash_attn_4 import FlashAttn4Kernel
+from longctx_patch.kernels.base import Kernel, KernelRequest
+from longctx_patch.kernels.select.cache import ProbeCache, default_path, machine_label
+from longctx_patch.kernels.select.probe import Measured, measure
+from longctx_patch.kernels.select.registry import available, candidates, usual_order
+
+Measure = Callable[[Iterable[Kernel], KernelRequest], Mapping[str, Measured]]
+
+# Those that can be the fastest. FlexAttention takes long to compile and the others are slow, so
+# they are only taken where none of these can.
+_MEASURED = frozenset({"flash_attn_4", "flash_attn_3", "cudnn", "torch_flash", "flash_attn_2"})
+
+
+class Preference(NamedTuple):
+    order: tuple[str, ...]
+    """Names to try, the best first."""
+    problems: Mapping[str, str]
+    """By name, why a kernel must not be taken here: it raises, or its numbers are wrong."""
+
+
+def preferred(
+    name: str, request: KernelRequest, cache: ProbeCache | None = None, measure: Measure = measure
+) -> Preference:
+    """Of the kernels that `name` stands for.
+
+    On GPUs those that can are checked and timed once for each rounded request and machine, a named
+    one too. With `deterministic` time decides nothing: what is fastest may change between two runs.
+    """
+    names = candidates(name, request)
+    mine = measurable(request, names) if request.device_type == "cuda" else []
+    if not mine:
+        return Preference(names, {})
+    try:
+        measured = measured_here(mine, request, cache or machine_cache(), measure)
+    except torch.OutOfMemoryError:
+        return Preference(names, {})
+    problems = {name: one.problem for name, one in measured.items() if one.problem is not None}
+    if request.deterministic:
+        return Preference(tuple(name for name in names if name not in problems), problems)
+    return Preference(measured_order(names, measured), problems)
+
+
+def measured_order(names: Sequence[str], measured: Mapping[str, Measured]) -> tuple[str, ...]:
+    """Those measured to be right, the fastest first, and then those that were not measured."""
+    right = [name for name in names if name in measured and measured[name].problem is None]
+    right.sort(key=lambda name: measured[name].total_s)
+    return (*right, *(name for name in names if name not in measured))
+
+
+def measurable(request: KernelRequest, names: Sequence[str] | None = None) -> list[str]:
+    """Of these kernels, or of all, those that are worth measuring and can do what is asked."""
+    kernels = available(deterministic=request.deterministic)
+    return [
+        name
+        for name in (usual_order(request) if names is None else names)
+        if name in _MEASURED and kernels[name].refuses(request) is None
+    ]
+
+
+def measured_here(
+    names: list[str], request: KernelRequest, cache: ProbeCache, measure: Measure = measure
+) -> Mapping[str, Measured]:
+    """From the file, or else measured now."""
+    known = cache.read(request)
+    if names and not known.keys() >= set(names):
+        kernels = available(deterministic=request.deterministic)
+        known = {**known, **measure([kernels[name] for name in names], request)}
+        cache.write(request, known)
+    return {name: known[name] for name in names}
+
+
+def machine_cache() -> ProbeCache:
+    """The file of this user, for the machine as it is."""
+    return ProbeCache(default_path(), machine_label(package_versions()))
+
+
+def package_versions() -> dict[str, str | None]:
+    """Versions of the packages that kernels come in, by kernel; None where it is not installed."""
+    packaged = (FlashAttn4Kernel(), FlashAttn3Kernel(), FlashAttn2Kernel())
+    return {kernel.name: kernel.package.version for kernel in packaged}

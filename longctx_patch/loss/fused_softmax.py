@@ -1,0 +1,152 @@
+"""Cross-entropy of rows of float32 logits, and its gradient in their memory: one Triton kernel.
+
+A program has a row. It reads the logits once for the maximum and the sum of their exponentials,
+both at the same time (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3), and again for the
+gradient, which overwrites them (Liger Kernel, arXiv 2410.10989, section 3.2): 10 bytes of memory
+traffic per logit for a gradient of 2 bytes, and no second buffer. Scale and softcap are computed on
+the way, each time anew.
+
+Importing this needs triton, so it is imported where it is used.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from longctx_patch.loss.law import IGNORE_INDEX
+
+BLOCK = tl.constexpr(4096)
+"""Logits that a program holds at once, 16 of a thread."""
+NUM_WARPS = 8
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+IGNORED = tl.constexpr(IGNORE_INDEX)
+
+
+def softmax_losses(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    *,
+    softcap: float | None,
+    scale: float,
+    grad_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    """`[C]` float32 losses, and their `[C, V]` gradients by `scale * logits`.
+
+    The gradients lie in the memory of the logits, which are lost: with a `grad_dtype` of 2 bytes,
+    in the first half of each row of 4 bytes a number, with a row stride of 2 * V. Rows of
+    `IGNORE_INDEX` have a loss and gradients of zero, whatever their logits are. A wrong label ends
+    in the device's own assertion.
+
+    Args:
+        logits_CV: contiguous, float32, before scale and softcap.
+        labels_C: int64.
+        softcap: c of c * tanh(logits / c), after the scale.
+        scale: of logits.
+        grad_dtype: float32, bfloat16 or float16; None: no gradient, and the logits stay.
+    """
+    assert logits_CV.is_contiguous()
+    assert logits_CV.dtype == torch.float32
+    num_rows, num_words = logits_CV.shape
+    # The kernel could read these itself; gather has the assertion that labels are words.
+    chosen_C = logits_CV.gather(1, labels_C.where(labels_C != IGNORE_INDEX, 0)[:, None])
+    losses_C = logits_CV.new_empty(num_rows)
+    grad_CV = logits_CV if grad_dtype is None else logits_CV.view(grad_dtype)[:, :num_words]
+    with torch.cuda.device_of(logits_CV):  # Triton launches on the current device
+        _softmax_row[(num_rows,)](
+            logits_CV,
+            grad_CV,
+            chosen_C,
+            labels_C.contiguous(),
+            losses_C,
+            num_words,
+            grad_CV.stride(0),
+            float(scale if softcap is None else scale / softcap),
+            float(softcap or 0),
+            HAS_CAP=softcap is not None,
+            HAS_GRADIENT=grad_dtype is not None,
+            num_warps=NUM_WARPS,
+        )
+    return losses_C, None if grad_dtype is None else grad_CV
+
+
+@triton.jit
+def _softmax_row(
+    logits_ptr: tl.tensor,
+    grads_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    labels_ptr: tl.tensor,
+    losses_ptr: tl.tensor,
+    num_words: tl.tensor,
+    grad_stride: tl.tensor,
+    inner: tl.tensor,
+    cap: tl.tensor,
+    HAS_CAP: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * num_words
+    label = tl.load(labels_ptr + row).to(tl.int32)
+    is_valid = label != IGNORED
+    columns = tl.arange(0, BLOCK)
+
+    # Each lane of the block has a maximum and a sum of its own until the end of the row. A finite
+    # first maximum lets logits of -inf add nothing; a row of nothing else is NaN, as in torch.
+    largest = tl.full([BLOCK], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_words, BLOCK):
+        words = start + columns
+        logits = _row_logits(logits_ptr, words, num_words, inner, cap, HAS_CAP)
+        is_larger = logits > largest
+        change = tl.exp(-tl.abs(logits - largest))
+        total = tl.where(is_larger, total * change + 1, total + change)
+        largest = tl.where(is_larger, logits, largest)
+    peak = tl.max(largest, 0)
+    total = tl.sum(total * tl.exp(largest - peak), 0)
+
+    chosen = _capped(tl.load(chosen_ptr + row), inner, cap, HAS_CAP)
+    loss = tl.log(total) - (chosen - peak)
+    tl.store(losses_ptr + row, tl.where(is_valid, loss, 0.0))
+
+    if HAS_GRADIENT:
+        grads_ptr += row * grad_stride
+        factor = 1 / total
+        for start in range(0, num_words, BLOCK):
+            words = start + columns
+            logits = _row_logits(logits_ptr, words, num_words, inner, cap, HAS_CAP)
+            grads = tl.exp(logits - peak) * factor
+            grads = tl.where(words == label, grads - 1, grads)
+            if HAS_CAP:  # d/dx c * tanh(x / c) = 1 - tanh(x / c)^2
+                tanh = logits / cap
+                grads *= 1 - tanh * tanh
+            grads = tl.where(is_valid, grads, 0.0)
+            # Gradient i lies on logit i, or on logit i / 2: never beyond what this block and those
+            # before it have read, but another thread may have yet to read it.
+            tl.debug_barrier()
+            tl.store(grads_ptr + words, grads.to(grads_ptr.dtype.element_ty), words < num_words)
+
+
+@triton.jit
+def _row_logits(
+    row_ptr: tl.tensor,
+    words: tl.tensor,
+    num_words: tl.tensor,
+    inner: tl.tensor,
+    cap: tl.tensor,
+    HAS_CAP: tl.constexpr,
+) -> tl.tensor:
+    """With scale and softcap; -inf beyond the last word."""
+    is_word = words < num_words
+    logits = _capped(tl.load(row_ptr + words, is_word, 0.0), inner, cap, HAS_CAP)
+    return tl.where(is_word, logits, float("-inf"))
+
+
+@triton.jit
+def _capped(
+    logits: tl.tensor, inner: tl.tensor, cap: tl.tensor, HAS_CAP: tl.constexpr
+) -> tl.tensor:
+    if HAS_CAP:
+        return cap * libdevice.tanh(inner * logits)
+    else:
+        return inner * logits

@@ -1,0 +1,1 @@
+"""One schedule of distributed attention a file, and the table that names them."""

@@ -1,0 +1,1 @@
+"""What attention and a training run take on a machine, predicted without one."""

@@ -1,0 +1,1 @@
+"""What one attention call takes: bytes and seconds of each rank, simulated."""

@@ -1,0 +1,371 @@
+"""What an attention call takes on a machine: Ulysses around the schedule of the ring part.
+
+`predict` answers for one config; `longctx_patch.choose.chooser` compares many. Nothing here
+needs a device.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import log2
+from operator import add
+from typing import Any, NamedTuple
+
+from longctx_patch.config import LayoutName
+from longctx_patch.engine.ulysses import to_heads_traffic, to_tokens_traffic
+from longctx_patch.plans import AttentionShape, Direction, Schedule, Traffic, make_schedule
+from longctx_patch.plans.head_split import QKV, Heads, HeadSplit
+from longctx_patch.predict.attention.simulate import Simulation, Span, simulate
+from longctx_patch.predict.hardware import Hardware
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import even_cuts
+from longctx_patch.sequence.masks import Mask, documents_mask
+from longctx_patch.sequence.placement import place
+
+_MOST_TOKENS, _MOST_BYTES = 2**40, 2**60  # what 64-bit sums over steps and ranks bear
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One attention call over a whole sequence, causal within documents and a window if any."""
+
+    num_tokens: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    batch: int = 1
+    itemsize_bytes: int = 2
+    lengths: tuple[int, ...] = ()
+    """Of the documents of a packed row; none: the row is one document."""
+    window: int | None = None
+    """Keys that a token sees at most, itself included; None: all of its document."""
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name}={value}: a workload has at least one. Use 1 or more.")
+        size = self.batch * self.num_tokens * self.num_heads * self.head_dim * self.itemsize_bytes
+        if self.num_tokens > _MOST_TOKENS or size > _MOST_BYTES:
+            raise ValueError(
+                f"{self}: queries of {size:.2g} bytes. The model counts up to 2**40 tokens and "
+                "2**60 bytes. Use smaller sizes."
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}: query heads group "
+                "evenly over key-value heads. Use a divisor of num_heads."
+            )
+        Documents(self.lengths, self.num_tokens)  # refuses lengths that don't fit
+
+    def documents(self) -> Documents:
+        """Those of the row."""
+        return Documents.of_row(self.lengths, self.num_tokens)
+
+    def mask(self) -> Mask:
+        return documents_mask(self.documents(), window=self.window)
+
+    @property
+    def is_causal(self) -> bool:
+        """Plainly so: nothing of the triangle is left out."""
+        return self.documents().is_one and (self.window or self.num_tokens) >= self.num_tokens
+
+    def alike(self) -> "Workload":
+        """One document, with a window of about as many pairs."""
+        return replace(self, lengths=(), window=window_like(self.mask()))
+
+
+def window_like(mask: Mask) -> int | None:
+    """A power of two that leaves about as many pairs as a mask; None where it leaves most.
+
+    Few values, so that what is decided by it is decided once for many rows of documents.
+    """
+    keys = mask.area / mask.num_tokens
+    return 2 ** round(log2(max(1.0, keys))) if 4 * keys < mask.num_tokens else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Degrees, placement and the plan of one direction, all decided."""
+
+    plan: str
+    layout: LayoutName
+    ulysses_degree: int
+    ring_degree: int
+    ulysses_waves: int = 1
+    """In how many parts Ulysses exchanges heads; see `LongContextConfig`."""
+    ranks_per_node: int | None = None
+    """Ring ranks on one machine; None: as many as the hardware has GPUs for."""
+
+    @property
+    def name(self) -> str:
+        """The plan, or `ulysses` where no ring is left."""
+        return "ulysses" if self.ring_degree == 1 < self.ulysses_degree else self.plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one direction of an attention call takes; tuples are by rank."""
+
+    plan: str
+    ranks: int
+    direction: Direction
+    ulysses_degree: int
+    layout: str
+    makespan_s: float
+    idle_fraction: float
+    """Share of rank-time without work, if only attention's FLOPs counted."""
+    exposed_communication_s: float
+    """What the makespan would lose if messages took no time."""
+    bytes_sent_per_rank: tuple[int, ...]
+    messages_per_rank: tuple[int, ...]
+    peak_buffer_bytes: int
+    """Of the rank that holds most, beside its own tensors and results."""
+    timeline: tuple[Span, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the timeline, in types that JSON has."""
+        values = asdict(replace(self, timeline=()))
+        del values["timeline"]
+        return values | {
+            "direction": self.direction.value,
+            "bytes_sent_per_rank": list(self.bytes_sent_per_rank),
+            "messages_per_rank": list(self.messages_per_rank),
+        }
+
+
+def predict(
+    setting: Setting,
+    direction: Direction,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    with_timeline: bool = False,
+) -> Prediction:
+    """Simulate one direction of one call."""
+    split = HeadSplit(workload.num_heads, workload.num_kv_heads, setting.ulysses_degree)
+    waves = split.in_waves(setting.ulysses_waves)
+    shapes = [
+        [_ring_shape(workload, wave, rank) for wave in waves]
+        for rank in range(setting.ulysses_degree)
+    ]
+    of_shape = {
+        shape: _simulate_ring(setting, direction, workload, hardware, shape, with_timeline)
+        for shape in {shape for of_rank in shapes for shape in of_rank}
+    }
+    rings = [_one_after_another([of_shape[shape] for shape in of_rank]) for of_rank in shapes]
+    slowest = max(rings, key=lambda ring: ring.makespan_s)
+    of_waves = [_exchanges(setting, direction, workload, wave) for wave in waves]
+    exchanges = (_sum_over([b for b, _ in of_waves]), _sum_over([a for _, a in of_waves]))
+    computed_s = slowest.makespan_s / len(waves)
+    before, after = (
+        _all_to_all(part, setting, hardware, len(waves), computed_s) for part in exchanges
+    )
+    # The CPU runs ahead of the device unless it takes longer for everything.
+    on_device_s = before.total_s + slowest.makespan_s + after.total_s
+    exchanges_s = len(waves) * hardware.host_wave_s if setting.ulysses_degree > 1 else 0.0
+    on_host_s = slowest.host_s + exchanges_s
+    sent = _sum_traffic(exchanges, rings)
+    busiest = max(cut.size for cut in split.query)
+    mean = workload.num_heads / setting.ulysses_degree
+    makespan_s = max(on_device_s, on_host_s)
+    messages_s = before.travel_s + slowest.exposed_communication_s + after.travel_s
+    return Prediction(
+        plan=setting.name,
+        ranks=setting.ulysses_degree * setting.ring_degree,
+        direction=direction,
+        ulysses_degree=setting.ulysses_degree,
+        layout=setting.layout,
+        makespan_s=makespan_s,
+        idle_fraction=1 - (1 - slowest.idle_fraction) * mean / busiest,
+        exposed_communication_s=makespan_s - max(on_device_s - messages_s, on_host_s),
+        bytes_sent_per_rank=tuple(traffic.bytes for traffic in sent),
+        messages_per_rank=tuple(traffic.messages for traffic in sent),
+        peak_buffer_bytes=max(ring.peak_buffer_bytes for ring in rings)
+        + _widest_exchange(setting, workload, waves),
+        timeline=_timeline(setting, slowest, before.total_s, after.total_s)
+        if with_timeline
+        else (),
+    )
+
+
+def schedule_of(
+    setting: Setting, direction: Direction, documents: Documents, mask: Mask, num_kv_heads: int
+) -> Schedule:
+    """The ring part's schedule; `num_kv_heads` are those that one of its ranks computes."""
+    return make_schedule(
+        setting.plan,
+        direction,
+        place(setting.layout, documents, ring=setting.ring_degree),
+        mask,
+        num_kv_heads=num_kv_heads,
+        ranks_per_node=setting.ranks_per_node,
+    )
+
+
+def _ring_shape(workload: Workload, split: HeadSplit, ulysses_rank: int) -> AttentionShape:
+    """What one Ulysses rank's ring computes."""
+    return AttentionShape(
+        batch=workload.batch,
+        num_heads=split.query[ulysses_rank].size,
+        num_kv_heads=split.num_kv_computed(ulysses_rank),
+        head_dim=workload.head_dim,
+        itemsize_bytes=workload.itemsize_bytes,
+    )
+
+
+def _simulate_ring(
+    setting: Setting,
+    direction: Direction,
+    workload: Workload,
+    hardware: Hardware,
+    shape: AttentionShape,
+    with_timeline: bool,
+) -> Simulation:
+    in_node = max(1, hardware.gpus_per_node // setting.ulysses_degree)
+    return simulate(
+        schedule_of(setting, direction, workload.documents(), workload.mask(), shape.num_kv_heads),
+        shape,
+        hardware,
+        ranks_per_node=setting.ranks_per_node or in_node,
+        with_spans=with_timeline,
+    )
+
+
+def _exchanges(
+    setting: Setting, direction: Direction, workload: Workload, split: HeadSplit
+) -> tuple[list[Traffic], list[Traffic]]:
+    """What each rank sends in Ulysses' exchanges before and after the ring part."""
+    if setting.ulysses_degree == 1:
+        return [], []
+    forward = direction is Direction.FORWARD
+    inwards = QKV if forward else (Heads.QUERY,)
+    outwards = (Heads.QUERY,) if forward else QKV
+    per_head = workload.batch * workload.head_dim * workload.itemsize_bytes
+    ring_layout = place(setting.layout, workload.documents(), ring=setting.ring_degree)
+    before, after = [], []
+    for ring_size in ring_layout.sizes:
+        sizes = [cut.size for cut in even_cuts(ring_size, setting.ulysses_degree)]
+        for rank, tokens in enumerate(sizes):
+            before.append(
+                to_heads_traffic(split, inwards, rank, tokens=tokens, bytes_per_head=per_head)
+            )
+            after.append(
+                to_tokens_traffic(split, outwards, rank, sizes=sizes, bytes_per_head=per_head)
+            )
+    return before, after
+
+
+def _widest_exchange(setting: Setting, workload: Workload, waves: Sequence[HeadSplit]) -> int:
+    """Bytes of the largest of all ranks' buffers in the exchange of queries, keys and values in all
+    waves, with what a rank sends to itself. One of this size is alive beside what it brings."""
+    degree = setting.ulysses_degree
+    if degree == 1:
+        return 0
+    heads = [
+        sum(split.of(kind)[rank].size for split in waves for kind in QKV) for rank in range(degree)
+    ]
+    tokens = -(-workload.num_tokens // (setting.ring_degree * degree))
+    # Its tokens of all ranks' heads, or all ranks' tokens of its own.
+    widest = max(sum(heads), degree * max(heads))
+    return workload.batch * tokens * widest * workload.head_dim * workload.itemsize_bytes
+
+
+def _sum_over(waves: Sequence[Sequence[Traffic]]) -> list[Traffic]:
+    """By rank."""
+    return [sum(of_rank, Traffic()) for of_rank in zip(*waves, strict=True)]
+
+
+def _one_after_another(rings: Sequence[Simulation]) -> Simulation:
+    """The rings of several waves of heads."""
+    first, *others = rings
+    whole = first
+    for ring in others:
+        span = whole.makespan_s + ring.makespan_s
+        busy = sum((1 - part.idle_fraction) * part.makespan_s for part in (whole, ring))
+        moved = [
+            s._replace(start_s=s.start_s + whole.makespan_s, stop_s=s.stop_s + whole.makespan_s)
+            for s in ring.spans
+        ]
+        whole = Simulation(
+            makespan_s=span,
+            host_s=whole.host_s + ring.host_s,
+            idle_fraction=1 - busy / span if span else 0.0,
+            exposed_communication_s=whole.exposed_communication_s + ring.exposed_communication_s,
+            bytes_sent=tuple(map(add, whole.bytes_sent, ring.bytes_sent)),
+            messages=tuple(map(add, whole.messages, ring.messages)),
+            peak_buffer_bytes=max(whole.peak_buffer_bytes, ring.peak_buffer_bytes),
+            spans=(*whole.spans, *moved),
+        )
+    return whole
+
+
+class _Exchange(NamedTuple):
+    """Seconds that all-to-alls add."""
+
+    travel_s: float
+    """What is not hidden behind computation."""
+    copy_s: float
+    """Packing and putting together."""
+
+    @property
+    def total_s(self) -> float:
+        return self.travel_s + self.copy_s
+
+
+def _all_to_all(
+    sent: Iterable[Traffic],
+    setting: Setting,
+    hardware: Hardware,
+    num_waves: int,
+    computed_s: float,
+) -> _Exchange:
+    """Of the rank that sends most; while one wave travels, another is computed for `computed_s`."""
+    largest = max((traffic.bytes for traffic in sent), default=0)
+    if not largest:
+        return _Exchange(0.0, 0.0)
+    degree = setting.ulysses_degree
+    near = min(degree, hardware.gpus_per_node)
+    far_share = (degree - near) / (degree - 1)
+    in_wave = largest / num_waves
+    within, across = hardware.intra_node, hardware.inter_node
+    travel = max(
+        within.latency_s + in_wave * (1 - far_share) / within.bandwidth,
+        (across.latency_s + in_wave * far_share / across.bandwidth) if far_share else 0.0,
+    )
+    exposed = travel + (num_waves - 1) * max(0.0, travel - computed_s)
+    copied = 4 * largest / hardware.copy_bandwidth  # packed and put together, read and written
+    return _Exchange(exposed, copied)
+
+
+def _sum_traffic(
+    exchanges: tuple[list[Traffic], list[Traffic]], rings: list[Simulation]
+) -> list[Traffic]:
+    """By rank, Ulysses ranks being consecutive."""
+    ring_ranks = range(len(rings[0].bytes_sent))
+    inside = [
+        Traffic(ring.messages[ring_rank], ring.bytes_sent[ring_rank])
+        for ring_rank in ring_ranks
+        for ring in rings
+    ]
+    before, after = exchanges
+    if not before:
+        return inside
+    return [a + b + c for a, b, c in zip(before, inside, after, strict=True)]
+
+
+def _timeline(setting: Setting, ring: Simulation, before: float, after: float) -> tuple[Span, ...]:
+    """The slowest ring's spans, for each of its Ulysses ranks, between the exchanges."""
+    degree = setting.ulysses_degree
+    spans = []
+    for rank in range(degree * setting.ring_degree):
+        own = [span for span in ring.spans if span.rank == rank // degree]
+        spans += [
+            span._replace(rank=rank, start_s=span.start_s + before, stop_s=span.stop_s + before)
+            for span in own
+        ]
+        end = before + ring.makespan_s
+        if before:
+            spans.append(Span(rank, "transfer", 0.0, before, "ALL_TO_ALL"))
+        if after:
+            spans.append(Span(rank, "transfer", end, end + after, "ALL_TO_ALL"))
+    return tuple(spans)

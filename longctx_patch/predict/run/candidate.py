@@ -1,0 +1,81 @@
+"""One way to train a model on a cluster, with everything decided."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from longctx_patch.memory import LayerPolicy
+from longctx_patch.predict.run.cluster import Cluster
+from longctx_patch.predict.run.shape import ModelShape
+
+WeightsDtype = Literal["bfloat16", "float32", "nf4"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be trained, and on what."""
+
+    shape: ModelShape
+    cluster: Cluster
+    seq_len: int
+    lora: bool = False
+    """An adapter over a frozen model, in place of every weight."""
+    lora_rank: int = 16
+    dtype: WeightsDtype = "bfloat16"
+    """That weights are loaded in, to compute in bfloat16. FSDP2 makes those that are trained
+    float32. `nf4` is for the frozen ones of an adapter, those of linear layers."""
+    fsdp: bool = True
+    """False: each process has a whole copy and trains it as it was loaded, under autocast."""
+    fused_layers: bool = True
+    """Liger Kernel's norms, rotary embeddings and SwiGLU, as recipes take where it is installed."""
+
+    clips: bool = True
+    """Gradients are clipped to a norm, as in the recipe. On the host it takes time."""
+
+    def __post_init__(self) -> None:
+        if self.dtype == "nf4" and (self.fsdp or not self.lora):
+            raise ValueError(
+                "dtype='nf4' is for the frozen weights of an adapter, which FSDP2 does not shard. "
+                "Use lora=True and fsdp=False."
+            )
+
+    @property
+    def num_shards(self) -> int:
+        """GPUs that share weights, gradients and optimizer."""
+        return self.cluster.num_gpus if self.fsdp else 1
+
+    @property
+    def step_flops(self) -> float:
+        """Of a row, forward and backward, without recompute. A frozen weight has no gradient."""
+        flops = self.shape.step_flops(self.seq_len)
+        frozen = self.shape.linear_weights if self.lora else 0
+        return flops - 2.0 * frozen * self.seq_len
+
+    @property
+    def trained_weights(self) -> int:
+        """Of an adapter: two factors beside each linear weight of the layers."""
+        if not self.lora:
+            return self.shape.num_weights
+        return self.lora_rank * self.shape.linear_sides * self.shape.num_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Degrees, plan, and what is kept, recomputed and moved to the host."""
+
+    ulysses: int
+    ring: int
+    plan: str
+    """Of forward; that of backward if they are one."""
+    checkpoint: str
+    """The config's word: none, attention, offload, full or auto."""
+    policies: tuple[LayerPolicy, ...]
+    """Of each layer, first to last."""
+    mlp_tiles: int = 1
+    attention_kept: float = 1.0
+    """Share of the tokens whose attention layers keep."""
+    offload_states: bool = False
+    """FSDP2 keeps weights, gradients and the optimizer on the host, and steps there."""
+
+    @property
+    def sequence_degree(self) -> int:
+        return self.ulysses * self.ring

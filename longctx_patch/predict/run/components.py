@@ -1,0 +1,272 @@
+"""Bytes of a training step on one GPU and its host, by component, predicted.
+
+Sizes of what autograd keeps are counted on the code that runs: with Liger Kernel's operators a
+layer keeps for each token seven tensors of the hidden size (its input, two norms' outputs, the
+residual in between, q, and attention's output, under Ulysses twice: as heads for attention, as
+tokens for the product after it), k and v, three of the MLP's, lse, and one number of each norm. On
+H200s `checkpoint="auto"` metered 147,592 bytes for Llama-3.1-8B's layer under Ulysses, which is
+what this gives.
+
+A step has three moments at which it can peak, and the largest is the prediction:
+
+- **loss**: everything kept is alive, and the head works on a chunk of logits;
+- **backward of the last layer**: all others' are still kept, and this one is whole;
+- **backward of the first layer**: all gradients are there.
+"""
+
+from dataclasses import dataclass
+
+from longctx_patch.kernels.run import parts_that_fit
+from longctx_patch.loss.linear_cross_entropy import CHUNK_BYTES
+from longctx_patch.memory import LayerPolicy
+from longctx_patch.memory.offload import AHEAD
+from longctx_patch.predict.run.candidate import Candidate, Job
+from longctx_patch.predict.run.parts import Parts
+
+BF16, FP32 = 2, 4
+NF4 = 0.516
+"""4 bits, a scale of 8 for each 64 numbers, and one of 32 for each 256 scales (QLoRA)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components(Parts):
+    """Bytes of one GPU at the moment at which most is held."""
+
+    weights: float
+    """Shards, and what is gathered of them."""
+    gradients: float
+    optimizer: float
+    checkpoints: float
+    """What layers keep for backward."""
+    layer: float
+    """Of the layer that is computed: what is recomputed or passes through."""
+    attention: float
+    """Buffers of its backward: gradients and sums."""
+    communication: float
+    """What arrives and leaves."""
+    logits: float
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Of one layer for each token of a rank."""
+
+    attention: float
+    """Kept by attention and what surrounds it."""
+    mlp: float
+    """Kept by the MLP's inner tensors."""
+    results: float
+    """Kept of attention, where the layer is recomputed but its attention replayed: output, lse."""
+    input: float
+    passing: float
+    """What backward of the MLP holds beside what was kept."""
+
+    @property
+    def whole(self) -> float:
+        return self.attention + self.mlp
+
+
+def layer_bytes(job: Job, candidate: Candidate) -> LayerBytes:
+    shape, mlp_tiles = job.shape, candidate.mlp_tiles
+    hidden, inner = BF16 * shape.hidden_size, BF16 * shape.intermediate_size
+    query = BF16 * shape.num_heads * shape.head_dim
+    kv = BF16 * shape.num_kv_heads * shape.head_dim
+    lse = FP32 * shape.num_heads
+    # Each norm keeps its input; attention and the MLP theirs, which where nothing is normed after
+    # them are other norms' outputs, and else the sums that go into them.
+    in_norms = shape.num_norms * hidden + (query + kv if shape.has_head_norms else 0)
+    # Ulysses has attention's output as heads, too.
+    results = (2 if candidate.ulysses > 1 else 1) * query
+    attention = min(shape.num_norms, 2) * hidden + in_norms + query + 2 * kv + results + lse
+    attention += FP32 * shape.num_norms
+    attention += FP32 * (shape.num_heads + shape.num_kv_heads) if shape.has_head_norms else 0
+    mlp = shape.num_mlp_products * inner
+    passing = inner + hidden
+    if not job.fused_layers:
+        # Norms keep their input in float32 in place of the model's dtype and their output once
+        # more before the weight; silu keeps its result, and gives gradients beside what came in.
+        attention += FP32 // BF16 * in_norms
+        mlp += inner * (shape.num_mlp_products - 2)
+        passing += inner * (shape.num_mlp_products - 2)
+    if job.lora:
+        # The adapters' inputs are those of the layers, their own in between are small.
+        attention += 7 * BF16 * job.lora_rank
+        if not job.fsdp:
+            # They are in float32: each makes its input so, and autocast makes that bfloat16.
+            attention += 3 * hidden
+            passing += (FP32 + BF16) * shape.intermediate_size
+    return LayerBytes(
+        attention=attention,
+        mlp=mlp if mlp_tiles == 1 else 0.0,
+        results=query + lse,
+        input=hidden,
+        # Of tiles the gradients of what goes in and of what comes out are whole.
+        passing=passing if mlp_tiles == 1 else 2 * hidden + (mlp + passing) / mlp_tiles,
+    )
+
+
+def checkpoint_bytes(candidate: Candidate, layer: LayerBytes) -> float:
+    """Kept for each token by a layer that is recomputed but for attention, wherever it is kept."""
+    return layer.input + candidate.attention_kept * layer.results
+
+
+def kept_bytes(policy: LayerPolicy, candidate: Candidate, layer: LayerBytes) -> float:
+    """On the GPU, for each token, while other layers are computed."""
+    kept = {
+        "none": layer.whole,
+        "attention": checkpoint_bytes(candidate, layer),
+        "offload": 0.0,
+        "full": layer.input,
+    }
+    return kept[policy]
+
+
+def predict_memory(
+    job: Job, candidate: Candidate, tokens: float, buffer_bytes: float
+) -> Components:
+    """At the moment that needs most. `tokens` of a rank; `buffer_bytes` of the attention plan."""
+    moments = (
+        _loss(job, candidate, tokens),
+        _backward(job, candidate, tokens, buffer_bytes, is_last_layer=True),
+        _backward(job, candidate, tokens, buffer_bytes, is_last_layer=False),
+    )
+    return max(moments, key=lambda components: components.total)
+
+
+def host_bytes(job: Job, candidate: Candidate, tokens: float) -> float:
+    """Of one machine's host, all its processes together."""
+    offloaded = candidate.policies.count("offload")
+    layer = layer_bytes(job, candidate)
+    per_gpu = offloaded * checkpoint_bytes(candidate, layer) * tokens
+    if candidate.offload_states:
+        per_gpu += sum(states(job))
+    return per_gpu * job.cluster.gpus_per_node
+
+
+def states(job: Job) -> tuple[float, float, float]:
+    """(weights, gradients, optimizer): bytes that rest for one GPU, on it or on its host.
+
+    FSDP2 with mixed precision keeps what is trained in float32 and all else as it was loaded;
+    without it the model is trained as it was loaded, whole in each process. Adapters are float32.
+    """
+    ranks, trained = job.num_shards, job.trained_weights
+    width = FP32 if job.fsdp or job.lora or job.dtype == "float32" else BF16
+    return (
+        (width * trained + (loaded_bytes(job) if job.lora else 0)) / ranks,
+        width * trained / ranks,
+        2 * width * trained / ranks,
+    )
+
+
+def loaded_bytes(job: Job) -> float:
+    """Of the whole model, as it is loaded."""
+    if job.dtype != "nf4":
+        return (FP32 if job.dtype == "float32" else BF16) * job.shape.num_weights
+    narrow = job.shape.num_layers * job.shape.layer_linear_weights
+    return NF4 * narrow + BF16 * (job.shape.num_weights - narrow)
+
+
+def _states_on_gpu(job: Job, candidate: Candidate) -> tuple[float, float, float]:
+    return (0.0, 0.0, 0.0) if candidate.offload_states else states(job)
+
+
+def _gathered(job: Job, num_layers: int) -> float:
+    """Of FSDP: layers, and the head with the norm before it, whole from its use to the end."""
+    if not job.fsdp:
+        return 0.0
+    return BF16 * (num_layers * job.shape.layer_weights + job.shape.head_weights)
+
+
+def _cast(job: Job, num_layers: int, head: int) -> float:
+    """Copies in bfloat16 that autocast makes of float32 weights and backward needs, on one GPU."""
+    if job.fsdp or job.dtype != "float32":
+        return 0.0
+    return BF16 * (num_layers * job.shape.layer_linear_weights + head)
+
+
+def _kept(job: Job, candidate: Candidate, tokens: float, but: int) -> float:
+    """Of all layers but the last `but`."""
+    layer = layer_bytes(job, candidate)
+    others = candidate.policies[: len(candidate.policies) - but]
+    kept = sum(kept_bytes(policy, candidate, layer) for policy in others)
+    coming = tokens * checkpoint_bytes(candidate, layer)
+    comes_ahead = "offload" in others and coming <= AHEAD * job.cluster.gpu.memory_bytes
+    return tokens * kept + (coming if comes_ahead else 0.0)
+
+
+def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
+    shape = job.shape
+    weights, _, optimizer = _states_on_gpu(job, candidate)
+    chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
+    head = 0 if job.lora else FP32 * shape.head_weights
+    # FSDP holds what it gathered into beside the weights until the next gathering.
+    buffer: float = BF16 * shape.head_weights if job.fsdp else 0
+    # Autocast forgets copies of trained weights as forward ends, those of frozen ones at once.
+    alive = candidate.policies.count("none") if job.lora else shape.num_layers
+    buffer += _cast(job, alive, shape.head_weights)
+    return Components(
+        weights=weights + _gathered(job, 0) + buffer,
+        gradients=head,
+        optimizer=optimizer,
+        checkpoints=_kept(job, candidate, tokens, but=0),
+        layer=4 * BF16 * shape.hidden_size * tokens,
+        attention=0.0,
+        communication=0.0,
+        logits=chunk,
+    )
+
+
+def _backward(
+    job: Job, candidate: Candidate, tokens: float, buffer_bytes: float, *, is_last_layer: bool
+) -> Components:
+    shape, layer = job.shape, layer_bytes(job, candidate)
+    weights, gradients, optimizer = _states_on_gpu(job, candidate)
+    sharded = job.fsdp
+    trained_here = shape.layer_weights * (0 if job.lora else 1)
+    head = 0 if job.lora else BF16 * shape.head_weights
+    outside = 0 if job.lora else shape.num_weights - shape.num_layers * shape.layer_weights
+    if is_last_layer:
+        but, done = 1, 0.0
+    else:
+        but, done = shape.num_layers, gradients * (1 - _share(outside + trained_here, job))
+    # What was kept of attention is there beside what is computed again for the other tokens.
+    recomputes_some = 0 < candidate.attention_kept < 1
+    keeps = candidate.policies[-1 if is_last_layer else 0] in ("attention", "offload")
+    kept_beside = candidate.attention_kept * layer.results if recomputes_some and keeps else 0.0
+    at_mlp = layer.whole + layer.passing + kept_beside
+    # Backward of attention: gradients of out, q, k and v, dq once in float32. Of a row on one GPU,
+    # the residual's gradient has taken the place of what the MLP and its norm kept; where it is
+    # shared, q travels once more.
+    query = shape.num_heads * shape.head_dim
+    kv = shape.num_kv_heads * shape.head_dim
+    kv_heads = max(1, shape.num_kv_heads // candidate.ulysses)
+    parts = parts_that_fit(int(query * tokens), job.cluster.gpu.memory_bytes, kv_heads)
+    of_a_part = (FP32 * query + (BF16 * (query + 2 * kv) if parts > 1 else 0)) / parts
+    is_shared = candidate.sequence_degree > 1
+    own = BF16 * ((3 if is_shared else 2) * query + 2 * kv) + of_a_part
+    held = layer.attention - (0 if is_shared else layer.input) + kept_beside
+    at_attention = held + own + buffer_bytes / max(tokens, 1)
+    in_mlp = at_mlp >= at_attention
+    others = candidate.policies[: shape.num_layers - but]
+    alive = 1 + others.count("none")
+    here = BF16 * trained_here if sharded or not done else 0.0
+    if in_mlp and candidate.mlp_tiles > 1 and not job.lora:
+        # Gradients of its weights are summed over tiles in float32; the layer's others come later.
+        here = float(FP32 * shape.num_mlp_products * shape.down_weights)
+    # As at the loss: what FSDP gathered into stays until the next gathering.
+    buffer = BF16 * shape.layer_weights if sharded else 0
+    return Components(
+        weights=weights + _gathered(job, 2 if is_last_layer else 1) + buffer + _cast(job, alive, 0),
+        gradients=done + head + here,
+        optimizer=optimizer,
+        checkpoints=_kept(job, candidate, tokens, but=but),
+        layer=tokens * (at_mlp if in_mlp else held),
+        attention=0.0 if in_mlp else own * tokens,
+        communication=0.0 if in_mlp else buffer_bytes,
+        logits=0.0,
+    )
+
+
+def _share(weights: int, job: Job) -> float:
+    """Of what is trained."""
+    return min(1.0, weights / job.trained_weights) if not job.lora else 0.0

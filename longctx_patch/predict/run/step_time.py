@@ -1,0 +1,163 @@
+"""Seconds of a training step, by part, predicted.
+
+Attention comes from the simulation of its plan (`longctx_patch.predict.attention.costs`). Matrix
+products run at the rate that they reach inside of a step, everything between them at the
+bandwidth of memory. What FSDP moves hides behind layers, but its copies and the last reduction.
+"""
+
+from dataclasses import dataclass
+
+from longctx_patch.choose.chooser import choose
+from longctx_patch.config import LongContextConfig
+from longctx_patch.plans import Direction
+from longctx_patch.predict.attention.costs import Prediction, Workload, predict
+from longctx_patch.predict.run.candidate import Candidate, Job
+from longctx_patch.predict.run.components import BF16, FP32, checkpoint_bytes, layer_bytes, states
+from longctx_patch.predict.run.parts import Parts
+
+ELEMENTWISE_SHARE = 0.77
+"""Of the bandwidth of copies, that norms, rotary embeddings, SwiGLU and residuals reach on average:
+49 ms of a step of 131,072 tokens and 8 layers of Llama-3.1-8B on 4 H200."""
+UNFUSED = 3.0
+"""Times as many bytes move where each of these is several of torch's operations."""
+LOSS_BYTES = 10
+"""For each logit, of the softmax and its gradient."""
+FSDP_BYTES = 24
+"""For each weight, of FSDP's copies into and out of its buffers, forward and backward."""
+ADAMW_BYTES = 56
+"""For each weight, that AdamW reads and writes, at the bandwidth of copies."""
+HOST_ADAMW_BYTES = 28
+"""Likewise on the host."""
+HOST_ADAMW_BYTES_PER_S = 110e9
+"""That torch's fused AdamW reaches on 16 cores of a host with one H200, for each GPU."""
+HOST_CLIP_BYTES_PER_S = 8e9
+"""That clipping reaches there, of gradients in float32."""
+IDLE_S = 7e-3
+"""Of the GPU in a step: the optimizer's start, the loss's way to the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime(Parts):
+    """Seconds, each instant in one part."""
+
+    attention: float
+    linear: float
+    elementwise: float
+    loss: float
+    fsdp: float
+    offload: float
+    """Of copies to and from the host, what layers don't hide."""
+    optimizer: float
+    idle: float = IDLE_S
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the cost model says of one layer's attention."""
+
+    plan: str
+    forward: Prediction
+    backward: Prediction
+
+    @property
+    def buffer_bytes(self) -> int:
+        return max(self.forward.peak_buffer_bytes, self.backward.peak_buffer_bytes)
+
+
+def predict_attention(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -> Attention:
+    """With the plan that `auto` takes, for the layout that goes with the share of tokens kept."""
+    shape, hardware = job.shape, job.cluster.gpu.hardware
+    config = LongContextConfig(
+        ulysses_degree=ulysses,
+        ring_degree=ring,
+        hardware=hardware.name,
+        checkpoint="attention",
+        attention_kept=attention_kept,
+    )
+    workload = Workload(
+        num_tokens=job.seq_len,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+    )
+    chosen = {way: choose(config, way, workload, hardware) for way in Direction}
+    forward, backward = (predict(chosen[way], way, workload, hardware) for way in Direction)
+    return Attention(forward.plan, forward, backward)
+
+
+def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Attention) -> StepTime:
+    """`tokens` of a rank."""
+    shape, gpu, policies = job.shape, job.cluster.gpu, candidate.policies
+    again = sum(policy != "none" for policy in policies)
+    forward_s, backward_s = attention.forward.makespan_s, attention.backward.makespan_s
+    linear, head = shape.num_layers * shape.layer_linear_weights, shape.head_weights
+    # Forward and the gradient of the input take two each, that of a trained weight two more.
+    each = 4 if job.lora else 6
+    recomputed = again * (shape.layer_linear_weights - shape.down_weights)
+    if candidate.mlp_tiles > 1:  # in whole layers too, backward runs a tile's MLP again
+        recomputed += (shape.num_layers - again) * (shape.num_mlp_products - 1) * shape.down_weights
+        if job.lora:  # with what comes after the last product
+            recomputed += shape.num_layers * shape.down_weights
+    products = tokens * (each * linear + 2 * recomputed)
+    per_token = _elementwise_bytes(job)
+    moved = tokens * per_token * (3 * shape.num_layers + again)
+    bandwidth = gpu.hardware.copy_bandwidth
+    layer_s = forward_s + 2 * tokens * shape.layer_linear_weights / gpu.matmul_flops
+    keeps = policies.count("attention") + policies.count("offload")
+    runs_again = policies.count("full") + keeps * (1 - candidate.attention_kept) ** 2
+    return StepTime(
+        attention=shape.num_layers * (forward_s + backward_s) + runs_again * forward_s,
+        linear=products / gpu.matmul_flops,
+        elementwise=moved / (ELEMENTWISE_SHARE * bandwidth),
+        loss=tokens * (each * head / gpu.matmul_flops + LOSS_BYTES * shape.vocab_size / bandwidth),
+        fsdp=_fsdp_seconds(job, products / gpu.matmul_flops),
+        offload=_offload_seconds(job, candidate, tokens, layer_s),
+        optimizer=_optimizer_seconds(job, candidate),
+    )
+
+
+def _elementwise_bytes(job: Job) -> float:
+    """Of a layer's forward, for each token: two norms, two residuals, rotary, SwiGLU, heads."""
+    shape = job.shape
+    kv = shape.num_kv_heads * shape.head_dim
+    moved = BF16 * (14 * shape.hidden_size + 2 * kv + 3 * shape.intermediate_size)
+    # An adapter reads a layer's input once more, and adds to its output; without FSDP in float32.
+    adapters = (2 if job.fsdp else 4) * BF16 * shape.linear_sides if job.lora else 0
+    return moved * (1 if job.fused_layers else UNFUSED) + adapters
+
+
+def _fsdp_seconds(job: Job, compute_s: float) -> float:
+    """What is exposed: copies, the last reduction, and what products don't hide at all."""
+    ranks, gpu, shape = job.cluster.num_gpus, job.cluster.gpu, job.shape
+    if not job.fsdp:
+        return 0.0
+    one_node = ranks <= gpu.hardware.gpus_per_node
+    link = gpu.hardware.intra_node if one_node else gpu.hardware.inter_node
+    away = (ranks - 1) / ranks
+    gathered = 2 * BF16 * shape.num_weights
+    reduced = FP32 * job.trained_weights
+    travels_s = (gathered + reduced) * away / link.bandwidth
+    last = 0 if job.lora else FP32 * shape.head_weights * away / link.bandwidth
+    copies_s = shape.num_weights * FSDP_BYTES / gpu.hardware.copy_bandwidth
+    return copies_s + last + max(0.0, travels_s - compute_s)
+
+
+def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: float) -> float:
+    gpu, offloaded = job.cluster.gpu, candidate.policies.count("offload")
+    num_bytes = tokens * checkpoint_bytes(candidate, layer_bytes(job, candidate))
+    out_s, in_s = num_bytes / gpu.host_out_bandwidth, num_bytes / gpu.host_in_bandwidth
+    exposed = max(0.0, out_s - layer_s) + max(0.0, in_s - 2 * layer_s)
+    moved_s = 0.0
+    if candidate.offload_states:  # weights come for forward and backward, gradients go
+        weights, gradients, _ = states(job)
+        each_way = 2 * weights / gpu.host_in_bandwidth + gradients / gpu.host_out_bandwidth
+        moved_s = max(0.0, each_way - 3 * job.shape.num_layers * layer_s)
+    return offloaded * exposed + moved_s
+
+
+def _optimizer_seconds(job: Job, candidate: Candidate) -> float:
+    mine = job.trained_weights / job.num_shards
+    if candidate.offload_states:
+        clipping_s = mine * FP32 / HOST_CLIP_BYTES_PER_S if job.clips else 0.0
+        return mine * HOST_ADAMW_BYTES / HOST_ADAMW_BYTES_PER_S + clipping_s
+    return mine * ADAMW_BYTES / job.cluster.gpu.hardware.copy_bandwidth

@@ -1,0 +1,256 @@
+"""Compare patched processes with one that is not patched.
+
+The calling process runs the small model with stock attention once; then one set of processes runs
+every case from the same weights and rows, through the public patch, collator and loss.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.data import SHARD_KEY, SequenceShardCollator
+from longctx_patch.hf import FAMILIES, PatchHandle, check_model_config, patch
+from longctx_patch.hf.call.row import ShardedRow
+from longctx_patch.hf.model.supported import ROUTER
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, plan_name
+from longctx_patch.verification.processes import run_processes
+from longctx_patch.verification.reference import (
+    Reference,
+    Rows,
+    compute_reference,
+    make_rows,
+    relative_error,
+)
+from longctx_patch.verification.shrink import VOCAB_SIZE, build_small_model, shrink_config
+
+SEQ_LEN = 127
+"""Prime, so that no degree divides it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """What a rank reports of a case; errors are the same on every rank."""
+
+    loss_rel_err: float
+    logits_rel_err: float
+    grad_rel_err: float
+    worst_parameter: str
+    grad_norm_rel_err: float
+    mask: str
+    sent: Traffic
+    predicted: Traffic
+
+
+def verify(
+    model_config: Any,
+    configs: Sequence[LongContextConfig],
+    *,
+    dtype: str = "float32",
+    seq_len: int = SEQ_LEN,
+    packed: bool = False,
+    timeout_s: float = 300.0,
+) -> Report:
+    """Train one step of a shrunken model under each config and compare it with one process.
+
+    Args:
+        model_config: transformers config of the model; nothing else of it is needed.
+        configs: what to verify, all of one `sequence_degree`, which is the number of processes.
+            Kernels for GPUs are replaced by the CPU's.
+        dtype: float32 or float64, which decides the tolerance.
+        seq_len: tokens of the longer of the two rows.
+        packed: cut the rows into documents, each of which the one process runs by itself.
+        timeout_s: hard limit, after which all processes are killed.
+
+    Raises:
+        UnsupportedModelError, ValueError: for what can't be patched, before anything is started.
+        ProcessesFailedError: with each rank's trace.
+
+    Example:
+        >>> report = verify(LlamaConfig(), all_configs(2))  # doctest: +SKIP
+        >>> report.ok
+        True
+    """
+    num_ranks = _check(model_config, configs, dtype, seq_len)
+    family = FAMILIES[model_config.model_type]
+    small = shrink_config(model_config)
+    if ROUTER in family.features:
+        small.output_router_logits = True
+    rows = make_rows(small.vocab_size, seq_len, packed=packed)
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "reference.pt"
+        torch.save(vars(compute_reference(small, rows, dtype)), file)
+        by_rank = run_processes(
+            run_rank, num_ranks, small, list(configs), rows, dtype, file, timeout_s=timeout_s
+        )
+    cases = [
+        _case_result(
+            config, [results[i] for results in by_rank], TOLERANCES[dtype], family.name, packed
+        )
+        for i, config in enumerate(configs)
+    ]
+    return Report(
+        model_type=model_config.model_type,
+        num_ranks=num_ranks,
+        dtype=dtype,
+        seq_len=seq_len,
+        tolerance=TOLERANCES[dtype],
+        cases=tuple(cases),
+    )
+
+
+def _check(
+    model_config: Any, configs: Sequence[LongContextConfig], dtype: str, seq_len: int
+) -> int:
+    """Refuse what can't be verified; return the number of processes."""
+    if dtype not in TOLERANCES:
+        raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(TOLERANCES)}.")
+    if seq_len < 3:
+        raise ValueError(f"seq_len={seq_len}: it must be 3 or more, so that a label can be cut.")
+    degrees = {config.sequence_degree for config in configs}
+    if len(degrees) != 1:
+        raise ValueError(
+            f"configs over {sorted(degrees)} ranks: one set of processes runs them all, so there "
+            "must be one or more, of one sequence_degree. Verify each degree by itself."
+        )
+    for config in configs:
+        check_model_config(model_config, config)
+    return degrees.pop()
+
+
+def run_rank(
+    rank: int,
+    small_config: Any,
+    configs: Sequence[LongContextConfig],
+    rows: Rows,
+    dtype: str,
+    reference_file: Path,
+) -> list[RankResult]:
+    """All cases, in one process of the group."""
+    del rank  # torch.distributed knows it
+    reference = Reference(**torch.load(reference_file))
+    return [_run_case(small_config, config, rows, dtype, reference) for config in configs]
+
+
+def _run_case(
+    small_config: Any, config: LongContextConfig, rows: Rows, dtype: str, reference: Reference
+) -> RankResult:
+    model = build_small_model(small_config, getattr(torch, dtype))
+    handle = patch(model, _on_cpu(config))
+    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
+    batch = collate(rows)
+    documents = ShardedRow.read(batch[SHARD_KEY]).documents
+    logits_error = _logits_error(handle, documents, _logits(model, batch), rows, reference)
+    handle.counters.reset()  # what is compared with the plans is the training step
+    loss = model(**batch).loss
+    loss.backward()
+    step = handle.first_step
+    sent = Traffic(handle.counters.messages, handle.counters.bytes)
+    grads = {name: _mean_over_ranks(p.grad) for name, p in model.named_parameters()}
+    worst, grad_error = _worst_gradient(grads, reference.grads)
+    norm, wanted_norm = _norm(grads), _norm(reference.grads)
+    return RankResult(
+        loss_rel_err=abs(_mean_over_ranks(loss).item() / reference.loss - 1),
+        logits_rel_err=logits_error,
+        grad_rel_err=grad_error,
+        worst_parameter=worst,
+        grad_norm_rel_err=abs(norm / wanted_norm - 1),
+        mask="stock attention" if step is None else step.masks,
+        sent=sent,
+        predicted=Traffic() if step is None else step.planned_forward() + step.planned_backward(),
+    )
+
+
+def _logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Of this rank's tokens. A pass of its own, and the cheapest: one with labels may have none."""
+    unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
+    with torch.no_grad():
+        logits: Tensor = model(**unlabelled).logits
+    return logits
+
+
+def _on_cpu(config: LongContextConfig) -> LongContextConfig:
+    """The same without a kernel that only a GPU has."""
+    return replace(config, kernel="reference" if config.kernel == "reference" else "auto")
+
+
+def _mean_over_ranks(value: Tensor | None) -> Tensor:
+    """What DDP makes of a gradient."""
+    assert value is not None
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def _logits_error(
+    handle: PatchHandle, documents: Documents, logits_BLV: Tensor, rows: Rows, reference: Reference
+) -> float:
+    """Of the whole sequence, put together from all ranks; padding is left out."""
+    layout = handle.group.layout(documents)
+    shards = [logits_BLV.new_empty((len(logits_BLV), n, VOCAB_SIZE)) for n in layout.sizes]
+    dist.all_gather(shards, logits_BLV.contiguous())
+    whole = layout.unshard(shards, 1)
+    lengths = [sum(len(row["input_ids"]) for row in rows)]
+    if len(whole) > 1:
+        lengths = [len(row["input_ids"]) for row in rows]
+    actual = torch.cat([row[:length] for row, length in zip(whole, lengths, strict=True)])
+    return relative_error(actual, reference.logits_NV)
+
+
+def _worst_gradient(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
+    """(parameter, relative error) of the worst one; NaN counts as worst."""
+    errors = {name: relative_error(grads[name], expected[name]) for name in expected}
+    worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
+    return worst, errors[worst]
+
+
+def _norm(grads: dict[str, Tensor]) -> float:
+    return float(torch.stack([grad.double().norm() for grad in grads.values()]).norm())
+
+
+def _case_result(
+    config: LongContextConfig,
+    ranks: Sequence[RankResult],
+    tolerance: float,
+    family: str,
+    packed: bool,
+) -> CaseResult:
+    sent = sum((rank.sent for rank in ranks), Traffic())
+    predicted = sum((rank.predicted for rank in ranks), Traffic())
+    as_predicted = all(rank.sent == rank.predicted for rank in ranks)
+    first = ranks[0]
+    errors = (
+        first.loss_rel_err,
+        first.logits_rel_err,
+        first.grad_rel_err,
+        first.grad_norm_rel_err,
+    )
+    return CaseResult(
+        family=family,
+        mask=first.mask,
+        plan=plan_name(config, packed=packed),
+        ulysses=config.ulysses_degree,
+        ring=config.ring_degree,
+        layout=config.packed_placement if packed else config.placement,
+        checkpoint=config.checkpoint,
+        loss_rel_err=first.loss_rel_err,
+        logits_rel_err=first.logits_rel_err,
+        grad_rel_err=first.grad_rel_err,
+        worst_parameter=first.worst_parameter,
+        grad_norm_rel_err=first.grad_norm_rel_err,
+        messages=sent.messages,
+        bytes=sent.bytes,
+        predicted_messages=predicted.messages,
+        predicted_bytes=predicted.bytes,
+        traffic_as_predicted=as_predicted,
+        # A NaN is not within any tolerance.
+        ok=as_predicted and all(error <= tolerance for error in errors),
+    )

@@ -1,0 +1,122 @@
+"""Plans with one random fault: what the verifier lets through is exact all the same."""
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from longctx_patch.plans import Direction, Plan, PlanError, Share, Step, Transfer, Work, verify_plan
+from longctx_patch.sequence.layout import Interval, Rows
+from longctx_patch.sequence.regions import ANTICAUSAL, CAUSAL, FULL, Band
+from longctx_patch.transport import run_virtual_ranks
+from tests.engine.test_executor import Case, all_cases, one_rank, whole_inputs
+from tests.reference import dense_attention, relative_error
+
+LENGTH, HEADS = 13, (4, 2)
+RULES = (FULL, CAUSAL, ANTICAUSAL, Band(-2, 1), Band(None, 1))
+
+
+def nudged(rows: Interval, random: Random) -> Interval:
+    ends = (rows.start + random.choice((-1, 0, 0, 1)), rows.stop + random.choice((-1, 0, 0, 1)))
+    return Interval(*ends, random.choice((1, 1, 1, 2)))
+
+
+def nudged_rows(rows: Rows, random: Random) -> Rows:
+    return Rows(tuple(nudged(run, random) for run in rows.runs))
+
+
+def changed_transfer(transfer: Transfer, num_ranks: int, random: Random) -> Transfer:
+    block, rank = transfer.block, random.randrange(-1, num_ranks + 1)
+    return random.choice(
+        (
+            transfer._replace(source=rank),
+            transfer._replace(destination=rank),
+            transfer._replace(buffer=random.choice((None, 0, 1, 2, 5))),
+            transfer._replace(block=block._replace(owner=rank)),
+            transfer._replace(block=block._replace(rows=nudged_rows(block.rows, random))),
+            transfer._replace(block=block._replace(operand=random.choice(list(type(block[0]))))),
+            transfer._replace(block=block._replace(heads=Share(random.randrange(3), 2))),
+        )
+    )
+
+
+def changed_work(work: Work, num_ranks: int, random: Random) -> Work:
+    rank, piece = random.randrange(-1, num_ranks + 1), random.choice(work.pieces)
+    other = random.choice(
+        (
+            piece._replace(q=nudged(piece.q, random)),
+            piece._replace(kv=nudged(piece.kv, random)),
+            piece._replace(rule=random.choice([r for r in RULES if r != piece.rule])),
+        )
+    )
+    pieces = tuple(other if p is piece else p for p in work.pieces)
+    return random.choice(
+        (
+            work._replace(rank=rank),
+            work._replace(q_owner=rank),
+            work._replace(kv_owner=rank),
+            work._replace(pieces=pieces),
+            work._replace(pieces=work.pieces[1:]),
+        )
+    )
+
+
+def changed_step(step: Step, num_ranks: int, random: Random) -> Step:
+    """Drop, repeat, reorder or change one transfer or work."""
+    field = random.choice([name for name in ("transfers", "works") if getattr(step, name)])
+    items = list(getattr(step, field))
+    at = random.randrange(len(items))
+    kind = random.choice(("drop", "repeat", "reorder", "change", "change", "change"))
+    if kind == "drop":
+        del items[at]
+    elif kind == "repeat":
+        items.append(items[at])
+    elif kind == "reorder":
+        random.shuffle(items)
+    elif isinstance(items[at], Transfer):
+        items[at] = changed_transfer(items[at], num_ranks, random)
+    else:
+        items[at] = changed_work(items[at], num_ranks, random)
+    return replace(step, **{field: tuple(items)})
+
+
+def mutant(plan: Plan, random: Random) -> Plan:
+    steps = list(plan.steps)
+    at = random.choice([n for n, step in enumerate(steps) if step.transfers or step.works])
+    if random.random() < 0.15:
+        other = random.randrange(len(steps))
+        steps[at], steps[other] = steps[other], steps[at]
+    else:
+        steps[at] = changed_step(steps[at], plan.num_ranks, random)
+    return replace(plan, steps=tuple(steps))
+
+
+def assert_exact(case: Case) -> None:
+    inputs = whole_inputs(LENGTH, HEADS, torch.float64)
+    ranks = run_virtual_ranks(
+        case.layout.num_ranks, lambda t: one_rank(t, case, inputs), timeout_s=10
+    )
+    for index, wanted in enumerate(dense_attention(*inputs)):
+        found = case.layout.unshard([tensors[index] for tensors, _, _ in ranks], 1 + (index == 1))
+        assert relative_error(found, wanted) < 1e-10, case
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_what_the_verifier_passes_is_exact(num_ranks: int) -> None:
+    random = Random(num_ranks)
+    outcomes: Counter[str] = Counter()
+    for case in all_cases(num_ranks, LENGTH, HEADS[1]):
+        for direction in Direction:
+            plan = case.forward if direction is Direction.FORWARD else case.backward
+            for _ in range(30):
+                changed = mutant(plan, random)
+                try:
+                    verify_plan(changed)
+                except PlanError:
+                    outcomes["rejected"] += 1
+                    continue
+                assert_exact(case._replace(**{direction.value: changed}))
+                outcomes["exact"] += 1
+    assert min(outcomes["rejected"], outcomes["exact"]) > 50

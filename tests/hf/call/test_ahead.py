@@ -1,0 +1,84 @@
+"""Plans of the next batch are made beside the step, not in it."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch.engine import call as call_module
+from longctx_patch.hf.call.ahead import ahead
+from tests.harness import run_distributed
+from tests.hf.tiny import VOCABULARY, tiny_model
+
+
+def test_each_batch_is_prepared_in_a_thread_before_the_ahead_of_it_is_done() -> None:
+    prepared: list[int] = []
+    threads = set()
+
+    def prepare(batch: int) -> None:
+        prepared.append(batch)
+        threads.add(threading.current_thread())
+
+    seen = []
+    for batch in ahead(range(4), prepare):
+        assert batch in prepared
+        seen.append(batch)
+    assert seen == prepared == [0, 1, 2, 3]
+    assert threading.main_thread() not in threads
+    assert list(ahead([], prepare)) == []
+
+
+def test_depth_is_how_many_batches_are_prepared_ahead() -> None:
+    prepared: list[int] = []
+    batches = ahead(range(5), prepared.append, depth=3)
+    assert next(batches) == 0
+    assert list(batches) == [1, 2, 3, 4]
+    assert prepared == list(range(5))
+    with pytest.raises(ValueError, match="depth=0"):
+        next(ahead([1], prepared.append, depth=0))
+
+
+def test_what_goes_wrong_is_raised_with_its_batch() -> None:
+    def prepare(batch: int) -> None:
+        if batch == 2:
+            raise ValueError("batch 2 is bad")
+
+    batches = ahead(range(4), prepare)
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(ValueError, match="batch 2 is bad"):
+        next(batches)
+
+
+def plans_made_in_steps(rank: int) -> list[int]:
+    """How many plans each step had to make by itself."""
+    in_steps = [0]
+    schedule_of = call_module.schedule_of
+
+    def counted(*args: Any) -> Any:
+        in_steps[-1] += threading.current_thread() is threading.main_thread()
+        return schedule_of(*args)
+
+    call_module.schedule_of = counted
+    handle = patch(tiny_model(), LongContextConfig(ring_degree=2))
+    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
+
+    def batches() -> Any:
+        for number in range(4):
+            lengths = [3 + number, 7, 20 - number, 9]
+            generator = torch.Generator().manual_seed(number)
+            ids = torch.randint(VOCABULARY, (sum(lengths),), generator=generator)
+            yield collate([{"input_ids": ids, "seq_lengths": lengths}])
+
+    for batch in handle.plan_ahead(batches()):
+        handle.model(**batch).loss.backward()
+        in_steps.append(0)
+    handle.unpatch()
+    return in_steps[:-1]
+
+
+def test_packed_steps_find_their_plans_made() -> None:
+    """But for the first, which shows what layers the model has, and the one planned beside it."""
+    for made in run_distributed(plans_made_in_steps, 2):
+        assert made == [2, 2, 0, 0]

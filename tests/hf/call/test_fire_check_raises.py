@@ -1,0 +1,187 @@
+"""The check of the first training step raises on every rank where attention does not cross them,
+and is never the cause of a hang."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longctx_patch import (
+    LongContextConfig,
+    PatchHandle,
+    SequenceParallelismError,
+    SequenceShardCollator,
+    patch,
+)
+from longctx_patch.transport import Counters
+from tests.harness import run_distributed
+from tests.hf.call.first_step import LENGTH, Scenario, outcomes_of, patched
+from tests.hf.tiny import featured_model, token_rows
+
+BOTH, SECOND = (0, 1), (1,)
+"""Ranks on which something is done to the model."""
+
+
+def skips_attention(module: nn.Module) -> None:
+    """As a patch of another library might: the layer runs, and tokens are not mixed."""
+    module.forward = lambda hidden_states, *args, **kwargs: (hidden_states, None)
+
+
+def attends_locally(module: nn.Module) -> None:
+    """Within this rank's shard, with a loss that looks plausible."""
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        return torch.cumsum(hidden_states, 1), None
+
+    module.forward = forward
+
+
+def runs_twice(module: nn.Module) -> None:
+    stock = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        stock(*args, **kwargs)
+        return stock(*args, **kwargs)
+
+    module.forward = forward
+
+
+def replaced_in(rank: int, layer: int, where: tuple[int, ...], how: Callable[..., None]) -> None:
+    it = patched("qwen2")
+    if rank in where:
+        how(it.attention(layer))
+    it.step()
+
+
+def other_implementation(rank: int, name: str, where: tuple[int, ...]) -> None:
+    it = patched()
+    if rank in where:
+        it.model.set_attn_implementation(name)
+    it.step()
+
+
+def sends_unseen(rank: int, where: tuple[int, ...]) -> None:
+    """Counters that do not see what is sent prove nothing."""
+    it = patched()
+    if rank in where:
+        object.__setattr__(it.handle.group, "counters", Counters())
+    it.step()
+
+
+def backward_elsewhere(rank: int, where: tuple[int, ...]) -> None:
+    """Forward as planned, backward with a message more."""
+    it = patched()
+    loss = it.loss()
+    if rank in where:
+        it.handle.counters.sent(8)
+    loss.backward()
+    it.step()
+
+
+def refused_batch_first(rank: int) -> None:
+    """A batch that was refused is no step: the check is of the next one."""
+    it = patched()
+    batch = it.collate(token_rows(LENGTH))
+    with pytest.raises(ValueError, match="sparse=True with a sharded batch"):
+        it.model(**batch, sparse=True)
+    skips_attention(it.attention(1))
+    it.step()
+    it.step()
+
+
+def forward_that_failed_first(rank: int) -> None:
+    """Nor is one that ended in an error, out of memory say."""
+    it = patched()
+    layer = it.handle.model.model.layers[1]
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    hook = layer.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        it.loss()
+    hook.remove()
+    skips_attention(it.attention(1))
+    it.step()
+    it.step()
+
+
+def wrong_scenarios() -> Iterator[tuple[str, Scenario]]:
+    for layer in (0, 1):
+        for how in (skips_attention, attends_locally, runs_twice):
+            scenario = partial(replaced_in, layer=layer, where=BOTH, how=how)
+            yield f"layer {layer} {how.__name__}", scenario
+    for name in ("sdpa", "eager"):
+        yield f"{name} everywhere", partial(other_implementation, name=name, where=BOTH)
+    for where in (BOTH, SECOND):
+        yield f"unseen on {where}", partial(sends_unseen, where=where)
+        yield f"backward on {where}", partial(backward_elsewhere, where=where)
+    yield "after a refused batch", refused_batch_first
+    yield "after a forward that failed", forward_that_failed_first
+
+
+def hanging_scenarios() -> Iterator[tuple[str, Scenario]]:
+    for layer in (0, 1):
+        scenario = partial(replaced_in, layer=layer, where=SECOND, how=attends_locally)
+        yield f"layer {layer}", scenario
+    yield "sdpa", partial(other_implementation, name="sdpa", where=SECOND)
+
+
+WRONG_NAMES = [name for name, _ in wrong_scenarios()]
+
+
+def run_wrong(rank: int) -> dict[str, str]:
+    return outcomes_of(wrong_scenarios(), rank)
+
+
+def run_hanging(rank: int) -> dict[str, str]:
+    return outcomes_of(hanging_scenarios(), rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    """By rank, from one start of the processes."""
+    return run_distributed(run_wrong, 2, timeout_s=90)
+
+
+@pytest.mark.parametrize("name", WRONG_NAMES)
+def test_what_is_wrong_raises_on_every_rank(name: str, outcomes: list[dict[str, str]]) -> None:
+    for rank, found in enumerate(outcomes):
+        says = found[name]
+        assert says.startswith("sequence parallelism did not run as planned"), f"rank {rank}:{says}"
+        assert "Patch last" in says
+    if name.startswith("layer"):
+        layer = name.split()[1]
+        assert f"layer {layer}: {2 if 'twice' in name else 0}" in outcomes[0][name]
+
+
+def test_a_replacement_on_one_rank_raises_on_both() -> None:
+    """The other rank waits for keys that are never sent, unless something tells it."""
+    for rank, found in enumerate(run_distributed(run_hanging, 2, timeout_s=30)):
+        for name, says in found.items():
+            assert says.startswith("sequence parallelism did not run"), f"{name}, {rank}: {says}"
+
+
+def first_step_alone(attend: Callable[[nn.Module], None] | None = None) -> PatchHandle:
+    """Of a packed row in this process; `attend` replaces the upper layer's attention."""
+    model = featured_model("gpt_oss")
+    handle = patch(model, LongContextConfig())
+    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    (row,) = token_rows(LENGTH, num_rows=1)
+    if attend is not None:
+        attend(model.model.layers[1].self_attn)
+    model(**collate([{**row, "seq_lengths": [5, 19]}])).loss.backward()
+    return handle
+
+
+def test_one_rank_with_packed_rows_is_checked_too() -> None:
+    """There attention must keep documents apart, though nothing is sent."""
+    handle = first_step_alone()
+    assert handle.first_step is not None
+    assert handle.first_step.masks == "window 7, 2 documents, sinks + causal, 2 documents, sinks"
+    assert handle.counters.messages == 0
+    with pytest.raises(SequenceParallelismError, match="layer 1: 0"):
+        first_step_alone(attends_locally)

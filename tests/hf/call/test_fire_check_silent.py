@@ -1,0 +1,234 @@
+"""The check of the first training step is silent where attention crosses the ranks, whatever is
+trained, wrapped, frozen or evaluated between."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from torch.nn.parallel import DistributedDataParallel
+
+from longctx_patch import patch
+from longctx_patch.config import CheckpointPolicy
+from tests.harness import run_distributed
+from tests.hf.call.first_step import FINE, Scenario, outcome, outcomes_of, patched, with_adapter
+
+POLICIES: tuple[CheckpointPolicy, ...] = ("none", "full", "attention")
+
+
+def lora_on(*modules: str, layer: int | None = None) -> LoraConfig:
+    return LoraConfig(
+        r=2, target_modules=list(modules), layers_to_transform=None if layer is None else [layer]
+    )
+
+
+# Two steps, because backward is checked when the next forward begins.
+
+
+def plain(family: str, policy: CheckpointPolicy, ulysses: int) -> None:
+    it = patched(family, policy, ulysses=ulysses)
+    it.step()
+    assert it.handle.first_step is not None
+    it.step()
+
+
+def adapted(lora: LoraConfig, policy: CheckpointPolicy, ulysses: int = 1) -> None:
+    it = patched(policy=policy, lora=lora, ulysses=ulysses)
+    it.step()
+    it.step()
+
+
+def adapter_after_patch() -> None:
+    it = patched("qwen2", "attention")
+    it = it._replace(model=with_adapter(it.model, lora_on("q_proj", layer=1)))
+    it.step()
+    it.step()
+
+
+def frozen_below(policy: CheckpointPolicy) -> None:
+    """The lower layer has no backward at all."""
+    it = patched(policy=policy)
+    for name, parameter in it.model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    it.step()
+    it.step()
+
+
+def nothing_trained_in_attention(policy: CheckpointPolicy) -> None:
+    """Its backward is not needed in the first layer, but recomputing the layer runs it again."""
+    it = patched(policy=policy)
+    for name, parameter in it.model.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+    it.step()
+    it.step()
+
+
+def head_trained_alone() -> None:
+    it = patched()
+    for name, parameter in it.model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    it.step()
+    it.step()
+
+
+def checkpointing_of_the_users_own() -> None:
+    it = patched()
+    for layer in it.model.model.layers:
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = lambda function, *args: (
+            torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+        )
+    it.step()
+    it.step()
+
+
+def accumulation() -> None:
+    it = patched("gpt_oss")
+    for _ in range(3):
+        it.step()
+
+
+def two_forwards_one_backward() -> None:
+    it = patched()
+    (it.loss() + it.loss()).backward()
+    it.step()
+
+
+def evaluation_first_and_between() -> None:
+    it = patched("qwen2")
+
+    def evaluate() -> None:
+        it.model.eval()
+        with torch.no_grad():
+            it.loss()
+        it.model.train()
+
+    evaluate()
+    assert it.handle.first_step is None
+    loss = it.loss()
+    evaluate()
+    loss.backward()
+    evaluate()
+    it.step()
+
+
+def counters_reset_between_steps() -> None:
+    """`handle.counters.reset()` is public, and used to count one step."""
+    it = patched()
+    for _ in range(3):
+        it.handle.counters.reset()
+        it.step()
+
+
+def under_autocast() -> None:
+    """Messages are in the dtype that attention got."""
+    it = patched()
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = it.loss()
+        loss.backward()
+
+
+def under_ddp() -> None:
+    it = patched()
+    it = it._replace(model=DistributedDataParallel(it.model))
+    it.step()
+    it.step()
+
+
+def patched_again() -> None:
+    it = patched()
+    it.step()
+    it.handle.unpatch()
+    it = it._replace(handle=patch(it.model, it.handle.config))
+    it.step()
+    it.step()
+
+
+def one_rank_evaluates_whole_rows(rank: int) -> None:
+    """Stock forward passes send nothing, so one rank may do them while the other waits."""
+    it = patched()
+    it.step()
+    if rank == 0:
+        it.model.eval()
+        with torch.no_grad():
+            it.model(input_ids=torch.tensor([[1, 2, 3]]))
+        it.model.train()
+    dist.barrier()
+    it.step()
+
+
+def backward_that_failed_first(rank: int) -> None:
+    """What was sent until then is less than was planned, which is no fault of attention's."""
+    it = patched()
+    loss = it.loss()
+    broken = mock.patch("longctx_patch.engine.operator.run_backward", side_effect=MemoryError)
+    with broken, pytest.raises(MemoryError):
+        loss.backward()
+    it.step()
+    it.step()
+
+
+def without_rank(function: Callable[..., None], *args: Any) -> Scenario:
+    return lambda rank: function(*args)
+
+
+def fine_scenarios() -> Iterator[tuple[str, Scenario]]:
+    for policy in POLICIES:
+        for family in ("llama", "qwen2", "gpt_oss"):
+            yield f"{family}, {policy}", without_rank(plain, family, policy, 1)
+        yield f"ulysses, {policy}", without_rank(plain, "gpt_oss", policy, 2)
+        for layer in (0, 1):
+            lora = lora_on("v_proj", layer=layer)
+            yield f"LoRA on layer {layer}, {policy}", without_rank(adapted, lora, policy)
+        yield (
+            f"LoRA under ulysses, {policy}",
+            without_rank(adapted, lora_on("q_proj", layer=0), policy, 2),
+        )
+        yield f"frozen below, {policy}", without_rank(frozen_below, policy)
+        yield f"LoRA after attention, {policy}", without_rank(adapted, lora_on("o_proj"), policy)
+        yield f"frozen attention, {policy}", without_rank(nothing_trained_in_attention, policy)
+    for function in (
+        adapter_after_patch,
+        head_trained_alone,
+        checkpointing_of_the_users_own,
+        accumulation,
+        two_forwards_one_backward,
+        evaluation_first_and_between,
+        counters_reset_between_steps,
+        under_autocast,
+        under_ddp,
+        patched_again,
+    ):
+        yield function.__name__.replace("_", " "), without_rank(function)
+    yield "after a backward that failed", backward_that_failed_first
+
+
+FINE_NAMES = [name for name, _ in fine_scenarios()]
+
+
+def run_fine(rank: int) -> dict[str, str]:
+    return outcomes_of(fine_scenarios(), rank)
+
+
+def run_stock_alone(rank: int) -> str:
+    return outcome(one_rank_evaluates_whole_rows, rank)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    """By rank, from one start of the processes."""
+    return run_distributed(run_fine, 2, timeout_s=90)
+
+
+@pytest.mark.parametrize("name", FINE_NAMES)
+def test_what_is_fine_passes(name: str, outcomes: list[dict[str, str]]) -> None:
+    for rank, found in enumerate(outcomes):
+        assert found[name] == FINE, f"rank {rank}: {found[name]}"
+
+
+def test_stock_forward_passes_of_one_rank_wait_for_nobody() -> None:
+    assert run_distributed(run_stock_alone, 2, timeout_s=30) == [FINE, FINE]

@@ -1,0 +1,163 @@
+"""The load-balancing loss of experts over shards is that of one process over whole rows."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from longctx_patch import (
+    LongContextConfig,
+    SequenceShardCollator,
+    patch,
+    run_virtual_ranks,
+    virtual_group,
+)
+from longctx_patch.hf.call.router import whole_router_logits
+from longctx_patch.hf.model.checks import FAMILIES
+from longctx_patch.sequence.layout import contiguous
+from longctx_patch.transport import VirtualTransport
+from tests.harness import run_distributed
+from tests.hf.tiny import featured_model, gradients, token_rows
+from tests.reference import relative_error
+
+EXPERTS, CHOSEN, LAYERS = 4, 2, 3
+LENGTHS = (23, 11, 1)
+TOLERANCE = 1e-5
+ROUTED = [family.model_type for family in FAMILIES.values() if "router loss" in family.features]
+
+
+def loss_of(layers: tuple[Tensor, ...], mask: Tensor | None = None) -> Tensor:
+    loss = load_balancing_loss_func(layers, EXPERTS, CHOSEN, mask)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def padding_mask(length: int) -> Tensor:
+    return (torch.arange(length) < torch.tensor(LENGTHS)[:, None]).long()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("length", [23, 30])
+def test_whole_logits_in_global_order_with_the_gradient_of_one_process(
+    num_ranks: int, length: int
+) -> None:
+    """Shares are uneven, and from 5 ranks on some hold only padding of every row but the first."""
+    torch.manual_seed(0)
+    layers = [torch.randn(3, length, EXPERTS, requires_grad=True) for _ in range(LAYERS)]
+    mask = padding_mask(length)
+    wanted = loss_of(tuple(layer.flatten(0, 1) for layer in layers), mask)
+    wanted.backward()
+    layout = contiguous(length, num_ranks)
+
+    def on_one_rank(transport: VirtualTransport) -> tuple[Tensor, list[Tensor]]:
+        group = virtual_group(transport, LongContextConfig(ring_degree=num_ranks))
+        rank = group.group_rank
+        mine = [layout.shard(layer.detach(), rank, 1).requires_grad_() for layer in layers]
+        flat = [layer.flatten(0, 1) for layer in mine]
+        whole = whole_router_logits(flat, group, layout, LENGTHS)
+        for layer, found in zip(layers, whole, strict=True):
+            assert torch.equal(found, layer[mask.bool()])
+        loss = loss_of(whole)
+        loss.backward()
+        assert group.counters.messages == 0, "attention's plans would seem wrong"
+        return loss.detach(), [layer.grad for layer in mine if layer.grad is not None]
+
+    results = run_virtual_ranks(num_ranks, on_one_rank)
+    for loss, _ in results:
+        assert relative_error(loss, wanted.detach()) < TOLERANCE
+    for number, layer in enumerate(layers):
+        # The mean over ranks of zero everywhere but at the owner: a share of what it holds.
+        shards = [grads[number] / num_ranks for _, grads in results]
+        assert layer.grad is not None
+        assert relative_error(layout.unshard(shards, 1), layer.grad) < TOLERANCE
+
+
+def rows() -> list[dict[str, list[int]]]:
+    return [
+        {"input_ids": row["input_ids"][:length]}
+        for row, length in zip(token_rows(max(LENGTHS), len(LENGTHS)), LENGTHS, strict=True)
+    ]
+
+
+def model_of(family: str, in_config: bool) -> Any:
+    """The balancing loss counts as much as the other."""
+    return featured_model(family, router_aux_loss_coef=1.0, output_router_logits=in_config)
+
+
+def one_process(family: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    model = model_of(family, in_config=False)
+    length = max(LENGTHS)
+    ids = torch.tensor([r["input_ids"] + [0] * (length - len(r["input_ids"])) for r in rows()])
+    mask = padding_mask(length)
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        labels=ids.masked_fill(mask == 0, -100),
+        output_router_logits=True,
+        use_cache=False,
+    )
+    out.loss.backward()
+    return out.loss.detach(), out.aux_loss.detach(), gradients(model)
+
+
+def mean_over_ranks(tensor: Tensor) -> Tensor:
+    if not dist.is_initialized():
+        return tensor
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()
+
+
+def check_models(rank: int, num_ranks: int) -> None:
+    for family in ROUTED if num_ranks < 3 else ROUTED[:2]:
+        wanted = one_process(family)
+        check_model(family, LongContextConfig(ring_degree=num_ranks), True, wanted)
+        for checkpoint in ("none", "attention"):
+            config = LongContextConfig(ring_degree=num_ranks, checkpoint=checkpoint)
+            check_model(family, config, False, wanted)
+
+
+def check_model(
+    family: str,
+    config: LongContextConfig,
+    in_config: bool,
+    wanted: tuple[Tensor, Tensor, dict[str, Tensor]],
+) -> None:
+    """Evaluate, train, and go back to stock; asked for in the model's config or in the call."""
+    wanted_loss, wanted_aux, wanted_grads = wanted
+    model = model_of(family, in_config)
+    handle = patch(model, config)
+    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    asked = {} if in_config else {"output_router_logits": True}
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(**collate(rows()), **asked)
+    model.train()
+    out = model(**collate(rows()), **asked)
+    out.loss.backward()
+    for found in (evaluated, out):
+        assert relative_error(found.aux_loss.detach(), wanted_aux) < TOLERANCE
+        assert relative_error(mean_over_ranks(found.loss.detach()), wanted_loss) < TOLERANCE
+    grads = {name: mean_over_ranks(grad) for name, grad in gradients(model).items()}
+    assert grads.keys() == wanted_grads.keys()
+    for name, grad in wanted_grads.items():
+        assert relative_error(grads[name], grad) < TOLERANCE, (family, name)
+    if config.ring_degree > 1 and not in_config:  # ranks that would wait for each other
+        alone = {"output_router_logits": handle.group_rank == 0}
+        with pytest.raises(ValueError, match="shards of the same batch"):
+            model(**collate(rows()), **alone)
+    handle.unpatch()
+    stock = model(torch.tensor([rows()[0]["input_ids"]]), output_router_logits=True)
+    assert len(stock.router_logits[0]) == max(LENGTHS), "a hook is left behind"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_models_have_the_loss_and_gradients_of_one_process(num_ranks: int) -> None:
+    run_distributed(check_models, num_ranks, num_ranks)
+
+
+def test_padding_does_not_count_on_one_rank() -> None:
+    check_models(0, 1)

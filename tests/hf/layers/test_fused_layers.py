@@ -1,0 +1,259 @@
+"""Compiled parts of layers under every recompute, FSDP2 and adapters; what Liger Kernel may do."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers.integrations import liger
+from transformers.models.llama import modeling_llama
+
+from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch.hf import FAMILIES, UnsupportedModelError
+from longctx_patch.hf.layers import fused_layers
+from longctx_patch.hf.layers.fused_layers import (
+    LIGER_FAMILIES,
+    choose_fused_layers,
+    fuse_layers,
+    require_fused_layers,
+)
+from longctx_patch.kernels.installed import Package
+from longctx_patch.memory import LayerPolicy, run_layer
+from tests.harness import run_distributed
+from tests.hf.tiny import gradients, tiny_model, token_rows
+from tests.reference import relative_error
+
+LAYERS = 9
+LENGTHS = (31, 37, 41, 29)
+Step = tuple[Tensor, dict[str, Tensor]]
+
+
+class Forced:
+    """In place of `AutoPolicy`, whose meter there is none of on CPU."""
+
+    use = None
+
+    def __init__(self, whole: int) -> None:
+        self.policies: Sequence[LayerPolicy] = ["attention"] * (LAYERS - whole) + ["none"] * whole
+
+    def propose(self, num_tokens: int) -> int:
+        return 0
+
+    def begin(self, num_tokens: int, whole: int) -> None:
+        return None
+
+    def run(self, layer: int, forward: Any, *args: Any) -> Any:
+        return run_layer(self.policies[layer], forward, *args)
+
+
+def trained(how: fused_layers.FusedLayersName) -> tuple[list[Step], int]:
+    """Steps over rows of ever new lengths and under ever new policies, and the graphs made after
+    the second of them."""
+    model = tiny_model(num_hidden_layers=LAYERS)
+    fuse_layers(model, how)
+    handle = patch(model, LongContextConfig(checkpoint="auto"))
+    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    steps, graphs = [], [0]
+    for number, length in enumerate(LENGTHS):
+        handle._checkpoints._auto = Forced(4 * number % (LAYERS + 1))  # type: ignore[assignment]
+        steps.append(step(model, collate(token_rows(length, seed=number))))
+        graphs.append(counters["stats"]["unique_graphs"])
+    handle.unpatch()
+    ids = torch.arange(40)[None]
+    steps.append(step(model, {"input_ids": ids, "labels": ids}))
+    return steps, graphs[-1] - graphs[2]
+
+
+def step(model: Any, batch: dict[str, Tensor]) -> Step:
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    grads = gradients(model)
+    model.zero_grad()
+    return loss.detach(), grads
+
+
+def assert_near(found: Step, wanted: Step) -> None:
+    assert relative_error(found[0], wanted[0]) < 1e-5
+    assert found[1].keys() == wanted[1].keys()
+    assert found[1]
+    for name, grad in wanted[1].items():
+        assert relative_error(found[1][name], grad) < 1e-5, name
+
+
+@pytest.mark.usefixtures("aot_eager")
+def test_compiled_layers_are_exact_and_compiled_for_two_lengths_only() -> None:
+    """A layer compiled as a whole, checkpointing inside, was not compiled at all."""
+    wanted, no_graphs = trained("none")
+    assert no_graphs == counters["stats"]["unique_graphs"] == 0
+    found, late_graphs = trained("compile")
+    assert late_graphs == 0
+    for mine, stock in zip(found, wanted, strict=True):
+        assert_near(mine, stock)
+    # Four parts, attention in two; of one length, of any, and of whole rows once it is unpatched.
+    assert 0 < counters["stats"]["unique_graphs"] < 3 * 5
+    assert not counters["unimplemented"], "a limit on recompiling was not met"
+    assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
+
+
+def adapted_and_sharded(how: fused_layers.FusedLayersName) -> Step:
+    """A LoRA model under FSDP2, its sequence over both ranks; patched first, then fused."""
+    model: Any = tiny_model()
+    torch.manual_seed(1)
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "gate_proj"], init_lora_weights=False)
+    model = get_peft_model(model, adapter).train()
+    handle = patch(model, LongContextConfig(ulysses_degree=2, checkpoint="attention"))
+    fuse_layers(model, how)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in handle.model.get_decoder().layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
+    loss, grads = step(model, collate(token_rows(37)))
+    handle.unpatch()
+    return loss, {name: grad.full_tensor() for name, grad in grads.items()}  # type: ignore[attr-defined]
+
+
+def check_on_two_ranks(rank: int) -> None:
+    torch.compiler.set_stance("default", force_backend="aot_eager")
+    wanted = adapted_and_sharded("none")
+    assert not counters["stats"]["unique_graphs"]
+    assert_near(adapted_and_sharded("compile"), wanted)
+    assert counters["stats"]["unique_graphs"]
+    assert not counters["unimplemented"]
+
+
+def test_compiled_layers_with_adapters_under_fsdp2() -> None:
+    run_distributed(check_on_two_ranks, 2)
+
+
+def test_experts_are_not_compiled() -> None:
+    model = tiny_model("mixtral", num_local_experts=4)
+    fuse_layers(model, "compile")
+    compiled = {name for name, m in model.named_modules() if m._compiled_call_impl is not None}
+    names = ("input_layernorm", "self_attn", "post_attention_layernorm")
+    assert compiled == {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in names}
+
+
+@pytest.fixture
+def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What it was asked for, and what it does to the modeling file of Llama."""
+    asked: dict[str, Any] = {}
+
+    def apply(model: Any, options: dict[str, Any]) -> None:
+        asked.update(options)
+        modeling_llama.LlamaMLP = modeling_llama.LlamaRMSNorm = object
+        modeling_llama.apply_rotary_pos_emb = asked["rope"] = lambda *_: "rotated"
+
+    for name in ("LlamaMLP", "LlamaRMSNorm", "apply_rotary_pos_emb"):
+        monkeypatch.setattr(modeling_llama, name, getattr(modeling_llama, name))
+    monkeypatch.setattr(liger, "apply_liger_kernel", apply)
+    monkeypatch.setattr(Package, "problem", lambda package: None)
+    monkeypatch.setattr(fused_layers, "runs_triton", lambda: True)
+    monkeypatch.setenv("LIGER_KERNEL_IMPL_ROPE", "of this test")  # so that it is put back
+    monkeypatch.delenv("LIGER_KERNEL_IMPL_ROPE")
+    return asked
+
+
+def test_liger_changes_one_model_and_the_rotary_embedding_on_gpus(
+    liger_is_installed: dict[str, Any],
+) -> None:
+    """Liger Kernel also puts its own classes where transformers builds models from."""
+    stock = {name: getattr(modeling_llama, name) for name in ("LlamaMLP", "LlamaRMSNorm")}
+    ids = torch.arange(9)[None]
+    wanted = tiny_model()(input_ids=ids).logits
+    for _ in range(2):  # two models of a family
+        fuse_layers(tiny_model(), "liger")
+        assert liger_is_installed["cross_entropy"] is False
+        assert liger_is_installed["fused_linear_cross_entropy"] is False
+        assert all(getattr(modeling_llama, name) is value for name, value in stock.items())
+        rope: Any = modeling_llama.apply_rotary_pos_emb
+        assert not isinstance(rope.stock, type(rope))
+        assert rope.fused() == "rotated"
+        assert torch.equal(tiny_model()(input_ids=ids).logits, wanted)
+
+
+@pytest.mark.usefixtures("liger_is_installed")
+def test_liger_rotates_with_triton() -> None:
+    fuse_layers(tiny_model(), "compile")
+    assert "LIGER_KERNEL_IMPL_ROPE" not in os.environ
+    fuse_layers(tiny_model(), "liger")
+    assert os.environ["LIGER_KERNEL_IMPL_ROPE"] == "nvidia-triton"
+
+
+@pytest.mark.usefixtures("liger_is_installed")
+@pytest.mark.parametrize("variable", ["LIGER_KERNEL_IMPL_ROPE", "LIGER_KERNEL_IMPL"])
+def test_but_not_where_another_kernel_is_chosen(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "nvidia-cutedsl")
+    fuse_layers(tiny_model(), "liger")
+    assert os.environ[variable] == "nvidia-cutedsl"
+    assert os.environ.get("LIGER_KERNEL_IMPL_ROPE", "nvidia-cutedsl") == "nvidia-cutedsl"
+
+
+@pytest.mark.usefixtures("liger_is_installed")
+def test_auto() -> None:
+    assert set(LIGER_FAMILIES) <= set(FAMILIES)
+    llama, olmo = tiny_model(), tiny_model("olmo")
+    assert choose_fused_layers("auto", llama, "cuda").how == "liger"
+    assert choose_fused_layers("auto", llama, "cpu") == (
+        "none",
+        "Liger Kernel has no kernels for device cpu",
+    )
+    how, why = choose_fused_layers("auto", olmo, "cuda")
+    assert how == "none"
+    assert why.startswith("Liger Kernel has no kernels for olmo, only for llama, mistral,")
+    assert choose_fused_layers("compile", olmo, "cpu").how == "compile"
+
+
+def test_auto_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or with an old one, or where Triton can't compile its kernels."""
+    assert choose_fused_layers("auto", tiny_model(), "cuda").why.startswith(
+        "Liger Kernel needs Tri"
+    )
+    monkeypatch.setattr(fused_layers, "runs_triton", lambda: True)
+    for version, problem in ((None, "needs the package liger-kernel"), ("0.8.0", "0.8.0 is inst")):
+        monkeypatch.setattr(Package, "version", version)
+        how, why = choose_fused_layers("auto", tiny_model(), "cuda")
+        assert how == "none"
+        assert problem in why
+        assert why.endswith("pip install 'liger-kernel>=0.8.5'")
+        with pytest.raises(ImportError, match=problem):
+            fuse_layers(tiny_model(), "liger")
+
+
+def test_liger_on_a_class_of_ones_own(liger_is_installed: dict[str, Any]) -> None:
+    """As remote code derives it from a family's."""
+
+    class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
+        pass
+
+    stock = modeling_llama.LlamaRMSNorm
+    fuse_layers(LlamaForCausalLM(tiny_model().config), "liger")
+    assert liger_is_installed["rope"]
+    assert modeling_llama.LlamaRMSNorm is stock
+
+
+@pytest.mark.usefixtures("liger_is_installed")
+def test_refusals() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"olmo, only for llama.* how='compile'"):
+        fuse_layers(tiny_model("olmo"), "liger")
+    with pytest.raises(UnsupportedModelError, match=r"act_fn is .*would compute silu"):
+        fuse_layers(tiny_model(hidden_act="gelu"), "liger")
+    with pytest.raises(
+        ValueError, match=r"'liger': .* no kernels for device cpu. Or use 'compile'"
+    ):
+        require_fused_layers("liger", "cpu")
+    require_fused_layers("liger", "cuda")
+    with pytest.raises(ValueError, match=r"'auto': choose one of liger.*choose_fused_layers"):
+        fuse_layers(tiny_model(), "auto")
+    with pytest.raises(ValueError, match="'triton': choose one of liger, compile, none"):
+        fuse_layers(tiny_model(), "triton")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Linear is not a transformers model"):
+        fuse_layers(torch.nn.Linear(2, 2), "none")

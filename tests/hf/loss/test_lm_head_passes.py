@@ -1,0 +1,169 @@
+"""Passes of a model with the loss inside its head: all without labels are stock, and what would go
+past the loss or change its logits is refused or takes full logits."""
+
+import copy
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from longctx_patch import LongContextConfig, patch
+from longctx_patch.config import LossName
+from tests.hf.loss.labelled import LENGTH, TOLERANCE, collated
+from tests.hf.tiny import VOCABULARY, tiny_model
+from tests.reference import relative_error
+
+
+def test_patched_models_are_not_copied() -> None:
+    model = tiny_model()
+    handle = patch(model, LongContextConfig())
+    with pytest.raises(ValueError, match=r"a patched model can't be copied: .* before patch\(\)"):
+        copy.deepcopy(model)
+    handle.unpatch()
+    copy.deepcopy(model)
+
+
+def test_a_loss_that_the_model_makes_by_itself_is_refused() -> None:
+    """As Liger Kernel's fused loss does, whose forward calls neither the head nor the loss."""
+    for loss in ("chunked", "logits"):
+        model: Any = tiny_model().train()
+        handle = patch(model, LongContextConfig(loss=loss))
+        batch = collated(handle)
+
+        def forward(self: Any, labels: Any = None, **kwargs: Any) -> CausalLMOutputWithPast:
+            hidden = self.model(**kwargs).last_hidden_state
+            logits = hidden @ self.lm_head.weight.t()
+            return CausalLMOutputWithPast(
+                loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            )
+
+        model.forward = MethodType(forward, model)
+        with pytest.raises(RuntimeError, match=r"fused_linear_cross_entropy=False"):
+            model(**batch)
+        del model.forward
+        model(**batch).loss.backward()
+
+
+def test_other_passes_are_stock() -> None:
+    """Without labels, of whole rows, and generating, also of the head alone."""
+    stock, model = tiny_model(), tiny_model()
+    handle = patch(model, LongContextConfig())
+    batch = collated(handle)
+    ids, positions = batch["input_ids"], batch["position_ids"]
+    unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
+    wanted = stock(input_ids=ids, position_ids=positions, use_cache=False).logits
+    assert torch.equal(model(**unlabelled).logits, wanted)
+    assert torch.equal(model(**unlabelled, logits_to_keep=2).logits, wanted[:, -2:])
+    hidden = torch.randn(2, 3, 64)
+    assert torch.equal(model.lm_head(hidden), stock.lm_head(hidden))
+    for each in (stock, model):
+        each.eval()
+    whole = {"input_ids": ids, "labels": ids}
+    found, expected = model(**whole), stock(**whole)
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.logits, expected.logits)
+    words = [
+        each.generate(input_ids=ids, max_new_tokens=4, do_sample=False) for each in (model, stock)
+    ]
+    assert torch.equal(*words)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_without_gradients_and_in_evaluation(training: bool) -> None:
+    losses = []
+    for name in ("chunked", "logits"):
+        model = tiny_model().train(training)
+        handle = patch(model, LongContextConfig(loss=name))
+        with torch.no_grad():
+            out = model(**collated(handle))
+        losses.append(out.loss)
+        assert not out.loss.requires_grad
+        assert (out.logits is None) == (name == "chunked")
+    assert relative_error(*losses) < TOLERANCE
+
+
+def test_outputs_as_a_tuple() -> None:
+    model = tiny_model()
+    handle = patch(model, LongContextConfig())
+    batch = collated(handle)
+    asked = {"output_hidden_states": True, "use_cache": False}
+    outputs, wanted = model(**batch, **asked, return_dict=False), model(**batch, **asked)
+    loss, hidden_states = outputs
+    assert torch.equal(loss, wanted.loss)
+    assert len(hidden_states) == len(wanted.hidden_states) == 3
+
+
+def test_a_failed_pass_leaves_nothing_open() -> None:
+    model = tiny_model()
+    handle = patch(model, LongContextConfig())
+    batch = collated(handle)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("in the last norm")
+
+    hook = model.model.norm.register_forward_hook(fail)
+    with pytest.raises(KeyError, match="in the last norm"):
+        model(**batch)
+    hook.remove()
+    assert model.lm_head(torch.randn(2, 64)).shape == (2, VOCABULARY)
+    assert model(**batch).loss.requires_grad
+
+
+def test_a_forward_that_is_called_past_its_hooks_takes_full_logits() -> None:
+    """As wrappers of other libraries may do."""
+    model = tiny_model()
+    handle = patch(model, LongContextConfig())
+    batch = collated(handle)
+    wanted = model(**batch).loss
+    for share in (1.0, 0.5):  # nothing is kept from the first to the second
+        out = model.forward(**batch, num_valid_tokens=int((LENGTH - 1 + LENGTH - 8) / share))
+        assert out.logits.shape == (*batch["labels"].shape, VOCABULARY)
+        assert relative_error(out.loss, share * wanted) < TOLERANCE
+
+
+def refused(match: str, error: type[Exception] = ValueError, **changes: Any) -> Any:
+    return pytest.param(changes, error, match, id=match)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        refused("logits_to_keep=2 with labels of a sharded batch", logits_to_keep=2),
+        refused(r"logits_to_keep=tensor \[2\]", logits_to_keep=torch.tensor([0, 1])),
+        refused(f"label {VOCABULARY}: labels are from 0 to {VOCABULARY - 1}", label=VOCABULARY),
+        refused("label -1: labels are from 0", label=-1),
+        refused(r"labels \[2, 18\] for tokens \[2, 19\]: each token of the shard has one", drop=1),
+    ],
+)
+@pytest.mark.parametrize("loss", ["chunked", "logits"])
+def test_what_can_not_be_right(
+    loss: LossName, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = tiny_model()
+    handle = patch(model, LongContextConfig(loss=loss))
+    batch: dict[str, Any] = collated(handle)
+    options = dict(changes)
+    if "label" in options:
+        batch["labels"][0, 3] = batch["shift_labels"][0, 3] = options.pop("label")
+    if drop := options.pop("drop", 0):
+        for name in ("labels", "shift_labels"):
+            batch[name] = batch[name][:, :-drop]
+    with pytest.raises(error, match=message):
+        model(**batch, **options)
+
+
+def test_logits_that_change_on_their_way_are_noticed() -> None:
+    model: Any = tiny_model()
+    handle = patch(model, LongContextConfig())
+
+    def forward(self: Any, labels: Any = None, **kwargs: Any) -> Any:
+        logits = 2 * self.lm_head(self.model(**kwargs).last_hidden_state)
+        loss = self.loss_function(logits, labels, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model.forward = MethodType(forward, model)
+    with pytest.raises(RuntimeError, match=r"something changes the logits .*loss='logits'"):
+        model(**collated(handle))

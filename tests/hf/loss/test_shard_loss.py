@@ -1,0 +1,177 @@
+"""Refusals and losses of a patched model that need more than one rank to go wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx_patch import (
+    LongContextConfig,
+    SequenceShardCollator,
+    UnsupportedModelError,
+    count_valid_tokens,
+    patch,
+)
+from longctx_patch.hf.call.meeting import SequenceParallelismError
+from longctx_patch.hf.model.checks import check_model_config
+from longctx_patch.sequence.masks import bidirectional
+from tests.harness import run_distributed
+from tests.hf.tiny import (
+    VOCABULARY,
+    featured_model,
+    gradients,
+    tiny_config,
+    tiny_model,
+    token_rows,
+)
+from tests.reference import relative_error
+
+LENGTHS = (11, 24)
+
+
+def batches() -> list[list[dict[str, list[int]]]]:
+    """Two batches of one row each, of different lengths."""
+    rows = token_rows(max(LENGTHS))
+    pairs = zip(rows, LENGTHS, strict=True)
+    return [[{"input_ids": row["input_ids"][:length]}] for row, length in pairs]
+
+
+def stock_step(model: Any) -> float:
+    """Token losses over all batches; each batch's router loss by its share of the tokens."""
+    counts = [length - 1 for length in LENGTHS]
+    total = 0.0
+    for (row,), count in zip(batches(), counts, strict=True):
+        ids = torch.tensor([row["input_ids"]])
+        out = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
+        share = count / sum(counts)
+        loss = share * out.loss  # the mean over its tokens, and its router loss
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def check_accumulation(rank: int, num_ranks: int) -> None:
+    reference: Any = featured_model("qwen3_moe", router_aux_loss_coef=1.0)
+    wanted = stock_step(reference)
+    patched: Any = featured_model("qwen3_moe", router_aux_loss_coef=0.25)
+    handle = patch(patched, LongContextConfig(ring_degree=num_ranks))
+    patched.router_aux_loss_coef = 1.0  # set late, as by a schedule
+    collate = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)
+    collated = [collate(rows) for rows in batches()]
+    count = count_valid_tokens(collated)
+    total = torch.zeros(())
+    for batch in collated:
+        loss = patched(**batch, num_valid_tokens=count, output_router_logits=True).loss
+        loss.backward()
+        total += loss.detach()
+        assert patched.router_aux_loss_coef == 1.0
+    dist.all_reduce(total)
+    assert abs(total.item() / num_ranks / wanted - 1) < 1e-5
+    for name, grad in gradients(patched).items():
+        dist.all_reduce(grad)
+        assert relative_error(grad / num_ranks, gradients(reference)[name]) < 1e-5, name
+    handle.unpatch()
+    assert patched.router_aux_loss_coef == 1.0
+
+
+def check_refusals(rank: int, num_ranks: int) -> None:
+    model = tiny_model()
+    handle = patch(model, LongContextConfig(ring_degree=num_ranks))
+    collate = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)
+    batch = collate(token_rows(24))
+    labels = batch["labels"].clone()
+    if rank == 0:  # as if a token that only this rank holds had been masked
+        labels[0, 0] = -100
+    says = "labels differ from shift_labels" if rank == 0 else "rank 0 of the group refused"
+    with pytest.raises(ValueError, match=says):
+        model(**batch | {"labels": labels})
+    shifted = batch["shift_labels"].clone()
+    if rank == 0:  # as if its tokenizer had more words than the model
+        shifted[0, 0] = VOCABULARY
+    says = f"label {VOCABULARY}: labels are from 0" if rank == 0 else "rank 0 of the group refused"
+    with pytest.raises(ValueError, match=says):
+        model(**batch | {"labels": shifted, "shift_labels": shifted})
+    for changed, problem in (
+        ({"labels": batch["labels"].tolist()}, "labels are a list"),
+        ({n: batch[n][:, 1:] for n in ("labels", "shift_labels")}, "each token of the shard"),
+    ):
+        says = problem if rank == 0 else "rank 0 of the group refused"
+        with pytest.raises(ValueError, match=says):
+            model(**(batch | changed if rank == 0 else batch))
+    head = model.lm_head
+    model.lm_head = torch.nn.Linear(64, VOCABULARY - 1, bias=False)  # fewer words than the config
+    shifted[0, 0] = VOCABULARY - 1 if rank == 0 else 0
+    says = f"label {VOCABULARY - 1}: labels are" if rank == 0 else "rank 0 of the group refused"
+    with pytest.raises(ValueError, match=says):
+        model(**batch | {"labels": shifted, "shift_labels": shifted})
+    model.lm_head = head
+    unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
+    without = unlabelled | {"shift_labels": batch["shift_labels"]}
+    says = "has shift_labels but no labels" if rank == 1 else "rank 1 of the group refused"
+    with pytest.raises(ValueError, match=says):
+        model(**(without if rank == 1 else batch))
+    model.eval()
+    assert torch.equal(model(**without).logits, model(**unlabelled).logits)
+    model.train()
+    mine = unlabelled if rank == 1 else batch
+    with pytest.raises(SequenceParallelismError, match="rank 0: LABELS, rank 1: BATCH"):
+        model(**mine)
+    row = {"input_ids": list(range(8)), "seq_lengths": [3, 5]}
+    one = collate([row])
+    joined = {key: torch.cat([value, value]) for key, value in one.items()}
+    del joined["position_ids"]
+    with pytest.raises(ValueError, match="a batch of 2 packed rows"):
+        model(**joined)
+    handle.unpatch()
+
+    asked: list[int] = []
+
+    def factory(num_tokens: int) -> Any:
+        asked.append(num_tokens)
+        if num_tokens == 28 and rank == 1:
+            raise RuntimeError("no such mask")
+        return bidirectional(num_tokens)
+
+    handle = patch(model, LongContextConfig(ring_degree=num_ranks), mask=factory)
+    for _ in range(2):
+        model(**batch)
+    assert asked == [24]
+    other = "no such mask" if rank == 1 else "rank 1: it refused"
+    with pytest.raises(ValueError, match=other):
+        model(**collate(token_rows(28)))
+    model.eval()
+    with pytest.raises(ValueError, match="whole rows with a model that was patched with a mask"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+
+def check_evaluation_of_replicas(rank: int, num_ranks: int) -> None:
+    """With the count of all tokens it is the loss law; without, each replica is by itself."""
+    model = tiny_model()
+    handle = patch(model, LongContextConfig())
+    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    batch = collate(batches()[rank])
+    count = count_valid_tokens(batch)
+    wanted = model(**batch, num_valid_tokens=count).loss
+    model.eval()
+    assert torch.equal(model(**batch, num_valid_tokens=count).loss, wanted)
+    with pytest.raises(ValueError, match=r"evaluation mode with gradients enabled, on several"):
+        model(**batch)
+    with torch.no_grad():
+        alone = model(**batch).loss
+    share = (LENGTHS[rank] - 1) / count * num_ranks
+    assert relative_error(alone * share, wanted.detach()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "checked", [check_accumulation, check_refusals, check_evaluation_of_replicas]
+)
+def test_over_two_ranks(checked: Any) -> None:
+    run_distributed(checked, 2, 2)
+
+
+def test_models_that_see_ahead_by_themselves_are_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=r"mask=longctx_patch.sequence.masks.bidirectional"
+    ):
+        check_model_config(tiny_config("llama", is_causal=False), LongContextConfig())

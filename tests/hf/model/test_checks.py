@@ -1,0 +1,170 @@
+"""Every supported family, with its windows, softcap, sinks and experts, over processes against its
+own stock eager attention in one process; and the table of support."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx_patch import (
+    LongContextConfig,
+    SequenceShardCollator,
+    UnsupportedModelError,
+    patch,
+)
+from longctx_patch.hf.model.checks import FAMILIES, TABLE, check_model_config
+from tests.harness import run_distributed
+from tests.hf.tiny import WINDOW, featured_config, featured_model, gradients, tiny_config
+from tests.hf.tiny import token_rows as whole_rows
+from tests.reference import relative_error
+
+TOLERANCE = 1e-5
+LENGTH = 43
+"""A prime; on four ranks a window of 7 crosses from each chunk into the one before."""
+Step = tuple[Tensor, dict[str, Tensor]]
+
+
+def token_rows() -> list[dict[str, list[int]]]:
+    """The second row is shorter, so that one rank or more hold padding."""
+    first, second = whole_rows(LENGTH)
+    return [first, {"input_ids": second["input_ids"][: LENGTH - 14]}]
+
+
+def one_process(family: str) -> Step:
+    """Loss and gradients of the stock model, which sees a padding mask."""
+    model = featured_model(family)
+    rows = [row["input_ids"] for row in token_rows()]
+    ids = torch.tensor([row + [0] * (LENGTH - len(row)) for row in rows])
+    labels = torch.tensor([row + [-100] * (LENGTH - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (LENGTH - len(row)) for row in rows])
+    loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def sharded(family: str, config: LongContextConfig) -> Step:
+    """What all ranks together computed, on every rank."""
+    model = featured_model(family)
+    handle = patch(model, config)
+    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    loss = model(**collate(token_rows())).loss
+    loss.backward()
+    handle.unpatch()
+    grads = {name: mean_over_ranks(grad) for name, grad in gradients(model).items()}
+    return mean_over_ranks(loss.detach()), grads
+
+
+def mean_over_ranks(tensor: Tensor) -> Tensor:
+    if not dist.is_initialized():
+        return tensor
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()
+
+
+def complaints(family: str, config: LongContextConfig) -> list[str]:
+    """How it differs from one process, in words; empty if it does not."""
+    loss, grads = sharded(family, config)
+    wanted_loss, wanted = one_process(family)
+    assert grads.keys() == wanted.keys()
+    errors = {name: relative_error(grads[name], wanted[name]) for name in wanted}
+    errors["loss"] = relative_error(loss, wanted_loss)
+    wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
+    if not wrong:
+        return []
+    worst = max(wrong, key=lambda name: wrong[name])
+    degrees = f"ulysses {config.ulysses_degree}, ring {config.ring_degree}"
+    return [f"{family}, {degrees}: {len(wrong)} differ, {worst} by {wrong[worst]:.1e}"]
+
+
+def check_families(rank: int, num_ranks: int) -> list[str]:
+    """Ulysses, ring and both in turn; a family with Ulysses on 2 ranks has a ring of 3."""
+    pairs = [(u, r) for u, r in product(range(1, num_ranks + 1), repeat=2) if u * r == num_ranks]
+    found = []
+    for number, family in enumerate(FAMILIES, start=num_ranks):
+        ulysses, ring = pairs[number % len(pairs)]
+        found += complaints(
+            family, LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, ulysses_waves=2)
+        )
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_family_equals_stock_eager(num_ranks: int) -> None:
+    for found in run_distributed(check_families, num_ranks, num_ranks, timeout_s=240):
+        assert not found, "\n".join(found)
+
+
+WINDOWED = [
+    family.model_type for family in FAMILIES.values() if "sliding window" in family.features
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tiny_models_have_what_the_table_says(family: str) -> None:
+    config, features = featured_config(family), FAMILIES[family].features
+    check_model_config(config, LongContextConfig(ring_degree=4))
+    assert (getattr(config, "sliding_window", None) == WINDOW) == ("sliding window" in features)
+    assert bool(getattr(config, "attn_logit_softcapping", None)) == ("softcap" in features)
+    assert hasattr(config, "router_aux_loss_coef") == ("router loss" in features)
+    sinks = [p for name, p in featured_model(family).named_parameters() if name.endswith("sinks")]
+    assert bool(sinks) == ("sinks" in features)
+    assert all(bool((sink != 0).all()) for sink in sinks)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_the_window_of_the_tiny_models_matters(family: str) -> None:
+    wider = featured_model(family, sliding_window=64)
+    ids = torch.tensor([whole_rows(LENGTH)[0]["input_ids"]])
+    with torch.no_grad():
+        narrow_logits, wide_logits = (m(ids).logits for m in (featured_model(family), wider))
+    assert relative_error(narrow_logits[:, :WINDOW], wide_logits[:, :WINDOW]) < TOLERANCE
+    assert relative_error(narrow_logits[:, WINDOW:], wide_logits[:, WINDOW:]) > 100 * TOLERANCE
+
+
+def test_each_model_type_has_one_row() -> None:
+    types = [family.model_type for family in TABLE]
+    assert len(set(types)) == len(types)
+    assert all(family.name for family in TABLE)
+    assert all(family.refusal is None or not family.features for family in TABLE)
+
+
+def test_transformers_knows_every_model_type() -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    assert {family.model_type for family in TABLE} <= set(CONFIG_MAPPING_NAMES)
+
+
+REFUSED = [
+    ("deepseek_v3", {}, "'deepseek_v3' is not supported: latent attention .*another head size"),
+    ("bert", {}, "'bert' is not supported: not compared with one process, so not proven"),
+    ("gemma3", {}, "train its text model"),
+    ("qwen3_next", {}, r"state would start anew on each rank \(layer 0 is linear_attention\)"),
+    ("lfm2", {"full_attn_idxs": [2]}, r"short convolutions.* \(layer 0 is conv\)"),
+    (
+        "qwen3",
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        "layer 1 is chunked_attention: layers here attend fully or through a sliding window",
+    ),
+    (
+        "qwen3",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer 1 is sliding_attention, but sliding_window=None",
+    ),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("mixtral", {"router_jitter_noise": 0.01}, r"router_jitter_noise=0\.01: .*noise=0\.0"),
+    ("seed_oss", {}, r"attention_dropout=0\.1, residual_dropout=0\.1: .*residual_dropout=0\.0"),
+    ("phi3", {"resid_pdrop": 0.1}, r"resid_pdrop=0\.1"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "has no softcap for this family"),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides", "message"), REFUSED)
+def test_what_is_not_covered_is_refused(
+    family: str, overrides: dict[str, object], message: str
+) -> None:
+    config = tiny_config(family, **overrides)
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_model_config(config, LongContextConfig(ring_degree=2))

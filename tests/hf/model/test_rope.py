@@ -1,0 +1,156 @@
+"""Frequencies of the scaled configs against transformers' own, and what is refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from longctx_patch.hf.model.rope import RopeKind, reachable_length, scale_rope
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    values = {"max_position_embeddings": 128, "rope_parameters": {"rope_theta": 5e5}}
+    return LlamaConfig(hidden_size=64, num_attention_heads=4, **{**values, **changes})
+
+
+def frequencies(config: LlamaConfig) -> torch.Tensor:
+    return LlamaRotaryEmbedding(config).inv_freq
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_reaches_the_length_and_keeps_the_argument_and_survives_a_file(
+    kind: RopeKind, tmp_path: Any
+) -> None:
+    config = llama()
+    before = copy.deepcopy(config.to_dict())
+    scaled = scale_rope(config, kind=kind, target_length=1000)
+    assert config.to_dict() == before
+    assert scaled.max_position_embeddings == 1000
+    scaled.save_pretrained(tmp_path)
+    loaded = LlamaConfig.from_pretrained(tmp_path)
+    assert loaded.rope_parameters == scaled.rope_parameters
+    assert torch.equal(frequencies(loaded), frequencies(scaled))
+    assert not torch.equal(frequencies(scaled), frequencies(config))
+
+
+def test_linear_divides_every_frequency() -> None:
+    scaled = scale_rope(llama(), kind="linear", target_length=1024)
+    torch.testing.assert_close(frequencies(scaled), frequencies(llama()) / 8)
+    assert scaled.rope_parameters["rope_theta"] == 5e5
+
+
+def test_yarn_keeps_fast_waves_stretches_slow_ones_and_scales_attention() -> None:
+    scaled = scale_rope(llama(), kind="yarn", target_length=1024)
+    assert scaled.rope_parameters == {
+        "rope_type": "yarn",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "original_max_position_embeddings": 128,
+    }
+    stretch = frequencies(llama()) / frequencies(scaled)
+    torch.testing.assert_close(stretch[[0, -1]], torch.tensor([1.0, 8.0]))
+    assert LlamaRotaryEmbedding(scaled).attention_scaling > 1
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 3.5])
+@pytest.mark.parametrize("length", [129, 1024, 1021])
+def test_frozen_dynamic_has_transformers_dynamic_frequencies_at_that_length(
+    factor: float, length: int
+) -> None:
+    scaled = scale_rope(llama(), kind="dynamic", target_length=length, factor=factor)
+    assert scaled.rope_parameters["rope_type"] == "default"
+    dynamic = llama(
+        rope_parameters={"rope_type": "dynamic", "factor": factor, "rope_theta": 5e5}, head_dim=16
+    )
+    theirs, _ = ROPE_INIT_FUNCTIONS["dynamic"](dynamic, torch.device("cpu"), seq_len=length)
+    assert torch.equal(frequencies(scaled), theirs)
+    frozen = scale_rope(dynamic, kind="dynamic", target_length=length)
+    assert frozen.rope_parameters == scaled.rope_parameters
+    shorter = scale_rope(dynamic, kind="dynamic", target_length=64)  # default RoPE up to there
+    assert shorter.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+    # And through a forward, where transformers takes the length from the positions.
+    embedding, positions = LlamaRotaryEmbedding(dynamic), torch.arange(length)[None]
+    theirs_cos, _ = embedding(torch.zeros(1), positions)
+    ours_cos, _ = LlamaRotaryEmbedding(scaled)(torch.zeros(1), positions)
+    torch.testing.assert_close(ours_cos, theirs_cos, atol=1e-3, rtol=0)  # float32 angles up to 1021
+    torch.testing.assert_close(frequencies(scaled), embedding.inv_freq, rtol=1e-6, atol=0)
+
+
+def test_frozen_dynamic_does_not_depend_on_the_positions_of_a_rank() -> None:
+    """With rope_type 'dynamic', a rank that holds early positions only would rotate otherwise."""
+    early, late = torch.arange(0, 300)[None], torch.arange(300, 600)[None]
+    parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}
+    stock = [LlamaRotaryEmbedding(llama(rope_parameters=parameters)) for _ in range(2)]
+    frozen_config = scale_rope(llama(), kind="dynamic", target_length=600, factor=2.0)
+    frozen = [LlamaRotaryEmbedding(frozen_config) for _ in range(2)]
+    for ranks in (stock, frozen):
+        for embedding, positions in zip(ranks, (early, late), strict=True):
+            embedding(torch.zeros(1), positions)
+    assert not torch.equal(stock[0].inv_freq, stock[1].inv_freq)
+    assert torch.equal(frozen[0].inv_freq, frozen[1].inv_freq)
+
+
+def test_dynamic_uses_a_head_dim_of_its_own() -> None:
+    config = Qwen3Config(
+        hidden_size=64, num_attention_heads=4, head_dim=32, max_position_embeddings=128
+    )
+    scaled = scale_rope(config, kind="dynamic", target_length=512)
+    theta = config.rope_parameters["rope_theta"] * 4 ** (32 / 30)
+    assert scaled.rope_parameters["rope_theta"] == pytest.approx(theta)
+
+
+def test_a_larger_factor_reaches_further() -> None:
+    scaled = scale_rope(llama(), kind="yarn", target_length=512, factor=8)
+    assert scaled.rope_parameters["factor"] == 8.0
+    assert scaled.max_position_embeddings == 1024
+
+
+def test_a_config_that_reaches_it_passes_unchanged() -> None:
+    assert scale_rope(llama(), kind="none", target_length=128).to_dict() == llama().to_dict()
+    yarn = scale_rope(llama(), kind="yarn", target_length=1024)
+    for kind in ("none", "yarn"):
+        again = scale_rope(yarn, kind=kind, target_length=1000)
+        assert again.to_dict() == yarn.to_dict()
+
+
+def test_yarn_published_with_the_original_length_reaches_its_factor() -> None:
+    parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    config = llama(rope_parameters={**parameters, "rope_theta": 5e5})
+    assert reachable_length(config) == 512
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        ({}, {"kind": "none", "target_length": 129}, "reaches 128.*Use rope kind 'yarn'"),
+        ({}, {"kind": "yarn", "target_length": 128}, "already reaches 128.*Use rope kind 'none'"),
+        ({}, {"kind": "yarn", "target_length": 512, "factor": 2}, "256, less.*Use 4 or more"),
+        ({}, {"kind": "linear", "target_length": 512, "factor": 0.5}, "1 or more"),
+        ({}, {"kind": "none", "target_length": 64, "factor": 2}, "belongs to a kind"),
+        ({}, {"kind": "ntk", "target_length": 512}, "choose one of none, linear"),
+        ({}, {"kind": "yarn", "target_length": 0}, "1 or more"),
+        ({"rope_parameters": LINEAR}, {"kind": "yarn", "target_length": 512}, "already scaled"),
+        ({"rope_parameters": DYNAMIC}, {"kind": "none", "target_length": 64}, "ranks would"),
+        ({"rope_parameters": DYNAMIC}, {"kind": "yarn", "target_length": 512}, "already scaled"),
+    ],
+)
+def test_refusals_name_value_rule_and_fix(
+    config: dict[str, Any], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        scale_rope(llama(**config), **arguments)
+
+
+def test_models_without_rope_are_refused() -> None:
+    from transformers import GPT2Config
+
+    with pytest.raises(ValueError, match=r"'gpt2'.*rotary"):
+        scale_rope(GPT2Config(), kind="yarn", target_length=4096)

@@ -1,0 +1,271 @@
+"""The chunked linear cross-entropy against F.cross_entropy on full logits in float64."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longctx_patch.loss import linear_cross_entropy as linear_loss
+from longctx_patch.loss.linear_cross_entropy import fits_fused, linear_cross_entropy
+from tests.reference import relative_error
+
+TOKENS, WIDTH, WORDS = (3, 17), 16, 41
+BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-6}
+
+
+class Inputs(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+
+
+def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = False) -> Inputs:
+    """Some rows have no label."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(*TOKENS, WIDTH), torch.randn(WORDS, WIDTH)
+    labels = torch.randint(WORDS, TOKENS)
+    labels[0, 2:9], labels[2] = -100, -100
+    leaves = [hidden, weight, torch.randn(WORDS) if bias else None]
+    return Inputs(
+        *(None if leaf is None else leaf.to(dtype).requires_grad_() for leaf in leaves),  # type: ignore[arg-type]
+        labels=labels,
+    )
+
+
+def full_loss(given: Inputs, softcap: float | None, scale: float) -> Tensor:
+    logits = scale * F.linear(given.hidden, given.weight, given.bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits.float().flatten(0, 1), given.labels.flatten(), reduction="sum")
+
+
+def gradients(loss: Tensor, given: Inputs) -> list[Tensor]:
+    (3 * loss).backward()  # the gradient of the sum is not 1
+    found = [leaf.grad for leaf in given[:3] if leaf is not None]
+    assert all(grad is not None for grad in found)
+    return [loss.detach(), *found]  # type: ignore[list-item]
+
+
+def exact(given: Inputs, softcap: float | None, scale: float) -> list[Tensor]:
+    wide = Inputs(
+        *(None if x is None else x.detach().double().requires_grad_() for x in given[:3]),  # type: ignore[arg-type]
+        labels=given.labels,
+    )
+    logits = scale * F.linear(wide.hidden, wide.weight, wide.bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits.flatten(0, 1), given.labels.flatten(), reduction="sum")
+    return gradients(loss, wide)
+
+
+VARIANTS = [
+    {},
+    {"scale": 0.3},
+    {"softcap": 2.0},
+    {"bias": True},
+    {"bias": True, "softcap": 1.5, "scale": 0.7},
+]
+CHUNKS = [1, 7, 51]
+"""Tokens of a chunk: one, chunks of unequal size, all at once."""
+
+
+@pytest.mark.parametrize("tokens_of_chunk", CHUNKS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_loss_and_gradients(
+    dtype: torch.dtype, variant: dict[str, Any], tokens_of_chunk: int
+) -> None:
+    """In bfloat16 gradients have at most twice the error of those through full logits."""
+    softcap, scale = variant.get("softcap"), variant.get("scale", 1.0)
+    given = inputs(dtype, bias="bias" in variant)
+    loss = linear_cross_entropy(
+        *given[:2],
+        given.labels,
+        bias=given.bias,
+        softcap=softcap,
+        scale=scale,
+        chunk_bytes=4 * WORDS * tokens_of_chunk,
+    )
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    found, wanted = gradients(loss, given), exact(given, softcap, scale)
+    assert [grad.dtype for grad in found[1:]] == [dtype] * len(found[1:])
+    errors = [relative_error(a, b) for a, b in zip(found, wanted, strict=True)]
+    if dtype in BOUNDS:
+        assert max(errors) < BOUNDS[dtype]
+        return
+    plain = inputs(dtype, bias="bias" in variant)
+    stock = gradients(full_loss(plain, softcap, scale), plain)
+    errors_of_stock = [relative_error(a, b) for a, b in zip(stock, wanted, strict=True)]
+    assert errors[0] < 1e-3, "of a single number, which may happen to be near"
+    assert all(a <= 2 * b for a, b in zip(errors[1:], errors_of_stock[1:], strict=True))
+
+
+def test_what_gets_the_fused_kernel() -> None:
+    assert all(fits_fused("cuda", d) for d in (torch.bfloat16, torch.float16, torch.float32))
+    assert not fits_fused("cuda", torch.float64)
+    assert not fits_fused("cpu", torch.float32)
+
+
+def half_rows(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    *,
+    softcap: float | None,
+    scale: float,
+    grad_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns what the fused kernel does, gradients in the first half of each row of logits."""
+    scaled = (scale * logits_CV.double()).requires_grad_()
+    with torch.enable_grad():
+        capped = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
+        losses = F.cross_entropy(capped, labels_C, reduction="none")
+        (exact_grads,) = torch.autograd.grad(losses.sum(), scaled)
+    if grad_dtype is None:
+        return losses.float(), None
+    grads = logits_CV.view(grad_dtype)[:, : logits_CV.shape[1]]
+    return losses.float(), grads.copy_(exact_grads)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_around_the_fused_kernel(
+    dtype: torch.dtype, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is taken by torch's functions; the kernel itself is tested in tests/gpu."""
+    name = "longctx_patch.loss.fused_softmax"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(softmax_losses=half_rows))
+    monkeypatch.setattr(linear_loss, "fits_fused", lambda *_: True)
+    monkeypatch.setattr(linear_loss, "runs_triton", lambda: True)
+    test_loss_and_gradients(dtype, variant, tokens_of_chunk=7)
+
+
+class Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that any operation returns, and how many products there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_never_holds_all_logits(dtype: torch.dtype, softcap: float | None) -> None:
+    """Chunks of 4 of 64 tokens and 500 words; weights and hidden states are smaller than that."""
+    hidden = torch.randn(64, 2, dtype=dtype, requires_grad=True)
+    weight = torch.randn(500, 2, dtype=dtype, requires_grad=True)
+    with Largest() as largest:
+        loss = linear_cross_entropy(
+            hidden, weight, torch.randint(500, (64,)), softcap=softcap, chunk_bytes=4 * 4 * 500
+        )
+        loss.backward()
+    assert largest.numel == 4 * 500
+    assert largest.products == 3 * 16
+
+
+@pytest.mark.parametrize(("hidden", "weight"), [(True, False), (False, True), (False, False)])
+def test_what_is_frozen_costs_no_product(hidden: bool, weight: bool) -> None:
+    given, both = inputs(), inputs()
+    given.hidden.requires_grad_(hidden)
+    given.weight.requires_grad_(weight)
+    with Largest() as counter:
+        loss = linear_cross_entropy(*given[:2], given.labels)
+    assert counter.products == 1 + hidden + weight
+    assert loss.requires_grad == (hidden or weight)
+    whole = linear_cross_entropy(*both[:2], both.labels)
+    assert torch.equal(loss, whole)
+    whole.backward()
+    if loss.requires_grad:
+        loss.backward()
+    for part, other in ((given.hidden, both.hidden), (given.weight, both.weight)):
+        assert part.grad is None if not part.requires_grad else torch.equal(part.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_without_gradients_there_is_only_the_loss() -> None:
+    given = inputs()
+    with torch.no_grad(), Largest() as counter:
+        loss = linear_cross_entropy(*given[:2], given.labels)
+    assert counter.products == 1
+    assert not loss.requires_grad
+    assert torch.equal(loss, linear_cross_entropy(*given[:2], given.labels))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_no_valid_label_is_an_exact_zero(num_tokens: int) -> None:
+    hidden = torch.randn(num_tokens, 4, requires_grad=True)
+    weight = torch.randn(7, 4, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.full((num_tokens,), -100))
+    loss.backward()
+    assert loss.item() == 0
+    for leaf in (hidden, weight):
+        assert leaf.grad is not None
+        assert not leaf.grad.any()
+
+
+def test_logits_that_are_far_apart() -> None:
+    """The softmax of a label underflows; its logarithm doesn't."""
+    hidden = torch.tensor([[300.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([1]))
+    loss.backward()
+    assert loss.item() == 600
+    assert hidden.grad is not None
+    assert hidden.grad.item() == 2
+
+
+def test_autocast_multiplies_in_its_dtype() -> None:
+    given, plain = inputs(torch.float32), inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(*given[:2], given.labels)
+        stock = full_loss(plain, None, 1.0)
+    found, wanted = gradients(loss, given), exact(given, None, 1.0)
+    errors = [relative_error(a, b) for a, b in zip(found, wanted, strict=True)]
+    errors_of_stock = [
+        relative_error(a, b) for a, b in zip(gradients(stock, plain), wanted, strict=True)
+    ]
+    assert max(errors) > 1e-4, "it did multiply in bfloat16"
+    assert all(a <= 2 * b for a, b in zip(errors[1:], errors_of_stock[1:], strict=True))
+    assert errors[0] < 1e-3
+    assert all(leaf.grad.dtype == torch.float32 for leaf in given[:2])  # type: ignore[union-attr]
+
+
+def test_a_second_backward_is_refused() -> None:
+    given = inputs()
+    loss = linear_cross_entropy(*given[:2], given.labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"a second backward .*loss='logits'"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("label", [WORDS, -1])
+def test_wrong_labels_are_named(label: int) -> None:
+    given = inputs()
+    given.labels[1, 1] = label
+    with pytest.raises(ValueError, match=rf"label {label}: labels are from 0 to {WORDS - 1}"):
+        linear_cross_entropy(*given[:2], given.labels)
+
+
+def test_shapes_and_numbers_that_can_not_be_right() -> None:
+    hidden, weight, _, labels = inputs()
+    with pytest.raises(ValueError, match=r"labels \(51,\)"):
+        linear_cross_entropy(hidden, weight, labels.flatten())
+    with pytest.raises(ValueError, match=r"bias \(3,\)"):
+        linear_cross_entropy(hidden, weight, labels, bias=torch.ones(3))
+    with pytest.raises(ValueError, match="softcap=0"):
+        linear_cross_entropy(hidden, weight, labels, softcap=0.0)
+    with pytest.raises(ValueError, match="chunk_bytes=0"):
+        linear_cross_entropy(hidden, weight, labels, chunk_bytes=0)

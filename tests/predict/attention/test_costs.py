@@ -1,0 +1,342 @@
+"""Predictions of whole attention calls, and the choice that `plan="auto"` makes by them."""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from longctx_patch import attention, virtual_group
+from longctx_patch.choose.chooser import TIE, choose, choose_waves, compare, explain
+from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, LongContextConfig
+from longctx_patch.plans import Direction
+from longctx_patch.predict.attention.costs import Setting, Workload, predict
+from longctx_patch.predict.hardware import PRESETS
+from longctx_patch.transport import VirtualTransport, run_virtual_ranks
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+H200 = PRESETS["h200"]
+WORKLOAD = Workload(num_tokens=131072)
+EQUAL_HEADS = replace(WORKLOAD, num_kv_heads=32)
+
+# Medians of benchmarks/plans.py on 4 H200 of one host (torch 2.11, CUDA 13.0), in milliseconds:
+# forward and backward at 32,768, 65,536 and 131,072 tokens.
+MEASURED_MS = {
+    "zigzag": ((4.429, 12.350), (16.938, 45.571), (63.585, 179.612)),
+    "zigzag_direct": ((4.377, 12.148), (18.053, 45.670), (63.026, 178.711)),
+    "ring": ((6.808, 20.055), (28.105, 78.079), (107.949, 296.133)),
+    "striped": ((4.705, 13.142), (17.445, 48.547), (63.827, 181.971)),
+    "distflash": ((5.376, 14.538), (20.839, 58.781), (78.886, 218.409)),
+    "distflash_balanced": ((4.841, 12.177), (17.049, 47.100), (64.237, 176.665)),
+    "allgather": ((5.079, 13.511), (16.939, 46.699), (63.344, 177.521)),
+    "ulysses": ((4.179, 11.100), (16.361, 43.424), (68.249, 174.200)),
+}
+
+
+# Of benchmarks/attention.py there, 131,072 tokens: medians of forward and backward together. Packed
+# rows have log-normal documents. Kernels are flash-attn 4's, a little faster than the preset's.
+MASKED_MS = {
+    ("halo", "balanced", 64): 7.52,
+    ("ulysses", "balanced", 64): 10.25,
+    ("halo", "balanced", 300): 3.76,
+    ("ulysses", "balanced", 300): 6.61,
+    ("halo", "contiguous", None): 14.98,
+    ("halo", "zigzag", None): 15.64,
+    ("ulysses", "zigzag", None): 17.07,
+}
+
+
+def masked(num_documents: int | None) -> Workload:
+    """The packed row that was measured, or None: the window."""
+    if num_documents is None:
+        return replace(WORKLOAD, window=4096)
+    weights = np.random.default_rng(0).lognormal(0.0, 1.0, num_documents)
+    edges = np.rint(np.cumsum(weights) / weights.sum() * WORKLOAD.num_tokens).astype(int)
+    return replace(WORKLOAD, lengths=tuple(np.diff(edges, prepend=0).tolist()))
+
+
+def setting(plan: str, ranks: int = 4, ulysses: int = 1) -> Setting:
+    return Setting(
+        plan=plan,
+        layout=LAYOUTS_OF_PLAN[plan][0],
+        ulysses_degree=ulysses,
+        ring_degree=ranks // ulysses,
+    )
+
+
+@pytest.mark.parametrize("plan", MEASURED_MS)
+def test_predictions_are_within_15_percent_of_what_was_measured(plan: str) -> None:
+    asked = setting("zigzag", ulysses=4) if plan == "ulysses" else setting(plan)
+    for num_tokens, both in zip((32768, 65536, 131072), MEASURED_MS[plan], strict=True):
+        for direction, measured_ms in zip(Direction, both, strict=True):
+            workload = replace(WORKLOAD, num_tokens=num_tokens)
+            found_ms = predict(asked, direction, workload, H200).makespan_s * 1e3
+            assert found_ms == pytest.approx(measured_ms, rel=0.15), (num_tokens, direction)
+
+
+@pytest.mark.parametrize(("plan", "layout", "num_documents"), MASKED_MS)
+def test_predictions_of_packed_rows_and_windows(
+    plan: str, layout: LayoutName, num_documents: int | None
+) -> None:
+    asked = replace(setting("halo"), layout=layout)
+    if plan == "ulysses":
+        asked = replace(asked, ulysses_degree=4, ring_degree=1, ulysses_waves=2)
+    found = [predict(asked, way, masked(num_documents), H200).makespan_s for way in Direction]
+    measured_ms = MASKED_MS[plan, layout, num_documents]
+    # A rank with 151 short documents takes longer than others with as many pairs: of tiles that
+    # documents don't fill the model knows nothing.
+    is_short = (plan, num_documents) == ("halo", 300)
+    assert sum(found) * 1e3 == pytest.approx(measured_ms, rel=0.12 if is_short else 0.08)
+
+
+@pytest.mark.parametrize(
+    ("workload", "plans"),
+    [
+        (masked(64), {("halo", "balanced", 1), ("halo", "balanced", 2), ("ulysses", "zigzag", 4)}),
+        (
+            masked(None),
+            {
+                *product(("halo",), ("zigzag", "contiguous"), (1, 2)),
+                ("ulysses", "zigzag", 4),
+            },
+        ),
+    ],
+    ids=["packed", "window"],
+)
+def test_masks_are_compared_over_what_sends_only_what_is_seen(
+    workload: Workload, plans: set[tuple[str, str, int]]
+) -> None:
+    comparison = compare(workload, H200, 4)
+    found = [row.prediction for row in comparison.rows]
+    assert {(row.plan, row.layout, row.ulysses_degree) for row in found} == plans
+    chosen = [row.prediction for row in comparison.rows if row.chosen]
+    best = min(found, key=lambda row: (row.direction is BACKWARD, row.makespan_s))
+    assert [row.plan for row in chosen] == ["halo", "halo"]
+    assert chosen[0] == best
+    config = "LongContextConfig(ulysses_degree=1, ring_degree=4"
+    config += ")" if workload.lengths else ", layout='contiguous')"
+    assert config in str(comparison)
+
+
+@pytest.mark.parametrize("num_documents", [64, None])
+def test_explain_says_what_a_config_runs_for_a_mask(num_documents: int | None) -> None:
+    config = LongContextConfig(ring_degree=4, hardware="h200")
+    rows = explain(config, masked(num_documents)).rows
+    layout = "zigzag" if num_documents is None else "balanced"
+    assert [(row.prediction.plan, row.prediction.layout) for row in rows] == [("halo", layout)] * 2
+    assert all(row.chosen for row in rows)
+    ulysses = replace(config, ring_degree=1, ulysses_degree=4)
+    assert {row.prediction.plan for row in explain(ulysses, masked(64)).rows} == {"ulysses"}
+
+
+def test_a_window_as_wide_as_the_row_is_causal() -> None:
+    assert replace(WORKLOAD, window=131072).is_causal
+    assert not replace(WORKLOAD, window=131071).is_causal
+    assert replace(WORKLOAD, lengths=(131072,)).is_causal
+    assert not replace(WORKLOAD, lengths=(65536, 65536)).is_causal
+    times = {
+        predict(setting("zigzag"), FORWARD, workload, H200)
+        for workload in (WORKLOAD, replace(WORKLOAD, window=131072, lengths=(131072,)))
+    }
+    assert len(times) == 1
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "degree"), [(8, 2, 2), (8, 2, 4), (24, 8, 5)])
+@pytest.mark.parametrize("waves", [1, 2])
+def test_buffers_of_ulysses_are_those_of_the_widest_exchange(
+    heads: int, kv_heads: int, degree: int, waves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the busiest rank, sent or received, in all waves: as the transport really gets them."""
+    tokens, dim = 8 * degree, 4
+    config = LongContextConfig(ulysses_degree=degree, ulysses_waves=waves)
+    exchanged: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(degree)}
+    all_to_all = VirtualTransport.all_to_all
+
+    def noted(self: VirtualTransport, send: Tensor, *rest: Any) -> Any:
+        exchanged[self.group_rank].append((send.nbytes, rest[1].nbytes))
+        return all_to_all(self, send, *rest)
+
+    def forward(ranks: VirtualTransport) -> None:
+        q, k, v = (torch.zeros(1, 8, n, dim) for n in (heads, kv_heads, kv_heads))
+        attention(q, k, v, group=virtual_group(ranks, config), check_ranks=False)
+
+    monkeypatch.setattr(VirtualTransport, "all_to_all", noted)
+    run_virtual_ranks(degree, forward)
+    # Queries, keys and values of all waves are posted before any result.
+    inwards = [of_rank[: len(of_rank) // 3] for of_rank in exchanged.values()]
+    widest = max(sum(part) for of_rank in inwards for part in zip(*of_rank, strict=True))
+    workload = Workload(
+        num_tokens=tokens, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, itemsize_bytes=4
+    )
+    asked = replace(setting("zigzag", ranks=degree, ulysses=degree), ulysses_waves=waves)
+    assert predict(asked, FORWARD, workload, H200).peak_buffer_bytes == widest
+
+
+def test_ulysses_sends_heads_for_tokens() -> None:
+    """(2 A + 2 B) (P - 1) / P each way (DeepSpeed-Ulysses), in bytes of bfloat16."""
+    found = predict(setting("zigzag", ranks=8, ulysses=8), FORWARD, WORKLOAD, H200)
+    one_head = WORKLOAD.num_tokens // 8 * WORKLOAD.head_dim * 2
+    assert found.plan == "ulysses"
+    assert set(found.bytes_sent_per_rank) == {(2 * 32 + 2 * 8) * one_head * 7 // 8}
+    assert set(found.messages_per_rank) == {2 * 7}
+    assert found.idle_fraction == 0
+    assert len(found.bytes_sent_per_rank) == 8
+
+
+def test_uneven_heads_idle() -> None:
+    """10 heads over 4 ranks: two have 3 and two have 2, so a sixth of the time is idle."""
+    workload = Workload(num_tokens=8192, num_heads=10, num_kv_heads=10)
+    found = predict(setting("zigzag", ulysses=4), FORWARD, workload, H200)
+    assert found.idle_fraction == pytest.approx(1 - 10 / 12)
+
+
+def test_the_timeline_covers_every_rank_of_a_product() -> None:
+    found = predict(
+        setting("zigzag", ranks=8, ulysses=2), FORWARD, WORKLOAD, H200, with_timeline=True
+    )
+    assert {span.rank for span in found.timeline} == set(range(8))
+    assert max(span.stop_s for span in found.timeline) <= found.makespan_s * (1 + 1e-9)
+    assert {"ALL_TO_ALL", "KV", "Q0 x KV0"} <= {span.label for span in found.timeline}
+
+
+@pytest.mark.parametrize("workload", [WORKLOAD, EQUAL_HEADS], ids=["grouped", "equal"])
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+def test_the_winners_are_the_fastest_pair_that_shares_a_layout(
+    workload: Workload, ranks: int
+) -> None:
+    comparison = compare(workload, H200, ranks)
+    chosen = [row.prediction for row in comparison.rows if row.chosen]
+    assert [found.direction for found in chosen] == [FORWARD, BACKWARD]
+    assert len({(found.layout, found.ulysses_degree) for found in chosen}) == 1
+    predictions = [row.prediction for row in comparison.rows]
+    pairs = [
+        a.makespan_s + b.makespan_s
+        for a, b in product(predictions, predictions)
+        if (a.direction, b.direction) == (FORWARD, BACKWARD)
+        and (a.layout, a.ulysses_degree) == (b.layout, b.ulysses_degree)
+    ]
+    assert sum(found.makespan_s for found in chosen) <= min(pairs) * (1 + TIE) ** 2
+    assert all(row.reason for row in comparison.rows)
+    assert "chosen" in str(comparison)
+
+
+@pytest.mark.parametrize("hardware", PRESETS)
+def test_auto_refuses_burst_where_grouped_heads_make_it_lose(hardware: str) -> None:
+    for ring_degree in (4, 8, 16, 64):
+        config = LongContextConfig(ring_degree=ring_degree, hardware=hardware)  # type: ignore[arg-type]
+        workload = replace(WORKLOAD, num_tokens=16384 * ring_degree)
+        assert choose(config, BACKWARD, workload).plan != "burst"
+        (row,) = (r for r in explain(config, workload).rows if r.prediction.plan == "burst")
+        assert not row.chosen
+        assert "slower" in row.reason
+        assert "times the bytes" in row.reason
+
+
+def test_auto_takes_the_double_ring_over_the_flat_one_across_nodes() -> None:
+    workload = Workload(num_tokens=16 * 8192, num_kv_heads=32)
+    rows = explain(LongContextConfig(ring_degree=16), workload, [FORWARD]).rows
+    seconds = {row.prediction.plan: row.prediction.makespan_s for row in rows}
+    assert seconds["double_ring"] < 0.8 * seconds["zigzag"]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_auto_chooses_among_the_plans_of_the_layout(layout: str) -> None:
+    config = LongContextConfig(ring_degree=4, layout=layout)  # type: ignore[arg-type]
+    for direction in Direction:
+        found = choose(config, direction, WORKLOAD)
+        assert found.layout == layout
+        assert layout in LAYOUTS_OF_PLAN[found.plan]
+    (best, *_) = (row for row in explain(config, WORKLOAD, [FORWARD]).rows if row.chosen)
+    assert best.prediction.plan == choose(config, FORWARD, WORKLOAD).plan
+
+
+def test_named_plans_are_taken_as_they_are() -> None:
+    config = LongContextConfig(ring_degree=4, plan="zigzag_direct", backward_plan="burst")
+    plans = [choose(config, direction, WORKLOAD).plan for direction in Direction]
+    assert plans == ["zigzag_direct", "burst"]
+    config = LongContextConfig(ring_degree=4, plan="distflash")
+    assert choose(config, BACKWARD, WORKLOAD).plan == "distflash"
+    config = LongContextConfig(ring_degree=4, plan="burst")
+    rows = [row for row in explain(config, WORKLOAD).rows if row.chosen]
+    assert [row.prediction.plan for row in rows] == ["zigzag", "burst"]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 5000, 131072])
+@pytest.mark.parametrize("ring_degree", [1, 2, 3, 8])
+def test_explain_marks_what_auto_takes(num_tokens: int, ring_degree: int) -> None:
+    config = LongContextConfig(ring_degree=ring_degree, ulysses_degree=2)
+    workload = Workload(num_tokens=num_tokens, num_heads=8, num_kv_heads=1)
+    for direction in Direction:
+        (row,) = (row for row in explain(config, workload, [direction]).rows if row.chosen)
+        taken = choose(config, direction, workload)
+        assert row.prediction.plan == taken.name
+        assert row.prediction == predict(taken, direction, workload, PRESETS["h100"])
+        assert "LongContextConfig(ulysses_degree=2" in str(explain(config, workload, [direction]))
+
+
+@pytest.mark.parametrize("huge", [{"num_tokens": 10**12 * 2}, {"batch": 10**20}], ids=str)
+def test_sizes_beyond_64_bit_sums_are_refused(huge: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"up to 2\*\*40 tokens and 2\*\*60 bytes. Use smaller"):
+        replace(WORKLOAD, **huge)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"num_tokens": 0},
+        {"num_kv_heads": 3},
+        {"batch": -1},
+        {"head_dim": 0},
+        {"window": 0},
+        {"lengths": (0, 5)},
+        {"lengths": (131072, 1)},
+        {"lengths": (131073,)},
+        {"lengths": (-5,)},
+    ],
+    ids=str,
+)
+def test_a_workload_that_cannot_be(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        replace(WORKLOAD, **bad)
+
+
+def test_waves_are_worth_it_where_blocks_are_large() -> None:
+    """One set for both directions, as backward goes on from what forward has saved."""
+    ulysses = LongContextConfig(ulysses_degree=4)
+    found = [choose_waves(ulysses, Workload(num_tokens=n)) for n in (4096, 16384, 65536, 131072)]
+    assert found == [1, 1, 2, 2]
+    assert choose_waves(LongContextConfig(ring_degree=4), Workload(num_tokens=131072)) == 1
+    asked = LongContextConfig(ulysses_degree=4, ulysses_waves=4)
+    assert choose_waves(asked, Workload(num_tokens=4096)) == 4
+    for direction in Direction:
+        assert choose(ulysses, direction, Workload(num_tokens=131072)).ulysses_waves == 2
+
+
+def test_waves_with_two_levels_of_ring_and_of_each_plan() -> None:
+    config = LongContextConfig(ulysses_degree=2, ring_degree=4, ranks_per_node=2)
+    assert choose_waves(config, Workload(num_tokens=65536)) in (1, 2)
+    assert explain(config, Workload(num_tokens=65536)).rows
+    hardware = PRESETS["h100"]
+    for plan in ("allgather", "zigzag", "zigzag_direct"):
+        workload = Workload(num_tokens=131072)
+        config = LongContextConfig(ulysses_degree=4, ring_degree=4, plan=plan)  # type: ignore[arg-type]
+        rows = [row.prediction for row in compare(workload, hardware, 16).rows]
+        alike = [
+            row
+            for row in rows
+            if (row.plan, row.ulysses_degree, row.direction) == (plan, 4, Direction.FORWARD)
+        ]
+        mine = predict(
+            choose(config, Direction.FORWARD, workload), Direction.FORWARD, workload, hardware
+        )
+        assert [row.messages_per_rank for row in alike] == [mine.messages_per_rank]
+
+
+def test_what_the_cpu_bounds_waits_for_no_message() -> None:
+    ulysses = Setting(plan="zigzag", layout="zigzag", ulysses_degree=8, ring_degree=1)
+    found = predict(ulysses, Direction.FORWARD, Workload(num_tokens=4096), PRESETS["h100"])
+    assert found.makespan_s >= PRESETS["h100"].host_wave_s
+    assert found.exposed_communication_s == 0

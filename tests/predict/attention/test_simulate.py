@@ -1,0 +1,152 @@
+"""The simulator against closed forms, the verifier and the traffic of the same plans."""
+
+from dataclasses import replace
+from math import inf
+from time import perf_counter
+
+import pytest
+
+from longctx_patch.config import LAYOUTS_OF_PLAN
+from longctx_patch.plans import (
+    AttentionShape,
+    Direction,
+    Schedule,
+    make_schedule,
+    plan_traffic,
+    verify_plan,
+)
+from longctx_patch.predict.attention.simulate import Simulation, simulate
+from longctx_patch.predict.hardware import PRESETS, Hardware, KernelRate, Link
+from longctx_patch.sequence.layout import make_layout
+from longctx_patch.sequence.masks import causal
+
+SHAPE = AttentionShape(batch=1, num_heads=32, num_kv_heads=8, head_dim=128, itemsize_bytes=2)
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+TOKENS = 4096  # of a rank
+FLOPS = 1e15
+ATTENTION_ALONE = Hardware(
+    name="h100",
+    forward_full=KernelRate(FLOPS, 0, 0),
+    forward_causal=KernelRate(FLOPS, 0, 0),
+    backward_full=KernelRate(FLOPS, 0, 0),
+    backward_causal=KernelRate(FLOPS, 0, 0),
+    copy_bandwidth=inf,
+    add_bandwidth=inf,
+    merge_bandwidth=inf,
+    gpus_per_node=8,
+    intra_node=Link(inf, 0),
+    inter_node=Link(inf, 0),
+    overlap_slowdown=0,
+    host_forward_s=0,
+    host_backward_s=0,
+    host_exchange_s=0,
+    host_wave_s=0,
+    host_message_s=0,
+)
+FREE_KERNELS = replace(
+    ATTENTION_ALONE, forward_full=KernelRate(inf, 0, 0), forward_causal=KernelRate(inf, 0, 0)
+)
+MESSAGES_ALONE = replace(
+    FREE_KERNELS,
+    intra_node=Link(200e9, 10e-6),
+    inter_node=Link(20e9, 30e-6),
+)
+
+
+def named(plan: str, direction: Direction, num_ranks: int, *, per_node: int = 1) -> Schedule:
+    layout = make_layout(LAYOUTS_OF_PLAN[plan][0], TOKENS * num_ranks, ring=num_ranks)
+    return make_schedule(
+        plan, direction, layout, causal(layout.num_tokens), num_kv_heads=8, ranks_per_node=per_node
+    )
+
+
+def played(schedule: Schedule, hardware: Hardware, *, per_node: int = 8) -> Simulation:
+    return simulate(schedule, SHAPE, hardware, ranks_per_node=per_node)
+
+
+@pytest.mark.parametrize("plan", LAYOUTS_OF_PLAN)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("direction", Direction)
+def test_counts_are_those_of_the_executed_plan(
+    plan: str, num_ranks: int, direction: Direction
+) -> None:
+    schedule = named(plan, direction, num_ranks)
+    found = played(schedule, PRESETS["h200"])
+    executed = schedule.plan()
+    sent = plan_traffic(executed, SHAPE)
+    assert found.bytes_sent == tuple(traffic.bytes for traffic in sent)
+    assert found.messages == tuple(traffic.messages for traffic in sent)
+    assert found.idle_fraction == pytest.approx(verify_plan(executed).idle_fraction, abs=1e-12)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 5, 8, 16])
+@pytest.mark.parametrize("direction", Direction)
+def test_attention_alone_takes_the_published_number_of_blocks(
+    num_ranks: int, direction: Direction
+) -> None:
+    """In units of one rank's queries against one rank's keys; the diagonal is half a block."""
+    products = 2 if direction is FORWARD else 5
+    block_s = 2 * products * TOKENS**2 * SHAPE.num_heads * SHAPE.head_dim / FLOPS
+    even = num_ranks % 2 == 0
+    blocks = {
+        "ring": num_ranks - 1 / 2,
+        "zigzag": num_ranks / 2,
+        "zigzag_direct": num_ranks / 2,
+        "distflash": (num_ranks + even) / 2,
+        "distflash_balanced": num_ranks / 2,
+        "allgather": num_ranks / 2,
+    }
+    for plan, wanted in blocks.items():
+        found = played(named(plan, direction, num_ranks), ATTENTION_ALONE).makespan_s
+        assert found == pytest.approx(wanted * block_s, rel=1e-3), plan
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_messages_alone_take_one_hop_a_step(num_ranks: int) -> None:
+    block = 2 * TOKENS * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+    near = played(named("zigzag", FORWARD, num_ranks), MESSAGES_ALONE)
+    assert near.makespan_s == pytest.approx((num_ranks - 1) * (10e-6 + block / 200e9))
+    assert near.exposed_communication_s == pytest.approx(near.makespan_s)
+    far = played(named("zigzag", FORWARD, num_ranks), MESSAGES_ALONE, per_node=1)
+    assert far.makespan_s == pytest.approx((num_ranks - 1) * (30e-6 + block / 20e9))
+
+
+def test_the_double_ring_waits_less_for_slow_links_than_the_flat_ring() -> None:
+    """Between 2 nodes a flat ring is slow at every step, a double ring has a window for it."""
+    flat = played(named("zigzag", FORWARD, 16), MESSAGES_ALONE)
+    double = played(named("double_ring", FORWARD, 16, per_node=8), MESSAGES_ALONE)
+    block = 2 * TOKENS * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+    across, within = 30e-6 + block / 20e9, 10e-6 + block / 200e9
+    assert flat.makespan_s == pytest.approx(15 * across)
+    assert double.makespan_s == pytest.approx(across + 13 * within)
+
+
+def test_free_links_expose_nothing() -> None:
+    for plan in LAYOUTS_OF_PLAN:
+        found = played(named(plan, BACKWARD, 8), PRESETS["h100"].with_free_links())
+        assert found.exposed_communication_s == 0
+
+
+def test_a_ring_holds_two_blocks_and_the_copy_of_its_own() -> None:
+    block = 2 * TOKENS * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+    assert played(named("zigzag", FORWARD, 8), PRESETS["h100"]).peak_buffer_bytes == 3 * block
+
+
+def test_a_block_is_copied_once_however_often_it_is_sent() -> None:
+    """On links and kernels that take no time, only copies are left."""
+    block = 2 * TOKENS * SHAPE.num_kv_heads * SHAPE.head_dim * 2
+    copies = replace(FREE_KERNELS, copy_bandwidth=1e12)
+    for plan in ("zigzag", "double_ring", "allgather"):
+        found = played(named(plan, FORWARD, 8, per_node=4), copies).makespan_s
+        closing = TOKENS * SHAPE.num_heads * SHAPE.head_dim * (4 + 2)
+        gathering = 2 * 8 * block if plan == "allgather" else 0
+        assert found == pytest.approx((2 * block + gathering + closing) / 1e12), plan
+
+
+@pytest.mark.parametrize("plan", ["zigzag", "double_ring", "distflash_balanced"])
+def test_thousands_of_ranks_take_seconds(plan: str) -> None:
+    begin = perf_counter()
+    found = played(named(plan, FORWARD, 4096, per_node=8), PRESETS["h100"])
+    assert perf_counter() - begin < 40
+    assert len(found.bytes_sent) == 4096
+    assert found.idle_fraction < 1e-3

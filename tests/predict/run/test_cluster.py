@@ -1,0 +1,55 @@
+"""Clusters from text."""
+
+import pytest
+
+from longctx_patch.predict.run.cluster import GIB, GPUS, parse_cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"),
+    [
+        ("4xH200", 4, "h200"),
+        ("H200", 1, "h200"),
+        (" 4 x h200 ", 4, "h200"),
+        ("8*H100", 8, "h100"),
+        ("3XA100", 3, "a100"),
+        ("2xa100-40", 2, "a100-40"),
+        ("64xH100", 64, "h100"),
+    ],
+)
+def test_a_number_and_a_kind(text: str, count: int, name: str) -> None:
+    cluster = parse_cluster(text)
+    assert (cluster.num_gpus, cluster.gpu) == (count, GPUS[name])
+    assert cluster.gpus_per_node == min(count, 8)
+    assert str(cluster) == f"{count}x{name.upper()}"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4", "x", "4xB300", "-1xH200", "4xH200x2", "1.5xH200", "H200 4"]
+)
+def test_another_text_is_refused_with_the_kinds(text: str) -> None:
+    with pytest.raises(ValueError, match=r"as 4xH200\. Kinds: H200, H100, A100") as caught:
+        parse_cluster(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["0xH200", "12xH100"])
+def test_machines_are_whole(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--gpus '\d+x.*Use 1 to 8, or a multiple of 8"):
+        parse_cluster(text)
+
+
+def test_so_many_are_refused_before_they_are_simulated() -> None:
+    with pytest.raises(ValueError, match="'8000xH100': the planner knows up to 512"):
+        parse_cluster("8000xH100")
+
+
+@pytest.mark.parametrize("gib", [0, -1, float("nan"), float("inf")])
+def test_a_host_has_some_memory(gib: float) -> None:
+    with pytest.raises(ValueError, match=rf"--host-gib {gib}: .*Use a number above 0"):
+        parse_cluster("H200", gib)
+
+
+def test_memory_of_the_host_is_in_gib() -> None:
+    assert parse_cluster("H200", 1.5).host_bytes == 1.5 * GIB
+    assert parse_cluster("H200").host_bytes is None

@@ -1,0 +1,247 @@
+"""Bytes by component: sums, signs, and what takes less than what."""
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from longctx_patch.choose.search import result_of, search, tokens_of_a_rank, usual_tiles
+from longctx_patch.config import CheckpointPolicy
+from longctx_patch.memory.offload import AHEAD
+from longctx_patch.predict.run.candidate import Job
+from longctx_patch.predict.run.cluster import GIB
+from longctx_patch.predict.run.components import layer_bytes, states
+from longctx_patch.predict.run.step_time import predict_attention
+from tests.predict.run.jobs import candidate, llama_job, llama_shape
+
+
+def peak(job: Job, checkpoint: CheckpointPolicy, degree: int | None = None) -> float:
+    ulysses = min(degree or job.cluster.num_gpus, 8)
+    ring = (degree or job.cluster.num_gpus) // ulysses
+    return result_of(job, ulysses=ulysses, ring=ring, checkpoint=checkpoint).memory.total
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_components_sum_to_the_total_and_none_is_negative(lora: bool) -> None:
+    for result in search(llama_job("4xH200", 100_003, lora=lora)):
+        parts = result.memory.parts()
+        assert result.memory.total == sum(parts.values())
+        assert min(parts.values()) >= 0
+        assert min(result.time.parts().values()) >= 0
+        assert result.host_bytes >= 0
+
+
+def test_states_of_full_training_by_hand() -> None:
+    weights = 8_030_261_248
+    # Float32 under FSDP2; without, as they were loaded.
+    assert states(llama_job("4xH200", 1024)) == (weights, weights, 2 * weights)
+    assert states(llama_job("H200", 1024)) == (4 * weights, 4 * weights, 8 * weights)
+    alone = states(llama_job("H200", 1024, fsdp=False))
+    assert alone == (2 * weights, 2 * weights, 4 * weights)
+
+
+def test_states_of_an_adapter_by_hand() -> None:
+    sides = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    adapter = 16 * 32 * sides
+    job = llama_job("8xH200", 1024, lora=True, lora_rank=16)
+    assert job.trained_weights == adapter == 41_943_040
+    frozen = 2 * llama_shape().num_weights
+    assert states(job) == ((4 * adapter + frozen) / 8, 4 * adapter / 8, 8 * adapter / 8)
+
+
+@pytest.mark.parametrize("checkpoint", get_args(CheckpointPolicy))
+def test_an_adapter_takes_less_than_every_weight(checkpoint: CheckpointPolicy) -> None:
+    for gpus in ("H200", "4xH200", "16xH100"):
+        full, lora = (llama_job(gpus, 2**17, lora=lora) for lora in (False, True))
+        if checkpoint == "auto":  # which fills what is left with layers
+            assert peak(lora, "offload") < peak(full, "offload")
+        elif (gpus, checkpoint) != ("H200", "none"):  # see test below
+            assert peak(lora, checkpoint) < peak(full, checkpoint)
+
+
+def test_without_fsdp_an_adapter_keeps_more_of_a_layer() -> None:
+    def kept(gpus: str, lora: bool, fsdp: bool = True) -> float:
+        return layer_bytes(llama_job(gpus, 2**17, lora=lora, fsdp=fsdp), candidate()).whole
+
+    small = 7 * 2 * 16
+    assert kept("4xH200", True) == kept("4xH200", False) + small
+    assert kept("H200", True) == kept("H200", False) + small
+    assert kept("H200", True, fsdp=False) == kept("H200", False) + small + 3 * 2 * 4096
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "attention", "offload", "full"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_more_gpus_never_take_more_of_each(checkpoint: CheckpointPolicy, lora: bool) -> None:
+    peaks = [
+        peak(llama_job(f"{gpus}xH200", 2**19, lora=lora), checkpoint) for gpus in (2, 4, 8, 16, 32)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    shared = [peak(llama_job("8xH200", 2**19, lora=lora), checkpoint, n) for n in (1, 2, 4, 8)]
+    assert shared == sorted(shared, reverse=True)
+
+
+@pytest.mark.parametrize("tokens", [2**17, 2**20])
+def test_none_takes_most_and_offload_least(tokens: int) -> None:
+    job = llama_job("8xH200", tokens)
+    assert peak(job, "none") > peak(job, "attention") > peak(job, "offload")
+    assert peak(job, "attention") > peak(job, "full")  # no output of attention
+
+
+def test_where_gradients_are_the_peak_offload_takes_no_more_than_attention() -> None:
+    job = llama_job("8xH200", 2**13)
+    assert peak(job, "none") > peak(job, "attention") == peak(job, "offload")
+
+
+def test_tiles_shrink_the_layer() -> None:
+    job = llama_job("4xH200", 2**20)
+    layer = [
+        result_of(job, ulysses=4, ring=1, checkpoint="offload", mlp_tiles=tiles).memory.layer
+        for tiles in (1, 2, 4, 8)
+    ]
+    assert layer == sorted(layer, reverse=True)
+    assert layer[0] > layer[-1]
+
+
+def test_tiles_are_as_many_as_the_patch_takes() -> None:
+    from longctx_patch.memory import tiles_that_fit
+
+    for gpus in ("4xH200", "2xA100-40"):
+        for tokens in (2**15, 2**18, 1_000_003, 2**22):
+            job = llama_job(gpus, tokens)
+            mine = tokens_of_a_rank(job, job.cluster.num_gpus)
+            of_gpu = int(job.cluster.gpu.memory_bytes)
+            tiles = usual_tiles(job, job.cluster.num_gpus)
+            assert tiles == tiles_that_fit(3 * 2 * 14336 * mine, of_gpu)
+
+
+def test_states_on_the_host_leave_the_gpu() -> None:
+    job = llama_job("16xH100", 2**17)
+    on_gpu, on_host = (
+        result_of(job, ulysses=8, ring=2, checkpoint="attention", offload_states=moved)
+        for moved in (False, True)
+    )
+    # 16 bytes of each weight, of which a machine of 8 has half.
+    assert on_host.host_bytes == 16 * llama_shape().num_weights / 2
+    assert on_gpu.host_bytes == on_host.memory.optimizer == 0
+    assert on_host.memory.total < on_gpu.memory.total
+    assert on_host.memory.checkpoints == on_gpu.memory.checkpoints
+    assert on_host.time.optimizer > on_gpu.time.optimizer
+
+
+def test_checkpoints_on_the_host_by_hand() -> None:
+    job = llama_job("16xH100", 2**20)
+    result = result_of(job, ulysses=8, ring=2, checkpoint="offload")
+    # A machine of two has half of the row: its input, attention's output and lse.
+    assert result.host_bytes == 32 * 2**19 * (2 * 4096 + 2 * 4096 + 4 * 32)
+    one = result_of(llama_job("H200", 2**15), ulysses=1, ring=1, checkpoint="attention")
+    assert one.host_bytes == 0
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_what_is_not_kept_of_attention_leaves_gpu_and_host(share: float) -> None:
+    job = llama_job("4xH200", 2**20)
+    host, kept = (
+        result_of(job, ulysses=4, ring=1, checkpoint=policy, attention_kept=share)  # type: ignore[arg-type]
+        for policy in ("offload", "attention")
+    )
+    per_token = 2 * 4096 + share * (2 * 4096 + 4 * 32)
+    assert host.host_bytes == 32 * 2**20 * per_token
+    assert kept.memory.checkpoints == 31 * 2**18 * per_token
+    whole = result_of(job, ulysses=4, ring=1, checkpoint="attention")
+    forward = predict_attention(job, 4, 1).forward.makespan_s
+    again = kept.time.attention - whole.time.attention
+    assert again == pytest.approx(32 * (1 - share) ** 2 * forward)
+
+
+def test_layers_too_large_to_come_ahead_come_when_they_are_asked_for() -> None:
+    def coming(tokens: int) -> float:
+        job = llama_job("1xH200", tokens, lora=True)
+        found = result_of(job, ulysses=1, ring=1, checkpoint="offload", mlp_tiles=8)
+        return found.memory.checkpoints
+
+    per_token = 4 * 4096 + 4 * 32
+    most = AHEAD * llama_job("1xH200", 2).cluster.gpu.memory_bytes / per_token
+    assert coming(int(most)) == int(most) * per_token
+    assert coming(int(most) + 1) == 0
+
+
+def test_weights_of_four_bits_are_an_adapters_and_whole_on_each_gpu() -> None:
+    for wrong in ({"fsdp": False}, {"lora": True}):
+        with pytest.raises(ValueError, match="dtype='nf4' is for the frozen weights"):
+            llama_job("4xH200", 1024, dtype="nf4", **wrong)
+    job = llama_job("4xH200", 1024, dtype="nf4", lora=True, fsdp=False)
+    narrow = 32 * job.shape.layer_linear_weights
+    frozen = 0.516 * narrow + 2 * (job.shape.num_weights - narrow)
+    assert states(job)[0] == pytest.approx(4 * job.trained_weights + frozen)
+
+
+def test_without_fsdp_each_gpu_steps_every_weight() -> None:
+    def seconds(fsdp: bool) -> float:
+        job = llama_job("4xH200", 2**14, fsdp=fsdp)
+        return result_of(job, ulysses=4, ring=1, checkpoint="attention").time.optimizer
+
+    assert seconds(False) == pytest.approx(4 * seconds(True))
+
+
+def test_a_share_has_the_plans_of_its_layout_and_lies_beside_the_recompute() -> None:
+    job = llama_job("4xH200", 2**17)
+    plans = {share: predict_attention(job, 1, 4, share).plan for share in (1.0, 0.5)}
+    assert plans[0.5] != plans[1.0]
+    assert plans[0.5] in ("striped", "burst", "double_ring")
+    layers = {
+        share: result_of(
+            job, ulysses=4, ring=1, checkpoint="attention", attention_kept=share
+        ).memory.layer
+        for share in (1.0, 0.5, 0.0)
+    }
+    of_half = 0.5 * (2 * 4096 + 4 * 32) * 2**15
+    assert layers[0.5] - layers[1.0] == pytest.approx(of_half)
+    assert layers[0.0] == layers[1.0]
+
+
+def test_one_gpu_may_keep_its_states_on_the_host() -> None:
+    job = llama_job("1xH200", 2**17)
+    on_host = result_of(job, ulysses=1, ring=1, checkpoint="attention", offload_states=True)
+    assert on_host.host_bytes == 16 * llama_shape().num_weights
+    # Two layers gathered, the buffer of one, the head with the norm before it; a layer's gradients.
+    assert on_host.memory.optimizer == 0
+    assert on_host.memory.weights < 3 * GIB
+
+
+def test_logits_are_a_chunk() -> None:
+    job = llama_job("4xH200", 2**17, num_layers=8)
+    short = llama_job("4xH200", 2**12, num_layers=8)
+    found = [
+        result_of(each, ulysses=4, ring=1, checkpoint="none").memory.logits for each in (job, short)
+    ]
+    assert found == [2 * GIB, 4 * 128256 * 2**10]
+
+
+def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
+    """FSDP2 makes what is trained float32 anyway; of an adapter the frozen weights count."""
+    narrow, wide = (
+        replace(llama_job("1xH200", 2**14), dtype=dtype, fsdp=False)
+        for dtype in ("bfloat16", "float32")  # type: ignore[arg-type]
+    )
+    assert sum(states(wide)) == 2 * sum(states(narrow))
+    weights = [
+        result_of(job, ulysses=1, ring=1, checkpoint="none").memory for job in (narrow, wide)
+    ]
+    copies = 2 * narrow.shape.linear_weights
+    assert weights[1].weights - weights[0].weights == pytest.approx(
+        2 * narrow.shape.num_weights + copies
+    )
+    for lora in (False, True):
+        of_two = [
+            replace(llama_job("2xH200", 2**14), dtype=dtype, lora=lora)
+            for dtype in ("bfloat16", "float32")  # type: ignore[arg-type]
+        ]
+        more = sum(states(of_two[1])) - sum(states(of_two[0]))
+        assert more == (narrow.shape.num_weights if lora else 0)  # 2 bytes each, on two GPUs
+
+
+def test_policies_are_one_for_each_layer() -> None:
+    with pytest.raises(ValueError, match="1 policies for 32 layers: give one for each"):
+        result_of(
+            llama_job("4xH200", 131072), ulysses=4, ring=1, checkpoint="auto", policies=("none",)
+        )

@@ -1,0 +1,32 @@
+"""Predictions against what was measured on GPUs."""
+
+from pathlib import Path
+
+import pytest
+
+from longctx_patch.predict.run.cluster import GIB
+from longctx_patch.predict.run.components import layer_bytes
+from tests.predict.run.jobs import candidate, llama_job
+from tests.predict.run.measured import AFTERWARDS, IN_VIEW, Measured
+
+PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+
+
+@pytest.mark.parametrize("row", [*IN_VIEW, *AFTERWARDS], ids=lambda row: f"{row.gpus} {row.run}")
+def test_what_is_predicted_is_near_what_was_measured(row: Measured) -> None:
+    found = row.predicted()
+    assert found.memory.total / GIB == pytest.approx(row.peak_gib, rel=0.07)
+    assert found.time.total == pytest.approx(row.seconds, rel=0.12)
+    if row.host_gib is not None:
+        assert found.host_bytes / GIB == pytest.approx(row.host_gib, rel=0.05)
+
+
+def test_a_layer_keeps_what_was_metered_on_h200() -> None:
+    layer = layer_bytes(llama_job("4xH200", 131072), candidate(ulysses=4))
+    assert layer.whole == 147_592
+
+
+def test_the_page_has_this_table() -> None:
+    page = PAGE.read_text()
+    for row in (*IN_VIEW, *AFTERWARDS):
+        assert row.line() in page, "put what `python -m tests.predict.run.measured` prints there"

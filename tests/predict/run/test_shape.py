@@ -1,0 +1,91 @@
+"""Sizes from configs against those of whole models without memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from longctx_patch.predict.run.shape import shape_of
+from tests.hf.tiny import featured_config, tiny_config
+from tests.predict.run.jobs import llama_shape
+
+DENSE = (
+    *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2"),
+    *("gemma3_text", "phi3", "olmo", "olmo2", "olmo3", "cohere", "cohere2", "smollm3"),
+    *("starcoder2", "granite", "glm", "glm4", "exaone4", "ernie4_5", "seed_oss", "arcee", "helium"),
+)
+MIXED = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe")
+
+
+def whole_model(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def assert_counts_are_of(config: Any) -> None:
+    model, shape = whole_model(config), shape_of(config, "some")
+    layers = list(model.get_decoder().layers)
+    assert shape.num_weights == sum(weight.numel() for weight in model.parameters())
+    assert shape.num_layers == len(layers)
+    for layer in layers:
+        assert shape.layer_weights == sum(weight.numel() for weight in layer.parameters())
+        linear = [part for part in layer.modules() if isinstance(part, torch.nn.Linear)]
+        assert shape.layer_linear_weights == sum(part.weight.numel() for part in linear)
+        assert shape.linear_sides == sum(part.in_features + part.out_features for part in linear)
+    assert shape.head_weights == model.get_output_embeddings().weight.numel()
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_counts_are_those_of_the_model(family: str) -> None:
+    assert_counts_are_of(featured_config(family, num_hidden_layers=2))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_count_once(tied: bool) -> None:
+    config = tiny_config("qwen2", tie_word_embeddings=tied)
+    assert_counts_are_of(config)
+    assert shape_of(config, "some").is_tied is tied
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_experts_are_refused(family: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"model some: num_.*=\d+.*dense layers only.*checkpoint='auto'"
+    ):
+        shape_of(featured_config(family), "some")
+
+
+def test_every_supported_family_is_one_of_these() -> None:
+    from longctx_patch.hf import FAMILIES
+
+    assert set(FAMILIES) == {*DENSE, *MIXED}
+
+
+def test_norms_and_products_of_the_mlp_are_counted() -> None:
+    def counted(family: str) -> tuple[int, bool, int]:
+        shape = shape_of(featured_config(family), "some")
+        return shape.num_norms, shape.has_head_norms, shape.num_mlp_products
+
+    assert counted("llama") == (2, False, 3)
+    assert counted("qwen3") == (2, True, 3)
+    assert counted("gemma3_text") == (4, True, 3)
+    assert counted("cohere2") == (1, False, 3)
+    assert counted("phi3") == (2, False, 3)
+    assert counted("starcoder2") == (2, False, 2)
+
+
+def test_windows_are_counted() -> None:
+    config = featured_config("gemma2")
+    assert shape_of(config, "some").num_windowed_layers == 1
+    assert len(config.layer_types) == 2  # the caller's config is as it was
+
+
+def test_flops_of_llama_8b_by_hand() -> None:
+    shape = llama_shape()
+    assert shape.num_weights == 8_030_261_248
+    per_layer = 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
+    linear = 32 * per_layer + 128256 * 4096
+    # Half of 4 forward and 8 backward for each pair of tokens and number: the causal half.
+    attention = 32 * 6 * 1000**2 * 4096
+    assert shape.step_flops(1000) == 6 * 1000 * linear + attention

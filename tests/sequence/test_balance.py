@@ -1,0 +1,267 @@
+"""Balanced placement: equal tokens, equal pairs, few keys that travel."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longctx_patch.sequence.balance import LIMIT, balanced, balanced_multiple, imbalance
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Interval, Layout, contiguous, even_cuts, striped, zigzag
+from longctx_patch.sequence.whole_documents import whole_documents
+
+TOTALS = [4099, 30_000, 131_072]
+
+
+def all_equal(num_tokens: int) -> Documents:
+    return Documents((num_tokens // 37,) * 36, num_tokens)
+
+
+def log_normal(num_tokens: int, count: int = 300, sigma: float = 1.5) -> Documents:
+    draw = random.Random(0)
+    weights = [draw.lognormvariate(0, sigma) for _ in range(count)]
+    lengths = [int(num_tokens * 0.98 * weight / sum(weights)) for weight in weights]
+    return Documents(tuple(length for length in lengths if length), num_tokens)
+
+
+def giant_and_tiny(num_tokens: int) -> Documents:
+    tiny = (num_tokens // 1000,) * 250
+    return Documents((*tiny, num_tokens // 2, *tiny[:200]), num_tokens)
+
+
+def documents(max_tokens: int) -> st.SearchStrategy[Documents]:
+    lengths = st.lists(st.integers(1, max_tokens // 5), max_size=5).map(tuple)
+    return st.builds(
+        lambda lengths, padding: Documents(lengths, sum(lengths) + padding),
+        lengths,
+        st.integers(0, max_tokens // 5),
+    )
+
+
+@st.composite
+def rows_and_layouts(draw: st.DrawFn) -> tuple[Documents, Layout]:
+    """A row, with any runs of its tokens in any order on any of three ranks."""
+    row = draw(documents(100))
+    inner = draw(st.lists(st.integers(0, row.num_tokens), max_size=6))
+    ranks: list[list[Interval]] = [[], [], []]
+    for run in draw(st.permutations(list(pairwise([0, *sorted(inner), row.num_tokens])))):
+        ranks[draw(st.integers(0, 2))].append(Interval(*run))
+    return row, Layout(tuple(map(tuple, ranks)))
+
+
+def document_of(row: Documents) -> list[int | None]:
+    """By token: the start of its document, None for padding."""
+    starts: list[int | None] = []
+    for length in row.lengths:
+        starts += [len(starts)] * length
+    return starts + [None] * (row.num_tokens - len(starts))
+
+
+def counted_imbalance(row: Documents, layout: Layout) -> float:
+    """By counting the keys of every query."""
+    starts = document_of(row)
+    loads = [
+        sum(t - start + 1 for t in layout.positions(r).tolist() if (start := starts[t]) is not None)
+        for r in range(layout.num_ranks)
+    ]
+    return max(loads) * len(loads) / sum(loads) - 1 if sum(loads) else 0.0
+
+
+def rows_that_travel(row: Documents, layout: Layout) -> int:
+    """Rows of keys that ranks need and don't hold: all of a document before their last query."""
+    travelling = 0
+    for start, stop in pairwise(row.edges):
+        last: dict[int, int] = {}
+        for rank, _, tokens in layout.places(Interval(start, stop)):
+            last[rank] = tokens.stop - start
+        travelling += sum(last.values()) - (stop - start)
+    return travelling
+
+
+@given(rows_and_layouts())
+def test_the_closed_form_counts_every_pair(case: tuple[Documents, Layout]) -> None:
+    row, layout = case
+    assert imbalance(row, layout) == pytest.approx(counted_imbalance(row, layout))
+
+
+@given(documents(400), st.integers(1, 9))
+def test_every_token_has_one_slot_and_shares_are_even(row: Documents, num_ranks: int) -> None:
+    layout = balanced(row, num_ranks)  # that each token has one slot is checked by Layout
+    assert (layout.num_tokens, layout.num_ranks) == (row.num_tokens, num_ranks)
+    assert max(layout.sizes) - min(layout.sizes) <= (row.num_tokens % num_ranks > 0)
+    assert list(layout.intervals) == sorted(layout.intervals)
+    for intervals in layout.intervals:
+        gaps = [b.start - a.stop for a, b in pairwise(intervals)]
+        assert all(gap > 0 for gap in gaps), "in order, neighbours joined"
+
+
+@given(documents(400), st.integers(1, 9))
+def test_it_is_never_worse_than_consecutive_runs(row: Documents, num_ranks: int) -> None:
+    worst_allowed = max(LIMIT, imbalance(row, contiguous(row.num_tokens, num_ranks)))
+    assert imbalance(row, balanced(row, num_ranks)) <= worst_allowed
+
+
+@pytest.mark.parametrize("num_tokens", TOTALS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("make", [all_equal, log_normal, giant_and_tiny])
+def test_three_distributions_are_balanced(
+    make: Callable[[int], Documents], num_ranks: int, num_tokens: int
+) -> None:
+    row = make(num_tokens)
+    layout = balanced(row, num_ranks)
+    assert imbalance(row, layout) <= LIMIT
+    assert max(layout.sizes) - min(layout.sizes) <= (num_tokens % num_ranks > 0)
+
+
+def awkward_rows() -> Iterator[Documents]:
+    share = 1024 // 4
+    yield Documents((1,) * 1024, 1024)  # one-token documents
+    yield Documents((1,) * 700, 1024)
+    yield Documents((share + 1,) * 3, 1024)  # all longer than a rank's share
+    yield Documents((share,) * 4, 1024)  # exactly the shares
+    yield Documents((share - 1,) * 4, 1024)
+    yield Documents((7,) * 146, 1024)  # all much shorter
+    yield Documents((1024,), 1024)
+    yield Documents((1023, 1), 1024)
+    yield Documents((400,), 1024)  # mostly padding
+    yield Documents((100,), 1024)
+    yield Documents((17, 300, 1, 40), 1024)
+
+
+@pytest.mark.parametrize("row", list(awkward_rows()), ids=lambda row: f"{row.lengths[:4]}")
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_awkward_rows_are_balanced(row: Documents, num_ranks: int) -> None:
+    assert imbalance(row, balanced(row, num_ranks)) <= LIMIT
+
+
+@pytest.mark.parametrize("row", [Documents((), 0), Documents((), 10), Documents((1, 1), 2)])
+def test_rows_with_fewer_tokens_than_ranks_and_rows_of_padding(row: Documents) -> None:
+    layout = balanced(row, 4)
+    assert sorted(layout.sizes) == sorted(contiguous(row.num_tokens, 4).sizes)
+    assert list(layout.intervals) == sorted(layout.intervals)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8, 64])
+def test_one_document_is_placed_as_zigzag_does(num_ranks: int) -> None:
+    num_tokens = 6 * num_ranks
+    layout, known = balanced(Documents.one(num_tokens), num_ranks), zigzag(num_tokens, num_ranks)
+    for rank in range(num_ranks):
+        assert layout.positions(rank).tolist() == known.positions(rank).tolist()
+
+
+@pytest.mark.parametrize("count", [20, 60, 180])
+def test_short_rows_that_no_chunks_divide_are_balanced(count: int) -> None:
+    """Edges of chunks stay near even ones, though each rank's chunks add up to its share."""
+    row = log_normal(2039, count)
+    assert imbalance(row, balanced(row, 16)) <= LIMIT
+
+
+def test_documents_that_fill_the_shares_stay_whole() -> None:
+    row = Documents((64,) * 8, 512)
+    layout = balanced(row, 4)
+    assert rows_that_travel(row, layout) == 0
+    assert imbalance(row, layout) == 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+def test_hardly_any_keys_travel_where_documents_can_stay_whole(
+    num_ranks: int, sigma: float
+) -> None:
+    """Consecutive runs send some, and are not balanced."""
+    row = log_normal(131_072, sigma=sigma)
+    layout, runs = balanced(row, num_ranks), contiguous(131_072, num_ranks)
+    assert imbalance(row, layout) <= LIMIT / 4
+    assert rows_that_travel(row, layout) == 0 < rows_that_travel(row, runs)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("count", [64, 300])
+def test_only_the_longest_documents_are_cut(count: int, num_ranks: int) -> None:
+    """Those that would keep a rank busy for longer than its share."""
+    row = log_normal(131_072, count)
+    layout = balanced(row, num_ranks)
+    assert imbalance(row, layout) <= LIMIT
+    cut = [
+        length
+        for length, ends in zip(row.lengths, pairwise(row.edges), strict=True)
+        if layout.run_with(Interval(*ends)) is None
+    ]
+    assert len(cut) <= 4
+    assert set(cut) <= set(sorted(row.lengths)[-8:])
+
+
+def test_of_documents_that_fill_no_share_few_are_cut() -> None:
+    row = Documents((3542,) * 37, 131_072)
+    layout = balanced(row, 3)
+    whole = [layout.run_with(Interval(*ends)) is not None for ends in pairwise(row.edges)]
+    assert sum(not is_whole for is_whole in whole) <= 2
+
+
+def test_a_placement_takes_no_longer_for_many_ranks() -> None:
+    """Two lengths that no sum evens out: every swap is tried."""
+    draw = random.Random(6)
+    lengths = tuple(draw.choices([4549, 4546, 1431], [1 / 4549, 1 / 4546, 1 / 1431], k=8000))
+    row = Documents(lengths, sum(lengths) + -sum(lengths) % 64)
+    begin = time.perf_counter()
+    layout = balanced(row, 64)
+    assert time.perf_counter() - begin < 5
+    assert imbalance(row, layout) <= LIMIT
+
+
+def test_few_keys_travel_where_documents_are_cut() -> None:
+    """Fewer than half of those that travel where chunks are dealt out one by one."""
+    row = log_normal(131_072)
+    chunks = even_cuts(131_072, 8 * 32)
+    dealt = Layout(tuple(tuple(chunks[rank::8]) for rank in range(8)))
+    placed = balanced(row, 8)
+    assert imbalance(row, whole_documents(row, 8)) > LIMIT
+    assert rows_that_travel(row, placed) < rows_that_travel(row, dealt) / 2
+    assert imbalance(row, placed) < imbalance(row, dealt)
+
+
+@given(documents(400), st.integers(1, 9))
+def test_whole_documents_are_cut_where_nothing_has_room_alone(
+    row: Documents, num_ranks: int
+) -> None:
+    layout = whole_documents(row, num_ranks)
+    assert max(layout.sizes) - min(layout.sizes) <= (row.num_tokens % num_ranks > 0)
+    assert list(layout.intervals) == sorted(layout.intervals)
+    least_share = row.num_tokens // num_ranks
+    lengths = list(zip(row.lengths, pairwise(row.edges), strict=True))
+    cut = [length for length, ends in lengths if layout.run_with(Interval(*ends)) is None]
+    # Whatever is longer than a share has to be cut; a rank fills up with one other at most.
+    assert sum(length <= least_share for length in cut) <= num_ranks
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (3, 1), (1, 4), (2, 2), (4, 3)])
+def test_multiples_give_every_rank_as_many_tokens(ring: int, ulysses: int) -> None:
+    num_tokens = 97 * balanced_multiple(ring=ring, ulysses=ulysses)
+    row = Documents((3, num_tokens // 2, 1, 1), num_tokens)
+    layout = balanced(row, ring).split_each(ulysses)
+    assert set(layout.sizes) == {97}
+
+
+def test_a_million_tokens_are_placed_at_once() -> None:
+    row = log_normal(1_048_576, count=2000)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        layout = balanced(row, 8)
+        times.append(time.perf_counter() - begin)
+    assert imbalance(row, layout) <= LIMIT
+    assert min(times) < 0.05
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    row = Documents((3, 4), 8)
+    with pytest.raises(ValueError, match=r"places 9 tokens, the documents have 8\. Build"):
+        imbalance(row, contiguous(9, 2))
+    with pytest.raises(ValueError, match="striped"):
+        imbalance(row, striped(8, 2))
+    with pytest.raises(ValueError, match="num_ranks=0: a layout has 1 rank or more"):
+        balanced(row, 0)

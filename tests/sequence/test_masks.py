@@ -1,0 +1,166 @@
+"""Masks against the dense table that their definition gives."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Interval
+from longctx_patch.sequence.masks import (
+    Mask,
+    bidirectional,
+    block_sparse,
+    causal,
+    documents_mask,
+    function_mask,
+    prefix_lm,
+    within,
+)
+from longctx_patch.sequence.regions import Piece, Tile
+
+Table = NDArray[np.bool_]
+
+
+def rows_and_columns(num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    tokens = np.arange(num_tokens)
+    return tokens[:, None], tokens[None, :]
+
+
+def same_document(documents: Documents) -> Table:
+    owner = np.full(documents.num_tokens, -1)
+    start = 0
+    for number, length in enumerate(documents.lengths):
+        owner[start : start + length] = number
+        start += length
+    return (owner[:, None] == owner[None, :]) & (owner >= 0)[:, None]
+
+
+@st.composite
+def packed_rows(draw: st.DrawFn) -> Documents:
+    lengths = tuple(draw(st.lists(st.integers(1, 9), max_size=6)))
+    return Documents(lengths, sum(lengths) + draw(st.integers(0, 5)))
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> tuple[Mask, Table]:
+    """A mask and its table by definition."""
+    documents = draw(packed_rows())
+    n = documents.num_tokens
+    q, k = rows_and_columns(n)
+    kind = draw(st.sampled_from(["causal", "window", "both", "prefix", "blocks", "function"]))
+    inside = same_document(documents)
+    if kind == "causal":
+        return documents_mask(documents), inside & (k <= q)
+    if kind == "window":
+        window = draw(st.integers(1, 8))
+        return documents_mask(documents, window=window), inside & (k <= q) & (k > q - window)
+    if kind == "both":
+        return documents_mask(documents, is_causal=False), inside
+    size = draw(st.integers(1, 5))
+    if kind == "prefix":
+        prefix = draw(st.integers(0, n))
+        made, table = prefix_lm(n, prefix), (k < prefix) | (k <= q)
+    elif kind == "blocks":
+        count = -(-n // size)
+        bits = draw(st.lists(st.booleans(), min_size=count**2, max_size=count**2))
+        blocks = np.array(bits, dtype=bool).reshape(count, count)
+        is_causal = draw(st.booleans())
+        made = block_sparse(n, blocks, size, is_causal=is_causal)
+        table = blocks[q // size, k // size] & ((k <= q) | (not is_causal))
+    else:
+        a, b, c = (draw(st.integers(1, 7)) for _ in range(3))
+        made = function_mask(n, lambda q, k: (a * q + b * k) % 8 < c, block_size=size)
+        table = (a * q + b * k) % 8 < c
+    return made & within(documents, None), table & inside
+
+
+def table_of(pieces: list[Piece], shape: tuple[int, ...]) -> Table:
+    """The pairs of pieces, none of which may have a pair twice."""
+    table = np.zeros(shape, dtype=np.bool_)
+    for piece in pieces:
+        bits, part = piece.bits(), table[slice(*piece.q), slice(*piece.kv)]
+        assert piece.area == np.count_nonzero(bits) > 0
+        if not isinstance(piece.rule, Tile):  # every row and column of a band is used
+            assert bits.any(axis=0).all(), piece
+            assert bits.any(axis=1).all(), piece
+        assert not (part & bits).any()
+        part |= bits
+    return table
+
+
+intervals = st.tuples(st.integers(0, 25), st.integers(0, 12), st.integers(1, 4))
+
+
+@settings(max_examples=300, deadline=None)
+@given(masks(), intervals, intervals)
+def test_a_mask_is_its_table_wherever_it_is_cut(
+    made: tuple[Mask, Table], q_of: tuple[int, int, int], kv_of: tuple[int, int, int]
+) -> None:
+    mask, table = made
+    assert np.array_equal(table_of(list(mask.regions), table.shape), table)
+    assert mask.area == np.count_nonzero(table)
+    assert np.array_equal(mask.dense(), table)
+    q, k = rows_and_columns(mask.num_tokens)
+    assert np.array_equal(table, k <= q) or not mask.is_causal
+    assert mask.sees_ahead == bool((table & (k > q)).any())
+    step = q_of[2]
+    most = mask.num_tokens
+    cut = [Interval(min(a, most), min(a + n, most), step) for a, n, _ in (q_of, kv_of)]
+    part = table[slice(*cut[0]), slice(*cut[1])]
+    pieces = mask.pieces(*cut)
+    assert np.array_equal(table_of(pieces, part.shape), part)
+    assert sum(mask.area_in(*cut, piece) for piece in pieces) == np.count_nonzero(part)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_both_of_two_masks(data: st.DataObject) -> None:
+    mask, table = data.draw(masks())
+    n = mask.num_tokens
+    size = data.draw(st.integers(1, 4))
+    count = -(-n // size)
+    bits = data.draw(st.lists(st.booleans(), min_size=count**2, max_size=count**2))
+    blocks = np.array(bits, dtype=bool).reshape(count, count)
+    q, k = rows_and_columns(n)
+    other = block_sparse(n, blocks, size)
+    both = mask & other
+    assert np.array_equal(both.dense(), table & blocks[q // size, k // size] & (k <= q))
+    assert both.area == np.count_nonzero(both.dense())
+    again = mask & block_sparse(n, blocks, size)
+    assert again == both
+    assert again.checksum == both.checksum
+
+
+def test_equal_masks_by_other_ways_have_one_checksum() -> None:
+    assert causal(12) == documents_mask(Documents.one(12), window=40) != bidirectional(12)
+    assert causal(12).checksum == documents_mask(Documents.one(12), window=12).checksum
+    assert len({m.checksum for m in (causal(12), bidirectional(12), causal(13))}) == 3
+    one, other = (
+        function_mask(6, lambda q, k, shift=s: (q + k + shift) % 3 == 0) for s in range(2)
+    )
+    assert one.checksum != other.checksum
+
+
+def test_thousands_of_tokens_take_closed_forms() -> None:
+    mask = documents_mask(Documents.one(2**40), window=4096)
+    assert mask.area == 4096 * 2**40 - 4096 * 4095 // 2
+    assert len(mask.regions) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: documents_mask(Documents.one(4), window=0), "window=0"),
+        (lambda: documents_mask(Documents.one(4), window=2, is_causal=False), "looks back"),
+        (lambda: Documents((3, 0), 5), "a token or more"),
+        (lambda: Documents((3, 3), 5), "together they fit"),
+        (lambda: prefix_lm(4, 5), "prefix=5"),
+        (lambda: block_sparse(10, np.ones((2, 2), dtype=bool), 4), r"\[3, 3\]"),
+        (lambda: causal(4) & causal(5), "4 and 5 tokens"),
+    ],
+)
+def test_bad_masks(make, says: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=says):
+        make()

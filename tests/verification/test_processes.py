@@ -1,0 +1,46 @@
+"""Processes that fail or hang, and what is shown of them."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx_patch.verification.processes import ProcessesFailedError, run_processes
+
+
+def total(rank: int, factor: int) -> int:
+    number = torch.tensor(rank * factor)
+    dist.all_reduce(number)
+    print("must not reach the parent's stdout")
+    return int(number)
+
+
+def fail_on_one(rank: int) -> None:
+    if rank == 1:
+        raise RuntimeError("this rank is out of luck")
+    dist.barrier()
+
+
+def hang_on_one(rank: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+    dist.barrier()
+
+
+def test_results_by_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_processes(total, 2, 10, timeout_s=60) == [10, 10]
+    assert capfd.readouterr().out == ""
+
+
+def test_a_failing_rank_is_shown_and_does_not_leave_the_others_waiting() -> None:
+    started = time.monotonic()
+    with pytest.raises(ProcessesFailedError, match=r"rank 1:\n(.*\n)*.*out of luck"):
+        run_processes(fail_on_one, 2, timeout_s=100)
+    assert time.monotonic() - started < 60
+
+
+def test_a_hang_ends_at_the_limit_with_its_stack() -> None:
+    with pytest.raises(ProcessesFailedError, match="limit of 8 s passed") as caught:
+        run_processes(hang_on_one, 2, timeout_s=8)
+    assert "in hang_on_one" in str(caught.value)
