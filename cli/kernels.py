@@ -24,7 +24,7 @@ class Rates(NamedTuple):
 Figures = Mapping[str, Mapping[str, Rates]]
 """Kernel -> case -> rates."""
 
-DOCUMENTED_ON = "one NVIDIA H200, 32,768 tokens, torch 2.11 (docs/kernels.md)"
+DOCUMENTED_ON = "one NVIDIA H200, 32,768 tokens, torch 2.11 (docs/reference/kernels.md)"
 DOCUMENTED: Figures = {
     "flash_attn_4": {"causal": Rates(646, 582), "full": Rates(659, 612)},
     "cudnn": {"causal": Rates(589, 528), "full": Rates(613, 530)},
@@ -66,7 +66,8 @@ def kernels_command(as_json: bool, measure: bool | None) -> None:
     """List the attention kernels, what each supports, what is missing here, and how fast they are.
 
     Rates are of blocks of 8,192 tokens in bfloat16 with 32 / 8 heads of 128, on this machine's GPU;
-    without one they are figures of another machine, named as such. docs/kernels.md says more.
+    without one they are figures of another machine, named as such. docs/reference/kernels.md says
+    more.
     """
     import torch
 
@@ -74,7 +75,7 @@ def kernels_command(as_json: bool, measure: bool | None) -> None:
     if measure and not has_gpu:
         raise click.UsageError(
             "--measure without a GPU: torch sees none here. Leave --measure out for the figures of "
-            "docs/kernels.md."
+            "docs/reference/kernels.md."
         )
     request = typical_request("cuda")
     measured = {} if not has_gpu or measure is False else _measured(request, anew=bool(measure))

@@ -47,7 +47,7 @@ def plan_command(
 
     Only the config is read. Listed are the ways to share a row over the GPUs, what layers keep,
     what goes to the host, and how many tiles an MLP is computed in, the fastest that fits first.
-    docs/planner.md says how the numbers come about and how near they are.
+    docs/results/planner.md says how the numbers come about and how near they are.
     """
     from longctx_patch.choose.search import longest, search
     from longctx_patch.cli import plan_report as report

@@ -71,7 +71,7 @@ def schedule_command(
 
     With --out, draw who computes and receives what at which time (.png, .svg or .pdf). bfloat16
     tensors and a causal mask are assumed, within documents and a window if any; lengths of
-    documents are log-normal. docs/schedules.md shows every plan.
+    documents are log-normal. docs/explanation/plans.md shows every plan.
     """
     try:
         _check_question(plan, compare, ulysses, out)

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/schedules.md: `python docs/draw.py`, or `make pictures`.
+"""Draw the pictures of docs/explanation/plans.md: `python docs/draw.py`, or `make pictures`.
 
 Each is what `longctx schedule --out` draws, at a lower resolution.
 """

@@ -13,7 +13,7 @@ from longctx_patch.kernels import available
 from longctx_patch.kernels.select.probe import Measured, allowed_pairs
 from tests.cli.conftest import Run
 
-DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "kernels.md"
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from longctx_patch.kernels.backends.torch_cpu import TorchCpuKernel
 from longctx_patch.kernels.backends.torch_flash import TorchFlashKernel
 from longctx_patch.kernels.base import Kernel, KernelRequest, dtype_name
 
-# What `auto` tries where nothing was measured, the fastest first (docs/kernels.md). cuDNN takes one
-# segment a call, so masks of many pieces are better off with packed segments. The reference is only
-# taken by name.
+# What `auto` tries where nothing was measured, the fastest first (docs/reference/kernels.md).
+# cuDNN takes one segment a call, so masks of many pieces are better off with packed segments.
+# The reference is only taken by name.
 _ORDER = (
     *("flash_attn_4", "flash_attn_3", "cudnn", "torch_flash", "flash_attn_2"),
     *("flex", "torch_cpu", "torch_eager"),

@@ -1,6 +1,6 @@
 """What steps took on NVIDIA H200s of one host, beside what is predicted.
 
-`python -m tests.predict.run.measured` prints the tables of docs/planner.md.
+`python -m tests.predict.run.measured` prints the tables of docs/results/planner.md.
 """
 
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class Measured(NamedTuple):
         )
 
     def line(self) -> str:
-        """Of the tables in docs/planner.md."""
+        """Of the tables in docs/results/planner.md."""
         result = self.predicted()
         peak, seconds = result.memory.total / GIB, result.time.total
         notes = " without FSDP" * (not self.fsdp) + " states on the host" * self.states_on_host

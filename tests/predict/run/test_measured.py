@@ -9,7 +9,7 @@ from longctx_patch.predict.run.components import layer_bytes
 from tests.predict.run.jobs import candidate, llama_job
 from tests.predict.run.measured import AFTERWARDS, IN_VIEW, Measured
 
-PAGE = Path(__file__).parents[3] / "docs" / "planner.md"
+PAGE = Path(__file__).parents[3] / "docs" / "results" / "planner.md"
 
 
 @pytest.mark.parametrize("row", [*IN_VIEW, *AFTERWARDS], ids=lambda row: f"{row.gpus} {row.run}")
