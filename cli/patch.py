@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import click
 
+from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.tokens import Tokens
 from longctx_patch.config import CheckpointPolicy
 
@@ -30,7 +31,7 @@ class Gpus(click.ParamType[str]):
 @click.option("--seq-len", type=Tokens(), required=True, help="Tokens: 131072, 128K or 1M.")
 @click.option("--gpus", type=Gpus(), required=True, help="In all, over all nodes: 4, or 4xH200.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New run folder.")
-@click.option("--rope", type=click.Choice(ROPE_KINDS), help="RoPE scaling that reaches seq-len.")
+@click.option("--rope", type=Choice(ROPE_KINDS), help="RoPE scaling that reaches seq-len.")
 @click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
 @click.option("--lora/--full", default=True, help="Train an adapter or every weight [lora].")
 @click.option(
@@ -44,7 +45,7 @@ class Gpus(click.ParamType[str]):
 @click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
 @click.option(
     "--checkpoint",
-    type=click.Choice(get_args(CheckpointPolicy)),
+    type=Choice(get_args(CheckpointPolicy)),
     default="auto",
     help="What is kept for backward [auto: as much as the GPU's memory takes].",
 )
@@ -66,7 +67,7 @@ class Gpus(click.ParamType[str]):
 )
 @click.option(
     "--dtype",
-    type=click.Choice(("float32", "bfloat16")),
+    type=Choice(("float32", "bfloat16")),
     help="That weights are loaded in [float32; with --load-in-4bit bfloat16].",
 )
 @click.option("--rank", type=click.IntRange(1), help="Of the adapter [16].")

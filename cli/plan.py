@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.tokens import Tokens
 
 KINDS = "h200, h100, a100, a100-40"
@@ -20,7 +21,7 @@ KINDS = "h200, h100, a100, a100-40"
 @click.option("--rank", type=click.IntRange(1), help="Its rank [16].")
 @click.option(
     "--dtype",
-    type=click.Choice(("float32", "bfloat16")),
+    type=Choice(("float32", "bfloat16")),
     help="That weights are loaded in, as in the recipe [float32].",
 )
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.timeline import check_drawable, draw, time_text
 from longctx_patch.config import HardwareName, LongContextConfig, PlanName
 
@@ -32,10 +33,10 @@ def _number(name: str, help: str, **options: Any) -> Any:
 
 
 @click.command("schedule")
-@click.option("--plan", type=click.Choice(PLANS), help="The plan to predict.")
+@click.option("--plan", type=Choice(PLANS), help="The plan to predict.")
 @click.option("--compare", is_flag=True, help="Predict all plans; say which is chosen, and why.")
 @_number("--ranks", "Ranks that share a sequence.", required=True)
-@click.option("--direction", type=click.Choice(DIRECTIONS), help="[forward; --compare: both]")
+@click.option("--direction", type=Choice(DIRECTIONS), help="[forward; --compare: both]")
 @_number("--ulysses", "Ulysses degree; the plan runs over the other ranks [1].")
 @_number("--ranks-per-node", "Ranks on one machine [as many as the hardware has GPUs].")
 @_number("--heads", "Query heads.", default=32, show_default=True)
@@ -48,7 +49,7 @@ def _number(name: str, help: str, **options: Any) -> Any:
 @click.option(
     "--hardware",
     "hardware_name",
-    type=click.Choice(get_args(HardwareName)),
+    type=Choice(get_args(HardwareName)),
     default="h100",
     show_default=True,
     help="Kind of GPU.",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from longctx_patch.cli.choice import Choice
 from longctx_patch.config import CheckpointPolicy, LayoutName, LongContextConfig
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ class Target:
 @click.option("--ring", type=click.IntRange(1), help="Ring degree [every one that fits].")
 @click.option(
     "--layout",
-    type=click.Choice(get_args(LayoutName)),
+    type=Choice(get_args(LayoutName)),
     help="Layout [zigzag, contiguous; balanced too if packed].",
 )
-@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float32")
+@click.option("--dtype", type=Choice(["float32", "float64"]), default="float32")
 @click.option("--seq-len", type=click.IntRange(3), help="Tokens of a row [127, a prime].")
-@click.option("--checkpoint", type=click.Choice(get_args(CheckpointPolicy)), help="Policy [none].")
+@click.option("--checkpoint", type=Choice(get_args(CheckpointPolicy)), help="Policy [none].")
 @click.option("--packed", is_flag=True, help="Rows of several documents [as the run has them].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def verify_command(target: str, as_json: bool, **options: Any) -> None:
@@ -92,7 +93,7 @@ def run(
     num_ranks = nproc or asked or run_degree or 4
     if found.run and num_ranks == run_degree and ulysses is ring is layout is None:
         layout_of_rows = found.run.packed_placement if packed else found.run.layout
-        configs = [replace(found.run, checkpoint=policy, layout=layout_of_rows)]  # type: ignore[arg-type]  # a click.Choice
+        configs = [replace(found.run, checkpoint=policy, layout=layout_of_rows)]  # type: ignore[arg-type]  # a Choice
     else:
         configs = choose_configs(
             num_ranks,

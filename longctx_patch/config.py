@@ -1,12 +1,14 @@
 """What a user decides about sequence parallelism, checked in one place.
 
-Imports nothing of ours. Everything else (command line, YAML, recipes) only fills this dataclass.
+Everything else (command line, YAML, recipes) only fills this dataclass.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
+
+from longctx_patch.names import require_choice
 
 LayoutName = Literal["zigzag", "contiguous", "striped", "balanced"]
 PlanName = Literal[
@@ -132,14 +134,14 @@ class LongContextConfig:
                     "switch it off."
                 )
         if self.layout is not None:
-            _require_choice("layout", self.layout, get_args(LayoutName))
-        _require_choice("plan", self.plan, get_args(PlanName))
-        _require_choice("backward_plan", self.backward_plan, get_args(PlanName))
-        _require_choice("hardware", self.hardware, get_args(HardwareName))
-        _require_choice("loss", self.loss, get_args(LossName))
+            require_choice("layout", self.layout, get_args(LayoutName))
+        require_choice("plan", self.plan, get_args(PlanName))
+        require_choice("backward_plan", self.backward_plan, get_args(PlanName))
+        require_choice("hardware", self.hardware, get_args(HardwareName))
+        require_choice("loss", self.loss, get_args(LossName))
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r}: give True or False.")
-        _require_choice("checkpoint", self.checkpoint, get_args(CheckpointPolicy))
+        require_choice("checkpoint", self.checkpoint, get_args(CheckpointPolicy))
         self._check_share()
         for field in ("plan", "backward_plan"):
             plan = getattr(self, field)
@@ -200,8 +202,3 @@ class LongContextConfig:
     def sequence_degree(self) -> int:
         """Number of ranks that share one sequence."""
         return self.ulysses_degree * self.ring_degree
-
-
-def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(choices)}.")

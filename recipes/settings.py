@@ -18,6 +18,7 @@ from transformers import HfArgumentParser
 
 from longctx_patch import LongContextConfig
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
+from longctx_patch.names import require_choice
 
 RopeName = Literal["none", "linear", "dynamic", "yarn"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -169,8 +170,7 @@ class Settings:
 
     def _check_choice(self, name: str) -> None:
         choices = get_args(type(self).__annotations__[name])
-        if getattr(self, name) not in choices:
-            raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}.")
+        require_choice(name, getattr(self, name), choices)
 
     def _check_at_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:

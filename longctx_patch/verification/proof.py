@@ -19,6 +19,7 @@ from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.hf import FAMILIES, PatchHandle, check_model_config, patch
 from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.model.supported import ROUTER
+from longctx_patch.names import require_choice
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, plan_name
@@ -111,8 +112,7 @@ def _check(
     model_config: Any, configs: Sequence[LongContextConfig], dtype: str, seq_len: int
 ) -> int:
     """Refuse what can't be verified; return the number of processes."""
-    if dtype not in TOLERANCES:
-        raise ValueError(f"dtype={dtype!r}: choose one of {', '.join(TOLERANCES)}.")
+    require_choice("dtype", dtype, TOLERANCES)
     if seq_len < 3:
         raise ValueError(f"seq_len={seq_len}: it must be 3 or more, so that a label can be cut.")
     degrees = {config.sequence_degree for config in configs}

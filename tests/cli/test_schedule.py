@@ -319,6 +319,10 @@ ZIGZAG = ["--plan", "zigzag", "--ranks", 8]
             ["3 ranks per node", "whole Ulysses groups", "Use --ranks-per-node 2 or 4 or 8"],
         ),
         ([*ZIGZAG, "--hardware", "abacus"], ["'abacus' is not one of", "'a100', 'h100', 'h200'"]),
+        (
+            ["--ranks", 8, "--plan", "zigzag-direct"],
+            ["'zigzag-direct' is not one of", "Did you mean 'zigzag_direct'?"],
+        ),
         ([*ZIGZAG, "--compare"], ["--compare with --plan zigzag", "Use --plan NAME or --compare"]),
         (["--ranks", 8], ["neither --plan nor --compare", "Use --plan NAME or --compare"]),
         (

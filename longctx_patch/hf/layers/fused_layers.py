@@ -29,6 +29,7 @@ from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.hf.model.supported import ROUTER
 from longctx_patch.kernels.installed import Package, runs_triton
+from longctx_patch.names import require_choice
 
 FusedLayersName = Literal["auto", "liger", "compile", "none"]
 
@@ -137,9 +138,12 @@ def fuse_layers(model: nn.Module, how: FusedLayersName) -> None:
         for part in _parts(base):
             part.compile()
     elif how != "none":
-        names = ", ".join(name for name in get_args(FusedLayersName) if name != "auto")
-        auto = " choose_fused_layers() says which of them for 'auto'." if how == "auto" else ""
-        raise ValueError(f"how={how!r}: choose one of {names}.{auto}")
+        names = [name for name in get_args(FusedLayersName) if name != "auto"]
+        if how == "auto":
+            raise ValueError(
+                f"how='auto': choose one of {', '.join(names)}. choose_fused_layers() says which."
+            )
+        require_choice("how", how, names)
 
 
 def _parts(model: PreTrainedModel) -> Iterator[nn.Module]:

@@ -6,12 +6,12 @@ process sees (`modeling_rope_utils.dynamic_rope_update`: `seq_len = position_ids
 ranks holding different parts of one sequence would rotate by different angles, silently.
 `scale_rope` therefore freezes "dynamic" at the target length, where it is an ordinary RoPE with a
 larger base.
-
-Imports nothing of ours.
 """
 
 import copy
 from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from longctx_patch.names import require_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -83,8 +83,7 @@ def reachable_length(model_config: "PreTrainedConfig") -> int:
 
 
 def _check_arguments(kind: str, target_length: int, factor: float | None) -> None:
-    if kind not in get_args(RopeKind):
-        raise ValueError(f"rope kind {kind!r}: choose one of {', '.join(get_args(RopeKind))}.")
+    require_choice("kind", kind, get_args(RopeKind))
     if target_length < 1:
         raise ValueError(f"target_length={target_length}: a length in tokens, 1 or more.")
     if factor is None:
