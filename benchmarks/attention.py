@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import torch
 from config_text import config_of
@@ -28,6 +29,9 @@ from measure import Row, machine
 from operators import FASTEST
 from problems import Problem, lognormal_lengths, share_of
 from report import Bars, Column, append_line, hardware, heading, plot, read_lines, table
+
+from longctx_patch import Workload, explain
+from longctx_patch.config import HardwareName
 
 HERE = Path(__file__).parent
 PEERS = ("ideal", "ours", "torch_cp", "ulysses", "alst", "ring_flash_attn_peer", "yunchang_peer")
@@ -157,6 +161,33 @@ def _with_ideal(
     return row
 
 
+def with_predictions(rows: Sequence[Row], problems: Sequence[Problem], where: Row) -> list[Row]:
+    """Rows of ours with the seconds that the cost model gives them, where it knows the machine."""
+    known = [name for name in get_args(HardwareName) if name in where["device"].lower()]
+    by_name = {str(problem): problem for problem in problems}
+    return [
+        row | {"predicted_s": predicted_seconds(row, by_name[row["problem"]], known[0])}
+        if known and row["peer"] == "ours" and row["status"] == "ok"
+        else row
+        for row in rows
+    ]
+
+
+def predicted_seconds(row: Row, problem: Problem, hardware: HardwareName) -> float:
+    """Forward and backward of one of ours by the cost model."""
+    config = replace(config_of(row["candidate"]), hardware=hardware)
+    workload = Workload(
+        num_tokens=problem.num_tokens,
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        lengths=problem.lengths or (),
+        window=problem.window,
+    )
+    chosen = [found.prediction for found in explain(config, workload).rows if found.chosen]
+    return sum(prediction.makespan_s for prediction in chosen)
+
+
 def speedup_of_window(rows: Sequence[Row], problems: Sequence[Problem]) -> str:
     """The best of ours with a window against the best of ours on the causal row of that size."""
     ours = [row for row in rows if row["peer"] == "ours" and row["status"] == "ok"]
@@ -172,7 +203,7 @@ def speedup_of_window(rows: Sequence[Row], problems: Sequence[Problem]) -> str:
 
 
 def _milliseconds(name: str) -> Column:
-    title = {"seconds": "ms", "forward_s": "forward ms", "ideal_s": "ideal ms"}[name]
+    title = f"{name.removesuffix('_s')} ms".removeprefix("seconds ")
     return Column(title, lambda row: _of(row, name, lambda value: f"{value * 1e3:.3f}"))
 
 
@@ -193,6 +224,7 @@ COLUMNS = (
     _milliseconds("seconds"),
     Column("p20-p80 ms", _spread),
     _milliseconds("forward_s"),
+    _milliseconds("predicted_s"),
     Column("kernel", lambda row: row.get("kernel")),
     _milliseconds("ideal_s"),
     Column("share of ideal", lambda row: _of(row, "share_of_ideal", "{:.1%}".format)),
@@ -298,8 +330,10 @@ def main(command_line: Sequence[str] | None = None) -> None:
         fastest = fastest_ideals(rows, problems)
         rows += run_peer(peer, problems, fastest, arguments, budget.limit_s(arguments.limit_s))
         # After each, so that an interruption leaves the peers that were done before it.
+        where = machine(device)
         complete = with_ideals(rows, problems, arguments.gpus)
-        write_report(complete, problems, arguments.gpus, arguments.out, machine(device))
+        complete = with_predictions(complete, problems, where)
+        write_report(complete, problems, arguments.gpus, arguments.out, where)
         (arguments.out / f"{_file_name(peer)}.lines").unlink(missing_ok=True)
     print((arguments.out / "attention.md").read_text(), file=sys.stdout)
 

@@ -17,6 +17,7 @@ from operators.flash_attn_2_over_torch import (
 )
 from report import read_lines
 
+from longctx_patch import LongContextConfig, Workload, explain
 from tests.reference import dense_attention
 
 CPU = torch.device("cpu")
@@ -123,6 +124,20 @@ def test_shares_of_the_ideal() -> None:
     assert found["share_of_fastest_ideal"] == pytest.approx(0.4)
     assert found["tflops_per_s_per_gpu"] == pytest.approx(causal.flops / 4 / 2.5 * 1e-12)
     assert with_ideals[3] == rows[3]
+
+
+def test_ours_stand_beside_what_was_predicted() -> None:
+    problem = problems.Problem(num_tokens=65536, num_heads=32, num_kv_heads=8, head_dim=128)
+    ours = {"peer": "ours", "candidate": "ring=4,plan=zigzag", "problem": str(problem)}
+    rows = [ours | {"status": "ok"}, ours | {"status": "wrong"}, {"peer": "alst", "status": "ok"}]
+    (mine, *others) = attention_benchmark.with_predictions(rows, [problem], {"device": "X H200"})
+    config = LongContextConfig(ring_degree=4, plan="zigzag", hardware="h200")
+    found = explain(config, Workload(num_tokens=65536)).rows
+    directions = [row.prediction.makespan_s for row in found if row.prediction.plan == "zigzag"]
+    assert len(directions) == 2
+    assert mine["predicted_s"] == pytest.approx(sum(directions))
+    assert others == rows[1:]
+    assert attention_benchmark.with_predictions(rows, [problem], {"device": "cpu"}) == rows
 
 
 def test_a_problem_counts_what_the_mask_allows() -> None:
