@@ -76,7 +76,7 @@ class Gpus(click.ParamType[str]):
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
 @click.option("--data", multiple=True, help="Text to train on: files, folders, JSONL, datasets.")
 @click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs, to try it out.")
-def patch_command(model: str, out: Path, **options: Any) -> None:
+def patch_command(model: str, **options: Any) -> None:
     """Write a run folder that fine-tunes MODEL (a hub name, a folder or a config.json).
 
     Everything is checked first: model family, degrees, heads, length, text, and where --gpus names
@@ -85,7 +85,8 @@ def patch_command(model: str, out: Path, **options: Any) -> None:
     and a README.md that says what was decided and how to start. Weights are not loaded here.
     """
     from longctx_patch.cli import run_folder
+    from longctx_patch.cli.decisions import PatchOptions, decide
 
-    decisions = run_folder.decide(model, out, **options)
+    decisions = decide(model, PatchOptions(**options))
     run_folder.write(decisions)
     click.echo(run_folder.render(decisions))

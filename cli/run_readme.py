@@ -1,13 +1,12 @@
 """README.md of a run folder."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import shlex
 
+from longctx_patch.cli.decision_table import table
+from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.layer_masks import describe_layers
+from longctx_patch.cli.units import size_text
 from longctx_patch.plugin.launch_yaml import MAIN_PROCESS_IP
-
-if TYPE_CHECKING:
-    from longctx_patch.cli.run_folder import Decisions
 
 TEMPLATE = """\
 # Fine-tuning {model} on {seq_len} tokens
@@ -93,28 +92,19 @@ Rows are cut from the joined text, so a row's documents see each other. To keep 
 (one, padded)."""
 
 
-def render_readme(decisions: "Decisions", table: Sequence[tuple[str, str, str]]) -> str:
-    """The text, from the decisions and their table."""
+def render_readme(decisions: Decisions) -> str:
+    """The README of the run folder."""
     settings, config = decisions.settings, decisions.model_config
-    loading = ""
-    if not decisions.cpu:
-        width = 4 if settings.dtype == "float32" else 2
-        loading = (
-            f"\nWhile loading, every process holds the whole model in {settings.dtype} in CPU "
-            f"memory: {size_text(decisions.num_parameters * width)}."
-        )
-    if settings.load_in_4bit:
-        loading = ""
     return TEMPLATE.format(
         model=settings.model,
         seq_len=settings.seq_len,
         launch=decisions.launch_command,
         how_to_start=_how_to_start(decisions),
         degree=decisions.degrees.sequence_degree,
-        verify=decisions.verify_command,
-        table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table),
+        verify=shlex.join(["longctx", "verify", str(decisions.folder)]),
+        table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table(decisions)),
         logits=size_text(decisions.tokens_per_gpu * settings.batch_size * config.vocab_size * 4),
-        loading=loading,
+        loading=_loading(decisions),
         memory="" if decisions.predicted else "that memory suffices, ",
         as_here=", as here" if settings.pack else "",
         layers=describe_layers(config),
@@ -124,21 +114,27 @@ def render_readme(decisions: "Decisions", table: Sequence[tuple[str, str, str]])
     )
 
 
-def size_text(num_bytes: float) -> str:
-    """In GiB, or in MiB below one."""
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.3g} MiB"
+def _loading(decisions: Decisions) -> str:
+    settings = decisions.settings
+    if decisions.options.cpu or settings.load_in_4bit:
+        return ""
+    size = size_text(decisions.num_parameters * (4 if settings.dtype == "float32" else 2))
+    return (
+        f"\nWhile loading, every process holds the whole model in {settings.dtype} in CPU "
+        f"memory: {size}."
+    )
 
 
-def _how_to_start(decisions: "Decisions") -> str:
+def _how_to_start(decisions: Decisions) -> str:
     notes = []
     if not decisions.has_text:
         notes.append(
             "Put your text (files, folders, .jsonl, datasets) where the command says TEXT."
         )
-    if decisions.num_nodes > 1:
+    if decisions.options.nodes > 1:
         notes.append(
             f"On every machine, with this folder shared: put machine 0's name for "
             f"{MAIN_PROCESS_IP} in accelerate.yaml, and add `--machine_rank N` (0 to "
-            f"{decisions.num_nodes - 1}) after `accelerate launch`."
+            f"{decisions.options.nodes - 1}) after `accelerate launch`."
         )
     return "".join(f"\n{note}\n" for note in notes)

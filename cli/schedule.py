@@ -264,7 +264,7 @@ def _compare(
 
 def render(prediction: "Prediction", caption: str) -> str:
     """A few lines for people."""
-    from longctx_patch.cli.run_readme import size_text
+    from longctx_patch.cli.units import size_text
 
     degrees = f"Ulysses {prediction.ulysses_degree}, " if prediction.ulysses_degree > 1 else ""
     rows = [

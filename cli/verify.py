@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from longctx_patch.verification import Report
 
 RUN_SETTINGS = "finetune.yaml"
-DEFAULT_LAYOUTS = ("zigzag", "contiguous")
-PACKED_LAYOUTS = ("balanced", *DEFAULT_LAYOUTS)
+DEFAULT_LAYOUTS: tuple[LayoutName, ...] = ("zigzag", "contiguous")
+PACKED_LAYOUTS: tuple[LayoutName, ...] = ("balanced", *DEFAULT_LAYOUTS)
 COLUMNS = ("plan", "ulysses", "ring", "layout", "loss", "logits", "worst grad", "grad norm")
 
 
@@ -28,6 +28,25 @@ class Target:
     run: LongContextConfig | None = None
     packed: bool = False
     """Whether the run packs its rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """The options of `longctx verify`, as click reads them; None where nothing was said."""
+
+    nproc: int | None = None
+    ulysses: int | None = None
+    ring: int | None = None
+    layout: LayoutName | None = None
+    dtype: str = "float32"
+    seq_len: int | None = None
+    checkpoint: CheckpointPolicy | None = None
+    packed: bool = False
+
+    @property
+    def asked_ranks(self) -> int | None:
+        """The product of the degrees that were named; None without any."""
+        return (self.ulysses or 1) * (self.ring or 1) if self.ulysses or self.ring else None
 
 
 @click.command("verify")
@@ -58,7 +77,7 @@ def verify_command(target: str, as_json: bool, **options: Any) -> None:
 
     started = time.perf_counter()
     try:
-        report = run(target, **options)
+        report = run(target, VerifyOptions(**options))
     except (ValueError, ProcessesFailedError) as error:
         if as_json:
             click.echo(json.dumps({"ok": False, "cases": [], "error": str(error)}))
@@ -70,41 +89,17 @@ def verify_command(target: str, as_json: bool, **options: Any) -> None:
     raise SystemExit(0 if report.ok else 1)
 
 
-def run(
-    target: str,
-    *,
-    nproc: int | None,
-    ulysses: int | None,
-    ring: int | None,
-    layout: str | None,
-    dtype: str,
-    seq_len: int | None,
-    checkpoint: str | None,
-    packed: bool,
-) -> "Report":
+def run(target: str, options: VerifyOptions) -> "Report":
     """Load the target, decide what to run, and run it."""
     from longctx_patch import verification
 
     found = load_target(target)
-    packed = packed or found.packed
-    policy = checkpoint or (found.run.checkpoint if found.run else "none")
-    run_degree = found.run.sequence_degree if found.run else None
-    asked = (ulysses or 1) * (ring or 1) if ulysses or ring else None
-    num_ranks = nproc or asked or run_degree or 4
-    if found.run and num_ranks == run_degree and ulysses is ring is layout is None:
-        layout_of_rows = found.run.packed_placement if packed else found.run.layout
-        configs = [replace(found.run, checkpoint=policy, layout=layout_of_rows)]  # type: ignore[arg-type]  # a Choice
-    else:
-        configs = choose_configs(
-            num_ranks,
-            ulysses=ulysses,
-            ring=ring,
-            layouts=(layout,) if layout else PACKED_LAYOUTS if packed else DEFAULT_LAYOUTS,
-            checkpoint=policy,
-            num_heads=getattr(found.model_config, "num_attention_heads", num_ranks),
-        )
-    length = {} if seq_len is None else {"seq_len": seq_len}
-    return verification.verify(found.model_config, configs, dtype=dtype, packed=packed, **length)
+    packed = options.packed or found.packed
+    length = {} if options.seq_len is None else {"seq_len": options.seq_len}
+    configs = choose_configs(found, options, packed=packed)
+    return verification.verify(
+        found.model_config, configs, dtype=options.dtype, packed=packed, **length
+    )
 
 
 def load_target(target: str) -> Target:
@@ -126,34 +121,42 @@ def load_target(target: str) -> Target:
 
 
 def choose_configs(
-    num_ranks: int,
-    *,
-    ulysses: int | None,
-    ring: int | None,
-    layouts: tuple[Any, ...],
-    checkpoint: Any,
-    num_heads: int,
+    found: Target, options: VerifyOptions, *, packed: bool
 ) -> list[LongContextConfig]:
-    """The one pair of degrees that was asked for, or every pair; each in every layout."""
+    """A run's own way to cut rows, or the degrees asked for or else every pair, in each layout."""
     from longctx_patch.verification import all_configs
 
-    if ulysses is None and ring is None:
-        return all_configs(num_ranks, layouts=layouts, checkpoint=checkpoint, max_ulysses=num_heads)
-    given = {"--ulysses": ulysses, "--ring": ring}
-    words = " ".join(f"{name} {degree}" for name, degree in given.items() if degree)
-    product = (ulysses or 1) * (ring or 1)
-    if num_ranks % product or (ulysses and ring and product != num_ranks):
-        raise ValueError(
-            f"{words} with --nproc {num_ranks}: the two degrees multiply to the processes. Use "
-            f"--nproc {product}, or leave --nproc out."
-        )
-    ulysses, ring = ulysses or num_ranks // product, ring or num_ranks // product
+    run = found.run
+    checkpoint = options.checkpoint or (run.checkpoint if run else "none")
+    num_ranks = options.nproc or options.asked_ranks or (run.sequence_degree if run else 4)
+    if run and num_ranks == run.sequence_degree and not (options.asked_ranks or options.layout):
+        layout = run.packed_placement if packed else run.layout
+        return [replace(run, checkpoint=checkpoint, layout=layout)]
+    usual = PACKED_LAYOUTS if packed else DEFAULT_LAYOUTS
+    layouts = (options.layout,) if options.layout else usual
+    if not options.asked_ranks:
+        most = getattr(found.model_config, "num_attention_heads", num_ranks)
+        return all_configs(num_ranks, layouts=layouts, checkpoint=checkpoint, max_ulysses=most)
+    ulysses, ring = asked_degrees(options, num_ranks)
     return [
         LongContextConfig(
             ulysses_degree=ulysses, ring_degree=ring, layout=layout, checkpoint=checkpoint
         )
         for layout in layouts
     ]
+
+
+def asked_degrees(options: VerifyOptions, num_ranks: int) -> tuple[int, int]:
+    """Ulysses and ring degree over `num_ranks`, where one of them is named at least."""
+    ulysses, ring, product = options.ulysses, options.ring, options.asked_ranks or 1
+    if num_ranks % product or (ulysses and ring and product != num_ranks):
+        given = {"--ulysses": ulysses, "--ring": ring}
+        words = " ".join(f"{name} {degree}" for name, degree in given.items() if degree)
+        raise ValueError(
+            f"{words} with --nproc {num_ranks}: the two degrees multiply to the processes. Use "
+            f"--nproc {product}, or leave --nproc out."
+        )
+    return ulysses or num_ranks // product, ring or num_ranks // product
 
 
 def render(report: "Report", seconds: float) -> str:

@@ -109,10 +109,8 @@ def test_degrees_alone_say_how_many_processes(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("longctx_patch.verification.verify", note)
     monkeypatch.setattr(verify, "load_target", lambda _: verify.Target(model_config=LlamaConfig()))
-    options = dict.fromkeys(("nproc", "ulysses", "ring", "seq_len", "checkpoint"))
-    common = {"layout": "zigzag", "dtype": "float32", "packed": False}
     for given in ({"ulysses": 3}, {"ring": 3}, {"ulysses": 2, "ring": 2}, {"ring": 2, "nproc": 4}):
-        verify.run("model", **options | common | given)
+        verify.run("model", verify.VerifyOptions(layout="zigzag", **given))
     assert asked == [(3, 1), (1, 3), (2, 2), (2, 2)]
 
 

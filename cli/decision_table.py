@@ -1,0 +1,108 @@
+"""The table of a run folder: what was decided, and why."""
+
+from longctx_patch.cli.decisions import Decisions
+from longctx_patch.cli.layer_masks import describe_layers, windows_in
+from longctx_patch.cli.prediction import prediction_rows
+from longctx_patch.cli.run_checks import rope_types
+from longctx_patch.cli.units import size_text
+from longctx_patch.hf.model.rope import reachable_length
+from longctx_patch.recipes import models
+from longctx_patch.recipes.settings import Settings
+
+
+def table(decisions: Decisions) -> list[tuple[str, str, str]]:
+    """(what, value, why) of every decision."""
+    settings, degrees = decisions.settings, decisions.degrees
+    reach = reachable_length(decisions.old_config)
+    unit = "CPU process" if decisions.options.cpu else "GPU"
+    random = " (random weights: a bare config)" if models.is_bare_config(settings.model) else ""
+    placed = "every rank has the same share of the mask"
+    if decisions.placement == "contiguous":
+        placed = "windows leave ranks about the same to do, with few keys of others"
+    sequences = f"{degrees.sequence_degree} of {decisions.options.num_gpus} per sequence"
+    return [
+        ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
+        ("text", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
+        ("trained", "LoRA adapter" if settings.uses_lora else "every weight", "--lora or --full"),
+        ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reach}"),
+        ("rope", settings.rope, _rope_reason(decisions)),
+        ("attention", describe_layers(decisions.model_config), _rows(settings)),
+        ("degrees", f"ulysses {degrees.ulysses} x ring {degrees.ring}", degrees.reason),
+        (
+            "shards",
+            f"{decisions.tokens_per_gpu} tokens per {unit}",
+            f"{sequences}, {decisions.data_parallel} sequence(s) at once",
+        ),
+        (
+            "layout",
+            decisions.placement,
+            placed if degrees.ring > 1 else "alike without a ring",
+        ),
+        ("checkpoint", settings.checkpoint, _CHECKPOINT_REASONS[settings.checkpoint]),
+        *_attention_kept(settings.attention_kept),
+        ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
+        ("weights", *_weights(decisions)),
+        *prediction_rows(
+            decisions.predicted,
+            is_asked=decisions.names_gpus,
+            is_causal=not (
+                settings.pack or any(windows_in(decisions.model_config, settings.seq_len))
+            ),
+        ),
+    ]
+
+
+_CHECKPOINT_REASONS = {
+    "auto": "none, attention or offload by layer, as the GPU's memory demands (CPU: attention)",
+    "none": "all activations are kept: fastest, most memory",
+    "full": "each layer is recomputed, attention and its communication too: least memory",
+    "attention": "each layer is recomputed except attention, which does not run twice",
+    "offload": "as attention, and what layers keep is in host memory until backward",
+}
+
+
+def _attention_kept(share: float) -> list[tuple[str, str, str]]:
+    if share == 1:
+        return []
+    again = f"what is left out takes {(1 - share) ** 2:.0%} of attention's forward pass again"
+    return [("attention kept", f"of {share:.0%} of the tokens", f"--attention-kept: {again}")]
+
+
+def _mlp_tiles(tiles: int | None) -> tuple[str, str]:
+    if tiles is None:
+        return "auto", "as few as keep a tile within 1/16 of the GPU's memory (CPU: 1)"
+    if tiles == 1:
+        return "1", "--mlp-tiles: each MLP runs over all tokens at once"
+    return str(tiles), "--mlp-tiles: an MLP's intermediates exist for one tile at a time"
+
+
+def _rows(settings: Settings) -> str:
+    apart = "documents of a row don't see each other (--pack)"
+    return apart if settings.pack else "within rows of joined text; --pack keeps documents apart"
+
+
+def _rope_reason(decisions: Decisions) -> str:
+    rope = decisions.model_config.rope_parameters
+    if decisions.settings.rope == "none":
+        return f"as published ({' and '.join(rope_types(rope))}), long enough"
+    if decisions.settings.rope == "dynamic":
+        return f"frozen at this length: rope_theta {rope['rope_theta']:.6g}"
+    return f"factor {rope['factor']:g}"
+
+
+def _weights(decisions: Decisions) -> tuple[str, str]:
+    settings = decisions.settings
+    if settings.load_in_4bit:
+        return "4 bits (NF4)", "--load-in-4bit: frozen, a whole copy in each process"
+    # FSDP2 with mixed precision makes float32 of what is trained.
+    is_narrow = settings.dtype == "bfloat16" and (settings.uses_lora or not decisions.options.fsdp)
+    dtype, width = ("bfloat16", 2) if is_narrow else ("float32", 4)
+    whole = decisions.num_parameters * width
+    if decisions.options.states_on_host:
+        states = "with gradients and AdamW's states 4 times that" if not settings.uses_lora else ""
+        why = f"--states-on-host: in {dtype}, a layer at a time on the GPU; {states}".rstrip("; ")
+        return f"{size_text(whole)} of hosts (FSDP2)", why
+    if decisions.options.fsdp:
+        share = size_text(whole / decisions.options.num_gpus)
+        return f"{share} per GPU (FSDP2)", f"{size_text(whole)} in {dtype} over all GPUs"
+    return f"{size_text(whole)} per process", f"{dtype}, a whole copy in each"

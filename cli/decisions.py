@@ -1,0 +1,254 @@
+"""What `longctx patch` is asked for, and what it decides. `decide` checks all and writes nothing.
+
+`run_folder.py` writes the files that say so.
+"""
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from longctx_patch.choose.search import Result
+from longctx_patch.cli.degrees import DegreeChoice, choose_degrees
+from longctx_patch.cli.prediction import cluster_of, prediction
+from longctx_patch.cli.row_degrees import degrees_for_rows
+from longctx_patch.cli.run_checks import check_length, check_out, check_text
+from longctx_patch.config import CheckpointPolicy, LayoutName, LongContextConfig
+from longctx_patch.hf import check_model_config
+from longctx_patch.hf.model.load import is_local, load_model_config
+from longctx_patch.plugin import accelerate_yaml
+from longctx_patch.predict.hardware import PRESETS
+from longctx_patch.predict.run.cluster import Cluster
+from longctx_patch.recipes import models
+from longctx_patch.recipes.settings import RopeName, Settings
+from longctx_patch.sequence.placement import padding_multiple
+
+SAVE_EVERY = 25
+"""Steps between checkpoints, so that an interrupted run can be resumed."""
+
+NO_TEXT = "TEXT_FILE_OR_FOLDER"
+"""Stands in the command where --data was not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchOptions:
+    """The options of `longctx patch`, as click reads them; None where nothing was said."""
+
+    out: Path
+    seq_len: int
+    gpus: str
+    rope: RopeName | None
+    rope_factor: float | None
+    lora: bool
+    ulysses: int | None
+    ring: int | None
+    sequence_degree: int | None
+    nodes: int
+    host_gib: float | None
+    checkpoint: CheckpointPolicy
+    attention_kept: float
+    mlp_tiles: int | None
+    states_on_host: bool
+    dtype: Any
+    rank: int | None
+    load_in_4bit: bool
+    tokenizer: str
+    pack: bool
+    data: Sequence[str]
+    cpu: bool
+
+    @property
+    def folder(self) -> Path:
+        return self.out.expanduser().resolve()
+
+    @property
+    def text(self) -> list[str]:
+        return [str(Path(source).expanduser().resolve()) for source in self.data]
+
+    @property
+    def num_gpus(self) -> int:
+        return int(re.split(r"\D", self.gpus)[0])
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether parameters are sharded: Accelerate does that on GPUs, and not in 4 bits."""
+        return not (self.cpu or self.load_in_4bit)
+
+    def check(self) -> None:
+        """Raise ValueError for options that exclude each other."""
+        if self.rank is not None and not self.lora:
+            raise ValueError(f"--rank {self.rank} with --full: it is an adapter's. Use --lora.")
+        if self.load_in_4bit and not self.lora:
+            raise ValueError(
+                "--load-in-4bit with --full: weights of 4 bits are frozen. Use --lora."
+            )
+        if self.states_on_host and not self.fsdp:
+            all_there, no_fsdp = "--cpu, where all is on the host", "--load-in-4bit, which has no"
+            other = all_there if self.cpu else f"{no_fsdp} FSDP2"
+            raise ValueError(f"--states-on-host with {other}: use one of them.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decisions:
+    """All that the files and the summary are made of."""
+
+    options: PatchOptions
+    settings: Settings
+    model_config: Any
+    """With the RoPE change."""
+    old_config: Any
+    degrees: DegreeChoice
+    launch_yaml: str
+    predicted: Result | None
+    """What the planner says; None where it doesn't know these GPUs or the model."""
+    names_gpus: bool
+    """Whether their kind was named."""
+
+    @property
+    def folder(self) -> Path:
+        return self.options.folder
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.options.data)
+
+    @property
+    def data_parallel(self) -> int:
+        return self.options.num_gpus // self.degrees.sequence_degree
+
+    @property
+    def placement(self) -> LayoutName:
+        """The layout of the rows that are trained on."""
+        config = self.settings.sequence_parallelism()
+        return config.packed_placement if self.settings.pack else config.placement
+
+    @property
+    def tokens_per_gpu(self) -> int:
+        config = self.settings.sequence_parallelism()
+        multiple = padding_multiple(config, packed=self.settings.pack)
+        padded = -(-self.settings.seq_len // multiple) * multiple
+        return padded // self.degrees.sequence_degree
+
+    @cached_property
+    def num_parameters(self) -> int:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.model_config)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    @property
+    def launch_command(self) -> str:
+        words = ["accelerate", "launch", "--config_file", str(self.folder / "accelerate.yaml")]
+        words += ["-m", "longctx_patch.recipes.finetune"]
+        words += ["--settings", str(self.folder / "finetune.yaml")]
+        return shlex.join(words if self.has_text else [*words, "--text", NO_TEXT])
+
+
+def decide(model: str, options: PatchOptions) -> Decisions:
+    """Check everything and choose what was left open. Changes nothing.
+
+    Raises ValueError with the value, the rule and what to type.
+    """
+    check_out(options.out, options.folder)
+    for source in options.text:
+        check_text(source)
+    options.check()
+    cluster = cluster_of(
+        options.gpus, options.num_gpus, options.nodes, host_gib=options.host_gib, cpu=options.cpu
+    )
+    config = load_model_config(model)
+    check_model_config(config, LongContextConfig())
+    models.check_weights(model)
+    degrees = _degrees_by_heads(options, config.num_key_value_heads)
+    check_length(config, options.seq_len, options.rope, options.rope_factor)
+    settings = _settings(model, options, degrees, cluster)
+    scaled = models.load_config(settings)
+    models.check_vocabulary(models.load_tokenizer(settings), scaled)
+    degrees, settings = _degrees_by_rows(options, degrees, settings, scaled, cluster)
+    check_model_config(scaled, settings.sequence_parallelism())
+    predicted = cluster and prediction(settings, scaled, cluster, options.states_on_host)
+    models.check_4bit(settings, fsdp=options.fsdp)
+    return Decisions(
+        options=options,
+        settings=settings,
+        model_config=scaled,
+        old_config=config,
+        degrees=degrees,
+        launch_yaml=_launch_yaml(options, degrees),
+        predicted=predicted,
+        names_gpus=cluster is not None,
+    )
+
+
+def _degrees_by_heads(options: PatchOptions, num_kv_heads: int) -> DegreeChoice:
+    return choose_degrees(
+        num_ranks=options.num_gpus,
+        num_nodes=options.nodes,
+        num_kv_heads=num_kv_heads,
+        sequence_degree=options.sequence_degree,
+        ulysses=options.ulysses,
+        ring=options.ring,
+    )
+
+
+def _degrees_by_rows(
+    options: PatchOptions,
+    degrees: DegreeChoice,
+    settings: Settings,
+    config: Any,
+    cluster: Cluster | None,
+) -> tuple[DegreeChoice, Settings]:
+    """The degrees that suit what rows hold, unless some were asked for, and settings with them."""
+    if options.ulysses or options.ring or options.cpu:  # the cost model knows GPUs
+        return degrees, settings
+    kind = PRESETS[settings.hardware] if cluster is None else cluster.gpu.hardware
+    hardware = dataclasses.replace(kind, gpus_per_node=options.num_gpus // options.nodes)
+    degrees = degrees_for_rows(degrees, settings, config, hardware, has_text=bool(options.data))
+    return degrees, dataclasses.replace(
+        settings, ulysses=degrees.ulysses, ring=degrees.ring, layout=degrees.layout
+    )
+
+
+def _settings(
+    model: str, options: PatchOptions, degrees: DegreeChoice, cluster: Cluster | None
+) -> Settings:
+    return Settings(
+        model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
+        tokenizer=options.tokenizer,
+        text=options.text or [NO_TEXT],
+        pack=options.pack,
+        output=str(options.folder / "training"),
+        seq_len=options.seq_len,
+        rope=options.rope or "none",
+        rope_factor=options.rope_factor,
+        lora=options.lora,
+        full=not options.lora,
+        dtype=options.dtype or ("bfloat16" if options.load_in_4bit else "float32"),
+        load_in_4bit=options.load_in_4bit,
+        ulysses=degrees.ulysses,
+        ring=degrees.ring,
+        checkpoint=options.checkpoint,
+        attention_kept=options.attention_kept,
+        mlp_tiles=options.mlp_tiles,
+        save_every=SAVE_EVERY,
+        **({} if options.rank is None else {"lora_rank": options.rank}),
+        **({} if cluster is None else {"hardware": cluster.gpu.hardware.name}),
+    )
+
+
+def _launch_yaml(options: PatchOptions, degrees: DegreeChoice) -> str:
+    return accelerate_yaml(
+        options.num_gpus,
+        degrees.sequence_degree,
+        fsdp=options.fsdp,
+        num_machines=options.nodes,
+        cpu=options.cpu,
+        mixed_precision="no" if options.cpu else "bf16",
+        states_on_host=options.states_on_host,
+    )
