@@ -4,7 +4,7 @@
 #   make demo       the main job on CPU with two processes
 #   make test       the tests that need no GPU
 #   make test-gpu   the tests that need one
-#   make pictures   draw docs/schedules again, and the table of docs/published.md
+#   make pictures   draw docs/schedules again
 #   make check      formatting, lint, types
 #   make clean      remove build output and caches (remove .venv by hand to start over)
 #
@@ -60,7 +60,6 @@ test-gpu: $(STAMP)
 
 pictures: $(STAMP)
 	$(BIN)/python docs/draw.py
-	$(BIN)/python docs/published.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

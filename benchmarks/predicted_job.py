@@ -148,7 +148,7 @@ def measure(run: Run, accelerator: Any, hardware: str) -> Row:
         "steps_s": seconds,
         "predicted_host_gib": result.host_bytes / GIB,
         "measured_host_gib": sum(host) / GIB,
-        "mfu": flops / measured_s / result.job.cluster.gpu.peak_flops,
+        "mfu": flops / measured_s / result.job.cluster.hardware.peak_flops,
         "loss": loss,
         "policies": kept.policies,
         "predicted_policies": result.candidate.policies,

@@ -21,7 +21,7 @@ from longctx_patch.config import CheckpointPolicy, LayoutName, LongContextConfig
 from longctx_patch.hf import check_model_config
 from longctx_patch.hf.model.load import is_local, load_model_config
 from longctx_patch.plugin import accelerate_yaml
-from longctx_patch.predict.hardware import PRESETS
+from longctx_patch.predict.machines import MACHINES
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import RopeName, Settings
@@ -207,7 +207,7 @@ def _degrees_by_rows(
     """The degrees that suit what rows hold, unless some were asked for, and settings with them."""
     if options.ulysses or options.ring or options.cpu:  # the cost model knows GPUs
         return degrees, settings
-    kind = PRESETS[settings.hardware] if cluster is None else cluster.gpu.hardware
+    kind = MACHINES[settings.hardware] if cluster is None else cluster.hardware
     hardware = dataclasses.replace(kind, gpus_per_node=options.num_gpus // options.nodes)
     degrees = degrees_for_rows(degrees, settings, config, hardware, has_text=bool(options.data))
     return degrees, dataclasses.replace(
@@ -238,7 +238,7 @@ def _settings(
         mlp_tiles=options.mlp_tiles,
         save_every=SAVE_EVERY,
         **({} if options.rank is None else {"lora_rank": options.rank}),
-        **({} if cluster is None else {"hardware": cluster.gpu.hardware.name}),
+        **({} if cluster is None else {"hardware": cluster.hardware.name}),
     )
 
 

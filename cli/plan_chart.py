@@ -5,7 +5,7 @@ from pathlib import Path
 
 from longctx_patch.choose.search import Result, usable_bytes
 from longctx_patch.cli.plan_report import name_of
-from longctx_patch.predict.run.cluster import GIB
+from longctx_patch.predict.machines import GIB
 
 BARS = 12
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from longctx_patch.choose.advice import flags, ways_out
 from longctx_patch.choose.search import MARGIN, Result, usable_bytes
-from longctx_patch.predict.run.cluster import GIB
+from longctx_patch.predict.machines import GIB
 
 TABLE_ROWS = 12
 SHORTER = "shorter rows, or more GPUs"

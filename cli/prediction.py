@@ -24,14 +24,14 @@ def cluster_of(
             )
         return None
     cluster = parse_cluster(gpus, host_gib)
-    most, per_node = cluster.gpu.hardware.gpus_per_node, -(-num_gpus // nodes)
+    most, per_node = cluster.hardware.gpus_per_node, -(-num_gpus // nodes)
     if per_node > most:
         raise ValueError(
-            f"--gpus {gpus} in --nodes {nodes}: machines of {cluster.gpu.name.upper()} have up to "
-            f"{most}. Use --nodes {-(-num_gpus // most)}."
+            f"--gpus {gpus} in --nodes {nodes}: machines of {cluster.hardware.name.upper()} "
+            f"have up to {most}. Use --nodes {-(-num_gpus // most)}."
         )
-    hardware = dataclasses.replace(cluster.gpu.hardware, gpus_per_node=per_node)
-    return dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, hardware=hardware))
+    hardware = dataclasses.replace(cluster.hardware, gpus_per_node=per_node)
+    return dataclasses.replace(cluster, hardware=hardware)
 
 
 def prediction(

@@ -14,7 +14,7 @@ from longctx_patch.cli.degrees import DegreeChoice
 from longctx_patch.cli.layer_masks import windows_in
 from longctx_patch.data import pack_rows
 from longctx_patch.predict.attention.costs import Workload
-from longctx_patch.predict.hardware import Hardware
+from longctx_patch.predict.machines import Hardware
 from longctx_patch.recipes import models, texts
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.documents import Documents

@@ -13,7 +13,7 @@ from longctx_patch.config import HardwareName, LongContextConfig, PlanName
 
 if TYPE_CHECKING:
     from longctx_patch.predict.attention.costs import Prediction, Setting, Workload
-    from longctx_patch.predict.hardware import Hardware
+    from longctx_patch.predict.machines import Hardware
 
 ULYSSES = "ulysses"
 """All ranks exchange heads and none is left for a ring; not a plan of the ring part."""
@@ -128,9 +128,9 @@ def make_setting(
 
 def read_hardware(name: HardwareName, ranks_per_node: int | None) -> "Hardware":
     """A preset, with this many GPUs in a machine."""
-    from longctx_patch.predict.hardware import PRESETS
+    from longctx_patch.predict.machines import MACHINES
 
-    preset = PRESETS[name]
+    preset = MACHINES[name]
     return dataclasses.replace(preset, gpus_per_node=ranks_per_node or preset.gpus_per_node)
 
 

@@ -26,7 +26,7 @@ PlanName = Literal[
 ]
 SPARSE_PLAN: PlanName = "halo"
 """What `auto` takes for masks that leave blocks out, and layers with a window always run."""
-HardwareName = Literal["a100", "h100", "h200"]
+HardwareName = Literal["h200", "h100", "a100", "a100-40"]
 LossName = Literal["chunked", "logits"]
 CheckpointPolicy = Literal["none", "full", "attention", "offload", "auto"]
 

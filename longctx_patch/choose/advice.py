@@ -3,16 +3,18 @@
 from dataclasses import replace
 
 from longctx_patch.choose.search import Result, longest, search, usable_bytes
+from longctx_patch.config import HardwareName
+from longctx_patch.predict.machines import GIB, MACHINES
 from longctx_patch.predict.run.candidate import Job
-from longctx_patch.predict.run.cluster import GIB, GPUS, Cluster
+from longctx_patch.predict.run.cluster import Cluster
 
 
 def cluster_here(
-    hardware: str, num_gpus: int, memory_bytes: float, host_bytes: float | None = None
+    hardware: HardwareName, num_gpus: int, memory_bytes: float, host_bytes: float | None = None
 ) -> Cluster:
     """GPUs of the kind that a config names, with the memory that torch reports of this one."""
-    gpu = replace(GPUS[hardware], memory_bytes=memory_bytes)
-    return Cluster(gpu=gpu, num_gpus=num_gpus, host_bytes=host_bytes)
+    here = replace(MACHINES[hardware], memory_bytes=memory_bytes)
+    return Cluster(hardware=here, num_gpus=num_gpus, host_bytes=host_bytes)
 
 
 def advice(used: Result) -> str:
@@ -48,7 +50,7 @@ def ways_out(job: Job) -> list[str]:
     if cluster.host_bytes is not None:
         anywhere = replace(cluster, host_bytes=None)
         others["a host with more memory (--host-gib)"] = replace(job, cluster=anywhere)
-    twice, most_of_one = 2 * cluster.num_gpus, cluster.gpu.hardware.gpus_per_node
+    twice, most_of_one = 2 * cluster.num_gpus, cluster.hardware.gpus_per_node
     if twice <= most_of_one or twice % most_of_one == 0:
         larger = replace(cluster, num_gpus=twice)
         others[f"--gpus {larger}"] = replace(job, cluster=larger)

@@ -19,7 +19,7 @@ from longctx_patch.config import (
 )
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import Prediction, Setting, Workload, predict
-from longctx_patch.predict.hardware import PRESETS, Hardware
+from longctx_patch.predict.machines import MACHINES, Hardware
 from longctx_patch.sequence.placement import placement_of
 
 MOST_WAVES = 2
@@ -52,7 +52,7 @@ def explain(
 
     With `plan="auto"` the chosen rows are those that the cost model takes.
     """
-    hardware = PRESETS[config.hardware]
+    hardware = MACHINES[config.hardware]
     config = replace(config, ulysses_waves=choose_waves(config, workload))
     settings = _settings_of(config, hardware)
     chosen = {d: choose_for(config, d, workload) for d in directions}
@@ -107,7 +107,7 @@ def choose(
     if plan != "auto":
         setting = _setting(config, plan, config.ranks_per_node)
         return replace(setting, layout=placement or setting.layout)
-    hardware = hardware or PRESETS[config.hardware]
+    hardware = hardware or MACHINES[config.hardware]
     candidates = [s for s in _settings_of(config, hardware) if _serves(s.plan, direction)]
     if len(candidates) == 1:
         return candidates[0]
@@ -123,7 +123,7 @@ def choose_waves(
     """
     if config.ulysses_waves is not None:
         return config.ulysses_waves
-    hardware = hardware or PRESETS[config.hardware]
+    hardware = hardware or MACHINES[config.hardware]
     setting = (
         _settings_of(config, hardware)[0]
         if config.plan == "auto"

@@ -14,7 +14,7 @@ from longctx_patch.choose.chooser import choose_for
 from longctx_patch.config import LayoutName, LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import Workload, predict
-from longctx_patch.predict.hardware import Hardware
+from longctx_patch.predict.machines import Hardware
 
 SAME = 0.02
 """What is as fast to within this share counts as equal."""

@@ -15,8 +15,8 @@ from longctx_patch.memory import MARGIN, LayerPolicy
 from longctx_patch.memory.auto import after_climbs
 from longctx_patch.memory.offload import RESERVE
 from longctx_patch.memory.tiled_mlp import tiles_that_fit
+from longctx_patch.predict.machines import GIB
 from longctx_patch.predict.run.candidate import Candidate, Job
-from longctx_patch.predict.run.cluster import GIB
 from longctx_patch.predict.run.components import (
     BF16,
     Components,
@@ -83,8 +83,8 @@ class Result:
     @property
     def mfu(self) -> float:
         """Of the peak of the data sheet, for a causal row without recompute."""
-        flops = self.job.step_flops * self.rows_at_once
-        return flops / self.time.total / self.job.cluster.num_gpus / self.job.cluster.gpu.peak_flops
+        cluster, flops = self.job.cluster, self.job.step_flops * self.rows_at_once
+        return flops / self.time.total / cluster.num_gpus / cluster.hardware.peak_flops
 
 
 def search(job: Job) -> list[Result]:
@@ -125,7 +125,7 @@ def _longest(job: Job, ulysses: int, ring: int) -> int:
 
 def usable_bytes(job: Job) -> float:
     """That tensors may take on a GPU: less than its memory by `CONTEXT_BYTES` and `MARGIN`."""
-    return (1 - MARGIN) * (job.cluster.gpu.memory_bytes - CONTEXT_BYTES)
+    return (1 - MARGIN) * (job.cluster.hardware.memory_bytes - CONTEXT_BYTES)
 
 
 def _order(result: Result) -> tuple[float, ...]:
@@ -235,7 +235,7 @@ def usual_tiles(job: Job, degree: int) -> int:
     """In which an MLP runs unless told otherwise."""
     shape = job.shape
     inner = BF16 * shape.num_mlp_products * shape.intermediate_size
-    memory = int(job.cluster.gpu.memory_bytes)
+    memory = int(job.cluster.hardware.memory_bytes)
     return tiles_that_fit(inner * tokens_of_a_rank(job, degree), memory)
 
 

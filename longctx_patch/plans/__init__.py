@@ -25,12 +25,12 @@ from longctx_patch.plans.types import (
 )
 from longctx_patch.plans.verify.walk import PlanError, PlanReport, verify_plan
 from longctx_patch.predict.attention.simulate import Simulation, Span, simulate
-from longctx_patch.predict.hardware import PRESETS, Hardware
+from longctx_patch.predict.machines import MACHINES, Hardware
 
 __all__ = [
     "ALL_HEADS",
     "EVERYONE",
-    "PRESETS",
+    "MACHINES",
     "AttentionShape",
     "Block",
     "Direction",

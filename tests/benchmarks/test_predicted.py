@@ -7,7 +7,7 @@ import predicted
 import pytest
 from runs import Run
 
-from longctx_patch.predict.run.cluster import GIB
+from longctx_patch.predict.machines import GIB
 
 
 def test_a_run_is_a_line_of_text() -> None:

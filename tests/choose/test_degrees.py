@@ -12,7 +12,7 @@ from longctx_patch.engine.groups import virtual_group
 from longctx_patch.kernels import Score
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import Workload
-from longctx_patch.predict.hardware import PRESETS
+from longctx_patch.predict.machines import MACHINES
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import documents_mask
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
@@ -121,4 +121,4 @@ def test_typical_documents() -> None:
     assert row.lengths[32] == pytest.approx(2048 / 1.65, rel=0.1)
     assert Documents.typical(100, 4096) == Documents.one(100)
     assert sum(Documents.typical(10, 1).lengths) == 10
-    assert seconds_of_ways({replace(WORKLOAD, lengths=row.lengths): 1}, PRESETS["a100"], 2)
+    assert seconds_of_ways({replace(WORKLOAD, lengths=row.lengths): 1}, MACHINES["a100"], 2)

@@ -10,13 +10,14 @@ import pytest
 from longctx_patch.choose.search import Result, longest, result_of, search, usable_bytes
 from longctx_patch.cli.plan_report import as_json, render
 from longctx_patch.memory.auto import after_climbs
+from longctx_patch.predict.machines import GIB, MACHINES
 from longctx_patch.predict.run.candidate import Job
-from longctx_patch.predict.run.cluster import GIB, GPUS, Cluster
+from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.predict.run.components import predict_memory
 from longctx_patch.predict.run.step_time import predict_attention
 from tests.predict.run.jobs import llama_job
 
-NOTHING = Cluster(gpu=replace(GPUS["h200"], memory_bytes=3 * GIB), num_gpus=1)
+NOTHING = Cluster(hardware=replace(MACHINES["h200"], memory_bytes=3 * GIB), num_gpus=1)
 
 
 def test_the_fastest_that_fit_come_first_then_the_nearest_to_fitting() -> None:

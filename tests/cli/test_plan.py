@@ -11,7 +11,7 @@ import pytest
 from longctx_patch.choose.search import MOST_TOKENS as SEARCHED
 from longctx_patch.cli.plan import KINDS
 from longctx_patch.cli.tokens import MOST_TOKENS, Tokens
-from longctx_patch.predict.run.cluster import GPUS
+from longctx_patch.predict.machines import MACHINES
 from tests.cli.conftest import Run
 from tests.predict.run.jobs import LLAMA_8B
 
@@ -230,7 +230,7 @@ def test_without_matplotlib_it_says_so(
 
 
 def test_constants_that_need_no_torch_are_the_planners() -> None:
-    assert ", ".join(GPUS) == KINDS
+    assert ", ".join(MACHINES) == KINDS
     assert MOST_TOKENS == SEARCHED
 
 

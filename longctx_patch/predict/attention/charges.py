@@ -10,7 +10,7 @@ from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.schedule import Moves, Works
 from longctx_patch.plans.traffic import AttentionShape
 from longctx_patch.plans.types import EVERYONE, Block, Direction, Share
-from longctx_patch.predict.hardware import Hardware
+from longctx_patch.predict.machines import Hardware
 from longctx_patch.sequence.layout import Interval, Rows
 from longctx_patch.sequence.regions import Piece, Rule
 

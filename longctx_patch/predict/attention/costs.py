@@ -15,7 +15,7 @@ from longctx_patch.engine.ulysses import to_heads_traffic, to_tokens_traffic
 from longctx_patch.plans import AttentionShape, Direction, Schedule, Traffic, make_schedule
 from longctx_patch.plans.head_split import QKV, Heads, HeadSplit
 from longctx_patch.predict.attention.simulate import Simulation, Span, simulate
-from longctx_patch.predict.hardware import Hardware
+from longctx_patch.predict.machines import Hardware
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import even_cuts
 from longctx_patch.sequence.masks import Mask, documents_mask

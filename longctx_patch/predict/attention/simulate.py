@@ -22,7 +22,7 @@ from longctx_patch.plans.traffic import AttentionShape
 from longctx_patch.plans.types import EVERYONE, Operand, Share
 from longctx_patch.predict.attention.charges import Charges, Floats
 from longctx_patch.predict.attention.copies import Packing
-from longctx_patch.predict.hardware import Hardware, Link
+from longctx_patch.predict.machines import Hardware, Link
 
 
 class Span(NamedTuple):

@@ -190,7 +190,7 @@ def _kept(job: Job, candidate: Candidate, tokens: float, but: int) -> float:
     others = candidate.policies[: len(candidate.policies) - but]
     kept = sum(kept_bytes(policy, candidate, layer) for policy in others)
     coming = tokens * checkpoint_bytes(candidate, layer)
-    comes_ahead = "offload" in others and coming <= AHEAD * job.cluster.gpu.memory_bytes
+    comes_ahead = "offload" in others and coming <= AHEAD * job.cluster.hardware.memory_bytes
     return tokens * kept + (coming if comes_ahead else 0.0)
 
 
@@ -240,7 +240,7 @@ def _backward(
     query = shape.num_heads * shape.head_dim
     kv = shape.num_kv_heads * shape.head_dim
     kv_heads = max(1, shape.num_kv_heads // candidate.ulysses)
-    parts = parts_that_fit(int(query * tokens), job.cluster.gpu.memory_bytes, kv_heads)
+    parts = parts_that_fit(int(query * tokens), job.cluster.hardware.memory_bytes, kv_heads)
     of_a_part = (FP32 * query + (BF16 * (query + 2 * kv) if parts > 1 else 0)) / parts
     is_shared = candidate.sequence_degree > 1
     own = BF16 * ((3 if is_shared else 2) * query + 2 * kv) + of_a_part

@@ -66,7 +66,7 @@ class Attention:
 
 def predict_attention(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -> Attention:
     """With the plan that `auto` takes, for the layout that goes with the share of tokens kept."""
-    shape, hardware = job.shape, job.cluster.gpu.hardware
+    shape, hardware = job.shape, job.cluster.hardware
     config = LongContextConfig(
         ulysses_degree=ulysses,
         ring_degree=ring,
@@ -87,7 +87,7 @@ def predict_attention(job: Job, ulysses: int, ring: int, attention_kept: float =
 
 def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Attention) -> StepTime:
     """`tokens` of a rank."""
-    shape, gpu, policies = job.shape, job.cluster.gpu, candidate.policies
+    shape, machine, policies = job.shape, job.cluster.hardware, candidate.policies
     again = sum(policy != "none" for policy in policies)
     forward_s, backward_s = attention.forward.makespan_s, attention.backward.makespan_s
     linear, head = shape.num_layers * shape.layer_linear_weights, shape.head_weights
@@ -101,16 +101,17 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     products = tokens * (each * linear + 2 * recomputed)
     per_token = _elementwise_bytes(job)
     moved = tokens * per_token * (3 * shape.num_layers + again)
-    bandwidth = gpu.hardware.copy_bandwidth
-    layer_s = forward_s + 2 * tokens * shape.layer_linear_weights / gpu.matmul_flops
+    bandwidth = machine.copy_bandwidth
+    layer_s = forward_s + 2 * tokens * shape.layer_linear_weights / machine.matmul_flops
     keeps = policies.count("attention") + policies.count("offload")
     runs_again = policies.count("full") + keeps * (1 - candidate.attention_kept) ** 2
     return StepTime(
         attention=shape.num_layers * (forward_s + backward_s) + runs_again * forward_s,
-        linear=products / gpu.matmul_flops,
+        linear=products / machine.matmul_flops,
         elementwise=moved / (ELEMENTWISE_SHARE * bandwidth),
-        loss=tokens * (each * head / gpu.matmul_flops + LOSS_BYTES * shape.vocab_size / bandwidth),
-        fsdp=_fsdp_seconds(job, products / gpu.matmul_flops),
+        loss=tokens
+        * (each * head / machine.matmul_flops + LOSS_BYTES * shape.vocab_size / bandwidth),
+        fsdp=_fsdp_seconds(job, products / machine.matmul_flops),
         offload=_offload_seconds(job, candidate, tokens, layer_s),
         optimizer=_optimizer_seconds(job, candidate),
     )
@@ -128,29 +129,29 @@ def _elementwise_bytes(job: Job) -> float:
 
 def _fsdp_seconds(job: Job, compute_s: float) -> float:
     """What is exposed: copies, the last reduction, and what products don't hide at all."""
-    ranks, gpu, shape = job.cluster.num_gpus, job.cluster.gpu, job.shape
+    ranks, machine, shape = job.cluster.num_gpus, job.cluster.hardware, job.shape
     if not job.fsdp:
         return 0.0
-    one_node = ranks <= gpu.hardware.gpus_per_node
-    link = gpu.hardware.intra_node if one_node else gpu.hardware.inter_node
+    one_node = ranks <= machine.gpus_per_node
+    link = machine.intra_node if one_node else machine.inter_node
     away = (ranks - 1) / ranks
     gathered = 2 * BF16 * shape.num_weights
     reduced = FP32 * job.trained_weights
     travels_s = (gathered + reduced) * away / link.bandwidth
     last = 0 if job.lora else FP32 * shape.head_weights * away / link.bandwidth
-    copies_s = shape.num_weights * FSDP_BYTES / gpu.hardware.copy_bandwidth
+    copies_s = shape.num_weights * FSDP_BYTES / machine.copy_bandwidth
     return copies_s + last + max(0.0, travels_s - compute_s)
 
 
 def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: float) -> float:
-    gpu, offloaded = job.cluster.gpu, candidate.policies.count("offload")
+    machine, offloaded = job.cluster.hardware, candidate.policies.count("offload")
     num_bytes = tokens * checkpoint_bytes(candidate, layer_bytes(job, candidate))
-    out_s, in_s = num_bytes / gpu.host_out_bandwidth, num_bytes / gpu.host_in_bandwidth
+    out_s, in_s = num_bytes / machine.host_out_bandwidth, num_bytes / machine.host_in_bandwidth
     exposed = max(0.0, out_s - layer_s) + max(0.0, in_s - 2 * layer_s)
     moved_s = 0.0
     if candidate.offload_states:  # weights come for forward and backward, gradients go
         weights, gradients, _ = states(job)
-        each_way = 2 * weights / gpu.host_in_bandwidth + gradients / gpu.host_out_bandwidth
+        each_way = 2 * weights / machine.host_in_bandwidth + gradients / machine.host_out_bandwidth
         moved_s = max(0.0, each_way - 3 * job.shape.num_layers * layer_s)
     return offloaded * exposed + moved_s
 
@@ -160,4 +161,4 @@ def _optimizer_seconds(job: Job, candidate: Candidate) -> float:
     if candidate.offload_states:
         clipping_s = mine * FP32 / HOST_CLIP_BYTES_PER_S if job.clips else 0.0
         return mine * HOST_ADAMW_BYTES / HOST_ADAMW_BYTES_PER_S + clipping_s
-    return mine * ADAMW_BYTES / job.cluster.gpu.hardware.copy_bandwidth
+    return mine * ADAMW_BYTES / job.cluster.hardware.copy_bandwidth

@@ -14,15 +14,16 @@ from longctx_patch.choose.chooser import TIE, choose, choose_waves, compare, exp
 from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import Setting, Workload, predict
-from longctx_patch.predict.hardware import PRESETS
+from longctx_patch.predict.machines import MACHINES, with_kernel
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-H200 = PRESETS["h200"]
+H200 = MACHINES["h200"]
+WITH_CUDNN = with_kernel(H200, "cudnn")
 WORKLOAD = Workload(num_tokens=131072)
 EQUAL_HEADS = replace(WORKLOAD, num_kv_heads=32)
 
-# Medians of benchmarks/plans.py on 4 H200 of one host (torch 2.11, CUDA 13.0), in milliseconds:
+# Medians of benchmarks/plans.py with cuDNN on 4 H200 of one host (torch 2.11, CUDA 13.0), in ms:
 # forward and backward at 32,768, 65,536 and 131,072 tokens.
 MEASURED_MS = {
     "zigzag": ((4.429, 12.350), (16.938, 45.571), (63.585, 179.612)),
@@ -37,7 +38,7 @@ MEASURED_MS = {
 
 
 # Of benchmarks/attention.py there, 131,072 tokens: medians of forward and backward together. Packed
-# rows have log-normal documents. Kernels are flash-attn 4's, a little faster than the preset's.
+# rows have log-normal documents. Kernels are flash-attn 4's.
 MASKED_MS = {
     ("halo", "balanced", 64): 7.52,
     ("ulysses", "balanced", 64): 10.25,
@@ -73,7 +74,7 @@ def test_predictions_are_within_15_percent_of_what_was_measured(plan: str) -> No
     for num_tokens, both in zip((32768, 65536, 131072), MEASURED_MS[plan], strict=True):
         for direction, measured_ms in zip(Direction, both, strict=True):
             workload = replace(WORKLOAD, num_tokens=num_tokens)
-            found_ms = predict(asked, direction, workload, H200).makespan_s * 1e3
+            found_ms = predict(asked, direction, workload, WITH_CUDNN).makespan_s * 1e3
             assert found_ms == pytest.approx(measured_ms, rel=0.15), (num_tokens, direction)
 
 
@@ -89,7 +90,7 @@ def test_predictions_of_packed_rows_and_windows(
     # A rank with 151 short documents takes longer than others with as many pairs: of tiles that
     # documents don't fill the model knows nothing.
     is_short = (plan, num_documents) == ("halo", 300)
-    assert sum(found) * 1e3 == pytest.approx(measured_ms, rel=0.12 if is_short else 0.08)
+    assert sum(found) * 1e3 == pytest.approx(measured_ms, rel=0.18 if is_short else 0.03)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +224,7 @@ def test_the_winners_are_the_fastest_pair_that_shares_a_layout(
     assert "chosen" in str(comparison)
 
 
-@pytest.mark.parametrize("hardware", PRESETS)
+@pytest.mark.parametrize("hardware", MACHINES)
 def test_auto_refuses_burst_where_grouped_heads_make_it_lose(hardware: str) -> None:
     for ring_degree in (4, 8, 16, 64):
         config = LongContextConfig(ring_degree=ring_degree, hardware=hardware)  # type: ignore[arg-type]
@@ -273,7 +274,7 @@ def test_explain_marks_what_auto_takes(num_tokens: int, ring_degree: int) -> Non
         (row,) = (row for row in explain(config, workload, [direction]).rows if row.chosen)
         taken = choose(config, direction, workload)
         assert row.prediction.plan == taken.name
-        assert row.prediction == predict(taken, direction, workload, PRESETS["h100"])
+        assert row.prediction == predict(taken, direction, workload, MACHINES["h100"])
         assert "LongContextConfig(ulysses_degree=2" in str(explain(config, workload, [direction]))
 
 
@@ -319,7 +320,7 @@ def test_waves_with_two_levels_of_ring_and_of_each_plan() -> None:
     config = LongContextConfig(ulysses_degree=2, ring_degree=4, ranks_per_node=2)
     assert choose_waves(config, Workload(num_tokens=65536)) in (1, 2)
     assert explain(config, Workload(num_tokens=65536)).rows
-    hardware = PRESETS["h100"]
+    hardware = MACHINES["h100"]
     for plan in ("allgather", "zigzag", "zigzag_direct"):
         workload = Workload(num_tokens=131072)
         config = LongContextConfig(ulysses_degree=4, ring_degree=4, plan=plan)  # type: ignore[arg-type]
@@ -337,6 +338,6 @@ def test_waves_with_two_levels_of_ring_and_of_each_plan() -> None:
 
 def test_what_the_cpu_bounds_waits_for_no_message() -> None:
     ulysses = Setting(plan="zigzag", layout="zigzag", ulysses_degree=8, ring_degree=1)
-    found = predict(ulysses, Direction.FORWARD, Workload(num_tokens=4096), PRESETS["h100"])
-    assert found.makespan_s >= PRESETS["h100"].host_wave_s
+    found = predict(ulysses, Direction.FORWARD, Workload(num_tokens=4096), MACHINES["h100"])
+    assert found.makespan_s >= MACHINES["h100"].host_wave_s
     assert found.exposed_communication_s == 0

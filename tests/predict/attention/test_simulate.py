@@ -16,7 +16,7 @@ from longctx_patch.plans import (
     verify_plan,
 )
 from longctx_patch.predict.attention.simulate import Simulation, simulate
-from longctx_patch.predict.hardware import PRESETS, Hardware, KernelRate, Link
+from longctx_patch.predict.machines import MACHINES, Hardware, KernelRate, KernelRates, Link
 from longctx_patch.sequence.layout import make_layout
 from longctx_patch.sequence.masks import causal
 
@@ -24,16 +24,26 @@ SHAPE = AttentionShape(batch=1, num_heads=32, num_kv_heads=8, head_dim=128, item
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 TOKENS = 4096  # of a rank
 FLOPS = 1e15
-ATTENTION_ALONE = Hardware(
-    name="h100",
-    forward_full=KernelRate(FLOPS, 0, 0),
-    forward_causal=KernelRate(FLOPS, 0, 0),
-    backward_full=KernelRate(FLOPS, 0, 0),
-    backward_causal=KernelRate(FLOPS, 0, 0),
+
+
+def kernels(flops: float) -> KernelRates:
+    """Every block at one rate, without a start."""
+    rate = KernelRate(flops, 0, 0)
+    return KernelRates(
+        kernel="none",
+        forward_full=rate,
+        forward_causal=rate,
+        backward_full=rate,
+        backward_causal=rate,
+    )
+
+
+ATTENTION_ALONE = replace(
+    MACHINES["h100"],
+    kernels=kernels(FLOPS),
     copy_bandwidth=inf,
     add_bandwidth=inf,
     merge_bandwidth=inf,
-    gpus_per_node=8,
     intra_node=Link(inf, 0),
     inter_node=Link(inf, 0),
     overlap_slowdown=0,
@@ -43,9 +53,7 @@ ATTENTION_ALONE = Hardware(
     host_wave_s=0,
     host_message_s=0,
 )
-FREE_KERNELS = replace(
-    ATTENTION_ALONE, forward_full=KernelRate(inf, 0, 0), forward_causal=KernelRate(inf, 0, 0)
-)
+FREE_KERNELS = replace(ATTENTION_ALONE, kernels=kernels(inf))
 MESSAGES_ALONE = replace(
     FREE_KERNELS,
     intra_node=Link(200e9, 10e-6),
@@ -71,7 +79,7 @@ def test_counts_are_those_of_the_executed_plan(
     plan: str, num_ranks: int, direction: Direction
 ) -> None:
     schedule = named(plan, direction, num_ranks)
-    found = played(schedule, PRESETS["h200"])
+    found = played(schedule, MACHINES["h200"])
     executed = schedule.plan()
     sent = plan_traffic(executed, SHAPE)
     assert found.bytes_sent == tuple(traffic.bytes for traffic in sent)
@@ -123,13 +131,13 @@ def test_the_double_ring_waits_less_for_slow_links_than_the_flat_ring() -> None:
 
 def test_free_links_expose_nothing() -> None:
     for plan in LAYOUTS_OF_PLAN:
-        found = played(named(plan, BACKWARD, 8), PRESETS["h100"].with_free_links())
+        found = played(named(plan, BACKWARD, 8), MACHINES["h100"].with_free_links())
         assert found.exposed_communication_s == 0
 
 
 def test_a_ring_holds_two_blocks_and_the_copy_of_its_own() -> None:
     block = 2 * TOKENS * SHAPE.num_kv_heads * SHAPE.head_dim * 2
-    assert played(named("zigzag", FORWARD, 8), PRESETS["h100"]).peak_buffer_bytes == 3 * block
+    assert played(named("zigzag", FORWARD, 8), MACHINES["h100"]).peak_buffer_bytes == 3 * block
 
 
 def test_a_block_is_copied_once_however_often_it_is_sent() -> None:
@@ -146,7 +154,7 @@ def test_a_block_is_copied_once_however_often_it_is_sent() -> None:
 @pytest.mark.parametrize("plan", ["zigzag", "double_ring", "distflash_balanced"])
 def test_thousands_of_ranks_take_seconds(plan: str) -> None:
     begin = perf_counter()
-    found = played(named(plan, FORWARD, 4096, per_node=8), PRESETS["h100"])
+    found = played(named(plan, FORWARD, 4096, per_node=8), MACHINES["h100"])
     assert perf_counter() - begin < 40
     assert len(found.bytes_sent) == 4096
     assert found.idle_fraction < 1e-3

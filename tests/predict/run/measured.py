@@ -10,7 +10,7 @@ from runs import Run
 
 from longctx_patch.choose.search import Result
 from longctx_patch.memory import LayerPolicy
-from longctx_patch.predict.run.cluster import GIB
+from longctx_patch.predict.machines import GIB
 
 
 class Measured(NamedTuple):

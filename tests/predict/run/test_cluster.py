@@ -2,7 +2,8 @@
 
 import pytest
 
-from longctx_patch.predict.run.cluster import GIB, GPUS, parse_cluster
+from longctx_patch.predict.machines import GIB, MACHINES
+from longctx_patch.predict.run.cluster import parse_cluster
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from longctx_patch.predict.run.cluster import GIB, GPUS, parse_cluster
 )
 def test_a_number_and_a_kind(text: str, count: int, name: str) -> None:
     cluster = parse_cluster(text)
-    assert (cluster.num_gpus, cluster.gpu) == (count, GPUS[name])
+    assert (cluster.num_gpus, cluster.hardware) == (count, MACHINES[name])
     assert cluster.gpus_per_node == min(count, 8)
     assert str(cluster) == f"{count}x{name.upper()}"
 

@@ -8,8 +8,8 @@ import pytest
 from longctx_patch.choose.search import result_of, search, tokens_of_a_rank, usual_tiles
 from longctx_patch.config import CheckpointPolicy
 from longctx_patch.memory.offload import AHEAD
+from longctx_patch.predict.machines import GIB
 from longctx_patch.predict.run.candidate import Job
-from longctx_patch.predict.run.cluster import GIB
 from longctx_patch.predict.run.components import layer_bytes, states
 from longctx_patch.predict.run.step_time import predict_attention
 from tests.predict.run.jobs import candidate, llama_job, llama_shape
@@ -109,7 +109,7 @@ def test_tiles_are_as_many_as_the_patch_takes() -> None:
         for tokens in (2**15, 2**18, 1_000_003, 2**22):
             job = llama_job(gpus, tokens)
             mine = tokens_of_a_rank(job, job.cluster.num_gpus)
-            of_gpu = int(job.cluster.gpu.memory_bytes)
+            of_gpu = int(job.cluster.hardware.memory_bytes)
             tiles = usual_tiles(job, job.cluster.num_gpus)
             assert tiles == tiles_that_fit(3 * 2 * 14336 * mine, of_gpu)
 
@@ -160,7 +160,7 @@ def test_layers_too_large_to_come_ahead_come_when_they_are_asked_for() -> None:
         return found.memory.checkpoints
 
     per_token = 4 * 4096 + 4 * 32
-    most = AHEAD * llama_job("1xH200", 2).cluster.gpu.memory_bytes / per_token
+    most = AHEAD * llama_job("1xH200", 2).cluster.hardware.memory_bytes / per_token
     assert coming(int(most)) == int(most) * per_token
     assert coming(int(most) + 1) == 0
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from longctx_patch.predict.run.cluster import GIB
+from longctx_patch.predict.machines import GIB
 from longctx_patch.predict.run.components import layer_bytes
 from tests.predict.run.jobs import candidate, llama_job
 from tests.predict.run.measured import AFTERWARDS, IN_VIEW, Measured
