@@ -318,7 +318,7 @@ ZIGZAG = ["--plan", "zigzag", "--ranks", 8]
             ["--plan", "double_ring", "--ranks", 8, "--ulysses", 2, "--ranks-per-node", 3],
             ["3 ranks per node", "whole Ulysses groups", "Use --ranks-per-node 2 or 4 or 8"],
         ),
-        ([*ZIGZAG, "--hardware", "abacus"], ["'abacus' is not one of", "'a100', 'h100', 'h200'"]),
+        ([*ZIGZAG, "--hardware", "abacus"], ["'abacus' is not one of", "'h200', 'h100', 'a100'"]),
         (
             ["--ranks", 8, "--plan", "zigzag-direct"],
             ["'zigzag-direct' is not one of", "Did you mean 'zigzag_direct'?"],
