@@ -3,6 +3,7 @@
 #   make install    create .venv and install the package with its development tools
 #   make demo       the main job on CPU with two processes
 #   make test       the tests that need no GPU
+#   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
 #   make pictures   draw docs/schedules again
 #   make check      formatting, lint, types
@@ -12,16 +13,19 @@
 
 PYTHON ?= python3
 TORCH ?=
+PINS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+OLDEST := transformers==5.17.0
+OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/loss tests/hf/model
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 TYPED := $(sort $(dir $(wildcard $(addsuffix /*.py,longctx_patch cli recipes examples benchmarks))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-gpu pictures check clean
+.PHONY: install demo test test-oldest test-gpu pictures check clean
 
 install: $(STAMP)
 
@@ -46,7 +50,7 @@ $(STAMP): setup.py
 	        echo "$$CPU_TORCH could not be had from $$CPU_TORCH_INDEX nor from pip's find-links." \
 	             "To take another build: make TORCH='torch>=2.11' $(MAKECMDGOALS)" >&2; exit 1; }; \
 	fi
-	$(BIN)/python -m pip install -e ".[dev]"
+	$(BIN)/python -m pip install -e ".[dev]" $(PINS)
 	@touch $@
 
 demo: $(STAMP)
@@ -54,6 +58,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal
+
+test-oldest:
+	$(MAKE) install VENV=.venv-oldest PINS='$(OLDEST)'
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal $(OLDEST_TESTS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
@@ -68,4 +76,4 @@ check: $(STAMP)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -105,3 +105,10 @@ def test_bounds_of_what_is_required() -> None:
     assert plain["torch"] == ">=2.11"
     assert set(plain["transformers"].split(",")) == {">=5.17", "<6"}
     assert plain["accelerate"] == ">=1.15"
+
+
+def test_ci_runs_the_oldest_transformers_that_setup_allows() -> None:
+    (oldest,) = re.findall(r"transformers>=([\d.]+)", (ROOT / "setup.py").read_text())
+    (tested,) = re.findall(r"^OLDEST := transformers==(\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    assert tested == f"{oldest}.0"
+    assert "make test-oldest" in (ROOT / ".ci" / "run").read_text()
