@@ -109,6 +109,8 @@ def test_bounds_of_what_is_required() -> None:
 
 def test_ci_runs_the_oldest_transformers_that_setup_allows() -> None:
     (oldest,) = re.findall(r"transformers>=([\d.]+)", (ROOT / "setup.py").read_text())
-    (tested,) = re.findall(r"^OLDEST := transformers==(\S+)$", (ROOT / "Makefile").read_text(), re.M)
+    (tested,) = re.findall(
+        r"^OLDEST := transformers==(\S+)$", (ROOT / "Makefile").read_text(), re.M
+    )
     assert tested == f"{oldest}.0"
     assert "make test-oldest" in (ROOT / ".ci" / "run").read_text()
