@@ -7,7 +7,7 @@ from model_shapes import model_config
 
 from longctx_patch import LongContextConfig
 from longctx_patch.choose.search import Result, result_of, usual_tiles
-from longctx_patch.memory import LayerPolicy
+from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.predict.run.candidate import Job, WeightsDtype
 from longctx_patch.predict.run.cluster import parse_cluster
 from longctx_patch.predict.run.shape import shape_of

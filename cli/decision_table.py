@@ -6,6 +6,7 @@ from longctx_patch.cli.prediction import prediction_rows
 from longctx_patch.cli.run_checks import rope_types
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.rope import reachable_length
+from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import Settings
 
@@ -38,7 +39,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
             decisions.placement,
             placed if degrees.ring > 1 else "alike without a ring",
         ),
-        ("checkpoint", settings.checkpoint, _CHECKPOINT_REASONS[settings.checkpoint]),
+        ("checkpoint", settings.checkpoint, POLICIES[settings.checkpoint].summary),
         *_attention_kept(settings.attention_kept),
         ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
         ("weights", *_weights(decisions)),
@@ -50,15 +51,6 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
             ),
         ),
     ]
-
-
-_CHECKPOINT_REASONS = {
-    "auto": "none, attention or offload by layer, as the GPU's memory demands (CPU: attention)",
-    "none": "all activations are kept: fastest, most memory",
-    "full": "each layer is recomputed, attention and its communication too: least memory",
-    "attention": "each layer is recomputed except attention, which does not run twice",
-    "offload": "as attention, and what layers keep is in host memory until backward",
-}
 
 
 def _attention_kept(share: float) -> list[tuple[str, str, str]]:

@@ -2,13 +2,13 @@
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 
 from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.tokens import Tokens
-from longctx_patch.config import CheckpointPolicy
+from longctx_patch.memory.policies import POLICIES
 
 ROPE_KINDS = ("linear", "dynamic", "yarn")
 
@@ -45,7 +45,7 @@ class Gpus(click.ParamType[str]):
 @click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
 @click.option(
     "--checkpoint",
-    type=Choice(get_args(CheckpointPolicy)),
+    type=Choice(list(POLICIES)),
     default="auto",
     help="What is kept for backward [auto: as much as the GPU's memory takes].",
 )

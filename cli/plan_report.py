@@ -5,6 +5,7 @@ from typing import Any
 
 from longctx_patch.choose.advice import flags, ways_out
 from longctx_patch.choose.search import MARGIN, Result, usable_bytes
+from longctx_patch.memory.policies import POLICIES, count_on_host, describe_layers
 from longctx_patch.predict.machines import GIB
 
 TABLE_ROWS = 12
@@ -39,6 +40,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
         lines += _table([_row(result) for result in fitting[:TABLE_ROWS]])
         left = len(fitting) - TABLE_ROWS
         lines += [f"and {left} more that fit"] if left > 0 else []
+        lines += [text for result in fitting[:TABLE_ROWS] if (text := _choice_by_layer(result))]
         lines += ["(Of each number of GPUs and checkpoint policy the fastest; --json lists all.)"]
         lines += ["", f"The first: {flags(fitting[0])}", *_parts(fitting[0])]
     else:
@@ -104,18 +106,24 @@ def _candidate(result: Result) -> dict[str, Any]:
 
 def _offload(result: Result) -> str:
     """What is on the host."""
-    parts = ["checkpoints"] if "offload" in result.candidate.policies else []
+    parts = ["checkpoints"] if count_on_host(result.candidate.policies) else []
     parts += ["states"] if result.candidate.offload_states else []
     return " and ".join(parts) or "none"
 
 
+def _choice_by_layer(result: Result) -> str:
+    """What the layers do under a policy that chooses by layer; empty under the others."""
+    candidate = result.candidate
+    if not POLICIES[candidate.checkpoint].chooses_by_layer:
+        return ""
+    degree, layers = candidate.sequence_degree, describe_layers(candidate.policies)
+    return f"{candidate.checkpoint} with sp {degree}: {layers}."
+
+
 def _checkpoint(result: Result) -> str:
     candidate = result.candidate
-    text = candidate.checkpoint
-    if candidate.checkpoint == "auto":
-        counts = {name: candidate.policies.count(name) for name in ("offload", "attention", "none")}
-        text += ": " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     kept = candidate.attention_kept
+    text = candidate.checkpoint
     return text if kept == 1 else f"{text}, attention of {kept:.0%} kept"
 
 

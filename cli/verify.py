@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from longctx_patch.cli.choice import Choice
-from longctx_patch.config import CheckpointPolicy, LayoutName, LongContextConfig
+from longctx_patch.config import LayoutName, LongContextConfig
+from longctx_patch.memory.policies import POLICIES, CheckpointPolicy
 
 if TYPE_CHECKING:
     from longctx_patch.verification import Report
@@ -61,7 +62,7 @@ class VerifyOptions:
 )
 @click.option("--dtype", type=Choice(["float32", "float64"]), default="float32")
 @click.option("--seq-len", type=click.IntRange(3), help="Tokens of a row [127, a prime].")
-@click.option("--checkpoint", type=Choice(get_args(CheckpointPolicy)), help="Policy [none].")
+@click.option("--checkpoint", type=Choice(list(POLICIES)), help="Policy [none].")
 @click.option("--packed", is_flag=True, help="Rows of several documents [as the run has them].")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def verify_command(target: str, as_json: bool, **options: Any) -> None:

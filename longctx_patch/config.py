@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, names_that_keep_attention
 from longctx_patch.names import require_choice
 
 LayoutName = Literal["zigzag", "contiguous", "striped", "balanced"]
@@ -28,7 +29,6 @@ SPARSE_PLAN: PlanName = "halo"
 """What `auto` takes for masks that leave blocks out, and layers with a window always run."""
 HardwareName = Literal["h200", "h100", "a100", "a100-40"]
 LossName = Literal["chunked", "logits"]
-CheckpointPolicy = Literal["none", "full", "attention", "offload", "auto"]
 
 # Each plan is balanced, or at all defined, for some placements of tokens; the first is its own.
 LAYOUTS_OF_PLAN: Mapping[str, tuple[LayoutName, ...]] = MappingProxyType(
@@ -141,7 +141,7 @@ class LongContextConfig:
         require_choice("loss", self.loss, get_args(LossName))
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r}: give True or False.")
-        require_choice("checkpoint", self.checkpoint, get_args(CheckpointPolicy))
+        require_choice("checkpoint", self.checkpoint, tuple(POLICIES))
         self._check_share()
         for field in ("plan", "backward_plan"):
             plan = getattr(self, field)
@@ -162,10 +162,11 @@ class LongContextConfig:
             raise ValueError(
                 f"attention_kept={share!r}: it is a share of the tokens. Use a number from 0 to 1."
             )
-        if share < 1 and self.checkpoint in ("none", "full"):
+        if share < 1 and not POLICIES[self.checkpoint].keeps_attention:
             raise ValueError(
                 f"attention_kept={share} with checkpoint={self.checkpoint!r}, which keeps all of "
-                "attention or nothing. Use checkpoint='attention', 'offload' or 'auto'."
+                "attention or nothing. Use one of the policies that keep it: "
+                f"checkpoint={' or '.join(map(repr, names_that_keep_attention()))}."
             )
 
     def _check_nodes(self) -> None:

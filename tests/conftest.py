@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from longctx_patch.memory import let_segments_grow
+from longctx_patch.memory.allocator import let_segments_grow
 
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")

@@ -16,8 +16,9 @@ PACKAGE = ROOT / "longctx_patch"
 # itself is a room of its own; its `__init__` offers all that rooms below it hold.
 FLOORS = (
     ("names",),
+    ("memory",),
     ("config",),
-    ("sequence", "transport", "memory"),
+    ("sequence", "transport"),
     ("plans", "kernels"),
     ("plans/generators", "plans/verify", "kernels/backends", "loss", "predict"),
     ("kernels/select", "predict/attention", "data"),

@@ -2,19 +2,15 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from types import MappingProxyType
-from typing import get_args
 
 from longctx_patch.choose.degrees import SAME, Way, preferred, ways
-from longctx_patch.config import CheckpointPolicy
-from longctx_patch.memory import MARGIN, LayerPolicy
-from longctx_patch.memory.auto import after_climbs
-from longctx_patch.memory.offload import RESERVE
-from longctx_patch.memory.tiled_mlp import tiles_that_fit
+from longctx_patch.memory.ladder import after_climbs
+from longctx_patch.memory.limits import MARGIN, RESERVE, tiles_that_fit
+from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, LayerPolicy, Policy
 from longctx_patch.predict.machines import GIB
 from longctx_patch.predict.run.candidate import Candidate, Job
 from longctx_patch.predict.run.components import (
@@ -33,16 +29,6 @@ STEP_TOKENS = 1024
 MOST_TOKENS = 2**30
 LONG = 2**20
 """A first guess at how long they are."""
-SHARES: Mapping[str, tuple[float, ...]] = MappingProxyType(
-    {
-        "none": (1.0,),
-        "full": (1.0,),
-        "attention": (1.0, 0.5),
-        "offload": (1.0, 0.5, 0.0),
-        "auto": (1.0, 0.5, 0.0),
-    }
-)
-"""Of the tokens, whose attention is kept: those looked at."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +152,7 @@ def _attention(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -
 
 def _of_degrees(job: Job, ulysses: int, ring: int) -> Iterator[Result]:
     tiled = usual_tiles(job, ulysses * ring)
-    kept = [(policy, share) for policy in get_args(CheckpointPolicy) for share in SHARES[policy]]
+    kept = [(policy.name, share) for policy in POLICIES.values() for share in _shares(policy)]
     for mlp_tiles, offload_states, (policy, share) in product(
         sorted({1, tiled}), (False, True) if job.fsdp else (False,), kept
     ):
@@ -179,6 +165,14 @@ def _of_degrees(job: Job, ulysses: int, ring: int) -> Iterator[Result]:
             mlp_tiles=mlp_tiles,
             offload_states=offload_states,
         )
+
+
+def _shares(policy: Policy) -> tuple[float, ...]:
+    """Shares of the tokens whose attention is kept that are tried with a policy. Keeping none of it
+    is worth a try where the layers' inputs leave the GPU."""
+    if not policy.keeps_attention:
+        return (1.0,)
+    return (1.0, 0.5, 0.0) if policy.on_host else (1.0, 0.5)
 
 
 def result_of(
@@ -204,12 +198,12 @@ def result_of(
         ring=ring,
         plan=attention.plan,
         checkpoint=checkpoint,
-        policies=policies or _to_begin_with(checkpoint, num_layers),
+        policies=policies or (POLICIES[checkpoint].rungs[0],) * num_layers,
         mlp_tiles=mlp_tiles,
         attention_kept=attention_kept,
         offload_states=offload_states,
     )
-    if checkpoint != "auto" or policies:
+    if not POLICIES[checkpoint].chooses_by_layer or policies:
         return _result(job, start, attention)
 
     def climbed(number: int) -> Result:
@@ -221,10 +215,6 @@ def result_of(
         range(1, 2 * num_layers + 1), True, key=lambda n: climbed(n).memory.total > usable
     )
     return climbed(climbs)
-
-
-def _to_begin_with(checkpoint: CheckpointPolicy, num_layers: int) -> tuple[LayerPolicy, ...]:
-    return after_climbs(0, num_layers) if checkpoint == "auto" else (checkpoint,) * num_layers
 
 
 def tokens_of_a_rank(job: Job, degree: int) -> int:

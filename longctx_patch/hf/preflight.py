@@ -26,7 +26,10 @@ from torch import Tensor, nn
 from longctx_patch.hf.call.meeting import Meeting, meet
 from longctx_patch.hf.layers.rehearsal import NUM_LAYERS, Rehearsal, num_bytes_on
 from longctx_patch.hf.patching import PatchHandle
-from longctx_patch.memory import Extra, HostCopies, LayerPolicy, Rehearsed
+from longctx_patch.memory.auto import Rehearsed
+from longctx_patch.memory.ladder import Extra
+from longctx_patch.memory.offload import HostCopies
+from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.memory.random_state import RandomState
 
 ADAMW_STATES = 2

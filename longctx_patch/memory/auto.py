@@ -40,22 +40,23 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median_low
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from longctx_patch.memory.ladder import (
+    HIGHEST,
+    LOWEST,
+    Extra,
+    after_climbs,
+    measured_extra,
+    to_measure,
+)
+from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.meter import Meter
 from longctx_patch.memory.offload import HostCopies
-from longctx_patch.memory.policies import LayerPolicy, run_layer
-
-LADDER: tuple[LayerPolicy, ...] = ("offload", "attention", "none")
-"""Policies of a layer, from the cheapest in memory to the cheapest in time."""
-
-MARGIN = 0.06
-"""Share of the capacity that is left free: for what the allocator can't use because it is in
-pieces, for passes that need more than those measured (other documents, experts with more tokens),
-and for libraries that allocate for themselves. Layers step down when half of it is used."""
+from longctx_patch.memory.policies import LayerPolicy
+from longctx_patch.memory.run_layer import run_layer
 
 RECENT, SHORT = 8, 2
 """Of so many passes, these are too many in which the allocator had to try again. A single one may
@@ -64,17 +65,6 @@ have come between two arrangements of its memory."""
 MEASURE = -1
 """In place of a number of climbs: this pass measures. Less than any number, so the least of what
 ranks propose is right for all."""
-
-
-class Extra(NamedTuple):
-    """Bytes on the device that a layer keeps for backward on a rung beyond the one below it."""
-
-    attention: int
-    none: int
-
-    def of(self, policy: LayerPolicy) -> int:
-        """Beyond the lowest rung."""
-        return {"offload": 0, "attention": self.attention, "none": sum(self)}[policy]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +183,7 @@ class AutoPolicy:
         num_layers = len(self._kinds)
         self._num_tokens, self._extra = num_tokens, (found.extra_bytes,) * num_layers
         climbs = max(self._fewest_climbs, num_layers - found.host_layers)
-        self.policies = (*after_climbs(climbs, num_layers)[:-1], LADDER[-1])
+        self.policies = (*after_climbs(climbs, num_layers)[:-1], HIGHEST)
         self._window = _Window(found.peak_bytes, found.rest_bytes, is_rehearsed=True)
 
     def propose(self, num_tokens: int) -> int:
@@ -258,7 +248,7 @@ class AutoPolicy:
             return self._run(layer, forward, *args)
         self._allocated.append(self._meter.allocated())
         if self._must_leave(layer):
-            self.policies = (*self.policies[:layer], "offload", *self.policies[layer + 1 :])
+            self.policies = (*self.policies[:layer], LOWEST, *self.policies[layer + 1 :])
         out = self._run(layer, forward, *args)
         if len(self._allocated) == len(self._kinds):
             self._allocated.append(self._meter.allocated())
@@ -352,41 +342,3 @@ class AutoPolicy:
             change = extra.of(new) - extra.of(old)
             less, more = less + max(0, -change), more + max(0, change)
         return self._window.at_once * less, self._window.at_once * more
-
-
-def after_climbs(climbs: int, num_layers: int) -> tuple[LayerPolicy, ...]:
-    """Policies, first layer to last: all on the first rung above before any climbs further.
-
-    Example:
-        >>> after_climbs(1, 3), after_climbs(5, 3)
-        (('offload', 'offload', 'attention'), ('attention', 'none', 'none'))
-    """
-    from_last = range(num_layers - 1, -1, -1)
-    return tuple(LADDER[(climbs > n) + (climbs > num_layers + n)] for n in from_last)
-
-
-def to_measure(kinds: Sequence[Hashable]) -> tuple[LayerPolicy, ...]:
-    """The last of each kind on the highest rung, the others on the one below."""
-    last = {kind: layer for layer, kind in enumerate(kinds)}
-    return tuple("none" if last[kind] == n else "attention" for n, kind in enumerate(kinds))
-
-
-def measured_extra(
-    kinds: Sequence[Hashable], kept_bytes: Sequence[int], policies: Sequence[LayerPolicy]
-) -> tuple[Extra, ...]:
-    """By layer, from a pass in which one layer of each kind was on the highest rung.
-
-    The first layers differ a little (buffers of FSDP, inputs without gradient), hence medians. An
-    offloaded layer keeps nothing but what was seen of one; a kind with one layer only is taken at
-    all it keeps.
-    """
-    found: dict[Hashable, Extra] = {}
-    for kind in set(kinds):
-        kept: dict[LayerPolicy, list[int]] = {policy: [] for policy in LADDER}
-        for other, num_bytes, policy in zip(kinds, kept_bytes, policies, strict=True):
-            if other == kind:
-                kept[policy].append(num_bytes)
-        offload, attention, none = (median_low(kept[p]) if kept[p] else 0 for p in LADDER)
-        below = attention or offload
-        found[kind] = Extra(max(0, attention - offload), max(0, none - below))
-    return tuple(found[kind] for kind in kinds)

@@ -28,13 +28,9 @@ import torch
 from torch import Tensor
 
 from longctx_patch.memory import host
+from longctx_patch.memory.limits import AHEAD, RESERVE
 from longctx_patch.memory.meter import total_bytes
 from longctx_patch.memory.replay import Getter
-
-RESERVE = 0.05
-"""Share of the machine's memory that is left to others."""
-AHEAD = 1 / 16
-"""Of the device's memory, that a layer's tensors may take while the one after it is computed."""
 
 
 class HostMemoryFull(RuntimeError):

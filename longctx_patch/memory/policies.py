@@ -1,84 +1,131 @@
-"""What one decoder layer keeps for backward: its checkpoint policy.
+"""What a decoder layer keeps for backward: one record for each checkpoint policy.
 
-| policy | kept per layer | attention in the recompute |
-|---|---|---|
-| none | all activations | - |
-| full | the layer's input | kernel and communication run again |
-| attention | the input, attention's out and lse | replayed: neither runs again |
-| offload | the same, in pinned host memory | likewise |
+The config's check, the planner, the command line and the first step's check read these records and
+compare no names. To add a policy, add its names and its record here, and teach
+`longctx_patch.memory.run_layer` to run it if its fields say something new.
 
-Under Ulysses the backward pass of `attention` exchanges q, k, v and out for heads once more, since
-the frame keeps this rank's tokens only.
+Keeping attention costs B * L * H * D numbers of the model's dtype and B * H * L numbers of float32
+for each layer. It saves a third of attention's work in forward and backward (DISTFLASHATTN, section
+3.3). Under Ulysses, the backward pass then exchanges q, k, v and the output for heads once more,
+since a layer keeps only this rank's tokens.
 
-`attention` and `offload` may keep out and lse for a share of the tokens only, those that cost most
-to compute again (`longctx_patch.engine.selective`); with a share of 0 they keep the input alone,
-which is `full`, or `full` with the inputs on the host.
-
-`attention` costs B * L * H * D numbers of the model's dtype and B * H * L float32 a layer, and
-saves a third of attention's forward-and-backward work (DISTFLASHATTN, section 3.3). The policy
-`auto` gives each layer one of these (`longctx_patch.memory.auto`).
+Policies that keep attention may do so for a share of the tokens, those that cost most to compute
+again (`longctx_patch.engine.selective`). With a share of 0, `attention` is the same as `full`, and
+`offload` is `full` with the layers' inputs on the host.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal
-
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
-
-from longctx_patch.memory.offload import HostCopies
-from longctx_patch.memory.replay import Getter, as_it_is, checkpoint_contexts
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
 
 LayerPolicy = Literal["none", "full", "attention", "offload"]
+"""Names of the policies that one layer can have."""
+CheckpointPolicy = Literal["none", "full", "attention", "offload", "auto"]
+"""Names of the policies that a config can have for all layers."""
 
 
-def run_layer(
-    policy: LayerPolicy,
-    forward: Callable[..., Any],
-    *args: Any,
-    host: HostCopies | None = None,
-    share: float = 1.0,
-) -> Any:
-    """`forward(*args)` of one layer, hidden states first.
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What layers keep under one policy. Where a policy chooses by layer, its flags say what a
+    layer of it may do."""
 
-    Its backward follows the policy that its forward ran under. `host` is for `offload`, `share` of
-    the tokens have their attention kept by those that keep it.
+    name: CheckpointPolicy
+    rungs: tuple[LayerPolicy, ...]
+    """What one layer may be given: this policy alone, or several from which each layer gets one,
+    from the cheapest in memory to the cheapest in time."""
+    recomputes_layer: bool
+    """Backward runs the layer's forward pass again, from the layer's input."""
+    keeps_attention: bool = False
+    """Attention's output and lse are kept, so that the recompute runs neither attention's kernel
+    nor its communication. `attention_kept` says for which share of the tokens."""
+    on_host: bool = False
+    """What the layer keeps lies in pinned host memory until backward."""
+    action: str = ""
+    """What layers do under it, as the predicate of a sentence."""
+    summary: str
+    """What the run folder of `longctx patch` says about it."""
+
+    @property
+    def chooses_by_layer(self) -> bool:
+        """Whether layers climb from rung to rung (`longctx_patch.memory.auto`)."""
+        return len(self.rungs) > 1
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        policy.name: policy
+        for policy in (
+            Policy(
+                name="none",
+                rungs=("none",),
+                recomputes_layer=False,
+                action="recompute nothing",
+                summary="all activations are kept: fastest, most memory",
+            ),
+            Policy(
+                name="full",
+                rungs=("full",),
+                recomputes_layer=True,
+                action="recompute everything",
+                summary="each layer is recomputed, attention and its communication too: least "
+                "memory",
+            ),
+            Policy(
+                name="attention",
+                rungs=("attention",),
+                recomputes_layer=True,
+                keeps_attention=True,
+                action="recompute all but attention",
+                summary="each layer is recomputed except attention, which does not run twice",
+            ),
+            Policy(
+                name="offload",
+                rungs=("offload",),
+                recomputes_layer=True,
+                keeps_attention=True,
+                on_host=True,
+                action="recompute all but attention from host memory",
+                summary="as attention, and what layers keep is in host memory until backward",
+            ),
+            Policy(
+                name="auto",
+                rungs=("offload", "attention", "none"),
+                recomputes_layer=True,
+                keeps_attention=True,
+                on_host=True,
+                summary="none, attention or offload by layer, as the GPU's memory demands (CPU: "
+                "attention)",
+            ),
+        )
+    }
+)
+"""Every policy, by its name."""
+
+
+def names_that_keep_attention() -> list[str]:
+    """Names of the policies for which `attention_kept` means something."""
+    return [policy.name for policy in POLICIES.values() if policy.keeps_attention]
+
+
+def count_on_host(policies: Iterable[LayerPolicy]) -> int:
+    """How many of these layers keep what they keep on the host."""
+    return sum(POLICIES[policy].on_host for policy in policies)
+
+
+def count_recomputed(policies: Iterable[LayerPolicy]) -> int:
+    """How many of these layers run again in backward."""
+    return sum(POLICIES[policy].recomputes_layer for policy in policies)
+
+
+def describe_layers(policies: Iterable[LayerPolicy]) -> str:
+    """What the layers of a model do, as a sentence without its stop.
+
+    Example:
+        >>> describe_layers(["attention", "none", "none"])
+        '1 of 3 layers recompute all but attention, 2 recompute nothing'
     """
-    if policy == "none":
-        return forward(*args)
-    if policy == "offload":
-        assert host is not None
-        kept = host.begin()
-        with _inputs_on_host(args[0], kept.keep):
-            out = _checkpoint(kept.keep, share, forward, *args)
-        kept.leave()
-        return out
-    return _checkpoint(as_it_is, share if policy == "attention" else 0.0, forward, *args)
-
-
-def _checkpoint(
-    keep: Callable[[Tensor], Getter], share: float, forward: Callable[..., Any], *args: Any
-) -> Any:
-    if not share:  # torch.compile takes no context of ours
-        return checkpoint(forward, *args, use_reentrant=False)
-    contexts = partial(checkpoint_contexts, keep, share)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
-
-
-def _inputs_on_host(hidden: Tensor, keep: Callable[[Tensor], Getter]) -> saved_tensors_hooks:
-    """Hooks for what torch's checkpoint saves of a region's inputs; in the region it has its own.
-
-    Only the hidden states go to the host: all layers share their other inputs.
-    """
-
-    place, shape = hidden.data_ptr(), hidden.shape  # the tensor itself would stay as long as pack
-
-    def pack(tensor: Tensor) -> Tensor | Getter:
-        is_hidden = tensor.data_ptr() == place and tensor.shape == shape
-        return keep(tensor) if is_hidden else tensor
-
-    def unpack(packed: Tensor | Getter) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed()
-
-    return saved_tensors_hooks(pack, unpack)
+    counts = Counter(policies)
+    parts = [f"{count} {POLICIES[policy].action}" for policy, count in counts.items()]
+    return ", ".join(parts).replace(" ", f" of {counts.total()} layers ", 1)

@@ -26,25 +26,7 @@ from torch.autograd.function import once_differentiable
 from longctx_patch.memory.last_product import is_plain, left_out, results_of
 from longctx_patch.memory.random_state import RandomState
 
-SHARE = 1 / 16
-"""Of the device's memory, what the intermediates of a tile may take. Backward of a tile holds about
-twice that for a moment: intermediates and their gradients."""
-
 Forward = Callable[[Tensor], Tensor]
-
-
-def tiles_that_fit(num_bytes: int, device_bytes: int | None) -> int:
-    """The fewest tiles whose intermediates stay within `SHARE`, of `num_bytes` in all.
-
-    `device_bytes` is None where torch does not count memory: then 1.
-
-    Example:
-        >>> tiles_that_fit(10 * 2**30, 80 * 2**30), tiles_that_fit(2**30, 80 * 2**30)
-        (2, 1)
-    """
-    if device_bytes is None:
-        return 1
-    return max(1, -(-num_bytes // int(SHARE * device_bytes)))
 
 
 def run_tiled(

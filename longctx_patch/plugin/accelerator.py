@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.memory import let_segments_grow
+from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig
 
 # torchrun and `accelerate launch` first, then the MPI launchers that Accelerate understands.

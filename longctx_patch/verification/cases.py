@@ -4,7 +4,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from longctx_patch.config import SPARSE_PLAN, CheckpointPolicy, LayoutName, LongContextConfig
+from longctx_patch.config import SPARSE_PLAN, LayoutName, LongContextConfig
+from longctx_patch.memory.policies import CheckpointPolicy
 
 TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
 """Largest relative error of loss, logits and gradients, by dtype."""

@@ -9,7 +9,7 @@ import pytest
 
 from longctx_patch.choose.search import Result, longest, result_of, search, usable_bytes
 from longctx_patch.cli.plan_report import as_json, render
-from longctx_patch.memory.auto import after_climbs
+from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.predict.machines import GIB, MACHINES
 from longctx_patch.predict.run.candidate import Job
 from longctx_patch.predict.run.cluster import Cluster

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.config import CheckpointPolicy
 from longctx_patch.hf.preflight import Preflight, preflight
-from longctx_patch.memory import LADDER, MARGIN, LayerPolicy
+from longctx_patch.memory.ladder import LADDER
+from longctx_patch.memory.limits import MARGIN
+from longctx_patch.memory.policies import CheckpointPolicy, LayerPolicy
 from tests.hf.tiny import tiny_model, token_rows
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.config import CheckpointPolicy
-from longctx_patch.memory import total_bytes
+from longctx_patch.memory.meter import total_bytes
+from longctx_patch.memory.policies import CheckpointPolicy
 from tests.hf.tiny import gradients, tiny_model, token_rows
 from tests.reference import relative_error
 

@@ -2,7 +2,8 @@
 
 from itertools import product
 
-from longctx_patch.config import CheckpointPolicy, LayoutName
+from longctx_patch.config import LayoutName
+from longctx_patch.memory.policies import CheckpointPolicy
 from tests.hf.masked_models import MASKS, Case, Pack
 
 SHARE = 12

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.config import CheckpointPolicy
+from longctx_patch.memory.policies import CheckpointPolicy
 from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model, token_rows
 from tests.reference import relative_error

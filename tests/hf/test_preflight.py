@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, patch
-from longctx_patch.config import CheckpointPolicy
 from longctx_patch.hf.preflight import WillNotFit, preflight
-from longctx_patch.memory import MARGIN, LayerPolicy
+from longctx_patch.memory.limits import MARGIN
+from longctx_patch.memory.policies import CheckpointPolicy, LayerPolicy
 from tests.harness import run_distributed
 from tests.hf import trained
 from tests.hf.tiny import gradients, tiny_model

@@ -9,7 +9,7 @@ from torch.optim import AdamW
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
 from longctx_patch.hf.preflight import Preflight, preflight
-from longctx_patch.memory import Meter
+from longctx_patch.memory.meter import Meter
 from tests.hf.tiny import VOCABULARY, tiny_model, token_rows
 
 LAYERS, PLENTY = 7, 10**12

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from longctx_patch.memory.auto import MARGIN, MEASURE, AutoPolicy, Pass
+from longctx_patch.memory.auto import MEASURE, AutoPolicy, Pass
+from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.offload import HostCopies
 
 LAYERS = 8

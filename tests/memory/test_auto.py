@@ -4,15 +4,9 @@ import random
 
 import pytest
 
-from longctx_patch.memory.auto import (
-    MARGIN,
-    MEASURE,
-    RECENT,
-    Extra,
-    Rehearsed,
-    after_climbs,
-    measured_extra,
-)
+from longctx_patch.memory.auto import MEASURE, RECENT, Rehearsed
+from longctx_patch.memory.ladder import Extra, after_climbs, measured_extra
+from longctx_patch.memory.limits import MARGIN
 from tests.memory.simulated import CHEAP, EXTRA, LAYERS, Training, capacity_for
 
 

@@ -17,7 +17,11 @@ from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator,
 from longctx_patch.engine.call import AttentionCall, CallTraffic
 from longctx_patch.hf import FAMILIES
 from longctx_patch.hf.model.transformers_api import attention_modules, decoder_layers
-from longctx_patch.memory import MARGIN, HostCopies, LayerPolicy, MemoryUse, run_layer
+from longctx_patch.memory.auto import MemoryUse
+from longctx_patch.memory.limits import MARGIN
+from longctx_patch.memory.offload import HostCopies
+from longctx_patch.memory.policies import LayerPolicy
+from longctx_patch.memory.run_layer import run_layer
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
 from tests.hf.tiny import featured_model, gradients, tiny_model, token_rows

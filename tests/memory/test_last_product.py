@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 from longctx_patch.hf import FAMILIES
 from longctx_patch.hf.layers.mlp_tiles import TiledForward
 from longctx_patch.hf.model.transformers_api import dense_mlps
-from longctx_patch.memory import is_plain, run_tiled
-from longctx_patch.memory.last_product import left_out
+from longctx_patch.memory.last_product import is_plain, left_out
+from longctx_patch.memory.tiled_mlp import run_tiled
 from tests.hf.tiny import featured_model, gradients, tiny_model
 
 SIZE, INTERMEDIATE, ROWS, LENGTH, TILES = 16, 48, 2, 31, 4

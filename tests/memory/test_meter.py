@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.memory import MARGIN, let_segments_grow, meter_of
-from longctx_patch.memory.allocator import SETTING, VARIABLES
-from longctx_patch.memory.meter import CudaMeter
+from longctx_patch.memory.allocator import SETTING, VARIABLES, let_segments_grow
+from longctx_patch.memory.limits import MARGIN
+from longctx_patch.memory.meter import CudaMeter, meter_of
 from tests.hf.tiny import tiny_model, token_rows
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -52,7 +52,8 @@ def test_the_allocator_takes_the_setting() -> None:
     """In a process of its own, where CUDA has not started."""
     script = (
         "import torch\n"
-        "from longctx_patch.memory import let_segments_grow, meter_of\n"
+        "from longctx_patch.memory.allocator import let_segments_grow\n"
+        "from longctx_patch.memory.meter import meter_of\n"
         "let_segments_grow()\n"
         "kept = torch.empty(2**28, device='cuda')\n"
         "assert meter_of(kept.device).fill == 1.0\n"

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.memory import HostCopies, run_layer
 from longctx_patch.memory import host as host_module
 from longctx_patch.memory.meter import CudaMeter
-from longctx_patch.memory.offload import HostMemoryFull, HostRoom
+from longctx_patch.memory.offload import HostCopies, HostMemoryFull, HostRoom
 from longctx_patch.memory.replay import Getter
+from longctx_patch.memory.run_layer import run_layer
 from tests.hf.tiny import tiny_model, token_rows
 from tests.memory.live_bytes import LiveBytes
 

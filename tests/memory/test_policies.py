@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.config import CheckpointPolicy
 from longctx_patch.engine.call import AttentionCall, CallTraffic
+from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model, token_rows

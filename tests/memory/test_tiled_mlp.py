@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.memory import run_tiled, tiles_that_fit
+from longctx_patch.memory.limits import tiles_that_fit
+from longctx_patch.memory.tiled_mlp import run_tiled
 from tests.hf.tiny import gradients
 from tests.memory.live_bytes import LiveBytes
 from tests.memory.tiled import Gradients, assert_near

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from longctx_patch.config import CheckpointPolicy
 from longctx_patch.hf.model.transformers_api import dense_mlps
+from longctx_patch.memory.policies import CheckpointPolicy
 from tests.harness import run_distributed
 from tests.hf.tiny import gradients, tiny_model
 from tests.memory.tiled import Gradients, Trained, adapter, assert_near

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from longctx_patch import LongContextConfig
 from longctx_patch.hf.model.checks import FAMILIES, check_model_config
 from longctx_patch.hf.model.transformers_api import checkpoint_layers
-from longctx_patch.memory import run_layer
+from longctx_patch.memory.run_layer import run_layer
 from longctx_patch.verification.shrink import (
     HEAD_DIM,
     SOFTCAP,

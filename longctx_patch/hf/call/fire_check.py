@@ -22,7 +22,7 @@ from longctx_patch.engine.selective import selection_of
 from longctx_patch.hf.call.meeting import Meeting, SequenceParallelismError, meet
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.memory import LayerPolicy
+from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.plans import Traffic
 
 _END = -1
@@ -132,7 +132,7 @@ class FireCheck:
     ) -> PlannedTraffic:
         """`shape`: batch, head dim, bytes of a number."""
         all_of_it = call.predicted_traffic(*shape)
-        keeps = self._policies[layer] in ("attention", "offload") and self._share > 0
+        keeps = POLICIES[self._policies[layer]].keeps_attention and self._share > 0
         if not keeps:
             return PlannedTraffic(all_of_it.forward, all_of_it.forward, all_of_it.backward)
         selection = selection_of(call, self._share)

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx_patch.config import CheckpointPolicy
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.memory import (
-    LADDER,
-    AutoPolicy,
-    HostCopies,
+from longctx_patch.memory.auto import AutoPolicy, MemoryUse, Pass, Rehearsed
+from longctx_patch.memory.meter import Meter, meter_of
+from longctx_patch.memory.offload import HostCopies
+from longctx_patch.memory.policies import (
+    POLICIES,
+    CheckpointPolicy,
     LayerPolicy,
-    MemoryUse,
-    Meter,
-    Pass,
-    Rehearsed,
-    meter_of,
-    run_layer,
+    Policy,
+    count_on_host,
+    count_recomputed,
+    describe_layers,
 )
+from longctx_patch.memory.run_layer import run_layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,18 @@ class Checkpointing:
     host_bytes: int
     """Of this process's host memory, that hold what layers offload."""
 
+    def __str__(self) -> str:
+        return describe_layers(self.policies)
+
     @property
     def num_whole_layers(self) -> int:
         """Layers that are not recomputed."""
-        return self.policies.count("none")
+        return len(self.policies) - count_recomputed(self.policies)
 
     @property
     def num_offloaded_layers(self) -> int:
         """Layers that keep nothing on the device."""
-        return self.policies.count("offload")
+        return count_on_host(self.policies)
 
 
 MOST_KINDS = 3
@@ -79,8 +82,8 @@ class LayerCheckpoints:
         self.share = share
         self._layers = transformers_api.decoder_layers(model)
         self._model = model
-        self._policy = policy
-        self._fixed: LayerPolicy = "attention" if policy == "auto" else policy
+        self._policy = POLICIES[policy]
+        self._fixed = _without_meter(self._policy)
         self._auto: AutoPolicy | None = None
         self._host: HostCopies | None = None
         self._pass: Pass | None = None
@@ -103,9 +106,8 @@ class LayerCheckpoints:
     def to_rehearse(self, num_layers: int, device: torch.device) -> tuple[LayerPolicy, ...]:
         """Policies by which the last layers show what all take. Under `auto` that is the least it
         can do, but for the last layer, which shows what it can do at best."""
-        if self._policy != "auto":
-            return (self._policy,) * num_layers
-        return (*[self._lowest(device)] * (num_layers - 1), LADDER[-1])
+        *_, highest = self._policy.rungs
+        return (*[self._lowest(device)] * (num_layers - 1), highest)
 
     def know(self, device: torch.device, found: Rehearsed) -> None:
         """What the rehearsal that is just over found: `auto` need not measure then, if it has not
@@ -120,13 +122,13 @@ class LayerCheckpoints:
     def host_to_rehearse(self, device: torch.device) -> HostCopies:
         """What a run holds already it need not find room for; but what `auto` keeps in its is to be
         told from what it keeps in a rehearsal."""
-        if self._policy == "auto" or self._host is None:
+        if self._policy.chooses_by_layer or self._host is None:
             return self.new_host(device)
         return self._host
 
     def new_host(self, device: torch.device) -> HostCopies:
         """For what layers offload. What `auto` has no room for there stays where it is."""
-        must_leave = self._policy != "auto"
+        must_leave = not self._policy.chooses_by_layer
         host = HostCopies(device, must_leave=must_leave, num_layers=len(self._layers))
         host.reserved_bytes = self._reserved_bytes
         return host
@@ -160,7 +162,7 @@ class LayerCheckpoints:
     @property
     def replays_attention(self) -> bool:
         """Whether layers may ask attention for what it computed before."""
-        return self._policy in ("attention", "offload", "auto")
+        return self._policy.keeps_attention
 
     def report(self) -> Checkpointing:
         memory = None if self._auto is None else self._auto.use
@@ -169,7 +171,7 @@ class LayerCheckpoints:
 
     def bind(self) -> Callable[[], None]:
         """Take the layers over; return a function that gives them back."""
-        if self._policy == "none":
+        if not self._policy.recomputes_layer:
             return lambda: None
         return transformers_api.checkpoint_layers(self._model, self._run)
 
@@ -214,18 +216,18 @@ class LayerCheckpoints:
             self._auto = None
         self._trained = trained
         if self._auto is None and (meter := self.find_meter(device)) is not None:
-            if self._lowest(device) == "offload":
+            if POLICIES[self._lowest(device)].on_host:
                 self._host = self._host or self.new_host(device)
             self._auto = AutoPolicy(meter, self._kinds(), self._host, self.share)
         return self._auto
 
     def _lowest(self, device: torch.device) -> LayerPolicy:
-        """Of the policies that `auto` takes there. The memory of a CPU is the host's."""
-        return LADDER[0] if device.type == "cuda" else LADDER[1]
+        """The cheapest policy in memory that a layer may have on this device."""
+        return self._policy.rungs[0] if device.type == "cuda" else _without_meter(self._policy)
 
     def _counts(self, decoder: nn.Module) -> bool:
         """Whether a pass is a training pass of a model whose policies are chosen."""
-        return self._policy == "auto" and self._trains(decoder) and not self.is_rehearsed
+        return self._policy.chooses_by_layer and self._trains(decoder) and not self.is_rehearsed
 
     @staticmethod
     def _trains(decoder: nn.Module) -> bool:
@@ -234,11 +236,17 @@ class LayerCheckpoints:
     def _run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
         if self._rehearsal is not None:
             return self._rehearsal.run(layer, forward, *args)
-        if self._fixed == "offload":
+        if POLICIES[self._fixed].on_host:
             self._host = self._host or self.new_host(args[0].device)
         if self._auto is None:
             return run_layer(self._fixed, forward, *args, host=self._host, share=self.share)
         return self._auto.run(layer, forward, *args)
+
+
+def _without_meter(policy: Policy) -> LayerPolicy:
+    """What each layer does where memory is not counted. The memory of a CPU is the host's, so that
+    a layer there is given no rung on the host if it can have another."""
+    return next((rung for rung in policy.rungs if not POLICIES[rung].on_host), policy.rungs[0])
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:

@@ -19,7 +19,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.memory import is_plain, run_tiled, tiles_that_fit, total_bytes
+from longctx_patch.memory.last_product import is_plain
+from longctx_patch.memory.limits import tiles_that_fit
+from longctx_patch.memory.meter import total_bytes
+from longctx_patch.memory.tiled_mlp import run_tiled
 
 MLP_CODE = ("transformers.models.", "liger_kernel.")
 """Where MLPs are written that don't look at what their down projection gives."""

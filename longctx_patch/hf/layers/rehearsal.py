@@ -6,7 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.memory import Extra, HostCopies, LayerPolicy, Meter, run_layer
+from longctx_patch.memory.ladder import Extra
+from longctx_patch.memory.meter import Meter
+from longctx_patch.memory.offload import HostCopies
+from longctx_patch.memory.policies import LayerPolicy
+from longctx_patch.memory.run_layer import run_layer
 
 NUM_LAYERS = 3
 

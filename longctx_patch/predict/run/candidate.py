@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from longctx_patch.memory import LayerPolicy
+from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.predict.run.shape import ModelShape
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from longctx_patch.kernels.run import parts_that_fit
 from longctx_patch.loss.linear_cross_entropy import CHUNK_BYTES
-from longctx_patch.memory import LayerPolicy
-from longctx_patch.memory.offload import AHEAD
+from longctx_patch.memory.limits import AHEAD
+from longctx_patch.memory.policies import POLICIES, LayerPolicy, count_on_host, count_recomputed
 from longctx_patch.predict.run.candidate import Candidate, Job
 from longctx_patch.predict.run.parts import Parts
 
@@ -112,13 +112,12 @@ def checkpoint_bytes(candidate: Candidate, layer: LayerBytes) -> float:
 
 def kept_bytes(policy: LayerPolicy, candidate: Candidate, layer: LayerBytes) -> float:
     """On the GPU, for each token, while other layers are computed."""
-    kept = {
-        "none": layer.whole,
-        "attention": checkpoint_bytes(candidate, layer),
-        "offload": 0.0,
-        "full": layer.input,
-    }
-    return kept[policy]
+    record = POLICIES[policy]
+    if not record.recomputes_layer:
+        return layer.whole
+    if record.on_host:
+        return 0.0
+    return checkpoint_bytes(candidate, layer) if record.keeps_attention else layer.input
 
 
 def predict_memory(
@@ -135,7 +134,7 @@ def predict_memory(
 
 def host_bytes(job: Job, candidate: Candidate, tokens: float) -> float:
     """Of one machine's host, all its processes together."""
-    offloaded = candidate.policies.count("offload")
+    offloaded = count_on_host(candidate.policies)
     layer = layer_bytes(job, candidate)
     per_gpu = offloaded * checkpoint_bytes(candidate, layer) * tokens
     if candidate.offload_states:
@@ -190,7 +189,7 @@ def _kept(job: Job, candidate: Candidate, tokens: float, but: int) -> float:
     others = candidate.policies[: len(candidate.policies) - but]
     kept = sum(kept_bytes(policy, candidate, layer) for policy in others)
     coming = tokens * checkpoint_bytes(candidate, layer)
-    comes_ahead = "offload" in others and coming <= AHEAD * job.cluster.hardware.memory_bytes
+    comes_ahead = count_on_host(others) and coming <= AHEAD * job.cluster.hardware.memory_bytes
     return tokens * kept + (coming if comes_ahead else 0.0)
 
 
@@ -202,7 +201,7 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     # FSDP holds what it gathered into beside the weights until the next gathering.
     buffer: float = BF16 * shape.head_weights if job.fsdp else 0
     # Autocast forgets copies of trained weights as forward ends, those of frozen ones at once.
-    alive = candidate.policies.count("none") if job.lora else shape.num_layers
+    alive = shape.num_layers - (count_recomputed(candidate.policies) if job.lora else 0)
     buffer += _cast(job, alive, shape.head_weights)
     return Components(
         weights=weights + _gathered(job, 0) + buffer,
@@ -231,7 +230,7 @@ def _backward(
         but, done = shape.num_layers, gradients * (1 - _share(outside + trained_here, job))
     # What was kept of attention is there beside what is computed again for the other tokens.
     recomputes_some = 0 < candidate.attention_kept < 1
-    keeps = candidate.policies[-1 if is_last_layer else 0] in ("attention", "offload")
+    keeps = POLICIES[candidate.policies[-1 if is_last_layer else 0]].keeps_attention
     kept_beside = candidate.attention_kept * layer.results if recomputes_some and keeps else 0.0
     at_mlp = layer.whole + layer.passing + kept_beside
     # Backward of attention: gradients of out, q, k and v, dq once in float32. Of a row on one GPU,
@@ -248,7 +247,7 @@ def _backward(
     at_attention = held + own + buffer_bytes / max(tokens, 1)
     in_mlp = at_mlp >= at_attention
     others = candidate.policies[: shape.num_layers - but]
-    alive = 1 + others.count("none")
+    alive = 1 + len(others) - count_recomputed(others)
     here = BF16 * trained_here if sharded or not done else 0.0
     if in_mlp and candidate.mlp_tiles > 1 and not job.lora:
         # Gradients of its weights are summed over tiles in float32; the layer's others come later.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from longctx_patch.choose.chooser import choose
 from longctx_patch.config import LongContextConfig
+from longctx_patch.memory.policies import POLICIES, count_on_host, count_recomputed
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import Prediction, Workload, predict
 from longctx_patch.predict.run.candidate import Candidate, Job
@@ -88,7 +89,7 @@ def predict_attention(job: Job, ulysses: int, ring: int, attention_kept: float =
 def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Attention) -> StepTime:
     """`tokens` of a rank."""
     shape, machine, policies = job.shape, job.cluster.hardware, candidate.policies
-    again = sum(policy != "none" for policy in policies)
+    again = count_recomputed(policies)
     forward_s, backward_s = attention.forward.makespan_s, attention.backward.makespan_s
     linear, head = shape.num_layers * shape.layer_linear_weights, shape.head_weights
     # Forward and the gradient of the input take two each, that of a trained weight two more.
@@ -103,8 +104,8 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     moved = tokens * per_token * (3 * shape.num_layers + again)
     bandwidth = machine.copy_bandwidth
     layer_s = forward_s + 2 * tokens * shape.layer_linear_weights / machine.matmul_flops
-    keeps = policies.count("attention") + policies.count("offload")
-    runs_again = policies.count("full") + keeps * (1 - candidate.attention_kept) ** 2
+    keeps = sum(POLICIES[policy].keeps_attention for policy in policies)
+    runs_again = again - keeps + keeps * (1 - candidate.attention_kept) ** 2
     return StepTime(
         attention=shape.num_layers * (forward_s + backward_s) + runs_again * forward_s,
         linear=products / machine.matmul_flops,
@@ -144,7 +145,7 @@ def _fsdp_seconds(job: Job, compute_s: float) -> float:
 
 
 def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: float) -> float:
-    machine, offloaded = job.cluster.hardware, candidate.policies.count("offload")
+    machine, offloaded = job.cluster.hardware, count_on_host(candidate.policies)
     num_bytes = tokens * checkpoint_bytes(candidate, layer_bytes(job, candidate))
     out_s, in_s = num_bytes / machine.host_out_bandwidth, num_bytes / machine.host_in_bandwidth
     exposed = max(0.0, out_s - layer_s) + max(0.0, in_s - 2 * layer_s)

@@ -13,7 +13,7 @@ from longctx_patch import (
     SequenceShardCollator,
     patch,
 )
-from longctx_patch.config import CheckpointPolicy
+from longctx_patch.memory.policies import CheckpointPolicy
 from tests.hf.tiny import featured_model, token_rows
 
 LENGTH = 24

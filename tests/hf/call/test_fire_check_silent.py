@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch.nn.parallel import DistributedDataParallel
 
 from longctx_patch import patch
-from longctx_patch.config import CheckpointPolicy
+from longctx_patch.memory.policies import CheckpointPolicy
 from tests.harness import run_distributed
 from tests.hf.call.first_step import FINE, Scenario, outcome, outcomes_of, patched, with_adapter
 

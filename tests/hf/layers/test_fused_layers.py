@@ -24,7 +24,8 @@ from longctx_patch.hf.layers.fused_layers import (
     require_fused_layers,
 )
 from longctx_patch.kernels.installed import Package
-from longctx_patch.memory import LayerPolicy, run_layer
+from longctx_patch.memory.policies import LayerPolicy
+from longctx_patch.memory.run_layer import run_layer
 from tests.harness import run_distributed
 from tests.hf.tiny import gradients, tiny_model, token_rows
 from tests.reference import relative_error

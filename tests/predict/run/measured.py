@@ -9,7 +9,7 @@ import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  #
 from runs import Run
 
 from longctx_patch.choose.search import Result
-from longctx_patch.memory import LayerPolicy
+from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.predict.machines import GIB
 
 

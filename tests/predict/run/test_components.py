@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from longctx_patch.choose.search import result_of, search, tokens_of_a_rank, usual_tiles
-from longctx_patch.config import CheckpointPolicy
-from longctx_patch.memory.offload import AHEAD
+from longctx_patch.memory.limits import AHEAD
+from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.predict.machines import GIB
 from longctx_patch.predict.run.candidate import Job
 from longctx_patch.predict.run.components import layer_bytes, states
@@ -103,7 +103,7 @@ def test_tiles_shrink_the_layer() -> None:
 
 
 def test_tiles_are_as_many_as_the_patch_takes() -> None:
-    from longctx_patch.memory import tiles_that_fit
+    from longctx_patch.memory.limits import tiles_that_fit
 
     for gpus in ("4xH200", "2xA100-40"):
         for tokens in (2**15, 2**18, 1_000_003, 2**22):

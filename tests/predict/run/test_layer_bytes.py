@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from longctx_patch.choose.search import result_of
-from longctx_patch.memory import LayerPolicy
-from longctx_patch.memory.auto import Extra
+from longctx_patch.memory.ladder import Extra
+from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.predict.run.candidate import Job
 from longctx_patch.predict.run.cluster import parse_cluster
 from longctx_patch.predict.run.components import BF16, LayerBytes, layer_bytes
