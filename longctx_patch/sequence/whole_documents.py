@@ -1,17 +1,17 @@
-"""Placement of a packed row by whole documents: what ranks need of each other is next to nothing.
+"""Placement of a packed row by whole documents: ranks then need next to nothing of each other.
 
-The longest first, each document goes to the rank with the fewest pairs of those that have room for
-it. Long ones so spread over the ranks and short ones make up for what they differ by: the greedy
-rule for jobs on machines (Graham 1969), with room for a share of the tokens on each machine.
+The longest document comes first, and each goes to the rank with the fewest pairs among those that
+have room for it. Long ones spread over the ranks and short ones even them out: the greedy rule for
+jobs on machines (Graham 1969), where each machine has room for its share of the tokens.
 
-The shortest fill up each rank's share to the last token: of a few of them some add up to it (a
-subset sum, by dynamic programming over bits). Where none do, what is left is cut.
+The shortest documents fill up each rank's share to the last token: some of them add up to it (a
+subset sum, by dynamic programming over bits). Where none do, the documents left over are cut.
 
-A document that keeps a rank busy for longer than the others can be cut beforehand, into pieces of
-equal pairs that are placed like documents: it travels, the others don't.
+A document that would keep one rank busy for longer than the others can be cut beforehand, into
+pieces of equal pairs that are placed like documents: its keys travel, those of others don't.
 
-Each rank works it out by itself, so all is in whole numbers: sums of others are rounded as the CPU
-likes.
+Each rank computes the placement by itself, so everything is in whole numbers: sums of floats are
+rounded differently by different CPUs.
 """
 
 from collections.abc import Iterable
@@ -21,48 +21,48 @@ from math import ceil, inf, isqrt
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Interval, Layout, Rows, even_cuts
-
-Ints = NDArray[np.int64]
+from longctx_patch.sequence.pairs import GOAL, Ints, excess, pairs_of
 
 NEVER = np.iinfo(np.int64).max
-"""More pairs than there are."""
+"""More pairs than any row has."""
 
-GOAL = 0.002
-"""Imbalance at which no more documents are swapped."""
+SWAP_GOAL = 0.002
+"""Imbalance at which no more documents are swapped. It is below `GOAL` because a swap of whole
+documents costs no bytes."""
 
 FILLERS = (8, 4, 16)
-"""Short documents for each rank, of all up to a half: some of so many add up to most numbers. Tried
-in this order."""
+"""Numbers of short documents per rank that are kept back to fill up the ranks (at most half of all
+documents), in the order in which they are tried: sums of so many reach most numbers."""
 
-GOOD, OF_A_CUT = 0.01, 0.03
-"""Imbalance at which no others are tried, and what it may be to leave no document cut: an exchange
-and the kernels that it brings take about as long."""
+COST_OF_A_CUT = 0.03
+"""Imbalance that is worth accepting to leave no document cut, because an exchange and the kernel
+calls that it brings take about as long."""
 
 MOST_LOOKED_AT = 64
-"""Documents of a rank for a swap: the longest differ most in their pairs."""
+"""Documents that each rank offers for a swap: its longest, which differ most in their pairs."""
 
 SWAPS, PARTNERS = 8, 4
-"""For each rank, and ranks that each is looked for on, at most: GPUs may wait for a placement."""
+"""Swaps per rank, and ranks compared for each swap, at most: GPUs may wait for a placement."""
 
 
-def whole_documents(documents: Documents, num_ranks: int, most: float = inf) -> Layout:
-    """A layout in which shares of the tokens differ by one at most, and few documents are cut:
-    mostly none, where there are some for each rank and their lengths have no common divisor; but
-    those that have more pairs than `most` of a rank's share.
+def whole_documents(documents: Documents, num_ranks: int, most_share: float = inf) -> Layout:
+    """A layout in which shares of the tokens differ by one at most, and few documents are cut.
 
-    Shares of pairs are as even as documents allow: a single one that is longer than the others
-    together leaves ranks without work. Intervals are in the order of the tokens, and ranks in the
-    order of their first.
+    A document is cut beforehand if it has more pairs than `most_share` times a rank's share. Others
+    are mostly whole where each rank gets several and their lengths have no common divisor.
+
+    Shares of pairs are as even as the documents allow: one that is longer than the others together
+    leaves ranks without work. Intervals are in the order of the tokens, and ranks in the order of
+    their first.
     """
-    pieces = _pieces(documents, most * sum(map(_pairs, documents.lengths)) / num_ranks)
+    pieces = _pieces(documents, most_share * sum(map(pairs_of, documents.lengths)) / num_ranks)
     padding = Interval(documents.edges[-1], documents.num_tokens)
     best = _placed(pieces, padding, num_ranks, FILLERS[0])
     for fillers in FILLERS[1:]:
-        if best.cost <= GOOD:
+        if best.cost <= GOAL:
             break
         other = _placed(pieces, padding, num_ranks, fillers)
         best = min(best, other, key=lambda bins: bins.cost)
@@ -70,10 +70,9 @@ def whole_documents(documents: Documents, num_ranks: int, most: float = inf) -> 
 
 
 class _Piece(NamedTuple):
-    """A document, or a part of one."""
+    """A document, or a part of one: its tokens and its allowed pairs."""
 
     run: Interval
-    """Its tokens."""
     pairs: int
 
     @property
@@ -82,14 +81,14 @@ class _Piece(NamedTuple):
 
 
 def _pieces(documents: Documents, most_pairs: float) -> list[_Piece]:
-    """Documents, and of those with more pairs parts that have equally many."""
+    """The documents; those with more pairs than `most_pairs` in parts with equally many pairs."""
     found = []
     for start, length in zip(documents.edges, documents.lengths, strict=False):
-        count = max(1, ceil(_pairs(length) / most_pairs)) if most_pairs else 1
+        count = max(1, ceil(pairs_of(length) / most_pairs)) if most_pairs else 1
         # The first n tokens have about n * n / 2 pairs.
         edges = [isqrt(length * length * part // count) for part in range(count + 1)]
         found += [
-            _Piece(Interval(start + a, start + b), _pairs(b) - _pairs(a))
+            _Piece(Interval(start + a, start + b), pairs_of(b) - pairs_of(a))
             for a, b in pairwise(edges)
             if a < b
         ]
@@ -110,22 +109,24 @@ def _placed(pieces: list[_Piece], padding: Interval, num_ranks: int, fillers: in
 
 
 class _Bins:
-    """What each rank has been given."""
+    """The pieces that each rank has been given, and the room that it has left."""
 
     def __init__(self, shares: list[Interval], pairs_of_left: int) -> None:
-        """`pairs_of_left`: of a token that fills up what room is left in the end."""
+        """`pairs_of_left`: pairs per token of the documents that fill up the room at the end."""
         self._pairs_of_left = pairs_of_left
         self._room = np.array([share.size for share in shares], dtype=np.int64)
         self._pairs = pairs_of_left * self._room
-        """With those of what will fill the room."""
+        """By rank, including the pairs of what will fill its room."""
         self.held: list[list[_Piece]] = [[] for _ in shares]
-        """The longest first."""
+        """By rank, the longest piece first."""
         self.cost = inf
-        """Imbalance, and that of cuts, of what is full."""
+        """Imbalance of the filled ranks, and what cuts cost besides."""
 
     def take(self, documents: list[_Piece], *, leave: int) -> list[_Piece]:
-        """Each goes whole to a rank; those for which none has room are returned. So many tokens of
-        room are left on each rank."""
+        """Give each document whole to a rank, and return those for which no rank has room.
+
+        Each rank keeps room for `leave` tokens.
+        """
         room, no_room = (self._room - leave).tolist(), []
         ranks = [(pairs, rank) for rank, pairs in enumerate(self._pairs.tolist())]
         heapify(ranks)
@@ -148,12 +149,12 @@ class _Bins:
         return no_room
 
     def even_out(self) -> None:
-        """Swap documents of the busiest rank, as long as that helps, for shorter ones of others.
+        """Swap documents of the busiest rank for shorter ones of others, as long as that helps.
 
-        Each time the two are swapped that help most.
+        Each step makes the swap that helps most.
         """
         for _ in range(SWAPS * len(self.held)):
-            if _imbalance(self._pairs) <= GOAL:
+            if excess(self._pairs) <= SWAP_GOAL:
                 return
             busiest = int(self._pairs.argmax())
             by_pairs = self._pairs.argsort(kind="stable").tolist()
@@ -167,8 +168,8 @@ class _Bins:
         mine, theirs = (self.held[rank][:MOST_LOOKED_AT] for rank in (busiest, other))
         if not (mine and theirs):
             return _Swap(NEVER, other, 0, 0)
-        longer = _numbers([piece.size for piece in mine], [piece.size for piece in theirs])
-        relief = _numbers(map(self._more_pairs, mine), map(self._more_pairs, theirs))
+        longer = _differences([piece.size for piece in mine], [piece.size for piece in theirs])
+        relief = _differences(map(self._more_pairs, mine), map(self._more_pairs, theirs))
         after = np.maximum(self._pairs[busiest] - relief, self._pairs[other] + relief)
         after[(longer > self._room[other]) | (-longer > self._room[busiest])] = NEVER
         best = int(after.argmin())
@@ -183,11 +184,11 @@ class _Bins:
             self._pairs[rank] -= sign * (self._more_pairs(given) - self._more_pairs(taken))
 
     def _more_pairs(self, piece: _Piece) -> int:
-        """What a rank gets by it, in place of what would fill its room."""
+        """Pairs that a rank gets by a piece, less those of what would fill the room instead."""
         return piece.pairs - self._pairs_of_left * piece.size
 
     def fill(self, documents: list[_Piece]) -> list[_Piece]:
-        """Those that add up to as much of a rank's room as can be, rank by rank; what is left."""
+        """Fill each rank's room with documents as far as sums reach; return the documents left."""
         left = documents
         for rank, room in enumerate(self._room.tolist()):
             chosen, left = _fitting(left, room)
@@ -198,7 +199,7 @@ class _Bins:
     def cut(self, documents: list[_Piece], padding: Interval) -> None:
         """Fill up one rank after the other with parts of these, then with padding."""
         pairs = np.array([sum(piece.pairs for piece in held) for held in self.held])
-        self.cost = _imbalance(pairs) + (OF_A_CUT if documents else 0.0)
+        self.cost = excess(pairs) + (COST_OF_A_CUT if documents else 0.0)
         rest = iter((*(piece.run for piece in documents), padding))
         run = next(rest)
         for held, room in zip(self.held, self._room.tolist(), strict=True):
@@ -212,7 +213,7 @@ class _Bins:
 
 
 def _fitting(documents: list[_Piece], room: int) -> tuple[list[_Piece], list[_Piece]]:
-    """Documents that fill the room as far as any do, and the others."""
+    """The documents whose lengths add up to the most tokens within `room`, and the others."""
     sums = [1]  # bit n: whether some of the documents so far have n tokens together
     for document in documents:
         sums.append(sums[-1] | (sums[-1] << document.size) & ((2 << room) - 1))
@@ -228,22 +229,13 @@ def _fitting(documents: list[_Piece], room: int) -> tuple[list[_Piece], list[_Pi
 
 class _Swap(NamedTuple):
     most_pairs: int
-    """Of the two ranks, afterwards."""
+    """Pairs of the fuller of the two ranks after the swap."""
     rank: int
     given: int
     taken: int
 
 
-def _pairs(length: int) -> int:
-    """Of a document."""
-    return length * (length + 1) // 2
-
-
-def _imbalance(pairs: Ints) -> float:
-    return int(pairs.max()) * len(pairs) / max(1, int(pairs.sum())) - 1
-
-
-def _numbers(mine: Iterable[int], theirs: Iterable[int]) -> Ints:
-    """`[mine, theirs]`: by how much each of mine is more."""
+def _differences(mine: Iterable[int], theirs: Iterable[int]) -> Ints:
+    """`[mine, theirs]`: each number of mine less each number of theirs."""
     rows, columns = (np.fromiter(numbers, dtype=np.int64) for numbers in (mine, theirs))
     return rows[:, None] - columns

@@ -1,0 +1,78 @@
+"""Allowed pairs (query, key) of a packed row, and how evenly the ranks of a layout share them.
+
+A layout's imbalance is how far the rank with the most pairs is above the mean: 0.05 is 5 % above.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Layout
+
+Ints = NDArray[np.int64]
+
+LIMIT = 0.05
+"""Imbalance at which a layout is taken. An exchange, and the kernel calls that it brings, take
+longer than this share of the attention over many short documents."""
+
+GOAL = 0.01
+"""Imbalance at which nothing more is tried, because evener shares would not repay their bytes."""
+
+
+def pairs_of(length: int) -> int:
+    """Allowed pairs of a document."""
+    return length * (length + 1) // 2
+
+
+def excess(loads: Ints) -> float:
+    """How far the largest of the ranks' loads `[ranks]` is above their mean; 0 if all are 0."""
+    total = int(loads.sum())
+    return int(loads.max()) * len(loads) / total - 1 if total else 0.0
+
+
+def imbalance(documents: Documents, layout: Layout) -> float:
+    """How far the rank with the most allowed pairs is above the mean: 0.05 is 5 % above.
+
+    A pair belongs to the rank that holds its query. Computed in closed form, for layouts of
+    consecutive tokens.
+    """
+    if layout.num_tokens != documents.num_tokens:
+        raise ValueError(
+            f"the layout places {layout.num_tokens} tokens, the documents have "
+            f"{documents.num_tokens}. Build the layout for this length."
+        )
+    held = [(rank, *i) for rank, intervals in enumerate(layout.intervals) for i in intervals]
+    if any(step != 1 for _, _, _, step in held):
+        raise ValueError("a striped layout: pairs are counted for runs of tokens. Use another one.")
+    ranks, starts, stops, _ = np.array(held, dtype=np.int64).reshape(-1, 4).T
+    row = RowPairs.of(documents)
+    loads = np.zeros(layout.num_ranks, dtype=np.int64)
+    np.add.at(loads, ranks, row.before(stops) - row.before(starts))
+    return excess(loads)
+
+
+@dataclass(frozen=True)
+class RowPairs:
+    """Allowed pairs of a row's queries, counted from the row's beginning."""
+
+    edges: Ints
+    """`[documents + 1]`: where each document begins, and where the last one ends."""
+    finished: Ints
+    """`[documents + 1]`: pairs of all documents before each edge."""
+
+    @classmethod
+    def of(cls, documents: Documents) -> "RowPairs":
+        edges = np.array(documents.edges, dtype=np.int64)
+        lengths = np.diff(edges)
+        finished = np.zeros_like(edges)
+        np.cumsum(lengths * (lengths + 1) // 2, out=finished[1:])
+        return cls(edges, finished)
+
+    def before(self, tokens: Ints) -> Ints:
+        """Pairs of the queries before each of `tokens`: query `t` of a document has `t + 1`."""
+        tokens = np.minimum(tokens, self.edges[-1])  # padding has none
+        document = np.searchsorted(self.edges, tokens, side="right") - 1
+        offset = tokens - self.edges[document]
+        return self.finished[document] + offset * (offset + 1) // 2
