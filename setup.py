@@ -5,6 +5,7 @@ are installed as `longctx_patch.cli` and `longctx_patch.recipes`: no top-level m
 name is ever installed.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -29,6 +30,13 @@ DEV = [
 ]
 
 
+def version() -> str:
+    """The version that the package names, read without importing it."""
+    text = (ROOT / "longctx_patch" / "__init__.py").read_text(encoding="utf-8")
+    (found,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return str(found)
+
+
 def all_packages() -> list[str]:
     """Names of all packages to install, those of the moved folders under their new names."""
     packages = find_packages(include=["longctx_patch", "longctx_patch.*"])
@@ -46,7 +54,7 @@ def long_description() -> str:
 
 setup(
     name="longctx-patch",
-    version="0.1.0",
+    version=version(),
     description="Train Hugging Face models on sequences cut over several GPUs, with exact numbers",
     long_description=long_description(),
     long_description_content_type="text/markdown",
@@ -55,7 +63,7 @@ setup(
     python_requires=">=3.11",
     packages=all_packages(),
     package_dir={name: folder for folder, name in MOVED_FOLDERS.items()},
-    package_data={"longctx_patch.recipes": ["accelerate/*.yaml"]},
+    package_data={"longctx_patch": ["py.typed"], "longctx_patch.recipes": ["accelerate/*.yaml"]},
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17,<6",

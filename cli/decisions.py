@@ -18,7 +18,7 @@ from longctx_patch.cli.prediction import cluster_of, prediction
 from longctx_patch.cli.row_degrees import degrees_for_rows
 from longctx_patch.cli.run_checks import check_length, check_out, check_text
 from longctx_patch.config import LayoutName, LongContextConfig
-from longctx_patch.hf import check_model_config
+from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.load import is_local, load_model_config
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.plugin import accelerate_yaml

@@ -53,8 +53,8 @@ def plan_command(
     from longctx_patch.choose.search import longest, search
     from longctx_patch.cli import plan_report as report
     from longctx_patch.config import LongContextConfig
-    from longctx_patch.hf import check_model_config
     from longctx_patch.hf.layers.fused_layers import LIGER_FAMILIES
+    from longctx_patch.hf.model.checks import check_model_config
     from longctx_patch.hf.model.load import load_model_config
     from longctx_patch.hf.model.rope import reachable_length
     from longctx_patch.predict.run.candidate import Job

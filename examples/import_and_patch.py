@@ -11,8 +11,13 @@ import os
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.plugin import close_accelerator, make_accelerator
+from longctx_patch import (
+    LongContextConfig,
+    SequenceShardCollator,
+    close_accelerator,
+    make_accelerator,
+    patch,
+)
 
 TINY = LlamaConfig(
     vocab_size=128,

@@ -14,12 +14,12 @@ from torch import Tensor
 from longctx_patch import (
     Documents,
     LongContextConfig,
+    SequenceGroup,
     attention,
+    masks,
     run_virtual_ranks,
     virtual_group,
 )
-from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.sequence.masks import block_sparse
 from longctx_patch.transport import VirtualTransport
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 16
@@ -37,7 +37,7 @@ def main() -> None:
     blocks = np.eye(TOKENS // BLOCK, dtype=bool)
     blocks[:, 0] = True  # every block of queries sees the first block of keys and its own
     table = torch.from_numpy(blocks)[query // BLOCK, key // BLOCK]
-    show("block-sparse", causal & table, mask=block_sparse(TOKENS, blocks, BLOCK))
+    show("block-sparse", causal & table, mask=masks.block_sparse(TOKENS, blocks, BLOCK))
 
     number = torch.tensor([0] * 100 + [1] + [2] * 80 + [3] * 60 + [4] * 15)
     same = (number[:, None] == number[None, :]) & (number < 4)[None, :]

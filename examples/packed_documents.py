@@ -12,9 +12,15 @@ import torch
 from accelerate.utils import send_to_device
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, pack_rows, patch
+from longctx_patch import (
+    LongContextConfig,
+    SequenceShardCollator,
+    close_accelerator,
+    make_accelerator,
+    pack_rows,
+    patch,
+)
 from longctx_patch.data.packing import PackedRow
-from longctx_patch.plugin import close_accelerator, make_accelerator
 
 SEQ_LEN = 512
 LENGTHS = [1 + 131 * n % 211 for n in range(30)]

@@ -1,7 +1,8 @@
 """Train Hugging Face models on very long sequences, with the numbers one GPU would give.
 
-Names load at first use, so importing the package costs nothing; `attention` and what it needs want
-torch alone, `patch` also transformers.
+Names load at first use, so importing the package costs nothing. `attention` and what it needs want
+torch alone; `patch` and what belongs to it also want transformers. `longctx_patch.masks` is the
+module of the functions that make a `Mask`.
 """
 
 from importlib import import_module
@@ -11,37 +12,72 @@ if TYPE_CHECKING:
     from longctx_patch.choose.chooser import compare, explain
     from longctx_patch.config import LongContextConfig
     from longctx_patch.data import SequenceShardCollator, pack_rows
-    from longctx_patch.engine.groups import make_sequence_group, virtual_group, world_place
-    from longctx_patch.engine.operator import attention
-    from longctx_patch.hf import (
-        PatchHandle,
-        SequenceParallelismError,
-        UnsupportedModelError,
-        patch,
+    from longctx_patch.engine.groups import (
+        SequenceGroup,
+        make_sequence_group,
+        virtual_group,
+        world_place,
     )
+    from longctx_patch.engine.operator import attention
+    from longctx_patch.hf.call.meeting import SequenceParallelismError
+    from longctx_patch.hf.layers.fused_layers import (
+        choose_fused_layers,
+        fuse_layers,
+        require_fused_layers,
+    )
+    from longctx_patch.hf.model.checks import UnsupportedModelError
+    from longctx_patch.hf.model.rope import scale_rope
+    from longctx_patch.hf.patching import PatchHandle, patch
+    from longctx_patch.hf.preflight import WillNotFit, preflight
     from longctx_patch.loss.law import count_valid_tokens
+    from longctx_patch.plugin import (
+        SequenceParallelismConfig,
+        accelerate_yaml,
+        close_accelerator,
+        make_accelerator,
+        states_on_host,
+    )
     from longctx_patch.predict.attention.costs import Workload
+    from longctx_patch.sequence import masks
     from longctx_patch.sequence.documents import Documents
     from longctx_patch.sequence.masks import Mask
     from longctx_patch.transport import run_virtual_ranks
+    from longctx_patch.verification import all_configs, run_processes, verify
+
+__version__ = "0.1.0"
 
 _HOME = {
     "Documents": "sequence.documents",
     "LongContextConfig": "config",
     "Mask": "sequence.masks",
-    "PatchHandle": "hf",
-    "SequenceParallelismError": "hf",
+    "PatchHandle": "hf.patching",
+    "SequenceGroup": "engine.groups",
+    "SequenceParallelismConfig": "plugin",
+    "SequenceParallelismError": "hf.call.meeting",
     "SequenceShardCollator": "data",
-    "UnsupportedModelError": "hf",
+    "UnsupportedModelError": "hf.model.checks",
+    "WillNotFit": "hf.preflight",
     "Workload": "predict.attention.costs",
+    "accelerate_yaml": "plugin",
+    "all_configs": "verification",
     "attention": "engine.operator",
+    "choose_fused_layers": "hf.layers.fused_layers",
+    "close_accelerator": "plugin",
     "compare": "choose.chooser",
     "count_valid_tokens": "loss.law",
     "explain": "choose.chooser",
+    "fuse_layers": "hf.layers.fused_layers",
+    "make_accelerator": "plugin",
     "make_sequence_group": "engine.groups",
     "pack_rows": "data",
-    "patch": "hf",
+    "patch": "hf.patching",
+    "preflight": "hf.preflight",
+    "require_fused_layers": "hf.layers.fused_layers",
+    "run_processes": "verification",
     "run_virtual_ranks": "transport",
+    "scale_rope": "hf.model.rope",
+    "states_on_host": "plugin",
+    "verify": "verification",
     "virtual_group": "engine.groups",
     "world_place": "engine.groups",
 }
@@ -51,28 +87,47 @@ __all__ = [
     "LongContextConfig",
     "Mask",
     "PatchHandle",
+    "SequenceGroup",
+    "SequenceParallelismConfig",
     "SequenceParallelismError",
     "SequenceShardCollator",
     "UnsupportedModelError",
+    "WillNotFit",
     "Workload",
+    "__version__",
+    "accelerate_yaml",
+    "all_configs",
     "attention",
+    "choose_fused_layers",
+    "close_accelerator",
     "compare",
     "count_valid_tokens",
     "explain",
+    "fuse_layers",
+    "make_accelerator",
     "make_sequence_group",
+    "masks",
     "pack_rows",
     "patch",
+    "preflight",
+    "require_fused_layers",
+    "run_processes",
     "run_virtual_ranks",
+    "scale_rope",
+    "states_on_host",
+    "verify",
     "virtual_group",
     "world_place",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "masks":
+        return import_module(f"{__name__}.sequence.masks")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted({*globals(), *__all__})

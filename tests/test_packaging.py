@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import longctx_patch
+
 ROOT = Path(__file__).parents[1]
 COPIED = ("setup.py", "pyproject.toml", "LICENSE", "longctx_patch", "cli", "recipes")
 
@@ -63,6 +65,13 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel_names: list[str]) ->
         for path in (ROOT / folder).rglob("*.py")
     }
     assert wanted <= set(wheel_names), sorted(wanted - set(wheel_names))
+
+
+def test_the_wheel_says_that_it_is_typed_and_has_the_version_of_the_package(
+    wheel_names: list[str],
+) -> None:
+    assert "longctx_patch/py.typed" in wheel_names
+    assert f"longctx_patch-{longctx_patch.__version__}.dist-info/METADATA" in wheel_names
 
 
 def test_launch_files_are_in_the_wheel(wheel_names: list[str]) -> None:

@@ -173,7 +173,8 @@ def _world() -> tuple[int, int]:
 def _fix(degree: int, world_size: int) -> str:
     if world_size == 1:
         return (
-            f"Start {degree} processes, e.g. `torchrun --nproc_per_node {degree} script.py`, and "
+            f"Start {degree} processes, e.g. `torchrun --nproc_per_node {degree} script.py` or, in "
+            f"a notebook, `accelerate.notebook_launcher(train, num_processes={degree})`, and "
             "initialise torch.distributed (Accelerator() does) before patching. "
             "`accelerate launch` starts one process only for distributed_type: MULTI_CPU; use "
             "MULTI_GPU with use_cpu: false, also on machines without a GPU."

@@ -50,7 +50,9 @@ def attention(
     """Attention of this rank's queries to the keys of the whole sequence; causal by default.
 
     Collective over the group. Every rank passes the tokens that `group.layout(num_tokens)` (or
-    `group.layout(documents)`) gives it, with rotary embeddings (if any) already applied.
+    `group.layout(documents)`) gives it, with rotary embeddings (if any) already applied: token `i`
+    of this rank has position `group.layout(num_tokens).positions(group.group_rank)[i]` in the row,
+    and `documents.positions(...)` of these counts from the start of each document.
 
     Args:
         q: `[B, L, H, D]`; L may differ between ranks as the layout says, and may be 0.

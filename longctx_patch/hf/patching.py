@@ -150,7 +150,7 @@ def patch(
         config: degrees, layout, plan, kernel, checkpoint policy, MLP tiles and loss; the same on
             every rank.
         mask: for other than causal attention, a function from the length of a padded row to its
-            `Mask` (`longctx_patch.sequence.masks`: block-sparse, prefix, bidirectional, any
+            `Mask` (`longctx_patch.masks`: block-sparse, prefix, bidirectional, any
             function), which is asked once for each length. Documents and sliding windows restrict
             it further (a window only looks back: later keys that the mask allows stay). Whole rows,
             and so `generate`, are refused then.

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
 from longctx_patch.engine.call import AttentionCall, CallTraffic
-from longctx_patch.hf import FAMILIES
+from longctx_patch.hf.model.checks import FAMILIES
 from longctx_patch.hf.model.transformers_api import attention_modules, decoder_layers
 from longctx_patch.memory.auto import MemoryUse
 from longctx_patch.memory.limits import MARGIN

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaForCausalLM
 
-from longctx_patch.hf import FAMILIES
 from longctx_patch.hf.layers.mlp_tiles import TiledForward
+from longctx_patch.hf.model.checks import FAMILIES
 from longctx_patch.hf.model.transformers_api import dense_mlps
 from longctx_patch.memory.last_product import is_plain, left_out
 from longctx_patch.memory.tiled_mlp import run_tiled

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch import LongContextConfig, patch
-from longctx_patch.hf import FAMILIES, UnsupportedModelError
 from longctx_patch.hf.layers.mlp_tiles import bind_mlps, tiles_of_layers
+from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.hf.model.supported import ROUTER
 from longctx_patch.hf.model.transformers_api import decoder_layers, dense_mlps
 from longctx_patch.memory.policies import CheckpointPolicy

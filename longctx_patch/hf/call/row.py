@@ -55,7 +55,7 @@ def made_mask(factory: MaskFactory, row: ShardedRow) -> tuple[Mask | None, str |
         gave = f"{mask.name!r} over {mask.num_tokens} tokens" if is_mask else repr(mask)[:80]
         return None, (
             f"the mask function gave {gave} for {num_tokens} tokens: it returns a Mask "
-            "over as many tokens as it is asked for (longctx_patch.sequence.masks makes them)."
+            "over as many tokens as it is asked for (longctx_patch.masks makes them)."
         )
     if not (mask.sees_ahead and row.has_padding and row.documents.is_one):
         return mask, None

@@ -134,7 +134,7 @@ def _bidirectional(model_config: Any, config: "LongContextConfig") -> str | None
 def _bidirectional_reason(option: str) -> str:
     return (
         f"{option}: this model sees ahead, and its own code decides how. Use a causal model, with "
-        "patch(model, config, mask=longctx_patch.sequence.masks.bidirectional) for attention both "
+        "patch(model, config, mask=longctx_patch.masks.bidirectional) for attention both "
         "ways."
     )
 
@@ -168,7 +168,7 @@ def _rope(model_config: Any, config: "LongContextConfig") -> str | None:
         return None
     fix = (
         "Freeze them at your length: --rope dynamic, which is "
-        "longctx_patch.hf.model.rope.scale_rope(config, kind='dynamic', target_length=...)."
+        "longctx_patch.scale_rope(config, kind='dynamic', target_length=...)."
         if moving == ["dynamic"]
         else "Use a model with another type, or one process."
     )

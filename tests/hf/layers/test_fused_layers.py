@@ -15,7 +15,6 @@ from transformers.integrations import liger
 from transformers.models.llama import modeling_llama
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.hf import FAMILIES, UnsupportedModelError
 from longctx_patch.hf.layers import fused_layers
 from longctx_patch.hf.layers.fused_layers import (
     LIGER_FAMILIES,
@@ -23,6 +22,7 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
     require_fused_layers,
 )
+from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.kernels.installed import Package
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.memory.run_layer import run_layer

@@ -171,7 +171,5 @@ def test_over_two_ranks(checked: Any) -> None:
 
 
 def test_models_that_see_ahead_by_themselves_are_refused_with_what_to_do() -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=r"mask=longctx_patch.sequence.masks.bidirectional"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"mask=longctx_patch.masks.bidirectional"):
         check_model_config(tiny_config("llama", is_causal=False), LongContextConfig())

@@ -57,7 +57,7 @@ def test_experts_are_refused(family: str) -> None:
 
 
 def test_every_supported_family_is_one_of_these() -> None:
-    from longctx_patch.hf import FAMILIES
+    from longctx_patch.hf.model.checks import FAMILIES
 
     assert set(FAMILIES) == {*DENSE, *MIXED}
 
