@@ -35,7 +35,14 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig, make_sequence_group
 from longctx_patch.engine.accumulate import RowSum, SoftmaxMerge
-from longctx_patch.kernels import Kernel, KernelRequest, Score, Segments, choose_kernel
+from longctx_patch.kernels import (
+    BackwardInputs,
+    Kernel,
+    KernelRequest,
+    Score,
+    Segments,
+    choose_kernel,
+)
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.transport import Message, Packet, Pending, TensorSpec, Transport
@@ -138,7 +145,7 @@ def prepared(
     rule = CAUSAL_WINDOW if causal else FULL_WINDOW
     how = (Segments((rows,), (keys,), rule), Score(HEAD_DIM**-0.5))
     forward = partial(kernel.forward, q, k, v, *how)
-    backward = partial(kernel.backward, dout, q, k, v, *forward(), *how)
+    backward = partial(kernel.backward, BackwardInputs(dout, q, k, v, *forward()), *how)
     return {"forward": forward, "backward": backward}
 
 

@@ -11,7 +11,7 @@ from measure import dtype_on
 from problems import Problem, ideal_row
 from torch import Tensor
 
-from longctx_patch.kernels import Kernel, KernelRequest, Score, Segments, available
+from longctx_patch.kernels import BackwardInputs, Kernel, KernelRequest, Score, Segments, available
 from longctx_patch.kernels.base import CAUSAL_WINDOW
 from operators import Candidate, Job, NotCovered, Prepared
 
@@ -54,4 +54,4 @@ class _OneKernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *ctx.kernel.backward(grads[0], *ctx.saved_tensors, *ctx.how), None
+        return *ctx.kernel.backward(BackwardInputs(grads[0], *ctx.saved_tensors), *ctx.how), None

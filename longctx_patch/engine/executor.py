@@ -14,7 +14,7 @@ from torch import Tensor
 from longctx_patch.engine.accumulate import sum_dtype
 from longctx_patch.engine.operands import Inputs, adjoined, pick_rows
 from longctx_patch.engine.partials import Partials, ResultKey
-from longctx_patch.kernels import Kernel, Score, Traits
+from longctx_patch.kernels import BackwardInputs, Kernel, Score, Traits
 from longctx_patch.kernels.calls import Call, calls_of
 from longctx_patch.kernels.run import run_backward, run_forward
 from longctx_patch.plans import EVERYONE, Block, Operand, Plan, RankStep, Share, Work
@@ -76,7 +76,9 @@ class Executor:
         """
         alone = only_call(plan, self.transport.group_rank, self.kernel.traits)
         if alone is not None:
-            dq, dk, dv = run_backward(self.kernel, alone, dout, q, k, v, out, lse, self.score)
+            dq, dk, dv = run_backward(
+                self.kernel, alone, BackwardInputs(dout, q, k, v, out, lse), self.score
+            )
             self.transport.counters.kernel_calls += 1
             return dq.to(q.dtype), dk, dv
         rank = self.transport.group_rank
@@ -159,7 +161,9 @@ class Executor:
             )
             out = out_with_row_dots(dout, delta_BLH)
         lse_BHL = lse_BLH.transpose(1, 2)
-        dq, dk, dv = run_backward(self.kernel, call, dout, q, k, v, out, lse_BHL, self.score)
+        dq, dk, dv = run_backward(
+            self.kernel, call, BackwardInputs(dout, q, k, v, out, lse_BHL), self.score
+        )
         self.transport.counters.kernel_calls += 1
         partials.add(ResultKey(Operand.DQ, work.q_owner, work.heads), adjoined(call.q), (dq,))
         first = 0

@@ -1,6 +1,7 @@
 """Attention kernels of packed segments, the choice between them, and what to call them with."""
 
 from longctx_patch.kernels.base import (
+    BackwardInputs,
     Domain,
     Kernel,
     KernelRequest,
@@ -16,6 +17,7 @@ from longctx_patch.kernels.select.registry import available, choose_kernel
 
 __all__ = [
     "AgreedKernels",
+    "BackwardInputs",
     "Call",
     "Domain",
     "Kernel",

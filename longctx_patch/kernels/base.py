@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from longctx_patch.kernels.installed import lacks_gpu
 from longctx_patch.sequence.regions import Tile
 
 
@@ -95,11 +96,32 @@ class Domain(NamedTuple):
     head_dim_multiple: int = 8
     deterministic: bool = True
     """Whether its backward can sum in the same order in every run."""
+    least_gpu: tuple[int, int] | None = None
+    """The lowest compute capability that it runs on; None: the kernel asks for no GPU."""
+    below_gpu: int | None = None
+    """The first major version of the compute capability that it does not run on, if any."""
+
+
+class BackwardInputs(NamedTuple):
+    """What backward is computed from.
+
+    `out` and `lse` are the global ones: over all keys of all ranks, a sink included. A kernel uses
+    them as `p = exp(scores - lse)` and `rowsum(dout * out)`.
+    """
+
+    dout: Tensor
+    """`[B, L, H, D]`, like q and out."""
+    q: Tensor
+    k: Tensor
+    """`[B, M, G, D]`, like v."""
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    """`[B, H, L]`."""
 
 
 class Kernel(Protocol):
-    """One backend. `out` and `lse` given to `backward` are the global ones: over all keys of all
-    ranks, a sink included. It uses `p = exp(scores - lse)` and `rowsum(dout * out)`."""
+    """One backend."""
 
     @property
     def name(self) -> str: ...
@@ -121,22 +143,14 @@ class Kernel(Protocol):
         ...
 
     def backward(
-        self,
-        dout_BLHD: Tensor,
-        q_BLHD: Tensor,
-        k_BMGD: Tensor,
-        v_BMGD: Tensor,
-        out_BLHD: Tensor,
-        lse_BHL: Tensor,
-        segments: Segments,
-        score: Score,
+        self, given: BackwardInputs, segments: Segments, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
         """These segments' share of (dq_BLHD, dk_BMGD, dv_BMGD), in the dtypes of q, k and v."""
         ...
 
 
 def unsupported(request: KernelRequest, traits: Traits, domain: Domain) -> str | None:
-    """The first thing a request asks that a kernel lacks on any machine, in words."""
+    """The first thing that a request asks and the kernel or this machine's GPU lacks, in words."""
     if domain.device_type not in (None, request.device_type):
         return f"needs device {domain.device_type}, tensors are on {request.device_type}"
     if request.dtype not in domain.dtypes:
@@ -154,7 +168,7 @@ def unsupported(request: KernelRequest, traits: Traits, domain: Domain) -> str |
         return "takes no tables of allowed pairs"
     if request.deterministic and not domain.deterministic:
         return "has no deterministic backward"
-    return None
+    return None if domain.least_gpu is None else lacks_gpu(domain.least_gpu, domain.below_gpu)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -5,19 +5,17 @@ memory they are given some heads after the other: heads don't depend on each oth
 fill the GPU with one.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from longctx_patch.kernels.base import Kernel, Score, Segments
+from longctx_patch.kernels.base import BackwardInputs, Kernel, Score, Segments
 from longctx_patch.kernels.calls import Call, must_be_equal
 from longctx_patch.sequence.layout import Interval, even_cuts
 
 SHARE = 1 / 16
-"""Of the GPU's memory, that dq in float32 may take."""
+"""The share of the GPU's memory that dq in float32 may take."""
 MOST_NUMBERS = 2**31 - 1
-"""Of q: cuDNN's backward was wrong for more (9.19 on H200, 3.2 * 10^9 numbers)."""
+"""The most numbers of q in a call: cuDNN's backward was wrong for 3.2 * 10^9 (9.19 on H200)."""
 
 
 def run_forward(
@@ -32,50 +30,31 @@ def run_forward(
 
 
 def run_backward(
-    kernel: Kernel,
-    call: Call,
-    dout_BLHD: Tensor,
-    q_BLHD: Tensor,
-    k_BMGD: Tensor,
-    v_BMGD: Tensor,
-    out_BLHD: Tensor,
-    lse_BHL: Tensor,
-    score: Score,
+    kernel: Kernel, call: Call, given: BackwardInputs, score: Score
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This call's share of (dq_BLHD, dk_BMGD, dv_BMGD), all packed."""
+    """This call's share of (dq_BLHD, dk_BMGD, dv_BMGD), all packed like what is given."""
     form = _Form(kernel, call)
-    dout, q, k, v, out = form.enter(dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD)
-    (lse_BLH,) = form.enter(lse_BHL.transpose(1, 2))
-    tensors = _Backward(dout, q, k, v, out, lse_BLH.transpose(1, 2))
-    count = num_head_parts(q, k)
+    dout, q, k, v, out, lse_BLH = form.enter(*given[:5], given.lse.transpose(1, 2))
+    given = BackwardInputs(dout, q, k, v, out, lse_BLH.transpose(1, 2))
+    count = num_head_parts(given.q, given.k)
     if count == 1:
-        grads = kernel.backward(*tensors, form.segments, score)
+        grads = kernel.backward(given, form.segments, score)
     else:
-        grads = _backward_by_heads(kernel, form.segments, score, tensors, count)
+        grads = _backward_by_heads(kernel, form.segments, score, given, count)
     dq, dk, dv = form.leave(*grads)
     return dq, dk, dv
 
 
-class _Backward(NamedTuple):
-    """What a kernel's backward is given."""
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-
-    def of_heads(self, heads: Interval) -> "_Backward":
-        """Of some key-value heads, and the query heads that see them."""
-        group = self.q.shape[2] // self.k.shape[2]
-        kv, query = (slice(n * heads.start, n * heads.stop) for n in (1, group))
-        dout, q, out = (x[:, :, query] for x in (self.dout, self.q, self.out))
-        return _Backward(dout, q, self.k[:, :, kv], self.v[:, :, kv], out, self.lse[:, query])
+def _of_heads(given: BackwardInputs, heads: Interval) -> BackwardInputs:
+    """The part of some key-value heads, and of the query heads that see them."""
+    group = given.q.shape[2] // given.k.shape[2]
+    kv, query = (slice(n * heads.start, n * heads.stop) for n in (1, group))
+    dout, q, out = (x[:, :, query] for x in (given.dout, given.q, given.out))
+    return BackwardInputs(dout, q, given.k[:, :, kv], given.v[:, :, kv], out, given.lse[:, query])
 
 
 def num_head_parts(q_BLHD: Tensor, k_BMGD: Tensor) -> int:
-    """Of whole key-value heads, in which backward is computed; 1 on CPU."""
+    """Into how many parts of whole key-value heads backward is cut; it is 1 on CPU."""
     if not q_BLHD.is_cuda:
         return 1
     total = torch.cuda.get_device_properties(q_BLHD.device).total_memory
@@ -83,8 +62,10 @@ def num_head_parts(q_BLHD: Tensor, k_BMGD: Tensor) -> int:
 
 
 def parts_that_fit(num_numbers: int, device_bytes: float, num_kv_heads: int) -> int:
-    """The fewest parts of whole key-value heads of which each has at most `MOST_NUMBERS` of q, and
-    at most `SHARE` of the memory in float32; as many as there are heads if one has more.
+    """The fewest parts of whole key-value heads that keep each part small enough.
+
+    The q of a part has at most `MOST_NUMBERS`, and takes at most `SHARE` of the memory in float32.
+    Where one head is larger than that, there are as many parts as heads.
 
     Example:
         >>> parts_that_fit(3 * 2**28, 16 * 2**30, 8)
@@ -96,13 +77,13 @@ def parts_that_fit(num_numbers: int, device_bytes: float, num_kv_heads: int) -> 
 
 
 def _backward_by_heads(
-    kernel: Kernel, segments: Segments, score: Score, tensors: _Backward, count: int
+    kernel: Kernel, segments: Segments, score: Score, given: BackwardInputs, count: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    like = (tensors.q, tensors.k, tensors.v)
+    like = (given.q, given.k, given.v)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
-    for heads in even_cuts(tensors.k.shape[2], count):
-        found = kernel.backward(*tensors.of_heads(heads), segments, score)
-        places = tensors._replace(q=dq, k=dk, v=dv).of_heads(heads)
+    for heads in even_cuts(given.k.shape[2], count):
+        found = kernel.backward(_of_heads(given, heads), segments, score)
+        places = _of_heads(given._replace(q=dq, k=dk, v=dv), heads)
         for place, part in zip((places.q, places.k, places.v), found, strict=True):
             place.copy_(part)
     return dq, dk, dv

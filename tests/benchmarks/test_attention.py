@@ -9,16 +9,9 @@ import problems
 import pytest
 import torch
 from operators import Job
-from operators.flash_attn_2_over_torch import (
-    _flash_attn_backward,
-    _flash_attn_forward,
-    _flash_attn_varlen_backward,
-    _flash_attn_varlen_forward,
-)
 from report import read_lines
 
 from longctx_patch import LongContextConfig, Workload, explain
-from tests.reference import dense_attention
 
 CPU = torch.device("cpu")
 
@@ -148,40 +141,6 @@ def test_a_problem_counts_what_the_mask_allows() -> None:
     lengths = problems.lognormal_lengths(1000, 64)
     assert sum(lengths) == 1000
     assert len(set(lengths)) > 10
-
-
-def test_flash_attention_2_over_torch() -> None:
-    """Dense and packed, with more keys than queries: the last query ends at the last key."""
-    torch.manual_seed(0)
-    q, dout = torch.randn(2, 1, 6, 4, 8, dtype=torch.float64)
-    k, v = torch.randn(2, 1, 10, 2, 8, dtype=torch.float64)
-    rule = (0.0, 8**-0.5, True)
-    out, lse, *_ = _flash_attn_forward(q, k, v, *rule)
-    before = torch.zeros(1, 4, 4, 8, dtype=torch.float64)
-    whole_q, whole_dout = torch.cat([before, q], 1), torch.cat([before, dout], 1)
-    dense_out, dense_lse, *dense_grads = dense_attention(whole_q, k, v, whole_dout)
-    torch.testing.assert_close(out, dense_out[:, 4:])
-    torch.testing.assert_close(lse, dense_lse[:, :, 4:])
-    grads = [torch.empty_like(x) for x in (q, k, v)]
-    _flash_attn_backward(dout, q, k, v, out, lse, *grads, *rule)
-    for grad, dense in zip(grads, (dense_grads[0][:, 4:], *dense_grads[1:]), strict=True):
-        torch.testing.assert_close(grad, dense)
-
-    edges = (torch.tensor([0, 2, 6]), torch.tensor([0, 5, 10]))
-    packed, lse, *_ = _flash_attn_varlen_forward(q[0], k[0], v[0], *edges, 4, 5, *rule)
-    parts = [
-        _flash_attn_forward(q[:, a:b], k[:, c:d], v[:, c:d], *rule)[0][0]
-        for a, b, c, d in ((0, 2, 0, 5), (2, 6, 5, 10))
-    ]
-    torch.testing.assert_close(packed, torch.cat(parts))
-    given = [torch.empty_like(x[0]) for x in (q, k, v)]
-    tensors = (dout[0], q[0], k[0], v[0], packed, lse)
-    _flash_attn_varlen_backward(*tensors, *given, *edges, 4, 5, *rule)
-    first = [torch.empty_like(x) for x in (q[:, :2], k[:, :5], v[:, :5])]
-    block = (dout[:, :2], q[:, :2], k[:, :5], v[:, :5], packed[None, :2], lse[None, :, :2])
-    _flash_attn_backward(*block, *first, *rule)
-    for grad, part in zip(given, first, strict=True):
-        torch.testing.assert_close(grad[: part.shape[1]], part[0])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch.kernels import (
+    BackwardInputs,
     Kernel,
     KernelRequest,
     Score,
@@ -69,7 +70,7 @@ def test_against_float64(
     q, k, v, dout = inputs(length, *heads, dim, dtype)
     segments, score = Segments((length,), (length,), CAUSAL_WINDOW), Score(dim**-0.5)
     out, lse = kernel.forward(q, k, v, segments, score)
-    grads = kernel.backward(dout, q, k, v, out, lse, segments, score)
+    grads = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), segments, score)
     assert lse.shape == (2, heads[0], length)
     assert lse.dtype == torch.float32
     for found, wanted in zip((out, lse, *grads), dense_attention(q, k, v, dout), strict=True):
@@ -83,7 +84,7 @@ def test_row_slices_and_a_global_lse(name: str) -> None:
     q, k, v, dout = inputs(256, 8, 2, 64, torch.bfloat16)
     everything = Segments((256,), (256,), FULL_WINDOW)
     out, lse = kernel.forward(q, k, v, everything, SCORE)
-    whole = kernel.backward(dout, q, k, v, out, lse, everything, SCORE)
+    whole = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), everything, SCORE)
     halves = (slice(0, 128), slice(128, 256))
     part = Segments((128,), (128,), FULL_WINDOW)
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
@@ -91,9 +92,8 @@ def test_row_slices_and_a_global_lse(name: str) -> None:
         for columns in halves:
             own_dout, own_q, own_out = (x[:, rows] for x in (dout, q, out))
             keys, values = (x[:, columns] for x in (k, v))
-            grads = kernel.backward(
-                own_dout, own_q, keys, values, own_out, lse[:, :, rows], part, SCORE
-            )
+            own = BackwardInputs(own_dout, own_q, keys, values, own_out, lse[:, :, rows])
+            grads = kernel.backward(own, part, SCORE)
             dq[:, rows] += grads[0]
             dk[:, columns] += grads[1]
             dv[:, columns] += grads[2]
@@ -116,7 +116,8 @@ def test_layouts_of_out_and_dout(name: str) -> None:
             x.permute(dims).contiguous().permute(back) for x in (out, given.dout)
         )
         for own in ((laid_out, given.dout), (out, laid_dout), (laid_out, laid_dout)):
-            grads = kernel.backward(own[1], *given[:3], own[0], lse, segments, SCORE)
+            inputs = BackwardInputs(own[1], *given[:3], own[0], lse)
+            grads = kernel.backward(inputs, segments, SCORE)
             check(grads, (want.dq, want.dk, want.dv), 1e-2)
 
 
@@ -204,9 +205,10 @@ def test_deterministic_gradients_are_bitwise_equal(name: str, case: str) -> None
     )
     q, k, v, dout = given[:4]
     out, lse = kernel.forward(q, k, v, segments, SCORE)
-    first = kernel.backward(dout, q, k, v, out, lse, segments, SCORE)
+    inputs = BackwardInputs(dout, q, k, v, out, lse)
+    first = kernel.backward(inputs, segments, SCORE)
     for _ in range(5):
-        again = kernel.backward(dout, q, k, v, out, lse, segments, SCORE)
+        again = kernel.backward(inputs, segments, SCORE)
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 
 

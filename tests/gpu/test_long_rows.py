@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx_patch.kernels import Score, Segments, run
+from longctx_patch.kernels import BackwardInputs, Score, Segments, run
 from longctx_patch.kernels.base import FULL_WINDOW
 from longctx_patch.kernels.calls import Call
 from longctx_patch.kernels.select.registry import available
@@ -54,9 +54,9 @@ def test_long_queries(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) ->
     out, lse = run.run_forward(kernel, call, q, k, v, score)
     if (name, parts) == ("cudnn", 1):
         with pytest.raises(ValueError, match="its gradients are wrong for more than"):
-            run.run_backward(kernel, call, dout, q, k, v, out, lse, score)
+            run.run_backward(kernel, call, BackwardInputs(dout, q, k, v, out, lse), score)
         return
-    dq, dk, dv = run.run_backward(kernel, call, dout, q, k, v, out, lse, score)
+    dq, dk, dv = run.run_backward(kernel, call, BackwardInputs(dout, q, k, v, out, lse), score)
     right = wanted(q[:, last], k, v, dout[:, last])
     for found, reference in zip((out[:, last], dq[:, last], dk, dv), right, strict=True):
         assert relative_error(found, reference) < 1e-2
@@ -75,7 +75,7 @@ def test_long_keys(name: str) -> None:
     )
     score = Score(DIM**-0.5)
     out, lse = run.run_forward(kernel, call, q, k, v, score)
-    dq, dk, dv = run.run_backward(kernel, call, dout, q, k, v, out, lse, score)
+    dq, dk, dv = run.run_backward(kernel, call, BackwardInputs(dout, q, k, v, out, lse), score)
     for head in range(0, HEADS, 5):
         one = slice(head, head + 1)
         right = wanted(*(x[:, :, one] for x in (q, k, v, dout)))

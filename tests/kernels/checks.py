@@ -7,7 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longctx_patch.kernels import Kernel, Score, Segments, calls_of, run_backward, run_forward
+from longctx_patch.kernels import (
+    BackwardInputs,
+    Kernel,
+    Score,
+    Segments,
+    calls_of,
+    run_backward,
+    run_forward,
+)
 from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.sequence.regions import Piece, Tile
@@ -41,7 +49,8 @@ def check_kernel(
     assert lse.dtype == _lse_dtype(q)
     check((out, lse), (want.own_out, want.own_lse), bound)
     global_out, global_lse = want.out.to(out.dtype), want.lse.to(lse.dtype)
-    grads = kernel.backward(dout, q, k, v, global_out, global_lse, segments, score)
+    inputs = BackwardInputs(dout, q, k, v, global_out, global_lse)
+    grads = kernel.backward(inputs, segments, score)
     assert all(grad.dtype == q.dtype for grad in grads)
     check(grads, (want.dq, want.dk, want.dv), bound)
 
@@ -71,9 +80,8 @@ def check_calls(
         at, columns = (_index(i).to(q.device) for i in (call.q, call.kv))
         out[:, at] += part * part_lse.double().exp().transpose(1, 2)[..., None]
         lse[:, :, at] = torch.logaddexp(lse[:, :, at], part_lse.double())
-        found = run_backward(
-            kernel, call, own_dout, own_q, *keys, own_out, own_lse.transpose(1, 2), score
-        )
+        inputs = BackwardInputs(own_dout, own_q, *keys, own_out, own_lse.transpose(1, 2))
+        found = run_backward(kernel, call, inputs, score)
         for total, rows_of, grad in zip((dq, dk, dv), (at, columns, columns), found, strict=True):
             total.index_add_(1, rows_of, grad.double())
     seeing = torch.from_numpy(table.any(1)).to(q.device)

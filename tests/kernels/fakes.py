@@ -1,20 +1,223 @@
-"""The adapters of the flash-attn packages over functions in plain torch, which are in the files
-beside this one: under the packages' names and with their demands.
+"""The functions of the flash-attn packages on CPU, in plain torch, and the adapters over them.
 
-Parameters are the packages' too, without those that training has no use for: an argument under a
-wrong name is a TypeError here as there.
+Names and parameters are the packages' own (without some that training has no use for), so that an
+argument under a wrong name is a TypeError here as there, and so are their demands. What they
+compute is that of the benchmarks' stand-in for flash-attn 2.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from longctx_patch.kernels import Kernel
-from longctx_patch.kernels.backends.flash_attn_2 import FlashAttn2Kernel
-from longctx_patch.kernels.backends.flash_attn_3 import FlashAttn3Kernel
-from longctx_patch.kernels.backends.flash_attn_4 import FlashAttn4Kernel
+from longctx_patch.kernels.backends.flash_attn import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
 from longctx_patch.kernels.installed import Package
-from tests.kernels.fake_flash_attn_2 import FlashAttn2
-from tests.kernels.fake_flash_attn_4 import FlashAttn4
+from tests import benchmarks  # puts the folder of `operators` on the path
+
+assert benchmarks
+from operators import flash_attn_2_over_torch as stand_in  # noqa: E402
+
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+FA3_FORWARD = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, "
+    "Tensor(a!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "int? max_seqlen_q=None, int? max_seqlen_k=None, float? softmax_scale=None, "
+    "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "int attention_chunk=0, float softcap=0.0, int num_splits=0, int sm_margin=0) "
+    "-> (Tensor, Tensor, Tensor?, Tensor?)"
+)
+FA3_BACKWARD = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+    "Tensor(a!)? dq=None, Tensor(b!)? dk=None, Tensor(c!)? dv=None, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "int? max_seqlen_q=None, int? max_seqlen_k=None, float? softmax_scale=None, "
+    "bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
+    "float softcap=0.0, bool deterministic=False, int sm_margin=0) -> Tensor"
+)
+FA4_FORWARD = (
+    "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+    "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, "
+    "causal=False, softcap=None, window_size_left=None, window_size_right=None, "
+    "learnable_sink=None, return_lse=False"
+)
+FA4_BACKWARD = (
+    "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, "
+    "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, "
+    "num_threads=256, pack_gqa=False, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, "
+    "max_seqlen_k=None, deterministic=False"
+)
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> None:
+    """What all packages ask of the tensors and their lengths."""
+    assert q.dtype == k.dtype == v.dtype
+    assert q.dtype in (torch.bfloat16, torch.float16)
+    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    assert isinstance(how["softmax_scale"], float)
+    assert isinstance(how["causal"], bool)
+    edges = [how.get(name) for name in LENGTHS[:2]]
+    if edges[0] is None:
+        assert edges == [None, None]
+        assert q.ndim == k.ndim == 4
+        rows, columns = [q.shape[1]], [k.shape[1]]
+    else:
+        assert q.ndim == k.ndim == 3
+        rows, columns = (
+            _lengths(given, how[name], x)
+            for given, name, x in zip(edges, LENGTHS[2:], (q, k), strict=True)
+        )
+    if how["causal"] or (how["window_size_left"], how["window_size_right"]) != (-1, -1):
+        assert all(n <= m for n, m in zip(rows, columns, strict=True)), "fails with more rows"
+
+
+def _lengths(edges: Tensor, longest: int, x_THD: Tensor) -> list[int]:
+    assert edges.dtype == torch.int32
+    assert edges.is_contiguous()
+    assert edges[-1] == x_THD.shape[0]
+    lengths: list[int] = edges.diff().tolist()
+    assert type(longest) is int
+    assert longest == max(lengths)
+    return lengths
+
+
+def check_results(dout: Tensor, out: Tensor, softmax_lse: Tensor, q: Tensor) -> None:
+    """What all packages ask of what backward is given of forward."""
+    assert dout.dtype == out.dtype == q.dtype
+    assert dout.shape == out.shape == q.shape
+    assert dout.stride(-1) == out.stride(-1) == 1
+    tokens = (q.shape[1], q.shape[0]) if q.ndim == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    assert softmax_lse.shape == tokens
+    assert softmax_lse.dtype == torch.float32
+    assert softmax_lse.is_contiguous()
+
+
+def forward(**given: Any) -> tuple[Any, ...]:
+    """The stand-in's, with the packages' demands; absent bounds are -1."""
+    assert type(given["window_size_left"]) is type(given["window_size_right"]) is int
+    check_inputs(**given)
+    return stand_in.forward(**given)
+
+
+def backward(**given: Any) -> tuple[Tensor, ...]:
+    """The stand-in's likewise: (dq, dk, dv)."""
+    check_inputs(**given)
+    check_results(*(given[name] for name in ("dout", "out", "softmax_lse", "q")))
+    assert isinstance(given["softcap"], float)
+    return stand_in.backward(**given)
+
+
+def write(dq: Tensor, dk: Tensor, dv: Tensor, **given: Any) -> Tensor:
+    """Gradients go where the caller wants them."""
+    for buffer, grad in zip((dq, dk, dv), backward(**given), strict=True):
+        assert buffer.shape == grad.shape
+        assert buffer.is_contiguous()
+        buffer.copy_(grad)
+    lse: Tensor = given["softmax_lse"]
+    return lse.clone()
+
+
+@dataclass
+class Calls:
+    """What was called, and which `deterministic` it was told."""
+
+    names: list[str] = field(default_factory=list)
+    deterministic: list[bool] = field(default_factory=list)
+
+    def noted(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **given: Any) -> Any:
+            self.names.append(name)
+            if "deterministic" in given:
+                self.deterministic.append(given["deterministic"])
+            return run(*args, **given)
+
+        return noting
+
+
+def flash_attn_2(calls: Calls | None = None) -> Any:
+    """Module `flash_attn.flash_attn_interface` of 2.8.3."""
+    module = SimpleNamespace()
+    for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
+        _put(module, name, None, _plain(forward, dropout_p=0.0, return_softmax=False), calls)
+    for name in ("_flash_attn_backward", "_flash_attn_varlen_backward"):
+        _put(module, name, None, _plain(write, dropout_p=0.0), calls)
+    return module
+
+
+def flash_attn_4(calls: Calls | None = None) -> Any:
+    """Module `flash_attn.cute.interface` of 4.0.0b36. Absent bounds are None."""
+
+    def run_forward(*, return_lse: bool, **given: Any) -> tuple[Any, ...]:
+        out, lse, *_ = forward(**_with_bounds(given))
+        return out, lse if return_lse else None, None, None, None
+
+    def run_backward(*, lse: Tensor, **given: Any) -> tuple[Tensor, ...]:
+        return backward(**_with_bounds(given), softmax_lse=lse)
+
+    module = SimpleNamespace()
+    _put(module, "_flash_attn_fwd", FA4_FORWARD, run_forward, calls)
+    _put(module, "_flash_attn_bwd", FA4_BACKWARD, run_backward, calls)
+    return module
+
+
+@contextmanager
+def flash_attn_3_ops(calls: Calls | None = None) -> Iterator[None]:
+    """The ops `torch.ops.flash_attn_3` (`hopper/flash_api.cpp`), on CPU."""
+    library = torch.library.Library("flash_attn_3", "DEF")
+    for name, schema, run in (
+        ("fwd", FA3_FORWARD, _plain(forward, num_splits=1)),
+        ("bwd", FA3_BACKWARD, write),
+    ):
+        library.define(schema)
+        library.impl(
+            name, _over_schema(schema, (calls or Calls()).noted(f"fa3.{name}", run)), "CPU"
+        )
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _put(
+    module: Any, name: str, parameters: str | None, run: Callable[..., Any], calls: Calls | None
+) -> None:
+    run = (calls or Calls()).noted(name, run)
+    if parameters is None:  # those of flash-attn 2
+        signature = stand_in.FUNCTIONS[name].__signature__  # type: ignore[attr-defined]
+        parameters = str(signature).strip("()")
+    setattr(module, name, stand_in.function(name, parameters, run))
+
+
+def _plain(run: Callable[..., Any], **wanted: Any) -> Callable[..., Any]:
+    """`run` of a package that is asked for nothing else."""
+
+    def checked(**given: Any) -> Any:
+        assert {name: given[name] for name in wanted} == wanted
+        return run(**given)
+
+    return checked
+
+
+def _with_bounds(given: dict[str, Any]) -> dict[str, Any]:
+    sides = ("window_size_left", "window_size_right")
+    return given | {side: -1 if given[side] is None else given[side] for side in sides}
+
+
+def _over_schema(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with the arguments of an op, by name, and defaults for those that are left out."""
+    arguments = torch._C.parse_schema(f"flash_attn_3::{schema}").arguments
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        given |= dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+        return run(**given, causal=given.pop("is_causal"))
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -35,9 +238,9 @@ def loaded(content: Any) -> LoadedPackage:
 
 
 def fake_kernels() -> dict[str, Kernel]:
-    """The adapters over these functions. For flash_attn_3, within `flash_attn_3_ops`."""
+    """The adapters over these functions; flash_attn_3 needs `flash_attn_3_ops` around it."""
     return {
-        "flash_attn_4": FlashAttn4Kernel(package=loaded(FlashAttn4())),
-        "flash_attn_3": FlashAttn3Kernel(package=loaded(None)),
-        "flash_attn_2": FlashAttn2Kernel(package=loaded(FlashAttn2())),
+        "flash_attn_4": replace(FLASH_ATTN_4, package=loaded(flash_attn_4())),
+        "flash_attn_3": replace(FLASH_ATTN_3, package=loaded(None)),
+        "flash_attn_2": replace(FLASH_ATTN_2, package=loaded(flash_attn_2())),
     }

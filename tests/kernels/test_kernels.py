@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch.kernels import (
+    BackwardInputs,
     Kernel,
     Score,
     Segments,
@@ -26,8 +27,7 @@ from longctx_patch.sequence.layout import Interval, even_cuts
 from longctx_patch.sequence.regions import ANTICAUSAL, FULL, Band, Piece, Tile
 from tests.kernels.checks import check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
-from tests.kernels.fake_flash_attn_3 import flash_attn_3_ops
-from tests.kernels.fakes import fake_kernels
+from tests.kernels.fakes import fake_kernels, flash_attn_3_ops
 
 TOLERANCE = {
     torch.float64: 1e-10,
@@ -246,4 +246,4 @@ def test_cudnn_refuses_rows_whose_gradients_it_gets_wrong() -> None:
     k, lse = q[:, :, :1], torch.empty(1, 8, 2**21, device="meta")
     segments = Segments((2**21,), (2**21,), CAUSAL_WINDOW)
     with pytest.raises(ValueError, match=r"2,147,483,648 numbers.*'flash_attn_4'"):
-        available()["cudnn"].backward(q, q, k, k, q, lse, segments, PLAIN)
+        available()["cudnn"].backward(BackwardInputs(q, q, k, k, q, lse), segments, PLAIN)

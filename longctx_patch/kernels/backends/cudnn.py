@@ -9,6 +9,7 @@ from torch import Tensor
 from longctx_patch.kernels.backends.dense import DenseKernel
 from longctx_patch.kernels.base import (
     CAUSAL_WINDOW,
+    BackwardInputs,
     Domain,
     KernelRequest,
     Score,
@@ -16,7 +17,6 @@ from longctx_patch.kernels.base import (
     Traits,
     unsupported,
 )
-from longctx_patch.kernels.installed import lacks_gpu
 from longctx_patch.kernels.run import MOST_NUMBERS
 
 _aten = torch.ops.aten
@@ -25,10 +25,16 @@ _aten = torch.ops.aten
 class CudnnKernel:
     name = "cudnn"
     traits = Traits(segments=False, windows=False, tiles=False, softcap=False)
-    domain = Domain("cuda", (torch.bfloat16, torch.float16), max_head_dim=128, deterministic=False)
+    domain = Domain(
+        "cuda",
+        (torch.bfloat16, torch.float16),
+        max_head_dim=128,
+        deterministic=False,
+        least_gpu=(8, 0),
+    )
 
     def refuses(self, request: KernelRequest) -> str | None:
-        return unsupported(request, self.traits, self.domain) or lacks_gpu((8, 0))
+        return unsupported(request, self.traits, self.domain)
 
     def forward(
         self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score
@@ -47,21 +53,11 @@ class CudnnKernel:
         return out_BHLD.transpose(1, 2), lse_BHL1.squeeze(-1)
 
     def backward(
-        self,
-        dout_BLHD: Tensor,
-        q_BLHD: Tensor,
-        k_BMGD: Tensor,
-        v_BMGD: Tensor,
-        out_BLHD: Tensor,
-        lse_BHL: Tensor,
-        segments: Segments,
-        score: Score,
+        self, given: BackwardInputs, segments: Segments, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD, lse_BHL = given
         if q_BLHD.shape[1] == k_BMGD.shape[1] == 1:  # cuDNN refuses a single pair
-            eager = DenseKernel("torch_eager", None)
-            return eager.backward(
-                dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD, lse_BHL, segments, score
-            )
+            return DenseKernel("torch_eager", None).backward(given, segments, score)
         if q_BLHD.numel() > MOST_NUMBERS:
             raise ValueError(
                 f"kernel='cudnn': {q_BLHD.shape[1]:,} queries of {q_BLHD.shape[2]} heads are "

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longctx_patch.kernels.base import (
     EVERYTHING,
+    BackwardInputs,
     Domain,
     KernelRequest,
     Score,
@@ -58,16 +59,9 @@ class DenseKernel:
         return out_BLHD, lse_BHL
 
     def backward(
-        self,
-        dout_BLHD: Tensor,
-        q_BLHD: Tensor,
-        k_BMGD: Tensor,
-        v_BMGD: Tensor,
-        out_BLHD: Tensor,
-        lse_BHL: Tensor,
-        segments: Segments,
-        score: Score,
+        self, given: BackwardInputs, segments: Segments, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD, lse_BHL = given
         k, v = self._by_head(k_BMGD), self._by_head(v_BMGD)
         dq_BLHD, dk, dv = torch.empty_like(q_BLHD), torch.zeros_like(k), torch.zeros_like(v)
         for rows, columns, hidden_LM in self._chunks(q_BLHD, segments):

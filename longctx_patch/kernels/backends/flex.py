@@ -17,6 +17,7 @@ from torch import Tensor
 from longctx_patch.kernels.backends.flex_masks import block_mask, padded_size
 from longctx_patch.kernels.base import (
     EVERYTHING,
+    BackwardInputs,
     Domain,
     KernelRequest,
     Score,
@@ -63,16 +64,9 @@ class FlexKernel:
         return out_BLHD.detach(), lse_BHL.detach()
 
     def backward(
-        self,
-        dout_BLHD: Tensor,
-        q_BLHD: Tensor,
-        k_BMGD: Tensor,
-        v_BMGD: Tensor,
-        out_BLHD: Tensor,
-        lse_BHL: Tensor,
-        segments: Segments,
-        score: Score,
+        self, given: BackwardInputs, segments: Segments, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD, lse_BHL = given
         inputs, own = self._block(q_BLHD, k_BMGD, v_BMGD, segments, score)
         gradients = _own_gradients(dout_BLHD, out_BLHD, lse_BHL, *(x.detach() for x in own))
         dq, dk, dv = torch.autograd.grad(own, inputs, gradients)

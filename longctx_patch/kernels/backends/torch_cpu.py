@@ -5,6 +5,7 @@ from torch import Tensor
 
 from longctx_patch.kernels.base import (
     CAUSAL_WINDOW,
+    BackwardInputs,
     Domain,
     KernelRequest,
     Score,
@@ -45,16 +46,9 @@ class TorchCpuKernel:
         return out_BHLD.transpose(1, 2), lse_BHL.contiguous()
 
     def backward(
-        self,
-        dout_BLHD: Tensor,
-        q_BLHD: Tensor,
-        k_BMGD: Tensor,
-        v_BMGD: Tensor,
-        out_BLHD: Tensor,
-        lse_BHL: Tensor,
-        segments: Segments,
-        score: Score,
+        self, given: BackwardInputs, segments: Segments, score: Score
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD, lse_BHL = given
         grads_BHLD = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout_BLHD.transpose(1, 2),
             q_BLHD.transpose(1, 2),

@@ -1,80 +1,80 @@
-"""torch's own flash attention on CUDA (FlashAttention-2, or 3 and 4 where torch was told to)."""
+"""torch's own flash attention on CUDA (FlashAttention-2, or 3 and 4 where torch was told to).
+
+Its ops are put behind functions that are called as those of the packages are.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longctx_patch.kernels.backends.varlen import lengths_of, window_keywords
-from longctx_patch.kernels.base import (
-    CAUSAL_WINDOW,
-    Domain,
-    KernelRequest,
-    Score,
-    Segments,
-    Traits,
-    unsupported,
-)
-from longctx_patch.kernels.installed import lacks_gpu
+from longctx_patch.kernels.backends.flash_attn import FlashAttnKernel, Functions, Signature
+from longctx_patch.kernels.base import Domain, Traits
 
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class TorchFlashKernel:
-    deterministic: bool = False
-    name = "torch_flash"
-    traits = Traits(segments=True, windows=True, tiles=False, softcap=False)
-    domain = Domain("cuda", (torch.bfloat16, torch.float16), max_head_dim=256)
+def flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    softmax_scale: float,
+    window_size_left: int | None,
+    window_size_right: int | None,
+    **lengths: Any,
+) -> tuple[Tensor, ...]:
+    """(out, lse, ...); `lengths` are `cu_seqlens_q` and so on of packed rows, or none."""
+    return _aten._flash_attention_forward(
+        *(q, k, v, *_lengths(q, k, **lengths)),
+        0.0,
+        causal,
+        False,
+        scale=softmax_scale,
+        window_size_left=window_size_left,
+        window_size_right=window_size_right,
+    )
 
-    def refuses(self, request: KernelRequest) -> str | None:
-        return unsupported(request, self.traits, self.domain) or lacks_gpu((8, 0))
 
-    def forward(
-        self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score
-    ) -> tuple[Tensor, Tensor]:
-        lengths = lengths_of(segments, q_BLHD)
-        out, lse, *_ = _aten._flash_attention_forward(
-            *lengths.packed(q_BLHD, k_BMGD, v_BMGD),
-            *lengths,
+def flash_backward(
+    *tensors: Tensor,
+    causal: bool,
+    softmax_scale: float,
+    window_size_left: int | None,
+    window_size_right: int | None,
+    deterministic: bool = False,
+    **lengths: Any,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv); `tensors` are dout, q, k, v, out and lse."""
+    _, q, k, *_ = tensors
+    # Without dropout the random state is not read, but the op wants tensors of this type.
+    random_state = [torch.empty(size, dtype=torch.uint64, device=q.device) for size in (2, 0)]
+    with _deterministic_algorithms(deterministic):
+        return _aten._flash_attention_backward(
+            *(*tensors, *_lengths(q, k, **lengths)),
             0.0,
-            segments.rule == CAUSAL_WINDOW,
-            False,
-            scale=score.scale,
-            **window_keywords(segments, absent=None),
+            causal,
+            *random_state,
+            scale=softmax_scale,
+            window_size_left=window_size_left,
+            window_size_right=window_size_right,
         )
-        return out.view(q_BLHD.shape), lengths.lse_by_batch(lse, q_BLHD.shape[0])
 
-    def backward(
-        self,
-        dout_BLHD: Tensor,
-        q_BLHD: Tensor,
-        k_BMGD: Tensor,
-        v_BMGD: Tensor,
-        out_BLHD: Tensor,
-        lse_BHL: Tensor,
-        segments: Segments,
-        score: Score,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        lengths = lengths_of(segments, q_BLHD)
-        with _deterministic_algorithms(self.deterministic):
-            grads = _aten._flash_attention_backward(
-                *lengths.packed(dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD),
-                lengths.packed_lse(lse_BHL),
-                *lengths,
-                0.0,
-                segments.rule == CAUSAL_WINDOW,
-                # Without dropout the random state is not read, but the op wants tensors of this
-                # type.
-                torch.empty(2, dtype=torch.uint64, device=q_BLHD.device),
-                torch.empty(0, dtype=torch.uint64, device=q_BLHD.device),
-                scale=score.scale,
-                **window_keywords(segments, absent=None),
-            )
-        dq, dk, dv = (x.view_as(y) for x, y in zip(grads, (q_BLHD, k_BMGD, v_BMGD), strict=True))
-        return dq, dk, dv
+
+def _lengths(
+    q: Tensor,
+    k: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """In the op's order; it wants the size of a single segment too."""
+    return cu_seqlens_q, cu_seqlens_k, max_seqlen_q or q.shape[1], max_seqlen_k or k.shape[1]
 
 
 @contextmanager
@@ -90,3 +90,12 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+TORCH_FLASH = FlashAttnKernel(
+    name="torch_flash",
+    domain=Domain("cuda", (torch.bfloat16, torch.float16), max_head_dim=256, least_gpu=(8, 0)),
+    signature=Signature(lambda _, packed: Functions(flash_forward, flash_backward), no_bound=None),
+    package=None,
+    traits=Traits(segments=True, windows=True, tiles=False, softcap=False),
+)

@@ -70,12 +70,6 @@ def window_keywords(segments: Segments, absent: int | None) -> dict[str, int | N
     return {"window_size_left": left, "window_size_right": right}
 
 
-def contiguous_buffers(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What gradients are written to, in the packed form too."""
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv
-
-
 @lru_cache(maxsize=256)
 def _cumulative(lengths: tuple[int, ...], batch: int, device: torch.device) -> Tensor:
     """Where each segment of each row of the batch begins and the last one ends: int32.

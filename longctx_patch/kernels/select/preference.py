@@ -5,19 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from longctx_patch.kernels.backends.flash_attn_2 import FlashAttn2Kernel
-from longctx_patch.kernels.backends.flash_attn_3 import FlashAttn3Kernel
-from longctx_patch.kernels.backends.flash_attn_4 import FlashAttn4Kernel
+from longctx_patch.kernels.backends.flash_attn import FlashAttnKernel
 from longctx_patch.kernels.base import Kernel, KernelRequest
 from longctx_patch.kernels.select.cache import ProbeCache, default_path, machine_label
 from longctx_patch.kernels.select.probe import Measured, measure
-from longctx_patch.kernels.select.registry import available, candidates, usual_order
+from longctx_patch.kernels.select.registry import RECORDS, available, candidates, usual_order
 
 Measure = Callable[[Iterable[Kernel], KernelRequest], Mapping[str, Measured]]
-
-# Those that can be the fastest. FlexAttention takes long to compile and the others are slow, so
-# they are only taken where none of these can.
-_MEASURED = frozenset({"flash_attn_4", "flash_attn_3", "cudnn", "torch_flash", "flash_attn_2"})
 
 
 class Preference(NamedTuple):
@@ -59,10 +53,11 @@ def measured_order(names: Sequence[str], measured: Mapping[str, Measured]) -> tu
 def measurable(request: KernelRequest, names: Sequence[str] | None = None) -> list[str]:
     """Of these kernels, or of all, those that are worth measuring and can do what is asked."""
     kernels = available(deterministic=request.deterministic)
+    worth_it = {record.kernel.name for record in RECORDS if record.is_measured}
     return [
         name
         for name in (usual_order(request) if names is None else names)
-        if name in _MEASURED and kernels[name].refuses(request) is None
+        if name in worth_it and kernels[name].refuses(request) is None
     ]
 
 
@@ -85,5 +80,8 @@ def machine_cache() -> ProbeCache:
 
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages that kernels come in, by kernel; None where it is not installed."""
-    packaged = (FlashAttn4Kernel(), FlashAttn3Kernel(), FlashAttn2Kernel())
-    return {kernel.name: kernel.package.version for kernel in packaged}
+    return {
+        kernel.name: kernel.package.version
+        for kernel in available().values()
+        if isinstance(kernel, FlashAttnKernel) and kernel.package is not None
+    }

@@ -19,6 +19,7 @@ from longctx_patch.kernels.backends.dense import DenseKernel
 from longctx_patch.kernels.base import (
     CAUSAL_WINDOW,
     FULL_WINDOW,
+    BackwardInputs,
     Kernel,
     KernelRequest,
     Score,
@@ -152,7 +153,8 @@ def _time(
 
     def backward() -> None:
         for call, own_q, own_dout, own_k, own_v, lse in given:
-            run_backward(kernel, call, own_dout, own_q, own_k, own_v, own_q, lse, score)
+            inputs = BackwardInputs(own_dout, own_q, own_k, own_v, own_q, lse)
+            run_backward(kernel, call, inputs, score)
 
     return stopwatch(forward), stopwatch(backward)
 
@@ -208,10 +210,11 @@ def _errors(
     q, k, v, dout = _random(request, 2, sum(segments.q), sum(segments.kv), device)
     own_out, own_lse = reference.forward(q, k, v, segments, score)
     out, lse = (own_out * 0.6 + dout * 0.1).to(q.dtype), own_lse + 0.5
-    right = own_out, own_lse, *reference.backward(dout, q, k, v, out, lse, segments, score)
+    given = BackwardInputs(dout, q, k, v, out, lse)
+    right = own_out, own_lse, *reference.backward(given, segments, score)
     found = (
         *kernel.forward(q, k, v, segments, score),
-        *kernel.backward(dout, q, k, v, out, lse, segments, score),
+        *kernel.backward(given, segments, score),
     )
     names = ("out", "lse", "dq", "dk", "dv")
     return {name: _error(*pair) for name, *pair in zip(names, found, right, strict=True)}

@@ -1,61 +1,81 @@
 """Which kernels there are, and which one to take."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from longctx_patch.kernels.backends.cudnn import CudnnKernel
 from longctx_patch.kernels.backends.dense import DenseKernel
-from longctx_patch.kernels.backends.flash_attn_2 import FlashAttn2Kernel
-from longctx_patch.kernels.backends.flash_attn_3 import FlashAttn3Kernel
-from longctx_patch.kernels.backends.flash_attn_4 import FlashAttn4Kernel
+from longctx_patch.kernels.backends.flash_attn import (
+    FLASH_ATTN_2,
+    FLASH_ATTN_3,
+    FLASH_ATTN_4,
+    FlashAttnKernel,
+)
 from longctx_patch.kernels.backends.flex import FlexKernel
 from longctx_patch.kernels.backends.torch_cpu import TorchCpuKernel
-from longctx_patch.kernels.backends.torch_flash import TorchFlashKernel
+from longctx_patch.kernels.backends.torch_flash import TORCH_FLASH
 from longctx_patch.kernels.base import Kernel, KernelRequest, dtype_name
+from longctx_patch.names import require_choice
 
-# What `auto` tries where nothing was measured, the fastest first (docs/reference/kernels.md).
-# cuDNN takes one segment a call, so masks of many pieces are better off with packed segments.
-# The reference is only taken by name.
-_ORDER = (
-    *("flash_attn_4", "flash_attn_3", "cudnn", "torch_flash", "flash_attn_2"),
-    *("flex", "torch_cpu", "torch_eager"),
-)
-_ORDER_OF_PIECES = (
-    *("flash_attn_4", "flash_attn_3", "torch_flash", "flash_attn_2", "cudnn"),
-    *("flex", "torch_cpu", "torch_eager"),
+
+class Record(NamedTuple):
+    """What the choice of a kernel needs to know of one."""
+
+    kernel: Kernel
+    is_measured: bool = False
+    """It can be the fastest on a GPU. FlexAttention takes long to compile and the others are slow,
+    so they are only taken where none of the measured ones can."""
+    by_name_only: bool = False
+    """`auto` never takes it."""
+
+
+# The one that is usually fastest comes first (docs/reference/kernels.md).
+RECORDS = (
+    Record(FLASH_ATTN_4, is_measured=True),
+    Record(FLASH_ATTN_3, is_measured=True),
+    Record(CudnnKernel(), is_measured=True),
+    Record(TORCH_FLASH, is_measured=True),
+    Record(FLASH_ATTN_2, is_measured=True),
+    Record(FlexKernel()),
+    Record(TorchCpuKernel()),
+    Record(DenseKernel("torch_eager", None)),
+    Record(DenseKernel("reference", torch.float64), by_name_only=True),
 )
 
 
 @cache
 def available(*, deterministic: bool = False) -> Mapping[str, Kernel]:
-    """Kernels by name. `deterministic`: those that can sum in a fixed order do."""
-    kernels: tuple[Kernel, ...] = (
-        FlashAttn4Kernel(deterministic),
-        FlashAttn3Kernel(),
-        CudnnKernel(),
-        TorchFlashKernel(deterministic),
-        FlashAttn2Kernel(deterministic),
-        FlexKernel(),
-        TorchCpuKernel(),
-        DenseKernel("torch_eager", None),
-        DenseKernel("reference", torch.float64),
-    )
-    return {kernel.name: kernel for kernel in kernels}
+    """Kernels by name. With `deterministic`, those that can sum in a fixed order do."""
+    kernels = (record.kernel for record in RECORDS)
+    return {
+        kernel.name: replace(kernel, deterministic=deterministic)
+        if isinstance(kernel, FlashAttnKernel)
+        else kernel
+        for kernel in kernels
+    }
 
 
 def usual_order(request: KernelRequest) -> tuple[str, ...]:
-    """Names of the kernels that `auto` may take, the one that is usually fastest first."""
-    return _ORDER_OF_PIECES if request.pieces else _ORDER
+    """Names of the kernels that `auto` may take, the one that is usually fastest first.
+
+    Masks of many pieces are better off with packed segments than with one segment a call (cuDNN).
+    """
+    records = [record for record in RECORDS if not record.by_name_only]
+    if request.pieces:
+        records.sort(
+            key=lambda r: (not r.is_measured, r.is_measured and not r.kernel.traits.segments)
+        )
+    return tuple(record.kernel.name for record in records)
 
 
 def candidates(name: str, request: KernelRequest) -> tuple[str, ...]:
     """Names that `name` stands for. Raises ValueError for an unknown one."""
-    kernels = available()
-    if name not in ("auto", *kernels):
-        raise ValueError(f"kernel={name!r}: choose auto or one of {', '.join(kernels)}.")
+    require_choice("kernel", name, ("auto", *available()))
     return usual_order(request) if name == "auto" else (name,)
 
 

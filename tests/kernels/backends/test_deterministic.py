@@ -1,5 +1,6 @@
 """`deterministic=True`: kernels are told or refused, and two runs are bitwise equal."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,16 +8,20 @@ import torch
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, attention, run_virtual_ranks, virtual_group
-from longctx_patch.kernels import KernelRequest, Score, Segments, available, choose_kernel
-from longctx_patch.kernels.backends.flash_attn_2 import FlashAttn2Kernel
-from longctx_patch.kernels.backends.flash_attn_4 import FlashAttn4Kernel
+from longctx_patch.kernels import (
+    BackwardInputs,
+    KernelRequest,
+    Score,
+    Segments,
+    available,
+    choose_kernel,
+)
+from longctx_patch.kernels.backends.flash_attn import FLASH_ATTN_2, FLASH_ATTN_4
 from longctx_patch.kernels.backends.torch_flash import _deterministic_algorithms
 from longctx_patch.kernels.base import CAUSAL_WINDOW
 from longctx_patch.transport import VirtualTransport
 from tests.kernels.dense import problem
-from tests.kernels.fake_flash_attn_2 import FlashAttn2
-from tests.kernels.fake_flash_attn_4 import FlashAttn4
-from tests.kernels.fakes import loaded
+from tests.kernels.fakes import Calls, flash_attn_2, flash_attn_4, loaded
 
 GPU = KernelRequest("cuda", torch.bfloat16, 128, deterministic=True)
 
@@ -39,13 +44,15 @@ def test_auto_takes_none_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_packages_are_told(asked: bool) -> None:
     q, k, v, dout = problem(6, 6, (4, 2), torch.bfloat16)[:4]
-    four, two = FlashAttn4(), FlashAttn2()
-    for kernel in (FlashAttn4Kernel(asked, loaded(four)), FlashAttn2Kernel(asked, loaded(two))):
+    calls = Calls()
+    packages = ((FLASH_ATTN_4, flash_attn_4(calls)), (FLASH_ATTN_2, flash_attn_2(calls)))
+    for kernel, content in packages:
+        kernel = replace(kernel, package=loaded(content), deterministic=asked)
         for lengths in ((6,), (4, 2)):
             segments = Segments(lengths, lengths, CAUSAL_WINDOW)
             out, lse = kernel.forward(q, k, v, segments, Score(0.3))
-            kernel.backward(dout, q, k, v, out, lse, segments, Score(0.3))
-    assert four.deterministic == two.deterministic == [asked, asked]
+            kernel.backward(BackwardInputs(dout, q, k, v, out, lse), segments, Score(0.3))
+    assert calls.deterministic == [asked] * 4
 
 
 @pytest.mark.parametrize("before", [(False, False), (True, True), (True, False)])

@@ -9,14 +9,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from longctx_patch.kernels import KernelRequest, Score, Segments, available, choose_kernel
+from longctx_patch.kernels import (
+    BackwardInputs,
+    KernelRequest,
+    Score,
+    Segments,
+    available,
+    choose_kernel,
+)
 from longctx_patch.kernels import installed as machine
+from longctx_patch.kernels.backends import flex
 from longctx_patch.kernels.base import CAUSAL_WINDOW
 from tests.kernels.dense import problem
-from tests.kernels.fake_flash_attn_2 import FlashAttn2
-from tests.kernels.fake_flash_attn_4 import FlashAttn4
-from tests.kernels.fakes import fake_kernels
+from tests.kernels.fakes import (
+    Calls,
+    fake_kernels,
+    flash_attn_2,
+    flash_attn_3_ops,
+    flash_attn_4,
+)
 
 GPU = KernelRequest("cuda", torch.bfloat16, 128)
 Install = Callable[[Mapping[str, str], Mapping[str, object]], None]
@@ -76,7 +90,7 @@ def test_a_module_named_cute_in_flash_attn_2_is_not_flash_attn_4(
 ) -> None:
     """Wheels of flash-attn 2.8 bring an early `flash_attn.cute`."""
     on_gpu(9, 0)
-    modules = {"flash_attn.cute.interface": None, "flash_attn.flash_attn_interface": FlashAttn2()}
+    modules = {"flash_attn.cute.interface": None, "flash_attn.flash_attn_interface": flash_attn_2()}
     install({"flash-attn": "2.8.3"}, modules)
     assert reason("flash_attn_4").startswith("needs the package flash-attn-4")
     assert reason("flash_attn_2") == "takes it"
@@ -87,13 +101,92 @@ def test_the_installed_module_is_called(
     on_gpu: Callable[[int, int], None], install: Install
 ) -> None:
     on_gpu(9, 0)
-    install({"flash-attn-4": "4.0.0b36"}, {"flash_attn.cute.interface": FlashAttn4()})
+    install({"flash-attn-4": "4.0.0b36"}, {"flash_attn.cute.interface": flash_attn_4()})
     for request in (GPU, GPU._replace(pieces=True), GPU._replace(softcap=True)):
         assert choose_kernel("auto", request).name == "flash_attn_4"
     given = problem(5, 5, (4, 2), torch.bfloat16)
     segments = Segments((5,), (5,), CAUSAL_WINDOW)
     out, lse = choose_kernel("auto", GPU).forward(*given[:3], segments, Score(0.3))
     assert (out.shape, lse.shape) == (given.q.shape, (2, 4, 5))
+
+
+class Ops(TorchDispatchMode):
+    """Names of the torch ops that are called, with the dtype of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, torch.dtype]] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(args[0], Tensor):
+            self.seen.add((func._schema.name, args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "called"),
+    [
+        ("flash_attn_4", ["_flash_attn_fwd", "_flash_attn_bwd"]),
+        ("flash_attn_3", ["fa3.fwd", "fa3.bwd"]),
+        ("flash_attn_2", ["_flash_attn_forward", "_flash_attn_backward"]),
+    ],
+)
+def test_a_packaged_kernels_name_leads_to_its_packages_functions(
+    name: str, called: list[str], install: Install
+) -> None:
+    calls = Calls()
+    modules = {
+        "flash_attn.cute.interface": flash_attn_4(calls),
+        "flash_attn.flash_attn_interface": flash_attn_2(calls),
+        "flash_attn_3._C": None,
+    }
+    install({}, modules)
+    q, k, v, dout = problem(6, 6, (4, 2), torch.bfloat16)[:4]
+    how = Segments((6,), (6,), CAUSAL_WINDOW), Score(0.3)
+    with flash_attn_3_ops(calls):
+        out, lse = available()[name].forward(q, k, v, *how)
+        available()[name].backward(BackwardInputs(dout, q, k, v, out, lse), *how)
+    assert calls.names == called
+    package = getattr(available()[name], "package", None)
+    assert package.distribution.replace("-", "_").removesuffix("_2") in name
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "op", "dtype"),
+    [
+        ("cudnn", "meta", "aten::_scaled_dot_product_cudnn_attention", torch.bfloat16),
+        ("torch_flash", "meta", "aten::_flash_attention", torch.bfloat16),
+        ("torch_cpu", "cpu", "aten::_scaled_dot_product_flash_attention_for_cpu", torch.bfloat16),
+        ("torch_eager", "cpu", "aten::bmm", torch.float32),
+        ("reference", "cpu", "aten::bmm", torch.float64),
+    ],
+)
+def test_another_kernels_name_leads_to_its_op(
+    name: str, device: str, op: str, dtype: torch.dtype
+) -> None:
+    q, k, v, dout = (x.to(device) for x in problem(6, 6, (2, 2), torch.bfloat16)[:4])
+    how = Segments((6,), (6,), CAUSAL_WINDOW), Score(0.3)
+    with Ops() as forward:
+        out, lse = available()[name].forward(q, k, v, *how)
+    with Ops() as backward:
+        available()[name].backward(BackwardInputs(dout, q, k, v, out, lse), *how)
+    for ops, ending in ((forward, "_forward"), (backward, "_backward")):
+        assert {(op, dtype), (op + ending, dtype)} & ops.seen, ops.seen
+
+
+def test_flex_is_torchs_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled() -> Any:
+        raise NotImplementedError("FlexAttention was asked for")
+
+    monkeypatch.setattr(flex, "_compiled", compiled)
+    with pytest.raises(NotImplementedError, match="FlexAttention"):
+        available()["flex"].forward(
+            *problem(6, 6, (4, 2), torch.bfloat16)[:3],
+            Segments((6,), (6,), CAUSAL_WINDOW),
+            Score(1),
+        )
 
 
 def test_an_old_version_is_refused(on_gpu: Callable[[int, int], None], install: Install) -> None:

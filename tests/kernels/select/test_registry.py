@@ -48,8 +48,10 @@ def test_the_reference_is_taken_by_name_only() -> None:
 def test_errors_say_what_is_asked_and_who_has_it() -> None:
     with pytest.raises(ValueError, match="cudnn: needs device cuda, tensors are on cpu"):
         choose_kernel("cudnn", CPU)
-    with pytest.raises(ValueError, match="kernel='magic': choose auto or one of"):
+    with pytest.raises(ValueError, match="kernel='magic': choose one of auto, flash_attn_4"):
         choose_kernel("magic", CPU)
+    with pytest.raises(ValueError, match="Did you mean 'torch_flash'"):
+        choose_kernel("torchflash", CPU)
     with pytest.raises(ValueError, match="takes bfloat16, float16, tensors are float32"):
         choose_kernel("torch_flash", GPU)
     with pytest.raises(ValueError, match="takes head dims up to 128 that are a multiple of 8"):
