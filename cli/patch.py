@@ -14,14 +14,15 @@ ROPE_KINDS = ("linear", "dynamic", "yarn")
 
 
 class Gpus(click.ParamType[str]):
-    """A number, or a number and a kind: `longctx plan` lists the kinds."""
+    """A number, a kind, or both: `longctx plan` lists the kinds; a kind alone is one GPU."""
 
     name = "gpus"
 
     def convert(self, value: object, param: object, ctx: object) -> str:
-        if not re.fullmatch(
-            r"[1-9]\d*(\s*[xX*]\s*[A-Za-z]\w*(-\w+)?)?", text := str(value).strip()
-        ):
+        kind = r"[A-Za-z]\w*(-\w+)?"
+        if re.fullmatch(kind, text := str(value).strip()):
+            return f"1x{text}"
+        if not re.fullmatch(rf"[1-9]\d*(\s*[xX*]\s*{kind})?", text):
             self.fail(f"{value!r}: write a number of GPUs, 1 or more, or with their kind: 4xH200.")
         return text
 

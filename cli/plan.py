@@ -2,27 +2,104 @@
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
 from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.tokens import Tokens
+from longctx_patch.config import HardwareName
 
-KINDS = "h200, h100, a100, a100-40"
+if TYPE_CHECKING:
+    from longctx_patch.choose.search import Result
+    from longctx_patch.predict.run.candidate import Job
+
+KINDS = ", ".join(get_args(HardwareName))
+SHORT_ROW = 1024
+"""Tokens of the row that says why not even short ones fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """The options of `longctx plan`, as click reads them; None where nothing was said."""
+
+    gpus: str
+    seq_len: int | None
+    lora: bool
+    rank: int | None
+    dtype: Literal["float32", "bfloat16"] | None
+    load_in_4bit: bool
+    stock_layers: bool
+    host_gib: float | None
+    max_seq_len: bool
+    as_json: bool
+    png: Path | None
+
+    def check(self) -> None:
+        """Raise UsageError for options that exclude each other."""
+        wrong = self._wrong_row() or self._wrong_picture() or self._wrong_weights()
+        if wrong:
+            raise click.UsageError(wrong)
+
+    def job(self, model: str, config: Any) -> "Job":
+        """What is to be trained. Raises ValueError for GPUs and models that are not known."""
+        from longctx_patch.cli.prediction import weights_dtype
+        from longctx_patch.hf.layers.fused_layers import LIGER_FAMILIES
+        from longctx_patch.predict.run.candidate import Job
+        from longctx_patch.predict.run.cluster import parse_cluster
+        from longctx_patch.predict.run.shape import shape_of
+
+        return Job(
+            cluster=parse_cluster(self.gpus, self.host_gib),
+            shape=shape_of(config, model),
+            seq_len=self.seq_len or SHORT_ROW,
+            lora=self.lora,
+            lora_rank=self.rank or 16,
+            dtype="nf4" if self.load_in_4bit else self.dtype or weights_dtype(config),
+            fsdp=not self.load_in_4bit,
+            fused_layers=not self.stock_layers and config.model_type in LIGER_FAMILIES,
+        )
+
+    def _wrong_row(self) -> str | None:
+        if self.seq_len is None and not self.max_seq_len:
+            return "--seq-len: say how long rows are, or ask --max-seq-len."
+        return None
+
+    def _wrong_picture(self) -> str | None:
+        if self.png is None:
+            return None
+        if self.seq_len is None or self.max_seq_len:
+            return (
+                f"--png {self.png}: what is drawn is a row. Add --seq-len, without --max-seq-len."
+            )
+        if self.png.suffix.lower() != ".png":
+            return f"--png {self.png}: it is a PNG. Use a name that ends with .png."
+        if not self.png.absolute().parent.is_dir():
+            return f"--png {self.png}: there is no folder {self.png.parent}. Make it first."
+        return None
+
+    def _wrong_weights(self) -> str | None:
+        if self.rank is not None and not self.lora:
+            return f"--rank {self.rank} with --full: it is an adapter's. Use --lora."
+        if self.load_in_4bit and not self.lora:
+            return "--load-in-4bit with --full: weights of 4 bits are frozen. Use --lora."
+        if self.load_in_4bit and self.dtype == "float32":
+            return "--load-in-4bit with --dtype float32: it computes in bfloat16."
+        return None
 
 
 @click.command("plan")
 @click.argument("model")
-@click.option("--gpus", required=True, help=f"Such as 4xH200. Kinds: {KINDS}.")
+@click.option("--gpus", required=True, help=f"Such as 4xH200; H200 is one. Kinds: {KINDS}.")
 @click.option("--seq-len", type=Tokens(), help="Tokens of a row: 131072, 128K or 1M.")
-@click.option("--lora", is_flag=True, help="An adapter, in place of every weight.")
-@click.option("--rank", type=click.IntRange(1), help="Its rank [16].")
+@click.option("--lora/--full", default=True, help="Train an adapter or every weight [lora].")
+@click.option("--rank", type=click.IntRange(1), help="Of the adapter [16].")
 @click.option(
     "--dtype",
     type=Choice(("float32", "bfloat16")),
-    help="That weights are loaded in, as in the recipe [float32].",
+    help="That weights are loaded in [bfloat16 if the model's config says so, else float32].",
 )
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
 @click.option("--stock-layers", is_flag=True, help="Without Liger Kernel's norms and SwiGLU.")
@@ -30,79 +107,55 @@ KINDS = "h200, h100, a100, a100-40"
 @click.option("--max-seq-len", is_flag=True, help="Print the longest row that fits, only.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 @click.option("--png", type=click.Path(path_type=Path), help="Draw memory by component.")
-def plan_command(
-    model: str,
-    gpus: str,
-    seq_len: int | None,
-    lora: bool,
-    rank: int | None,
-    dtype: Any,
-    load_in_4bit: bool,
-    stock_layers: bool,
-    host_gib: float | None,
-    max_seq_len: bool,
-    as_json: bool,
-    png: Path | None,
-) -> None:
+def plan_command(model: str, **options: Any) -> None:
     """Predict memory and speed of training MODEL (a hub name, a folder or a config.json).
 
     Only the config is read. Listed are the ways to share a row over the GPUs, what layers keep,
     what goes to the host, and how many tiles an MLP is computed in, the fastest that fits first.
-    docs/results/planner.md says how the numbers come about and how near they are.
+    The exit code is 1 where nothing fits. docs/results/planner.md says how the numbers come about
+    and how near they are.
     """
     from longctx_patch.choose.search import longest, search
-    from longctx_patch.cli import plan_report as report
     from longctx_patch.config import LongContextConfig
-    from longctx_patch.hf.layers.fused_layers import LIGER_FAMILIES
     from longctx_patch.hf.model.checks import check_model_config
     from longctx_patch.hf.model.load import load_model_config
     from longctx_patch.hf.model.rope import reachable_length
-    from longctx_patch.predict.run.candidate import Job
-    from longctx_patch.predict.run.cluster import parse_cluster
-    from longctx_patch.predict.run.shape import shape_of
 
-    if seq_len is None and not max_seq_len:
-        raise click.UsageError("--seq-len: say how long rows are, or ask --max-seq-len.")
-    if png is not None and (seq_len is None or max_seq_len):
-        raise click.UsageError(
-            f"--png {png}: what is drawn is a row. Add --seq-len, without --max-seq-len."
-        )
-    if png is not None and png.suffix.lower() != ".png":
-        raise click.UsageError(f"--png {png}: it is a PNG. Use a name that ends with .png.")
-    if png is not None and not png.absolute().parent.is_dir():
-        raise click.UsageError(f"--png {png}: there is no folder {png.parent}. Make it first.")
-    if rank is not None and not lora:
-        raise click.UsageError(f"--rank {rank}: it is an adapter's. Add --lora.")
-    if load_in_4bit and not lora:
-        raise click.UsageError("--load-in-4bit: weights of 4 bits are frozen. Add --lora.")
-    if load_in_4bit and dtype == "float32":
-        raise click.UsageError("--load-in-4bit with --dtype float32: it computes in bfloat16.")
-    cluster = parse_cluster(gpus, host_gib)
+    asked = PlanOptions(**options)
+    asked.check()
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
-    job = Job(
-        shape=shape_of(config, model),
-        cluster=cluster,
-        seq_len=seq_len or 2,
-        lora=lora,
-        lora_rank=rank or 16,
-        dtype="nf4" if load_in_4bit else dtype or "float32",
-        fsdp=not load_in_4bit,
-        fused_layers=not stock_layers and config.model_type in LIGER_FAMILIES,
-    )
+    job = asked.job(model, config)
     most = longest(job)
-    if max_seq_len or seq_len is None:
-        shown = {"model": model, "gpus": str(cluster), "max_seq_len": most}
-        click.echo(json.dumps(shown) if as_json else f"{most:,}")
-        if not most:
-            click.echo(report.render(search(dataclasses.replace(job, seq_len=1024)), 0), err=True)
-        return
-    results = search(job)
-    if png is not None:
+    results = [] if asked.max_seq_len else search(job)
+    if asked.max_seq_len:
+        _say_longest(job, most, as_json=asked.as_json)
+    else:
+        _say_candidates(asked, results, most, reachable_length(config))
+    if not (any(result.fits for result in results) if results else most):
+        raise click.exceptions.Exit(1)
+
+
+def _say_longest(job: "Job", most: int, *, as_json: bool) -> None:
+    from longctx_patch.choose.search import search
+    from longctx_patch.cli.plan_report import render
+
+    shown = {"model": job.shape.name, "gpus": str(job.cluster), "max_seq_len": most}
+    click.echo(json.dumps(shown) if as_json else f"{most:,}")
+    if not most:
+        click.echo(render(search(dataclasses.replace(job, seq_len=SHORT_ROW)), 0), err=True)
+
+
+def _say_candidates(
+    asked: PlanOptions, results: "list[Result]", most: int, reach: int | None
+) -> None:
+    from longctx_patch.cli import plan_report
+
+    if asked.png is not None:
         from longctx_patch.cli.plan_chart import draw
 
-        draw(results, png)
-    if as_json:
-        click.echo(json.dumps(report.as_json(results, most), indent=1))
+        draw(results, asked.png)
+    if asked.as_json:
+        click.echo(json.dumps(plan_report.as_json(results, most), indent=1))
     else:
-        click.echo(report.render(results, most, reachable_length(config)))
+        click.echo(plan_report.render(results, most, reach))

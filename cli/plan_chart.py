@@ -1,17 +1,20 @@
-"""A bar for each candidate of `longctx plan`: GiB of a GPU by component."""
+"""A bar for each candidate of `longctx plan`: memory of a GPU by component."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from longctx_patch.choose.search import Result, usable_bytes
-from longctx_patch.cli.plan_report import name_of
+from longctx_patch.cli.plan_report import COMPONENTS, MEANINGS, name_of
 from longctx_patch.predict.machines import GIB
 
 BARS = 12
+SMALL = 0.2
+"""Bars are drawn beside what may be taken unless the longest is shorter than this share of it."""
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """Of the first candidates, as they are listed. Raises ValueError without matplotlib."""
+    """Draw the first candidates, as they are listed. Raises ValueError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -19,16 +22,26 @@ def draw(results: Sequence[Result], path: Path) -> None:
             "--png draws with matplotlib, which is not installed: pip install matplotlib."
         ) from error
     shown = list(results[:BARS])[::-1]
-    figure = Figure(figsize=(12, 1.2 + 0.4 * len(shown)), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(12, 2.2 + 0.4 * len(shown)), layout="constrained")
+    draw_bars(figure.subplots(), shown)
+    job = shown[0].job
+    figure.suptitle(f"{job.shape.name} on {job.cluster}, {job.seq_len:,} tokens")
+    words = [f"{name}: {MEANINGS[name]}." for name in ("sp", "checkpoint", "tiles")]
+    figure.supxlabel("\n".join(words), fontsize="x-small", x=0.01, ha="left", wrap=True)
+    figure.savefig(path, dpi=150)
+
+
+def draw_bars(axes: Any, shown: Sequence[Result]) -> None:
+    """Draw a bar for each candidate on matplotlib's axes, the last one on top."""
+    usable, most = usable_bytes(shown[0].job), max(result.memory.total for result in shown)
+    unit, unit_bytes = ("GiB", GIB) if most >= GIB else ("MiB", 2**20)
     left = [0.0] * len(shown)
     for part in shown[0].memory.parts():
-        widths = [result.memory.parts()[part] / GIB for result in shown]
-        axes.barh([name_of(result) for result in shown], widths, left=left, label=part)
+        widths = [result.memory.parts()[part] / unit_bytes for result in shown]
+        label = f"{part}: {COMPONENTS[part]}" if part in COMPONENTS else part
+        axes.barh([name_of(result) for result in shown], widths, left=left, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    job = shown[0].job
-    axes.axvline(usable_bytes(job) / GIB, color="black", linestyle="--", label="may be taken")
-    axes.set_xlabel("GiB of one GPU")
-    figure.suptitle(f"{job.shape.name} on {job.cluster}, {job.seq_len:,} tokens")
+    axes.set_xlabel(f"{unit} of one GPU, of which {usable / GIB:.0f} GiB may be taken")
+    if most > SMALL * usable:
+        axes.axvline(usable / unit_bytes, color="black", linestyle="--", label="may be taken")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=150)

@@ -10,6 +10,24 @@ from longctx_patch.predict.machines import GIB
 
 TABLE_ROWS = 12
 SHORTER = "shorter rows, or more GPUs"
+MEANINGS = {
+    "sp": "GPUs that share a row, by Ulysses x a ring",
+    "checkpoint": "what layers keep for backward. Under none nothing is recomputed, under "
+    "attention all but attention, under offload too, with what is kept in host memory, under full "
+    "all",
+    "tiles": "parts in which an MLP runs",
+    "rows": "rows trained at once",
+    "MFU": "share of the GPU's peak, without recompute",
+}
+"""What the columns of the table and the bars of the picture are."""
+COMPONENTS = {
+    "checkpoints": "what layers keep for backward",
+    "layer": "the layer that is being computed",
+    "attention": "buffers of its backward",
+    "communication": "what arrives and leaves",
+    "logits": "a chunk of the loss",
+}
+"""Words for the parts of memory whose names don't say it."""
 _HEADER = (
     *("sp (ulysses x ring)", "plan", "checkpoint", "tiles", "peak GiB", "host GiB"),
     *("s/step", "rows", "tokens/s/GPU", "MFU"),
@@ -32,7 +50,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     """The best candidates as a table, the components of the best, and why others don't fit."""
     job = results[0].job
     fitting = _fastest_of_each([result for result in results if result.fits])
-    how = f"LoRA of rank {job.lora_rank}" if job.lora else "every weight"
+    how = f"LoRA of rank {job.lora_rank} (--full: every weight)" if job.lora else "every weight"
     where = "sharded over all GPUs" if job.num_shards > 1 else "a whole copy on each GPU"
     how += f", loaded in {job.dtype}, {where}"
     lines = [f"{job.shape.name} on {job.cluster}, rows of {job.seq_len:,} tokens, {how}.", ""]
@@ -41,7 +59,11 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
         left = len(fitting) - TABLE_ROWS
         lines += [f"and {left} more that fit"] if left > 0 else []
         lines += [text for result in fitting[:TABLE_ROWS] if (text := _choice_by_layer(result))]
-        lines += ["(Of each number of GPUs and checkpoint policy the fastest; --json lists all.)"]
+        lines += [
+            "(Of each number of GPUs and checkpoint policy the fastest; --json lists all.)",
+            "",
+        ]
+        lines += [f"{name}: {meaning}." for name, meaning in MEANINGS.items()]
         lines += ["", f"The first: {flags(fitting[0])}", *_parts(fitting[0])]
     else:
         lines += ["Nothing fits."]
@@ -51,7 +73,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
         lines += [f"  {name_of(result)}: {result.reason}" for result in refused[:3]]
     if not fitting:
         lines += ["", "What would fit:", *(f"  {way}" for way in ways_out(job) or [SHORTER])]
-    unchecked = "" if job.cluster.host_bytes else " (into any host: --host-gib names its memory)"
+    unchecked = "" if job.cluster.host_bytes else ", if host memory were unlimited (see --host-gib)"
     lines += ["", f"Longest row that fits: {max_seq_len:,} tokens{unchecked}."]
     if reach is not None and job.seq_len > reach:
         lines += [
@@ -158,7 +180,8 @@ def _parts(result: Result) -> list[str]:
     lines = [f"takes, in GiB of one GPU ({usable:.0f} may be taken):"]
     for name, value in result.memory.parts().items():
         if value:
-            lines.append(f"  {name:<16}{value / GIB:7.1f}")
+            meaning = f"  {COMPONENTS[name]}" if name in COMPONENTS else ""
+            lines.append(f"  {name:<16}{value / GIB:7.1f}{meaning}")
     seconds = {name: value for name, value in result.time.parts().items() if value}
     lines += ["and seconds of a step:"]
     return lines + [f"  {name:<16}{value:7.2f}" for name, value in seconds.items()]

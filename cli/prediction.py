@@ -1,7 +1,9 @@
 """What `longctx patch` says of memory and time, where --gpus names a kind."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from longctx_patch.choose.advice import advice
 from longctx_patch.choose.search import Result, usable_bytes
@@ -32,6 +34,12 @@ def cluster_of(
         )
     hardware = dataclasses.replace(cluster.hardware, gpus_per_node=per_node)
     return dataclasses.replace(cluster, hardware=hardware)
+
+
+def weights_dtype(config: Any) -> Literal["float32", "bfloat16"]:
+    """The dtype that weights are loaded in unless told otherwise: the one that the model's config
+    names where that is bfloat16, else float32."""
+    return "bfloat16" if config.dtype in (torch.bfloat16, "bfloat16") else "float32"
 
 
 def prediction(

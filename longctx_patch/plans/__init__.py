@@ -24,17 +24,13 @@ from longctx_patch.plans.types import (
     Work,
 )
 from longctx_patch.plans.verify.walk import PlanError, PlanReport, verify_plan
-from longctx_patch.predict.attention.simulate import Simulation, Span, simulate
-from longctx_patch.predict.machines import MACHINES, Hardware
 
 __all__ = [
     "ALL_HEADS",
     "EVERYONE",
-    "MACHINES",
     "AttentionShape",
     "Block",
     "Direction",
-    "Hardware",
     "Moves",
     "Operand",
     "PieceTable",
@@ -44,8 +40,6 @@ __all__ = [
     "RankStep",
     "Schedule",
     "Share",
-    "Simulation",
-    "Span",
     "Stage",
     "Step",
     "Traffic",
@@ -61,6 +55,5 @@ __all__ = [
     "make_schedule",
     "plan_traffic",
     "ring",
-    "simulate",
     "verify_plan",
 ]

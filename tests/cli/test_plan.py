@@ -1,17 +1,25 @@
 """`longctx plan`: what it prints, writes and refuses."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from longctx_patch.choose.search import MOST_TOKENS as SEARCHED
+from longctx_patch.choose.search import search
 from longctx_patch.cli.plan import KINDS
+from longctx_patch.cli.plan_chart import draw_bars
 from longctx_patch.cli.tokens import MOST_TOKENS, Tokens
+from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.predict.machines import MACHINES
+from longctx_patch.predict.run.candidate import Job
+from longctx_patch.predict.run.cluster import parse_cluster
+from longctx_patch.predict.run.shape import shape_of
 from tests.cli.conftest import Run
 from tests.predict.run.jobs import LLAMA_8B
 
@@ -35,7 +43,7 @@ def planned(run: Run, *words: object) -> Any:
 
 
 def test_json_has_these_keys(run: Run, llama_8b: Path) -> None:
-    found = planned(run, llama_8b, "--gpus", "4xH200", "--seq-len", "1M")
+    found = planned(run, llama_8b, "--gpus", "4xH200", "--seq-len", "1M", "--full")
     assert set(found) == {"model", "gpus", "seq_len", "candidates", "max_seq_len"}
     assert (found["model"], found["gpus"], found["seq_len"]) == (str(llama_8b), "4xH200", 2**20)
     assert found["max_seq_len"] > 2**20
@@ -57,7 +65,7 @@ def test_json_has_these_keys(run: Run, llama_8b: Path) -> None:
 
 
 def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path) -> None:
-    words = (llama_8b, "--gpus", "4xH200", "--seq-len", "1M")
+    words = (llama_8b, "--gpus", "4xH200", "--seq-len", "1M", "--full")
     first = planned(run, *words)["candidates"][0]
     text = run("plan", *words).stdout
     lines = text.splitlines()
@@ -78,7 +86,12 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     assert "do not fit; the nearest:" in text
     assert "that tensors may take on a GPU; most of it " in text
     assert lines[-2].startswith("Longest row that fits: ")
-    assert "LoRA of rank 8" in run("plan", *words, "--lora", "--rank", 8).stdout
+    assert lines[-2].endswith(" tokens, if host memory were unlimited (see --host-gib).")
+    assert "checkpoints: what layers keep for backward" not in text
+    assert re.search(r"checkpoints +[0-9.]+  what layers keep for backward", text)
+    assert "sp: GPUs that share a row" in text
+    said = run("plan", *words[:-1], "--rank", 8).stdout.splitlines()[0]
+    assert "LoRA of rank 8 (--full: every weight), loaded in float32" in said
 
 
 def test_the_longest_row_alone(run: Run, llama_8b: Path) -> None:
@@ -96,26 +109,36 @@ def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
     def best(*more: object) -> Any:
         return planned(run, *words, *more)["candidates"][0]
 
-    full, lora = best(), best("--lora")
+    full, lora = best("--full"), best()
     assert lora["components_gib"]["optimizer"] < full["components_gib"]["optimizer"]
-    more = best("--lora", "--rank", 64)["components_gib"]["optimizer"]
+    more = best("--rank", 64)["components_gib"]["optimizer"]
     assert more == pytest.approx(4 * lora["components_gib"]["optimizer"])
-    narrow = best("--lora", "--load-in-4bit")
+    narrow = best("--load-in-4bit")
     # Most of 8 billion weights in half a byte, on each GPU, against two bytes shared by four.
     assert narrow["components_gib"]["weights"] == pytest.approx(5.5, abs=0.3)
     assert narrow["flags"].startswith("--lora --rank 16 --load-in-4bit ")
     assert narrow["fsdp"] == 1
-    assert best("--stock-layers")["step_s"] > full["step_s"]
-    few = planned(run, *words, "--host-gib", 10)["candidates"]
+    assert best("--full", "--stock-layers")["step_s"] > full["step_s"]
+    few = json.loads(run("plan", *words, "--host-gib", 10, "--json").stdout)["candidates"]
     assert any("may be taken on a host" in (each["reason"] or "") for each in few)
 
 
 def test_no_row_at_all_says_why(run: Run, llama_8b: Path) -> None:
-    words = (llama_8b, "--gpus", "8xH200", "--max-seq-len", "--host-gib", 200)
-    result = run("plan", *words)
-    assert result.stdout == "0\n"
+    words = (llama_8b, "--gpus", "8xH200", "--host-gib", 200, "--full")
+    result = run("plan", *words, "--max-seq-len")
+    assert (result.stdout, result.exit_code) == ("0\n", 1)
     assert "while every process loads the model, of the 190" in result.stderr
     assert "--dtype bfloat16: rows of up to" in result.stderr
+    for form in ([], ["--json"]):
+        assert run("plan", *words, "--seq-len", "4K", *form).exit_code == 1
+
+
+def test_weights_are_loaded_as_the_config_says(run: Run, config: WriteConfig) -> None:
+    path = config(**LLAMA_8B, dtype="bfloat16")
+    words = (path, "--gpus", "H200", "--seq-len", "4K")
+    assert "--lora --rank 16 --dtype bfloat16 " in planned(run, *words)["candidates"][0]["flags"]
+    wide = planned(run, *words, "--dtype", "float32")["candidates"][0]
+    assert "--lora --rank 16 --dtype float32 " in wide["flags"]
 
 
 def test_families_without_ligers_kernels_have_stock_layers(run: Run, config: WriteConfig) -> None:
@@ -158,13 +181,13 @@ def test_other_numbers_of_tokens_are_refused(run: Run, llama_8b: Path, text: str
         (["--gpus", "4xB300"], ["--gpus '4xB300'", "as 4xH200", "Kinds: H200, H100"]),
         (["--gpus", "12xH100"], ["'12xH100'", "whole machines of 8", "a multiple of 8"]),
         (["--gpus", "H200", "--host-gib", "nan"], ["--host-gib nan", "Use a number above 0"]),
-        (["--gpus", "H200", "--rank", "8"], ["--rank 8", "Add --lora"]),
+        (["--gpus", "H200", "--full", "--rank", "8"], ["--rank 8", "Use --lora"]),
         (["--gpus", "H200", "--png", "none/x.png"], ["none/x.png", "no folder none"]),
         (["--gpus", "H200", "--png", "x.jpg"], ["--png x.jpg", "ends with .png"]),
         (["--gpus", "H200", "--png", "x.png", "--max-seq-len"], ["without --max-seq-len"]),
-        (["--gpus", "H200", "--load-in-4bit"], ["weights of 4 bits are frozen. Add --lora"]),
+        (["--gpus", "H200", "--full", "--load-in-4bit"], ["4 bits are frozen. Use --lora"]),
         (
-            ["--gpus", "H200", "--lora", "--load-in-4bit", "--dtype", "float32"],
+            ["--gpus", "H200", "--load-in-4bit", "--dtype", "float32"],
             ["--load-in-4bit with --dtype float32", "computes in bfloat16"],
         ),
     ],
@@ -218,6 +241,20 @@ def test_a_picture_is_written(run: Run, llama_8b: Path, tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_bars_of_a_small_model_are_seen_and_explained(config: WriteConfig) -> None:
+    job = Job(
+        shape=shape_of(load_model_config(str(config())), "tiny"),
+        cluster=parse_cluster("H200"),
+        seq_len=64,
+    )
+    axes = Figure().subplots()
+    draw_bars(axes, search(job)[:3])
+    widest = max(bar.get_x() + bar.get_width() for bar in axes.patches)
+    assert axes.get_xlim()[1] < 1.5 * widest
+    assert axes.get_xlabel().startswith("MiB of one GPU, of which 129 GiB may be taken")
+    assert "layer: the layer that is being computed" in axes.get_legend_handles_labels()[1]
+
+
 def test_without_matplotlib_it_says_so(
     run: Run, llama_8b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +272,7 @@ def test_constants_that_need_no_torch_are_the_planners() -> None:
 
 
 def test_states_on_the_host_and_shares_of_attention_are_looked_at(run: Run, llama_8b: Path) -> None:
-    found = planned(run, llama_8b, "--gpus", "4xH200", "--seq-len", "1M")["candidates"]
+    found = planned(run, llama_8b, "--gpus", "4xH200", "--seq-len", "1M", "--full")["candidates"]
     assert {"none", "checkpoints", "states", "checkpoints and states"} <= {
         c["offload"] for c in found
     }
