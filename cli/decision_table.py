@@ -1,10 +1,11 @@
 """The table of a run folder: what was decided, and why."""
 
 from longctx_patch.cli.decisions import Decisions
-from longctx_patch.cli.layer_masks import describe_layers, windows_in
+from longctx_patch.cli.layer_masks import describe_layers
 from longctx_patch.cli.prediction import prediction_rows
 from longctx_patch.cli.run_checks import rope_types
 from longctx_patch.cli.units import size_text
+from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.hf.model.rope import reachable_length
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes import models
@@ -20,6 +21,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     placed = "every rank has the same share of the mask"
     if decisions.placement == "contiguous":
         placed = "windows leave ranks about the same to do, with few keys of others"
+    facts = ModelFacts.of(decisions.model_config)
     sequences = f"{degrees.sequence_degree} of {decisions.options.num_gpus} per sequence"
     return [
         ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
@@ -46,9 +48,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         *prediction_rows(
             decisions.predicted,
             is_asked=decisions.names_gpus,
-            is_causal=not (
-                settings.pack or any(windows_in(decisions.model_config, settings.seq_len))
-            ),
+            is_causal=not (settings.pack or any(facts.windows_in(settings.seq_len))),
         ),
     ]
 

@@ -19,6 +19,7 @@ from longctx_patch.cli.row_degrees import degrees_for_rows
 from longctx_patch.cli.run_checks import check_length, check_out, check_text
 from longctx_patch.config import LayoutName, LongContextConfig
 from longctx_patch.hf.model.checks import check_model_config
+from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.hf.model.load import is_local, load_model_config
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.plugin import accelerate_yaml
@@ -166,7 +167,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)
-    degrees = _degrees_by_heads(options, config.num_key_value_heads)
+    degrees = _degrees_by_heads(options, ModelFacts.of(config).num_kv_heads)
     check_length(config, options.seq_len, options.rope, options.rope_factor)
     settings = _settings(model, options, degrees, cluster)
     scaled = models.load_config(settings)

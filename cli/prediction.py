@@ -7,8 +7,8 @@ import torch
 
 from longctx_patch.choose.advice import advice
 from longctx_patch.choose.search import Result, usable_bytes
+from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.predict.run.cluster import Cluster, parse_cluster
-from longctx_patch.predict.run.shape import EXPERTS
 from longctx_patch.recipes.memory_report import predict_run
 from longctx_patch.recipes.settings import Settings
 
@@ -47,7 +47,7 @@ def prediction(
 ) -> Result | None:
     """None for experts, which the planner does not know. Raises ValueError where the run is
     predicted not to fit, with what to change."""
-    if any(getattr(config, experts, None) for experts in EXPERTS):
+    if ModelFacts.of(config).experts:
         return None
     result = predict_run(settings, config, cluster, states_on_host=states_on_host)
     if not result.fits:

@@ -11,8 +11,8 @@ import numpy as np
 
 from longctx_patch.choose.degrees import Way, preferred, seconds_of_ways
 from longctx_patch.cli.degrees import DegreeChoice
-from longctx_patch.cli.layer_masks import windows_in
 from longctx_patch.data import pack_rows
+from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.machines import Hardware
 from longctx_patch.recipes import models, texts
@@ -49,14 +49,15 @@ def degrees_for_rows(
 
     `degrees`: chosen by the heads alone. `hardware`: with as many GPUs in a node as there are.
     """
-    windows = Counter(windows_in(model_config, settings.seq_len))
+    facts = ModelFacts.of(model_config)
+    windows = Counter(facts.windows_in(settings.seq_len))
     if degrees.sequence_degree == 1 or not (settings.pack or any(windows)):
         return degrees
     rows = _rows(settings, has_text=has_text) if settings.pack else _Rows([()])
     layers = Counter[Workload]()
     for lengths in rows.lengths:
         for window, count in windows.items():
-            layers[_workload(settings.seq_len, model_config, lengths, window)] += count
+            layers[_workload(settings.seq_len, facts, lengths, window)] += count
     config = settings.sequence_parallelism()
     found = seconds_of_ways(layers, hardware, degrees.sequence_degree, config)
     seconds = {way: s / (len(rows.lengths) * windows.total()) for way, s in found.items()}
@@ -84,14 +85,13 @@ def _named(way: Way, seconds: dict[Way, float]) -> str:
 
 
 def _workload(
-    seq_len: int, model_config: Any, lengths: tuple[int, ...], window: int | None
+    seq_len: int, facts: ModelFacts, lengths: tuple[int, ...], window: int | None
 ) -> Workload:
-    heads = model_config.num_attention_heads
     return Workload(
         num_tokens=seq_len,
-        num_heads=heads,
-        num_kv_heads=model_config.num_key_value_heads,
-        head_dim=getattr(model_config, "head_dim", None) or model_config.hidden_size // heads,
+        num_heads=facts.num_heads,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
         lengths=lengths,
         window=window,
     )

@@ -8,12 +8,14 @@ widths, experts, and the sliding window (so that it matters in short rows).
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from longctx_patch.hf.model.facts import LayerFacts, ModelFacts
 
 NUM_LAYERS = 2
 VOCAB_SIZE = 251
@@ -40,10 +42,9 @@ SPREAD = 0.15
 
 def shrink_config(model_config: Any) -> Any:
     """A shrunken copy of a transformers config that has passed `check_model_config`."""
-    small = copy.deepcopy(model_config)
-    head_dim = _head_dim(model_config)
-    _keep_layers(small, _chosen_layers(model_config))
-    _keep_score_scale(small, head_dim)
+    small, facts = copy.deepcopy(model_config), ModelFacts.of(model_config)
+    _keep_layers(small, facts.layers)
+    _keep_score_scale(small, facts.head_dim)
     as_wide = model_config.model_type in WIDE_AS_HEADS
     small.hidden_size = small.num_attention_heads * HEAD_DIM if as_wide else HIDDEN_SIZE
     for name, width in WIDTHS.items():
@@ -61,41 +62,22 @@ def shrink_config(model_config: Any) -> Any:
     return small
 
 
-def _head_dim(model_config: Any) -> int:
-    given = getattr(model_config, "head_dim", None)
-    return int(given or model_config.hidden_size // model_config.num_attention_heads)
-
-
-def _chosen_layers(model_config: Any) -> list[int]:
+def _chosen_layers(layers: Sequence[LayerFacts]) -> list[int]:
     """The first layer of each kind, and more of the first ones if that is less than two."""
-    kinds = [_kind(model_config, layer) for layer in range(model_config.num_hidden_layers)]
-    firsts = sorted({kind: kinds.index(kind) for kind in kinds}.values())
-    others = [layer for layer in range(len(kinds)) if layer not in firsts]
+    firsts = sorted({layer: layers.index(layer) for layer in layers}.values())
+    others = [number for number in range(len(layers)) if number not in firsts]
     return sorted(firsts + others[: max(0, NUM_LAYERS - len(firsts))])
 
 
-def _kind(model_config: Any, layer: int) -> tuple[Any, ...]:
-    """What of a layer differs from other layers of its model."""
-    per_layer = [getattr(model_config, name, None) for name in ("layer_types", "no_rope_layers")]
-    kinds = tuple(values[layer] if values else None for values in per_layer)
-    return (*kinds, _is_dense(model_config, layer))
-
-
-def _is_dense(model_config: Any, layer: int) -> bool:
-    """Whether this layer of a mixture-of-experts model (Qwen's options) has an ordinary MLP."""
-    step = getattr(model_config, "decoder_sparse_step", 1)
-    return layer in (getattr(model_config, "mlp_only_layers", None) or ()) or (layer + 1) % step > 0
-
-
-def _keep_layers(small: Any, layers: list[int]) -> None:
-    """Make the model these layers of itself."""
-    dense = [new for new, old in enumerate(layers) if _is_dense(small, old)]
-    # A model of one layer gets a second one like it.
-    layers = layers * NUM_LAYERS if len(layers) == 1 else layers
-    small.num_hidden_layers = len(layers)
+def _keep_layers(small: Any, layers: Sequence[LayerFacts]) -> None:
+    """Make the model some layers of itself; a model of one layer gets a second one like it."""
+    chosen = _chosen_layers(layers)
+    dense = [new for new, old in enumerate(chosen) if layers[old].is_dense]
+    chosen = chosen * NUM_LAYERS if len(chosen) == 1 else chosen
+    small.num_hidden_layers = len(chosen)
     for name in ("layer_types", "no_rope_layers"):
         if values := getattr(small, name, None):
-            setattr(small, name, [values[layer] for layer in layers])
+            setattr(small, name, [values[layer] for layer in chosen])
     if hasattr(small, "mlp_only_layers"):
         small.mlp_only_layers, small.decoder_sparse_step = dense, 1
 

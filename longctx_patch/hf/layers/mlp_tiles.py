@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 
 from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.memory.last_product import is_plain
 from longctx_patch.memory.limits import tiles_that_fit
 from longctx_patch.memory.meter import total_bytes
@@ -40,7 +41,7 @@ def bind_mlps(
     """
     if asked == 1:
         return lambda: None
-    size = model.config.intermediate_size
+    size = ModelFacts.of(model.config).intermediate_size
     for mlp in transformers_api.dense_mlps(model):
         if mlp is not None:
             below = vars(mlp).get("forward")

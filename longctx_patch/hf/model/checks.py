@@ -7,9 +7,9 @@ Reading it needs neither torch nor transformers.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from longctx_patch.hf.model.facts import FULL, WINDOWED, ModelFacts, layer_kinds
 from longctx_patch.hf.model.supported import (
     FAMILIES,
-    ROUTER,
     SINKS,
     SOFTCAP,
     TABLE,
@@ -45,7 +45,7 @@ def check_model_config(model_config: Any, config: "LongContextConfig") -> None:
     """
     model_type = str(getattr(model_config, "model_type", None))
     if (refusal := refusal_of(model_type)) is not None:
-        layer = _uncovered_layer(model_config, config)
+        layer = _uncovered_layer(model_config)
         raise UnsupportedModelError(
             f"model type {model_type!r} is not supported: {refusal}"
             + (f" ({layer})" if layer else "")
@@ -80,15 +80,14 @@ def check_modules(model: "nn.Module", attention_modules: "list[nn.Module]") -> N
             raise UnsupportedModelError(_noise_reason(f"attention_dropout={dropout}"))
 
 
-def _uncovered_layer(model_config: Any, config: "LongContextConfig") -> str | None:
-    kinds = enumerate(getattr(model_config, "layer_types", None) or ())
-    covered = ("full_attention", "sliding_attention")
-    uncovered = (f"layer {i} is {kind}" for i, kind in kinds if kind not in covered)
+def _uncovered_layer(model_config: Any) -> str | None:
+    kinds = enumerate(layer_kinds(model_config))
+    uncovered = (f"layer {i} is {kind}" for i, kind in kinds if kind not in (FULL, WINDOWED))
     return next(uncovered, None)
 
 
 def _layer_types(model_config: Any, config: "LongContextConfig") -> str | None:
-    layer = _uncovered_layer(model_config, config)
+    layer = _uncovered_layer(model_config)
     if layer is None:
         return None
     return (
@@ -98,12 +97,11 @@ def _layer_types(model_config: Any, config: "LongContextConfig") -> str | None:
 
 
 def _window(model_config: Any, config: "LongContextConfig") -> str | None:
-    kinds = getattr(model_config, "layer_types", None) or ()
-    window = getattr(model_config, "sliding_window", None)
-    if "sliding_attention" not in kinds or (isinstance(window, int) and window > 0):
+    kinds, window = layer_kinds(model_config), getattr(model_config, "sliding_window", None)
+    if WINDOWED not in kinds or (isinstance(window, int) and window > 0):
         return None
     return (
-        f"layer {list(kinds).index('sliding_attention')} is sliding_attention, but sliding_window="
+        f"layer {kinds.index(WINDOWED)} is sliding_attention, but sliding_window="
         f"{window}: a window holds one token or more, its own included. Set sliding_window (and "
         "use_sliding_window=True where there is one), or make the layers full_attention."
     )
@@ -179,7 +177,7 @@ def _rope(model_config: Any, config: "LongContextConfig") -> str | None:
 
 
 def _heads(model_config: Any, config: "LongContextConfig") -> str | None:
-    heads = model_config.num_attention_heads
+    heads = ModelFacts.of(model_config).num_heads
     if config.ulysses_degree <= heads:
         return None
     return (
@@ -190,12 +188,7 @@ def _heads(model_config: Any, config: "LongContextConfig") -> str | None:
 
 def _mlp_tiles(model_config: Any, config: "LongContextConfig") -> str | None:
     tiles = config.mlp_tiles
-    has_dense_layers = (
-        ROUTER not in FAMILIES[model_config.model_type].features
-        or getattr(model_config, "mlp_only_layers", None)
-        or getattr(model_config, "decoder_sparse_step", 1) > 1
-    )
-    if tiles in (None, 1) or has_dense_layers:
+    if tiles in (None, 1) or any(layer.is_dense for layer in ModelFacts.of(model_config).layers):
         return None
     return (
         f"mlp_tiles={tiles}: all its layers have experts, which stay whole. Use mlp_tiles=None or "

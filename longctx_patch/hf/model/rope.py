@@ -11,6 +11,7 @@ larger base.
 import copy
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.names import require_choice
 
 if TYPE_CHECKING:
@@ -168,9 +169,7 @@ def _frozen_dynamic(
     scaled = copy.deepcopy(model_config)
     original_length = model_config.max_position_embeddings
     length = max(target_length, original_length)
-    head_dim = getattr(model_config, "head_dim", None)
-    head_dim = head_dim or model_config.hidden_size // model_config.num_attention_heads
-    dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    dim = int(ModelFacts.of(model_config).head_dim * rope.get("partial_rotary_factor", 1.0))
     if dim <= 2:
         raise ValueError(f"rope kind 'dynamic' needs a rotary dim above 2, this model has {dim}.")
     stretch = factor * length / original_length - (factor - 1)

@@ -4,8 +4,8 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-WINDOWED = "sliding_attention"
+from longctx_patch.hf.model.facts import ModelFacts
+
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
@@ -59,10 +59,10 @@ class ModelShape:
 
 def shape_of(config: Any, name: str) -> ModelShape:
     """From a transformers config. Raises ValueError for a mixture of experts."""
-    experts = [attribute for attribute in EXPERTS if getattr(config, attribute, None)]
-    if experts:
+    facts = ModelFacts.of(config)
+    if facts.experts:
         raise ValueError(
-            f"model {name}: {experts[0]}={getattr(config, experts[0])}. The planner knows dense "
+            f"model {name}: {facts.experts}. The planner knows dense "
             "layers only, since what experts take depends on the router. Train a few steps with "
             "checkpoint='auto', which measures."
         )
@@ -71,20 +71,17 @@ def shape_of(config: Any, name: str) -> ModelShape:
     linear = [part.weight for part in layer.modules() if hasattr(part, "in_features")]
     norms = [key for key, part in layer.named_modules() if "norm" in type(part).__name__.lower()]
     head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]
-    down_weights = config.hidden_size * config.intermediate_size
-    num_layers = config.num_hidden_layers
+    down_weights, num_layers = facts.hidden_size * facts.intermediate_size, len(facts.layers)
     layer_weights = sum(weight.numel() for weight in layer.parameters())
-    kinds = getattr(config, "layer_types", None) or ()
     return ModelShape(
         name=name,
         num_layers=num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
-        vocab_size=config.vocab_size,
+        hidden_size=facts.hidden_size,
+        intermediate_size=facts.intermediate_size,
+        num_heads=facts.num_heads,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        vocab_size=facts.vocab_size,
         layer_weights=layer_weights,
         layer_linear_weights=sum(weight.numel() for weight in linear),
         down_weights=down_weights,
@@ -95,7 +92,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
         has_head_norms=bool(head_norms),
         num_weights=num_outside + num_layers * layer_weights,
         is_tied=bool(config.tie_word_embeddings),
-        num_windowed_layers=sum(kind == WINDOWED for kind in kinds),
+        num_windowed_layers=sum(window is not None for window in facts.windows),
     )
 
 

@@ -15,6 +15,7 @@ from longctx_patch import (
     patch,
 )
 from longctx_patch.hf.model.checks import FAMILIES, TABLE, check_model_config
+from longctx_patch.hf.model.facts import ModelFacts
 from tests.harness import run_distributed
 from tests.hf.tiny import WINDOW, featured_config, featured_model, gradients, tiny_config
 from tests.hf.tiny import token_rows as whole_rows
@@ -106,8 +107,10 @@ WINDOWED = [
 def test_the_tiny_models_have_what_the_table_says(family: str) -> None:
     config, features = featured_config(family), FAMILIES[family].features
     check_model_config(config, LongContextConfig(ring_degree=4))
-    assert (getattr(config, "sliding_window", None) == WINDOW) == ("sliding window" in features)
-    assert bool(getattr(config, "attn_logit_softcapping", None)) == ("softcap" in features)
+    facts = ModelFacts.of(config)
+    assert (WINDOW in facts.windows) == ("sliding window" in features)
+    assert bool(facts.softcap) == ("softcap" in features)
+    assert bool(facts.experts) == ("router loss" in features)
     assert hasattr(config, "router_aux_loss_coef") == ("router loss" in features)
     sinks = [p for name, p in featured_model(family).named_parameters() if name.endswith("sinks")]
     assert bool(sinks) == ("sinks" in features)

@@ -1,0 +1,100 @@
+"""What is read of a model's config, once: sizes, kinds of layers, windows, experts.
+
+Reading needs neither torch nor transformers; any object with a config's attributes will do.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+FULL, WINDOWED = "full_attention", "sliding_attention"
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+class LayerFacts(NamedTuple):
+    """What can differ between the layers of one model."""
+
+    kind: str
+    """`full_attention`, `sliding_attention`, or another kind by transformers' name."""
+    window: int | None
+    """How many keys a token sees at most, its own included; None: all before it."""
+    rope: Any
+    """The layer's entry in `no_rope_layers`, None where the config has none."""
+    is_dense: bool
+    """Whether its MLP is an ordinary one, without experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """Facts of a causal language model, under one name each, whatever its family calls them."""
+
+    hidden_size: int
+    intermediate_size: int
+    """Width inside an ordinary MLP."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    layers: tuple[LayerFacts, ...]
+    softcap: float | None
+    """Of attention's scores."""
+    experts: str | None
+    """The option that gives their number, such as `num_experts=8`; None: it has none."""
+
+    @classmethod
+    def of(cls, config: Any) -> "ModelFacts":
+        """The facts of a transformers config."""
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=_given(config, "num_key_value_heads") or config.num_attention_heads,
+            head_dim=_given(config, "head_dim") or config.hidden_size // config.num_attention_heads,
+            vocab_size=config.vocab_size,
+            layers=tuple(_layer(config, number) for number in range(config.num_hidden_layers)),
+            softcap=_given(config, "attn_logit_softcapping"),
+            experts=_experts(config),
+        )
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The window of each layer; None where it attends fully."""
+        return [layer.window for layer in self.layers]
+
+    def windows_in(self, num_tokens: int) -> list[int | None]:
+        """The window of each layer, None too where a row of `num_tokens` is not longer than it."""
+        return [w if w and w < num_tokens else None for w in self.windows]
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """The kind of each layer; empty where all are alike and the config names none."""
+    return tuple(_given(config, "layer_types") or ())
+
+
+def _layer(config: Any, number: int) -> LayerFacts:
+    kinds, rope = layer_kinds(config), _given(config, "no_rope_layers")
+    window = _given(config, "sliding_window") or None
+    kind = kinds[number] if kinds else WINDOWED if window else FULL
+    return LayerFacts(
+        kind=kind,
+        window=window if kind == WINDOWED else None,
+        rope=rope[number] if rope else None,
+        is_dense=_is_dense(config, number),
+    )
+
+
+def _is_dense(config: Any, layer: int) -> bool:
+    """Qwen's mixtures of experts can have ordinary layers, by name or every few layers."""
+    return (
+        _experts(config) is None
+        or layer in (_given(config, "mlp_only_layers") or ())
+        or (layer + 1) % (_given(config, "decoder_sparse_step") or 1) > 0
+    )
+
+
+def _experts(config: Any) -> str | None:
+    named = ((name, _given(config, name)) for name in _EXPERTS)
+    return next((f"{name}={number}" for name, number in named if number), None)
+
+
+def _given(config: Any, name: str) -> Any:
+    return getattr(config, name, None)
