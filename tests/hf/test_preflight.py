@@ -88,6 +88,8 @@ def test_it_leaves_no_trace() -> None:
                 found = preflight(run.handle, run.loss)
                 assert found is not None
                 assert found.policy == "attention"  # the memory of a CPU is the host's
+                assert "take at least" in str(found)
+                assert "'attention'; this is the least, and 'auto' uses what is left)" in str(found)
                 assert all(parameter.grad is None for parameter in run.model.parameters())
                 assert run.handle.first_step is None
             losses[rehearses] = [run.step() for _ in range(3)], torch.rand(2), gradients(run.model)

@@ -1,46 +1,49 @@
-"""A training step with a model's last layers only, and what it takes; for `preflight.py`."""
+"""A training step with a model's last layers only, and what a step with all layers would take.
+
+`longctx_patch.hf.preflight` runs it. All numbers of bytes are of this process's device.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from traceback import clear_frames
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.memory.ladder import Extra
 from longctx_patch.memory.meter import Meter
-from longctx_patch.memory.offload import HostCopies
-from longctx_patch.memory.policies import LayerPolicy
+from longctx_patch.memory.random_state import RandomState
 from longctx_patch.memory.run_layer import run_layer
 
 NUM_LAYERS = 3
 
 
+class WillNotFit(RuntimeError):
+    """A step would not fit into the memory of a GPU."""
+
+
 class Seen(NamedTuple):
-    """Bytes of the device, in the step with few layers."""
+    """What the step with few layers took."""
 
     loss_peak: int
-    """Until backward came to the layers."""
+    """Peak until backward came to the layers."""
     layers_peak: int
-    """From there on."""
+    """Peak from there on."""
     gradient_bytes: int
-    """Of those that there were."""
+    """Gradients that there were at the end."""
 
 
 class Rehearsal:
-    """Runs the last layers under policies of their own, and hidden states past the others."""
+    """Runs the last layers under policies of their own, and hands hidden states past the others."""
 
-    def __init__(
-        self,
-        policies: tuple[LayerPolicy, ...],
-        num_layers: int,
-        meter: Meter,
-        host: HostCopies,
-        share: float,
-    ) -> None:
-        """`share` of the tokens have their attention kept; `host` is for what is offloaded."""
-        self.policies, self.host = policies, host
-        self._meter, self._share = meter, share
-        self._first = num_layers - NUM_LAYERS
+    def __init__(self, checkpoints: LayerCheckpoints, device: torch.device, meter: Meter) -> None:
+        self.policies = checkpoints.to_rehearse(NUM_LAYERS, device)
+        self.host = checkpoints.host_to_rehearse(device)
+        self.num_layers = len(checkpoints.policies)
+        self._checkpoints, self._meter = checkpoints, meter
+        self._first = self.num_layers - NUM_LAYERS
         self._before: list[int] = []
         self._after: list[int] = []
         self._gone: list[int] = []
@@ -52,7 +55,29 @@ class Rehearsal:
         backward: Callable[[Tensor], object],
         trained: Sequence[nn.Parameter],
     ) -> Seen:
-        """Forward and backward; gradients stay. Raises ValueError but for one forward pass."""
+        """Go forward and backward; random numbers and gradients are afterwards as they were.
+
+        Raises WillNotFit if even these layers are out of memory, and ValueError unless `loss_of`
+        goes forward through them once.
+        """
+        random = RandomState.now(self.host.device)
+        try:
+            with random.replayed(), self._checkpoints.rehearsed(self):
+                return self._step(loss_of, backward, trained)
+        except torch.OutOfMemoryError as error:
+            clear_frames(error.__traceback__)  # or they hold the step while the error is shown
+            few = f"{NUM_LAYERS} of {self.num_layers} layers do not fit"
+            raise WillNotFit(f"{few}: {error}") from error
+        finally:
+            for parameter in trained:
+                parameter.grad = None
+
+    def _step(
+        self,
+        loss_of: Callable[[], Tensor],
+        backward: Callable[[Tensor], object],
+        trained: Sequence[nn.Parameter],
+    ) -> Seen:
         self._meter.reset_peak()
         loss = loss_of()
         forward_peak = self._meter.peak()
@@ -64,22 +89,23 @@ class Rehearsal:
                 "preflight out: checkpoint='auto' measures by itself."
             )
         backward(loss)
-        gradients = (parameter.grad for parameter in trained if parameter.grad is not None)
+        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         return Seen(
             max(forward_peak, self._loss_peak),
             self._meter.peak(),
-            sum(num_bytes_on(self.host.device, grad) for grad in gradients),
+            num_bytes_on(self.host.device, gradients),
         )
 
     def run(self, layer: int, forward: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        """One layer's forward, in place of the one that training has."""
         if layer < self._first:
             return args[0]
         if not torch.is_grad_enabled():  # of a reference, say: nothing is kept
             return forward(*args)
         self._before.append(self._meter.allocated())
         on_host = self.host.num_bytes
-        policy = self.policies[layer - self._first]
-        out: Tensor = run_layer(policy, forward, *args, host=self.host, share=self._share)
+        policy, share = self.policies[layer - self._first], self._checkpoints.share
+        out: Tensor = run_layer(policy, forward, *args, host=self.host, share=share)
         self._after.append(self._meter.allocated())
         self._gone.append(self.host.num_bytes - on_host)
         if layer == self._first + NUM_LAYERS - 1 and out.requires_grad:
@@ -91,27 +117,93 @@ class Rehearsal:
         self._meter.reset_peak()
 
     @property
+    def chooses_by_layer(self) -> bool:
+        """Whether layers were rehearsed under different policies, as `auto` has them."""
+        return self.policies[0] != self.policies[-1]
+
+    @property
     def kept_bytes(self) -> int:
-        """From the second of them beginning to the last: its own, and what it gave on. As the first
-        begins, FSDP still has a buffer of the embeddings."""
+        """What a layer keeps, its output included: measured from the second of the layers to the
+        last, because FSDP still has a buffer of the embeddings when the first one begins."""
         return max(0, self._before[2] - self._before[1])
 
     @property
     def stayed_bytes(self) -> int:
-        """Of those that were to leave, for want of room on the host."""
+        """What a layer was to offload and kept, because the host had no room."""
         return self.kept_bytes if self.host.is_full else 0
 
     @property
     def extra_bytes(self) -> Extra:
-        """What a layer keeps on each rung beyond the one below, where they are of several."""
-        if self.policies[0] == self.policies[-1]:
+        """What a layer keeps on each rung beyond the one below, where there are several rungs."""
+        if not self.chooses_by_layer:
             return Extra(0, 0)
         attention = self._gone[1] + self.stayed_bytes
         lower = attention + self.kept_bytes - self.stayed_bytes
         return Extra(attention, max(0, self._after[2] - self._before[2] - lower))
 
+    def layers_with_room(self, held_bytes: int) -> int:
+        """For how many layers the host has room, if a run already holds `held_bytes` of it."""
+        attention = self.extra_bytes.attention
+        if not attention:
+            return self.num_layers
+        room = self.host.bytes_with_room + self.host.num_bytes + held_bytes
+        return min(self.num_layers, room // attention)
 
-def num_bytes_on(device: torch.device, tensor: Tensor) -> int:
-    """Of this rank's shard, as far as it is on the device."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return int(local.nbytes) if local.device.type == device.type else 0
+
+@dataclass(frozen=True, kw_only=True)
+class WholeStep:
+    """What a step with all layers is expected to take, by what was seen of one with few."""
+
+    rehearsal: Rehearsal
+    seen: Seen
+    host_layers: int
+    """For so many layers the host has room."""
+    trained_bytes: int
+    """Weights that are trained."""
+    state_bytes: int
+    """Optimizer states that are still to come."""
+
+    @property
+    def loss_bytes(self) -> int:
+        """Peak until backward comes to the layers, with the last layer on the lowest rung."""
+        return (
+            self.seen.loss_peak - self._last_layer_bytes + self._kept_by_others + self.state_bytes
+        )
+
+    @property
+    def backward_bytes(self) -> int:
+        """Peak from there on."""
+        gradients_to_come = max(0, self.trained_bytes - self.seen.gradient_bytes)
+        more = max(self._kept_by_others, gradients_to_come)
+        return self.seen.layers_peak + more + self.state_bytes
+
+    @property
+    def rehearsed_bytes(self) -> int:
+        """Peak of a step whose last layer is on the highest rung, as it was rehearsed."""
+        return max(self.backward_bytes, self.loss_bytes + self._last_layer_bytes)
+
+    @property
+    def _last_layer_bytes(self) -> int:
+        """What the last layer kept in the rehearsal and need not keep."""
+        extra, has_room = self.rehearsal.extra_bytes, self.host_layers >= self.rehearsal.num_layers
+        return extra.none + (extra.attention if has_room else 0)
+
+    @property
+    def _kept_by_others(self) -> int:
+        """What the layers that were not rehearsed keep on the device.
+
+        What has no room on the host stays there. The last layer is counted apart, and what stayed
+        in the rehearsal was seen.
+        """
+        rehearsal = self.rehearsal
+        without_room = max(0, rehearsal.num_layers - 1 - self.host_layers)
+        staying = without_room * rehearsal.extra_bytes.attention
+        stayed = rehearsal.stayed_bytes
+        left = (rehearsal.num_layers - NUM_LAYERS) * (rehearsal.kept_bytes - stayed)
+        return max(0, left + staying - stayed)
+
+
+def num_bytes_on(device: torch.device, tensors: Sequence[Tensor]) -> int:
+    """Bytes of this rank's shards of the tensors, as far as they are on the device."""
+    shards = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return sum(int(shard.nbytes) for shard in shards if shard.device.type == device.type)
