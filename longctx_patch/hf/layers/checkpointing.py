@@ -51,6 +51,14 @@ class Checkpointing:
         return count_on_host(self.policies)
 
 
+GRADIENTS_IN_EVALUATION = (
+    "gradients in evaluation mode: from_pretrained returns a model in this mode, in which no layer "
+    "would be checkpointed and the proof of the first training step would be left out. Call "
+    "model.train() to train; evaluate under torch.no_grad()."
+)
+"""Why a sharded pass in evaluation mode is refused where a loss or its backward asks for gradients.
+Passes that nobody goes backward from stay allowed, with gradients enabled too."""
+
 MOST_KINDS = 3
 """Of layers: a model with more (adapters of other ranks in each, say) is taken to have one."""
 
@@ -89,6 +97,8 @@ class LayerCheckpoints:
         self._pass: Pass | None = None
         self._num_tokens = 0
         self._rehearsal: Rehearsal | None = None
+        self._is_evaluation = False
+        """Whether the sharded pass under way is none of training."""
         self._reserved_bytes = 0
         self._trained: tuple[bool, ...] = ()
 
@@ -182,6 +192,7 @@ class LayerCheckpoints:
         so that what must be the same on all ranks is taken from what they agree on.
         """
         self._pass = None  # one whose forward was interrupted holds nothing any more
+        self._is_evaluation = not decoder.training
         if not self._trains(decoder):
             return 0
         self._num_tokens = tokens.shape[0] * row_length
@@ -196,7 +207,13 @@ class LayerCheckpoints:
             self._pass = self._auto.begin(self._num_tokens, agreed)
 
     def end(self, decoder: nn.Module, hidden: Tensor) -> None:
-        """The decoder's forward is over; a training pass is when its backward is."""
+        """The decoder's forward is over; a training pass is when its backward is.
+
+        A sharded pass in evaluation mode has no backward: it raises ValueError there.
+        """
+        is_evaluation, self._is_evaluation = self._is_evaluation, False
+        if is_evaluation and hidden.requires_grad:
+            hidden.register_hook(_refuse_backward)
         this, self._pass = self._pass, None
         auto = self._auto
         if auto is None or this is None or not (self._counts(decoder) and hidden.requires_grad):
@@ -241,6 +258,10 @@ class LayerCheckpoints:
         if self._auto is None:
             return run_layer(self._fixed, forward, *args, host=self._host, share=self.share)
         return self._auto.run(layer, forward, *args)
+
+
+def _refuse_backward(_: Tensor) -> None:
+    raise ValueError(GRADIENTS_IN_EVALUATION)
 
 
 def _without_meter(policy: Policy) -> LayerPolicy:

@@ -11,6 +11,7 @@ from longctx_patch.data import SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.call.meeting import Meeting, meet
+from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.loss.law import (
     IGNORE_INDEX,
     all_valid_tokens,
@@ -114,13 +115,6 @@ class ShardLoss:
         current = self.current or self._accepted(labels, shift_labels)
         current.logits = logits
         alone = not self._model.training and num_valid_tokens is None
-        if alone and torch.is_grad_enabled() and averaged_ranks() > self._group.num_ranks:
-            raise ValueError(
-                "a loss in evaluation mode with gradients enabled, on several data-parallel "
-                "replicas: to evaluate, use torch.no_grad(), and each replica's loss is that of "
-                "its own batch; to train, give num_valid_tokens=count_valid_tokens(batches), which "
-                "counts over all."
-            )
         if num_valid_tokens is None:
             num_valid_tokens = (
                 current.group_labels
@@ -160,9 +154,10 @@ class ShardLoss:
                 "is over all tokens of the shard. Leave it out, or leave out labels."
             )
         training = self._model.training
-        mine = (num_labels, int(problem is not None), int(training))
+        learns = not training and _would_have_gradients(self._model)
+        mine = (num_labels, int(problem is not None), int(training), int(learns))
         everyone = meet(self._group, Meeting.LABELS, mine)
-        wrong = [rank for rank, (_, is_wrong, _) in enumerate(everyone) if is_wrong]
+        wrong = [rank for rank, row in enumerate(everyone) if row[1]]
         if wrong:
             raise ValueError(problem or f"rank {wrong[0]} of the group refused its labels.")
         others = [rank for rank, row in enumerate(everyone) if row[2] != training]
@@ -171,7 +166,9 @@ class ShardLoss:
                 f"the model is in {'training' if training else 'evaluation'} mode here and not on "
                 f"rank(s) {others} of the group: call model.train() or model.eval() on all."
             )
-        return LossPass(shift_labels, num_labels, sum(count for count, _, _ in everyone))
+        if any(row[3] for row in everyone):
+            raise ValueError(GRADIENTS_IN_EVALUATION)
+        return LossPass(shift_labels, num_labels, sum(row[0] for row in everyone))
 
     @property
     def _num_words(self) -> int:
@@ -184,6 +181,11 @@ class ShardLoss:
         if self._coefficient is None:
             self._coefficient = self._model.router_aux_loss_coef
         self._model.router_aux_loss_coef = self._coefficient * share
+
+
+def _would_have_gradients(model: PreTrainedModel) -> bool:
+    """Whether a loss of the model could go backward."""
+    return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
 
 def _check_nothing_came_between(current: LossPass, logits: Tensor) -> None:
