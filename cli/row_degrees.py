@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx_patch.choose.degrees import Way, preferred, seconds_of_ways
+from longctx_patch.choose.degrees import Way, costs_of_ways
+from longctx_patch.choose.tie import preferred
 from longctx_patch.cli.degrees import DegreeChoice
 from longctx_patch.data import pack_rows
 from longctx_patch.hf.model.facts import ModelFacts
@@ -59,9 +60,10 @@ def degrees_for_rows(
         for window, count in windows.items():
             layers[_workload(settings.seq_len, facts, lengths, window)] += count
     config = settings.sequence_parallelism()
-    found = seconds_of_ways(layers, hardware, degrees.sequence_degree, config)
-    seconds = {way: s / (len(rows.lengths) * windows.total()) for way, s in found.items()}
-    best = preferred(seconds)
+    costs = costs_of_ways(layers, hardware, degrees.sequence_degree, config)
+    num_layers = len(rows.lengths) * windows.total()
+    seconds = {way: cost.seconds / num_layers for way, cost in costs.items()}
+    best = preferred(costs)
     others = sorted(seconds.keys() - {best}, key=lambda way: seconds[way])
     counts = sorted({len(lengths) for lengths in rows.lengths})
     parts = [f"rows of {' or '.join(map(str, counts))} documents"] if settings.pack else []

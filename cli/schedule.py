@@ -12,7 +12,8 @@ from longctx_patch.cli.timeline import check_drawable, draw, time_text
 from longctx_patch.config import HardwareName, LongContextConfig, PlanName
 
 if TYPE_CHECKING:
-    from longctx_patch.predict.attention.costs import Prediction, Setting, Workload
+    from longctx_patch.plans.generators.setting import Setting
+    from longctx_patch.predict.attention.costs import Prediction, Workload
     from longctx_patch.predict.machines import Hardware
 
 ULYSSES = "ulysses"
@@ -83,8 +84,9 @@ def schedule_command(
         if plan is None:
             _compare(workload, hardware, ranks, direction, as_json)
         else:
-            asked = make_setting(plan, ranks, ulysses, workload, hardware)
-            setting = _of_direction(asked, direction or "forward", workload, hardware)
+            if plan == "burst" and direction != "backward":
+                click.echo("burst is a plan of backward; its forward is the zigzag ring.", err=True)
+            setting = make_setting(plan, ranks, ulysses, workload, hardware)
             _predict(setting, direction or "forward", workload, hardware, out, as_json)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
@@ -93,10 +95,11 @@ def schedule_command(
 def make_setting(
     plan: str, ranks: int, ulysses: int | None, workload: "Workload", hardware: "Hardware"
 ) -> "Setting":
-    """The plan over `ranks`, of which `ulysses` exchange heads. Raises ValueError."""
-    from longctx_patch.choose.chooser import best_waves
-    from longctx_patch.predict.attention.costs import Setting
-    from longctx_patch.sequence.placement import placement_of
+    """What a config with this plan runs over `ranks`, of which `ulysses` exchange heads.
+
+    Raises ValueError.
+    """
+    from longctx_patch.choose.plans import decide
 
     degree = ulysses or (ranks if plan == ULYSSES else 1)
     if ranks % degree:
@@ -116,14 +119,7 @@ def make_setting(
     config = LongContextConfig(
         ulysses_degree=degree, ring_degree=ring, plan=name, ranks_per_node=per_node
     )
-    setting = Setting(
-        plan=name,
-        layout=placement_of(config, workload.documents()),
-        ulysses_degree=degree,
-        ring_degree=ring,
-        ranks_per_node=per_node,
-    )
-    return dataclasses.replace(setting, ulysses_waves=best_waves(setting, workload, hardware))
+    return decide(config, workload, hardware)
 
 
 def read_hardware(name: HardwareName, ranks_per_node: int | None) -> "Hardware":
@@ -187,29 +183,6 @@ def _check_question(plan: str | None, compare: bool, ulysses: int | None, out: P
         )
 
 
-def _of_direction(
-    asked: "Setting", direction: str, workload: "Workload", hardware: "Hardware"
-) -> "Setting":
-    """What runs in this direction: the plan itself, but for burst and auto."""
-    if asked.plan == "burst" and direction == "forward":
-        click.echo("burst is a plan of backward; its forward is the zigzag ring.", err=True)
-        return dataclasses.replace(asked, plan="zigzag")
-    if asked.plan == "auto":
-        return _chosen(asked, direction, workload, hardware)
-    return asked
-
-
-def _chosen(
-    asked: "Setting", direction: str, workload: "Workload", hardware: "Hardware"
-) -> "Setting":
-    """What a config with `plan="auto"` would run."""
-    from longctx_patch.choose.chooser import choose_for
-    from longctx_patch.plans import Direction
-
-    config = LongContextConfig(ulysses_degree=asked.ulysses_degree, ring_degree=asked.ring_degree)
-    return choose_for(config, Direction(direction), workload, hardware)
-
-
 def _inner_ring(ring: int, ulysses: int, hardware: "Hardware") -> int:
     """Ring ranks of a machine, in which Ulysses ranks are consecutive."""
     per_node = hardware.gpus_per_node
@@ -250,7 +223,7 @@ def _predict(
 def _compare(
     workload: "Workload", hardware: "Hardware", ranks: int, direction: str | None, as_json: bool
 ) -> None:
-    from longctx_patch.choose.chooser import compare
+    from longctx_patch.choose.compare import compare
     from longctx_patch.plans import Direction
 
     directions = [Direction(name) for name in ([direction] if direction else DIRECTIONS)]

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longctx_patch.choose.chooser import compare, explain
+    from longctx_patch.choose.compare import compare, explain
     from longctx_patch.config import LongContextConfig
     from longctx_patch.data import SequenceShardCollator, pack_rows
     from longctx_patch.engine.groups import (
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         virtual_group,
         world_place,
     )
-    from longctx_patch.engine.operator import attention
     from longctx_patch.hf.call.meeting import SequenceParallelismError
     from longctx_patch.hf.layers.fused_layers import (
         choose_fused_layers,
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from longctx_patch.hf.patching import PatchHandle, patch
     from longctx_patch.hf.preflight import WillNotFit, preflight
     from longctx_patch.loss.law import count_valid_tokens
+    from longctx_patch.operator.attention import attention
     from longctx_patch.plugin import (
         SequenceParallelismConfig,
         accelerate_yaml,
@@ -60,12 +60,12 @@ _HOME = {
     "Workload": "predict.attention.costs",
     "accelerate_yaml": "plugin",
     "all_configs": "verification",
-    "attention": "engine.operator",
+    "attention": "operator.attention",
     "choose_fused_layers": "hf.layers.fused_layers",
     "close_accelerator": "plugin",
-    "compare": "choose.chooser",
+    "compare": "choose.compare",
     "count_valid_tokens": "loss.law",
-    "explain": "choose.chooser",
+    "explain": "choose.compare",
     "fuse_layers": "hf.layers.fused_layers",
     "make_accelerator": "plugin",
     "make_sequence_group": "engine.groups",

@@ -2,18 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from config_text import config_of, name_of
 from problems import Problem
+from torch import Tensor
 
 from longctx_patch import Documents, LongContextConfig, make_sequence_group
 from longctx_patch.config import SPARSE_PLAN
-from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.engine.operator import distributed_attention, restricted
+from longctx_patch.engine.operator import distributed_attention
 from longctx_patch.kernels import Score
+from longctx_patch.operator.decided import decided_call, row_mask
 from operators import FASTEST, Candidate, Job, NotCovered, Prepared
 
 PLANS = (
@@ -93,14 +95,15 @@ def _prepare(groups: _Groups, job: Job, problem: Problem) -> Prepared:
     documents = Documents.one(problem.num_tokens)
     if problem.lengths is not None:
         documents = Documents(problem.lengths, problem.num_tokens)
-    call = AttentionCall(  # as the layers of a patched model make it
-        group,
-        documents,
-        restricted(None, documents, problem.window),
-        Score(problem.head_dim**-0.5),
-        problem.num_heads,
-        problem.num_kv_heads,
-        plan_name=None if problem.window is None else SPARSE_PLAN,
-    )
+    mask, score = row_mask(None, documents, problem.window), Score(problem.head_dim**-0.5)
+    is_windowed = problem.window is not None
+
+    @cache
+    def call(shape: CallShape) -> AttentionCall:  # as the layers of a patched model make it
+        return decided_call(group, documents, mask, score, shape, is_windowed=is_windowed)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return distributed_attention(q, k, v, None, call(CallShape.of(q, k)))[0]
+
     positions = group.layout(documents).positions(group.group_rank, job.device)
-    return Prepared(positions, lambda q, k, v: distributed_attention(q, k, v, None, call)[0])
+    return Prepared(positions, run)

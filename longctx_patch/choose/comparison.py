@@ -1,18 +1,17 @@
-"""Candidates side by side: a table that says what each takes, which was chosen, and why."""
+"""A table of candidates that says what each takes, which was chosen, and why."""
 
 from dataclasses import dataclass
 from typing import Any
 
+from longctx_patch.choose.tie import TIE
 from longctx_patch.config import SPARSE_PLAN
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import Prediction
 
-TIE = 0.015
-"""The model tells plans apart no better: on 4 H200, forward of 131,072 tokens was predicted to take
-`allgather` 1.2 % less time than a zigzag ring, and took it 2.3 % more."""
 _NOTE = (
-    f"As fast: within {TIE:.1%}; then fewer bytes win. Forward and backward share degrees and "
-    "layout. MiB: sent is the mean of the ranks, buffers the largest."
+    f"As fast: within {TIE:.1%}; then the larger Ulysses degree wins, then fewer bytes. Forward "
+    "and backward share degrees and layout. MiB: sent is the mean of the ranks, buffers the "
+    "largest."
 )
 
 

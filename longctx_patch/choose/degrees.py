@@ -1,23 +1,23 @@
-"""Degrees of sequence parallelism, by the cost model: how ranks share the attention of a row.
+"""Decide how ranks share the attention of a row: Ulysses and ring degrees, and the layout.
 
-Of plainly causal rows Ulysses is as fast as anything inside a node. Where documents or a window
+Inside a node Ulysses is as fast as anything for plainly causal rows. Where documents or a window
 leave most pairs out there is little to compute, so it counts what is sent: Ulysses sends all heads
 of all tokens whatever the mask, a ring what somebody sees, which is nothing where documents stay
-whole on their ranks (`longctx_patch.sequence.whole_documents`).
+whole on their ranks.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from longctx_patch.choose.chooser import choose_for
+from longctx_patch.choose.plans import decide
+from longctx_patch.choose.tie import Cost, preferred
 from longctx_patch.config import LayoutName, LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import Workload, predict
 from longctx_patch.predict.machines import Hardware
 
-SAME = 0.02
-"""What is as fast to within this share counts as equal."""
+PLAIN = LongContextConfig()
 
 
 class Way(NamedTuple):
@@ -27,6 +27,11 @@ class Way(NamedTuple):
     ring: int
     layout: LayoutName | None = None
     """None: what a config has by itself."""
+
+    def applied_to(self, config: LongContextConfig) -> LongContextConfig:
+        """The config with these degrees, and this layout if there is one."""
+        layout = self.layout or config.layout
+        return replace(config, ulysses_degree=self.ulysses, ring_degree=self.ring, layout=layout)
 
 
 def ways(degree: int, *, num_kv_heads: int, gpus_per_node: int) -> list[Way]:
@@ -38,20 +43,29 @@ def ways(degree: int, *, num_kv_heads: int, gpus_per_node: int) -> list[Way]:
     ]
 
 
-def preferred(seconds: Mapping[Way, float]) -> Way:
-    """Of those that are as fast as the fastest the one with most Ulysses, in the usual layout."""
-    fastest = min(seconds.values())
-    tied = [way for way, found in seconds.items() if found <= fastest * (1 + SAME)]
-    return max(tied, key=lambda way: (way.ulysses, way.layout is None))
+def most_ulysses(degree: int, *, num_kv_heads: int, gpus_per_node: int) -> Way:
+    """The way that is taken where nothing can be predicted, as on CPUs."""
+    found = ways(degree, num_kv_heads=num_kv_heads, gpus_per_node=gpus_per_node)
+    return preferred({way: Cost(way.ulysses) for way in found})
 
 
-def seconds_of_ways(
+def best_way(
     layers: Mapping[Workload, float],
     hardware: Hardware,
     degree: int,
-    config: LongContextConfig = LongContextConfig(),  # noqa: B008 (frozen)
-) -> dict[Way, float]:
-    """Predicted seconds of attention, forward and backward, for each way to share a row.
+    config: LongContextConfig = PLAIN,
+) -> Way:
+    """The way that the cost model takes; the arguments are those of `costs_of_ways`."""
+    return preferred(costs_of_ways(layers, hardware, degree, config))
+
+
+def costs_of_ways(
+    layers: Mapping[Workload, float],
+    hardware: Hardware,
+    degree: int,
+    config: LongContextConfig = PLAIN,
+) -> dict[Way, Cost]:
+    """Predicted cost of attention, forward and backward, for each way to share a row.
 
     Args:
         layers: how many layers there are of each kind; all have the same heads. Kinds that differ
@@ -68,22 +82,13 @@ def seconds_of_ways(
     has_windows = not any(kind.lengths or kind.is_causal for kind in layers)
     if has_windows and config.layout is None and config.placement == "zigzag":
         found += [way._replace(layout="contiguous") for way in found if way.ring > 1]
-    configs = {
-        way: replace(
-            config,
-            ulysses_degree=way.ulysses,
-            ring_degree=way.ring,
-            layout=way.layout or config.layout,
-        )
-        for way in found
-    }
-    return {
-        way: sum(count * _seconds(configs[way], kind, hardware) for kind, count in layers.items())
-        for way in found
-    }
+    return {way: _cost(way.applied_to(config), layers, hardware) for way in found}
 
 
-def _seconds(config: LongContextConfig, workload: Workload, hardware: Hardware) -> float:
-    """Of one layer, with the plans that `auto` takes."""
-    chosen = {d: choose_for(config, d, workload, hardware) for d in Direction}
-    return sum(predict(chosen[d], d, workload, hardware).makespan_s for d in Direction)
+def _cost(config: LongContextConfig, layers: Mapping[Workload, float], hardware: Hardware) -> Cost:
+    """The cost of all layers, with the plans that `auto` takes."""
+    return Cost.of(
+        (predict(decide(config, kind, hardware), direction, kind, hardware), count)
+        for kind, count in layers.items()
+        for direction in Direction
+    )

@@ -4,14 +4,17 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 
-from longctx_patch.choose.degrees import SAME, Way, preferred, ways
+from longctx_patch.choose.degrees import Way, best_way
+from longctx_patch.choose.plans import decide
+from longctx_patch.choose.tie import TIE
+from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.memory.limits import MARGIN, RESERVE, tiles_that_fit
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, LayerPolicy, Policy
-from longctx_patch.predict.machines import GIB
+from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.predict.machines import GIB, Hardware
 from longctx_patch.predict.run.candidate import Candidate, Job
 from longctx_patch.predict.run.components import (
     BF16,
@@ -75,7 +78,7 @@ class Result:
 
 def search(job: Job) -> list[Result]:
     """All candidates: those that fit first, the fastest first; then those nearest to fitting."""
-    results = [result for degrees in _degrees(job) for result in _of_degrees(job, *degrees)]
+    results = [result for way in _ways(job) for result in _of_way(job, way)]
     return sorted(results, key=_order)
 
 
@@ -87,18 +90,18 @@ def longest(job: Job) -> int:
     """
     # How all GPUs share it is decided at a long row and once more at the one found, not at each:
     # simulating every way takes longest here.
-    way = _fastest(replace(job, seq_len=LONG), job.cluster.num_gpus)
-    tokens = _longest(job, *way)
+    way = _best_way(replace(job, seq_len=LONG), job.cluster.num_gpus)
+    tokens = _longest(job, way)
     if not tokens:
         return 0
-    again = _fastest(replace(job, seq_len=tokens), job.cluster.num_gpus)
-    return tokens if again == way else _longest(job, *again)
+    again = _best_way(replace(job, seq_len=tokens), job.cluster.num_gpus)
+    return tokens if again == way else _longest(job, again)
 
 
-def _longest(job: Job, ulysses: int, ring: int) -> int:
+def _longest(job: Job, way: Way) -> int:
     def fits(steps: int) -> bool:
         longer = replace(job, seq_len=steps * STEP_TOKENS)
-        return any(result.fits for result in _of_degrees(longer, ulysses, ring))
+        return any(result.fits for result in _of_way(longer, way))
 
     low, high = 0, 1
     while high * STEP_TOKENS <= MOST_TOKENS and fits(high):
@@ -118,48 +121,52 @@ def _order(result: Result) -> tuple[float, ...]:
     """Of those that are as fast the one whose states stay on the GPUs, then the one that takes
     least of the host, then the shortest step."""
     if result.fits:
-        speed = -round(math.log(result.tokens_per_second_per_gpu) / SAME)
+        speed = -round(math.log(result.tokens_per_second_per_gpu) / TIE)
         states_leave = result.candidate.offload_states
         return 0, speed, states_leave, result.host_bytes, result.time.total
     return 1, result.shortfall, result.memory.total
 
 
-def _degrees(job: Job) -> Iterator[tuple[int, int]]:
-    """(Ulysses, ring) for each number of GPUs that share a row, whichever is faster."""
+def _ways(job: Job) -> Iterator[Way]:
+    """The best way for each number of GPUs that may share a row."""
     num_gpus = job.cluster.num_gpus
     for degree in range(1, num_gpus + 1):
         if num_gpus % degree == 0 and degree <= job.seq_len:
-            yield _fastest(job, degree)
+            yield _best_way(job, degree)
 
 
-def _fastest(job: Job, degree: int) -> tuple[int, int]:
-    """As `longctx patch` takes it for causal rows."""
-
-    def seconds(way: Way) -> float:
-        attention = _attention(job, way.ulysses, way.ring)
-        return attention.forward.makespan_s + attention.backward.makespan_s
-
-    gpus_per_node, num_kv_heads = job.cluster.gpus_per_node, job.shape.num_kv_heads
-    found = ways(degree, num_kv_heads=num_kv_heads, gpus_per_node=gpus_per_node)
-    way = preferred({way: seconds(way) for way in found})
-    return way.ulysses, way.ring
+def _best_way(job: Job, degree: int) -> Way:
+    """The way that `longctx patch` takes for causal rows."""
+    return best_way({job.workload: 1}, _hardware(job), degree)
 
 
-@lru_cache(maxsize=4096)
-def _attention(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -> Attention:
-    return predict_attention(job, ulysses, ring, attention_kept)
+def _hardware(job: Job) -> Hardware:
+    """The machine, with as many GPUs in a node as there are."""
+    return replace(job.cluster.hardware, gpus_per_node=job.cluster.gpus_per_node)
 
 
-def _of_degrees(job: Job, ulysses: int, ring: int) -> Iterator[Result]:
-    tiled = usual_tiles(job, ulysses * ring)
+def setting_of(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -> Setting:
+    """What `auto` takes, in the layout that goes with the share of tokens kept."""
+    config = LongContextConfig(
+        ulysses_degree=ulysses,
+        ring_degree=ring,
+        checkpoint="attention",
+        attention_kept=attention_kept,
+    )
+    return decide(config, job.workload, _hardware(job))
+
+
+def _of_way(job: Job, way: Way) -> Iterator[Result]:
+    """All that layers may keep, recompute and move to the host, for one way to share a row."""
+    tiled = usual_tiles(job, way.ulysses * way.ring)
     kept = [(policy.name, share) for policy in POLICIES.values() for share in _shares(policy)]
     for mlp_tiles, offload_states, (policy, share) in product(
         sorted({1, tiled}), (False, True) if job.fsdp else (False,), kept
     ):
         yield result_of(
             job,
-            ulysses=ulysses,
-            ring=ring,
+            ulysses=way.ulysses,
+            ring=way.ring,
             checkpoint=policy,
             attention_kept=share,
             mlp_tiles=mlp_tiles,
@@ -188,15 +195,12 @@ def result_of(
 ) -> Result:
     """Of one configuration. Under `auto` layers climb as in `memory/auto.py`: as many as fit; or
     they have had these `policies`, one for each layer (else ValueError)."""
-    # One simulation for all shares below 1, which have the same layout.
-    share = 1.0 if attention_kept == 1 or ring == 1 else 0.5
-    num_layers, attention = job.shape.num_layers, _attention(job, ulysses, ring, share)
+    setting = setting_of(job, ulysses, ring, attention_kept)
+    num_layers, attention = job.shape.num_layers, predict_attention(job, setting)
     if policies is not None and len(policies) != num_layers:
         raise ValueError(f"{len(policies)} policies for {num_layers} layers: give one for each.")
     start = Candidate(
-        ulysses=ulysses,
-        ring=ring,
-        plan=attention.plan,
+        setting=setting,
         checkpoint=checkpoint,
         policies=policies or (POLICIES[checkpoint].rungs[0],) * num_layers,
         mlp_tiles=mlp_tiles,

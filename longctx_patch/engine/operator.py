@@ -1,4 +1,4 @@
-"""Exact attention over a sequence that is cut over ranks: the operator and its public function.
+"""Exact attention over a sequence that is cut over ranks, as an operator of autograd.
 
 Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head dim.
 
@@ -11,7 +11,6 @@ only, both run for the others.
 
 import math
 import struct
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,96 +20,15 @@ from torch.autograd.function import once_differentiable
 from longctx_patch.engine.call import AttentionCall
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.selective import KeptRows, Selection, selection_of
-from longctx_patch.engine.usp import ForwardResult, Saved, all_lse, run_backward, run_forward
+from longctx_patch.engine.usp import ForwardResult, Saved, all_lse, usp_backward, usp_forward
 from longctx_patch.kernels import Score
 from longctx_patch.memory.replay import Frame, current_frame
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.masks import Mask, documents_mask, within
+from longctx_patch.sequence.masks import Mask
 from longctx_patch.sequence.placement import placement_of
 from longctx_patch.transport import VirtualTransport
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: SequenceGroup,
-    num_tokens: int | None = None,
-    documents: Documents | None = None,
-    window: int | None = None,
-    mask: Mask | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    softmax_scale: float | None = None,
-    check_ranks: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries to the keys of the whole sequence; causal by default.
-
-    Collective over the group. Every rank passes the tokens that `group.layout(num_tokens)` (or
-    `group.layout(documents)`) gives it, with rotary embeddings (if any) already applied: token `i`
-    of this rank has position `group.layout(num_tokens).positions(group.group_rank)[i]` in the row,
-    and `documents.positions(...)` of these counts from the start of each document.
-
-    Args:
-        q: `[B, L, H, D]`; L may differ between ranks as the layout says, and may be 0.
-        k, v: `[B, L, G, D]`, with H a multiple of G. float64, float32, bfloat16 or float16.
-        group: from `make_sequence_group(config)`, or `virtual_group` in one process.
-        num_tokens: length of the whole sequence; default: L times the number of ranks.
-        documents: boundaries of a packed row, the same for all B rows. Tokens attend within their
-            document only.
-        window: the last `window` keys only, the token itself included. Keys after the token, where
-            a `mask` lets it see some, stay.
-        mask: any `longctx_patch.Mask` over the whole sequence, in place of the causal one;
-            `documents` and `window` restrict it further.
-        sinks: `[H]`, differentiable: a logit of each head that joins the softmax of every row and
-            has no value (gpt-oss).
-        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
-        softmax_scale: default `D ** -0.5`; the same on every rank.
-        check_ranks: compare shapes, dtype and mask over the group first; it waits for all ranks,
-            so a model with many layers may check once and pass False afterwards.
-
-    Returns:
-        out: `[B, L, H, D]` in q's dtype; differentiable in q, k, v and sinks. 0 in rows that see
-            nothing.
-        lse: `[B, H, L]`, natural-log sum of exponentials, the sink's included; float32 (float64 for
-            float64 inputs); not differentiable. Second derivatives are refused by autograd.
-
-    Raises:
-        ValueError: on every rank, if shapes, dtypes or masks disagree or don't fit the layout.
-
-    Example (one process, so nothing is sent):
-        >>> group = make_sequence_group(LongContextConfig())
-        >>> out, lse = attention(*torch.randn(3, 1, 16, 4, 8), group=group)
-    """
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    local = q.shape[1] if q.ndim > 1 else 0  # what is wrong with a shape, _check says
-    total = local * group.num_ranks if num_tokens is None else num_tokens
-    row = Documents.one(total) if documents is None else documents
-    try:
-        allowed, problem = restricted(mask, row, window), None
-    except ValueError as error:  # on this rank perhaps: the others must hear of it, not wait
-        if not check_ranks:
-            raise
-        allowed, problem = documents_mask(row), str(error)
-    if check_ranks:
-        _check(q, k, v, sinks, num_tokens, row, allowed, Score(scale, softcap), group, problem)
-    call = AttentionCall(
-        group, row, allowed, Score(scale, softcap), q.shape[2], k.shape[2], returns_lse=True
-    )
-    return distributed_attention(q, k, v, sinks, call)
-
-
-@lru_cache(maxsize=64)
-def restricted(mask: Mask | None, documents: Documents, window: int | None) -> Mask:
-    """Causal attention, or `mask`, within documents and a window."""
-    if mask is None:
-        return documents_mask(documents, window=window)
-    if documents.is_one and window is None:
-        return mask
-    return mask & within(documents, window)
 
 
 def distributed_attention(
@@ -146,7 +64,7 @@ class _DistributedAttention(torch.autograd.Function):
         ctx.local = frame is not None and selection is None
         with torch.autocast(q.device.type, enabled=False):  # kernels choose their dtypes
             if frame is None:
-                saved, out, returned_lse = run_forward(call, q, k, v, sinks)
+                saved, out, returned_lse = usp_forward(call, q, k, v, sinks)
             elif selection is None:
                 out, lse, returned_lse = _kept_whole(frame, call, q, k, v, sinks)
                 saved = [Saved(q, k, v, out, lse)]
@@ -163,7 +81,7 @@ class _DistributedAttention(torch.autograd.Function):
         size = len(Saved._fields)
         saved = [Saved(*flat[first : first + size]) for first in range(0, len(flat), size)]
         with torch.autocast(grads[0].device.type, enabled=False):
-            gradients = run_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
+            gradients = usp_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
         return *gradients, None
 
 
@@ -173,7 +91,7 @@ def _kept_whole(
     """(out, lse, lse to return): computed and kept, or as they were kept."""
     if frame.replaying:
         return frame.take()
-    saved, out, returned_lse = run_forward(call, q, k, v, sinks)
+    saved, out, returned_lse = usp_forward(call, q, k, v, sinks)
     lse = all_lse(saved)
     frame.keep(out, lse, returned_lse)
     return out, lse, returned_lse
@@ -184,8 +102,8 @@ def _kept_partly(
 ) -> ForwardResult:
     """Computed, and the rows of a selection kept; or the others computed again."""
     if not frame.replaying:
-        selection.prepare(q)
-        result = run_forward(selection.call, q, k, v, sinks)
+        selection.prepare()
+        result = usp_forward(selection.call, q, k, v, sinks)
         rows = [selection.kept(part.out, part.lse) for part in result.saved]
         frame.keep(*(tensor for kept in rows for tensor in kept))
         return result
@@ -195,7 +113,7 @@ def _kept_partly(
     def complete(wave: int, part: Saved) -> None:
         selection.complete(part.out, part.lse, kept[wave])
 
-    return run_forward(selection.early, q, k, v, sinks, complete)
+    return usp_forward(selection.early, q, k, v, sinks, complete)
 
 
 def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -257,7 +175,7 @@ def _value_problem(
     return None
 
 
-def _check(
+def check_shards(
     q: Tensor,
     k: Tensor,
     v: Tensor,

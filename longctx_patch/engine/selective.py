@@ -48,14 +48,14 @@ class Selection:
     def early(self) -> AttentionCall:
         """The call without them: what is computed again."""
         mask = self.call.mask & rows_before(self.call.documents, self.cut)
-        return replace(self.call, mask=mask, plan_name=SPARSE_PLAN)
+        return replace(self.call, mask=mask, setting=self.call.setting.with_plan(SPARSE_PLAN))
 
-    def prepare(self, q: Tensor) -> None:
-        """Kernel and plans of the recompute for queries `[B, L, H, D]`, before backward. Collective
-        where ranks haven't agreed on a kernel for such a call yet."""
-        self.early.kernel(q.device.type, q.dtype, q.shape[3])
-        for wave in self.early.waves_for(q):
-            wave.plan_for(Direction.FORWARD, q)
+    def prepare(self) -> None:
+        """Make kernel and plans of the recompute before backward. Collective where ranks haven't
+        agreed on a kernel for such a call yet."""
+        self.early.kernel()
+        for wave in self.early.waves:
+            wave.plan(Direction.FORWARD)
 
     def kept(self, out: Tensor, lse: Tensor) -> KeptRows:
         """Copies of the selected rows of `[B, S, heads, D]` and `[B, heads, S]`."""

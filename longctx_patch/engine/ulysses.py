@@ -18,7 +18,6 @@ from torch import Tensor
 from longctx_patch.engine.accumulate import sum_dtype
 from longctx_patch.engine.head_packing import HeadCuts, HeadTotal, are_shared, pack, unpack
 from longctx_patch.plans.head_split import Heads, HeadSplit
-from longctx_patch.plans.traffic import Traffic
 from longctx_patch.transport import Pending, Transport
 
 
@@ -144,34 +143,3 @@ def _empty_totals(waves: Sequence[ArrivingTokens]) -> list[HeadTotal]:
         )
         totals.append(HeadTotal(tensor, is_sum))
     return totals
-
-
-def to_heads_traffic(
-    split: HeadSplit, heads: Sequence[Heads], rank: int, *, tokens: int, bytes_per_head: int
-) -> Traffic:
-    """What one rank sends in `to_heads`, for its `tokens` and the bytes of a token's head."""
-    sizes = [
-        tokens * bytes_per_head * sum(split.of(kind)[other].size for kind in heads)
-        for other in range(split.degree)
-        if other != rank
-    ]
-    return _total(sizes)
-
-
-def to_tokens_traffic(
-    split: HeadSplit,
-    heads: Sequence[Heads],
-    rank: int,
-    *,
-    sizes: Sequence[int],
-    bytes_per_head: int,
-) -> Traffic:
-    """What one rank sends in `to_tokens`; `sizes` are the tokens of each rank."""
-    mine = sum(split.of(kind)[rank].size for kind in heads)
-    return _total(
-        [size * bytes_per_head * mine for other, size in enumerate(sizes) if other != rank]
-    )
-
-
-def _total(sizes: Sequence[int]) -> Traffic:
-    return Traffic(sum(1 for size in sizes if size), sum(sizes))

@@ -42,7 +42,7 @@ class ForwardResult(NamedTuple):
     """As `call.returns_lse` says: `[B, H, L]`, or what `Saved` has of all waves."""
 
 
-def run_forward(
+def usp_forward(
     call: AttentionCall,
     q: Tensor,
     k: Tensor,
@@ -54,7 +54,7 @@ def run_forward(
 
     `complete(number, saved)` may put known rows into the results of a wave before they go back.
     """
-    executor, waves = call.executor(q), call.waves_for(q)
+    executor, waves = call.executor, call.waves
     if call.group.ulysses.num_ranks == 1:
         (wave,) = waves
         whole = _forward_of(wave, executor, (q, k, v), sinks)
@@ -88,7 +88,7 @@ def all_lse(saved: Sequence[Saved]) -> Tensor:
     return saved[0].lse if len(saved) == 1 else torch.cat([part.lse for part in saved], 1)
 
 
-def run_backward(
+def usp_backward(
     call: AttentionCall,
     dout: Tensor,
     saved: Sequence[Saved],
@@ -100,7 +100,7 @@ def run_backward(
 
     `local`: `saved` is of this rank's tokens, and is exchanged once more.
     """
-    executor = call.executor(dout)
+    executor = call.executor
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     grads: list[list[Tensor]] = []
     leaving: list[list[ArrivingTokens]] = []
@@ -118,7 +118,7 @@ def _backward_inputs(
     call: AttentionCall, dout: Tensor, saved: Sequence[Saved], *, local: bool
 ) -> Iterator[tuple[HeadWave, Tensor, Saved]]:
     """Each wave with the heads that it computes, of dout and of what forward saved."""
-    waves = call.waves_for(dout)
+    waves = call.waves
     if call.group.ulysses.num_ranks == 1:
         yield waves[0], dout, saved[0]
         return
@@ -151,15 +151,14 @@ def _forward_of(
 ) -> Saved:
     q, k, v = qkv
     mine = None if sinks is None else sinks[wave.heads]
-    plan = wave.plan_for(Direction.FORWARD, q)
-    out, lse = executor.forward(plan, q, *_matched(wave, k, v), mine)
+    out, lse = executor.forward(wave.plan(Direction.FORWARD), q, *_matched(wave, k, v), mine)
     return Saved(q, k, v, out, lse)
 
 
 def _backward_of(wave: HeadWave, executor: Executor, dout: Tensor, part: Saved) -> list[Tensor]:
     """[dq, dk, dv] of the heads of a wave, in the dtype of the model."""
     q, k, v, out, lse = part
-    plan = wave.plan_for(Direction.BACKWARD, q)
+    plan = wave.plan(Direction.BACKWARD)
     dq, dk, dv = executor.backward(
         plan, dout, q, *_matched(wave, k, v), out, lse, keys_as_summed=wave.kv_runs is not None
     )

@@ -21,7 +21,6 @@ from longctx_patch.hf.call.decoder_call import prepare_call
 from longctx_patch.hf.call.fire_check import FireCheck, FirstStep
 from longctx_patch.hf.call.row import MaskFactory
 from longctx_patch.hf.call.sharded import (
-    CallShape,
     LayerKind,
     ShardedCall,
     key_of,
@@ -51,7 +50,7 @@ class PatchHandle:
     _undo: list[Callable[[], None]] = field(repr=False, default_factory=list)
     _first_step: FirstStep = field(repr=False, kw_only=True)
     _checkpoints: LayerCheckpoints = field(repr=False, kw_only=True)
-    _seen: dict[LayerKind, CallShape] = field(repr=False, default_factory=dict)
+    _seen: set[LayerKind] = field(repr=False, default_factory=set)
     _prepared: dict[bytes, ShardedCall] = field(repr=False, default_factory=dict)
     """Calls with their plans, made ahead."""
 

@@ -3,14 +3,16 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
-from longctx_patch.choose.chooser import choose_for
-from longctx_patch.choose.degrees import SAME, Way, preferred, seconds_of_ways, ways
+from longctx_patch.choose.degrees import Way, best_way, costs_of_ways, most_ulysses, ways
+from longctx_patch.choose.plans import decide
+from longctx_patch.choose.tie import TIE, Cost, preferred
 from longctx_patch.config import LongContextConfig
-from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.call import CallShape
 from longctx_patch.engine.groups import virtual_group
 from longctx_patch.kernels import Score
-from longctx_patch.plans import Direction
+from longctx_patch.operator.decided import decided_call
 from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.machines import MACHINES
 from longctx_patch.sequence.documents import Documents
@@ -23,7 +25,7 @@ ULYSSES, RING = Way(4, 1), Way(1, 4)
 
 def chosen(workload: Workload, degree: int = 4, gpus_per_node: int = 8) -> Way:
     hardware = replace(H200, gpus_per_node=gpus_per_node)
-    return preferred(seconds_of_ways({workload: 1}, hardware, degree))
+    return best_way({workload: 1}, hardware, degree)
 
 
 @pytest.mark.parametrize("num_tokens", [16384, 65536, 131072])
@@ -47,12 +49,12 @@ def test_windows_are_for_a_ring_of_contiguous_shards() -> None:
 
 def test_the_layers_of_a_model_count_together() -> None:
     """Full attention takes most of the time, and its shards have to be balanced."""
-    seconds = seconds_of_ways({masked(None): 12, WORKLOAD: 12}, H200, 4)
-    assert preferred(seconds) == ULYSSES
-    assert {way.layout for way in seconds} == {None}
-    parts = [seconds_of_ways({kind: 12}, H200, 4) for kind in (masked(None), WORKLOAD)]
-    for way, found in seconds.items():
-        assert found == pytest.approx(sum(part[way] for part in parts))
+    costs = costs_of_ways({masked(None): 12, WORKLOAD: 12}, H200, 4)
+    assert preferred(costs) == ULYSSES
+    assert {way.layout for way in costs} == {None}
+    parts = [costs_of_ways({kind: 12}, H200, 4) for kind in (masked(None), WORKLOAD)]
+    for way, found in costs.items():
+        assert found.seconds == pytest.approx(sum(part[way].seconds for part in parts))
 
 
 def test_ulysses_stays_inside_a_node() -> None:
@@ -74,22 +76,30 @@ def test_no_key_value_head_is_sent_twice() -> None:
     assert ways(1, num_kv_heads=1, gpus_per_node=8) == [Way(1, 1)]
 
 
-def test_ulysses_and_the_usual_layout_win_a_tie() -> None:
-    near, far = 1 + 0.9 * SAME, 1 + 1.1 * SAME
-    contiguous = Way(1, 4, "contiguous")
-    assert preferred({RING: 1.0, ULYSSES: near, Way(2, 2): near}) == ULYSSES
-    assert preferred({RING: 1.0, ULYSSES: far}) == RING
-    assert preferred({RING: near, contiguous: 1.0, ULYSSES: far}) == RING
-    assert preferred({RING: far, contiguous: 1.0, ULYSSES: far}) == contiguous
+def test_of_what_is_as_fast_the_largest_ulysses_degree_wins_then_fewest_bytes() -> None:
+    near, far = 1 + 0.9 * TIE, 1 + 1.1 * TIE
+    assert preferred({RING: Cost(1, 1.0), ULYSSES: Cost(4, near), Way(2, 2): Cost(2, near)}) == (
+        ULYSSES
+    )
+    assert preferred({RING: Cost(1, 1.0), ULYSSES: Cost(4, far, 0, 0)}) == RING
+    plans = {"few": Cost(1, near, 1, 2), "many": Cost(1, 1.0, 2, 1), "slow": Cost(1, far, 0, 0)}
+    assert preferred(plans) == "few"
+    plans |= {"small": Cost(1, near, 1, 1), "as small": Cost(1, 1.0, 1, 1)}
+    assert preferred(plans) == "small"
+
+
+def test_without_a_prediction_as_much_ulysses_as_fits_wins() -> None:
+    assert most_ulysses(8, num_kv_heads=2, gpus_per_node=8) == Way(2, 4)
+    assert most_ulysses(16, num_kv_heads=8, gpus_per_node=4) == Way(4, 4)
 
 
 def test_the_placement_of_the_config_counts() -> None:
     """With a share of attention kept, tokens are striped, and every rank needs all others'."""
     config = LongContextConfig(checkpoint="attention", attention_kept=0.5)
     for workload in (masked(64), masked(None)):
-        plain = seconds_of_ways({workload: 1}, H200, 4)
-        striped = seconds_of_ways({workload: 1}, H200, 4, config)
-        assert striped[RING] > 1.5 * plain[RING]
+        plain = costs_of_ways({workload: 1}, H200, 4)
+        striped = costs_of_ways({workload: 1}, H200, 4, config)
+        assert striped[RING].seconds > 1.5 * plain[RING].seconds
         assert preferred(striped) == ULYSSES
 
 
@@ -102,13 +112,15 @@ def test_waves_are_predicted_as_they_run(num_tokens: int, window: int | None, me
     config = LongContextConfig(ulysses_degree=8, hardware="h200")
     mask = documents_mask(documents, window=window)
 
+    shape = CallShape(1, 32, 8, 128, torch.bfloat16, "cpu")
+
     def waves(ranks: VirtualTransport) -> int:
         group = virtual_group(ranks, config)
-        return len(AttentionCall(group, documents, mask, Score(1.0), 32, 8).waves(1, 128, 2))
+        return len(decided_call(group, documents, mask, Score(1.0), shape).waves)
 
     workload = replace(WORKLOAD, num_tokens=num_tokens, lengths=documents.lengths, window=window)
     (found,) = set(run_virtual_ranks(8, waves))
-    assert choose_for(config, Direction.FORWARD, workload).ulysses_waves == found
+    assert decide(config, workload).ulysses_waves == found
     is_sparse = window is not None or mean < num_tokens
     assert found == (1 if is_sparse and num_tokens == 32768 else 2)
 
@@ -121,4 +133,4 @@ def test_typical_documents() -> None:
     assert row.lengths[32] == pytest.approx(2048 / 1.65, rel=0.1)
     assert Documents.typical(100, 4096) == Documents.one(100)
     assert sum(Documents.typical(10, 1).lengths) == 10
-    assert seconds_of_ways({replace(WORKLOAD, lengths=row.lengths): 1}, MACHINES["a100"], 2)
+    assert costs_of_ways({replace(WORKLOAD, lengths=row.lengths): 1}, MACHINES["a100"], 2)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from longctx_patch.choose.search import Result, longest, result_of, search, usable_bytes
+from longctx_patch.choose.tie import TIE
 from longctx_patch.cli.plan_report import as_json, render
 from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.predict.machines import GIB, MACHINES
@@ -28,9 +29,9 @@ def test_the_fastest_that_fit_come_first_then_the_nearest_to_fitting() -> None:
     speeds = [result.tokens_per_second_per_gpu for result in results if result.fits]
     assert all(speed >= later * 0.97 for speed, later in pairwise(speeds))
     assert max(speeds) <= speeds[0] * 1.03
-    # Of those that are as fast to within 2 %, those whose states stay on the GPUs, and of these the
+    # Of those that are as fast, those whose states stay on the GPUs, and of these the
     # one that takes least of the host.
-    alike = [round(math.log(speed) / 0.02) for speed in speeds]
+    alike = [round(math.log(speed) / TIE) for speed in speeds]
     first = results[: alike.count(alike[0])]
     assert len(first) > 2
     assert set(alike[: len(first)]) == {alike[0]}
@@ -60,7 +61,7 @@ def with_climbs(result: Result, climbs: int) -> float:
     job, candidate = result.job, result.candidate
     policies = after_climbs(climbs, job.shape.num_layers)
     degree = candidate.sequence_degree
-    buffers = predict_attention(job, candidate.ulysses, candidate.ring).buffer_bytes
+    buffers = predict_attention(job, candidate.setting).buffer_bytes
     climbed = replace(candidate, policies=policies)
     return predict_memory(job, climbed, job.seq_len / degree, buffers).total
 

@@ -12,8 +12,8 @@ from longctx_patch import LongContextConfig, attention, run_virtual_ranks, virtu
 from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName
 from longctx_patch.engine.executor import only_call
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.engine.operator import restricted
 from longctx_patch.kernels import available
+from longctx_patch.operator.decided import row_mask
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.table import make_schedule
 from longctx_patch.sequence.documents import Documents
@@ -143,7 +143,7 @@ def test_ranks_with_whole_documents_send_nothing(kernel: str) -> None:
     traits = available()[kernel].traits
     for direction in Direction:
         plan = make_schedule(
-            "halo", direction, layout, restricted(None, row, None), num_kv_heads=2
+            "halo", direction, layout, row_mask(None, row, None), num_kv_heads=2
         ).plan()
         calls = [only_call(plan, rank, traits) for rank in range(4)]
         assert [call is not None for call in calls] == [traits.segments] * 4

@@ -15,13 +15,15 @@ from longctx_patch import (
     virtual_group,
 )
 from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, PlanName
-from longctx_patch.engine import call as call_module
-from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.call import CallShape, make_plan
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.operator import distributed_attention
+from longctx_patch.engine.traffic import predicted_traffic
+from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans import Direction, PlanError, Schedule, make_schedule
+from longctx_patch.plans.generators import setting as setting_module
+from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.plans.traffic import Traffic
-from longctx_patch.predict.attention import costs
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import make_layout
 from longctx_patch.sequence.masks import causal
@@ -48,13 +50,13 @@ def whole_inputs(case: Case) -> tuple[Tensor, ...]:
 
 def one_rank(group: SequenceGroup, case: Case) -> tuple[list[Tensor], Traffic, Traffic]:
     """((out, lse, dq, dk, dv) of this rank, what it sent, what was predicted)."""
-    _, length, (heads, kv_heads), dtype = case
+    length = case[1]
     layout = group.layout(length)
     q, k, v, dout = (layout.shard(x, group.group_rank, 1) for x in whole_inputs(case))
     for x in (q, k, v):
         x.requires_grad_()
-    call = AttentionCall.causal(group, length, HEAD_DIM**-0.5, heads, kv_heads)
-    predicted = call.predicted_traffic(BATCH, HEAD_DIM, dtype.itemsize)
+    call = causal_call(group, length, HEAD_DIM**-0.5, CallShape.of(q, k))
+    predicted = predicted_traffic(call)
     out, _ = distributed_attention(q, k, v, None, call)
     out.backward(dout)
     counters = group.counters
@@ -144,12 +146,10 @@ def test_a_wrong_plan_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         schedule = make_schedule(*args, **kwargs)
         return replace(schedule, stages=lambda: iter(list(schedule.stages())[:-1]))
 
-    monkeypatch.setattr(costs, "make_schedule", without_its_end)
-    setting = costs.Setting(plan="zigzag", layout="zigzag", ulysses_degree=1, ring_degree=3)
+    monkeypatch.setattr(setting_module, "make_schedule", without_its_end)
+    setting = Setting(plan="zigzag", layout="zigzag", ulysses_degree=1, ring_degree=3)
     with pytest.raises(PlanError, match="0 pairs computed"):
-        call_module.make_plan(
-            setting, Direction.FORWARD, Documents.one(101_101), causal(101_101), 1
-        )
+        make_plan(setting, Direction.FORWARD, Documents.one(101_101), causal(101_101), 1)
 
 
 def plan_config(num_ranks: int, plan: str) -> LongContextConfig:

@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longctx_patch import LongContextConfig, run_virtual_ranks, virtual_group
-from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.call import CallShape
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.operator import distributed_attention
 from longctx_patch.engine.selective import first_kept, rows_before, selection_of
+from longctx_patch.engine.traffic import predicted_traffic
 from longctx_patch.kernels import Score
 from longctx_patch.memory.replay import Frame, checkpoint_contexts
+from longctx_patch.operator.decided import decided_call
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import Mask, documents_mask, prefix_lm
@@ -87,7 +89,8 @@ def one_rank(group: SequenceGroup, case: Case, share: float) -> Found:
     sinks = all_sinks.clone().requires_grad_() if case.sinks else None
     for x in (q, k, v):
         x.requires_grad_()
-    call = AttentionCall(group, case.documents, case.mask, Score(HEAD_DIM**-0.5), HEADS, KV_HEADS)
+    score, shape = Score(HEAD_DIM**-0.5), CallShape.of(q, k)
+    call = decided_call(group, case.documents, case.mask, score, shape)
     frames: list[Frame] = []
 
     def contexts() -> Any:
@@ -104,10 +107,10 @@ def one_rank(group: SequenceGroup, case: Case, share: float) -> Found:
         context_fn=contexts,
     )
     out.backward(dout)
-    traffic = call.predicted_traffic(BATCH, HEAD_DIM, 8)
+    traffic = predicted_traffic(call)
     selection = selection_of(call, share)
     assert selection is not None
-    again = selection.early.predicted_traffic(BATCH, HEAD_DIM, 8).forward
+    again = predicted_traffic(selection.early).forward
     leaves = [x.grad for x in (q, k, v, sinks) if x is not None and x.grad is not None]
     kept = [get() for getters in frames[0].kept for get in getters]
     return Found(
@@ -169,7 +172,8 @@ def test_ranks_keep_equally_much(ulysses: int, ring: int, lengths: tuple[int, ..
     def kept_rows(transport: VirtualTransport) -> int:
         group = virtual_group(transport, config)
         mask, score = documents_mask(documents), Score(1.0)
-        call = AttentionCall(group, documents, mask, score, heads, heads)
+        shape = CallShape(1, heads, heads, 8, torch.float32, "cpu")
+        call = decided_call(group, documents, mask, score, shape)
         selection = selection_of(call, 0.25)
         assert selection is not None
         return len(selection._rows)

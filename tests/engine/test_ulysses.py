@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longctx_patch import LongContextConfig, run_virtual_ranks, virtual_group
-from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.call import CallShape
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.operator import distributed_attention
+from longctx_patch.engine.traffic import predicted_traffic
 from longctx_patch.memory.replay import checkpoint_contexts
+from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.head_split import HeadSplit
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
@@ -57,9 +59,8 @@ def one_rank(
     q, k, v, dout = (layout.shard(x, group.group_rank, 1) for x in whole(batch, heads, kv_heads))
     for x in (q, k, v):
         x.requires_grad_()
-    call = AttentionCall.causal(
-        group, LENGTH, HEAD_DIM**-0.5, heads, kv_heads, returns_lse=not replayed
-    )
+    shape = CallShape.of(q, k)
+    call = causal_call(group, LENGTH, HEAD_DIM**-0.5, shape, returns_lse=not replayed)
     if replayed:
         out, lse = checkpoint(
             lambda *qkv: distributed_attention(*qkv, None, call),
@@ -72,7 +73,7 @@ def one_rank(
     else:
         out, lse = distributed_attention(q, k, v, None, call)
     out.backward(dout)
-    counters, plan = group.counters, call.predicted_traffic(batch, HEAD_DIM, 8)
+    counters, plan = group.counters, predicted_traffic(call)
     backward = plan.backward_after_replay if replayed else plan.backward
     grads = [x.grad for x in (q, k, v) if x.grad is not None]
     sent = Traffic(counters.messages, counters.bytes)

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, make_sequence_group, patch
 from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName
-from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.operator import distributed_attention
+from longctx_patch.engine.traffic import predicted_traffic
+from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, gradients, tiny_model, token_rows
@@ -67,15 +69,15 @@ def operator_inputs(length: int, heads: int, kv_heads: int) -> list[Tensor]:
 def run_operator(group: SequenceGroup, inputs: list[Tensor]) -> tuple[list[Tensor], bool]:
     """(whole out, dq, dk, dv gathered from all ranks; whether traffic was as predicted)."""
     group.counters.reset()
-    length, heads, kv_heads = inputs[0].shape[1], inputs[0].shape[2], inputs[1].shape[2]
+    length = inputs[0].shape[1]
     layout = group.layout(length)
     q, k, v, dout = (layout.shard(x, group.group_rank, 1) for x in inputs)
     for x in (q, k, v):
         x.requires_grad_()
-    call = AttentionCall.causal(group, length, HEAD_DIM**-0.5, heads, kv_heads)
+    call = causal_call(group, length, HEAD_DIM**-0.5, CallShape.of(q, k))
     out, _ = distributed_attention(q, k, v, None, call)
     out.backward(dout)
-    traffic = call.predicted_traffic(BATCH, HEAD_DIM, 2)
+    traffic = predicted_traffic(call)
     sent = Traffic(group.counters.messages, group.counters.bytes)
     mine = [out.detach(), q.grad, k.grad, v.grad]
     if group.num_ranks == 1:
@@ -133,7 +135,7 @@ def check_the_host_runs_ahead(rank: int, world_size: int) -> None:
         q, k, v, dout = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16).unbind(0)
         for x in (q, k, v):
             x.requires_grad_()
-        call = AttentionCall.causal(group, 512 * world_size, HEAD_DIM**-0.5, 8, 8)
+        call = causal_call(group, 512 * world_size, HEAD_DIM**-0.5, CallShape.of(q, k))
 
         def forward_and_backward(
             call: AttentionCall = call,

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
 from longctx_patch.config import LayoutName
-from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.call import CallShape
+from longctx_patch.engine.traffic import predicted_traffic
+from longctx_patch.operator.decided import causal_call
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, gradient_norm, gradients, tiny_model, token_rows
 from tests.reference import relative_error
@@ -97,8 +99,8 @@ def assert_predicted(handle: PatchHandle, case: Case) -> None:
     """Two layers, each one attention call of 4 query and 2 key-value heads of 16."""
     degree = case.config.sequence_degree * (2 if case.layout == "zigzag" and case.ring > 1 else 1)
     padded = -(-case.length // degree) * degree
-    call = AttentionCall.causal(handle.group, padded, 1.0, 4, 2)
-    traffic = call.predicted_traffic(2, 16, case.dtype.itemsize)
+    shape = CallShape(2, 4, 2, 16, case.dtype, "cpu")
+    traffic = predicted_traffic(causal_call(handle.group, padded, 1.0, shape))
     per_layer = traffic.forward + traffic.backward
     assert handle.counters.messages == 2 * per_layer.messages, case
     assert handle.counters.bytes == 2 * per_layer.bytes, case

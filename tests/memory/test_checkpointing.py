@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
-from longctx_patch.engine.call import AttentionCall, CallTraffic
+from longctx_patch.engine.call import CallShape
+from longctx_patch.engine.traffic import CallTraffic, predicted_traffic
 from longctx_patch.hf.model.checks import FAMILIES
 from longctx_patch.hf.model.transformers_api import attention_modules, decoder_layers
 from longctx_patch.memory.auto import MemoryUse
@@ -22,6 +23,7 @@ from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.memory.run_layer import run_layer
+from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
 from tests.hf.tiny import featured_model, gradients, tiny_model, token_rows
@@ -242,8 +244,8 @@ def fail(*_: object) -> None:
 @contextmanager
 def counted(it: Trained) -> Iterator[None]:
     """What attention sends and computes within must be what policies of now say."""
-    call = AttentionCall.causal(it.handle.group, LENGTH, 1.0, 4, 2)
-    traffic = call.predicted_traffic(2, 16, 4)
+    shape = CallShape(2, 4, 2, 16, torch.float32, "cpu")
+    traffic = predicted_traffic(causal_call(it.handle.group, LENGTH, 1.0, shape))
     it.handle.counters.reset()
     yield
     planned = sum((_planned(traffic, p) for p in it.handle.checkpointing.policies), Traffic())

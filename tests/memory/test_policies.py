@@ -12,8 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.engine.call import AttentionCall, CallTraffic
+from longctx_patch.engine.call import CallShape
+from longctx_patch.engine.traffic import CallTraffic, predicted_traffic
 from longctx_patch.memory.policies import CheckpointPolicy
+from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model, token_rows
@@ -57,13 +59,13 @@ def one_step(config: LongContextConfig, *, lora: bool = False, fsdp: bool = Fals
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    call = AttentionCall.causal(handle.group, LENGTH, 1.0, 4, 2)
+    shape = CallShape(2, 4, 2, 16, torch.float32, "cpu")
     return Outcome(
         loss.detach(),
         grads,
         Traffic(handle.counters.messages, handle.counters.bytes),
         handle.counters.kernel_calls,
-        call.predicted_traffic(2, 16, 4),
+        predicted_traffic(causal_call(handle.group, LENGTH, 1.0, shape)),
     )
 
 

@@ -17,7 +17,7 @@ from longctx_patch.hf.call.inputs import (
     wants_router_logits,
 )
 from longctx_patch.hf.call.row import MaskFactory, ShardedRow, made_mask
-from longctx_patch.hf.call.sharded import CallShape, LayerKind, ShardedCall, key_of
+from longctx_patch.hf.call.sharded import LayerKind, ShardedCall, key_of
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 
@@ -29,7 +29,7 @@ def prepare_call(
     kwargs: dict[str, Any],
     *,
     mask_factory: MaskFactory | None,
-    seen: dict[LayerKind, CallShape],
+    seen: set[LayerKind],
     prepared: dict[bytes, ShardedCall],
     first_step: FirstStep,
     checkpoints: LayerCheckpoints,

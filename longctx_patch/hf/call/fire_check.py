@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from longctx_patch.engine.call import AttentionCall
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.selective import selection_of
+from longctx_patch.engine.traffic import predicted_traffic
 from longctx_patch.hf.call.meeting import Meeting, SequenceParallelismError, meet
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
@@ -81,13 +82,13 @@ class FireCheck:
         has_sinks: bool,
     ) -> None:
         """Note a layer's call with queries `[B, L, H, D]`, and its backward when it comes."""
-        layer, (batch, _, _, head_dim) = self._numbers[id(module)], q.shape
+        layer = self._numbers[id(module)]
         self._runs[layer] += 1
         if layer in self._traffic:  # a recompute: its backward is that of the first run
             return
         softcap = [f"softcap {call.score.softcap:g}"] if call.score.softcap else []
         self._masks.append(", ".join([call.mask.name, *softcap, *["sinks"] * has_sinks]))
-        self._traffic[layer] = self._planned(layer, call, (batch, head_dim, q.dtype.itemsize))
+        self._traffic[layer] = self._planned(layer, call)
         if out.requires_grad:
             out.register_hook(lambda _: self._backward.update([layer]))
         if q.requires_grad:
@@ -127,18 +128,15 @@ class FireCheck:
             planned = sum(recomputed + [traffic.backward] * self._backward[layer], planned)
         return planned
 
-    def _planned(
-        self, layer: int, call: AttentionCall, shape: tuple[int, int, int]
-    ) -> PlannedTraffic:
-        """`shape`: batch, head dim, bytes of a number."""
-        all_of_it = call.predicted_traffic(*shape)
+    def _planned(self, layer: int, call: AttentionCall) -> PlannedTraffic:
+        all_of_it = predicted_traffic(call)
         keeps = POLICIES[self._policies[layer]].keeps_attention and self._share > 0
         if not keeps:
             return PlannedTraffic(all_of_it.forward, all_of_it.forward, all_of_it.backward)
         selection = selection_of(call, self._share)
         if selection is None:
             return PlannedTraffic(all_of_it.forward, Traffic(), all_of_it.backward_after_replay)
-        early = selection.early.predicted_traffic(*shape)
+        early = predicted_traffic(selection.early)
         return PlannedTraffic(all_of_it.forward, early.forward, all_of_it.backward)
 
     def _missing_layers(self) -> str | None:

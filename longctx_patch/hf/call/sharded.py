@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.config import SPARSE_PLAN
-from longctx_patch.engine.call import AttentionCall
+from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.engine.operator import distributed_attention, restricted
+from longctx_patch.engine.operator import distributed_attention
 from longctx_patch.engine.selective import selection_of
 from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
 from longctx_patch.hf.call.router import whole_router_logits
 from longctx_patch.hf.call.row import MaskFactory, ShardedRow, made_mask
 from longctx_patch.kernels import Score
+from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans import Direction
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import Mask
@@ -25,17 +25,8 @@ class LayerKind(NamedTuple):
     """What decides a layer's attention call, besides the row."""
 
     score: Score
-    num_heads: int
-    num_kv_heads: int
     window: int | None
-
-
-class CallShape(NamedTuple):
-    """What decides a layer's plans and kernel, besides its kind and the row."""
-
-    device_type: str
-    dtype: torch.dtype
-    head_dim: int
+    shape: CallShape
 
 
 class ShardedCall:
@@ -51,7 +42,7 @@ class ShardedCall:
         documents: Documents,
         mask: Mask | None,
         real_lengths: tuple[int, ...],
-        seen: dict[LayerKind, CallShape],
+        seen: set[LayerKind],
     ) -> None:
         self.group = group
         self.documents = documents
@@ -69,26 +60,25 @@ class ShardedCall:
         if kind not in self._calls:
             longest = max(self.documents.lengths, default=0)
             window = None if kind.window is None or kind.window >= longest else kind.window
-            self._calls[kind] = AttentionCall(
+            self._calls[kind] = decided_call(
                 self.group,
                 self.documents,
-                restricted(self.mask, self.documents, window),
+                row_mask(self.mask, self.documents, window),
                 kind.score,
-                kind.num_heads,
-                kind.num_kv_heads,
-                plan_name=None if window is None else SPARSE_PLAN,
+                kind.shape,
+                is_windowed=window is not None,
             )
         return self._calls[kind]
 
     def make_plans(self) -> None:
         """Plans of both directions for all kinds of layers that have been seen."""
-        for kind, shape in list(self.seen.items()):
-            call, batch = self.attention(kind), len(self.real_lengths)
-            call.prepare(*shape, batch=batch)
-            share = self.group.config.attention_kept
+        batch, share = len(self.real_lengths), self.group.config.attention_kept
+        for kind in tuple(self.seen):
+            call = self.attention(kind._replace(shape=kind.shape._replace(batch=batch)))
+            call.prepare()
             selection = selection_of(call, share) if share else None
             if selection is not None:
-                selection.early.prepare(*shape, batch=batch, directions=(Direction.FORWARD,))
+                selection.early.prepare((Direction.FORWARD,))
 
 
 def sharded_attention(
@@ -117,16 +107,16 @@ def sharded_attention(
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     # Qwen2-MoE doesn't pass its window on; EXAONE-4's full layers have one, but pass None.
     window = options.get("sliding_window", getattr(module, "sliding_window", None))
-    kind = LayerKind(Score(scale, softcap), query.shape[1], key.shape[1], window)
+    q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    kind = LayerKind(Score(scale, softcap), window, CallShape.of(q_BLHD, k_BLGD))
     attention_call = call.attention(kind)
-    call.seen[kind] = CallShape(query.device.type, query.dtype, query.shape[3])
+    call.seen.add(kind)
     try:
-        attention_call.kernel(query.device.type, query.dtype, query.shape[3])
+        attention_call.kernel()
     except ValueError as error:
         raise ValueError(f"{layer_name(module)}: {error}") from error
     if call.fire_check is not None:
         call.fire_check.layer_begins(module)
-    q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
     out_BLHD, _lse = distributed_attention(q_BLHD, k_BLGD, v_BLGD, s_aux, attention_call)
     if call.fire_check is not None:
         call.fire_check.layer_ran(
@@ -179,7 +169,7 @@ def planned_call(
     group: SequenceGroup,
     shard: Tensor,
     mask_factory: MaskFactory | None,
-    seen: dict[LayerKind, CallShape],
+    seen: set[LayerKind],
 ) -> ShardedCall | None:
     """The call of a forward pass over this batch, its plans made.
 

@@ -1,19 +1,20 @@
 """What an attention call takes on a machine: Ulysses around the schedule of the ring part.
 
-`predict` answers for one config; `longctx_patch.choose.chooser` compares many. Nothing here
-needs a device.
+`predict` answers for one setting; `longctx_patch.choose` compares many. Nothing here needs a
+device.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from math import log2
 from operator import add
 from typing import Any, NamedTuple
 
-from longctx_patch.config import LayoutName
-from longctx_patch.engine.ulysses import to_heads_traffic, to_tokens_traffic
-from longctx_patch.plans import AttentionShape, Direction, Schedule, Traffic, make_schedule
+from longctx_patch.plans import AttentionShape, Direction, Traffic
+from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.plans.head_split import QKV, Heads, HeadSplit
+from longctx_patch.plans.head_traffic import to_heads_traffic, to_tokens_traffic
 from longctx_patch.predict.attention.simulate import Simulation, Span, simulate
 from longctx_patch.predict.machines import Hardware
 from longctx_patch.sequence.documents import Documents
@@ -84,25 +85,6 @@ def window_like(mask: Mask) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Degrees, placement and the plan of one direction, all decided."""
-
-    plan: str
-    layout: LayoutName
-    ulysses_degree: int
-    ring_degree: int
-    ulysses_waves: int = 1
-    """In how many parts Ulysses exchanges heads; see `LongContextConfig`."""
-    ranks_per_node: int | None = None
-    """Ring ranks on one machine; None: as many as the hardware has GPUs for."""
-
-    @property
-    def name(self) -> str:
-        """The plan, or `ulysses` where no ring is left."""
-        return "ulysses" if self.ring_degree == 1 < self.ulysses_degree else self.plan
-
-
-@dataclass(frozen=True, kw_only=True)
 class Prediction:
     """What one direction of an attention call takes; tuples are by rank."""
 
@@ -133,6 +115,7 @@ class Prediction:
         }
 
 
+@lru_cache(maxsize=4096)
 def predict(
     setting: Setting,
     direction: Direction,
@@ -170,7 +153,7 @@ def predict(
     makespan_s = max(on_device_s, on_host_s)
     messages_s = before.travel_s + slowest.exposed_communication_s + after.travel_s
     return Prediction(
-        plan=setting.name,
+        plan=setting.name(direction),
         ranks=setting.ulysses_degree * setting.ring_degree,
         direction=direction,
         ulysses_degree=setting.ulysses_degree,
@@ -185,20 +168,6 @@ def predict(
         timeline=_timeline(setting, slowest, before.total_s, after.total_s)
         if with_timeline
         else (),
-    )
-
-
-def schedule_of(
-    setting: Setting, direction: Direction, documents: Documents, mask: Mask, num_kv_heads: int
-) -> Schedule:
-    """The ring part's schedule; `num_kv_heads` are those that one of its ranks computes."""
-    return make_schedule(
-        setting.plan,
-        direction,
-        place(setting.layout, documents, ring=setting.ring_degree),
-        mask,
-        num_kv_heads=num_kv_heads,
-        ranks_per_node=setting.ranks_per_node,
     )
 
 
@@ -223,7 +192,7 @@ def _simulate_ring(
 ) -> Simulation:
     in_node = max(1, hardware.gpus_per_node // setting.ulysses_degree)
     return simulate(
-        schedule_of(setting, direction, workload.documents(), workload.mask(), shape.num_kv_heads),
+        setting.schedule(direction, workload.documents(), workload.mask(), shape.num_kv_heads),
         shape,
         hardware,
         ranks_per_node=setting.ranks_per_node or in_node,

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longctx_patch.memory.policies import LayerPolicy
+from longctx_patch.plans import Direction
+from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.predict.run.shape import ModelShape
 
@@ -39,6 +42,17 @@ class Job:
             )
 
     @property
+    def workload(self) -> Workload:
+        """The attention of one layer and one row, every token of which sees all before it."""
+        shape = self.shape
+        return Workload(
+            num_tokens=self.seq_len,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+        )
+
+    @property
     def num_shards(self) -> int:
         """GPUs that share weights, gradients and optimizer."""
         return self.cluster.num_gpus if self.fsdp else 1
@@ -60,12 +74,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Degrees, plan, and what is kept, recomputed and moved to the host."""
+    """How attention runs, and what is kept, recomputed and moved to the host."""
 
-    ulysses: int
-    ring: int
-    plan: str
-    """Of forward; that of backward if they are one."""
+    setting: Setting
+    """Degrees, plans and waves."""
     checkpoint: str
     """The config's word: none, attention, offload, full or auto."""
     policies: tuple[LayerPolicy, ...]
@@ -77,5 +89,19 @@ class Candidate:
     """FSDP2 keeps weights, gradients and the optimizer on the host, and steps there."""
 
     @property
+    def ulysses(self) -> int:
+        return self.setting.ulysses_degree
+
+    @property
+    def ring(self) -> int:
+        return self.setting.ring_degree
+
+    @property
     def sequence_degree(self) -> int:
+        """GPUs that share a row."""
         return self.ulysses * self.ring
+
+    @property
+    def plan(self) -> str:
+        """The name of the plan of forward."""
+        return self.setting.name(Direction.FORWARD)

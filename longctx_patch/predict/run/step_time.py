@@ -7,11 +7,10 @@ bandwidth of memory. What FSDP moves hides behind layers, but its copies and the
 
 from dataclasses import dataclass
 
-from longctx_patch.choose.chooser import choose
-from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import POLICIES, count_on_host, count_recomputed
 from longctx_patch.plans import Direction
-from longctx_patch.predict.attention.costs import Prediction, Workload, predict
+from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.predict.attention.costs import Prediction, predict
 from longctx_patch.predict.run.candidate import Candidate, Job
 from longctx_patch.predict.run.components import BF16, FP32, checkpoint_bytes, layer_bytes, states
 from longctx_patch.predict.run.parts import Parts
@@ -56,7 +55,6 @@ class StepTime(Parts):
 class Attention:
     """What the cost model says of one layer's attention."""
 
-    plan: str
     forward: Prediction
     backward: Prediction
 
@@ -65,25 +63,10 @@ class Attention:
         return max(self.forward.peak_buffer_bytes, self.backward.peak_buffer_bytes)
 
 
-def predict_attention(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -> Attention:
-    """With the plan that `auto` takes, for the layout that goes with the share of tokens kept."""
-    shape, hardware = job.shape, job.cluster.hardware
-    config = LongContextConfig(
-        ulysses_degree=ulysses,
-        ring_degree=ring,
-        hardware=hardware.name,
-        checkpoint="attention",
-        attention_kept=attention_kept,
-    )
-    workload = Workload(
-        num_tokens=job.seq_len,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-    )
-    chosen = {way: choose(config, way, workload, hardware) for way in Direction}
-    forward, backward = (predict(chosen[way], way, workload, hardware) for way in Direction)
-    return Attention(forward.plan, forward, backward)
+def predict_attention(job: Job, setting: Setting) -> Attention:
+    """One layer's attention of a row, as it was decided."""
+    hardware = job.cluster.hardware
+    return Attention(*(predict(setting, way, job.workload, hardware) for way in Direction))
 
 
 def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Attention) -> StepTime:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.engine import call as call_module
 from longctx_patch.hf.call.ahead import ahead
+from longctx_patch.plans.generators.setting import Setting
 from tests.harness import run_distributed
 from tests.hf.tiny import VOCABULARY, tiny_model
 
@@ -54,13 +54,13 @@ def test_what_goes_wrong_is_raised_with_its_batch() -> None:
 def plans_made_in_steps(rank: int) -> list[int]:
     """How many plans each step had to make by itself."""
     in_steps = [0]
-    schedule_of = call_module.schedule_of
+    schedule = Setting.schedule
 
     def counted(*args: Any) -> Any:
         in_steps[-1] += threading.current_thread() is threading.main_thread()
-        return schedule_of(*args)
+        return schedule(*args)
 
-    call_module.schedule_of = counted
+    Setting.schedule = counted  # type: ignore[method-assign]
     handle = patch(tiny_model(), LongContextConfig(ring_degree=2))
     collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
 

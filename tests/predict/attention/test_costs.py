@@ -1,7 +1,6 @@
-"""Predictions of whole attention calls, and the choice that `plan="auto"` makes by them."""
+"""Predictions of whole attention calls."""
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from longctx_patch import attention, virtual_group
-from longctx_patch.choose.chooser import TIE, choose, choose_waves, compare, explain
 from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, LongContextConfig
 from longctx_patch.plans import Direction
-from longctx_patch.predict.attention.costs import Setting, Workload, predict
+from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.predict.attention.costs import Workload, predict
 from longctx_patch.predict.machines import MACHINES, with_kernel
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 
@@ -21,7 +20,6 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 H200 = MACHINES["h200"]
 WITH_CUDNN = with_kernel(H200, "cudnn")
 WORKLOAD = Workload(num_tokens=131072)
-EQUAL_HEADS = replace(WORKLOAD, num_kv_heads=32)
 
 # Medians of benchmarks/plans.py with cuDNN on 4 H200 of one host (torch 2.11, CUDA 13.0), in ms:
 # forward and backward at 32,768, 65,536 and 131,072 tokens.
@@ -91,46 +89,6 @@ def test_predictions_of_packed_rows_and_windows(
     # documents don't fill the model knows nothing.
     is_short = (plan, num_documents) == ("halo", 300)
     assert sum(found) * 1e3 == pytest.approx(measured_ms, rel=0.18 if is_short else 0.03)
-
-
-@pytest.mark.parametrize(
-    ("workload", "plans"),
-    [
-        (masked(64), {("halo", "balanced", 1), ("halo", "balanced", 2), ("ulysses", "zigzag", 4)}),
-        (
-            masked(None),
-            {
-                *product(("halo",), ("zigzag", "contiguous"), (1, 2)),
-                ("ulysses", "zigzag", 4),
-            },
-        ),
-    ],
-    ids=["packed", "window"],
-)
-def test_masks_are_compared_over_what_sends_only_what_is_seen(
-    workload: Workload, plans: set[tuple[str, str, int]]
-) -> None:
-    comparison = compare(workload, H200, 4)
-    found = [row.prediction for row in comparison.rows]
-    assert {(row.plan, row.layout, row.ulysses_degree) for row in found} == plans
-    chosen = [row.prediction for row in comparison.rows if row.chosen]
-    best = min(found, key=lambda row: (row.direction is BACKWARD, row.makespan_s))
-    assert [row.plan for row in chosen] == ["halo", "halo"]
-    assert chosen[0] == best
-    config = "LongContextConfig(ulysses_degree=1, ring_degree=4"
-    config += ")" if workload.lengths else ", layout='contiguous')"
-    assert config in str(comparison)
-
-
-@pytest.mark.parametrize("num_documents", [64, None])
-def test_explain_says_what_a_config_runs_for_a_mask(num_documents: int | None) -> None:
-    config = LongContextConfig(ring_degree=4, hardware="h200")
-    rows = explain(config, masked(num_documents)).rows
-    layout = "zigzag" if num_documents is None else "balanced"
-    assert [(row.prediction.plan, row.prediction.layout) for row in rows] == [("halo", layout)] * 2
-    assert all(row.chosen for row in rows)
-    ulysses = replace(config, ring_degree=1, ulysses_degree=4)
-    assert {row.prediction.plan for row in explain(ulysses, masked(64)).rows} == {"ulysses"}
 
 
 def test_a_window_as_wide_as_the_row_is_causal() -> None:
@@ -203,81 +161,6 @@ def test_the_timeline_covers_every_rank_of_a_product() -> None:
     assert {"ALL_TO_ALL", "KV", "Q0 x KV0"} <= {span.label for span in found.timeline}
 
 
-@pytest.mark.parametrize("workload", [WORKLOAD, EQUAL_HEADS], ids=["grouped", "equal"])
-@pytest.mark.parametrize("ranks", [2, 8, 16])
-def test_the_winners_are_the_fastest_pair_that_shares_a_layout(
-    workload: Workload, ranks: int
-) -> None:
-    comparison = compare(workload, H200, ranks)
-    chosen = [row.prediction for row in comparison.rows if row.chosen]
-    assert [found.direction for found in chosen] == [FORWARD, BACKWARD]
-    assert len({(found.layout, found.ulysses_degree) for found in chosen}) == 1
-    predictions = [row.prediction for row in comparison.rows]
-    pairs = [
-        a.makespan_s + b.makespan_s
-        for a, b in product(predictions, predictions)
-        if (a.direction, b.direction) == (FORWARD, BACKWARD)
-        and (a.layout, a.ulysses_degree) == (b.layout, b.ulysses_degree)
-    ]
-    assert sum(found.makespan_s for found in chosen) <= min(pairs) * (1 + TIE) ** 2
-    assert all(row.reason for row in comparison.rows)
-    assert "chosen" in str(comparison)
-
-
-@pytest.mark.parametrize("hardware", MACHINES)
-def test_auto_refuses_burst_where_grouped_heads_make_it_lose(hardware: str) -> None:
-    for ring_degree in (4, 8, 16, 64):
-        config = LongContextConfig(ring_degree=ring_degree, hardware=hardware)  # type: ignore[arg-type]
-        workload = replace(WORKLOAD, num_tokens=16384 * ring_degree)
-        assert choose(config, BACKWARD, workload).plan != "burst"
-        (row,) = (r for r in explain(config, workload).rows if r.prediction.plan == "burst")
-        assert not row.chosen
-        assert "slower" in row.reason
-        assert "times the bytes" in row.reason
-
-
-def test_auto_takes_the_double_ring_over_the_flat_one_across_nodes() -> None:
-    workload = Workload(num_tokens=16 * 8192, num_kv_heads=32)
-    rows = explain(LongContextConfig(ring_degree=16), workload, [FORWARD]).rows
-    seconds = {row.prediction.plan: row.prediction.makespan_s for row in rows}
-    assert seconds["double_ring"] < 0.8 * seconds["zigzag"]
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
-def test_auto_chooses_among_the_plans_of_the_layout(layout: str) -> None:
-    config = LongContextConfig(ring_degree=4, layout=layout)  # type: ignore[arg-type]
-    for direction in Direction:
-        found = choose(config, direction, WORKLOAD)
-        assert found.layout == layout
-        assert layout in LAYOUTS_OF_PLAN[found.plan]
-    (best, *_) = (row for row in explain(config, WORKLOAD, [FORWARD]).rows if row.chosen)
-    assert best.prediction.plan == choose(config, FORWARD, WORKLOAD).plan
-
-
-def test_named_plans_are_taken_as_they_are() -> None:
-    config = LongContextConfig(ring_degree=4, plan="zigzag_direct", backward_plan="burst")
-    plans = [choose(config, direction, WORKLOAD).plan for direction in Direction]
-    assert plans == ["zigzag_direct", "burst"]
-    config = LongContextConfig(ring_degree=4, plan="distflash")
-    assert choose(config, BACKWARD, WORKLOAD).plan == "distflash"
-    config = LongContextConfig(ring_degree=4, plan="burst")
-    rows = [row for row in explain(config, WORKLOAD).rows if row.chosen]
-    assert [row.prediction.plan for row in rows] == ["zigzag", "burst"]
-
-
-@pytest.mark.parametrize("num_tokens", [1, 100, 5000, 131072])
-@pytest.mark.parametrize("ring_degree", [1, 2, 3, 8])
-def test_explain_marks_what_auto_takes(num_tokens: int, ring_degree: int) -> None:
-    config = LongContextConfig(ring_degree=ring_degree, ulysses_degree=2)
-    workload = Workload(num_tokens=num_tokens, num_heads=8, num_kv_heads=1)
-    for direction in Direction:
-        (row,) = (row for row in explain(config, workload, [direction]).rows if row.chosen)
-        taken = choose(config, direction, workload)
-        assert row.prediction.plan == taken.name
-        assert row.prediction == predict(taken, direction, workload, MACHINES["h100"])
-        assert "LongContextConfig(ulysses_degree=2" in str(explain(config, workload, [direction]))
-
-
 @pytest.mark.parametrize("huge", [{"num_tokens": 10**12 * 2}, {"batch": 10**20}], ids=str)
 def test_sizes_beyond_64_bit_sums_are_refused(huge: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"up to 2\*\*40 tokens and 2\*\*60 bytes. Use smaller"):
@@ -302,38 +185,6 @@ def test_sizes_beyond_64_bit_sums_are_refused(huge: dict[str, int]) -> None:
 def test_a_workload_that_cannot_be(bad: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         replace(WORKLOAD, **bad)
-
-
-def test_waves_are_worth_it_where_blocks_are_large() -> None:
-    """One set for both directions, as backward goes on from what forward has saved."""
-    ulysses = LongContextConfig(ulysses_degree=4)
-    found = [choose_waves(ulysses, Workload(num_tokens=n)) for n in (4096, 16384, 65536, 131072)]
-    assert found == [1, 1, 2, 2]
-    assert choose_waves(LongContextConfig(ring_degree=4), Workload(num_tokens=131072)) == 1
-    asked = LongContextConfig(ulysses_degree=4, ulysses_waves=4)
-    assert choose_waves(asked, Workload(num_tokens=4096)) == 4
-    for direction in Direction:
-        assert choose(ulysses, direction, Workload(num_tokens=131072)).ulysses_waves == 2
-
-
-def test_waves_with_two_levels_of_ring_and_of_each_plan() -> None:
-    config = LongContextConfig(ulysses_degree=2, ring_degree=4, ranks_per_node=2)
-    assert choose_waves(config, Workload(num_tokens=65536)) in (1, 2)
-    assert explain(config, Workload(num_tokens=65536)).rows
-    hardware = MACHINES["h100"]
-    for plan in ("allgather", "zigzag", "zigzag_direct"):
-        workload = Workload(num_tokens=131072)
-        config = LongContextConfig(ulysses_degree=4, ring_degree=4, plan=plan)  # type: ignore[arg-type]
-        rows = [row.prediction for row in compare(workload, hardware, 16).rows]
-        alike = [
-            row
-            for row in rows
-            if (row.plan, row.ulysses_degree, row.direction) == (plan, 4, Direction.FORWARD)
-        ]
-        mine = predict(
-            choose(config, Direction.FORWARD, workload), Direction.FORWARD, workload, hardware
-        )
-        assert [row.messages_per_rank for row in alike] == [mine.messages_per_rank]
 
 
 def test_what_the_cpu_bounds_waits_for_no_message() -> None:

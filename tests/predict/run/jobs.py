@@ -6,6 +6,7 @@ from typing import Any
 import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
 from model_shapes import MODELS, model_config
 
+from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.predict.run.candidate import Candidate, Job
 from longctx_patch.predict.run.cluster import parse_cluster
 from longctx_patch.predict.run.shape import ModelShape, shape_of
@@ -20,9 +21,7 @@ def llama_shape(num_layers: int = 32) -> ModelShape:
 
 def candidate(num_layers: int = 32, *, ulysses: int = 1, mlp_tiles: int = 1) -> Candidate:
     return Candidate(
-        ulysses=ulysses,
-        ring=1,
-        plan="auto",
+        setting=Setting(plan="zigzag", layout="zigzag", ulysses_degree=ulysses, ring_degree=1),
         checkpoint="none",
         policies=("none",) * num_layers,
         mlp_tiles=mlp_tiles,

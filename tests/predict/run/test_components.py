@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from longctx_patch.choose.search import result_of, search, tokens_of_a_rank, usual_tiles
+from longctx_patch.choose.search import result_of, search, setting_of, tokens_of_a_rank, usual_tiles
 from longctx_patch.memory.limits import AHEAD
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.predict.machines import GIB
@@ -148,7 +148,7 @@ def test_what_is_not_kept_of_attention_leaves_gpu_and_host(share: float) -> None
     assert host.host_bytes == 32 * 2**20 * per_token
     assert kept.memory.checkpoints == 31 * 2**18 * per_token
     whole = result_of(job, ulysses=4, ring=1, checkpoint="attention")
-    forward = predict_attention(job, 4, 1).forward.makespan_s
+    forward = predict_attention(job, setting_of(job, 4, 1)).forward.makespan_s
     again = kept.time.attention - whole.time.attention
     assert again == pytest.approx(32 * (1 - share) ** 2 * forward)
 
@@ -185,7 +185,7 @@ def test_without_fsdp_each_gpu_steps_every_weight() -> None:
 
 def test_a_share_has_the_plans_of_its_layout_and_lies_beside_the_recompute() -> None:
     job = llama_job("4xH200", 2**17)
-    plans = {share: predict_attention(job, 1, 4, share).plan for share in (1.0, 0.5)}
+    plans = {share: setting_of(job, 1, 4, share).plan for share in (1.0, 0.5)}
     assert plans[0.5] != plans[1.0]
     assert plans[0.5] in ("striped", "burst", "double_ring")
     layers = {

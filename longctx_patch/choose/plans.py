@@ -1,0 +1,159 @@
+"""Decide the plans and waves of an attention call whose degrees are known."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from longctx_patch.choose.tie import Cost, preferred
+from longctx_patch.config import LAYOUTS_OF_PLAN, SPARSE_PLAN, LayoutName, LongContextConfig
+from longctx_patch.plans import Direction
+from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.predict.attention.costs import Workload, predict
+from longctx_patch.predict.machines import MACHINES, Hardware
+from longctx_patch.sequence.placement import placement_of
+
+MOST_WAVES = 2
+"""Ulysses exchanges heads in at most this many waves unless more are asked for: three and more were
+no faster wherever it was measured."""
+
+
+@lru_cache(maxsize=1024)
+def decide(
+    config: LongContextConfig,
+    workload: Workload,
+    hardware: Hardware | None = None,
+    *,
+    placement: LayoutName | None = None,
+    is_causal: bool | None = None,
+) -> Setting:
+    """The setting that a config runs: what it names stays, what is `auto` the cost model decides.
+
+    A mask that is not plain causal leaves blocks out, and `auto` takes the plan that sends only
+    what is needed.
+
+    Args:
+        config: degrees, layout, plans and waves, each given or not.
+        workload: the sizes of the call.
+        hardware: another machine than the preset that the config names.
+        placement: where tokens are; None: where the config places the workload's documents.
+        is_causal: whether the mask is plain causal; None: as the workload's documents and window.
+    """
+    hardware = hardware or MACHINES[config.hardware]
+    waves = decide_waves(config, workload, hardware)
+    sparse = not (workload.is_causal if is_causal is None else is_causal)
+    fixed = replace(config, ulysses_waves=waves)
+    forward, backward = (_plan(fixed, d, workload, hardware, sparse) for d in Direction)
+    return Setting(
+        plan=forward,
+        backward_plan=backward,
+        layout=placement or placement_of(config, workload.documents()),
+        ulysses_degree=config.ulysses_degree,
+        ring_degree=config.ring_degree,
+        ulysses_waves=waves,
+        ranks_per_node=_ring_ranks_in_node(config, hardware),
+    )
+
+
+def _plan(
+    config: LongContextConfig,
+    direction: Direction,
+    workload: Workload,
+    hardware: Hardware,
+    sparse: bool,
+) -> str:
+    """The name of one direction's plan."""
+    plan: str = config.plan if direction is Direction.FORWARD else config.backward_plan
+    if plan == "auto" and direction is Direction.BACKWARD and config.plan != "auto":
+        plan = config.plan
+    if not serves(plan, direction):
+        return config.placement  # burst's forward is the ring of its layout, named alike
+    if plan != "auto":
+        return plan
+    if sparse:
+        return SPARSE_PLAN
+    candidates = [s for s in settings_of(config, hardware) if serves(s.plan, direction)]
+    if len(candidates) == 1:
+        return candidates[0].plan
+    costs = {
+        setting: Cost.of([(predict(setting, direction, workload, hardware), 1)])
+        for setting in candidates
+    }
+    return preferred(costs).plan
+
+
+def decide_waves(
+    config: LongContextConfig, workload: Workload, hardware: Hardware | None = None
+) -> int:
+    """In how many waves Ulysses exchanges heads: those of forward are backward's too.
+
+    Where the plan is `auto` the first one of its layout is looked at, which is enough to tell.
+    """
+    if config.ulysses_waves is not None:
+        return config.ulysses_waves
+    hardware = hardware or MACHINES[config.hardware]
+    first = settings_of(config, hardware)[0]
+    return best_waves(
+        first if config.plan == "auto" else first.with_plan(config.plan), workload, hardware
+    )
+
+
+@lru_cache(maxsize=1024)
+def best_waves(setting: Setting, workload: Workload, hardware: Hardware) -> int:
+    """The number of waves in which forward and backward together are fastest.
+
+    A wave hides messages and costs the CPU, so small blocks go in one. Documents count by how many
+    pairs they leave only: rows differ, and each would be simulated.
+    """
+    if setting.ulysses_degree == 1:
+        return 1
+    workload = workload.alike()
+    directions = [direction for direction in Direction if serves(setting.plan, direction)]
+
+    def seconds(waves: int) -> float:
+        fixed = replace(setting, ulysses_waves=waves)
+        return sum(predict(fixed, d, workload, hardware).makespan_s for d in directions)
+
+    return min(range(1, MOST_WAVES + 1), key=seconds)
+
+
+def serves(plan: str, direction: Direction) -> bool:
+    """Whether a plan is made for a direction: burst is a backward, its forward is a ring."""
+    return plan != "burst" or direction is Direction.BACKWARD
+
+
+def settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]:
+    """What `auto` may choose from: the plans of the config's layout; without a ring all are one."""
+    per_node = _ring_ranks_in_node(config, hardware)
+    asked = (config.plan, config.backward_plan)
+    plans: Iterable[str] = [
+        plan
+        for plan, layouts in LAYOUTS_OF_PLAN.items()
+        if config.placement in layouts
+        and (plan != SPARSE_PLAN or plan in asked)
+        and (plan != "double_ring" or has_full_nodes(config.ring_degree, per_node))
+    ]
+    return [
+        Setting(
+            plan=plan,
+            layout=config.placement,
+            ulysses_degree=config.ulysses_degree,
+            ring_degree=config.ring_degree,
+            ulysses_waves=config.ulysses_waves or 1,
+            ranks_per_node=per_node,
+        )
+        for plan in (list(plans)[:1] if config.ring_degree == 1 else plans)
+    ]
+
+
+def _ring_ranks_in_node(config: LongContextConfig, hardware: Hardware) -> int:
+    return config.ranks_per_node or ring_ranks_in_node(config.ulysses_degree, hardware)
+
+
+def ring_ranks_in_node(ulysses_degree: int, hardware: Hardware) -> int:
+    """Ring ranks on one machine, whose Ulysses ranks are consecutive."""
+    return max(1, hardware.gpus_per_node // ulysses_degree)
+
+
+def has_full_nodes(ring_degree: int, per_node: int) -> bool:
+    """Whether the double ring has two rings to turn."""
+    return 1 < per_node < ring_degree and ring_degree % per_node == 0

@@ -1,0 +1,1 @@
+"""Attention calls for users and models: what runs is decided here and handed to the engine."""

@@ -1,0 +1,72 @@
+"""Attention calls with everything decided: plans and waves by the config, or by the cost model."""
+
+from functools import lru_cache
+
+from longctx_patch.choose.plans import decide
+from longctx_patch.config import SPARSE_PLAN
+from longctx_patch.engine.call import AttentionCall, CallShape
+from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.kernels import Score
+from longctx_patch.predict.attention.costs import Workload, window_like
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.masks import Mask, causal, documents_mask, within
+from longctx_patch.sequence.placement import placement_of
+
+
+def decided_call(
+    group: SequenceGroup,
+    documents: Documents,
+    mask: Mask,
+    score: Score,
+    shape: CallShape,
+    *,
+    returns_lse: bool = False,
+    is_windowed: bool = False,
+) -> AttentionCall:
+    """The call that a group runs for a row.
+
+    The group's config names plans and waves, or leaves them to the cost model. A layer with a
+    window (`is_windowed`) runs the plan that sends what is inside the window only, whatever plan
+    the config names.
+    """
+    workload = Workload(
+        num_tokens=documents.num_tokens,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        batch=shape.batch,
+        itemsize_bytes=shape.dtype.itemsize,
+        window=None if mask.is_causal else window_like(mask),
+    )
+    setting = decide(
+        group.config,
+        workload,
+        placement=placement_of(group.config, documents),
+        is_causal=mask.is_causal,
+    )
+    if is_windowed:
+        setting = setting.with_plan(SPARSE_PLAN)
+    return AttentionCall(group, documents, mask, score, shape, setting, returns_lse)
+
+
+def causal_call(
+    group: SequenceGroup,
+    num_tokens: int,
+    scale: float,
+    shape: CallShape,
+    *,
+    returns_lse: bool = False,
+) -> AttentionCall:
+    """Plain causal attention over one document."""
+    row, mask = Documents.one(num_tokens), causal(num_tokens)
+    return decided_call(group, row, mask, Score(scale), shape, returns_lse=returns_lse)
+
+
+@lru_cache(maxsize=64)
+def row_mask(mask: Mask | None, documents: Documents, window: int | None) -> Mask:
+    """Causal attention, or `mask`, within documents and a window."""
+    if mask is None:
+        return documents_mask(documents, window=window)
+    if documents.is_one and window is None:
+        return mask
+    return mask & within(documents, window)
