@@ -87,14 +87,16 @@ def _weights(decisions: Decisions) -> tuple[str, str]:
     if settings.load_in_4bit:
         return "4 bits (NF4)", "--load-in-4bit: frozen, a whole copy in each process"
     # FSDP2 with mixed precision makes float32 of what is trained.
-    is_narrow = settings.dtype == "bfloat16" and (settings.uses_lora or not decisions.options.fsdp)
-    dtype, width = ("bfloat16", 2) if is_narrow else ("float32", 4)
+    is_narrow = settings.dtype != "float32" and (settings.uses_lora or not decisions.options.fsdp)
+    dtype, width = (settings.dtype, 2) if is_narrow else ("float32", 4)
     whole = decisions.num_parameters * width
+    if is_narrow and not decisions.options.dtype:
+        dtype += ", as the model's config says (--dtype)"
     if decisions.options.states_on_host:
         states = "with gradients and AdamW's states 4 times that" if not settings.uses_lora else ""
         why = f"--states-on-host: in {dtype}, a layer at a time on the GPU; {states}".rstrip("; ")
         return f"{size_text(whole)} of hosts (FSDP2)", why
     if decisions.options.fsdp:
         share = size_text(whole / decisions.options.num_gpus)
-        return f"{share} per GPU (FSDP2)", f"{size_text(whole)} in {dtype} over all GPUs"
-    return f"{size_text(whole)} per process", f"{dtype}, a whole copy in each"
+        return f"{share} per GPU (FSDP2)", f"{size_text(whole)} over all GPUs in {dtype}"
+    return f"{size_text(whole)} per process", f"a whole copy in each, in {dtype}"

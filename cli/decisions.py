@@ -169,7 +169,9 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     models.check_weights(model)
     degrees = _degrees_by_heads(options, ModelFacts.of(config).num_kv_heads)
     check_length(config, options.seq_len, options.rope, options.rope_factor)
-    settings = _settings(model, options, degrees, cluster)
+    settings = models.with_dtype(
+        _settings(model, options, degrees, cluster), config, on_cpu=options.cpu
+    )
     scaled = models.load_config(settings)
     models.check_vocabulary(models.load_tokenizer(settings), scaled)
     degrees, settings = _degrees_by_rows(options, degrees, settings, scaled, cluster)
@@ -231,7 +233,7 @@ def _settings(
         rope_factor=options.rope_factor,
         lora=options.lora,
         full=not options.lora,
-        dtype=options.dtype or ("bfloat16" if options.load_in_4bit else "float32"),
+        dtype=options.dtype or "auto",
         load_in_4bit=options.load_in_4bit,
         ulysses=degrees.ulysses,
         ring=degrees.ring,

@@ -69,7 +69,7 @@ class Gpus(click.ParamType[str]):
 @click.option(
     "--dtype",
     type=Choice(("float32", "bfloat16")),
-    help="That weights are loaded in [float32; with --load-in-4bit bfloat16].",
+    help="That weights are loaded in [an adapter's as in the model's config, else float32].",
 )
 @click.option("--rank", type=click.IntRange(1), help="Of the adapter [16].")
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")

@@ -8,6 +8,7 @@ from longctx_patch.recipes import texts
 
 
 def check_out(out: Path, folder: Path) -> None:
+    """Refuse a folder that holds files."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"--out {str(out)!r} holds files: a run folder is new or empty, so that nothing is "
@@ -16,9 +17,9 @@ def check_out(out: Path, folder: Path) -> None:
 
 
 def check_text(source: str) -> None:
-    """Only that something is there: the recipe reads it all, this command need not."""
+    """Read the first document only: the recipe reads them all."""
     try:
-        found = Path(source).is_dir() or next(iter(texts.read_documents([source], "text")), None)
+        found = next(iter(texts.read_documents([source], "text")), None)
     except ValueError as error:
         raise ValueError(
             f"--data {source}: {error} `longctx patch` reads the field 'text' only: leave --data "
@@ -64,6 +65,6 @@ def check_length(config: Any, seq_len: int, rope: str | None, factor: float | No
 
 
 def rope_types(rope: dict[str, Any]) -> list[str]:
-    """One for all layers, or those of each kind of layer."""
+    """The type of RoPE that all layers have, or those of each kind of layer."""
     kinds = [rope] if "rope_type" in rope else rope.values()
     return list(dict.fromkeys(kind["rope_type"] for kind in kinds))

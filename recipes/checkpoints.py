@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from .settings import Settings
+from .settings import PARALLELISM, Settings
 from .texts import RowOrder, digest
 
 RUN_FILE = "run.json"
@@ -38,18 +38,7 @@ FREE = {
     *("ulysses_waves", "fused_layers"),  # but for rounding
     "skip_rehearsal",
 }
-WORLD = {
-    *(
-        "ulysses",
-        "ring",
-        "layout",
-        "plan",
-        "backward_plan",
-        "ranks_per_node",
-        "hardware",
-    ),
-    *("kernel", "deterministic", "loss", "checkpoint", "attention_kept", "mlp_tiles"),
-}
+WORLD = {*PARALLELISM} - FREE
 ROWS = {"batch_size", "gradient_accumulation_steps"}
 
 HOW_TO_LOAD = """\

@@ -11,17 +11,16 @@ processes), checkpoints/ and final/.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import set_seed
-from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import get_scheduler
 from transformers.utils.logging import disable_progress_bar
 
@@ -33,14 +32,31 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
     require_fused_layers,
 )
-from longctx_patch.hf.preflight import WillNotFit, preflight
+from longctx_patch.hf.preflight import preflight
 from longctx_patch.loss.law import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import checkpoints, models, texts
-from longctx_patch.recipes.memory_report import out_of_memory
+from longctx_patch.recipes.launch import check_launcher, one_message
+from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
 from longctx_patch.recipes.packed import PackedText, pack_documents
-from longctx_patch.recipes.settings import Settings, parse_settings
+from longctx_patch.recipes.progress import ProgressBar
+from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
+
+
+class Data(NamedTuple):
+    """What this process trains on."""
+
+    order: texts.RowOrder
+    """The order of all rows, the same in every process."""
+    collator: SequenceShardCollator
+    """Cuts this process's shard."""
+    replica: int
+    packed: PackedText | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """What every line of metrics.jsonl says of the rows."""
+        return {"packing_efficiency": self.packed.efficiency} if self.packed else {}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Where it is installed it warns of a missing kernel on CPUs, whether it is used or not.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     settings = parse_settings(arguments)
+    check_launcher(settings_file(arguments))
     checkpoint = checkpoints.check_output(settings)
     accelerator = build_accelerator(settings)
     train(settings, accelerator, checkpoint)
@@ -57,14 +74,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None:
     """Build everything, go on from `checkpoint` if there is one, and train to the last step."""
-    require_fused_layers(settings.fused_layers, accelerator.device.type)
+    device_type = accelerator.device.type
+    require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=accelerator.is_fsdp2)
-    tokenizer, model = build_model(settings, accelerator.device)
+    config = models.load_config(settings)
+    settings = models.with_dtype(settings, config, on_cpu=device_type == "cpu")
+    tokenizer, model = build_model(settings, config, accelerator.device)
     data = build_data(settings, tokenizer)
     run = checkpoints.fingerprint(settings, data.order, accelerator.num_processes)
     if checkpoint:
         checkpoints.check_fingerprint(checkpoint, run)
-    fused = choose_fused_layers(settings.fused_layers, model, accelerator.device.type)
+    fused = choose_fused_layers(settings.fused_layers, model, device_type)
     fuse_layers(model, fused.how)
     handle = patch(model, settings.sequence_parallelism())
     state = build_state(settings, accelerator, model)
@@ -75,30 +95,33 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     output.mkdir(parents=True, exist_ok=True)
     if checkpoint:
         checkpoints.load_checkpoint(accelerator, state, checkpoint)
-    writes = accelerator.is_main_process
-    metrics = MetricsFile(output, writes=writes, first_step=state.step)
-    accelerator.print(f"fused layers: {fused.how} ({fused.why})")
+    accelerator.print(f"fused layers: {fused.how} ({fused.why})\nweights: {settings.dtype}")
     if data.packed:
         accelerator.print(data.packed)
-    explained = partial(
-        out_of_memory,
-        settings=settings,
-        config=handle.model.config,
-        num_gpus=accelerator.num_processes,
-        device=accelerator.device,
-        fsdp=accelerator.is_fsdp2,
-        states_on_host=states_on_host(accelerator),
-    )
-    if states_on_host(accelerator):
-        handle.reserve_host(states_to_come(state))
-    try:
+    with explained(settings, handle.model.config, accelerator):
+        if states_on_host(accelerator):
+            handle.reserve_host(states_to_come(state))
         if not settings.skip_rehearsal:
             check_memory(accelerator, state, handle, data)
-    except WillNotFit as error:
-        start_anyway = WillNotFit(f"{error}. --skip-rehearsal starts all the same")
-        raise explained(start_anyway) from error
-    bar = tqdm(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")
+        for _ in train_steps(settings, accelerator, state, handle, data):
+            if settings.save_every and state.step % settings.save_every == 0:
+                checkpoints.save_checkpoint(accelerator, state, tokenizer, output, run)
+    final = output / "final"
+    checkpoints.export_model(accelerator, state.model, tokenizer, final, seed=settings.seed)
+    accelerator.print(f"saved to {final}; one line per step in {output / 'metrics.jsonl'}")
 
+
+def train_steps(
+    settings: Settings,
+    accelerator: Any,
+    state: checkpoints.TrainState,
+    handle: PatchHandle,
+    data: Data,
+) -> Iterator[None]:
+    """Train every step that is left, and stop after each, when its metrics are written."""
+    writes = accelerator.is_main_process
+    metrics = MetricsFile(Path(settings.output), writes=writes, first_step=state.step)
+    bar = ProgressBar(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")
     # The plans of a step's batches are made beside the step before it.
     ahead = handle.plan_ahead(
         micro_batches(data, range(state.step, settings.max_steps)),
@@ -106,10 +129,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     )
     while state.step < settings.max_steps:
         batches = list(islice(ahead, settings.gradient_accumulation_steps))
-        try:
-            values = train_step(settings, accelerator, state, batches)
-        except torch.OutOfMemoryError as error:
-            raise explained(error) from error
+        values = train_step(settings, accelerator, state, batches)
         handle.reserve_host(0)  # the optimizer has its states
         kept = {
             "layers_not_recomputed": handle.checkpointing.num_whole_layers,
@@ -117,56 +137,34 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
             "mlp_tiles": max(handle.mlp_tiles),
         }
         metrics.write(**values, **data.metrics(), **kept)
-        bar.set_postfix(loss=f"{values['loss']:.4f}", tok_s=f"{values['tokens_per_second']:.0f}")
+        speed = f"{values['tokens_per_second']:.0f}"
+        bar.set_postfix(loss=f"{values['loss']:.4f}", tok_s=speed, refresh=False)
         bar.update()
-        if settings.save_every and state.step % settings.save_every == 0:
-            checkpoints.save_checkpoint(accelerator, state, tokenizer, output, run)
+        yield
     bar.close()
-    checkpoints.export_model(
-        accelerator, state.model, tokenizer, output / "final", seed=settings.seed
-    )
-    accelerator.print(
-        f"saved to {output / 'final'}; one line per step in {output / 'metrics.jsonl'}"
-    )
 
 
 def build_accelerator(settings: Settings) -> Any:
     """Accelerate as it was launched."""
     accelerator = make_accelerator(settings.sequence_parallelism())
-    if not accelerator.is_main_process:
-        disable_progress_bar()  # those of loading and saving
+    if not (accelerator.is_main_process and sys.stderr.isatty()):
+        disable_progress_bar()  # the bars of loading and saving
     return accelerator
 
 
-def build_model(settings: Settings, device: torch.device) -> tuple[Any, Any]:
+def build_model(settings: Settings, config: Any, device: torch.device) -> tuple[Any, Any]:
     """Tokenizer and model, with scaled RoPE and adapter, the same in every process.
 
-    On CPU, or with weights of 4 bits on `device`.
+    The model is on the CPU, or on `device` if its weights have 4 bits.
     """
     set_seed(settings.seed)  # random weights are the same in every process
-    config = models.load_config(settings)
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
     model = models.load_model(settings, config, device)
     if settings.uses_lora:
         model = models.add_lora(model, settings)
     set_seed(settings.seed, device_specific=True)  # from here on only dropout draws numbers
-    return tokenizer, model.train()
-
-
-class Data(NamedTuple):
-    """What this process trains on."""
-
-    order: texts.RowOrder
-    """Of all rows, the same in every process."""
-    collator: SequenceShardCollator
-    """Cuts this process's shard."""
-    replica: int
-    packed: PackedText | None = None
-
-    def metrics(self) -> dict[str, float]:
-        """What every line of metrics.jsonl says of the rows."""
-        return {"packing_efficiency": self.packed.efficiency} if self.packed else {}
+    return tokenizer, model.train()  # from_pretrained returns it in evaluation mode
 
 
 def build_data(settings: Settings, tokenizer: Any) -> Data:
@@ -309,7 +307,5 @@ def gradients_stay_local(
 
 
 if __name__ == "__main__":
-    try:
+    with one_message("finetune"):
         main()
-    except ValueError as error:  # what a user can mend, without a traceback from every process
-        raise SystemExit(f"finetune: {error}") from error

@@ -1,5 +1,7 @@
 """What to say when a run is out of memory: what was predicted, what was used, what to change."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -7,7 +9,9 @@ import torch
 from longctx_patch.choose.advice import advice, cluster_here
 from longctx_patch.choose.search import Result, result_of, usual_tiles
 from longctx_patch.hf.layers.fused_layers import LIGER_FAMILIES
+from longctx_patch.hf.preflight import WillNotFit
 from longctx_patch.memory import host
+from longctx_patch.plugin import states_on_host
 from longctx_patch.predict.machines import GIB
 from longctx_patch.predict.run.candidate import Job, WeightsDtype
 from longctx_patch.predict.run.cluster import Cluster
@@ -19,29 +23,39 @@ class OutOfMemory(RuntimeError):
     """A step did not fit into the memory of a GPU."""
 
 
-def out_of_memory(
-    error: BaseException,
-    settings: Settings,
-    config: Any,
-    num_gpus: int,
-    device: torch.device,
-    fsdp: bool,
-    states_on_host: bool,
-) -> OutOfMemory:
-    """The error to raise in place of one of torch's or of the rehearsal: its first line, what was
-    used, what was predicted, and what to change."""
+@contextmanager
+def explained(settings: Settings, config: Any, accelerator: Any) -> Iterator[None]:
+    """Say of an error of torch's or of the rehearsal what was used, predicted, and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(str(error), settings, config, accelerator) from error
+    except WillNotFit as error:
+        said = f"{error}. --skip-rehearsal starts all the same"
+        raise out_of_memory(said, settings, config, accelerator) from error
+
+
+def out_of_memory(said: str, settings: Settings, config: Any, accelerator: Any) -> OutOfMemory:
+    """The first line of what was `said`, what was used and predicted, and what to change."""
+    device, num_gpus = accelerator.device, accelerator.num_processes
     total = torch.cuda.get_device_properties(device).total_memory
     now, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     taken = torch.cuda.memory_reserved(device)
     lines = [
-        str(error).splitlines()[0],
+        said.splitlines()[0],
         f"Used: tensors held {now / GIB:.1f} GiB, at most {most / GIB:.1f}, and the allocator "
         f"{taken / GIB:.1f}, of {total / GIB:.1f} on this GPU.",
     ]
     try:
         cluster = cluster_here(settings.hardware, num_gpus, total, host.total_bytes())
-        predicted = predict_run(settings, config, cluster, fsdp=fsdp, states_on_host=states_on_host)
-    except ValueError as reason:  # models that the planner does not know
+        predicted = predict_run(
+            settings,
+            config,
+            cluster,
+            fsdp=accelerator.is_fsdp2,
+            states_on_host=states_on_host(accelerator),
+        )
+    except ValueError as reason:  # a model that the planner does not know
         return OutOfMemory("\n".join([*lines, f"Nothing was predicted: {reason}"]))
     parts = ", ".join(
         f"{name} {value / GIB:.1f}" for name, value in predicted.memory.parts().items() if value
@@ -55,7 +69,7 @@ def out_of_memory(
 
 
 def _for_the_recipe(text: str) -> str:
-    """Its own names; and where states are is decided in the launcher's YAML."""
+    """The same in the recipe's names; where states are is decided in the launcher's YAML."""
     text = text.replace("--rank", "--lora-rank")
     return text.replace(" --states-on-host", " and fsdp_offload_params: true in accelerate.yaml")
 

@@ -2,9 +2,10 @@
 
 import shlex
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -20,7 +21,7 @@ from transformers import (
 from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.hf.model.rope import reachable_length, scale_rope
 
-from .settings import Settings
+from .settings import DtypeName, Settings
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 BYTE_VOCABULARY = 258
@@ -41,6 +42,25 @@ def load_config(settings: Settings) -> PreTrainedConfig:
     return scale_rope(
         config, kind=settings.rope, target_length=settings.seq_len, factor=settings.rope_factor
     )
+
+
+def weights_dtype(config: PreTrainedConfig, *, frozen: bool, on_cpu: bool = False) -> DtypeName:
+    """The dtype that weights are loaded in where none was asked for.
+
+    Frozen weights on a GPU keep the dtype that the model's config names. What is trained is float32
+    in the optimizer, and the CPU computes in float32.
+    """
+    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    keeps = frozen and not on_cpu and name in ("bfloat16", "float16")
+    return cast(DtypeName, name if keeps else "float32")
+
+
+def with_dtype(settings: Settings, config: PreTrainedConfig, *, on_cpu: bool) -> Settings:
+    """The settings with `dtype: auto` decided; weights of 4 bits are computed in bfloat16."""
+    if settings.dtype != "auto":
+        return settings
+    found = weights_dtype(config, frozen=settings.uses_lora, on_cpu=on_cpu)
+    return replace(settings, dtype="bfloat16" if settings.load_in_4bit else found)
 
 
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
@@ -67,9 +87,9 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
 def load_model(
     settings: Settings, config: PreTrainedConfig, device: torch.device
 ) -> PreTrainedModel:
-    """The model in float32 or the dtype asked for; random weights follow torch's current seed.
+    """The model in `settings.dtype`; random weights follow torch's current seed.
 
-    On CPU; with weights of 4 bits on `device`, where they are made so while they are loaded.
+    It is on the CPU. Weights of 4 bits are on `device`, where they are made while they are loaded.
     """
     dtype = getattr(torch, settings.dtype)
     if is_bare_config(settings.model):

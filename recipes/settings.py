@@ -8,23 +8,30 @@ but the values are made here.
 
 # ruff: noqa: RUF009  # setting() returns a dataclasses.field, which ruff cannot see
 import argparse
+import ast
 import dataclasses
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
 
-from longctx_patch import LongContextConfig
+from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
-from longctx_patch.names import require_choice
+from longctx_patch.names import did_you_mean, require_choice
 
 RopeName = Literal["none", "linear", "dynamic", "yarn"]
-DtypeName = Literal["float32", "bfloat16", "float16"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulerName = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 OPPOSITES = {"lora": "full", "full": "lora"}
-"""Of these settings one flag takes back the other in the file."""
+"""A flag of one of these takes back the other where the file has it."""
+SHORT_NAMES = {"ulysses_degree": "ulysses", "ring_degree": "ring"}
+"""Fields of LongContextConfig that have another name here."""
+OTHER_DEFAULTS = {"layout": "auto", "checkpoint": "auto"}
+"""Defaults here that differ from LongContextConfig's; `auto` stands for a layout of None."""
 
 
 def setting(help_text: str, *, default: Any) -> Any:
@@ -35,11 +42,35 @@ def setting(help_text: str, *, default: Any) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that decides a fine-tuning run, except what belongs to `accelerate launch`."""
+def _parallelism_settings() -> Iterator[tuple[str, Any, Any]]:
+    """(name, type, setting) of each field of LongContextConfig, with its docstring as help."""
+    (source,) = ast.parse(inspect.getsource(LongContextConfig)).body
+    texts = {
+        field.target.id: " ".join(ast.literal_eval(below.value).split())
+        for field, below in pairwise(getattr(source, "body", ()))
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr)
+        if isinstance(field.target, ast.Name)
+    }
+    kinds = get_type_hints(LongContextConfig)
+    for field in dataclasses.fields(LongContextConfig):
+        name, kind = SHORT_NAMES.get(field.name, field.name), kinds[field.name]
+        # LongContextConfig says which names exist, and names the nearest.
+        is_name = any(get_origin(part) is Literal for part in (kind, *get_args(kind)))
+        help_text = texts[field.name].replace("%", "%%")
+        default = OTHER_DEFAULTS.get(name, field.default)
+        yield name, str if is_name else kind, setting(help_text, default=default)
 
-    # What is trained, on what, to where
+
+Parallelism: Any = dataclasses.make_dataclass(
+    "Parallelism", list(_parallelism_settings()), frozen=True, kw_only=True
+)
+"""The fields of LongContextConfig as settings: a new one there is a flag and a YAML key here."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What is trained, on what, to where."""
+
     model: str = setting("hub name, local folder, or config.json (random weights)", default="")
     tokenizer: str = setting("name or folder if not the model's own; 'bytes'", default="")
     text: list[str] = setting("text files, folders, globs, .jsonl files, datasets", default=[])
@@ -53,7 +84,11 @@ class Settings:
     seq_len: int = setting("tokens per row, over all ranks together", default=0)
     rope: RopeName = setting("RoPE scaling that reaches seq_len", default="none")
     rope_factor: float | None = setting("factor of the scaling, if not the ratio", default=None)
-    dtype: DtypeName = setting("dtype that the weights are loaded in", default="float32")
+    dtype: DtypeName = setting(
+        "dtype that weights are loaded in; auto: an adapter's frozen ones as in the model's config "
+        "on GPUs, else float32",
+        default="auto",
+    )
     load_in_4bit: bool = setting("an adapter's frozen weights in 4 bits (NF4)", default=False)
     fused_layers: FusedLayersName = setting(
         "RMSNorm, RoPE and SwiGLU by liger or compile; auto: liger where it fits", default="auto"
@@ -65,34 +100,14 @@ class Settings:
     lora_dropout: float = setting("dropout before the adapter", default=0.0)
     lora_targets: list[str] = setting("module names, or all-linear", default=["all-linear"])
 
-    # Sequence parallelism: see LongContextConfig
-    ulysses: int = setting("ranks that exchange heads for tokens", default=1)
-    ulysses_waves: int | None = setting(
-        "parts in which heads are exchanged, if not as many as the cost model says", default=None
-    )
-    ring: int = setting("ranks that pass key-value blocks round", default=1)
-    layout: str = setting("placement of tokens; auto: that of the plan", default="auto")
-    plan: str = setting("schedule of the ring; auto: the cost model's", default="auto")
-    backward_plan: str = setting("schedule of backward; auto: the cost model's", default="auto")
-    ranks_per_node: int | None = setting("ring ranks per machine, for double_ring", default=None)
-    hardware: str = setting("what auto chooses for: a100, h100 or h200", default="h100")
-    kernel: str = setting("attention kernel; auto: the fastest that fits", default="auto")
-    deterministic: bool = setting("attention sums in a fixed order on GPUs too", default=False)
-    loss: str = setting("chunked, or logits: from all logits at once", default="chunked")
-    checkpoint: str = setting(
-        "none, full, attention, offload, or auto: as the memory demands", default="auto"
-    )
-    attention_kept: float = setting(
-        "share of the tokens whose attention layers keep; others' is computed again", default=1.0
-    )
-    mlp_tiles: int | None = setting(
-        "tiles in which MLPs run, if not as few as the memory takes", default=None
-    )
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Parallelism, _Task):
+    """Everything that decides a fine-tuning run, except what belongs to `accelerate launch`."""
+
     skip_rehearsal: bool = setting(
         "start without finding out first whether a step fits", default=False
     )
-
-    # Optimisation
     learning_rate: float = setting("peak learning rate", default=1e-4)
     scheduler: SchedulerName = setting("course of the learning rate", default="cosine")
     warmup_steps: int = setting("steps of linear warm-up", default=0)
@@ -150,31 +165,21 @@ class Settings:
 
     def sequence_parallelism(self) -> LongContextConfig:
         """The part of the settings that the patch takes."""
-        return LongContextConfig(
-            ulysses_degree=self.ulysses,
-            ulysses_waves=self.ulysses_waves,
-            ring_degree=self.ring,
-            # Checked by LongContextConfig.
-            layout=None if self.layout == "auto" else self.layout,  # type: ignore[arg-type]
-            plan=self.plan,  # type: ignore[arg-type]
-            backward_plan=self.backward_plan,  # type: ignore[arg-type]
-            ranks_per_node=self.ranks_per_node,
-            hardware=self.hardware,  # type: ignore[arg-type]
-            kernel=self.kernel,
-            deterministic=self.deterministic,
-            loss=self.loss,  # type: ignore[arg-type]
-            checkpoint=self.checkpoint,  # type: ignore[arg-type]
-            attention_kept=self.attention_kept,
-            mlp_tiles=self.mlp_tiles,
-        )
+        values = {field: getattr(self, SHORT_NAMES.get(field, field)) for field in CONFIG_FIELDS}
+        values["layout"] = None if self.layout == "auto" else self.layout
+        return LongContextConfig(**values)
 
     def _check_choice(self, name: str) -> None:
-        choices = get_args(type(self).__annotations__[name])
-        require_choice(name, getattr(self, name), choices)
+        require_choice(name, getattr(self, name), get_args(FIELD_TYPES[name]))
 
     def _check_at_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:
             raise ValueError(f"{name}={getattr(self, name)}: it must be {least} or more.")
+
+
+CONFIG_FIELDS = [field.name for field in dataclasses.fields(LongContextConfig)]
+PARALLELISM = [field.name for field in dataclasses.fields(Parallelism)]
+FIELD_TYPES = {f.name: get_type_hints(Settings)[f.name] for f in dataclasses.fields(Settings)}
 
 
 def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
@@ -182,20 +187,35 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
 
     Raises ValueError for what cannot be right, naming the value, the rule and the fix.
     """
-    file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    file_parser.add_argument("--settings", help="YAML file with these settings; flags win over it")
-    found, flags = file_parser.parse_known_args(arguments)
+    file_parser, found, flags = _settings_file(arguments)
     parser = HfArgumentParser(
         Settings, parents=[file_parser], allow_abbrev=False, prog="longctx_patch.recipes.finetune"
     )
-    if found.settings:
+    if found:
         asked = vars(parser.parse_args(flags))
-        from_file = read_settings_file(Path(found.settings))
+        from_file = read_settings_file(found)
         taken_back = {name for name, opposite in OPPOSITES.items() if asked[opposite]}
         parser.set_defaults(**{k: v for k, v in from_file.items() if k not in taken_back})
     values = vars(parser.parse_args(flags))
     values.pop("settings")
     return Settings(**values)
+
+
+def settings_file(arguments: Sequence[str] | None = None) -> Path | None:
+    """The file that `--settings` names."""
+    return _settings_file(arguments)[1]
+
+
+def _settings_file(
+    arguments: Sequence[str] | None,
+) -> tuple[argparse.ArgumentParser, Path | None, list[str]]:
+    """The parser of `--settings` alone, what it found, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "--settings", type=Path, help="YAML file with these settings; flags win over it"
+    )
+    found, flags = parser.parse_known_args(arguments)
+    return parser, found.settings, flags
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
@@ -208,13 +228,13 @@ def read_settings_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not lines of 'name: value'.")
-    known = Settings.__annotations__
-    unknown = [key for key in content if key not in known]
+    unknown = [key for key in content if key not in FIELD_TYPES]
     if unknown:
+        names, meant = ", ".join(map(str, unknown)), did_you_mean(unknown[0], FIELD_TYPES)
         raise ValueError(
-            f"{path}: unknown settings {', '.join(map(str, unknown))}. Known: {', '.join(known)}."
+            f"{path}: unknown settings {names}. Known: {', '.join(FIELD_TYPES)}.{meant}"
         )
-    return {key: _typed(path, key, value, known[key]) for key, value in content.items()}
+    return {key: _typed(path, key, value, FIELD_TYPES[key]) for key, value in content.items()}
 
 
 def _typed(path: Path, key: str, value: Any, wanted: Any) -> Any:

@@ -16,14 +16,19 @@ import numpy as np
 
 Row = dict[str, list[int]]
 
+TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
+"""Files of tables, and the builder of the package datasets that reads them."""
+CHAT_FIELDS = ("messages", "conversations", "conversation")
+
 NO_TEXT = "no text found: the sources of text hold only empty documents."
 
 
 def read_documents(sources: Sequence[str], text_field: str) -> Iterator[str]:
     """The documents of all sources in order: sources as given, files of a folder or glob sorted.
 
-    A source is a text file, a `.jsonl` file, a folder of such files (searched recursively), a glob,
-    or a datasets folder (`load_from_disk`, or `load_dataset` of a local path with a `train` split).
+    A source is a file (text, `.jsonl`, or `.parquet` and `.arrow`, which the package datasets
+    reads), a folder of such files (searched recursively), a glob, or a datasets folder
+    (`load_from_disk`, or `load_dataset` of a local path with a `train` split).
 
     Raises ValueError where a source matches nothing or a record has no text.
     """
@@ -35,6 +40,8 @@ def read_documents(sources: Sequence[str], text_field: str) -> Iterator[str]:
         for file in _files_of(source):
             if file.suffix == ".jsonl":
                 yield from _jsonl_documents(file, text_field)
+            elif file.suffix in TABLE_FILES:
+                yield from _dataset_documents(file, text_field)
             elif text := _read_text(file):
                 yield text
 
@@ -180,12 +187,31 @@ def _jsonl_documents(file: Path, text_field: str) -> Iterator[str]:
 
 def _text_of(record: Any, text_field: str, place: str) -> Iterator[str]:
     if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise ValueError(
-            f"{place}: no text in field {text_field!r}, there is: {fields}. Give --text-field NAME."
-        )
+        raise ValueError(f"{place}: {_why_no_text(record, text_field)}")
     if record[text_field]:
         yield record[text_field]
+
+
+def _why_no_text(record: Any, text_field: str) -> str:
+    if not isinstance(record, dict):
+        return f"a {type(record).__name__}, not an object with the field {text_field!r}."
+    found = f"no text in field {text_field!r}, there is: {', '.join(record)}."
+    if chat := next((name for name in CHAT_FIELDS if name in record), None):
+        return (
+            f"{found} The recipe learns plain text. Write each conversation as text first, in the "
+            f"field {text_field!r}: tokenizer.apply_chat_template(record[{chat!r}], tokenize=False)"
+            ". To learn the assistant's words alone, make `labels` (-100 elsewhere) for "
+            "SequenceShardCollator in a loop of your own."
+        )
+    if "input_ids" in record:
+        return (
+            f"{found} These rows are tokenised already, and the recipe tokenises text. Give it the "
+            "text, or hand such rows to SequenceShardCollator in a loop of your own."
+        )
+    texts = [name for name, value in record.items() if isinstance(value, str)]
+    if not texts:
+        return f"{found} None of them holds text. Give records with a field of text."
+    return f"{found} Give --text-field NAME, for example --text-field {texts[0]}."
 
 
 def _is_dataset(folder: Path) -> bool:
@@ -194,20 +220,28 @@ def _is_dataset(folder: Path) -> bool:
     return saved or any(folder.rglob("*.parquet")) or any(folder.rglob("*.arrow"))
 
 
-def _dataset_documents(folder: Path, text_field: str) -> Iterator[str]:
+def _dataset_documents(path: Path, text_field: str) -> Iterator[str]:
+    for number, record in enumerate(_load_dataset(path)):
+        yield from _text_of(record, text_field, f"{path}, record {number}")
+
+
+def _load_dataset(path: Path) -> Any:
+    """The records of a dataset's folder or of one of its files; none is copied to a cache."""
     try:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"{folder} is a dataset, which needs the package datasets: pip install datasets"
+            f"{path} is a dataset, which needs the package datasets: pip install datasets"
         ) from error
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        loaded = datasets.load_from_disk(str(folder))
+    if path.is_file():
+        kind = TABLE_FILES[path.suffix]
+        return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        loaded = datasets.load_from_disk(str(path))
     else:
-        loaded = datasets.load_dataset(str(folder))
-    if isinstance(loaded, dict):
-        if "train" not in loaded:
-            raise ValueError(f"{folder} has splits {', '.join(loaded)}: one named train is needed.")
-        loaded = loaded["train"]
-    for number, record in enumerate(loaded):
-        yield from _text_of(record, text_field, f"{folder}, record {number}")
+        loaded = datasets.load_dataset(str(path), streaming=True)
+    if not isinstance(loaded, dict):
+        return loaded
+    if "train" not in loaded:
+        raise ValueError(f"{path} has splits {', '.join(loaded)}: one named train is needed.")
+    return loaded["train"]

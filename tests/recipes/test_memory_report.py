@@ -28,6 +28,7 @@ SHAPE = LlamaConfig(
 
 def settings(**values: Any) -> Settings:
     given = {"model": "m", "output": "out", "text": ["t"], "seq_len": 131072, "full": True}
+    given["dtype"] = "float32"
     return Settings(**{**given, "ulysses": 4, "hardware": "h200", **values})
 
 
@@ -41,14 +42,19 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 138.5 * GIB)
 
 
-def report(config: Any = SHAPE, **values: Any) -> str:
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
-    device = torch.device("cpu")
-    return str(
-        memory_report.out_of_memory(
-            error, settings(**values), config, 4, device, fsdp=True, states_on_host=False
-        )
+def report(config: Any = SHAPE, *, num_gpus: int = 4, **values: Any) -> str:
+    """The message of a run on so many GPUs that ran out of memory."""
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=num_gpus, is_fsdp2=True, state=SimpleNamespace()
     )
+    accelerator.state.fsdp_plugin = SimpleNamespace(cpu_offload=None)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+    with (
+        pytest.raises(memory_report.OutOfMemory) as said,
+        memory_report.explained(settings(**values), config, accelerator),
+    ):
+        raise error
+    return str(said.value)
 
 
 @pytest.mark.usefixtures("on_h200")
@@ -73,12 +79,9 @@ def test_the_flags_are_the_recipes() -> None:
     required = ["--model", "m", "--output", "out", "--text", "t", "--seq-len", "8"]
     found = parse_settings([*required, *words])
     assert (found.lora_rank, found.ulysses, found.checkpoint) == (8, 4, "auto")
-    alone = settings(ulysses=1, checkpoint="none")
-    error = memory_report.out_of_memory(
-        RuntimeError("full"), alone, SHAPE, 1, torch.device("cpu"), fsdp=True, states_on_host=False
-    )
-    assert "--states-on-host" not in str(error)
-    assert "and fsdp_offload_params: true in accelerate.yaml is predicted" in str(error)
+    said = report(num_gpus=1, ulysses=1, checkpoint="none")
+    assert "--states-on-host" not in said
+    assert "and fsdp_offload_params: true in accelerate.yaml is predicted" in said
 
 
 @pytest.mark.usefixtures("on_h200")
@@ -147,12 +150,12 @@ def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     def full(*_: object) -> Callable[[], None]:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def said(error: Exception, **given: Any) -> RuntimeError:
-        assert isinstance(error, torch.OutOfMemoryError)
-        assert given["config"].num_hidden_layers == 4
+    def said(text: str, _: Settings, config: Any, __: Any) -> RuntimeError:
+        assert text == "CUDA out of memory."
+        assert config.num_hidden_layers == 4
         return memory_report.OutOfMemory("Predicted: ...")
 
     monkeypatch.setattr(finetune, "train_step", full)
-    monkeypatch.setattr(finetune, "out_of_memory", said)
+    monkeypatch.setattr(memory_report, "out_of_memory", said)
     with pytest.raises(memory_report.OutOfMemory, match="Predicted"):
         finetune.main(small_run(tmp_path))

@@ -1,5 +1,6 @@
 """Settings from flags and YAML, and what is refused before anything is loaded."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -105,24 +106,21 @@ def test_unknown_and_shortened_flags_end_the_program(capsys: pytest.CaptureFixtu
 
 def test_every_option_was_decided_on() -> None:
     """Adding an option is a decision: extend this list with it."""
-    assert list(Settings.__annotations__) == [
+    assert [field.name for field in fields(Settings)] == [
         *("model", "tokenizer", "text", "text_field", "one_document_per_row", "pack"),
         *("output", "resume"),
         *("seq_len", "rope", "rope_factor", "dtype", "load_in_4bit", "fused_layers"),
-        *("lora", "full"),
-        *("lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
-        *(
-            "ulysses",
-            "ulysses_waves",
-            "ring",
-            "layout",
-            "plan",
-            "backward_plan",
-            "ranks_per_node",
-            "hardware",
-        ),
-        *("kernel", "deterministic", "loss", "checkpoint", "attention_kept", "mlp_tiles"),
-        "skip_rehearsal",
+        *("lora", "full", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
+        *("ulysses", "ring", "ulysses_waves", "layout", "plan", "backward_plan"),
+        *("ranks_per_node", "hardware", "kernel", "deterministic", "checkpoint"),
+        *("attention_kept", "mlp_tiles", "loss", "skip_rehearsal"),
         *("learning_rate", "scheduler", "warmup_steps", "weight_decay", "max_steps"),
         *("batch_size", "gradient_accumulation_steps", "max_grad_norm", "seed", "save_every"),
     ]
+
+
+def test_help_is_the_docstring_of_the_configs_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--ring RING Ranks (or groups of Ulysses ranks) that pass key-value blocks to" in said

@@ -1,0 +1,64 @@
+"""How the recipe is started, and how it ends where it refuses to."""
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+from longctx_patch.recipes.memory_report import OutOfMemory
+
+SECONDS_AFTER_RANK_0 = 5.0
+"""In which the launcher ends the other processes of a machine, if the first refused as well."""
+
+
+def check_launcher(settings_file: Path | None) -> None:
+    """Refuse a run folder without the launcher that reads the accelerate.yaml in it.
+
+    FSDP2 and mixed precision stand in that file alone: torchrun or srun would train copies of the
+    model in float32 and say nothing.
+    """
+    launch_file = settings_file and settings_file.parent / "accelerate.yaml"
+    if not launch_file or not launch_file.is_file():
+        return
+    wanted = yaml.safe_load(launch_file.read_text(encoding="utf-8")) or {}
+    lost = []
+    if wanted.get("distributed_type") == "FSDP" and "ACCELERATE_USE_FSDP" not in os.environ:
+        lost.append("distributed_type: FSDP")
+    precision = wanted.get("mixed_precision", "no")
+    if precision != "no" and "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        lost.append(f"mixed_precision: {precision}")
+    if lost:
+        command = shlex.join(["accelerate", "launch", "--config_file", str(launch_file)])
+        raise ValueError(
+            f"{launch_file} says {' and '.join(lost)}, which only `accelerate launch` reads: "
+            "started by torchrun, srun or python, this run would train whole copies in float32. "
+            f"Start it with `{command} -m longctx_patch.recipes.finetune ...` (under Slurm once on "
+            "each machine, with --machine_rank and --main_process_ip)."
+        )
+
+
+@contextmanager
+def one_message(program: str) -> Iterator[None]:
+    """End the process with a refusal's message in place of a traceback; exit code 1."""
+    try:
+        yield
+    except (ValueError, OutOfMemory) as error:
+        _say(f"{program}: {error}")
+        raise SystemExit(1) from None
+
+
+def _say(message: str) -> None:
+    """Print what every process of a machine may have to say once, and hand it to the launcher."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(SECONDS_AFTER_RANK_0)
+    print(message, file=sys.stderr, flush=True)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # The launcher ends with a summary of what failed, and shows this in it.
+        content = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
