@@ -57,7 +57,9 @@ class PlanOptions:
             seq_len=self.seq_len or SHORT_ROW,
             lora=self.lora,
             lora_rank=self.rank or 16,
-            dtype="nf4" if self.load_in_4bit else self.dtype or weights_dtype(config),
+            dtype="nf4"
+            if self.load_in_4bit
+            else self.dtype or weights_dtype(config, lora=self.lora),
             fsdp=not self.load_in_4bit,
             fused_layers=not self.stock_layers and config.model_type in LIGER_FAMILIES,
         )

@@ -3,12 +3,11 @@
 import dataclasses
 from typing import Any, Literal
 
-import torch
-
 from longctx_patch.choose.advice import advice
 from longctx_patch.choose.search import Result, usable_bytes
 from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.predict.run.cluster import Cluster, parse_cluster
+from longctx_patch.recipes import models
 from longctx_patch.recipes.memory_report import predict_run
 from longctx_patch.recipes.settings import Settings
 
@@ -36,10 +35,11 @@ def cluster_of(
     return dataclasses.replace(cluster, hardware=hardware)
 
 
-def weights_dtype(config: Any) -> Literal["float32", "bfloat16"]:
-    """The dtype that weights are loaded in unless told otherwise: the one that the model's config
-    names where that is bfloat16, else float32."""
-    return "bfloat16" if config.dtype in (torch.bfloat16, "bfloat16") else "float32"
+def weights_dtype(config: Any, *, lora: bool) -> Literal["float32", "bfloat16"]:
+    """The dtype that the recipe loads weights in unless told otherwise; any of 16 bits counts as
+    bfloat16."""
+    wide = models.weights_dtype(config, frozen=lora) == "float32"
+    return "float32" if wide else "bfloat16"
 
 
 def prediction(

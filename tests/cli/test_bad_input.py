@@ -81,7 +81,10 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
         (
             {},
             ["--attention-kept", 0.5, "--checkpoint", "full"],
-            ["attention_kept=0.5 with checkpoint='full'", "policies that keep it: checkpoint='attention'"],
+            [
+                "attention_kept=0.5 with checkpoint='full'",
+                "policies that keep it: checkpoint='attention'",
+            ],
         ),
         ({}, ["--data", "none.txt"], ["--data", "none.txt", "no file"]),
     ],
