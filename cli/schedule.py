@@ -2,18 +2,20 @@
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from longctx_patch.cli.choice import Choice
-from longctx_patch.cli.timeline import check_drawable, draw, time_text
+from longctx_patch.cli.timeline import check_drawable, draw
+from longctx_patch.cli.tokens import Tokens
 from longctx_patch.config import HardwareName, LongContextConfig, PlanName
 
 if TYPE_CHECKING:
     from longctx_patch.plans.generators.setting import Setting
-    from longctx_patch.predict.attention.costs import Prediction, Workload
+    from longctx_patch.predict.attention.costs import Workload
     from longctx_patch.predict.machines import Hardware
 
 ULYSSES = "ulysses"
@@ -21,6 +23,8 @@ ULYSSES = "ulysses"
 
 PLANS = (*get_args(PlanName), ULYSSES)
 DIRECTIONS = ("forward", "backward")
+HEADS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+"""Those of Llama-3.1-8B, where neither a model nor its heads are named."""
 
 
 def _positive(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
@@ -33,23 +37,85 @@ def _number(name: str, help: str, **options: Any) -> Any:
     return click.option(name, type=int, callback=_positive, help=help, **options)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """The options of `longctx schedule`, as click reads them; None where nothing was said."""
+
+    plan: str | None
+    compare: bool
+    ranks: int
+    direction: str | None
+    ulysses: int | None
+    ranks_per_node: int | None
+    heads: int | None
+    kv_heads: int | None
+    head_dim: int | None
+    seq_len: int
+    batch: int
+    document_tokens: int | None
+    window: int | None
+    hardware: HardwareName
+    out: Path | None
+    as_json: bool
+
+    def check(self) -> None:
+        """Raise ValueError for options that exclude each other."""
+        if self.compare == (self.plan is not None):
+            given = f"--compare with --plan {self.plan}" if self.compare else "neither --plan nor"
+            given += "" if self.compare else " --compare"
+            raise ValueError(
+                f"{given}: one of them says what to predict. Use --plan NAME or --compare."
+            )
+        if self.compare and self.out is not None:
+            raise ValueError(
+                f"--compare with --out {str(self.out)!r}: a picture shows one plan. Use --plan "
+                "NAME with --out, or leave --out out."
+            )
+        if self.compare and self.ulysses is not None:
+            raise ValueError(
+                f"--compare with --ulysses {self.ulysses}: the degrees are compared too. Leave "
+                "--ulysses out, or use --plan NAME with it."
+            )
+        if self.out is not None:
+            check_drawable(self.out, self.ranks)
+
+    def workload(self, model: str | None) -> "Workload":
+        """The sizes of one attention layer, of MODEL or as given. Raises ValueError."""
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        if model is not None and given:
+            name, size = next(iter(given.items()))
+            raise ValueError(
+                f"MODEL {model} with --{name.replace('_', '-')} {size}: the heads are the model's. "
+                "Leave one of them out."
+            )
+        heads = HEADS | given if model is None else _heads_of(model)
+        return read_workload(
+            **heads,
+            seq_len=self.seq_len,
+            batch=self.batch,
+            document_tokens=self.document_tokens,
+            window=self.window,
+        )
+
+
 @click.command("schedule")
+@click.argument("model", required=False)
 @click.option("--plan", type=Choice(PLANS), help="The plan to predict.")
 @click.option("--compare", is_flag=True, help="Predict all plans; say which is chosen, and why.")
 @_number("--ranks", "Ranks that share a sequence.", required=True)
 @click.option("--direction", type=Choice(DIRECTIONS), help="[forward; --compare: both]")
 @_number("--ulysses", "Ulysses degree; the plan runs over the other ranks [1].")
 @_number("--ranks-per-node", "Ranks on one machine [as many as the hardware has GPUs].")
-@_number("--heads", "Query heads.", default=32, show_default=True)
-@_number("--kv-heads", "Key-value heads.", default=8, show_default=True)
-@_number("--head-dim", "Size of a head.", default=128, show_default=True)
-@_number("--seq-len", "Tokens of a sequence.", default=131072, show_default=True)
+@_number("--heads", "Query heads, without MODEL [32].")
+@_number("--kv-heads", "Key-value heads, without MODEL [8].")
+@_number("--head-dim", "Size of a head, without MODEL [128].")
+@click.option("--seq-len", type=Tokens(1), default=131072, help="Tokens of a sequence [128K].")
 @_number("--batch", "Sequences.", default=1, show_default=True)
-@_number("--document-tokens", "Rows are packed of documents of so many tokens, about.")
-@_number("--window", "Keys that a token sees at most, itself included.")
+@click.option("--document-tokens", type=Tokens(1), help="Rows hold documents of about so many.")
+@click.option("--window", type=Tokens(1), help="Keys that a token sees at most, with itself.")
 @click.option(
     "--hardware",
-    "hardware_name",
     type=Choice(get_args(HardwareName)),
     default="h100",
     show_default=True,
@@ -57,39 +123,38 @@ def _number(name: str, help: str, **options: Any) -> Any:
 )
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Picture to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-def schedule_command(
-    plan: str | None,
-    compare: bool,
-    ranks: int,
-    direction: str | None,
-    ulysses: int | None,
-    ranks_per_node: int | None,
-    hardware_name: HardwareName,
-    out: Path | None,
-    as_json: bool,
-    **sizes: Any,
-) -> None:
+def schedule_command(model: str | None, **options: Any) -> None:
     """Predict the time, waiting and traffic of one attention layer's schedule, without any GPU.
 
-    With --out, draw who computes and receives what at which time (.png, .svg or .pdf). bfloat16
-    tensors and a causal mask are assumed, within documents and a window if any; lengths of
-    documents are log-normal. docs/explanation/plans.md shows every plan.
+    The layer has the heads of MODEL (a hub name, a folder or a config.json), or those given. With
+    --out, draw who computes and receives what at which time (.png, .svg or .pdf). bfloat16 tensors
+    and a causal mask are assumed, within documents and a window if any; lengths of documents are
+    log-normal. docs/explanation/plans.md shows every plan.
     """
+    asked = ScheduleOptions(**options)
     try:
-        _check_question(plan, compare, ulysses, out)
-        if out is not None:
-            check_drawable(out, ranks)
-        hardware = read_hardware(hardware_name, ranks_per_node)
-        workload = read_workload(**sizes)
-        if plan is None:
-            _compare(workload, hardware, ranks, direction, as_json)
+        asked.check()
+        hardware = read_hardware(asked.hardware, asked.ranks_per_node)
+        workload = asked.workload(model)
+        if asked.plan is None:
+            _compare(asked, workload, hardware)
         else:
-            if plan == "burst" and direction != "backward":
+            if asked.plan == "burst" and asked.direction != "backward":
                 click.echo("burst is a plan of backward; its forward is the zigzag ring.", err=True)
-            setting = make_setting(plan, ranks, ulysses, workload, hardware)
-            _predict(setting, direction or "forward", workload, hardware, out, as_json)
+            setting = make_setting(asked.plan, asked.ranks, asked.ulysses, workload, hardware)
+            _predict(asked, setting, workload, hardware)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
+
+
+def _heads_of(model: str) -> dict[str, int]:
+    """The heads of a model, from its config."""
+    from longctx_patch.hf.model.load import load_model_config
+
+    config: Any = load_model_config(model)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {"heads": heads, "kv_heads": config.num_key_value_heads, "head_dim": head_dim}
 
 
 def make_setting(
@@ -156,33 +221,6 @@ def read_workload(
     )
 
 
-def describe(workload: "Workload", hardware: "Hardware") -> str:
-    """What was assumed, on one line."""
-    batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
-    heads = f"{workload.num_heads} / {workload.num_kv_heads} heads of {workload.head_dim}"
-    seen = f", {len(workload.lengths)} documents" if len(workload.lengths) > 1 else ""
-    seen += f", a window of {workload.window:,}" if workload.window else ""
-    return f"{batch}{workload.num_tokens:,} tokens{seen}, {heads}, bfloat16, {hardware.name}"
-
-
-def _check_question(plan: str | None, compare: bool, ulysses: int | None, out: Path | None) -> None:
-    if compare == (plan is not None):
-        given = f"--compare with --plan {plan}" if compare else "neither --plan nor --compare"
-        raise ValueError(
-            f"{given}: one of them says what to predict. Use --plan NAME or --compare."
-        )
-    if compare and out is not None:
-        raise ValueError(
-            f"--compare with --out {str(out)!r}: a picture shows one plan. Use --plan NAME with "
-            "--out, or leave --out out."
-        )
-    if compare and ulysses is not None:
-        raise ValueError(
-            f"--compare with --ulysses {ulysses}: the degrees are compared too. Leave --ulysses "
-            "out, or use --plan NAME with it."
-        )
-
-
 def _inner_ring(ring: int, ulysses: int, hardware: "Hardware") -> int:
     """Ring ranks of a machine, in which Ulysses ranks are consecutive."""
     per_node = hardware.gpus_per_node
@@ -197,75 +235,38 @@ def _inner_ring(ring: int, ulysses: int, hardware: "Hardware") -> int:
 
 
 def _predict(
-    setting: "Setting",
-    direction: str,
-    workload: "Workload",
-    hardware: "Hardware",
-    out: Path | None,
-    as_json: bool,
+    asked: ScheduleOptions, setting: "Setting", workload: "Workload", hardware: "Hardware"
 ) -> None:
+    from longctx_patch.cli.schedule_report import describe, render
     from longctx_patch.plans import Direction
     from longctx_patch.predict.attention.costs import predict
 
+    direction = Direction(asked.direction or "forward")
     prediction = predict(
-        setting, Direction(direction), workload, hardware, with_timeline=out is not None
+        setting, direction, workload, hardware, with_timeline=asked.out is not None
     )
     caption = describe(workload, hardware)
-    if out is not None:
-        draw(prediction, out, caption=caption)
-        click.echo(f"Drawn to {out}", err=True)
-    if as_json:
+    if asked.out is not None:
+        draw(prediction, asked.out, caption=caption)
+        click.echo(f"Drawn to {asked.out}", err=True)
+    if asked.as_json:
         click.echo(json.dumps(prediction.as_json(), allow_nan=False))
     else:
         click.echo(render(prediction, caption))
 
 
-def _compare(
-    workload: "Workload", hardware: "Hardware", ranks: int, direction: str | None, as_json: bool
-) -> None:
+def _compare(asked: ScheduleOptions, workload: "Workload", hardware: "Hardware") -> None:
     from longctx_patch.choose.compare import compare
+    from longctx_patch.cli.schedule_report import describe
     from longctx_patch.plans import Direction
 
-    directions = [Direction(name) for name in ([direction] if direction else DIRECTIONS)]
-    comparison = compare(workload, hardware, ranks, directions)
-    if as_json:
+    names = [asked.direction] if asked.direction else DIRECTIONS
+    comparison = compare(workload, hardware, asked.ranks, [Direction(name) for name in names])
+    if asked.as_json:
         rows = [row.as_json() for row in comparison.rows]
         click.echo(json.dumps(rows, allow_nan=False))
     else:
-        click.echo(f"{describe(workload, hardware)}, {ranks} ranks\n\n{comparison}")
-
-
-def render(prediction: "Prediction", caption: str) -> str:
-    """A few lines for people."""
-    from longctx_patch.cli.units import size_text
-
-    degrees = f"Ulysses {prediction.ulysses_degree}, " if prediction.ulysses_degree > 1 else ""
-    rows = [
-        ("makespan", time_text(prediction.makespan_s), ""),
-        ("idle", f"{100 * prediction.idle_fraction:.1f} %", "of rank-time, if only FLOPs counted"),
-        ("exposed", time_text(prediction.exposed_communication_s), "gone if messages took no time"),
-        ("sent", _range([size_text(n) for n in _ends(prediction.bytes_sent_per_rank)]), "per rank"),
-        ("messages", _range([str(n) for n in _ends(prediction.messages_per_rank)]), "per rank"),
-        ("buffers", size_text(prediction.peak_buffer_bytes), "at most"),
-    ]
-    width = max(len(value) for _, value, _ in rows)
-    return "\n".join(
-        [
-            f"{prediction.plan} {prediction.direction.value} over {prediction.ranks} ranks "
-            f"({degrees}{prediction.layout} tokens)",
-            caption,
-            "",
-            *(f"{name:<9} {value:>{width}}  {why}".rstrip() for name, value, why in rows),
-        ]
-    )
-
-
-def _ends(values: tuple[int, ...]) -> tuple[int, int]:
-    return min(values), max(values)
-
-
-def _range(ends: list[str]) -> str:
-    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+        click.echo(f"{describe(workload, hardware)}, {asked.ranks} ranks\n\n{comparison}")
 
 
 def _divisors(number: int) -> list[int]:

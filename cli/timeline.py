@@ -93,11 +93,11 @@ def make_figure(prediction: "Prediction", caption: str) -> "Figure":
 
 
 def headline(prediction: "Prediction") -> str:
-    """Idle share, makespan and exposed communication, for the picture and the summary."""
+    """Makespan and waiting, for the picture."""
     return (
         f"makespan {time_text(prediction.makespan_s)}   ·   "
-        f"idle by work {100 * prediction.idle_fraction:.1f} %   ·   "
-        f"exposed communication {time_text(prediction.exposed_communication_s)}"
+        f"waiting {prediction.waiting_fraction:.1%} of the GPUs' time   ·   "
+        f"waiting for messages {time_text(prediction.exposed_communication_s)}"
     )
 
 

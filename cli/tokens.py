@@ -16,11 +16,14 @@ class Tokens(click.ParamType[int]):
 
     name = "tokens"
 
+    def __init__(self, least: int = 2) -> None:
+        self.least = least
+
     def convert(self, value: object, param: object, ctx: object) -> int:
         match = re.fullmatch(NUMBER, str(value).strip(), re.IGNORECASE)
         if match is None:
             self.fail(f"{value!r}: write tokens as 131072, 128K or 1M.")
         number = Fraction(re.sub("[,_]", "", match[1])) * UNITS.get(match[2].lower(), 1)
-        if number.denominator != 1 or not 2 <= number <= MOST_TOKENS:
-            self.fail(f"{value!r}: a row has a whole number of tokens, 2 to {MOST_TOKENS:,}.")
+        if number.denominator != 1 or not self.least <= number <= MOST_TOKENS:
+            self.fail(f"{value!r}: give a whole number of tokens, {self.least} to {MOST_TOKENS:,}.")
         return int(number)

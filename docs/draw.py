@@ -6,7 +6,8 @@ Each is what `longctx schedule --out` draws, at a lower resolution.
 import sys
 from pathlib import Path
 
-from longctx_patch.cli.schedule import describe, make_setting, read_hardware, read_workload
+from longctx_patch.cli.schedule import make_setting, read_hardware, read_workload
+from longctx_patch.cli.schedule_report import describe
 from longctx_patch.cli.timeline import check_drawable, draw
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import predict

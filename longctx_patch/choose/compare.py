@@ -165,15 +165,26 @@ def _why_not(candidate: _Candidate, winner: _Candidate, allowed: frozenset[int] 
 def _why_slower(candidate: _Candidate, winner: _Candidate) -> str:
     mine, best = candidate.prediction, winner.prediction
     sends, ratio = _sends(candidate, winner)
-    waits_s = mine.exposed_communication_s - best.exposed_communication_s
     # Ranks that share next to nothing don't wait for each other in each step.
     if mine.plan != SPARSE_PLAN and mine.idle_fraction > best.idle_fraction + TIE:
         why = f"idle for {mine.idle_fraction:.0%} of the time"
-    elif waits_s > (mine.makespan_s - best.makespan_s) / 2:
-        why = f"waits {waits_s * 1e3:.1f} ms longer for messages"
     else:
-        why = "kernels, copies or the CPU take longer"
+        longer_s = {
+            "waits {} longer for messages": mine.exposed_communication_s
+            - best.exposed_communication_s,
+            "its kernels take {} longer": mine.kernel_s - best.kernel_s,
+            "copying and adding takes {} longer": mine.copy_s - best.copy_s,
+            "waits {} longer for the CPU or other ranks": _waits_else_s(mine) - _waits_else_s(best),
+        }
+        words, seconds = max(longer_s.items(), key=lambda cause: cause[1])
+        why = words.format(f"{seconds * 1e3:.1f} ms")
     return f"{why}, {sends}" if ratio > 1.2 else why
+
+
+def _waits_else_s(prediction: Prediction) -> float:
+    """Seconds in which a GPU waits for something other than messages."""
+    waits_s = prediction.waiting_fraction * prediction.makespan_s
+    return waits_s - prediction.exposed_communication_s
 
 
 def _why_not_tied(candidate: _Candidate, winner: _Candidate, allowed: frozenset[int] | None) -> str:

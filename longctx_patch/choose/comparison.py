@@ -10,8 +10,14 @@ from longctx_patch.predict.attention.costs import Prediction
 
 _NOTE = (
     f"As fast: within {TIE:.1%}; then the larger Ulysses degree wins, then fewer bytes. Forward "
-    "and backward share degrees and layout. MiB: sent is the mean of the ranks, buffers the "
-    "largest."
+    "and backward share degrees and layout. Exposed: time lost to waiting for messages. Imbalance: "
+    "time in which ranks would wait for the busiest one, by FLOPs alone; waiting: time in which "
+    "GPUs do wait, for messages, other ranks or the CPU. MiB: sent is the mean of the ranks, "
+    "buffers the largest."
+)
+_HEADER = (
+    *("plan", "direction", "time", "exposed", "imbalance", "waiting"),
+    *("MiB sent", "MiB buffers", "why"),
 )
 
 
@@ -34,13 +40,12 @@ class Comparison:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        header = ("plan", "direction", "time", "exposed", "idle", "MiB sent", "MiB buffers", "why")
-        table: list[tuple[str, ...]] = [header]
+        table: list[tuple[str, ...]] = [_HEADER]
         for row, after in zip(self.rows, (*self.rows[1:], None), strict=True):
             table.append(_columns(row))
             if after is not None and after.prediction.direction is not row.prediction.direction:
-                table.append(("",) * len(header))
-        widths = [max(len(line[i]) for line in table) for i in range(len(header))]
+                table.append(("",) * len(_HEADER))
+        widths = [max(len(line[i]) for line in table) for i in range(len(_HEADER))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in table
@@ -72,7 +77,8 @@ def _columns(row: Row) -> tuple[str, ...]:
         found.direction.value,
         f"{found.makespan_s * 1e3:.2f} ms",
         f"{found.exposed_communication_s * 1e3:.2f} ms",
-        f"{found.idle_fraction:.1%}",
+        "-" if found.plan == SPARSE_PLAN else f"{found.idle_fraction:.1%}",
+        f"{found.waiting_fraction:.1%}",
         f"{sum(found.bytes_sent_per_rank) / found.ranks / 2**20:,.0f}",
         f"{found.peak_buffer_bytes / 2**20:,.0f}",
         row.reason,

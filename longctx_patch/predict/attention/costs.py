@@ -95,7 +95,15 @@ class Prediction:
     layout: str
     makespan_s: float
     idle_fraction: float
-    """Share of rank-time without work, if only attention's FLOPs counted."""
+    """Imbalance: share of rank-time without work, if only attention's FLOPs counted and each step
+    took as long as its busiest rank. The ranks of a `halo` plan don't go step by step, and it says
+    nothing of them."""
+    kernel_s: float
+    """Mean of the ranks' seconds in attention's kernels."""
+    copy_s: float
+    """Mean of the ranks' seconds of copying and adding."""
+    waiting_fraction: float
+    """Share of the GPUs' time in which they neither compute nor copy."""
     exposed_communication_s: float
     """What the makespan would lose if messages took no time."""
     bytes_sent_per_rank: tuple[int, ...]
@@ -151,6 +159,8 @@ def predict(
     busiest = max(cut.size for cut in split.query)
     mean = workload.num_heads / setting.ulysses_degree
     makespan_s = max(on_device_s, on_host_s)
+    kernel_s = sum(ring.kernel_s for ring in rings) / len(rings)
+    copy_s = sum(ring.copy_s for ring in rings) / len(rings) + before.copy_s + after.copy_s
     messages_s = before.travel_s + slowest.exposed_communication_s + after.travel_s
     return Prediction(
         plan=setting.name(direction),
@@ -160,6 +170,9 @@ def predict(
         layout=setting.layout,
         makespan_s=makespan_s,
         idle_fraction=1 - (1 - slowest.idle_fraction) * mean / busiest,
+        kernel_s=kernel_s,
+        copy_s=copy_s,
+        waiting_fraction=max(0.0, 1 - (kernel_s + copy_s) / makespan_s),
         exposed_communication_s=makespan_s - max(on_device_s - messages_s, on_host_s),
         bytes_sent_per_rank=tuple(traffic.bytes for traffic in sent),
         messages_per_rank=tuple(traffic.messages for traffic in sent),
@@ -259,6 +272,8 @@ def _one_after_another(rings: Sequence[Simulation]) -> Simulation:
             makespan_s=span,
             host_s=whole.host_s + ring.host_s,
             idle_fraction=1 - busy / span if span else 0.0,
+            kernel_s=whole.kernel_s + ring.kernel_s,
+            copy_s=whole.copy_s + ring.copy_s,
             exposed_communication_s=whole.exposed_communication_s + ring.exposed_communication_s,
             bytes_sent=tuple(map(add, whole.bytes_sent, ring.bytes_sent)),
             messages=tuple(map(add, whole.messages, ring.messages)),

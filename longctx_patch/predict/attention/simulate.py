@@ -44,6 +44,10 @@ class Simulation:
     """What the CPU of the busiest rank takes to start it all, which goes on beside the device."""
     idle_fraction: float
     """Share of rank-time without work, if a step took as long as its busiest rank's area."""
+    kernel_s: float
+    """Mean of the ranks' seconds in which the device runs attention's kernels."""
+    copy_s: float
+    """Mean of the ranks' seconds in which the device copies and adds."""
     exposed_communication_s: float
     """What the makespan would lose if links took no time."""
     bytes_sent: tuple[int, ...]
@@ -87,6 +91,7 @@ class _Player:
         self.ranks_per_node = ranks_per_node
         self.spans: list[Span] | None = [] if with_spans else None
         self.device_s, self.host_s = np.zeros((2, self.num_ranks))
+        self.kernel_s, self.copy_s = np.zeros((2, self.num_ranks))
         self.sent, self.messages = np.zeros((2, self.num_ranks), dtype=np.int64)
         self.memory = _Memory(self.num_ranks)
         self.packing = Packing(self.num_ranks)
@@ -101,7 +106,8 @@ class _Player:
         sizes = [self.charges.sizes(moves) for moves in stage.moves]
         self.host_s += self._host_messages([m for m in stage.moves if m.operand.is_input])
         self.host_s += self._host_messages([m for m in stage.moves if not m.operand.is_input])
-        posted = np.maximum(self.device_s, self.host_s) + self._pack(stage.moves, sizes)
+        packing = self._pack(stage.moves, sizes)
+        posted = np.maximum(self.device_s, self.host_s) + packing
         arrived = self._travel(stage.moves, sizes, posted)
         computed = self._compute(stage, posted, self._disturbed(stage.moves, sizes))
         landing = self._sum_by(
@@ -109,14 +115,17 @@ class _Player:
             [self.charges.landing_seconds(*pair) for pair in zip(stage.moves, sizes, strict=True)],
         )
         self.device_s = np.maximum(np.maximum(computed, self.host_s), arrived) + landing
+        self.copy_s += packing + landing
         self.summed_rows += self._landed_rows(stage.moves)
         self._count(stage, sizes)
 
     def finish_s(self) -> float:
         """When the last rank is done."""
+        return float((np.maximum(self.device_s, self.host_s) + self._closing_s()).max())
+
+    def _closing_s(self) -> Floats:
         rows = np.minimum(self.summed_rows, self.charges.pieces.sizes)
-        finish = np.maximum(self.device_s, self.host_s) + self.charges.closing_seconds(rows)
-        return float(finish.max())
+        return self.charges.closing_seconds(rows)
 
     def result(self, unhindered_s: float) -> Simulation:
         rank_area = self.busiest_area * self.num_ranks
@@ -124,6 +133,8 @@ class _Player:
             makespan_s=self.finish_s(),
             host_s=float(self.host_s.max()),
             idle_fraction=1 - self.total_area / rank_area if rank_area else 0.0,
+            kernel_s=float(self.kernel_s.mean()),
+            copy_s=float((self.copy_s + self._closing_s()).mean()),
             exposed_communication_s=max(0.0, self.finish_s() - unhindered_s),
             bytes_sent=tuple(self.sent.tolist()),
             messages=tuple(self.messages.tolist()),
@@ -191,6 +202,8 @@ class _Player:
         self.host_s += self._sum_by(ranks, [self.charges.host_seconds(w) for w in stage.works])
         lost = self.hardware.overlap_slowdown * np.minimum(kernels, disturbed)
         computed = posted + prepared + kernels + lost + added
+        self.kernel_s += kernels + lost
+        self.copy_s += prepared + added
         for works in stage.works if self.spans is not None else ():
             self._record(works, posted, computed)
         return computed
