@@ -45,10 +45,19 @@ def parse_row(row: Mapping[str, Any], number: int) -> Row:
             f"row {number} has {has}: each row is a mapping with input_ids. Tokenise first."
         )
     if unknown := sorted(set(row) - _KEYS):
+        masks = [name for name in unknown if name.endswith(("assistant_masks", "completion_mask"))]
+        fix = (
+            "Give the boundaries of packed documents as seq_lengths, a list of their lengths; "
+            "positions and masks follow from it."
+        )
+        if masks:
+            fix = (
+                f"Make labels of {masks[0]}: the token ids where it is 1, and {IGNORE_INDEX} "
+                "where it is 0, for tokens without loss."
+            )
         raise ValueError(
             f"row {number} has {', '.join(unknown)}, which would be dropped: a row has "
-            f"{', '.join(sorted(_KEYS))}. Give the boundaries of packed documents as "
-            "seq_lengths, a list of their lengths; positions and masks follow from it."
+            f"{', '.join(sorted(_KEYS))}. {fix}"
         )
     ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
     given = row.get("labels")

@@ -17,17 +17,10 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf.call.ahead import ahead
-from longctx_patch.hf.call.decoder_call import prepare_call
+from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.fire_check import FireCheck, FirstStep
 from longctx_patch.hf.call.row import MaskFactory
-from longctx_patch.hf.call.sharded import (
-    LayerKind,
-    ShardedCall,
-    key_of,
-    planned_call,
-    sharded_attention,
-    with_whole_router_logits,
-)
+from longctx_patch.hf.call.sharded import sharded_attention, with_whole_router_logits
 from longctx_patch.hf.layers.checkpointing import Checkpointing, LayerCheckpoints
 from longctx_patch.hf.layers.mlp_tiles import bind_mlps, tiles_of_layers
 from longctx_patch.hf.loss.lm_head import bind_head, bind_passes
@@ -45,14 +38,18 @@ class PatchHandle:
     """A patched model; `unpatch` makes it what it was."""
 
     model: PreTrainedModel
-    group: SequenceGroup
-    mask: MaskFactory | None = None
+    _calls: DecoderCalls = field(repr=False)
     _undo: list[Callable[[], None]] = field(repr=False, default_factory=list)
-    _first_step: FirstStep = field(repr=False, kw_only=True)
-    _checkpoints: LayerCheckpoints = field(repr=False, kw_only=True)
-    _seen: set[LayerKind] = field(repr=False, default_factory=set)
-    _prepared: dict[bytes, ShardedCall] = field(repr=False, default_factory=dict)
-    """Calls with their plans, made ahead."""
+
+    @property
+    def group(self) -> SequenceGroup:
+        """The ranks that share a sequence, as this one sees them."""
+        return self._calls.group
+
+    @property
+    def mask(self) -> MaskFactory | None:
+        """The function that was given to `patch`, asked once for each length."""
+        return self._calls.mask
 
     @property
     def config(self) -> LongContextConfig:
@@ -66,7 +63,11 @@ class PatchHandle:
     @property
     def first_step(self) -> FireCheck | None:
         """What the first sharded training step has run and sent."""
-        return self._first_step.check
+        return self._calls.first_step.check
+
+    @property
+    def _checkpoints(self) -> LayerCheckpoints:
+        return self._calls.checkpoints
 
     @property
     def checkpointing(self) -> Checkpointing:
@@ -108,14 +109,11 @@ class PatchHandle:
         try:
             yield from ahead(batches, self._make_plans, depth=depth)
         finally:
-            self._prepared.clear()
+            self._calls.prepared.clear()
 
     def _make_plans(self, batch: Mapping[str, Any]) -> None:
-        shard = batch.get(SHARD_KEY)
-        if shard is not None:
-            call = planned_call(self.group, shard, self.mask, self._seen)
-            if call is not None:
-                self._prepared[key_of(shard)] = call
+        if batch.get(SHARD_KEY) is not None:
+            self._calls.make_plans(batch[SHARD_KEY])
 
     def unpatch(self) -> None:
         """Restore attention implementation, loss, hooks, MLPs and checkpointing. Once only.
@@ -137,11 +135,11 @@ def patch(
     does that) and before DDP, FSDP or torch.compile wrap the model. Adapters may be added before
     or after.
 
-    A sharded batch gives what belongs to this rank: `out.loss` is its share of the loss, and
-    `out.logits` are of its tokens, in the order of its shard. With labels there are none, since
-    they would fill the memory; leave out labels, or use `loss="logits"`, to have them. Gradients
-    are right once they are averaged over all ranks, which DDP and FSDP do; go backward once, or use
-    `loss="logits"`.
+    A sharded batch gives what belongs to this rank: `out.loss` is its share of the loss (average it
+    over the ranks to report it), and `out.logits` are of its tokens, in the order of its shard.
+    With labels there are no logits, since they would fill the memory; leave out labels, or use
+    `loss="logits"`, to have them. Gradients are right once they are averaged over all ranks, which
+    DDP and FSDP do; go backward once, or use `loss="logits"`.
 
     Args:
         model: for causal language modelling, of a family that `longctx families` lists as
@@ -149,10 +147,9 @@ def patch(
         config: degrees, layout, plan, kernel, checkpoint policy, MLP tiles and loss; the same on
             every rank.
         mask: for other than causal attention, a function from the length of a padded row to its
-            `Mask` (`longctx_patch.masks`: block-sparse, prefix, bidirectional, any
-            function), which is asked once for each length. Documents and sliding windows restrict
-            it further (a window only looks back: later keys that the mask allows stay). Whole rows,
-            and so `generate`, are refused then.
+            `Mask` (`longctx_patch.masks` has block-sparse ones, prefixes and more). Documents and
+            sliding windows restrict it further (a window only looks back: later keys that the mask
+            allows stay). Whole rows, and so `generate`, are refused then.
 
     The first training step proves that attention crossed the ranks as planned, or raises
     `SequenceParallelismError`.
@@ -172,25 +169,33 @@ def patch(
     """
     transformers_api.check_version()
     base = transformers_api.causal_lm(model)
-    stock = _check(model, base, config, mask)
-    group = make_sequence_group(config)
-    # A mask is made once for each length: the function may look at every pair.
-    made_once = None if mask is None else lru_cache(maxsize=8)(mask)
-    checkpoints = LayerCheckpoints(base, config.checkpoint, config.attention_kept)
-    handle = PatchHandle(
-        base,
-        group,
-        made_once,
-        _first_step=FirstStep(base, group, checkpoints),
-        _checkpoints=checkpoints,
-    )
-    handle._undo.append(handle.group.close)
+    stock = _checked_attention(base)
+    _check_loss_and_weights(base)
+    _check_arguments(config, mask)
+    check_model_config(base.config, config)
+    check_modules(model, transformers_api.attention_modules(base))
+    handle = _unbound_handle(base, config, mask)
     try:
         _bind(handle, stock)
     except BaseException:
         handle.unpatch()
         raise
     return handle
+
+
+def _unbound_handle(
+    base: PreTrainedModel, config: LongContextConfig, mask: MaskFactory | None
+) -> PatchHandle:
+    group = make_sequence_group(config)
+    checkpoints = LayerCheckpoints(base, config.checkpoint, config.attention_kept)
+    calls = DecoderCalls(
+        group=group,
+        # Made once for each length: the function may look at every pair.
+        mask=None if mask is None else lru_cache(maxsize=8)(mask),
+        first_step=FirstStep(base, group, checkpoints),
+        checkpoints=checkpoints,
+    )
+    return PatchHandle(base, calls, [group.close])
 
 
 def _bind(handle: PatchHandle, stock: str) -> None:
@@ -208,8 +213,8 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(handle._checkpoints.bind())
 
 
-def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig, mask: object) -> str:
-    """Refuse what can't work; return the stock attention implementation."""
+def _checked_attention(base: PreTrainedModel) -> str:
+    """The name of the model's stock attention, which the patch can stand in for."""
     stock = transformers_api.attention_implementation(base)
     if stock in transformers_api.NAME_OVER_STOCK.values():
         raise ValueError(
@@ -217,23 +222,30 @@ def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig, m
             "If it is another model, it shares its config object with a patched one: build it from "
             "copy.deepcopy(config)."
         )
-    if transformers_api.has_own_loss(base):
-        raise ValueError(
-            "the model has a loss_function of its own, which the patch would replace: it knows "
-            "nothing of shards. Compute your loss from the logits instead, by the law in "
-            "longctx_patch/loss.py, or leave model.loss_function as it was."
-        )
-    if getattr(base, "_tp_size", None) not in (None, 1):
-        raise ValueError(
-            f"the model is tensor parallel over {base._tp_size} ranks: attention heads would be "
-            "cut twice. Load it without tp_plan."
-        )
     if stock not in transformers_api.NAME_OVER_STOCK:
         raise ValueError(
             f"attn_implementation={stock!r}: outside sharded calls the model keeps its own "
             f"attention, which must be one of {', '.join(transformers_api.NAME_OVER_STOCK)}. "
             "Call model.set_attn_implementation('sdpa') first."
         )
+    return stock
+
+
+def _check_loss_and_weights(base: PreTrainedModel) -> None:
+    if transformers_api.has_own_loss(base):
+        raise ValueError(
+            "the model has a loss_function of its own, which the patch would replace: it knows "
+            "nothing of shards. Compute your loss from the logits instead, by the law in "
+            "longctx_patch/loss/law.py, or leave model.loss_function as it was."
+        )
+    if getattr(base, "_tp_size", None) not in (None, 1):
+        raise ValueError(
+            f"the model is tensor parallel over {base._tp_size} ranks: attention heads would be "
+            "cut twice. Load it without tp_plan."
+        )
+
+
+def _check_arguments(config: LongContextConfig, mask: object) -> None:
     if mask is not None and not callable(mask):
         raise ValueError(
             f"mask is a {type(mask).__name__}: give a function from the length of a padded row to "
@@ -243,26 +255,13 @@ def _check(model: nn.Module, base: PreTrainedModel, config: LongContextConfig, m
         raise ValueError(
             f"kernel={config.kernel!r}: choose auto or one of {', '.join(available())}."
         )
-    check_model_config(base.config, config)
-    check_modules(model, transformers_api.attention_modules(base))
-    return stock
 
 
 def _bind_decoder(handle: PatchHandle, loss: ShardLoss) -> Callable[[], None]:
     def before_decoder(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, prepare_call(
-            handle.group,
-            decoder,
-            args,
-            dict(kwargs),
-            mask_factory=handle.mask,
-            seen=handle._seen,
-            prepared=handle._prepared,
-            first_step=handle._first_step,
-            checkpoints=handle._checkpoints,
-        )
+        return args, handle._calls.arguments(decoder, args, kwargs)
 
     def after_decoder(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
@@ -276,14 +275,4 @@ def _bind_decoder(handle: PatchHandle, loss: ShardLoss) -> Callable[[], None]:
         loss.has_router_loss = bool(getattr(outputs, "router_logits", None))
         return with_whole_router_logits(outputs, call)
 
-    decoder = handle.model.get_decoder()
-    hooks = (
-        decoder.register_forward_pre_hook(before_decoder, with_kwargs=True),
-        decoder.register_forward_hook(after_decoder, with_kwargs=True),
-    )
-
-    def remove() -> None:
-        for hook in hooks:
-            hook.remove()
-
-    return remove
+    return transformers_api.hook(handle.model.get_decoder(), before_decoder, after_decoder)

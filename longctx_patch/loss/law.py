@@ -1,4 +1,4 @@
-"""The loss law, in one place.
+"""The loss law: the one place where a loss is scaled.
 
 With `N` valid tokens in the whole step (all data-parallel replicas, all shards of a sequence, all
 accumulation steps) and gradients averaged over `W` ranks, each rank's loss is
@@ -10,6 +10,7 @@ A rank without a valid token contributes an exact zero, and so does a step witho
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,49 +21,82 @@ IGNORE_INDEX = -100
 """Label of a token that has no loss, as in transformers and torch."""
 
 
-def sequence_parallel_loss(
-    logits: Tensor,
+@dataclass(frozen=True)
+class Scale:
+    """W / N of one forward pass."""
+
+    num_valid_tokens: int | Tensor
+    """N, the same on every rank."""
+    num_averaged_ranks: int
+    """W, over which DDP or FSDP averages gradients."""
+
+    def loss(self, token_sum: Tensor) -> Tensor:
+        """This rank's loss from the sum over its own tokens: a scalar of the sum's dtype."""
+        count = self.num_valid_tokens
+        if isinstance(count, Tensor):
+            count = count.to(token_sum.device).reshape(()).clamp(min=1)
+        else:
+            count = max(count, 1)
+        return token_sum / count * self.num_averaged_ranks
+
+    def router_share(self, *, group_labels: int, group_ranks: int) -> float:
+        """The factor of a router's loss, which each rank of a group computes over all its tokens.
+
+        Over the batches of a step these losses add up to their mean, weighted by valid tokens.
+        """
+        replicas = self.num_averaged_ranks / group_ranks
+        return replicas * group_labels / max(1, int(self.num_valid_tokens))
+
+
+def scale_of(
     shift_labels: Tensor,
     *,
-    num_valid_tokens: int | Tensor,
-    num_averaged_ranks: int,
-) -> Tensor:
-    """This rank's cross-entropy by the loss law: a scalar, float32 (float64 for float64 logits).
+    group_labels: int,
+    group_ranks: int,
+    num_valid_tokens: int | Tensor | None,
+    training: bool,
+) -> Scale:
+    """The scale of a pass over a shard; collective in training without `num_valid_tokens`.
+
+    In evaluation without it each sequence group counts for itself: the mean over its ranks is the
+    loss of its batch, and replicas may have different numbers of batches.
+
+    Args:
+        shift_labels: this rank's labels, on the device where the count travels.
+        group_labels: valid tokens of the sequence group in this pass.
+        group_ranks: how many ranks share the sequence.
+        num_valid_tokens: valid tokens of the whole step over all processes, if the caller knows.
+        training: the model's mode.
+    """
+    if num_valid_tokens is not None:
+        return Scale(num_valid_tokens, _world_size())
+    if training:
+        return Scale(_all_valid_tokens(shift_labels), _world_size())
+    return Scale(group_labels, group_ranks)
+
+
+def sum_of_token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
+    """Sum of cross-entropies: a scalar, float32 (float64 for float64 logits).
 
     Args:
         logits: `[B, L, V]` of this rank's tokens, any float dtype.
         shift_labels: `[B, L]` int64, already shifted over the whole sequence: the label of a
             position is the token after it. `IGNORE_INDEX` marks tokens without loss.
-        num_valid_tokens: N, the same on every rank.
-        num_averaged_ranks: W, over which DDP or FSDP averages gradients.
     """
-    token_sum = F.cross_entropy(
+    return F.cross_entropy(
         logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2),
         shift_labels.to(logits.device).flatten(),
         ignore_index=IGNORE_INDEX,
         reduction="sum",
     )
-    return share_of_loss(
-        token_sum, num_valid_tokens=num_valid_tokens, num_averaged_ranks=num_averaged_ranks
-    )
 
 
-def share_of_loss(
-    token_sum: Tensor, *, num_valid_tokens: int | Tensor, num_averaged_ranks: int
-) -> Tensor:
-    """This rank's loss by the loss law, from the sum over its own tokens: a scalar of its dtype."""
-    if isinstance(num_valid_tokens, Tensor):
-        count = num_valid_tokens.to(token_sum.device).reshape(()).clamp(min=1)
-        return token_sum / count * num_averaged_ranks
-    return token_sum / max(num_valid_tokens, 1) * num_averaged_ranks
-
-
-def averaged_ranks() -> int:
+def _world_size() -> int:
     """W: DDP and FSDP average over all processes, data-parallel replicas and shards alike."""
     return dist.get_world_size() if _is_distributed() else 1
 
 
-def all_valid_tokens(shift_labels: Tensor) -> Tensor:
+def _all_valid_tokens(shift_labels: Tensor) -> Tensor:
     """N of one forward: valid labels of all processes, int64 scalar on the labels' device."""
     count = (shift_labels != IGNORE_INDEX).sum()
     if _is_distributed():

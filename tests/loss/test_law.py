@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from longctx_patch.loss.law import count_valid_tokens, sequence_parallel_loss
+from longctx_patch.loss.law import Scale, count_valid_tokens, sum_of_token_losses
 
 
 def test_shards_add_up_to_the_mean() -> None:
@@ -9,9 +9,7 @@ def test_shards_add_up_to_the_mean() -> None:
     labels = torch.tensor([[1, -100, 2, 3, -100, -100, 0, 4, 1, -100]])
     wanted = torch.nn.functional.cross_entropy(logits[0], labels[0])
     parts = [
-        sequence_parallel_loss(
-            logits[:, cut], labels[:, cut], num_valid_tokens=6, num_averaged_ranks=2
-        )
+        Scale(6, 2).loss(sum_of_token_losses(logits[:, cut], labels[:, cut]))
         for cut in (slice(0, 3), slice(3, 10))
     ]
     assert torch.stack(parts).mean().item() == pytest.approx(wanted.item(), rel=1e-12)
@@ -21,7 +19,7 @@ def test_shards_add_up_to_the_mean() -> None:
 def test_no_valid_token_is_zero_with_gradient(count: int | torch.Tensor) -> None:
     logits = torch.randn(1, 3, 5, requires_grad=True)
     labels = torch.full((1, 3), -100)
-    loss = sequence_parallel_loss(logits, labels, num_valid_tokens=count, num_averaged_ranks=4)
+    loss = Scale(count, 4).loss(sum_of_token_losses(logits, labels))
     loss.backward()
     assert loss.shape == ()
     assert loss.item() == 0

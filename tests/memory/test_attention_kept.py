@@ -76,7 +76,7 @@ def check_on_four_ranks(rank: int) -> None:
             # The second step checks what the first backward sent against the plans.
             for _ in range(2):
                 assert_close(it.step(), wanted)
-            assert it.handle._first_step._is_over
+            assert it.handle._calls.first_step._is_over
 
 
 def test_on_four_ranks() -> None:

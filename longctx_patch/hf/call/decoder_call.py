@@ -1,10 +1,11 @@
 """From the arguments of a patched decoder to those of a sharded, or a stock, forward pass."""
 
 import zlib
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
@@ -20,79 +21,139 @@ from longctx_patch.hf.call.row import MaskFactory, ShardedRow, made_mask
 from longctx_patch.hf.call.sharded import LayerKind, ShardedCall, key_of
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
+from longctx_patch.sequence.masks import Mask
+
+Arguments = dict[str, Any]
 
 
-def prepare_call(
-    group: SequenceGroup,
-    decoder: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    mask_factory: MaskFactory | None,
-    seen: set[LayerKind],
-    prepared: dict[bytes, ShardedCall],
-    first_step: FirstStep,
-    checkpoints: LayerCheckpoints,
-) -> dict[str, Any]:
-    """The decoder's keyword arguments for a sharded or a stock forward pass."""
-    shard = kwargs.pop(SHARD_KEY, None)
-    if shard is None:
-        check_whole_rows(group, kwargs)
-        if mask_factory is not None:
+class _Batch(NamedTuple):
+    """What this rank has been given for one sharded forward pass."""
+
+    tokens: Tensor
+    """`[B, L]` ids, or `[B, L, hidden]` embeddings."""
+    row: ShardedRow
+    positions: Tensor
+    """`[1, L]`: where the layout says that this rank's tokens are in their documents."""
+    routed: bool
+    """Whether the pass returns router logits."""
+    mask: Mask | None
+    problem: str | None
+    """Why this rank can't compute with it, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderCalls:
+    """Makes of each call of a patched decoder a sharded or a stock forward pass."""
+
+    group: SequenceGroup
+    mask: MaskFactory | None
+    first_step: FirstStep
+    checkpoints: LayerCheckpoints
+    seen: set[LayerKind] = field(default_factory=set)
+    """Kinds of layers that have run."""
+    prepared: dict[bytes, ShardedCall] = field(default_factory=dict)
+    """Calls whose plans were made ahead, by the rows of their batch."""
+
+    def arguments(self, decoder: nn.Module, args: tuple[Any, ...], given: Arguments) -> Arguments:
+        """The decoder's keyword arguments for this pass; collective for a sharded batch.
+
+        Raises ValueError for a batch that can't be used, on every rank of the group.
+        """
+        kwargs = dict(given)
+        shard = kwargs.pop(SHARD_KEY, None)
+        if shard is None:
+            self._begin_stock(decoder, args, kwargs)
+            return kwargs | {transformers_api.CALL_KEY: None}
+        batch = self._read(decoder, args, kwargs, shard)
+        return kwargs | self._begin_sharded(decoder, shard, batch, kwargs.get("num_valid_tokens"))
+
+    def make_plans(self, shard: Tensor) -> None:
+        """Make the plans of a batch that is to come. One that can't be used is left alone: its
+        forward pass says so, on all ranks."""
+        row = ShardedRow.read(shard)
+        mask, problem = self._mask(row, row.problem)
+        if problem is None:
+            call = ShardedCall(self.group, row.documents, mask, row.real_lengths, self.seen)
+            call.make_plans()
+            self.prepared[key_of(shard)] = call
+
+    def _begin_stock(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> None:
+        check_whole_rows(self.group, kwargs)
+        if self.mask is not None:
             raise ValueError(
                 "whole rows with a model that was patched with a mask: the stock path would attend "
                 "causally. Pass sharded batches (SequenceShardCollator; in evaluation too), or "
                 "handle.unpatch() to generate."
             )
-        if decoder.training and group.num_ranks > 1:
+        if not decoder.training:
+            return
+        if self.group.num_ranks > 1:
             raise ValueError(
-                f"this model is patched for {group.num_ranks} ranks per sequence, but the training "
-                "batch has no longctx_shard. Use SequenceShardCollator; model.eval() first to "
-                "generate or evaluate whole rows; or handle.unpatch()."
+                f"this model is patched for {self.group.num_ranks} ranks per sequence, but the "
+                "training batch has no longctx_shard. Use SequenceShardCollator; model.eval() "
+                "first to generate or evaluate whole rows; or handle.unpatch()."
             )
-        if decoder.training:
-            tokens = tokens_of(args, kwargs)
-            checkpoints.begin(decoder, checkpoints.propose(decoder, tokens, tokens.shape[1]))
-        return kwargs | {transformers_api.CALL_KEY: None}
-    tokens = tokens_of(args, kwargs)
-    row = ShardedRow.read(shard)
-    positions = row.documents.positions(
-        group.layout(row.documents).positions(group.group_rank, tokens.device)
-    )[None]
-    routed = wants_router_logits(decoder, kwargs)
-    problem = row.problem or input_problem(kwargs, positions, routed)
-    mask = None
-    if mask_factory is not None and problem is None:
-        mask, problem = made_mask(mask_factory, row)
-    misfire = first_step.misfire()
-    count = kwargs.get("num_valid_tokens")
-    mine = Facts(
-        num_tokens=row.documents.num_tokens,
-        checksum=zlib.crc32(repr(shard.tolist()).encode()),
-        num_rows=tokens.shape[0],
-        local_tokens=tokens.shape[1],
-        whole_layers=checkpoints.propose(decoder, tokens, row.documents.num_tokens),
-        training=int(decoder.training),
-        grad_enabled=int(torch.is_grad_enabled()),
-        num_valid_tokens=-1 if count is None or problem else int(count),
-        mask=0 if mask is None else mask.checksum,
-        router_logits=int(routed),
-        watched=int(first_step.is_due(decoder)),
-        misfired=int(misfire is not None),
-        accepted=int(problem is None),
-    )
-    whole_layers = agree(group, row.documents, mine, misfire=misfire, problem=problem)
-    checkpoints.begin(decoder, whole_layers)
-    is_plain = row.documents.is_one and mask is None and not routed
-    if group.num_ranks == 1 and is_plain and not checkpoints.replays_attention:
-        return kwargs | {transformers_api.CALL_KEY: None}
-    call = prepared.pop(key_of(shard), None)
-    if call is None:
-        call = ShardedCall(group, row.documents, mask, row.real_lengths, seen)
-    call.fire_check = first_step.begin(decoder)
-    return kwargs | {
-        "attention_mask": transformers_api.no_mask(tokens.shape[0], tokens.device),
-        "position_ids": positions.expand(tokens.shape[0], -1),
-        "use_cache": False,
-        transformers_api.CALL_KEY: call,
-    }
+        tokens = tokens_of(args, kwargs)
+        self.checkpoints.begin(decoder, self.checkpoints.propose(decoder, tokens, tokens.shape[1]))
+
+    def _read(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Arguments, shard: Tensor
+    ) -> _Batch:
+        tokens, row = tokens_of(args, kwargs), ShardedRow.read(shard)
+        held = self.group.layout(row.documents).positions(self.group.group_rank, tokens.device)
+        positions, routed = (
+            row.documents.positions(held)[None],
+            wants_router_logits(decoder, kwargs),
+        )
+        problem = row.problem or input_problem(kwargs, positions, routed)
+        return _Batch(tokens, row, positions, routed, *self._mask(row, problem))
+
+    def _mask(self, row: ShardedRow, problem: str | None) -> tuple[Mask | None, str | None]:
+        """(mask, problem), the user's mask made only for a row without a problem."""
+        if self.mask is None or problem is not None:
+            return None, problem
+        return made_mask(self.mask, row)
+
+    def _begin_sharded(
+        self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any
+    ) -> Arguments:
+        """What the decoder is given besides, once all ranks have agreed to compute."""
+        misfire = self.first_step.misfire()
+        facts = self._facts(decoder, shard, batch, count, misfire)
+        documents = batch.row.documents
+        whole_layers = agree(self.group, documents, facts, misfire=misfire, problem=batch.problem)
+        self.checkpoints.begin(decoder, whole_layers)
+        is_plain = documents.is_one and batch.mask is None and not batch.routed
+        if self.group.num_ranks == 1 and is_plain and not self.checkpoints.replays_attention:
+            return {transformers_api.CALL_KEY: None}
+        call = self.prepared.pop(key_of(shard), None)
+        if call is None:
+            call = ShardedCall(self.group, documents, batch.mask, batch.row.real_lengths, self.seen)
+        call.fire_check = self.first_step.begin(decoder)
+        num_rows = batch.tokens.shape[0]
+        return {
+            "attention_mask": transformers_api.no_mask(num_rows, batch.tokens.device),
+            "position_ids": batch.positions.expand(num_rows, -1),
+            "use_cache": False,
+            transformers_api.CALL_KEY: call,
+        }
+
+    def _facts(
+        self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any, misfire: str | None
+    ) -> Facts:
+        num_tokens, tokens = batch.row.documents.num_tokens, batch.tokens
+        return Facts(
+            num_tokens=num_tokens,
+            checksum=zlib.crc32(repr(shard.tolist()).encode()),
+            num_rows=tokens.shape[0],
+            local_tokens=tokens.shape[1],
+            whole_layers=self.checkpoints.propose(decoder, tokens, num_tokens),
+            training=int(decoder.training),
+            grad_enabled=int(torch.is_grad_enabled()),
+            num_valid_tokens=-1 if count is None or batch.problem else int(count),
+            mask=0 if batch.mask is None else batch.mask.checksum,
+            router_logits=int(batch.routed),
+            watched=int(self.first_step.is_due(decoder)),
+            misfired=int(misfire is not None),
+            accepted=int(batch.problem is None),
+        )

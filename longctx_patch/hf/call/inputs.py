@@ -48,48 +48,68 @@ def input_problem(
     kwargs: dict[str, Any], positions: Tensor, wants_router_logits: bool
 ) -> str | None:
     """What this rank can't compute with, in words; `positions` are the layout's, `[1, L]`."""
-    if kwargs.get("num_items_in_batch") is not None:
+    return (
+        _count_problem(kwargs.get("num_items_in_batch"), kwargs.get("num_valid_tokens"))
+        or _mask_problem(kwargs, wants_router_logits)
+        or _position_problem(kwargs.get("position_ids"), positions)
+        or _option_problem(kwargs)
+    )
+
+
+def _count_problem(num_items: Any, num_valid_tokens: Any) -> str | None:
+    if num_items is not None:
         return (
             "num_items_in_batch with a sharded batch: transformers' Trainer counts and scales it "
             "in ways that change with its version; the loss would be off by the sequence degree. "
             "Pass num_valid_tokens=count_valid_tokens(batches), or neither."
         )
-    count = kwargs.get("num_valid_tokens")
-    if count is not None and not _is_count(count):
+    if num_valid_tokens is not None and not _is_count(num_valid_tokens):
         return (
-            f"num_valid_tokens={short(count)}: it is a whole number of tokens, 0 or more, counted "
-            "over all processes. Use count_valid_tokens(batches), or leave it out."
+            f"num_valid_tokens={short(num_valid_tokens)}: it is a whole number of tokens, 0 or "
+            "more, counted over all processes. Use count_valid_tokens(batches), or leave it out."
         )
+    return None
+
+
+def _mask_problem(kwargs: dict[str, Any], wants_router_logits: bool) -> str | None:
     if kwargs.get("past_key_values") is not None:
         return (
             "past_key_values with a sharded batch: a cache holds one rank's keys only. Generate "
             "with plain inputs (no longctx_shard), or drop the cache."
         )
     mask = kwargs.get("attention_mask")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
+    if mask is None:
+        return None
+    if not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
         return (
             f"attention_mask {short(mask)} with a sharded batch: padding and documents are known "
             "from the collator, which gets attention_mask and seq_lengths with the rows; other "
             "masks go to patch(model, config, mask=...). Pass the batch unchanged."
         )
-    if mask is not None and wants_router_logits:
+    if wants_router_logits:
         return (
             f"attention_mask {short(mask)} with router logits of a sharded batch: transformers "
             "would weigh the tokens of all ranks by this rank's mask. Pass no attention_mask; "
             "padding is known from the collator."
         )
-    given = kwargs.get("position_ids")
-    if given is not None and not _same_positions(given, positions):
-        # A shard counted from 0 would rotate its keys wrongly, and train all the same.
-        return (
-            f"{_first_difference(given, positions)}: the collator has another config than patch "
-            "(degrees, layout, group_rank), or these are not its position_ids. Give both the same "
-            "config, and pass the collator's position_ids, or none."
-        )
+    return None
+
+
+def _position_problem(given: Tensor | None, positions: Tensor) -> str | None:
+    """A shard counted from 0 would rotate its keys wrongly, and train all the same."""
+    if given is None or _same_positions(given, positions):
+        return None
+    return (
+        f"{_first_difference(given, positions)}: the collator has another config than patch "
+        "(degrees, layout, group_rank), or these are not its position_ids. Give both the same "
+        "config, and pass the collator's position_ids, or none."
+    )
+
+
+def _option_problem(kwargs: dict[str, Any]) -> str | None:
     for option, value in kwargs.items():
-        if option in _KNOWN or value is None or (value is False and option != "is_causal"):
-            continue
-        if option == "is_causal" and value is True:
+        harmless = (None, True) if option == "is_causal" else (None, False)
+        if option in _KNOWN or any(value is other for other in harmless):
             continue
         return (
             f"{option}={short(value)} with a sharded batch: attention would silently drop it, so "

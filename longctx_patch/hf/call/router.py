@@ -31,7 +31,7 @@ def whole_router_logits(
 
     The gradient of this rank's own logits is multiplied by the number of ranks, that of the others
     is left to them: all ranks have the same loss, so the mean over ranks (what DDP and FSDP make of
-    a gradient, see longctx_patch/loss.py) is the gradient of one process.
+    a gradient, see longctx_patch/loss/law.py) is the gradient of one process.
 
     Args:
         router_logits: `[B * L, E]` of each layer, any float dtype.

@@ -13,7 +13,6 @@ from longctx_patch.engine.selective import selection_of
 from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
 from longctx_patch.hf.call.router import whole_router_logits
-from longctx_patch.hf.call.row import MaskFactory, ShardedRow, made_mask
 from longctx_patch.kernels import Score
 from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans import Direction
@@ -163,25 +162,6 @@ def with_whole_router_logits(outputs: Any, call: ShardedCall) -> Any:
             call.real_lengths,
         )
     return outputs
-
-
-def planned_call(
-    group: SequenceGroup,
-    shard: Tensor,
-    mask_factory: MaskFactory | None,
-    seen: set[LayerKind],
-) -> ShardedCall | None:
-    """The call of a forward pass over this batch, its plans made.
-
-    None for a batch that can't be used: the forward pass says so, on all ranks.
-    """
-    row = ShardedRow.read(shard)
-    mask, problem = (None, None) if mask_factory is None else made_mask(mask_factory, row)
-    if row.problem or problem:
-        return None
-    call = ShardedCall(group, row.documents, mask, row.real_lengths, seen)
-    call.make_plans()
-    return call
 
 
 def key_of(shard: Tensor) -> bytes:

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.hf.loss.shard_loss import LossPass, ShardLoss
-from longctx_patch.hf.model.checks import FAMILIES
-from longctx_patch.hf.model.supported import LogitsRule
+from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.supported import FAMILIES, LogitsRule
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy
 
@@ -41,22 +41,8 @@ def bind_passes(
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         loss.close()  # an interrupted pass may have left it open
-        if kwargs.get(SHARD_KEY) is None:
-            return
-        given = signature.bind_partial(*args, **kwargs).arguments | kwargs
-        labels, shift_labels = given.get("labels"), given.get("shift_labels")
-        # In training shift_labels alone are a mistake, which `open` refuses on all ranks.
-        if labels is None and (shift_labels is None or not model.training):
-            return
-        current = loss.open(
-            labels,
-            shift_labels,
-            tokens=_token_shape(given),
-            logits_to_keep=given.get("logits_to_keep", 0),
-        )
-        if not keeps_logits and current.num_labels < current.shift_labels.numel():
-            # Here, where the device was waited for anyway, and not in the middle of the pass.
-            current.rows = (current.shift_labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
+        if kwargs.get(SHARD_KEY) is not None:
+            _open(loss, signature.bind_partial(*args, **kwargs).arguments | kwargs, keeps_logits)
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         current = loss.current
@@ -64,24 +50,31 @@ def bind_passes(
         if current is None or outputs is None:  # None: the forward has failed
             return outputs
         if current.logits is None:
-            raise RuntimeError(
-                "the model made a loss of a shard by itself, which is not that of the whole row: "
-                "its forward or its loss_function was replaced (a fused loss of Liger Kernel, "
-                "say). Leave them as they were (Liger: fused_linear_cross_entropy=False); the loss "
-                "of a patched model is in chunks already."
-            )
+            raise RuntimeError(_OTHER_LOSS)
         return outputs if keeps_logits else _without(current.logits, outputs)
 
-    hooks = (
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True, always_call=True),
-    )
+    return transformers_api.hook(model, before, after, also_after_errors=True)
 
-    def remove() -> None:
-        for hook in hooks:
-            hook.remove()
 
-    return remove
+_OTHER_LOSS = (
+    "the model made a loss of a shard by itself, which is not that of the whole row: its forward "
+    "or its loss_function was replaced, as TRL's trainers do, and a fused loss of Liger Kernel. "
+    "Leave them as they were (TRL: train in a loop of your own, or by the recipe; Liger: "
+    "fused_linear_cross_entropy=False); the loss of a patched model is in chunks already."
+)
+
+
+def _open(loss: ShardLoss, given: Mapping[str, Any], keeps_logits: bool) -> None:
+    """Open the loss of a sharded pass with these arguments, if it has labels."""
+    labels, shift_labels = given.get("labels"), given.get("shift_labels")
+    # In training shift_labels alone are a mistake, which `open` refuses on all ranks.
+    if labels is None and (shift_labels is None or not loss.is_training):
+        return
+    tokens, kept = _token_shape(given), given.get("logits_to_keep", 0)
+    current = loss.open(labels, shift_labels, tokens=tokens, logits_to_keep=kept)
+    if not keeps_logits and current.num_labels < current.shift_labels.numel():
+        # Here, where the device was waited for anyway, and not in the middle of the pass.
+        current.rows = (current.shift_labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
 
 
 def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:

@@ -12,13 +12,7 @@ from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.call.meeting import Meeting, meet
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
-from longctx_patch.loss.law import (
-    IGNORE_INDEX,
-    all_valid_tokens,
-    averaged_ranks,
-    sequence_parallel_loss,
-    share_of_loss,
-)
+from longctx_patch.loss.law import IGNORE_INDEX, scale_of, sum_of_token_losses
 
 
 @dataclass
@@ -105,37 +99,28 @@ class ShardLoss:
         num_valid_tokens: int | Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """The loss law; `num_valid_tokens` counts the whole step over all processes.
-
-        In evaluation without it each sequence group counts for itself: the mean over its ranks is
-        the loss of its batch, and replicas may have different numbers of batches. Options that
-        would change a stock loss were refused with the decoder's inputs.
-        """
+        """The loss law; options that would change a stock loss were refused with the decoder's
+        inputs. `num_valid_tokens` counts the whole step over all processes."""
         # There is none where the model's forward was called past its hooks.
         current = self.current or self._accepted(labels, shift_labels)
         current.logits = logits
-        alone = not self._model.training and num_valid_tokens is None
-        if num_valid_tokens is None:
-            num_valid_tokens = (
-                current.group_labels
-                if alone
-                else all_valid_tokens(current.shift_labels.to(logits.device))
-            )
-        ranks = self._group.num_ranks if alone else averaged_ranks()
-        if self.has_router_loss:
-            replicas = ranks / self._group.num_ranks
-            self._count_router_loss(replicas * current.group_labels / max(1, int(num_valid_tokens)))
-        if current.token_sum is not None:
-            _check_nothing_came_between(current, logits)
-            return share_of_loss(
-                current.token_sum, num_valid_tokens=num_valid_tokens, num_averaged_ranks=ranks
-            )
-        return sequence_parallel_loss(
-            logits,
-            current.shift_labels,
+        scale = scale_of(
+            current.shift_labels.to(logits.device),
+            group_labels=current.group_labels,
+            group_ranks=self._group.num_ranks,
             num_valid_tokens=num_valid_tokens,
-            num_averaged_ranks=ranks,
+            training=self.is_training,
         )
+        if self.has_router_loss:
+            self._count_router_loss(
+                scale.router_share(
+                    group_labels=current.group_labels, group_ranks=self._group.num_ranks
+                )
+            )
+        if current.token_sum is None:
+            return scale.loss(sum_of_token_losses(logits, current.shift_labels))
+        _check_nothing_came_between(current, logits)
+        return scale.loss(current.token_sum)
 
     def _accepted(
         self,
@@ -153,7 +138,7 @@ class ShardLoss:
                 f"logits_to_keep={short(logits_to_keep)} with labels of a sharded batch: the loss "
                 "is over all tokens of the shard. Leave it out, or leave out labels."
             )
-        training = self._model.training
+        training = self.is_training
         learns = not training and _would_have_gradients(self._model)
         mine = (num_labels, int(problem is not None), int(training), int(learns))
         everyone = meet(self._group, Meeting.LABELS, mine)
@@ -169,6 +154,10 @@ class ShardLoss:
         if any(row[3] for row in everyone):
             raise ValueError(GRADIENTS_IN_EVALUATION)
         return LossPass(shift_labels, num_labels, sum(row[0] for row in everyone))
+
+    @property
+    def is_training(self) -> bool:
+        return self._model.training
 
     @property
     def _num_words(self) -> int:

@@ -99,6 +99,26 @@ def bind_loss(model: PreTrainedModel, loss: Callable[..., Tensor]) -> Callable[[
     return lambda: delattr(model, "_loss_function")
 
 
+def hook(
+    module: nn.Module,
+    before: Callable[..., Any],
+    after: Callable[..., Any],
+    *,
+    also_after_errors: bool = False,
+) -> Callable[[], None]:
+    """Hook a module's forward with its keyword arguments; return a function that undoes it."""
+    hooks = (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True, always_call=also_after_errors),
+    )
+
+    def remove() -> None:
+        for registered in hooks:
+            registered.remove()
+
+    return remove
+
+
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that call the attention registry."""
     return [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")]
