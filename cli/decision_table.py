@@ -14,7 +14,7 @@ from longctx_patch.recipes.settings import Settings
 
 def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     """(what, value, why) of every decision."""
-    settings, degrees = decisions.settings, decisions.degrees
+    settings = decisions.settings
     reach = reachable_length(decisions.old_config)
     unit = "CPU process" if decisions.options.cpu else "GPU"
     random = " (random weights: a bare config)" if models.is_bare_config(settings.model) else ""
@@ -22,7 +22,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     if decisions.placement == "contiguous":
         placed = "windows leave ranks about the same to do, with few keys of others"
     facts = ModelFacts.of(decisions.model_config)
-    sequences = f"{degrees.sequence_degree} of {decisions.options.num_gpus} per sequence"
+    sequences = f"{decisions.sequence_degree} of {decisions.options.num_gpus} per sequence"
     return [
         ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
         ("text", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
@@ -30,7 +30,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reach}"),
         ("rope", settings.rope, _rope_reason(decisions)),
         ("attention", describe_layers(decisions.model_config), _rows(settings)),
-        ("degrees", f"ulysses {degrees.ulysses} x ring {degrees.ring}", degrees.reason),
+        ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.why_degrees),
         (
             "shards",
             f"{decisions.tokens_per_gpu} tokens per {unit}",
@@ -39,7 +39,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         (
             "layout",
             decisions.placement,
-            placed if degrees.ring > 1 else "alike without a ring",
+            placed if settings.ring > 1 else "alike without a ring",
         ),
         ("checkpoint", settings.checkpoint, POLICIES[settings.checkpoint].summary),
         *_attention_kept(settings.attention_kept),

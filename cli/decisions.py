@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from longctx_patch.choose.degrees import Way
 from longctx_patch.choose.search import Result
-from longctx_patch.cli.degrees import DegreeChoice, choose_degrees
+from longctx_patch.cli.degrees import asked_degrees, choose_degrees
 from longctx_patch.cli.prediction import cluster_of, prediction
-from longctx_patch.cli.row_degrees import degrees_for_rows
 from longctx_patch.cli.run_checks import check_length, check_out, check_text
 from longctx_patch.config import LayoutName, LongContextConfig
 from longctx_patch.hf.model.checks import check_model_config
@@ -103,7 +103,7 @@ class Decisions:
     model_config: Any
     """With the RoPE change."""
     old_config: Any
-    degrees: DegreeChoice
+    why_degrees: str
     launch_yaml: str
     predicted: Result | None
     """What the planner says; None where it doesn't know these GPUs or the model."""
@@ -119,8 +119,13 @@ class Decisions:
         return bool(self.options.data)
 
     @property
+    def sequence_degree(self) -> int:
+        """GPUs that share a row."""
+        return self.settings.ulysses * self.settings.ring
+
+    @property
     def data_parallel(self) -> int:
-        return self.options.num_gpus // self.degrees.sequence_degree
+        return self.options.num_gpus // self.sequence_degree
 
     @property
     def placement(self) -> LayoutName:
@@ -133,7 +138,7 @@ class Decisions:
         config = self.settings.sequence_parallelism()
         multiple = padding_multiple(config, packed=self.settings.pack)
         padded = -(-self.settings.seq_len // multiple) * multiple
-        return padded // self.degrees.sequence_degree
+        return padded // self.sequence_degree
 
     @cached_property
     def num_parameters(self) -> int:
@@ -167,14 +172,21 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)
-    degrees = _degrees_by_heads(options, ModelFacts.of(config).num_kv_heads)
-    check_length(config, options.seq_len, options.rope, options.rope_factor)
-    settings = models.with_dtype(
-        _settings(model, options, degrees, cluster), config, on_cpu=options.cpu
+    degree, asked = asked_degrees(
+        num_ranks=options.num_gpus,
+        num_nodes=options.nodes,
+        sequence_degree=options.sequence_degree,
+        ulysses=options.ulysses,
+        ring=options.ring,
     )
+    check_length(config, options.seq_len, options.rope, options.rope_factor)
+    settings = models.with_dtype(_settings(model, options, cluster), config, on_cpu=options.cpu)
     scaled = models.load_config(settings)
     models.check_vocabulary(models.load_tokenizer(settings), scaled)
-    degrees, settings = _degrees_by_rows(options, degrees, settings, scaled, cluster)
+    way, why = (asked, "as asked") if asked else _chosen(options, settings, scaled, degree, cluster)
+    settings = dataclasses.replace(
+        settings, ulysses=way.ulysses, ring=way.ring, layout=way.layout or settings.layout
+    )
     check_model_config(scaled, settings.sequence_parallelism())
     predicted = cluster and prediction(settings, scaled, cluster, options.states_on_host)
     models.check_4bit(settings, fsdp=options.fsdp)
@@ -183,45 +195,29 @@ def decide(model: str, options: PatchOptions) -> Decisions:
         settings=settings,
         model_config=scaled,
         old_config=config,
-        degrees=degrees,
-        launch_yaml=_launch_yaml(options, degrees),
+        why_degrees=why,
+        launch_yaml=_launch_yaml(options, degree),
         predicted=predicted,
         names_gpus=cluster is not None,
     )
 
 
-def _degrees_by_heads(options: PatchOptions, num_kv_heads: int) -> DegreeChoice:
-    return choose_degrees(
-        num_ranks=options.num_gpus,
-        num_nodes=options.nodes,
-        num_kv_heads=num_kv_heads,
-        sequence_degree=options.sequence_degree,
-        ulysses=options.ulysses,
-        ring=options.ring,
-    )
-
-
-def _degrees_by_rows(
-    options: PatchOptions,
-    degrees: DegreeChoice,
-    settings: Settings,
-    config: Any,
-    cluster: Cluster | None,
-) -> tuple[DegreeChoice, Settings]:
-    """The degrees that suit what rows hold, unless some were asked for, and settings with them."""
-    if options.ulysses or options.ring or options.cpu:  # the cost model knows GPUs
-        return degrees, settings
+def _chosen(
+    options: PatchOptions, settings: Settings, config: Any, degree: int, cluster: Cluster | None
+) -> tuple[Way, str]:
+    """The degrees that the cost model takes for the model's layers and what its rows hold."""
     kind = MACHINES[settings.hardware] if cluster is None else cluster.hardware
-    hardware = dataclasses.replace(kind, gpus_per_node=options.num_gpus // options.nodes)
-    degrees = degrees_for_rows(degrees, settings, config, hardware, has_text=bool(options.data))
-    return degrees, dataclasses.replace(
-        settings, ulysses=degrees.ulysses, ring=degrees.ring, layout=degrees.layout
+    return choose_degrees(
+        settings,
+        ModelFacts.of(config),
+        degree,
+        options.num_gpus // options.nodes,
+        None if options.cpu else kind,
+        has_text=bool(options.data),
     )
 
 
-def _settings(
-    model: str, options: PatchOptions, degrees: DegreeChoice, cluster: Cluster | None
-) -> Settings:
+def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Settings:
     return Settings(
         model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
         tokenizer=options.tokenizer,
@@ -235,8 +231,6 @@ def _settings(
         full=not options.lora,
         dtype=options.dtype or "auto",
         load_in_4bit=options.load_in_4bit,
-        ulysses=degrees.ulysses,
-        ring=degrees.ring,
         checkpoint=options.checkpoint,
         attention_kept=options.attention_kept,
         mlp_tiles=options.mlp_tiles,
@@ -246,10 +240,10 @@ def _settings(
     )
 
 
-def _launch_yaml(options: PatchOptions, degrees: DegreeChoice) -> str:
+def _launch_yaml(options: PatchOptions, degree: int) -> str:
     return accelerate_yaml(
         options.num_gpus,
-        degrees.sequence_degree,
+        degree,
         fsdp=options.fsdp,
         num_machines=options.nodes,
         cpu=options.cpu,

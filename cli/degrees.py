@@ -1,47 +1,35 @@
-"""Choose Ulysses and ring degrees for a model. Pure arithmetic; imports nothing of ours."""
+"""Degrees of `longctx patch`: what options ask for is checked, all else the chooser decides."""
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
-
-@dataclass(frozen=True, kw_only=True)
-class DegreeChoice:
-    """Degrees, and why."""
-
-    ulysses: int
-    ring: int
-    reason: str
-    layout: str = "auto"
-    """Placement of tokens, as the recipe's settings name it."""
-
-    @property
-    def sequence_degree(self) -> int:
-        return self.ulysses * self.ring
+from longctx_patch.choose.degrees import Way, costs_of_ways, most_ulysses
+from longctx_patch.choose.tie import TIE, Cost, preferred
+from longctx_patch.cli.row_sample import TYPICAL_TOKENS, RowSample, sample_rows
+from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.predict.attention.costs import Workload
+from longctx_patch.predict.machines import Hardware
+from longctx_patch.predict.run.cluster import MOST_GPUS
+from longctx_patch.recipes.settings import Settings
 
 
-def choose_degrees(
+def asked_degrees(
     *,
     num_ranks: int,
     num_nodes: int = 1,
-    num_kv_heads: int,
     sequence_degree: int | None = None,
     ulysses: int | None = None,
     ring: int | None = None,
-) -> DegreeChoice:
-    """Degrees for a job of `num_ranks` processes over `num_nodes` machines.
-
-    What is given is kept. Without any, all ranks share one sequence. Ulysses gets as many ranks
-    as divide the key-value heads, so that no head is sent twice, within one node; ring the rest.
+) -> tuple[int, Way | None]:
+    """Ranks that share a row, all unless options say so, and how if they say that.
 
     Raises ValueError for degrees that don't multiply to each other or to the number of ranks.
 
     Example:
-        >>> choose_degrees(num_ranks=16, num_nodes=2, num_kv_heads=8).ulysses
-        8
+        >>> asked_degrees(num_ranks=16, ring=2)
+        (16, Way(ulysses=8, ring=2, layout=None))
     """
-    given = {"gpus": num_ranks, "nodes": num_nodes, "sequence-degree": sequence_degree}
-    for name, value in {**given, "ulysses": ulysses, "ring": ring}.items():
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} {value}: a number of ranks, 1 or more.")
     if num_ranks % num_nodes:
         raise ValueError(
             f"--gpus {num_ranks} over --nodes {num_nodes}: --gpus counts the GPUs of all nodes, so "
@@ -57,10 +45,10 @@ def choose_degrees(
     else:
         degree = sequence_degree or num_ranks
     _check_divides(degree, num_ranks, ulysses, ring)
-    if ulysses or ring:
-        ulysses = ulysses or degree // (ring or 1)
-        return DegreeChoice(ulysses=ulysses, ring=degree // ulysses, reason="as asked")
-    return _default(degree, num_ranks // num_nodes, num_kv_heads)
+    if not (ulysses or ring):
+        return degree, None
+    ulysses = ulysses or degree // (ring or 1)
+    return degree, Way(ulysses, degree // ulysses)
 
 
 def _check_divides(degree: int, num_ranks: int, ulysses: int | None, ring: int | None) -> None:
@@ -81,21 +69,69 @@ def _check_divides(degree: int, num_ranks: int, ulysses: int | None, ring: int |
             )
 
 
-def _default(degree: int, ranks_per_node: int, num_kv_heads: int) -> DegreeChoice:
-    ulysses = max(
-        d
-        for d in range(1, degree + 1)
-        if degree % d == 0 and num_kv_heads % d == 0 and ranks_per_node % d == 0
-    )
-    ring = degree // ulysses
-    reason = "Ulysses over all ranks: each gets whole key-value heads"
+def choose_degrees(
+    settings: Settings,
+    facts: ModelFacts,
+    degree: int,
+    gpus_per_node: int,
+    hardware: Hardware | None,
+    *,
+    has_text: bool,
+) -> tuple[Way, str]:
+    """The way in which `degree` ranks share a row, and why.
+
+    Args:
+        settings: those of the run; their degrees don't matter.
+        facts: of the model.
+        degree: ranks that share a row.
+        gpus_per_node: ranks on one machine.
+        hardware: the GPUs; None for CPUs, of which nothing is predicted.
+        has_text: whether there is text that says how long documents are.
+    """
     if degree == 1:
-        reason = "one rank per sequence, so nothing is cut"
-    elif ulysses == 1:
-        reason = f"ring over all ranks: no larger degree divides {num_kv_heads} key-value heads"
-    elif ring > 1:
-        reason = (
-            f"Ulysses up to {ulysses}, which divides the {num_kv_heads} key-value heads and the "
-            f"{ranks_per_node} ranks of a node; ring for the rest"
+        return Way(1, 1), "one rank per sequence, so nothing is cut"
+    if hardware is None or degree > MOST_GPUS:
+        heads = facts.num_kv_heads
+        way = most_ulysses(degree, num_kv_heads=heads, gpus_per_node=gpus_per_node)
+        limits = f"the {heads} key-value heads and the {gpus_per_node} ranks of a node"
+        return way, f"Ulysses as far as it divides {limits}, ring for the rest"
+    machine = replace(hardware, gpus_per_node=gpus_per_node)
+    rows = sample_rows(settings, has_text=has_text)
+    layers = _layers(settings.seq_len, facts, rows)
+    costs = costs_of_ways(layers, machine, degree, settings.sequence_parallelism())
+    kinds = [rows.describe()] if settings.pack else []
+    kinds += ["layers with a window"] if any(facts.windows_in(settings.seq_len)) else []
+    what = f"{' and '.join(kinds) or 'causal rows'} on {hardware.name.upper()}"
+    reason = f"for {what}, a layer predicted: {_times(costs, layers.total())}"
+    if rows.assumed:
+        reason += f"; documents of {TYPICAL_TOKENS} tokens assumed: {rows.assumed}"
+    return preferred(costs), reason
+
+
+def _layers(seq_len: int, facts: ModelFacts, rows: RowSample) -> Counter[Workload]:
+    """How many layers there are of each kind, over all rows of a sample."""
+    return Counter(
+        Workload(
+            num_tokens=seq_len,
+            num_heads=facts.num_heads,
+            num_kv_heads=facts.num_kv_heads,
+            head_dim=facts.head_dim,
+            lengths=lengths,
+            window=window,
         )
-    return DegreeChoice(ulysses=ulysses, ring=ring, reason=reason)
+        for lengths in rows.lengths
+        for window in facts.windows_in(seq_len)
+    )
+
+
+def _times(costs: Mapping[Way, Cost], num_layers: int) -> str:
+    """A layer's time in the way that is taken, and in the two fastest others."""
+    best = preferred(costs)
+    others = sorted(costs.keys() - {best}, key=lambda way: costs[way].seconds)
+    text = ", ".join(
+        f"{way.ulysses} x {way.ring}{f' {way.layout}' if way.layout else ''} "
+        f"{1e3 * costs[way].seconds / num_layers:.3g} ms"
+        for way in (best, *others[:2])
+    )
+    is_tie = others and costs[others[0]].seconds < costs[best].seconds
+    return f"{text} (as fast to {TIE:.1%}: more Ulysses wins)" if is_tie else text

@@ -88,9 +88,24 @@ def test_of_what_is_as_fast_the_largest_ulysses_degree_wins_then_fewest_bytes() 
     assert preferred(plans) == "small"
 
 
-def test_without_a_prediction_as_much_ulysses_as_fits_wins() -> None:
-    assert most_ulysses(8, num_kv_heads=2, gpus_per_node=8) == Way(2, 4)
-    assert most_ulysses(16, num_kv_heads=8, gpus_per_node=4) == Way(4, 4)
+@pytest.mark.parametrize(
+    ("ranks", "gpus_per_node", "kv_heads", "ulysses"),
+    [
+        (1, 1, 8, 1),
+        (4, 4, 8, 4),
+        (8, 8, 2, 2),  # more would send key-value heads twice
+        (16, 8, 8, 8),
+        (16, 4, 8, 4),  # Ulysses stays inside a node
+        (6, 6, 8, 2),
+        (3, 3, 8, 1),
+        (5, 5, 10, 5),
+    ],
+)
+def test_without_a_prediction_as_much_ulysses_as_fits_wins(
+    ranks: int, gpus_per_node: int, kv_heads: int, ulysses: int
+) -> None:
+    found = most_ulysses(ranks, num_kv_heads=kv_heads, gpus_per_node=gpus_per_node)
+    assert found == Way(ulysses, ranks // ulysses)
 
 
 def test_the_placement_of_the_config_counts() -> None:

@@ -1,41 +1,20 @@
-"""Which degrees are chosen, and which are refused."""
+"""Which degrees are kept as options ask, and which are refused."""
 
 import pytest
 
-from longctx_patch.cli.degrees import choose_degrees
-
-
-@pytest.mark.parametrize(
-    ("gpus", "nodes", "kv_heads", "ulysses", "ring"),
-    [
-        (1, 1, 8, 1, 1),
-        (4, 1, 8, 4, 1),
-        (8, 1, 2, 2, 4),  # more would send key-value heads twice
-        (16, 2, 8, 8, 2),
-        (16, 4, 8, 4, 4),  # Ulysses stays inside a node
-        (6, 1, 8, 2, 3),
-        (3, 1, 8, 1, 3),
-        (5, 1, 10, 5, 1),
-    ],
-)
-def test_default_is_ulysses_without_repeated_heads_then_ring(
-    gpus: int, nodes: int, kv_heads: int, ulysses: int, ring: int
-) -> None:
-    choice = choose_degrees(num_ranks=gpus, num_nodes=nodes, num_kv_heads=kv_heads)
-    assert (choice.ulysses, choice.ring) == (ulysses, ring)
-    assert choice.reason
+from longctx_patch.choose.degrees import Way
+from longctx_patch.cli.degrees import asked_degrees
 
 
 def test_what_is_given_is_kept() -> None:
-    def chosen(**given: int) -> tuple[int, int]:
-        choice = choose_degrees(num_ranks=8, num_kv_heads=8, **given)
-        return choice.ulysses, choice.ring
+    def asked(**given: int) -> tuple[int, Way | None]:
+        return asked_degrees(num_ranks=8, **given)
 
-    assert chosen(ulysses=2) == (2, 4)
-    assert chosen(ring=4) == (2, 4)
-    assert chosen(ulysses=1, ring=4) == (1, 4)
-    assert chosen(sequence_degree=4) == (4, 1)
-    assert chosen(sequence_degree=4, ring=2) == (2, 2)
+    assert asked(ulysses=2) == asked(ring=4) == (8, Way(2, 4))
+    assert asked(ulysses=1, ring=4) == (4, Way(1, 4))
+    assert asked(sequence_degree=4, ring=2) == (4, Way(2, 2))
+    assert asked(sequence_degree=4) == (4, None)
+    assert asked() == (8, None)
 
 
 @pytest.mark.parametrize(
@@ -50,9 +29,8 @@ def test_what_is_given_is_kept() -> None:
         ({"sequence_degree": 3}, "3 ranks per sequence on --gpus 8"),
         ({"ulysses": 2, "ring": 2, "sequence_degree": 8}, "= 4, but --sequence-degree is 8"),
         ({"num_nodes": 3}, "--gpus 8 over --nodes 3.*Use --gpus 9"),
-        ({"ulysses": 0}, "--ulysses 0: a number of ranks, 1 or more"),
     ],
 )
 def test_degrees_that_do_not_multiply_are_refused(given: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        choose_degrees(num_ranks=8, num_kv_heads=8, **given)
+        asked_degrees(num_ranks=8, **given)

@@ -41,7 +41,9 @@ def degrees(settings: dict[str, Any]) -> tuple[int, int, str]:
 
 
 def test_causal_rows(chosen: Callable[..., dict[str, Any]]) -> None:
-    assert degrees(chosen()) == (4, 1, "auto")
+    found = chosen()
+    assert degrees(found) == (4, 1, "auto")
+    assert "for causal rows on H100, a layer predicted: 4 x 1 " in found["why"]
     assert degrees(chosen(model={**MISTRAL, "sliding_window": 131072})) == (4, 1, "auto")
 
 
