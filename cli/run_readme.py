@@ -6,7 +6,6 @@ from longctx_patch.cli.decision_table import table
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.layer_masks import describe_layers
 from longctx_patch.cli.units import size_text
-from longctx_patch.plugin.launch_yaml import MAIN_PROCESS_IP
 
 TEMPLATE = """\
 # Fine-tuning {model} on {seq_len} tokens
@@ -133,8 +132,8 @@ def _how_to_start(decisions: Decisions) -> str:
         )
     if decisions.options.nodes > 1:
         notes.append(
-            f"On every machine, with this folder shared: put machine 0's name for "
-            f"{MAIN_PROCESS_IP} in accelerate.yaml, and add `--machine_rank N` (0 to "
+            "On every machine, with this folder shared: put machine 0's name or address into "
+            f"accelerate.yaml, as main_process_ip, and add `--machine_rank N` (0 to "
             f"{decisions.options.nodes - 1}) after `accelerate launch`."
         )
     return "".join(f"\n{note}\n" for note in notes)

@@ -40,6 +40,7 @@ def main() -> None:
 
     handle = patch(model, config)
     collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    model.train()  # from_pretrained returns a model in evaluation mode, which keeps all activations
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []

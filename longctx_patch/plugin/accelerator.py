@@ -31,8 +31,14 @@ def make_accelerator(
 
     Call it on every process, before any other Accelerator. Without sizes, the ranks that are left
     beside the sequence axis shard parameters under FSDP2 and hold copies otherwise. Batches are
-    never dispatched from rank 0: the ranks of a sequence group would get different rows. Where
-    there is no NVIDIA GPU the processes talk through gloo on the CPU.
+    never dispatched from rank 0: the ranks of a sequence group would get different rows. A
+    prepared DataLoader gives the same rows to all ranks of a sequence group and other rows to each
+    group; `longctx_patch.world_place(config)` says which group this process is in. Where there is
+    no NVIDIA GPU the processes talk through gloo on the CPU.
+
+    A prepared scheduler steps once per `scheduler.step()`. Accelerate's default steps it once per
+    process, since as many batches are taken then; here the ranks of a group share them, and a
+    schedule made for the steps of the loop would end too early.
 
     Under FSDP2 with mixed precision, gradients are reduced in float32 and outputs, the loss among
     them, keep their dtype; Accelerate's default would round both to the low precision. Give your
@@ -56,6 +62,7 @@ def make_accelerator(
     """
     _refuse_other_engines(accelerator_kwargs)
     _refuse_accumulation(accelerator_kwargs)
+    _refuse_steps_by_process(accelerator_kwargs)
     num_processes = _num_processes()
     _check_world(config, num_processes)
     cpu = bool(accelerator_kwargs.pop("cpu", False)) or not _gpu_wanted()
@@ -86,13 +93,17 @@ def states_on_host(accelerator: Accelerator) -> bool:
 def close_accelerator(accelerator: Accelerator) -> None:
     """End training on every process together. Collective; the last call of a script.
 
+    It ends the trackers too; `accelerator.end_training()` may have been called before it.
+
     Without it a gloo process sometimes aborts after its work is done ("terminate called without
     an active exception", about one run in ten with torch 2.13), and the launcher reports failure:
     a process may leave while its peer still talks to it, and the mesh keeps process groups alive
     into the interpreter's exit.
     """
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
+    has_group = accelerator.num_processes == 1 or torch.distributed.is_initialized()
+    if has_group:  # and not ended by `accelerator.end_training()` yet
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
     if accelerator.parallelism_config is not None:
         accelerator.parallelism_config.device_mesh = None
     accelerator.state.device_mesh = None
@@ -123,7 +134,17 @@ def _refuse_accumulation(kwargs: dict[str, Any]) -> None:
             f"gradient_accumulation_steps={max(steps, launched)}: accelerator.backward would "
             "divide the loss by it, and the loss is already a share of all tokens of the step. "
             "Leave it at 1, accumulate in the loop, and pass "
-            "num_valid_tokens=count_valid_tokens(batches) to each forward (README.md)."
+            "num_valid_tokens=count_valid_tokens(batches) to each forward."
+        )
+
+
+def _refuse_steps_by_process(kwargs: dict[str, Any]) -> None:
+    """Set `step_scheduler_with_optimizer`, under which a scheduler steps once per process."""
+    if kwargs.setdefault("step_scheduler_with_optimizer", False):
+        raise ValueError(
+            "step_scheduler_with_optimizer=True: a prepared scheduler would step once per process, "
+            "and decay that many times too fast. Leave it out, and make the scheduler for the "
+            "steps of your loop."
         )
 
 
@@ -274,15 +295,15 @@ def _check_ours(accelerator: Accelerator, parallelism: SequenceParallelismConfig
 
 
 def _share_cores() -> None:
-    """Of the machine, among its processes: torchrun leaves each one core, and the optimizer would
-    step all states on it. More that somebody has set stay as they are."""
+    """Give each process its share of the machine's cores: torchrun leaves it one, and the optimizer
+    would step all states on that. A number of threads that somebody has set stays."""
     processes = os.environ.get("LOCAL_WORLD_SIZE")
     if processes is not None and torch.get_num_threads() == 1:
         torch.set_num_threads(max(1, num_cores() // int(processes)))
 
 
 def num_cores() -> int:
-    """That this process may run on."""
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

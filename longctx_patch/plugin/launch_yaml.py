@@ -2,8 +2,13 @@
 
 from typing import Any
 
-# Replaced by the user, who alone knows it; kept unresolvable so that it cannot work by accident.
-MAIN_PROCESS_IP = "HOST-OF-MACHINE-0"
+# The user, who alone knows it, replaces it. The launcher refuses such a name at once and shows it;
+# a name that might exist it would look up for minutes.
+MAIN_PROCESS_IP = "<main_process_ip is the name or address of machine 0>"
+CPU_NOTE = """\
+# Several processes on the CPU: distributed_type MULTI_GPU starts as many as num_processes says
+# (MULTI_CPU starts one, unless MPI is used), and a gpu_id of -1 for each hides every GPU.
+"""
 
 
 def accelerate_yaml(
@@ -57,7 +62,8 @@ def accelerate_yaml(
             "parallelism_config_dp_replicate_size": 1 if fsdp else data_parallel,
             "parallelism_config_dp_shard_size": data_parallel if fsdp else 1,
         }
-    return yaml.safe_dump(settings, sort_keys=False)
+    note = CPU_NOTE if cpu and num_processes > 1 else ""
+    return note + yaml.safe_dump(settings, sort_keys=False)
 
 
 def _check(
@@ -96,8 +102,7 @@ def _check(
 def _distributed_type(num_processes: int, fsdp: bool) -> str:
     if num_processes == 1 and not fsdp:
         return "NO"
-    # MULTI_CPU would start a single process without MPI; MULTI_GPU starts as many as asked for,
-    # and make_accelerator takes the CPU where no GPU is visible.
+    # CPU_NOTE says why not MULTI_CPU; make_accelerator takes the CPU where no GPU is visible.
     return "FSDP" if fsdp else "MULTI_GPU"
 
 

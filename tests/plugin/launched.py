@@ -16,7 +16,7 @@ from tests.harness import free_port
 
 
 def run_launched(
-    fn: Callable[..., Any], num_processes: int, *args: Any, timeout_s: float = 50
+    fn: Callable[..., Any], num_processes: int, *args: Any, timeout_s: float = 250
 ) -> list[Any]:
     """`fn(*args)` in every process; its results by rank. Raises with the tracebacks of all."""
     context = mp.get_context("spawn")

@@ -12,9 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.plugin import SequenceParallelismConfig, accelerator, make_accelerator
+from longctx_patch.plugin import (
+    SequenceParallelismConfig,
+    accelerator,
+    close_accelerator,
+    make_accelerator,
+)
 from tests.plugin.launched import run_launched
 
+ONE = LongContextConfig()
 TWO = LongContextConfig(ulysses_degree=2)
 FOUR = LongContextConfig(ulysses_degree=2, ring_degree=2)
 NUM_ROWS = 12
@@ -29,6 +35,7 @@ LAUNCH_VARIABLES = (
     "ACCELERATE_USE_FSDP",
     "ACCELERATE_USE_DEEPSPEED",
     "ACCELERATE_USE_CPU",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_USE_PARALLELISM_CONFIG",
     "PARALLELISM_CONFIG_CP_SIZE",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE",
@@ -128,15 +135,32 @@ def test_the_same_accelerator_may_be_asked_for_twice(four_ranks: list[dict[str, 
     assert all(r["again"] for r in four_ranks)
 
 
-def _sequence_alone() -> tuple[dict[str, int], list[int], float]:
+def _learning_rates(acc: Accelerator) -> list[float]:
+    """The rates of two steps under a prepared scheduler that halves them."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    optimizer, scheduler = acc.prepare(optimizer, scheduler)
+    rates = []
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+        rates += scheduler.get_last_lr()
+    return rates
+
+
+def _sequence_alone() -> tuple[dict[str, int], list[int], float, list[float]]:
     acc = make_accelerator(TWO)
     mesh = acc.torch_device_mesh
     shape = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-    return shape, _rows(acc, range(4)), _mean_gradient(acc)
+    found = shape, _rows(acc, range(4)), _mean_gradient(acc), _learning_rates(acc)
+    acc.end_training()
+    close_accelerator(acc)  # what is ended already is no error
+    return found
 
 
-def test_sequence_parallelism_alone() -> None:
-    assert run_launched(_sequence_alone, 2) == [({"cp": 2}, [0, 1, 2, 3], 0.5)] * 2
+def test_sequence_parallelism_alone_and_its_end() -> None:
+    expected = ({"cp": 2}, [0, 1, 2, 3], 0.5, [0.5, 0.25])
+    assert run_launched(_sequence_alone, 2) == [expected] * 2
 
 
 # What follows needs no second process.
@@ -160,57 +184,97 @@ def test_one_process_and_degree_one_is_plain_accelerate() -> None:
     assert acc.dataloader_config.dispatch_batches is False
 
 
-def test_one_process_for_a_degree_says_what_to_put_in_the_yaml() -> None:
-    with pytest.raises(ValueError, match="runs as 1 process") as error:
-        make_accelerator(FOUR)
-    text = str(error.value)
-    assert "ulysses_degree=2 x ring_degree=2 = 4" in text
-    assert "distributed_type: MULTI_GPU" in text
-    assert "num_processes: 4" in text
-    assert "MULTI_CPU starts one process" in text
+FSDP1 = FullyShardedDataParallelPlugin(fsdp_version=1)
+SP = SequenceParallelismConfig
 
 
-def test_world_that_the_degree_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    with pytest.raises(ValueError, match=r"= 4 .* 6 processes run.*num_processes: 8"):
-        make_accelerator(FOUR)
+@pytest.mark.parametrize(
+    ("environment", "config", "arguments", "message"),
+    [
+        (
+            {},
+            FOUR,
+            {},
+            r"ulysses_degree=2 x ring_degree=2 = 4 .*runs as 1 process.*distributed_type: MULTI_GPU"
+            r".*num_processes: 4.*MULTI_CPU starts one process",
+        ),
+        ({"WORLD_SIZE": "6"}, FOUR, {}, r"= 4 .* 6 processes run.*num_processes: 8"),
+        (
+            {"WORLD_SIZE": "8"},
+            FOUR,
+            {"dp_replicate_size": 3},
+            r"dp_replicate_size=3 x dp_shard_size=1 x cp_size=4 = 12, but 8 .*"
+            r"dp_replicate_size=2 without",
+        ),
+        (
+            {"WORLD_SIZE": "4"},
+            TWO,
+            {"dp_shard_size": 2},
+            r"dp_shard_size=2 without FSDP2.*dp_replicate_size=2",
+        ),
+        (
+            {"WORLD_SIZE": "4", "USE_PARALLELISM_CONFIG": "true", "CP_SIZE": "2"},
+            FOUR,
+            {},
+            r"cp_size: 2 in the YAML.*= 4:",
+        ),
+        ({"USE_FSDP": "true"}, ONE, {}, r"fsdp_version=1: .*fsdp_version: 2"),
+        ({}, ONE, {"fsdp_plugin": FSDP1}, "fsdp_version=1"),
+        (
+            {"USE_FSDP": "true", "FSDP_VERSION": "2"},
+            ONE,
+            {},
+            r"FSDP on the CPU.*distributed_type: MULTI_GPU",
+        ),
+        ({"USE_DEEPSPEED": "true"}, ONE, {}, "DEEPSPEED is on"),
+        # accelerator.backward would divide a loss that counts all tokens of the step already
+        (
+            {},
+            ONE,
+            {"gradient_accumulation_steps": 4},
+            r"gradient_accumulation_steps=4: .*in the loop",
+        ),
+        ({"GRADIENT_ACCUMULATION_STEPS": "2"}, ONE, {}, "gradient_accumulation_steps=2"),
+        ({}, ONE, {"step_scheduler_with_optimizer": True}, "once per process.* Leave it out"),
+        ({}, ONE, {"split_batches": True}, r"split_batches=True: .*Use split_batches=False"),
+        (
+            {},
+            ONE,
+            {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
+            r"dispatch_batches=True: .*Use dispatch_batches=False",
+        ),
+        ({}, ONE, {"parallelism_config": SP()}, "parallelism_config was given"),
+    ],
+)
+def test_refusals(
+    environment: dict[str, str],
+    config: LongContextConfig,
+    arguments: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        (variable,) = [known for known in LAUNCH_VARIABLES if known.endswith(name)][:1]
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
+        make_accelerator(config, **arguments)
 
 
-def test_sizes_that_do_not_multiply_to_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(
-        ValueError,
-        match=r"dp_replicate_size=3 x dp_shard_size=1 x cp_size=4 = 12, but 8 .*"
-        r"dp_replicate_size=2 without",
-    ):
-        make_accelerator(FOUR, dp_replicate_size=3)
-
-
-def test_world_that_is_no_multiple_of_the_sequence_axis() -> None:
-    with pytest.raises(ValueError, match=r"= 4, but 6 .*num_processes: 8"):
-        SequenceParallelismConfig(cp_size=4).check_world(6, fsdp2=False)
-
-
-def test_shards_without_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match=r"dp_shard_size=2 without FSDP2.*dp_replicate_size=2"):
-        make_accelerator(TWO, dp_shard_size=2)
-
-
-def test_fsdp_without_ranks_to_shard_over() -> None:
-    with pytest.raises(ValueError, match="no ranks to shard over"):
-        SequenceParallelismConfig(dp_replicate_size=4).check_world(4, fsdp2=True)
-
-
-@pytest.mark.parametrize("name", ["tp_size", "sp_size"])
-def test_other_cuts_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"{name}=2: .*Use {name}=1 and set cp_size"):
-        SequenceParallelismConfig(**{name: 2})
-
-
-def test_size_below_one() -> None:
-    with pytest.raises(ValueError, match=r"cp_size=0: .*Use cp_size=1"):
-        SequenceParallelismConfig(cp_size=0)
+@pytest.mark.parametrize(
+    ("sizes", "world", "fsdp2", "message"),
+    [
+        ({"cp_size": 4}, 6, False, r"= 4, but 6 .*num_processes: 8"),
+        ({"dp_replicate_size": 4}, 4, True, "no ranks to shard over"),
+        ({"tp_size": 2}, 2, False, r"tp_size=2: .*Use tp_size=1 and set cp_size"),
+        ({"sp_size": 2}, 2, False, r"sp_size=2: .*Use sp_size=1 and set cp_size"),
+        ({"cp_size": 0}, 1, False, r"cp_size=0: .*Use cp_size=1"),
+    ],
+)
+def test_sizes_that_are_refused(
+    sizes: dict[str, int], world: int, fsdp2: bool, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        SP(**sizes).check_world(world, fsdp2)
 
 
 def test_accelerates_own_context_parallelism_stays_off() -> None:
@@ -218,28 +282,6 @@ def test_accelerates_own_context_parallelism_stays_off() -> None:
     assert not pc.cp_enabled
     assert pc.cp_handler is None
     assert (pc.total_size, pc.data_parallel_size) == (8, 2)
-
-
-def test_accelerates_own_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerator.backward would divide a loss that counts all tokens of the step already."""
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=4: .*in the loop"):
-        make_accelerator(LongContextConfig(), gradient_accumulation_steps=4)
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
-    with pytest.raises(ValueError, match="gradient_accumulation_steps=2"):
-        make_accelerator(LongContextConfig())
-
-
-def test_fsdp1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"fsdp_version=1: .*fsdp_version: 2"):
-        make_accelerator(TWO)
-
-
-def test_fsdp1_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="fsdp_version=1"):
-        make_accelerator(TWO, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -254,49 +296,12 @@ def test_the_allocator_is_set_before_cuda_starts(
     def start(**_: Any) -> None:
         raise Started
 
-    for name in LAUNCH_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(accelerator, "_gpu_wanted", lambda: on_gpu)
     monkeypatch.setattr(accelerator, "let_segments_grow", lambda: calls.append("set"))
     monkeypatch.setattr(accelerator, "Accelerator", start)
     with pytest.raises(Started):
         make_accelerator(LongContextConfig())
     assert calls == ["set"] * on_gpu
-
-
-def test_fsdp_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    monkeypatch.setenv("FSDP_VERSION", "2")
-    with pytest.raises(ValueError, match=r"FSDP on the CPU.*distributed_type: MULTI_GPU"):
-        make_accelerator(TWO)
-
-
-def test_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(ValueError, match="DEEPSPEED is on"):
-        make_accelerator(LongContextConfig())
-
-
-def test_yaml_with_another_degree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
-    with pytest.raises(ValueError, match=r"cp_size: 2 in the YAML.*= 4:"):
-        make_accelerator(FOUR)
-
-
-@pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
-def test_batches_that_would_differ_within_a_group(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=True: .*Use {name}=False"):
-        make_accelerator(
-            LongContextConfig(), dataloader_config=DataLoaderConfiguration(**{name: True})
-        )
-
-
-def test_own_parallelism_config_is_refused() -> None:
-    with pytest.raises(ValueError, match="parallelism_config was given"):
-        make_accelerator(LongContextConfig(), parallelism_config=SequenceParallelismConfig())
 
 
 def test_an_earlier_accelerator_would_win() -> None:
