@@ -1,5 +1,6 @@
 """Predictions against what was measured on GPUs."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 from longctx_patch.predict.machines import GIB
 from longctx_patch.predict.run.components import layer_bytes
 from tests.predict.run.jobs import candidate, llama_job
-from tests.predict.run.measured import AFTERWARDS, IN_VIEW, Measured
+from tests.predict.run.measured import AFTERWARDS, IN_VIEW, Measured, accuracy
 
-PAGE = Path(__file__).parents[3] / "docs" / "results" / "planner.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "results" / "planner.md"
 
 
 @pytest.mark.parametrize("row", [*IN_VIEW, *AFTERWARDS], ids=lambda row: f"{row.gpus} {row.run}")
@@ -30,3 +32,19 @@ def test_the_page_has_this_table() -> None:
     page = PAGE.read_text()
     for row in (*IN_VIEW, *AFTERWARDS):
         assert row.line() in page, "put what `python -m tests.predict.run.measured` prints there"
+
+
+def test_every_page_gives_the_accuracy_that_the_table_has() -> None:
+    """Sentences about `25 runs`: how many they are, and each percentage, come from the table."""
+    found = accuracy()
+    allowed = {f"{share:g} %" for share in (found.peak, found.seconds, found.host)}
+    said = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for paragraph in page.read_text().split("\n\n"):
+            for sentence in re.split(r"[.;](?=\s)", paragraph):
+                if runs := re.search(r"(\d+) runs\s+that", sentence):
+                    assert int(runs[1]) == found.num_runs, f"{page}: {sentence}"
+                    shares = set(re.findall(r"[\d.]+ %", sentence))
+                    assert shares <= allowed, f"{page}: {sentence}: {found}"
+                    said |= shares
+    assert said >= {f"{found.peak:g} %", f"{found.seconds:g} %"}, "no page says how near it comes"
