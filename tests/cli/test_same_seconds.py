@@ -1,0 +1,71 @@
+"""Every command predicts the same seconds for the same attention call on the same machine."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longctx_patch import LongContextConfig, explain
+from longctx_patch.cli.decisions import PatchOptions, decide
+from longctx_patch.cli.patch import patch_command
+from longctx_patch.predict.attention.costs import Workload
+from longctx_patch.predict.machines import MACHINES, with_kernel
+from tests.cli.conftest import Run
+from tests.predict.run.jobs import LLAMA_8B
+
+TOKENS, LAYERS = 131072, 32
+
+
+def scheduled_s(run: Run, model: Path, kind: str, degrees: tuple[int, int]) -> float:
+    words = ["--plan", "auto", "--ranks", degrees[0] * degrees[1], "--ulysses", degrees[0]]
+    words += ["--hardware", kind, "--seq-len", TOKENS, "--json", model]
+    ways = [run("schedule", *words, "--direction", way) for way in ("forward", "backward")]
+    return sum(float(json.loads(result.stdout)["makespan_s"]) for result in ways)
+
+
+def explained_s(kind: str, degrees: tuple[int, int]) -> float:
+    config = LongContextConfig(
+        ulysses_degree=degrees[0],
+        ring_degree=degrees[1],
+        hardware=kind,  # type: ignore[arg-type]
+    )
+    rows = explain(config, Workload(num_tokens=TOKENS)).rows
+    return sum(row.prediction.makespan_s for row in rows if row.chosen)
+
+
+def planned_s(run: Run, model: Path, gpus: str) -> tuple[float, tuple[int, int]]:
+    """Seconds of a layer of all GPUs' best candidate that keeps attention, and its degrees."""
+    found = json.loads(run("plan", model, "--gpus", gpus, "--seq-len", TOKENS, "--json").stdout)
+    every = [c for c in found["candidates"] if f"{c['sp']}x" in gpus and c["attention_kept"] == 1]
+    best = next(c for c in every if c["checkpoint"] == "attention")
+    return best["parts_s"]["attention"] / LAYERS, (best["ulysses"], best["ring"])
+
+
+def patched_s(model: Path, out: Path, gpus: str) -> float:
+    """Seconds of a layer of the run that `longctx patch` writes."""
+    words = [str(model), "--gpus", gpus, "--seq-len", str(TOKENS), "--out", str(out)]
+    words += ["--tokenizer", "bytes", "--checkpoint", "attention"]
+    options = patch_command.make_context("patch", words).params
+    predicted = decide(options.pop("model"), PatchOptions(**options)).predicted
+    assert predicted is not None
+    return predicted.time.attention / LAYERS
+
+
+@pytest.mark.parametrize("kind", ["h200", "a100"])
+def test_every_command_predicts_the_same_attention(
+    run: Run, config: Callable[..., Path], tmp_path: Path, kind: str
+) -> None:
+    model = config(**LLAMA_8B, max_position_embeddings=TOKENS)
+    planned, degrees = planned_s(run, model, f"4x{kind}")
+    assert patched_s(model, tmp_path / "run", f"4x{kind}") == pytest.approx(planned)
+    assert scheduled_s(run, model, kind, degrees) == pytest.approx(planned)
+    assert explained_s(kind, degrees) == pytest.approx(planned)
+
+
+def test_rates_of_another_kernel_are_asked_for_by_name() -> None:
+    hardware = MACHINES["h200"]
+    assert with_kernel(hardware, hardware.kernels.kernel) == hardware
+    assert with_kernel(hardware, "cudnn") != hardware
+    with pytest.raises(ValueError, match=r"'cudnn' on a100: .* Use 'flash_attn_2'"):
+        with_kernel(MACHINES["a100"], "cudnn")
