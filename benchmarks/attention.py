@@ -31,7 +31,7 @@ from problems import Problem, lognormal_lengths, share_of
 from report import Bars, Column, append_line, hardware, heading, plot, read_lines, table
 
 from longctx_patch import Workload, explain
-from longctx_patch.config import HardwareName
+from longctx_patch.predict.machines import HardwareName
 
 HERE = Path(__file__).parent
 PEERS = ("ideal", "ours", "torch_cp", "ulysses", "alst", "ring_flash_attn_peer", "yunchang_peer")

@@ -17,7 +17,7 @@ from longctx_patch.choose.search import Result
 from longctx_patch.cli.degrees import asked_degrees, choose_degrees
 from longctx_patch.cli.prediction import cluster_of, prediction
 from longctx_patch.cli.run_checks import check_length, check_out, check_text
-from longctx_patch.config import LayoutName, LongContextConfig
+from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.hf.model.load import is_local, load_model_config
@@ -27,7 +27,7 @@ from longctx_patch.predict.machines import MACHINES
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import RopeName, Settings
-from longctx_patch.sequence.placement import padding_multiple
+from longctx_patch.sequence.layout import LayoutName
 
 SAVE_EVERY = 25
 """Steps between checkpoints, so that an interrupted run can be resumed."""
@@ -136,7 +136,7 @@ class Decisions:
     @property
     def tokens_per_gpu(self) -> int:
         config = self.settings.sequence_parallelism()
-        multiple = padding_multiple(config, packed=self.settings.pack)
+        multiple = config.padding_multiple(packed=self.settings.pack)
         padded = -(-self.settings.seq_len // multiple) * multiple
         return padded // self.sequence_degree
 

@@ -10,7 +10,7 @@ import click
 
 from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.tokens import Tokens
-from longctx_patch.config import HardwareName
+from longctx_patch.predict.machines import HardwareName
 
 if TYPE_CHECKING:
     from longctx_patch.choose.search import Result

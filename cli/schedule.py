@@ -11,7 +11,10 @@ import click
 from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.timeline import check_drawable, draw
 from longctx_patch.cli.tokens import Tokens
-from longctx_patch.config import HardwareName, LongContextConfig, PlanName
+from longctx_patch.config import LongContextConfig
+from longctx_patch.plans import Direction
+from longctx_patch.plans.generators.table import PLANS
+from longctx_patch.predict.machines import HardwareName
 
 if TYPE_CHECKING:
     from longctx_patch.plans.generators.setting import Setting
@@ -21,7 +24,6 @@ if TYPE_CHECKING:
 ULYSSES = "ulysses"
 """All ranks exchange heads and none is left for a ring; not a plan of the ring part."""
 
-PLANS = (*get_args(PlanName), ULYSSES)
 DIRECTIONS = ("forward", "backward")
 HEADS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 """Those of Llama-3.1-8B, where neither a model nor its heads are named."""
@@ -101,7 +103,7 @@ class ScheduleOptions:
 
 @click.command("schedule")
 @click.argument("model", required=False)
-@click.option("--plan", type=Choice(PLANS), help="The plan to predict.")
+@click.option("--plan", type=Choice(("auto", *PLANS, ULYSSES)), help="The plan to predict.")
 @click.option("--compare", is_flag=True, help="Predict all plans; say which is chosen, and why.")
 @_number("--ranks", "Ranks that share a sequence.", required=True)
 @click.option("--direction", type=Choice(DIRECTIONS), help="[forward; --compare: both]")
@@ -139,9 +141,13 @@ def schedule_command(model: str | None, **options: Any) -> None:
         if asked.plan is None:
             _compare(asked, workload, hardware)
         else:
-            if asked.plan == "burst" and asked.direction != "backward":
-                click.echo("burst is a plan of backward; its forward is the zigzag ring.", err=True)
             setting = make_setting(asked.plan, asked.ranks, asked.ulysses, workload, hardware)
+            direction = asked.direction or "forward"
+            runs = setting.plan_of(Direction(direction))
+            if asked.plan in PLANS and asked.plan != runs:
+                click.echo(
+                    f"The plan {asked.plan} has no {direction} of its own: {runs} runs.", err=True
+                )
             _predict(asked, setting, workload, hardware)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
@@ -179,8 +185,9 @@ def make_setting(
             f"so all ranks exchange heads. Use --ulysses {ranks}, or name the plan of the ring, "
             "for example --plan zigzag."
         )
-    name: PlanName = "zigzag" if plan == ULYSSES else plan  # type: ignore[assignment]
-    per_node = _inner_ring(ring, degree, hardware) if plan == "double_ring" else None
+    name = "zigzag" if plan == ULYSSES else plan
+    needs_nodes = name in PLANS and PLANS[name].needs_full_nodes
+    per_node = _inner_ring(name, ring, degree, hardware) if needs_nodes else None
     config = LongContextConfig(
         ulysses_degree=degree, ring_degree=ring, plan=name, ranks_per_node=per_node
     )
@@ -221,14 +228,14 @@ def read_workload(
     )
 
 
-def _inner_ring(ring: int, ulysses: int, hardware: "Hardware") -> int:
+def _inner_ring(plan: str, ring: int, ulysses: int, hardware: "Hardware") -> int:
     """Ring ranks of a machine, in which Ulysses ranks are consecutive."""
     per_node = hardware.gpus_per_node
     if per_node % ulysses == 0 and ring % (per_node // ulysses) == 0:
         return per_node // ulysses
     fitting = [ulysses * count for count in _divisors(ring)]
     raise ValueError(
-        f"--plan double_ring with {per_node} ranks per node ({hardware.name}'s, or as given), "
+        f"--plan {plan} with {per_node} ranks per node ({hardware.name}'s, or as given), "
         f"--ranks {ring * ulysses} and --ulysses {ulysses}: machines must be filled, each with "
         f"whole Ulysses groups. Use {_one_of('--ranks-per-node', fitting)}."
     )
@@ -238,7 +245,6 @@ def _predict(
     asked: ScheduleOptions, setting: "Setting", workload: "Workload", hardware: "Hardware"
 ) -> None:
     from longctx_patch.cli.schedule_report import describe, render
-    from longctx_patch.plans import Direction
     from longctx_patch.predict.attention.costs import predict
 
     direction = Direction(asked.direction or "forward")
@@ -258,7 +264,6 @@ def _predict(
 def _compare(asked: ScheduleOptions, workload: "Workload", hardware: "Hardware") -> None:
     from longctx_patch.choose.compare import compare
     from longctx_patch.cli.schedule_report import describe
-    from longctx_patch.plans import Direction
 
     names = [asked.direction] if asked.direction else DIRECTIONS
     comparison = compare(workload, hardware, asked.ranks, [Direction(name) for name in names])

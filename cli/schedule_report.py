@@ -2,7 +2,7 @@
 
 from longctx_patch.cli.timeline import time_text
 from longctx_patch.cli.units import size_text
-from longctx_patch.config import SPARSE_PLAN
+from longctx_patch.plans.generators.table import SPARSE_PLAN
 from longctx_patch.predict.attention.costs import Prediction, Workload
 from longctx_patch.predict.machines import Hardware
 

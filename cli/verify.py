@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from longctx_patch.cli.choice import Choice
-from longctx_patch.config import LayoutName, LongContextConfig
+from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy
+from longctx_patch.sequence.layout import LayoutName
 
 if TYPE_CHECKING:
     from longctx_patch.verification import Report

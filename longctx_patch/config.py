@@ -3,48 +3,18 @@
 Everything else (command line, YAML, recipes) only fills this dataclass.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, get_args
 
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, names_that_keep_attention
 from longctx_patch.names import require_choice
+from longctx_patch.plans.generators.table import PLANS, PlanRecord
+from longctx_patch.predict.machines import HardwareName
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Layout, LayoutName, length_multiple
+from longctx_patch.sequence.placement import place
 
-LayoutName = Literal["zigzag", "contiguous", "striped", "balanced"]
-PlanName = Literal[
-    "auto",
-    "ring",
-    "zigzag",
-    "zigzag_direct",
-    "striped",
-    "distflash",
-    "distflash_balanced",
-    "burst",
-    "double_ring",
-    "allgather",
-    "halo",
-]
-SPARSE_PLAN: PlanName = "halo"
-"""What `auto` takes for masks that leave blocks out, and layers with a window always run."""
-HardwareName = Literal["h200", "h100", "a100", "a100-40"]
 LossName = Literal["chunked", "logits"]
-
-# Each plan is balanced, or at all defined, for some placements of tokens; the first is its own.
-LAYOUTS_OF_PLAN: Mapping[str, tuple[LayoutName, ...]] = MappingProxyType(
-    {
-        "ring": ("contiguous", "balanced"),
-        "zigzag": ("zigzag",),
-        "zigzag_direct": ("zigzag",),
-        "striped": ("striped",),
-        "distflash": ("contiguous",),
-        "distflash_balanced": ("contiguous",),
-        "burst": ("zigzag", "striped", "balanced"),
-        "double_ring": ("zigzag", "contiguous", "striped", "balanced"),
-        "allgather": ("zigzag", "contiguous", "balanced"),
-        "halo": ("zigzag", "contiguous", "striped", "balanced"),
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +33,15 @@ class LongContextConfig:
 
     layout: LayoutName | None = None
     """Placement of tokens over the ring ranks. None: the plan's, else `zigzag`, which balances a
-    causal mask, and `balanced` for packed rows. See `placement` and `packed_placement`."""
+    causal mask, and `balanced` for packed rows. See `placement_of`."""
 
-    plan: PlanName = "auto"
+    plan: str = "auto"
     """Schedule of the ring part (`longctx_patch.plans`). `auto`: the cost model takes one of those
     made for the layout (`longctx_patch.explain` says which and why), and `halo` for masks that
     leave blocks out, such as packed documents. Layers with a sliding window always run `halo`,
     which sends what is inside the window only."""
 
-    backward_plan: PlanName = "auto"
+    backward_plan: str = "auto"
     """Schedule of backward, made for the same layout; `auto` takes the forward one, or where that
     is `auto` too, the cost model's."""
 
@@ -121,6 +91,24 @@ class LongContextConfig:
     logits under both."""
 
     def __post_init__(self) -> None:
+        self._check_counts()
+        for name, choices in (
+            ("layout", get_args(LayoutName)),
+            ("plan", ("auto", *PLANS)),
+            ("backward_plan", ("auto", *PLANS)),
+            ("hardware", get_args(HardwareName)),
+            ("loss", get_args(LossName)),
+            ("checkpoint", tuple(POLICIES)),
+        ):
+            if (value := getattr(self, name)) is not None or name != "layout":
+                require_choice(name, value, choices)
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic={self.deterministic!r}: give True or False.")
+        self._check_share()
+        self._check_layouts()
+        self._check_nodes()
+
+    def _check_counts(self) -> None:
         counts = {"ulysses_waves": "it counts parts", "mlp_tiles": "it counts tiles"}
         for name in ("ulysses_degree", "ring_degree", *counts):
             value = getattr(self, name)
@@ -133,27 +121,6 @@ class LongContextConfig:
                     f"{name}={value!r}{kind}: {what}, a whole number of 1 or more. Use {name}=1 to "
                     "switch it off."
                 )
-        if self.layout is not None:
-            require_choice("layout", self.layout, get_args(LayoutName))
-        require_choice("plan", self.plan, get_args(PlanName))
-        require_choice("backward_plan", self.backward_plan, get_args(PlanName))
-        require_choice("hardware", self.hardware, get_args(HardwareName))
-        require_choice("loss", self.loss, get_args(LossName))
-        if not isinstance(self.deterministic, bool):
-            raise ValueError(f"deterministic={self.deterministic!r}: give True or False.")
-        require_choice("checkpoint", self.checkpoint, tuple(POLICIES))
-        self._check_share()
-        for field in ("plan", "backward_plan"):
-            plan = getattr(self, field)
-            layouts = LAYOUTS_OF_PLAN.get(plan, (self.placement,))
-            if self.placement not in layouts:
-                made_for = " or ".join(repr(layout) for layout in layouts)
-                raise ValueError(
-                    f"{field}={plan!r} with layout={self.placement!r}: this plan is made for "
-                    f"layout={made_for}. Forward and backward share one layout; give one of these, "
-                    f"or use {field}='auto'."
-                )
-        self._check_nodes()
 
     def _check_share(self) -> None:
         share = self.attention_kept
@@ -169,25 +136,44 @@ class LongContextConfig:
                 f"checkpoint={' or '.join(map(repr, names_that_keep_attention()))}."
             )
 
+    def _check_layouts(self) -> None:
+        for field in ("plan", "backward_plan"):
+            plan = getattr(self, field)
+            if plan in PLANS and self.placement not in PLANS[plan].layouts:
+                made_for = " or ".join(repr(layout) for layout in PLANS[plan].layouts)
+                raise ValueError(
+                    f"{field}={plan!r} with layout={self.placement!r}: this plan is made for "
+                    f"layout={made_for}. Forward and backward share one layout; give one of these, "
+                    f"or use {field}='auto'."
+                )
+
     def _check_nodes(self) -> None:
-        size, plans = self.ranks_per_node, (self.plan, self.backward_plan)
-        if size is None and "double_ring" not in plans:
+        size, needed = self.ranks_per_node, any(plan.needs_full_nodes for plan in self._named_plans)
+        if size is None and not needed:
             return
-        taken = "double_ring" in plans or self.plan == "auto"
+        taken = needed or self.plan == "auto"
         if not taken or type(size) is not int or size < 1 or self.ring_degree % size:
+            takers = " and ".join(
+                repr(name) for name, plan in PLANS.items() if plan.needs_full_nodes
+            )
             raise ValueError(
                 f"ranks_per_node={size} with plan={self.plan!r}, backward_plan="
-                f"{self.backward_plan!r} and ring_degree={self.ring_degree}: 'double_ring' needs "
+                f"{self.backward_plan!r} and ring_degree={self.ring_degree}: {takers} needs "
                 "it, 'auto' may have it, no other plan takes it, and it must divide ring_degree. "
                 "Give the ring ranks that share a machine."
             )
 
     @property
+    def _named_plans(self) -> list[PlanRecord]:
+        """Those of forward and backward that are not left to `auto`."""
+        return [PLANS[name] for name in (self.plan, self.backward_plan) if name in PLANS]
+
+    @property
     def placement(self) -> LayoutName:
         """The layout of a row with one document, decided."""
-        fitting = LAYOUTS_OF_PLAN.get(self.plan, ("zigzag", "striped"))
-        backward = LAYOUTS_OF_PLAN.get(self.backward_plan, fitting)
-        spreads = self.attention_kept < 1 and "striped" in fitting and "striped" in backward
+        fitting = PLANS[self.plan].layouts if self.plan in PLANS else ("zigzag", "striped")
+        all_fit = [fitting, *(plan.layouts for plan in self._named_plans)]
+        spreads = self.attention_kept < 1 and all("striped" in layouts for layouts in all_fit)
         return self.layout or ("striped" if spreads else fitting[0])
 
     @property
@@ -195,9 +181,22 @@ class LongContextConfig:
         """The layout of a row with several documents, decided."""
         if self.attention_kept < 1 and self.placement == "striped":
             return "striped"  # the ends of long documents, which are kept, would be on few ranks
-        plans = (self.plan, self.backward_plan)
-        fits = all("balanced" in LAYOUTS_OF_PLAN.get(plan, ("balanced",)) for plan in plans)
+        fits = all("balanced" in plan.layouts for plan in self._named_plans)
         return "balanced" if self.layout is None and fits else self.placement
+
+    def placement_of(self, documents: Documents) -> LayoutName:
+        """The layout of a row of these documents, by its name."""
+        return self.placement if documents.is_one else self.packed_placement
+
+    def layout_of(self, documents: Documents) -> Layout:
+        """Where all ranks of the group have the tokens of a row."""
+        name = self.placement_of(documents)
+        return place(name, documents, ring=self.ring_degree, ulysses=self.ulysses_degree)
+
+    def padding_multiple(self, *, packed: bool) -> int:
+        """Lengths that are a multiple of this give every rank the same number of tokens."""
+        name = self.packed_placement if packed else self.placement
+        return length_multiple(name, ring=self.ring_degree, ulysses=self.ulysses_degree)
 
     @property
     def sequence_degree(self) -> int:

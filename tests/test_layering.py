@@ -16,13 +16,12 @@ PACKAGE = ROOT / "longctx_patch"
 # itself is a room of its own; its `__init__` offers all that rooms below it hold.
 FLOORS = (
     ("names",),
-    ("memory",),
-    ("config",),
-    ("sequence", "transport", "hf/model"),
+    ("sequence", "transport", "memory"),
     ("plans", "kernels"),
     ("plans/generators", "plans/verify", "kernels/backends", "loss"),
-    ("engine", "predict"),
-    ("kernels/select", "predict/attention", "data"),
+    ("predict",),
+    ("config",),
+    ("engine", "kernels/select", "predict/attention", "data", "hf/model"),
     ("predict/run",),
     ("choose",),
     ("operator",),

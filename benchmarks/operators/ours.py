@@ -10,15 +10,16 @@ from problems import Problem
 from torch import Tensor
 
 from longctx_patch import Documents, LongContextConfig, make_sequence_group
-from longctx_patch.config import SPARSE_PLAN
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.operator import distributed_attention
 from longctx_patch.kernels import Score
 from longctx_patch.operator.decided import decided_call, row_mask
+from longctx_patch.plans import Direction
+from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN, plan_for
 from operators import FASTEST, Candidate, Job, NotCovered, Prepared
 
-PLANS = (
+USUAL = (
     "auto",
     "zigzag",
     "zigzag_direct",
@@ -36,7 +37,7 @@ def candidates(job: Job) -> list[Candidate]:
     texts = job.settings.get("configs") or [
         name_of(fields)
         for kernel in job.settings.get("kernels") or ("auto",)
-        for fields in grid(job.num_ranks, job.settings.get("plans") or PLANS, kernel)
+        for fields in grid(job.num_ranks, job.settings.get("plans") or USUAL, kernel)
     ]
     return [_candidate(text, job) for text in texts]
 
@@ -50,9 +51,11 @@ def grid(num_ranks: int, plans: Sequence[str], kernel: str) -> Iterator[dict[str
         ring = num_ranks // ulysses
         for plan in plans if ring > 1 else ("auto",):
             fields: dict[str, Any] = {"ulysses_degree": ulysses, "ring_degree": ring, "plan": plan}
-            if plan == "burst":  # a backward; its forward is the ring
-                fields |= {"plan": "zigzag", "backward_plan": "burst"}
-            if plan == "double_ring":
+            record = PLANS.get(plan)
+            if record is not None and Direction.FORWARD not in record.directions:
+                forward = plan_for(plan, Direction.FORWARD, record.layouts[0])
+                fields |= {"plan": forward, "backward_plan": plan}
+            if record is not None and record.needs_full_nodes:
                 fields |= {"ranks_per_node": ring // 2}
                 if ring < 4 or ring % 2:
                     continue

@@ -17,14 +17,13 @@ from longctx_patch.choose.plans import (
     settings_of,
 )
 from longctx_patch.choose.tie import TIE
-from longctx_patch.config import LAYOUTS_OF_PLAN, SPARSE_PLAN, LayoutName, LongContextConfig
+from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN
 from longctx_patch.predict.attention.costs import Prediction, Workload, predict
 from longctx_patch.predict.machines import MACHINES, Hardware
-
-_HYBRIDS = ("zigzag", "zigzag_direct", "allgather")
-"""Ring parts that `compare` tries under Ulysses."""
+from longctx_patch.sequence.layout import LayoutName
 
 
 def compare(
@@ -92,7 +91,7 @@ def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterator[Se
             continue
         ring, per_node = ranks // degree, ring_ranks_in_node(degree, hardware)
         for plan, layout in _plans_for(workload, degree, ring):
-            if plan != "double_ring" or has_full_nodes(ring, per_node):
+            if not PLANS[plan].needs_full_nodes or has_full_nodes(ring, per_node):
                 setting = Setting(
                     plan=plan,
                     layout=layout,
@@ -107,8 +106,12 @@ def _plans_for(workload: Workload, degree: int, ring: int) -> list[tuple[str, La
     """Plans of the ring part, and placements. Where the mask leaves blocks out it is `SPARSE_PLAN`:
     others move what nobody sees."""
     if ring == 1 or workload.is_causal:
-        plans = LAYOUTS_OF_PLAN if degree == 1 else _HYBRIDS[: 1 if ring == 1 else None]
-        return [(plan, LAYOUTS_OF_PLAN[plan][0]) for plan in plans if plan != SPARSE_PLAN]
+        found = [
+            (plan, record.layouts[0])
+            for plan, record in PLANS.items()
+            if not record.is_sparse and (degree == 1 or record.goes_with_ulysses)
+        ]
+        return found if ring > 1 or degree == 1 else found[:1]
     if not workload.documents().is_one:
         return [(SPARSE_PLAN, "balanced")]
     return [(SPARSE_PLAN, "zigzag"), (SPARSE_PLAN, "contiguous")]

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from longctx_patch.choose.tie import TIE
-from longctx_patch.config import SPARSE_PLAN
 from longctx_patch.plans import Direction
+from longctx_patch.plans.generators.table import SPARSE_PLAN
 from longctx_patch.predict.attention.costs import Prediction
 
 _NOTE = (

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from longctx_patch.choose.plans import decide
 from longctx_patch.choose.tie import Cost, preferred
-from longctx_patch.config import LayoutName, LongContextConfig
+from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import Workload, predict
 from longctx_patch.predict.machines import Hardware
+from longctx_patch.sequence.layout import LayoutName
 
 PLAIN = LongContextConfig()
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from longctx_patch.choose.tie import Cost, preferred
-from longctx_patch.config import LAYOUTS_OF_PLAN, SPARSE_PLAN, LayoutName, LongContextConfig
+from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN, plan_for
 from longctx_patch.predict.attention.costs import Workload, predict
 from longctx_patch.predict.machines import MACHINES, Hardware
-from longctx_patch.sequence.placement import placement_of
+from longctx_patch.sequence.layout import LayoutName
 
 MOST_WAVES = 2
 """Ulysses exchanges heads in at most this many waves unless more are asked for: three and more were
@@ -46,7 +47,7 @@ def decide(
     return Setting(
         plan=forward,
         backward_plan=backward,
-        layout=placement or placement_of(config, workload.documents()),
+        layout=placement or config.placement_of(workload.documents()),
         ulysses_degree=config.ulysses_degree,
         ring_degree=config.ring_degree,
         ulysses_waves=waves,
@@ -65,10 +66,8 @@ def _plan(
     plan: str = config.plan if direction is Direction.FORWARD else config.backward_plan
     if plan == "auto" and direction is Direction.BACKWARD and config.plan != "auto":
         plan = config.plan
-    if not serves(plan, direction):
-        return config.placement  # burst's forward is the ring of its layout, named alike
     if plan != "auto":
-        return plan
+        return plan_for(plan, direction, config.placement)
     if sparse:
         return SPARSE_PLAN
     candidates = [s for s in settings_of(config, hardware) if serves(s.plan, direction)]
@@ -117,8 +116,8 @@ def best_waves(setting: Setting, workload: Workload, hardware: Hardware) -> int:
 
 
 def serves(plan: str, direction: Direction) -> bool:
-    """Whether a plan is made for a direction: burst is a backward, its forward is a ring."""
-    return plan != "burst" or direction is Direction.BACKWARD
+    """Whether a plan has a direction."""
+    return direction in PLANS[plan].directions
 
 
 def settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]:
@@ -127,10 +126,10 @@ def settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]:
     asked = (config.plan, config.backward_plan)
     plans: Iterable[str] = [
         plan
-        for plan, layouts in LAYOUTS_OF_PLAN.items()
-        if config.placement in layouts
-        and (plan != SPARSE_PLAN or plan in asked)
-        and (plan != "double_ring" or has_full_nodes(config.ring_degree, per_node))
+        for plan, record in PLANS.items()
+        if config.placement in record.layouts
+        and (not record.is_sparse or plan in asked)
+        and (not record.needs_full_nodes or has_full_nodes(config.ring_degree, per_node))
     ]
     return [
         Setting(

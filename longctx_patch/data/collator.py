@@ -16,7 +16,6 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.data.rows import Row, join_rows, parse_row
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.placement import layout_of, padding_multiple
 
 SHARD_KEY = "longctx_shard"
 """`[B, 2 + n]` int64: length of the padded row, a checksum of all of it, and the lengths of its
@@ -86,7 +85,7 @@ class SequenceShardCollator:
         documents = Documents.of_row(parsed[0].lengths, length)
         input_ids = torch.stack([_pad(row.ids, length, self.pad_token_id) for row in parsed])
         labels = torch.stack([_pad(row.next_labels(), length, IGNORE_INDEX) for row in parsed])
-        layout = layout_of(self.config, documents)
+        layout = self.config.layout_of(documents)
         shard_labels = layout.shard(labels, self.group_rank, 1)
         positions = documents.positions(layout.positions(self.group_rank))
         return {
@@ -98,7 +97,7 @@ class SequenceShardCollator:
         }
 
     def _padded_length(self, rows: Sequence[Row]) -> int:
-        multiple = padding_multiple(self.config, packed=len(rows[0].lengths) > 1)
+        multiple = self.config.padding_multiple(packed=len(rows[0].lengths) > 1)
         wanted = max(*(len(row.ids) for row in rows), self.pad_to_length, 1)
         return -(-wanted // multiple) * multiple
 

@@ -14,7 +14,6 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.kernels import AgreedKernels
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout
-from longctx_patch.sequence.placement import layout_of
 from longctx_patch.transport import (
     Counters,
     ProcessGroupTransport,
@@ -65,7 +64,7 @@ class SequenceGroup:
 
     def layout(self, row: int | Documents) -> Layout:
         """Placement of a row, given as its documents or its length, over all ranks of the group."""
-        return layout_of(self.config, Documents.one(row) if isinstance(row, int) else row)
+        return self.config.layout_of(Documents.one(row) if isinstance(row, int) else row)
 
 
 def world_place(config: LongContextConfig) -> WorldPlace:

@@ -25,7 +25,6 @@ from longctx_patch.kernels import Score
 from longctx_patch.memory.replay import Frame, current_frame
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import Mask
-from longctx_patch.sequence.placement import placement_of
 from longctx_patch.transport import VirtualTransport
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -210,7 +209,7 @@ def check_shards(
     table = "\n".join(_describe(rank, row) for rank, row in enumerate(rows))
     raise ValueError(
         f"the ranks of the group don't hold shards of one sequence:\n{table}\n"
-        f"The {placement_of(group.config, documents)} layout of {mine[1]} tokens gives the ranks "
+        f"The {group.config.placement_of(documents)} layout of {mine[1]} tokens gives the ranks "
         f"{list(sizes)} tokens. Cut the sequence with group.layout(num_tokens or "
         "documents).shard(x, group.group_rank, dim)."
     )

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longctx_patch.config import SPARSE_PLAN
 from longctx_patch.engine.call import AttentionCall
 from longctx_patch.plans import Direction
+from longctx_patch.plans.generators.table import SPARSE_PLAN
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.sequence.masks import Mask, mask_of

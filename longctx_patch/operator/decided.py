@@ -3,14 +3,13 @@
 from functools import lru_cache
 
 from longctx_patch.choose.plans import decide
-from longctx_patch.config import SPARSE_PLAN
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.kernels import Score
+from longctx_patch.plans.generators.table import SPARSE_PLAN
 from longctx_patch.predict.attention.costs import Workload, window_like
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import Mask, causal, documents_mask, within
-from longctx_patch.sequence.placement import placement_of
 
 
 def decided_call(
@@ -41,7 +40,7 @@ def decided_call(
     setting = decide(
         group.config,
         workload,
-        placement=placement_of(group.config, documents),
+        placement=group.config.placement_of(documents),
         is_causal=mask.is_causal,
     )
     if is_windowed:

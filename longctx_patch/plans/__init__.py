@@ -1,15 +1,9 @@
 """Schedules of distributed attention as data: built, checked and costed without any device."""
 
-from longctx_patch.plans.generators.allgather import allgather
-from longctx_patch.plans.generators.burst import burst_backward
-from longctx_patch.plans.generators.direct_ring import direct_ring
-from longctx_patch.plans.generators.distflash import distflash
-from longctx_patch.plans.generators.double_ring import double_ring
-from longctx_patch.plans.generators.ring import ring
-from longctx_patch.plans.generators.table import make_schedule
+from longctx_patch.plans.generators.table import PLANS, PlanRecord, make_schedule
 from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
-from longctx_patch.plans.traffic import AttentionShape, Traffic, bytes_per_link, plan_traffic
+from longctx_patch.plans.traffic import AttentionShape, Traffic, plan_traffic
 from longctx_patch.plans.types import (
     ALL_HEADS,
     EVERYONE,
@@ -28,6 +22,7 @@ from longctx_patch.plans.verify.walk import PlanError, PlanReport, verify_plan
 __all__ = [
     "ALL_HEADS",
     "EVERYONE",
+    "PLANS",
     "AttentionShape",
     "Block",
     "Direction",
@@ -36,6 +31,7 @@ __all__ = [
     "PieceTable",
     "Plan",
     "PlanError",
+    "PlanRecord",
     "PlanReport",
     "RankStep",
     "Schedule",
@@ -46,14 +42,7 @@ __all__ = [
     "Transfer",
     "Work",
     "Works",
-    "allgather",
-    "burst_backward",
-    "bytes_per_link",
-    "direct_ring",
-    "distflash",
-    "double_ring",
     "make_schedule",
     "plan_traffic",
-    "ring",
     "verify_plan",
 ]

@@ -85,8 +85,16 @@ class Schedule:
     name: str
     direction: Direction
     pieces: PieceTable
-    stages: Callable[[], Iterator[Stage]]
-    """Makes the stages anew at each call."""
+    generate: "Callable[[Schedule], Iterator[Stage]]"
+    """The generator: it reads the other fields and decides who computes and sends what when."""
+    num_kv_heads: int = 1
+    """Key-value heads that each rank computes."""
+    ranks_per_node: int = 1
+    """Consecutive ranks on one machine."""
+
+    def stages(self) -> Iterator[Stage]:
+        """The stages, made anew at each call."""
+        return self.generate(self)
 
     @property
     def num_ranks(self) -> int:

@@ -59,13 +59,3 @@ def plan_traffic(plan: Plan, shape: AttentionShape) -> tuple[Traffic, ...]:
             sent = Traffic(1, shape.block_bytes(transfer.block))
             totals[transfer.source] += sent
     return tuple(totals)
-
-
-def bytes_per_link(plan: Plan, shape: AttentionShape) -> dict[tuple[int, int], int]:
-    """What each (source, destination) that is used carries in one run of the plan."""
-    links: dict[tuple[int, int], int] = {}
-    for step in plan.steps:
-        for source, destination, block, _ in step.transfers:
-            carried = links.get((source, destination), 0)
-            links[source, destination] = carried + shape.block_bytes(block)
-    return links

@@ -14,13 +14,14 @@ and added*: the source gives up its partial result for the owner's rows, and it 
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from longctx_patch.sequence.layout import Interval, Layout, Rows
 from longctx_patch.sequence.masks import Mask
 from longctx_patch.sequence.regions import Piece
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Direction(Enum):
@@ -90,7 +91,7 @@ class Share(NamedTuple):
         start, stop = (num_kv_heads * n // self.parts for n in (self.part, self.part + 1))
         return Interval(start * group, stop * group)
 
-    def cut(self, tensor: Tensor, num_kv_heads: int) -> Tensor:
+    def cut(self, tensor: "Tensor", num_kv_heads: int) -> "Tensor":
         """A view of these heads of a tensor whose dim 2 are all heads."""
         if self.parts == 1:
             return tensor

@@ -4,10 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
+from typing import Literal
 
-from longctx_patch.config import HardwareName
 from longctx_patch.plans.types import Direction
 from longctx_patch.sequence.regions import FULL, Piece
+
+HardwareName = Literal["h200", "h100", "a100", "a100-40"]
+"""Names of the machines in the table."""
 
 GIB = 2**30
 

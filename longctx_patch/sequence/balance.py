@@ -40,15 +40,6 @@ def balanced(documents: Documents, num_ranks: int) -> Layout:
     return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
-def balanced_multiple(*, ring: int, ulysses: int = 1) -> int:
-    """Lengths that are a multiple of this give every rank of (ring x Ulysses) as many tokens.
-
-    The number of ranks is enough, half of what zigzag needs: chunks get their lengths once it is
-    known whose they are, such that each rank's add up to its share.
-    """
-    return ring * ulysses
-
-
 def _shares_of_a_whole_document(documents: Documents, num_ranks: int) -> list[float]:
     """The limits worth trying on the pairs of a document that stays whole, as multiples of a rank's
     share. None for a row of one document, which zigzag places."""

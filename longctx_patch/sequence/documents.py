@@ -5,9 +5,10 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from math import exp
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # plans and predictions need no torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,10 @@ class Documents:
         """Where each document starts, and where the last one ends."""
         return tuple(accumulate(self.lengths, initial=0))
 
-    def positions(self, tokens: Tensor) -> Tensor:
+    def positions(self, tokens: "Tensor") -> "Tensor":
         """Place of each token (int64, any shape) in its document; padding counts from its start."""
+        import torch
+
         if len(self.lengths) < 2:
             return tokens
         edges = torch.tensor(self.edges, device=tokens.device)

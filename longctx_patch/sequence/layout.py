@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the methods with tensors load torch: plans and predictions need none
+    import torch
+    from torch import Tensor
 
-from longctx_patch.config import LayoutName
+LayoutName = Literal["zigzag", "contiguous", "striped", "balanced"]
+"""Placements that have a name. `longctx_patch.sequence.placement` makes each for a row."""
 
 
 class Interval(NamedTuple):
@@ -124,13 +126,17 @@ class Layout:
     def num_tokens(self) -> int:
         return sum(self.sizes)
 
-    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+    def positions(self, rank: int, device: "torch.device | str | None" = None) -> "Tensor":
         """Global positions of one rank's slots: int64 `[size]`."""
+        import torch
+
         parts = [torch.arange(*i, device=device) for i in self.intervals[rank]]
         return torch.cat(parts) if parts else torch.arange(0, device=device)
 
-    def shard(self, tensor: Tensor, rank: int, dim: int) -> Tensor:
+    def shard(self, tensor: "Tensor", rank: int, dim: int) -> "Tensor":
         """One rank's slots of a tensor that holds all tokens along `dim`."""
+        import torch
+
         if tensor.shape[dim] != self.num_tokens:
             raise ValueError(
                 f"tensor has {tensor.shape[dim]} tokens along dim {dim}, but the layout places "
@@ -140,7 +146,7 @@ class Layout:
         parts = [tensor[(*before, slice(*i))] for i in self.intervals[rank]]
         return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
-    def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+    def unshard(self, shards: "Sequence[Tensor]", dim: int) -> "Tensor":
         """All tokens in global order, from every rank's shard."""
         shape = list(shards[0].shape)
         shape[dim] = self.num_tokens
@@ -254,7 +260,11 @@ def make_layout(name: LayoutName, num_tokens: int, *, ring: int, ulysses: int = 
 
 
 def length_multiple(name: LayoutName, *, ring: int, ulysses: int = 1) -> int:
-    """Lengths that are a multiple of this give every rank the same number of tokens."""
+    """Lengths that are a multiple of this give every rank the same number of tokens.
+
+    Zigzag cuts two runs of one length for each rank. Balanced rows need half as much: their chunks
+    get their lengths once it is known whose they are, so that each rank's add up to its share.
+    """
     return (2 if name == "zigzag" and ring > 1 else 1) * ring * ulysses
 
 

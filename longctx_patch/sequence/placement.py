@@ -1,26 +1,10 @@
-"""The layout of a row: the placement that a config names, for the documents that the row holds."""
+"""The layout that a name stands for, for the documents that a row holds."""
 
 from functools import lru_cache
 
-from longctx_patch.config import LayoutName, LongContextConfig
-from longctx_patch.sequence.balance import balanced, balanced_multiple
+from longctx_patch.sequence.balance import balanced
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.layout import Layout, length_multiple, make_layout
-
-
-def placement_of(config: LongContextConfig, documents: Documents) -> LayoutName:
-    """The placement that a config has for a row."""
-    return config.placement if documents.is_one else config.packed_placement
-
-
-def layout_of(config: LongContextConfig, documents: Documents) -> Layout:
-    """Where all ranks of a config's group have the tokens of a row."""
-    return place(
-        placement_of(config, documents),
-        documents,
-        ring=config.ring_degree,
-        ulysses=config.ulysses_degree,
-    )
+from longctx_patch.sequence.layout import Layout, LayoutName, make_layout
 
 
 @lru_cache(maxsize=256)
@@ -33,11 +17,3 @@ def place(name: LayoutName, documents: Documents, *, ring: int, ulysses: int = 1
         return balanced(documents, ring).split_each(ulysses)
     plain = "zigzag" if name == "balanced" else name
     return make_layout(plain, documents.num_tokens, ring=ring, ulysses=ulysses)
-
-
-def padding_multiple(config: LongContextConfig, *, packed: bool) -> int:
-    """Lengths that are a multiple of this give every rank the same number of tokens."""
-    name = config.packed_placement if packed else config.placement
-    if name == "balanced":
-        return balanced_multiple(ring=config.ring_degree, ulysses=config.ulysses_degree)
-    return length_multiple(name, ring=config.ring_degree, ulysses=config.ulysses_degree)

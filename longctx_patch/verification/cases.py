@@ -4,8 +4,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from longctx_patch.config import SPARSE_PLAN, LayoutName, LongContextConfig
+from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import CheckpointPolicy
+from longctx_patch.plans.generators.table import SPARSE_PLAN
+from longctx_patch.sequence.layout import LayoutName
 
 TOLERANCES = {"float32": 1e-5, "float64": 1e-10}
 """Largest relative error of loss, logits and gradients, by dtype."""

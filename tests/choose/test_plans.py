@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from longctx_patch.choose.plans import decide, settings_of
-from longctx_patch.config import LAYOUTS_OF_PLAN, LongContextConfig
+from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
+from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.predict.attention.costs import Workload, predict
 from longctx_patch.predict.machines import MACHINES
 from tests.predict.attention.test_costs import WORKLOAD
@@ -18,7 +19,7 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 def test_auto_chooses_among_the_plans_of_the_layout(layout: str) -> None:
     found = decide(LongContextConfig(ring_degree=4, layout=layout), WORKLOAD)  # type: ignore[arg-type]
     assert found.layout == layout
-    assert all(layout in LAYOUTS_OF_PLAN[found.plan_of(direction)] for direction in Direction)
+    assert all(layout in PLANS[found.plan_of(direction)].layouts for direction in Direction)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_the_double_ring_beats_the_flat_one_across_nodes() -> None:
     seconds = {
         setting.plan: predict(setting, FORWARD, workload, hardware).makespan_s
         for setting in settings_of(LongContextConfig(ring_degree=16), hardware)
+        if setting.plan in ("zigzag", "double_ring")
     }
     assert seconds["double_ring"] < 0.8 * seconds["zigzag"]
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from longctx_patch import LongContextConfig, SequenceShardCollator
-from longctx_patch.config import LayoutName
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.layout import make_layout
-from longctx_patch.sequence.placement import place, placement_of
+from longctx_patch.sequence.layout import LayoutName, make_layout
+from longctx_patch.sequence.placement import place
 
 
 def collator(group_rank: int = 0, **degrees: int) -> SequenceShardCollator:
@@ -54,7 +53,7 @@ def put_together(
     assert len({batch["input_ids"].shape for batch in batches}) == 1  # as many tokens each
     documents = Documents.of_row(tuple(lengths), length)
     layout = place(
-        placement_of(config, documents),
+        config.placement_of(documents),
         documents,
         ring=config.ring_degree,
         ulysses=config.ulysses_degree,

@@ -1,6 +1,6 @@
 """Every plan on virtual ranks against dense attention, and its real traffic against its own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -12,18 +12,12 @@ from longctx_patch.kernels import Score, available
 from longctx_patch.plans import (
     AttentionShape,
     Direction,
-    PieceTable,
     Plan,
-    Schedule,
-    allgather,
-    burst_backward,
-    direct_ring,
-    distflash,
-    double_ring,
+    make_schedule,
     plan_traffic,
-    ring,
     verify_plan,
 )
+from longctx_patch.plans.generators.table import plan_for
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.layout import Layout, contiguous, striped, zigzag
 from longctx_patch.sequence.masks import causal
@@ -31,7 +25,7 @@ from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 from tests.reference import dense_attention, relative_error
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+Place = Callable[[int, int], Layout]
 BATCH, HEAD_DIM = 2, 8
 
 
@@ -43,25 +37,33 @@ class Case(NamedTuple):
 
 
 def all_cases(num_ranks: int, length: int, num_kv_heads: int) -> Iterator[Case]:
-    def case(name: str, forward: Schedule, backward: Schedule) -> Case:
-        return Case(name, forward.pieces.layout, forward.plan(), backward.plan())
+    """Every plan over every layout of consecutive or striped tokens that its generator can do."""
+
+    def case(name: str, place: Place, groups: int = 1, per_node: int = 1) -> Case:
+        layout, mask = place(length, num_ranks), causal(length)
+        forward, backward = (
+            make_schedule(
+                plan_for(name, direction, "zigzag"),
+                direction,
+                layout,
+                mask,
+                num_kv_heads=groups,
+                ranks_per_node=per_node,
+            ).plan()
+            for direction in Direction
+        )
+        return Case(f"{name} {place.__name__} {groups} {per_node}", layout, forward, backward)
 
     for place in (contiguous, zigzag, striped):
-        pieces, name = PieceTable(place(length, num_ranks), causal(length)), place.__name__
-        yield case(f"ring {name}", *(ring(pieces, d) for d in Direction))
-        yield case(f"direct {name}", *(direct_ring(pieces, d) for d in Direction))
-        yield case(f"burst {name}", ring(pieces, FORWARD), burst_backward(pieces))
-        for size in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
-            double = [double_ring(pieces, d, ranks_per_node=size) for d in Direction]
-            yield case(f"double ring of {size} {name}", *double)
+        for name in ("ring", "zigzag_direct", "burst"):
+            yield case(name, place)
+        for per_node in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
+            yield case("double_ring", place, per_node=per_node)
         if place is not striped:
             for groups in {1, min(3, num_kv_heads), num_kv_heads}:
-                gather = [allgather(pieces, d, head_groups=groups) for d in Direction]
-                yield case(f"all-gather in {groups} {name}", *gather)
-    pieces = PieceTable(contiguous(length, num_ranks), causal(length))
-    for balanced in (False, True):
-        helped = [distflash(pieces, d, balanced=balanced) for d in Direction]
-        yield case(helped[0].name, *helped)
+                yield case("allgather", place, groups)
+    for name in ("distflash", "distflash_balanced"):
+        yield case(name, contiguous)
 
 
 def whole_inputs(length: int, heads: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:

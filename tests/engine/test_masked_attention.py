@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, attention, run_virtual_ranks, virtual_group
-from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName
 from longctx_patch.engine.executor import only_call
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.kernels import available
 from longctx_patch.operator.decided import row_mask
 from longctx_patch.plans import Direction
-from longctx_patch.plans.generators.table import make_schedule
+from longctx_patch.plans.generators.table import PLANS, make_schedule
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.placement import place, placement_of
+from longctx_patch.sequence.layout import LayoutName
+from longctx_patch.sequence.placement import place
 from tests.masked import Masked, dense_masked, masks_of
 from tests.reference import relative_error
 
@@ -77,7 +77,7 @@ def assert_exact(
     )
     expected = dense_masked(*whole[:4], case.table, whole[4] if sinks else None, softcap)
     layout = place(
-        placement_of(config, case.documents),
+        config.placement_of(case.documents),
         case.documents,
         ring=config.ring_degree,
         ulysses=config.ulysses_degree,
@@ -96,11 +96,11 @@ def assert_exact(
 
 
 def all_plans(ring: int) -> Iterator[LongContextConfig]:
-    for plan, layouts in LAYOUTS_OF_PLAN.items():
+    for plan, record in PLANS.items():
         if plan == "double_ring" and ring % 2:
             continue
         per_node = 2 if plan == "double_ring" else None
-        for layout in layouts:
+        for layout in record.layouts:
             yield LongContextConfig(
                 ring_degree=ring, plan=plan, layout=layout, ranks_per_node=per_node
             )

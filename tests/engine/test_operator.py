@@ -14,7 +14,6 @@ from longctx_patch import (
     run_virtual_ranks,
     virtual_group,
 )
-from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, PlanName
 from longctx_patch.engine.call import CallShape, make_plan
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.operator import distributed_attention
@@ -23,9 +22,10 @@ from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans import Direction, PlanError, Schedule, make_schedule
 from longctx_patch.plans.generators import setting as setting_module
 from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.layout import make_layout
+from longctx_patch.sequence.layout import LayoutName, make_layout
 from longctx_patch.sequence.masks import causal
 from longctx_patch.transport import VirtualTransport
 from tests.harness import run_distributed
@@ -102,9 +102,9 @@ def test_virtual_ranks_equal_dense(
         assert_exact(case, run_virtual_ranks(config.sequence_degree, run))
 
 
-@pytest.mark.parametrize("plan", LAYOUTS_OF_PLAN)
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("degrees", [(2, 2), (2, 3), (3, 2), (1, 4)], ids=str)
-def test_ulysses_times_every_plan(plan: PlanName, degrees: tuple[int, int]) -> None:
+def test_ulysses_times_every_plan(plan: str, degrees: tuple[int, int]) -> None:
     config = LongContextConfig(
         ulysses_degree=degrees[0],
         ring_degree=degrees[1],
@@ -129,7 +129,7 @@ def test_ulysses_times_every_plan(plan: PlanName, degrees: tuple[int, int]) -> N
         ("ring", "distflash"),
     ],
 )
-def test_forward_and_backward_by_different_plans(plan: PlanName, backward_plan: PlanName) -> None:
+def test_forward_and_backward_by_different_plans(plan: str, backward_plan: str) -> None:
     config = LongContextConfig(
         ring_degree=4,
         plan=plan,
@@ -186,9 +186,7 @@ def test_processes_equal_dense(world_size: int) -> None:
         for heads in ((4, 2), (4, 1))
         for dtype in (torch.float64, torch.float32)
     ]
-    cases += [
-        (plan_config(world_size, plan), 31, (4, 2), torch.float32) for plan in LAYOUTS_OF_PLAN
-    ]
+    cases += [(plan_config(world_size, plan), 31, (4, 2), torch.float32) for plan in PLANS]
     by_rank = run_distributed(run_cases, world_size, cases)
     for index, case in enumerate(cases):
         assert_exact(case, [results[index] for results in by_rank])

@@ -17,7 +17,6 @@ from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.head_split import HeadSplit
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.placement import layout_of
 from longctx_patch.transport import VirtualTransport
 from tests.reference import dense_attention, relative_error
 
@@ -94,7 +93,7 @@ def test_waves_equal_dense(waves: int, degrees: tuple[int, int], replayed: bool)
             return one_rank(virtual_group(transport, config), *numbers, replayed)
 
         ranks = run_virtual_ranks(config.sequence_degree, run)
-        layout = layout_of(config, Documents.one(LENGTH))
+        layout = config.layout_of(Documents.one(LENGTH))
         wanted = dense_attention(*whole(batch, heads, kv_heads))
         for index, reference in enumerate(wanted):
             if replayed and index == 1:  # lse stays with the heads then

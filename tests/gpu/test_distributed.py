@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, make_sequence_group, patch
-from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.operator import distributed_attention
 from longctx_patch.engine.traffic import predicted_traffic
 from longctx_patch.operator.decided import causal_call
+from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.plans.traffic import Traffic
+from longctx_patch.sequence.layout import LayoutName
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, gradients, tiny_model, token_rows
 from tests.reference import dense_attention, relative_error
@@ -46,7 +47,7 @@ def configs_of(world_size: int) -> list[LongContextConfig]:
         for u, r in degrees_of(world_size)
         for layout in LAYOUTS
     ]
-    for plan in LAYOUTS_OF_PLAN:
+    for plan in PLANS:
         size = world_size // 2 if plan == "double_ring" else None
         configs.append(
             LongContextConfig(
@@ -123,7 +124,7 @@ def test_operator_is_as_accurate_as_the_plain_kernel() -> None:
 
 
 def check_the_host_runs_ahead(rank: int, world_size: int) -> None:
-    for plan in LAYOUTS_OF_PLAN:
+    for plan in PLANS:
         size = world_size // 2 if plan == "double_ring" else None
         config = LongContextConfig(
             ring_degree=world_size,

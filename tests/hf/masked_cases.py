@@ -2,8 +2,8 @@
 
 from itertools import product
 
-from longctx_patch.config import LayoutName
 from longctx_patch.memory.policies import CheckpointPolicy
+from longctx_patch.sequence.layout import LayoutName
 from tests.hf.masked_models import MASKS, Case, Pack
 
 SHARE = 12

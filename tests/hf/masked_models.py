@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
-from longctx_patch.config import LayoutName
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import LayoutName
 from longctx_patch.sequence.masks import Mask, bidirectional, block_sparse, prefix_lm
 from tests.hf.tiny import VOCABULARY, featured_model, gradients
 from tests.reference import relative_error

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
-from longctx_patch.config import LayoutName
 from longctx_patch.engine.call import CallShape
 from longctx_patch.engine.traffic import predicted_traffic
 from longctx_patch.operator.decided import causal_call
+from longctx_patch.sequence.layout import LayoutName
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, gradient_norm, gradients, tiny_model, token_rows
 from tests.reference import relative_error

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from longctx_patch.sequence.placement import place, placement_of
+from longctx_patch.sequence.placement import place
 from tests.harness import run_distributed
 from tests.hf.masked_cases import CASES
 from tests.hf.masked_models import (
@@ -40,7 +40,7 @@ def test_the_cases_have_what_is_awkward() -> None:
     seen: Counter[tuple[str, int]] = Counter()
     for case in [case for cases in CASES.values() for case in cases if case.ring > 1]:
         config, row = case.config, case.documents
-        name = placement_of(config, row)
+        name = config.placement_of(row)
         layout = place(name, row, ring=case.ring, ulysses=case.ulysses)
         edges = {i.start for rank in layout.intervals for i in rank} - {0}
         for boundary, edge in product(row.edges[1:], edges):

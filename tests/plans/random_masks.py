@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from longctx_patch.config import LAYOUTS_OF_PLAN
 from longctx_patch.plans import Direction, Plan, Work, make_schedule
+from longctx_patch.plans.generators.table import PLANS, plan_for
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Interval, Layout
 from longctx_patch.sequence.masks import (
@@ -114,7 +114,7 @@ def any_layouts(draw: st.DrawFn, n: int, num_ranks: int) -> Layout:
     return Layout(tuple(map(tuple, ranks)))
 
 
-PLANS = [(plan, layout) for plan, layouts in LAYOUTS_OF_PLAN.items() for layout in layouts]
+NAMED = [(plan, layout) for plan, record in PLANS.items() for layout in record.layouts]
 FOR_ANY_LAYOUT = ("halo", "ring", "allgather", "burst")
 
 
@@ -132,7 +132,7 @@ def make_plan(
     ranks_per_node: int | None = None,
 ) -> Plan:
     made = make_schedule(
-        name,
+        plan_for(name, direction, "zigzag"),
         direction,
         layout,
         mask,
@@ -153,7 +153,7 @@ def masked_plans(draw: st.DrawFn) -> Masked:
         return Masked(
             make_plan(draw(st.sampled_from(FOR_ANY_LAYOUT)), layout, mask, direction), table
         )
-    name, placement = draw(st.sampled_from(PLANS))
+    name, placement = draw(st.sampled_from(NAMED))
     layout = place(placement, draw(rows_of(n)), ring=num_ranks)
     per_node = draw(st.sampled_from([d for d in range(1, num_ranks + 1) if num_ranks % d == 0]))
     num_kv_heads = draw(st.integers(1, 5))

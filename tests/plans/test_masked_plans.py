@@ -21,7 +21,7 @@ from longctx_patch.sequence.placement import place
 from tests.engine.test_masked_attention import assert_exact
 from tests.masked import Masked as MaskedCase
 from tests.plans.random_masks import (
-    PLANS,
+    NAMED,
     Masked,
     make_plan,
     masked_plans,
@@ -71,7 +71,7 @@ def test_masks_that_allow_nothing_have_plans_that_do_nothing() -> None:
     for mask in (Documents((), n), None):
         nothing = block_sparse(n, np.zeros((3, 3), dtype=bool), 8) if mask is None else None
         made = nothing or documents_mask(mask or Documents((), n))
-        for (name, placement), direction in product(PLANS, Direction):
+        for (name, placement), direction in product(NAMED, Direction):
             layout = place(placement, Documents.one(n), ring=4)
             plan = make_plan(name, layout, made, direction, ranks_per_node=2)
             assert verify_plan(plan).area == 0
@@ -100,7 +100,7 @@ def masked_calls(draw: st.DrawFn) -> Call:
     row = draw(st.one_of(st.just(Documents.one(n)), rows_of(n)))
     window = draw(st.one_of(st.none(), st.integers(1, n + 2)))
     table = table & same_document(row.lengths, n) & (q - k < (window or n))
-    name, layout = draw(st.sampled_from([("auto", None), *PLANS]))
+    name, layout = draw(st.sampled_from([("auto", None), *NAMED]))
     config = LongContextConfig(
         ulysses_degree=draw(st.sampled_from([1, 1, 2])),
         ring_degree=ring,

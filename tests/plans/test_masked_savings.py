@@ -5,10 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from longctx_patch.config import LayoutName
 from longctx_patch.plans import Direction, Operand, Plan, verify_plan
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.layout import Layout
+from longctx_patch.sequence.layout import Layout, LayoutName
 from longctx_patch.sequence.masks import (
     Mask,
     bidirectional,

@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx_patch.sequence.balance import balanced, balanced_multiple
+from longctx_patch.sequence.balance import balanced
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.layout import Interval, Layout, contiguous, even_cuts, striped, zigzag
+from longctx_patch.sequence.layout import (
+    Interval,
+    Layout,
+    contiguous,
+    even_cuts,
+    length_multiple,
+    striped,
+    zigzag,
+)
 from longctx_patch.sequence.pairs import LIMIT, imbalance
 from longctx_patch.sequence.whole_documents import whole_documents
 from tests.counting import count_calls
@@ -243,7 +251,7 @@ def test_whole_documents_are_cut_where_nothing_has_room_alone(
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (3, 1), (1, 4), (2, 2), (4, 3)])
 def test_multiples_give_every_rank_as_many_tokens(ring: int, ulysses: int) -> None:
-    num_tokens = 97 * balanced_multiple(ring=ring, ulysses=ulysses)
+    num_tokens = 97 * length_multiple("balanced", ring=ring, ulysses=ulysses)
     row = Documents((3, num_tokens // 2, 1, 1), num_tokens)
     layout = balanced(row, ring).split_each(ulysses)
     assert set(layout.sizes) == {97}

@@ -3,10 +3,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx_patch.config import LayoutName
 from longctx_patch.sequence.layout import (
     Interval,
     Layout,
+    LayoutName,
     contiguous,
     length_multiple,
     make_layout,

@@ -5,7 +5,6 @@ from typing import NamedTuple
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.meeting import Meeting, SequenceParallelismError, meet
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.placement import placement_of
 
 
 class Facts(NamedTuple):
@@ -62,7 +61,7 @@ def agree(
     table = "\n".join(_describe(rank, row) for rank, row in enumerate(rows))
     raise ValueError(
         f"the {group.num_ranks} ranks of a sequence group must hold shards of the same batch:\n"
-        f"{table}\nThe {placement_of(group.config, documents)} layout of {mine.num_tokens} tokens "
+        f"{table}\nThe {group.config.placement_of(documents)} layout of {mine.num_tokens} tokens "
         f"in {len(documents.lengths)} documents gives the ranks "
         f"{list(sizes)}. Feed every rank of the group the same rows (same sampler and seed; "
         "dispatch_batches=False) through SequenceShardCollator."

@@ -16,16 +16,17 @@ from longctx_patch.plans.pieces import NOTHING, Ints, PieceTable, key_contributi
 from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
 from longctx_patch.plans.types import EVERYONE, Direction, Operand, Share, Work
 
+MAX_HEAD_GROUPS = 4
+"""More groups of key-value heads hide more of the first gather, but each kernel call has fewer
+heads to fill the device with."""
 
-def allgather(pieces: PieceTable, direction: Direction, *, head_groups: int) -> Schedule:
-    """Schedule over contiguous or zigzag shards; balanced over zigzag ones."""
-    return Schedule("allgather", direction, pieces, lambda: _stages(pieces, direction, head_groups))
 
-
-def _stages(pieces: PieceTable, direction: Direction, head_groups: int) -> Iterator[Stage]:
+def allgather(schedule: Schedule) -> Iterator[Stage]:
+    """Stages over shards of consecutive tokens; balanced over zigzag ones."""
+    pieces, head_groups = schedule.pieces, min(schedule.num_kv_heads, MAX_HEAD_GROUPS)
     groups = [Share(part, head_groups) for part in range(head_groups)]
     gather, works, scatter = _gather(pieces), _works(pieces), _scatter(pieces)
-    backward = direction is Direction.BACKWARD
+    backward = schedule.direction is Direction.BACKWARD
     for step in range(head_groups + 1 + backward):
         moves, computed = [], []
         if step < head_groups and len(gather.source):

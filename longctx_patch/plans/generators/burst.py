@@ -13,17 +13,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from longctx_patch.plans.generators.direct import results
-from longctx_patch.plans.pieces import NOTHING, PieceTable
+from longctx_patch.plans.pieces import NOTHING
 from longctx_patch.plans.schedule import Schedule, Stage, Works, whole_blocks
 from longctx_patch.plans.types import Direction, Operand
 
 
-def burst_backward(pieces: PieceTable) -> Schedule:
-    """Backward schedule over any layout; balanced over zigzag shards."""
-    return Schedule("burst", Direction.BACKWARD, pieces, lambda: _stages(pieces))
-
-
-def _stages(pieces: PieceTable) -> Iterator[Stage]:
+def burst_backward(schedule: Schedule) -> Iterator[Stage]:
+    """Stages of backward over any layout; balanced over zigzag shards."""
+    pieces = schedule.pieces
     num_ranks = len(pieces.sizes)
     ranks = np.arange(num_ranks)
     finished: tuple[Works, ...] = ()

@@ -4,7 +4,7 @@ Inputs travel one step before they are used and results one step after, so each 
 length of one step to hide in. A generator only says who computes what when.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
 from longctx_patch.plans.pieces import (
@@ -18,39 +18,25 @@ from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
 from longctx_patch.plans.types import Direction, Operand
 
 
-def direct(
-    name: str,
-    direction: Direction,
-    pieces: PieceTable,
-    steps: Callable[[], Iterator[Sequence[Works]]],
-) -> Schedule:
-    """The schedule that computes the works of each of `steps`. The first step's must be local.
+def direct(schedule: Schedule, steps: Iterator[Sequence[Works]]) -> Iterator[Stage]:
+    """The stages that compute the works of each of `steps`. The first step's must be local.
 
     Steps in which the mask leaves nothing to compute are dropped.
     """
-
-    def stages() -> Iterator[Stage]:
-        found = (
-            tuple(lane.where(lane.kind != NOTHING) for lane in works_of_step)
-            for works_of_step in steps()
-        )
-        before: tuple[Works, ...] = ()
-        now = next(found)
-        busy = filter(_any, found)
-        after = next(busy, ())
-        assert not inputs(pieces, now, direction, 0), "nothing can arrive before the first step"
-        for step in count():
-            moves = (
-                *inputs(pieces, after, direction, step),
-                *results(pieces, before, direction),
-            )
-            if moves or _any(now):
-                yield Stage(moves, now)
-            before, now, after = now, after, next(busy, ())
-            if not (before or now):
-                return
-
-    return Schedule(name, direction, pieces, stages)
+    pieces, direction = schedule.pieces, schedule.direction
+    found = (tuple(lane.where(lane.kind != NOTHING) for lane in works) for works in steps)
+    before: tuple[Works, ...] = ()
+    now = next(found)
+    busy = filter(_any, found)
+    after = next(busy, ())
+    assert not inputs(pieces, now, direction, 0), "nothing can arrive before the first step"
+    for step in count():
+        moves = (*inputs(pieces, after, direction, step), *results(pieces, before, direction))
+        if moves or _any(now):
+            yield Stage(moves, now)
+        before, now, after = now, after, next(busy, ())
+        if not (before or now):
+            return
 
 
 def _any(works: Sequence[Works]) -> bool:

@@ -15,17 +15,16 @@ import numpy as np
 from longctx_patch.plans.generators.direct import direct
 from longctx_patch.plans.generators.ring import ring_works
 from longctx_patch.plans.pieces import PieceTable
-from longctx_patch.plans.schedule import Schedule, Works
-from longctx_patch.plans.types import Direction
+from longctx_patch.plans.schedule import Schedule, Stage, Works
 
 AT_ONCE = 0.25
 """Rows that arrive in one step, of several ranks, as a share of a rank's own; or leave, since their
 gradients come home at once."""
 
 
-def direct_ring(pieces: PieceTable, direction: Direction, *, name: str = "direct_ring") -> Schedule:
-    """Schedule over any layout."""
-    return direct(name, direction, pieces, lambda: _steps(pieces))
+def direct_ring(schedule: Schedule) -> Iterator[Stage]:
+    """Stages over any layout."""
+    return direct(schedule, _steps(schedule.pieces))
 
 
 def _steps(pieces: PieceTable) -> Iterator[list[Works]]:

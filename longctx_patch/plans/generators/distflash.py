@@ -11,49 +11,46 @@ rows of those queries in two halves, one for the owner and one for the helper, a
 Where a mask lets queries see later keys, those ranks have work of their own, as in a ring.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from longctx_patch.plans.generators.direct import direct
 from longctx_patch.plans.joining import join_pieces, simple_parts
 from longctx_patch.plans.pieces import Ints, Pieces, PieceTable
-from longctx_patch.plans.schedule import Schedule, Works
-from longctx_patch.plans.types import Direction
+from longctx_patch.plans.schedule import Schedule, Stage, Works
 from longctx_patch.sequence.layout import Interval
 
 
-def distflash(pieces: PieceTable, direction: Direction, *, balanced: bool) -> Schedule:
-    """The schedule as published, or `balanced` for even numbers of ranks."""
-    num_ranks = len(pieces.sizes)
-    sees_ahead = pieces.mask.sees_ahead
-
-    def works(step: int) -> list[Works]:
-        ranks = np.arange(num_ranks)
-        owners, helpers = ranks[ranks >= step], ranks[ranks < step]
-        lanes = []
-        if 2 * step <= num_ranks:
-            own = _works(pieces, owners, owners, owners - step)
-            helped = _works(pieces, helpers, helpers - step + num_ranks, helpers)
-            lanes = (
-                _last_step(pieces, own, helped, balanced)
-                if 2 * step == num_ranks
-                else [own, helped]
-            )
-        if sees_ahead and step:
-            # Keys after the queries: causal masks have none, and then the helpers have time.
-            lanes.append(_works(pieces, helpers, helpers, helpers - step + num_ranks))
-        return lanes
-
-    name = "distflash_balanced" if balanced else "distflash"
+def distflash(schedule: Schedule, *, balanced: bool) -> Iterator[Stage]:
+    """Stages as published, or `balanced` for even numbers of ranks."""
+    num_ranks, sees_ahead = schedule.num_ranks, schedule.pieces.mask.sees_ahead
     num_steps = num_ranks if sees_ahead else num_ranks // 2 + 1
-    return direct(name, direction, pieces, lambda: map(works, range(num_steps)))
+    steps = (_step(schedule.pieces, step, balanced) for step in range(num_steps))
+    return direct(schedule, steps)
 
 
-def _last_step(pieces: PieceTable, own: Works, helped: Works, balanced: bool) -> list[Works]:
-    """Pairs at half the way around: their owners' alone, or both ends' together."""
-    if not balanced or not len(helped.rank):
-        return [own]
+def _step(pieces: PieceTable, step: int, balanced: bool) -> list[Works]:
+    """What owners compute, and what helpers compute for others and, of later keys, themselves."""
+    ranks = np.arange(len(pieces.sizes))
+    owners, helpers = ranks[ranks >= step], ranks[ranks < step]
+    across = helpers - step + len(ranks)  # the ranks at the same distance, around the end
+    lanes = []
+    if 2 * step <= len(ranks):
+        lanes = [
+            _works(pieces, owners, owners, owners - step),
+            _works(pieces, helpers, across, helpers),
+        ]
+        if 2 * step == len(ranks):
+            lanes = _halves(pieces, *lanes) if balanced else lanes[:1]
+    if pieces.mask.sees_ahead and step:
+        # Keys after the queries: causal masks have none, and then the helpers have time.
+        lanes.append(_works(pieces, helpers, helpers, across))
+    return lanes
+
+
+def _halves(pieces: PieceTable, own: Works, helped: Works) -> list[Works]:
+    """Pairs at half the way around, which are both ends': each computes one half of the rows."""
     return [
         own._replace(kind=pieces.change(own.kind, _back_rows)),
         helped._replace(kind=pieces.change(helped.kind, _front_rows)),

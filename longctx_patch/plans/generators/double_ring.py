@@ -20,18 +20,11 @@ from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works, whole_bl
 from longctx_patch.plans.types import Direction, Operand
 
 
-def double_ring(pieces: PieceTable, direction: Direction, *, ranks_per_node: int) -> Schedule:
-    """Schedule over any layout; `ranks_per_node` must divide the number of ranks."""
-    num_ranks = len(pieces.sizes)
-    if num_ranks % ranks_per_node:
-        raise ValueError(
-            f"ranks_per_node={ranks_per_node} with {num_ranks} ranks: nodes must be full. "
-            "Use a divisor, or the plain ring."
-        )
-    rings = _Rings(pieces, ranks_per_node)
-    backward = direction is Direction.BACKWARD
-    stages = rings.backward_stages if backward else rings.forward_stages
-    return Schedule("double_ring", direction, pieces, stages)
+def double_ring(schedule: Schedule) -> Iterator[Stage]:
+    """Stages over any layout whose ranks fill the nodes."""
+    rings = _Rings(schedule.pieces, schedule.ranks_per_node)
+    forward = schedule.direction is Direction.FORWARD
+    return rings.forward_stages() if forward else rings.backward_stages()
 
 
 @dataclass(frozen=True)

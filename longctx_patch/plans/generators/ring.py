@@ -18,10 +18,10 @@ from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works, whole_bl
 from longctx_patch.plans.types import Direction, Operand
 
 
-def ring(pieces: PieceTable, direction: Direction, *, name: str = "ring") -> Schedule:
-    """Schedule over any layout; `name` is how reports call it."""
-    stages = _forward_stages if direction is Direction.FORWARD else _backward_stages
-    return Schedule(name, direction, pieces, lambda: stages(pieces))
+def ring(schedule: Schedule) -> Iterator[Stage]:
+    """Stages over any layout."""
+    forward = schedule.direction is Direction.FORWARD
+    return (_forward_stages if forward else _backward_stages)(schedule.pieces)
 
 
 def ring_works(pieces: PieceTable, step: int) -> Works:

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from longctx_patch.config import LayoutName
 from longctx_patch.plans.generators.table import make_schedule
 from longctx_patch.plans.schedule import Schedule
 from longctx_patch.plans.types import Direction
 from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import LayoutName
 from longctx_patch.sequence.masks import Mask
 from longctx_patch.sequence.placement import place
 

@@ -1,5 +1,16 @@
-"""Schedules by name."""
+"""Every schedule by its name: one record each, which whoever asks about a plan reads.
 
+To add a schedule, write its generator and add its record here. A generator yields the stages of a
+`Schedule`: who computes whose queries against whose keys in which step (`Works`), and who sends
+what meanwhile (`Moves`).
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+from longctx_patch.names import require_choice
 from longctx_patch.plans.generators.allgather import allgather
 from longctx_patch.plans.generators.burst import burst_backward
 from longctx_patch.plans.generators.direct_ring import direct_ring
@@ -7,14 +18,74 @@ from longctx_patch.plans.generators.distflash import distflash
 from longctx_patch.plans.generators.double_ring import double_ring
 from longctx_patch.plans.generators.ring import ring
 from longctx_patch.plans.pieces import piece_table
-from longctx_patch.plans.schedule import Schedule
+from longctx_patch.plans.schedule import Schedule, Stage
 from longctx_patch.plans.types import Direction
-from longctx_patch.sequence.layout import Layout
+from longctx_patch.sequence.layout import Layout, LayoutName
 from longctx_patch.sequence.masks import Mask
 
-MAX_HEAD_GROUPS = 4
-"""Groups of key-value heads of `allgather`: more hide more of the first gather, but each kernel
-call has fewer heads to fill the device with."""
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """What is known of a schedule."""
+
+    generate: Callable[[Schedule], Iterator[Stage]]
+    layouts: tuple[LayoutName, ...]
+    """Placements of tokens for which it is balanced, or at all defined; its own comes first."""
+    directions: tuple[Direction, ...] = tuple(Direction)
+    """Directions that it has; `plan_for` says what runs in the other one."""
+    needs_full_nodes: bool = False
+    """It asks for `ranks_per_node`, which must divide the number of ranks."""
+    is_sparse: bool = False
+    """It sends only what somebody sees. Layers with a window run it, and so does `auto` under masks
+    that leave blocks out; under plainly causal masks it must be asked for."""
+    goes_with_ulysses: bool = False
+    """`longctx_patch.compare` tries it over the ranks that Ulysses leaves."""
+
+
+_RECORDS: dict[str, PlanRecord] = {
+    "ring": PlanRecord(generate=ring, layouts=("contiguous", "balanced")),
+    "zigzag": PlanRecord(generate=ring, layouts=("zigzag",), goes_with_ulysses=True),
+    "zigzag_direct": PlanRecord(generate=direct_ring, layouts=("zigzag",), goes_with_ulysses=True),
+    "striped": PlanRecord(generate=ring, layouts=("striped",)),
+    "distflash": PlanRecord(generate=partial(distflash, balanced=False), layouts=("contiguous",)),
+    "distflash_balanced": PlanRecord(
+        generate=partial(distflash, balanced=True), layouts=("contiguous",)
+    ),
+    "burst": PlanRecord(
+        generate=burst_backward,
+        layouts=("zigzag", "striped", "balanced"),
+        directions=(Direction.BACKWARD,),
+    ),
+    "double_ring": PlanRecord(
+        generate=double_ring,
+        layouts=("zigzag", "contiguous", "striped", "balanced"),
+        needs_full_nodes=True,
+    ),
+    "allgather": PlanRecord(
+        generate=allgather, layouts=("zigzag", "contiguous", "balanced"), goes_with_ulysses=True
+    ),
+    "halo": PlanRecord(
+        generate=direct_ring,
+        layouts=("zigzag", "contiguous", "striped", "balanced"),
+        is_sparse=True,
+    ),
+}
+PLANS: Mapping[str, PlanRecord] = MappingProxyType(_RECORDS)
+"""The records, by the names that `LongContextConfig.plan` takes besides `auto`. Where several plans
+would do, the first is taken."""
+
+(SPARSE_PLAN,) = (name for name, record in PLANS.items() if record.is_sparse)
+"""What layers with a window run, and what `auto` takes for masks that leave blocks out."""
+
+
+def plan_for(name: str, direction: Direction, layout: LayoutName) -> str:
+    """The plan that runs in `direction` where `name` was asked for.
+
+    A plan that lacks the direction leaves it to the first that is made for the layout: its ring.
+    """
+    if name not in PLANS or direction in PLANS[name].directions:
+        return name
+    return next(n for n, r in PLANS.items() if layout in r.layouts and direction in r.directions)
 
 
 def make_schedule(
@@ -26,17 +97,20 @@ def make_schedule(
     num_kv_heads: int,
     ranks_per_node: int | None = None,
 ) -> Schedule:
-    """The schedule that `LongContextConfig.plan` calls `name`, over a layout it is made for."""
+    """The schedule that `LongContextConfig.plan` calls `name`, over a layout it is made for.
+
+    `num_kv_heads` are those that each rank computes. Raises ValueError for a name that no plan has,
+    a direction that the plan lacks, and nodes that it needs but the ranks don't fill.
+    """
+    require_choice("plan", name, PLANS)
+    record = PLANS[name]
+    if direction not in record.directions:
+        only = " and ".join(known.value for known in record.directions)
+        raise ValueError(f"plan={name!r} for {direction.value}: it is a plan of {only} alone.")
+    if record.needs_full_nodes and layout.num_ranks % (ranks_per_node or layout.num_ranks + 1):
+        raise ValueError(
+            f"ranks_per_node={ranks_per_node} with {layout.num_ranks} ranks: {name!r} needs nodes "
+            "that are full. Use a divisor of the ranks, or another plan."
+        )
     pieces = piece_table(layout, mask)
-    if name == "allgather":
-        return allgather(pieces, direction, head_groups=min(num_kv_heads, MAX_HEAD_GROUPS))
-    if name == "double_ring":
-        assert ranks_per_node is not None, "the config has checked it"
-        return double_ring(pieces, direction, ranks_per_node=ranks_per_node)
-    if name in ("distflash", "distflash_balanced"):
-        return distflash(pieces, direction, balanced=name == "distflash_balanced")
-    if name in ("zigzag_direct", "halo"):
-        return direct_ring(pieces, direction, name=name)
-    if name == "burst" and direction is Direction.BACKWARD:
-        return burst_backward(pieces)
-    return ring(pieces, direction, name=name)
+    return Schedule(name, direction, pieces, record.generate, num_kv_heads, ranks_per_node or 1)

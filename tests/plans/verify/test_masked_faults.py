@@ -11,14 +11,13 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from longctx_patch.config import LayoutName
 from longctx_patch.plans import Direction, Plan, PlanError, Work, verify_plan
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.layout import Interval
+from longctx_patch.sequence.layout import Interval, LayoutName
 from longctx_patch.sequence.masks import Mask, documents_mask, function_mask
 from longctx_patch.sequence.placement import place
 from longctx_patch.sequence.regions import Band, Piece, Tile
-from tests.plans.random_masks import PLANS, Masked, make_plan, masked_plans, masks
+from tests.plans.random_masks import NAMED, Masked, make_plan, masked_plans, masks
 
 
 class Fault(NamedTuple):
@@ -140,7 +139,7 @@ ROW = (5, 1, 9, 2, 16)  # and 3 tokens of padding
 
 
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize(("name", "placement"), PLANS)
+@pytest.mark.parametrize(("name", "placement"), NAMED)
 def test_a_window_or_document_that_is_off_by_one_is_rejected(
     name: str, placement: LayoutName, direction: Direction
 ) -> None:

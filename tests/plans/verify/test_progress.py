@@ -6,7 +6,6 @@ from time import process_time
 
 import pytest
 
-from longctx_patch.config import LAYOUTS_OF_PLAN
 from longctx_patch.plans import (
     Block,
     Direction,
@@ -16,6 +15,7 @@ from longctx_patch.plans import (
     Transfer,
     make_schedule,
 )
+from longctx_patch.plans.generators.table import PLANS, plan_for
 from longctx_patch.plans.verify.progress import MAX_NAMED, check_progress
 from longctx_patch.sequence.layout import Interval, Rows, make_layout
 from longctx_patch.sequence.masks import causal
@@ -23,23 +23,16 @@ from longctx_patch.sequence.masks import causal
 Programs = list[list[RankStep]]
 IDLE = RankStep((), (), ())
 
-PLANS = (
-    "ring",
-    "zigzag",
-    "striped",
-    "zigzag_direct",
-    "distflash",
-    "distflash_balanced",
-    "burst",
-    "allgather",
-    "double_ring",
-)
-
 
 def make_plan(name: str, num_ranks: int, direction: Direction = Direction.FORWARD) -> Plan:
-    layout = make_layout(LAYOUTS_OF_PLAN[name][0], 16 * num_ranks, ring=num_ranks)
+    layout = make_layout(PLANS[name].layouts[0], 16 * num_ranks, ring=num_ranks)
     schedule = make_schedule(
-        name, direction, layout, causal(layout.num_tokens), num_kv_heads=8, ranks_per_node=2
+        plan_for(name, direction, "zigzag"),
+        direction,
+        layout,
+        causal(layout.num_tokens),
+        num_kv_heads=8,
+        ranks_per_node=2,
     )
     return schedule.plan()
 

@@ -10,25 +10,28 @@ from longctx_patch.plans import (
     Block,
     Direction,
     Operand,
-    PieceTable,
     Plan,
     PlanError,
     Share,
     Step,
     Transfer,
-    allgather,
-    burst_backward,
-    ring,
+    make_schedule,
     verify_plan,
 )
-from longctx_patch.sequence.layout import Interval, Rows, striped, zigzag
+from longctx_patch.sequence.layout import Interval, Layout, Rows, striped, zigzag
 from longctx_patch.sequence.masks import causal
 from longctx_patch.sequence.regions import CAUSAL, FULL, Piece
 
 R = Interval
-PIECES = PieceTable(zigzag(32, 4), causal(32))
-FORWARD, BACKWARD = (ring(PIECES, direction).plan() for direction in Direction)
-GATHERED = allgather(PIECES, Direction.BACKWARD, head_groups=2).plan()
+
+
+def made(name: str, direction: Direction, layout: Layout) -> Plan:
+    mask = causal(layout.num_tokens)
+    return make_schedule(name, direction, layout, mask, num_kv_heads=2).plan()
+
+
+FORWARD, BACKWARD = (made("zigzag", direction, zigzag(32, 4)) for direction in Direction)
+GATHERED = made("allgather", Direction.BACKWARD, zigzag(32, 4))
 
 
 def with_step(plan: Plan, number: int, change: Callable[[Step], Step]) -> Plan:
@@ -181,7 +184,7 @@ def test_planted_faults_are_found(
 
 def test_a_result_goes_on_with_all_rows_it_came_with() -> None:
     """Sent on with fewer rows than arrived, it would be a message of another size."""
-    plan = burst_backward(PieceTable(striped(7, 3), causal(7))).plan()
+    plan = made("burst", Direction.BACKWARD, striped(7, 3))
     number, home = next(
         (number, transfer)
         for number, step in enumerate(plan.steps)

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from longctx_patch import attention, virtual_group
-from longctx_patch.config import LAYOUTS_OF_PLAN, LayoutName, LongContextConfig
+from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.predict.attention.costs import Workload, predict
 from longctx_patch.predict.machines import MACHINES, with_kernel
+from longctx_patch.sequence.layout import LayoutName
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -60,7 +62,7 @@ def masked(num_documents: int | None) -> Workload:
 def setting(plan: str, ranks: int = 4, ulysses: int = 1) -> Setting:
     return Setting(
         plan=plan,
-        layout=LAYOUTS_OF_PLAN[plan][0],
+        layout=PLANS[plan].layouts[0],
         ulysses_degree=ulysses,
         ring_degree=ranks // ulysses,
     )

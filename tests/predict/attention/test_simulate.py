@@ -6,7 +6,6 @@ from time import perf_counter
 
 import pytest
 
-from longctx_patch.config import LAYOUTS_OF_PLAN
 from longctx_patch.plans import (
     AttentionShape,
     Direction,
@@ -15,6 +14,7 @@ from longctx_patch.plans import (
     plan_traffic,
     verify_plan,
 )
+from longctx_patch.plans.generators.table import PLANS, plan_for
 from longctx_patch.predict.attention.simulate import Simulation, simulate
 from longctx_patch.predict.machines import MACHINES, Hardware, KernelRate, KernelRates, Link
 from longctx_patch.sequence.layout import make_layout
@@ -62,9 +62,14 @@ MESSAGES_ALONE = replace(
 
 
 def named(plan: str, direction: Direction, num_ranks: int, *, per_node: int = 1) -> Schedule:
-    layout = make_layout(LAYOUTS_OF_PLAN[plan][0], TOKENS * num_ranks, ring=num_ranks)
+    layout = make_layout(PLANS[plan].layouts[0], TOKENS * num_ranks, ring=num_ranks)
     return make_schedule(
-        plan, direction, layout, causal(layout.num_tokens), num_kv_heads=8, ranks_per_node=per_node
+        plan_for(plan, direction, "zigzag"),
+        direction,
+        layout,
+        causal(layout.num_tokens),
+        num_kv_heads=8,
+        ranks_per_node=per_node,
     )
 
 
@@ -72,7 +77,7 @@ def played(schedule: Schedule, hardware: Hardware, *, per_node: int = 8) -> Simu
     return simulate(schedule, SHAPE, hardware, ranks_per_node=per_node)
 
 
-@pytest.mark.parametrize("plan", LAYOUTS_OF_PLAN)
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("direction", Direction)
 def test_counts_are_those_of_the_executed_plan(
@@ -130,7 +135,7 @@ def test_the_double_ring_waits_less_for_slow_links_than_the_flat_ring() -> None:
 
 
 def test_free_links_expose_nothing() -> None:
-    for plan in LAYOUTS_OF_PLAN:
+    for plan in PLANS:
         found = played(named(plan, BACKWARD, 8), MACHINES["h100"].with_free_links())
         assert found.exposed_communication_s == 0
 
