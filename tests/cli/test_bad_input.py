@@ -102,14 +102,22 @@ def test_patch_refuses(
         assert part in message
 
 
-def test_patch_says_what_to_do_with_text_under_another_name(
-    run: Run, config: WriteConfig, tmp_path: Path
+@pytest.mark.parametrize(
+    ("record", "advice"),
+    [
+        ('{"content": "some text"}', "leave --data out, and set text: and text_field: in the run"),
+        ('{"input_ids": [1, 2]}', "These rows are tokenised already, and the recipe tokenises"),
+    ],
+)
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_patch_says_what_to_do_with_rows_that_hold_no_text(
+    run: Run, config: WriteConfig, tmp_path: Path, record: str, advice: str, in_folder: bool
 ) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"content": "some text"}\n')
-    message = refuse_patch(run, tmp_path, config(), "--data", file)
-    assert "there is: content" in message
-    assert "leave --data out, and set text: and text_field: in the run folder's" in message
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text(record)
+    data = folder if in_folder else folder / "rows.jsonl"
+    assert advice in refuse_patch(run, tmp_path, config(), "--data", data)
 
 
 def test_patch_refuses_models_that_are_not_there(

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 
-from longctx_patch.recipes import finetune
+from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.settings import Settings
 
 KEYS = {
     *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"),
@@ -148,6 +149,27 @@ def test_adapter_loads_with_peft_and_the_config_beside_it(
     ids = torch.arange(128)[None]
     assert torch.equal(names["model"](ids).logits, tuned(ids).logits)
     assert not list(final.glob("model*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "named", "frozen", "on_cpu", "found"),
+    [
+        ("auto", "bfloat16", True, False, "bfloat16"),
+        ("auto", "float16", True, False, "float16"),
+        ("auto", None, True, False, "float32"),
+        ("auto", "bfloat16", False, False, "float32"),  # what is trained
+        ("auto", "bfloat16", True, True, "float32"),
+        ("float16", "bfloat16", True, True, "float16"),
+    ],
+)
+def test_an_adapters_frozen_weights_keep_the_models_dtype(
+    asked: Any, named: Any, frozen: bool, on_cpu: bool, found: str
+) -> None:
+    settings = Settings(
+        model="m", text=["t"], output="out", seq_len=64, full=not frozen, dtype=asked
+    )
+    config = LlamaConfig(dtype=named)
+    assert models.with_dtype(settings, config, on_cpu=on_cpu).dtype == found
 
 
 def test_tied_embeddings_are_saved_once(run: Run, config_file: Path) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from peft import PeftModel
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes import finetune
+from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.metrics import read_metrics
 
 YAML = Path(__file__).parents[2] / "recipes" / "accelerate" / "cpu_2_processes.yaml"
@@ -44,7 +46,9 @@ def test_two_processes_train_as_one_and_resume(
     sharded = [*flags, "--ring", "2", "--checkpoint", "attention", "--output", "two"]
     done = launch(tmp_path, *sharded)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("| 0/4 [00:00<?, ?step/s]") == 1  # the progress bar of one process
+    assert done.stderr.count("| 0/4 [00:00<?, ?step/s]") == 1  # one process shows its progress
+    assert done.stderr.count("step/s") == 2  # here and at the end, in lines
+    assert "\r" not in done.stderr
     whole = read_metrics(tmp_path / "two")
     assert_same(whole, read_metrics(tmp_path / "one"))
 
@@ -80,3 +84,40 @@ def test_two_replicas_of_two_ranks_with_documents_of_different_lengths(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same(read_metrics(tmp_path / "four"), read_metrics(tmp_path / "one"))
+
+
+def test_a_gpu_run_folder_without_its_launcher_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 and bf16 stand in accelerate.yaml alone: copies in float32 would be trained."""
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    settings = tmp_path / "finetune.yaml"
+    settings.write_text("model: m\ntext: t\nseq_len: 64\noutput: out\n")
+    finetune.check_launcher(None)
+    finetune.check_launcher(settings)  # a file of settings, not a run folder
+    (tmp_path / "accelerate.yaml").write_text(accelerate_yaml(2, 2, fsdp=True))
+    wanted = r"says distributed_type: FSDP and mixed_precision: bf16.*`accelerate launch --config_f"
+    with pytest.raises(ValueError, match=wanted):
+        finetune.main(["--settings", str(settings)])
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    finetune.check_launcher(settings)
+
+
+def test_a_refusal_is_one_message_that_the_launcher_repeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for rank in ("0", "1"):  # the first ends the others before they say it again
+        failure_file = tmp_path / f"{rank}.json"
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(failure_file))
+        with pytest.raises(SystemExit) as ended, one_message("finetune"):
+            raise ValueError("no such file")
+        assert ended.value.code == 1
+        assert len(waited) == int(rank)
+        assert capsys.readouterr().err == "finetune: no such file\n"
+        shown = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(failure_file))
+        assert "traceback : finetune: no such file" in str(ChildFailedError("job", {0: shown}))

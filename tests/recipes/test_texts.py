@@ -37,9 +37,16 @@ def test_jsonl_and_its_field(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
     assert documents(file) == ["one", "two"]
-    file.write_text('{"text": "one"}\n{"body": "two"}\n')
-    with pytest.raises(ValueError, match=r"line 2.*'text', there is: body.*--text-field"):
-        documents(file)
+    for record, message in (
+        ({"body": "two"}, r"line 2.*'text', there is: body.*for example --text-field body"),
+        ({"messages": [{"role": "user"}]}, r"tokenizer.apply_chat_template\(record\['messages'\]"),
+        ({"input_ids": [1]}, "tokenised already.*SequenceShardCollator"),
+        ({"text": 1}, "there is: text. None of them holds text"),
+        ([], "a list, not an object with the field 'text'"),
+    ):
+        file.write_text('{"text": "one"}\n' + json.dumps(record))
+        with pytest.raises(ValueError, match=message):
+            documents(file)
 
 
 def test_datasets_saved_to_disk_and_as_files(tmp_path: Path) -> None:
@@ -49,7 +56,7 @@ def test_datasets_saved_to_disk_and_as_files(tmp_path: Path) -> None:
     datasets.DatasetDict(train=dataset).save_to_disk(tmp_path / "splits")
     (tmp_path / "files").mkdir()
     dataset.to_parquet(tmp_path / "files" / "train.parquet")
-    for name in ("saved", "splits", "files"):
+    for name in ("saved", "splits", "files", "files/train.parquet", "files/*.parquet"):
         assert documents(tmp_path / name) == ["one", "two"]
 
 
