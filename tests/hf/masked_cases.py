@@ -28,11 +28,15 @@ def packs_of(num_ranks: int) -> dict[str, Case]:
 
 
 def cases_of(ulysses: int, ring: int) -> list[Case]:
-    """Each row in each of three models, the placements in turn."""
-    rows = packs_of(ulysses * ring).values()
+    """Each row once; three models and the placements in turn, others on other numbers of ranks."""
     return [
-        case._replace(model=model, ulysses=ulysses, ring=ring, layout=LAYOUTS[(at + number) % 3])
-        for (at, model), (number, case) in product(enumerate(TRAINED), enumerate(rows))
+        case._replace(
+            model=TRAINED[(number + ulysses + ring) % 3],
+            ulysses=ulysses,
+            ring=ring,
+            layout=LAYOUTS[(number // 2 + ring) % 3],
+        )
+        for number, case in enumerate(packs_of(ulysses * ring).values())
     ]
 
 
@@ -48,23 +52,29 @@ def policy_cases(ulysses: int, ring: int) -> list[Case]:
     row = packs_of(ulysses * ring)["tiny and one longer than a share"]
     policies: tuple[CheckpointPolicy, ...] = ("full", "attention")
     return [
-        row._replace(model=model, ulysses=ulysses, ring=ring, checkpoint=policy)
-        for model, policy in product(TRAINED, policies)
+        row._replace(
+            model=model, ulysses=ulysses, ring=ring, checkpoint=policies[(number + ulysses) % 2]
+        )
+        for number, model in enumerate(TRAINED)
     ]
 
 
 def mask_cases(ulysses: int, ring: int) -> list[Case]:
-    """One document, one with padding, and packed ones, under every mask; each mask in models
-    with a window too, with one of these rows."""
+    """One document, one with padding, and packed ones, under every mask; the models in turn, two of
+    which have windows."""
     rows: list[tuple[Pack, int]] = [((48,), 0), ((41,), 48), ((3, 20, 1, 19), 48)]
-    found = []
-    for (turn, mask), (at, model), (number, (pack, pad_to)) in product(
-        enumerate(MASKS), enumerate(TRAINED), enumerate(rows)
-    ):
-        if (model == "llama" and ulysses == 1) or (turn + at + number) % 3 == 0:
-            layout = LAYOUTS[(turn + at + ulysses) % 3]
-            found.append(Case(model, (pack,), pad_to, ulysses, ring, layout, mask=mask))
-    return found
+    return [
+        Case(
+            TRAINED[(turn + number + ulysses) % 3],
+            (pack,),
+            pad_to,
+            ulysses,
+            ring,
+            LAYOUTS[(turn + ulysses) % 3],
+            mask=mask,
+        )
+        for (turn, mask), (number, (pack, pad_to)) in product(enumerate(MASKS), enumerate(rows))
+    ]
 
 
 def window_cases(ring: int) -> list[Case]:
@@ -86,7 +96,7 @@ def window_cases(ring: int) -> list[Case]:
 
 
 CASES = {
-    1: cases_of(1, 1) + mask_cases(1, 1),
+    1: cases_of(1, 1) + mask_cases(1, 1)[::2],
     2: cases_of(1, 2) + policy_cases(1, 2),
     3: cases_of(1, 3) + mask_cases(1, 3),
     4: placement_cases(4)

@@ -80,29 +80,6 @@ def test_a_config_saved_from_a_patched_model_has_no_trace(tmp_path: Any) -> None
     assert "longctx" not in (tmp_path / "config.json").read_text()
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer 1 is chunked_att"),
-    (
-        "qwen3",
-        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": None},
-        "layer 0 is sliding_attention, but sliding_window=None",
-    ),
-    ("llama", {"is_causal": False}, "is_causal=False: this model sees ahead"),
-    ("llama", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping=50.0"),
-    ("llama", {"attention_sinks": 4}, r"attention_sinks=4: transformers has no sinks"),
-    ("llama", {"attention_dropout": 0.1}, r"attention_dropout=0.1.*=0"),
-    ("gpt2", {}, r"'gpt2' is not supported: .*longctx families"),
-]
-
-
-@pytest.mark.parametrize(("family", "overrides", "message"), REFUSED)
-def test_unsupported_configs_are_refused(
-    family: str, overrides: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=message):
-        check_model_config(tiny_config(family, **overrides), ALONE)
-
-
 def test_all_reasons_are_given_at_once() -> None:
     config = tiny_config("mistral", is_causal=False, attention_dropout=0.5)
     with pytest.raises(UnsupportedModelError, match=r"(?s)is_causal=False.*attention_dropout=0.5"):

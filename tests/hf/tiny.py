@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -155,3 +156,12 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def gradient_norm(grads: dict[str, Tensor]) -> Tensor:
     return torch.stack([grad.double().norm() for grad in grads.values()]).norm()
+
+
+def mean_over_ranks(tensor: Tensor) -> Tensor:
+    """What DDP makes of a gradient; collective where there are several processes."""
+    if not dist.is_initialized():
+        return tensor
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor / dist.get_world_size()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -20,7 +19,7 @@ from longctx_patch.config import LossName
 from longctx_patch.hf.model.checks import FAMILIES
 from tests.harness import run_distributed
 from tests.hf.loss.labelled import TOLERANCE, collated
-from tests.hf.tiny import VOCABULARY, featured_model, tiny_model
+from tests.hf.tiny import VOCABULARY, featured_model, mean_over_ranks, tiny_model
 from tests.reference import relative_error
 
 
@@ -213,12 +212,6 @@ def fsdp_step(tied: bool, loss: LossName, policy: MixedPrecisionPolicy | None) -
     grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     assert all(isinstance(p.grad, DTensor) for p in model.parameters())
     return {"loss": mean_over_ranks(out.loss.detach())} | grads
-
-
-def mean_over_ranks(tensor: Tensor) -> Tensor:
-    tensor = tensor.clone()
-    dist.all_reduce(tensor)
-    return tensor / dist.get_world_size()
 
 
 def check_fsdp(rank: int) -> None:

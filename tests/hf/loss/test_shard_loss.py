@@ -9,19 +9,16 @@ import torch.distributed as dist
 from longctx_patch import (
     LongContextConfig,
     SequenceShardCollator,
-    UnsupportedModelError,
     count_valid_tokens,
     patch,
 )
 from longctx_patch.hf.call.meeting import SequenceParallelismError
-from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.sequence.masks import bidirectional
 from tests.harness import run_distributed
 from tests.hf.tiny import (
     VOCABULARY,
     featured_model,
     gradients,
-    tiny_config,
     tiny_model,
     token_rows,
 )
@@ -166,8 +163,3 @@ def check_evaluation_of_replicas(rank: int, num_ranks: int) -> None:
 )
 def test_over_two_ranks(checked: Any) -> None:
     run_distributed(checked, 2, 2)
-
-
-def test_models_that_see_ahead_by_themselves_are_refused_with_what_to_do() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"mask=longctx_patch.masks.bidirectional"):
-        check_model_config(tiny_config("llama", is_causal=False), LongContextConfig())

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch import (
@@ -17,7 +16,14 @@ from longctx_patch import (
 from longctx_patch.hf.model.checks import FAMILIES, TABLE, check_model_config
 from longctx_patch.hf.model.facts import ModelFacts
 from tests.harness import run_distributed
-from tests.hf.tiny import WINDOW, featured_config, featured_model, gradients, tiny_config
+from tests.hf.tiny import (
+    WINDOW,
+    featured_config,
+    featured_model,
+    gradients,
+    mean_over_ranks,
+    tiny_config,
+)
 from tests.hf.tiny import token_rows as whole_rows
 from tests.reference import relative_error
 
@@ -55,14 +61,6 @@ def sharded(family: str, config: LongContextConfig) -> Step:
     handle.unpatch()
     grads = {name: mean_over_ranks(grad) for name, grad in gradients(model).items()}
     return mean_over_ranks(loss.detach()), grads
-
-
-def mean_over_ranks(tensor: Tensor) -> Tensor:
-    if not dist.is_initialized():
-        return tensor
-    tensor = tensor.clone()
-    dist.all_reduce(tensor)
-    return tensor / dist.get_world_size()
 
 
 def complaints(family: str, config: LongContextConfig) -> list[str]:
@@ -157,6 +155,8 @@ REFUSED = [
         "layer 1 is sliding_attention, but sliding_window=None",
     ),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("llama", {"is_causal": False}, r"sees ahead.* mask=longctx_patch.masks.bidirectional"),
+    ("llama", {"attention_sinks": 4}, r"attention_sinks=4: transformers has no sinks"),
     ("mixtral", {"router_jitter_noise": 0.01}, r"router_jitter_noise=0\.01: .*noise=0\.0"),
     ("seed_oss", {}, r"attention_dropout=0\.1, residual_dropout=0\.1: .*residual_dropout=0\.0"),
     ("phi3", {"resid_pdrop": 0.1}, r"resid_pdrop=0\.1"),
