@@ -96,8 +96,6 @@ def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
         ({"position_ids": packed["position_ids"] + 1}, "pass the collator's position_ids, or none"),
         ({"position_ids": packed["position_ids"][None]}, r"position_ids \[1, 1, .* tokens of this"),
         ({"sparse_kernel": "fast"}, "sparse_kernel='fast' with a sharded batch"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3, 12])}, r"cu_seq_lens_q=tensor \[3\]"),
-        ({"max_length_q": 12}, "max_length_q=12"),
         ({"sliding_window": 4}, "sliding_window=4"),
         ({"softcap": 30.0}, r"softcap=30\.0"),
         ({"attention_mask": torch.ones(1, 1, 4, 4)}, r"patch\(model, config, mask=...\)"),

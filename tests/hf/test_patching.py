@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification
 
 from longctx_patch import (
     LongContextConfig,
+    PatchHandle,
     SequenceShardCollator,
     UnsupportedModelError,
     patch,
@@ -189,39 +190,45 @@ def test_only_transformers_models() -> None:
         patch(torch.nn.Linear(2, 2), ALONE)
 
 
-def check_bad_batches(rank: int) -> list[str]:
-    """Every refusal happens on every rank, and before anything is sent."""
+def of_two_ranks(rank: int) -> tuple[Any, PatchHandle, SequenceShardCollator, dict[str, Tensor]]:
+    """A patched model on a ring of two, and a batch that it takes."""
     model = tiny_model()
-    config = LongContextConfig(ring_degree=2)
-    handle = patch(model, config)
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-    good = collate(token_rows(16))
-    other_rows = collate(token_rows(16, seed=rank))
-    longer = collate(token_rows(16 + 4 * rank))
-    local_positions = torch.arange(8).expand(2, -1)
+    handle = patch(model, LongContextConfig(ring_degree=2))
+    collate = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)
+    return model, handle, collate, collate(token_rows(16))
+
+
+def check_refused_on_every_rank(rank: int) -> None:
+    """Before anything is sent."""
+    model, handle, collate, good = of_two_ranks(rank)
+    short = {"input_ids": good["input_ids"][:, : 1 - rank]}
+    short["longctx_shard"] = torch.tensor([[1, 0]] * 2)
     bad: list[tuple[dict[str, Any], str]] = [
-        (other_rows, "must hold shards of the same batch"),
-        (longer, r"rank 1: 10 of 20 tokens"),
+        (collate(token_rows(16, seed=rank)), "must hold shards of the same batch"),
+        (collate(token_rows(16 + 4 * rank)), r"rank 1: 10 of 20 tokens"),
+        ({key: value[rank : rank + 1] for key, value in good.items()}, "shards of the same batch"),
+        (good | {"num_valid_tokens": 5 + rank}, "shards of the same batch"),
+        (short, "leaves a rank without tokens"),
         ({"input_ids": good["input_ids"]}, "the training batch has no longctx_shard"),
-        (good | {"position_ids": local_positions + 100}, r"position_ids\[0, 0\] is 100, but this"),
-        (good | {"attention_mask": torch.zeros(2, 8)}, "other masks go to patch"),
-        (
-            good | {"cu_seq_lens_q": torch.tensor([0, 8])},
-            r"cu_seq_lens_q=tensor \[2\] with a sharded",
-        ),
         (good | {"num_items_in_batch": 30}, "Trainer counts and scales it"),
         (good | {"output_attentions": True}, "output_attentions=True with a sharded"),
         (good | {"is_causal": False}, "is_causal=False"),
         ({k: v for k, v in good.items() if k != "shift_labels"}, "no shift_labels"),
+        (good | {"labels": good["labels"] * 0}, "labels differ from shift_labels"),
     ]
-    messages = []
+    wrong_counts = (True, -1, 2.0, "30", torch.tensor([1, 2]), float("nan"))
+    bad += [(good | {"num_valid_tokens": wrong}, "num_valid_tokens=") for wrong in wrong_counts]
     for batch, message in bad:
         handle.counters.reset()
-        with pytest.raises(ValueError, match=message) as caught:
+        with pytest.raises(ValueError, match=message):
             model(**batch)
-        if "shift_labels" not in message:  # the loss comes after attention
-            assert handle.counters.messages == 0
-        messages.append(str(caught.value))
+        assert handle.counters.messages == 0
+    model(**good).loss.backward()  # still works
+
+
+def check_ranks_that_differ(rank: int) -> None:
+    """What one rank alone does is an error on both."""
+    model, _, _, good = of_two_ranks(rank)
     for key, value, message in (
         ("attention_mask", torch.zeros(2, 8), "other masks go to patch"),
         ("cu_seq_lens_q", torch.tensor([0, 8]), "silently drop it"),
@@ -229,44 +236,17 @@ def check_bad_batches(rank: int) -> list[str]:
         one_sided = good | ({key: value} if rank == 1 else {})
         with pytest.raises(ValueError, match=message if rank else "rank 1: it refused"):
             model(**one_sided)
-    one_row = {key: value[rank : rank + 1] for key, value in good.items()}
-    with pytest.raises(ValueError, match="shards of the same batch"):
-        model(**one_row)
-    with (
-        pytest.raises(ValueError, match="shards of the same batch"),
-        torch.set_grad_enabled(not rank),
-    ):
+    same_batch = pytest.raises(ValueError, match="shards of the same batch")
+    with same_batch, torch.set_grad_enabled(not rank):
         model(**good)
-    with pytest.raises(ValueError, match="labels differ from shift_labels"):
-        model(**good | {"labels": good["labels"] * 0})
-    for wrong in (True, -1, 2.0, "30", torch.tensor([1, 2]), float("nan")):
-        with pytest.raises(ValueError, match="num_valid_tokens="):
-            model(**good | {"num_valid_tokens": wrong})
-    with pytest.raises(ValueError, match="shards of the same batch"):
-        model(**good | {"num_valid_tokens": 5 + rank})
     model.eval()
     with torch.no_grad(), pytest.raises(ValueError, match="longctx_shard is missing"):
         model(input_ids=good["input_ids"], position_ids=good["position_ids"])
-    short = {
-        "input_ids": good["input_ids"][:, : 1 - rank],
-        "longctx_shard": torch.tensor([[1, 0]] * 2),
-    }
-    with pytest.raises(ValueError, match="leaves a rank without tokens"):
-        model(**short)
-    model.train()
-    mixed = collate(token_rows(16))
     model.train(rank == 0)
     with pytest.raises(ValueError, match=r"in (training|evaluation) mode here and not on rank"):
-        model(**mixed)
+        model(**good)
     model.train()
     model(**good).loss.backward()  # still works
-    return messages
-
-
-def test_bad_batches_are_refused_before_anything_is_sent() -> None:
-    for first, second in zip(*run_distributed(check_bad_batches, 2), strict=True):
-        assert first
-        assert second
 
 
 def check_configs_that_differ(rank: int) -> None:
@@ -275,11 +255,7 @@ def check_configs_that_differ(rank: int) -> None:
         patch(tiny_model(), config)
 
 
-def test_configs_that_differ_between_ranks_are_refused() -> None:
-    run_distributed(check_configs_that_differ, 2)
-
-
-def check_eval(rank: int) -> tuple[float, float]:
+def check_evaluation_of_replicas(rank: int) -> None:
     """Evaluation sends nothing across replicas, so they may have different numbers of batches."""
     model = tiny_model().eval()
     handle = patch(model, LongContextConfig(loss="logits"))  # bitwise the stock loss
@@ -290,12 +266,7 @@ def check_eval(rank: int) -> tuple[float, float]:
             loss = model(**collate(token_rows(16))).loss
     handle.unpatch()
     ids = torch.tensor([row["input_ids"] for row in token_rows(16)])
-    return loss.item(), model(input_ids=ids, labels=ids).loss.item()
-
-
-def test_evaluation_of_replicas_is_independent() -> None:
-    for found, wanted in run_distributed(check_eval, 2):
-        assert found == wanted
+    assert loss.item() == model(input_ids=ids, labels=ids).loss.item()
 
 
 def check_two_models(rank: int) -> None:
@@ -315,5 +286,15 @@ def check_two_models(rank: int) -> None:
     assert (ring.counters.messages, ulysses.counters.messages) == (6, 16)
 
 
-def test_two_models_in_one_process() -> None:
-    run_distributed(check_two_models, 2)
+CHECKS = (
+    check_refused_on_every_rank,
+    check_ranks_that_differ,
+    check_configs_that_differ,
+    check_evaluation_of_replicas,
+    check_two_models,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_over_two_ranks(check: Any) -> None:
+    run_distributed(check, 2)

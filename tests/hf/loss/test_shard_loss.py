@@ -72,56 +72,57 @@ def check_accumulation(rank: int, num_ranks: int) -> None:
     assert patched.router_aux_loss_coef == 1.0
 
 
-def check_refusals(rank: int, num_ranks: int) -> None:
+def check_labels_of_one_rank(rank: int, num_ranks: int) -> None:
+    """Rank 0 alone has labels that can't be right: both ranks raise, and rank 0 says why."""
+    model = tiny_model()
+    handle = patch(model, LongContextConfig(ring_degree=num_ranks))
+    batch = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)(token_rows(24))
+
+    def with_first(label: int, *names: str) -> dict[str, Any]:
+        changed = {name: batch[name].clone() for name in names}
+        for labels in changed.values():
+            labels[0, 0] = label
+        return changed
+
+    both = ("labels", "shift_labels")
+    bad: list[tuple[dict[str, Any], str]] = [
+        # As if a token that only this rank holds had been masked.
+        (with_first(-100, "labels"), "labels differ from shift_labels"),
+        # As if its tokenizer had more words than the model.
+        (with_first(VOCABULARY, *both), f"label {VOCABULARY}: labels are from 0"),
+        ({"labels": batch["labels"].tolist()}, "labels are a list"),
+        ({name: batch[name][:, 1:] for name in both}, "each token of the shard"),
+        ({"labels": None}, "has shift_labels but no labels"),
+    ]
+    for changed, problem in bad:
+        with pytest.raises(ValueError, match="rank 0 of the group refused" if rank else problem):
+            model(**(batch if rank else batch | changed))
+    model.lm_head = torch.nn.Linear(64, VOCABULARY - 1, bias=False)  # fewer words than the config
+    says = "rank 0 of the group refused" if rank else f"label {VOCABULARY - 1}: labels are"
+    with pytest.raises(ValueError, match=says):
+        model(**batch | with_first(0 if rank else VOCABULARY - 1, *both))
+
+
+def check_passes_without_labels(rank: int, num_ranks: int) -> None:
     model = tiny_model()
     handle = patch(model, LongContextConfig(ring_degree=num_ranks))
     collate = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)
     batch = collate(token_rows(24))
-    labels = batch["labels"].clone()
-    if rank == 0:  # as if a token that only this rank holds had been masked
-        labels[0, 0] = -100
-    says = "labels differ from shift_labels" if rank == 0 else "rank 0 of the group refused"
-    with pytest.raises(ValueError, match=says):
-        model(**batch | {"labels": labels})
-    shifted = batch["shift_labels"].clone()
-    if rank == 0:  # as if its tokenizer had more words than the model
-        shifted[0, 0] = VOCABULARY
-    says = f"label {VOCABULARY}: labels are from 0" if rank == 0 else "rank 0 of the group refused"
-    with pytest.raises(ValueError, match=says):
-        model(**batch | {"labels": shifted, "shift_labels": shifted})
-    for changed, problem in (
-        ({"labels": batch["labels"].tolist()}, "labels are a list"),
-        ({n: batch[n][:, 1:] for n in ("labels", "shift_labels")}, "each token of the shard"),
-    ):
-        says = problem if rank == 0 else "rank 0 of the group refused"
-        with pytest.raises(ValueError, match=says):
-            model(**(batch | changed if rank == 0 else batch))
-    head = model.lm_head
-    model.lm_head = torch.nn.Linear(64, VOCABULARY - 1, bias=False)  # fewer words than the config
-    shifted[0, 0] = VOCABULARY - 1 if rank == 0 else 0
-    says = f"label {VOCABULARY - 1}: labels are" if rank == 0 else "rank 0 of the group refused"
-    with pytest.raises(ValueError, match=says):
-        model(**batch | {"labels": shifted, "shift_labels": shifted})
-    model.lm_head = head
     unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
-    without = unlabelled | {"shift_labels": batch["shift_labels"]}
-    says = "has shift_labels but no labels" if rank == 1 else "rank 1 of the group refused"
-    with pytest.raises(ValueError, match=says):
-        model(**(without if rank == 1 else batch))
-    model.eval()
-    assert torch.equal(model(**without).logits, model(**unlabelled).logits)
-    model.train()
-    mine = unlabelled if rank == 1 else batch
     with pytest.raises(SequenceParallelismError, match="rank 0: LABELS, rank 1: BATCH"):
-        model(**mine)
-    row = {"input_ids": list(range(8)), "seq_lengths": [3, 5]}
-    one = collate([row])
+        model(**(unlabelled if rank == 1 else batch))
+    one = collate([{"input_ids": list(range(8)), "seq_lengths": [3, 5]}])
     joined = {key: torch.cat([value, value]) for key, value in one.items()}
     del joined["position_ids"]
     with pytest.raises(ValueError, match="a batch of 2 packed rows"):
         model(**joined)
-    handle.unpatch()
+    model.eval()
+    without = unlabelled | {"shift_labels": batch["shift_labels"]}
+    assert torch.equal(model(**without).logits, model(**unlabelled).logits)
 
+
+def check_a_mask_that_fails(rank: int, num_ranks: int) -> None:
+    """It is asked once for each length; what it raises on one rank is heard on both."""
     asked: list[int] = []
 
     def factory(num_tokens: int) -> Any:
@@ -130,9 +131,11 @@ def check_refusals(rank: int, num_ranks: int) -> None:
             raise RuntimeError("no such mask")
         return bidirectional(num_tokens)
 
+    model = tiny_model()
     handle = patch(model, LongContextConfig(ring_degree=num_ranks), mask=factory)
+    collate = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)
     for _ in range(2):
-        model(**batch)
+        model(**collate(token_rows(24)))
     assert asked == [24]
     other = "no such mask" if rank == 1 else "rank 1: it refused"
     with pytest.raises(ValueError, match=other):
@@ -158,8 +161,15 @@ def check_evaluation_of_replicas(rank: int, num_ranks: int) -> None:
     assert relative_error(alone * share, wanted.detach()) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "checked", [check_accumulation, check_refusals, check_evaluation_of_replicas]
+CHECKS = (
+    check_accumulation,
+    check_labels_of_one_rank,
+    check_passes_without_labels,
+    check_a_mask_that_fails,
+    check_evaluation_of_replicas,
 )
-def test_over_two_ranks(checked: Any) -> None:
-    run_distributed(checked, 2, 2)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_over_two_ranks(check: Any) -> None:
+    run_distributed(check, 2, 2)
