@@ -1,14 +1,16 @@
 """Run an MLP again for its gradients, without its last matrix product.
 
-An MLP is run again for what its operations keep, and what it returns is not among that: where it
-returns what a linear layer gives, that need not be computed, a third of the work of gate, up and
-down. (torch's checkpoint does likewise: it ends a recompute with the last tensor that was kept.)
+Backward of a tile runs the MLP again for what its operations keep. What the MLP returns is not part
+of that, so where it returns the result of a linear layer as it is, this result need not be
+computed: a third of the work of gate, up and down. (torch's checkpoint likewise ends a recompute
+with the last tensor that was kept.)
 
-What stands in for the result has its shape and no memory. Nobody may look at it, so it takes an MLP
-that is known to hand the result on as it is, and a layer that is nothing but a linear one.
+A tensor of the result's shape, without memory of its own, stands in for the result. Nobody may look
+at it. So this is for a layer that is nothing but a linear one (`is_plain`), in an MLP whose code is
+known, and whoever runs the MLP compares what it returned with what stood in (`left_out`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -20,11 +22,11 @@ from torch.nn.modules import module as torch_module
 
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 FORWARD, LINEAR = nn.Linear.forward, functional.linear
-"""As torch has them: some tools put others in their place."""
+"""Torch's own functions, which some tools replace."""
 
 
 def is_plain(linear: object) -> bool:
-    """Whether it is `F.linear` of a tensor, and nobody looks at what goes in or comes out."""
+    """Whether the module runs `F.linear` on plain tensors, and no hook sees its input or output."""
     return (
         type(linear) is nn.Linear
         and (nn.Linear.forward, functional.linear) == (FORWARD, LINEAR)
@@ -41,49 +43,36 @@ def is_plain(linear: object) -> bool:
 
 
 @contextmanager
-def results_of(linear: nn.Linear | None) -> Iterator[list[Tensor]]:
-    """Within, what the layer gives is written down."""
-    results: list[Tensor] = []
+def left_out(linear: nn.Linear | None) -> Iterator[list[Tensor]]:
+    """Within the context, tensors of the right shape and dtype stand in for the layer's results.
+
+    They have the results' gradients. The list that is yielded grows by each of them. Other threads,
+    which may be evaluating the same model, get the results themselves.
+    """
+    stood_in: list[Tensor] = []
     if linear is None:
-        yield results
+        yield stood_in
         return
-
-    def forward(hidden: Tensor) -> Tensor:
-        results.append(FORWARD(linear, hidden))
-        return results[-1]
-
-    with _other_forward(linear, forward):
-        yield results
-
-
-@contextmanager
-def left_out(linear: nn.Linear | None) -> Iterator[None]:
-    """Within, the layer gives something of its result's shape and dtype that has its gradients."""
-    if linear is None:
-        yield
-        return
-    with _other_forward(linear, lambda hidden: stand_in(hidden, linear.weight, linear.bias)):
-        yield
-
-
-@contextmanager
-def _other_forward(linear: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """In this thread; another one may be evaluating the same model."""
     thread = get_ident()
 
-    def forward_here(hidden: Tensor) -> Tensor:
-        return forward(hidden) if get_ident() == thread else FORWARD(linear, hidden)
+    def forward(hidden: Tensor) -> Tensor:
+        if get_ident() != thread:
+            return FORWARD(linear, hidden)
+        stood_in.append(stand_in(hidden, linear.weight, linear.bias))
+        return stood_in[-1]
 
-    vars(linear)["forward"] = forward_here
+    vars(linear)["forward"] = forward
     try:
-        yield
+        yield stood_in
     finally:
         vars(linear).pop("forward", None)
 
 
 def stand_in(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In place of `F.linear(hidden, weight, bias)`, under autocast too; its gradients to the bit,
-    where hidden states are contiguous."""
+    """Stand in for `F.linear(hidden, weight, bias)`, under autocast too.
+
+    Gradients are the same to the bit where hidden states are contiguous.
+    """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -94,7 +83,7 @@ def stand_in(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast does."""
+    """Cast as autocast does."""
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 

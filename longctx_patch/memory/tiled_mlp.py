@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from longctx_patch.memory.last_product import is_plain, left_out, results_of
+from longctx_patch.memory.last_product import is_plain, left_out
 from longctx_patch.memory.random_state import RandomState
 
 Forward = Callable[[Tensor], Tensor]
@@ -57,8 +57,9 @@ def run_tiled(
             may be others than they were (FSDP2 swaps them).
         hidden: `[B, L, D]`, any float dtype.
         num_tiles: L at most; more are as good as L.
-        last: of `module`, a layer whose result `forward` returns without looking at it. Backward
-            then computes it for no tile. Where it returns something else, the layer is as others.
+        last: a layer of `module` whose result `forward` returns without looking at it, so that
+            backward need not compute it. Where `forward` returns something else, backward notices
+            it and begins anew with the layer as it is.
 
     Raises:
         RuntimeError: in backward, if parameters have changed since forward, as for any operation of
@@ -71,7 +72,7 @@ def run_tiled(
     mlp = _TiledMlp(forward, module, num_tiles, last, _Autocast.now(hidden.device.type))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
-        return replace(mlp, last=None).run(hidden)[0]
+        return mlp.run(hidden)
     kept: Tensor = _Keep.apply(hidden, *trained)
     out: Tensor = _Tiles.apply(kept, mlp, hidden.requires_grad, *trained)
     return out
@@ -107,9 +108,8 @@ class _Tiles(torch.autograd.Function):
         # Not saved as hidden states are: a recompute would have to come as far as here for them.
         ctx.trained, ctx.versions = trained, [tensor._version for tensor in trained]
         random = RandomState.now(kept.device)
-        out, is_last = mlp.run(kept)
-        ctx.mlp = mlp if is_last else replace(mlp, last=None)
-        ctx.random = random if random.has_moved() else None
+        out = mlp.run(kept)
+        ctx.mlp, ctx.random = mlp, random if random.has_moved() else None
         return out
 
     @staticmethod
@@ -126,9 +126,22 @@ class _Tiles(torch.autograd.Function):
             nn.Parameter(parameter.detach(), requires_grad=is_wanted)
             for parameter, is_wanted in zip(ctx.trained, ctx.needs_input_grad[3:], strict=True)
         ]
-        with _drawn_again(ctx.random), _in_place_of(ctx.mlp.module, ctx.trained, stand_ins):
-            grad_hidden, grads = ctx.mlp.gradients(hidden, grad, ctx.wants_hidden, stand_ins)
+
+        def run_again(mlp: "_TiledMlp") -> tuple[Tensor | None, list[Tensor | None]]:
+            with _drawn_again(ctx.random), _in_place_of(mlp.module, ctx.trained, stand_ins):
+                return mlp.gradients(hidden, grad, ctx.wants_hidden, stand_ins)
+
+        # Hooks may have come since forward.
+        mlp = ctx.mlp if is_plain(ctx.mlp.last) else replace(ctx.mlp, last=None)
+        try:
+            grad_hidden, grads = run_again(mlp)
+        except _ResultIsUsedError:
+            grad_hidden, grads = run_again(replace(mlp, last=None))
         return grad_hidden, None, None, *grads
+
+
+class _ResultIsUsedError(Exception):
+    """An MLP does not return its last layer's result as it is, so the result has to be computed."""
 
 
 @dataclass(frozen=True)
@@ -160,21 +173,17 @@ class _TiledMlp:
     last: nn.Linear | None
     autocast: _Autocast
 
-    def run(self, hidden: Tensor) -> tuple[Tensor, bool]:
-        """(all tiles, whether each was what the last layer gave, and that its only result), with
-        gradients as the caller has them enabled."""
+    def run(self, hidden: Tensor) -> Tensor:
+        """All tiles, with gradients as the caller has them enabled."""
         out: Tensor | None = None
-        is_last = self.last is not None
         with self.autocast.context():
             for start, size in self._spans(hidden.shape[-2]):
-                with results_of(self.last) as results:
-                    tile = self.forward(hidden.narrow(-2, start, size))
-                is_last = is_last and len(results) == 1 and results[0] is tile
+                tile = self.forward(hidden.narrow(-2, start, size))
                 if out is None:
                     out = tile.new_empty(*hidden.shape[:-1], tile.shape[-1])
                 out.narrow(-2, start, size).copy_(tile)
         assert out is not None
-        return out, is_last
+        return out
 
     def gradients(
         self, hidden: Tensor, grad: Tensor, wants_hidden: bool, parameters: Sequence[Tensor]
@@ -203,9 +212,10 @@ class _TiledMlp:
     def _tile_gradients(
         self, tile: Tensor, inputs: Sequence[Tensor], grad: Tensor
     ) -> list[Tensor | None]:
-        last = self.last if is_plain(self.last) else None  # hooks may have come since forward
-        with torch.enable_grad(), self.autocast.context(), left_out(last):
+        with torch.enable_grad(), self.autocast.context(), left_out(self.last) as stood_in:
             out = self.forward(tile)
+        if self.last is not None and not (len(stood_in) == 1 and stood_in[0] is out):
+            raise _ResultIsUsedError
         _check_leaves(out, inputs)
         return list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
 

@@ -1,105 +1,33 @@
 """Policies layer by layer on patched models: no number changes, and `auto` keeps what fits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
 from longctx_patch.engine.call import CallShape
 from longctx_patch.engine.traffic import CallTraffic, predicted_traffic
 from longctx_patch.hf.model.checks import FAMILIES
 from longctx_patch.hf.model.transformers_api import attention_modules, decoder_layers
 from longctx_patch.memory.auto import MemoryUse
 from longctx_patch.memory.limits import MARGIN
-from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import LayerPolicy
-from longctx_patch.memory.run_layer import run_layer
 from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
-from tests.hf.tiny import featured_model, gradients, tiny_model, token_rows
+from tests.hf.tiny import featured_model, gradients, tiny_model
 from tests.memory.live_bytes import LiveBytes
+from tests.memory.trained import Trained, assert_equal
 
 LAYERS = 5
-LENGTH = 48
 PLENTY = 10**12
-
-
-class Forced:
-    """In place of `AutoPolicy`: each layer under the policy it is given."""
-
-    use = None
-
-    def __init__(self, policies: Sequence[LayerPolicy]) -> None:
-        self.policies = tuple(policies)
-        self.host = HostCopies(torch.device("cpu"))
-
-    def propose(self, num_tokens: int) -> int:
-        return 0
-
-    def begin(self, num_tokens: int, whole: int) -> None:
-        return None
-
-    def run(self, layer: int, forward: Any, *args: Any) -> Any:
-        return run_layer(self.policies[layer], forward, *args, host=self.host)
-
-
-class Trained(NamedTuple):
-    """A patched model and its batches."""
-
-    model: Any
-    handle: PatchHandle
-    collate: SequenceShardCollator
-
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        *,
-        meter: LiveBytes | None = None,
-        forced: Sequence[LayerPolicy] = (),
-        **config: Any,
-    ) -> "Trained":
-        handle = patch(model, LongContextConfig(**{"checkpoint": "auto", **config}))
-        handle._checkpoints.find_meter = lambda device: meter
-        if forced:
-            handle._checkpoints._auto = Forced(forced)  # type: ignore[assignment]
-        collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
-        return cls(model, handle, collate)
-
-    def loss(self, length: int = LENGTH, *, seed: int = 0) -> Tensor:
-        return self.model(**self.collate(token_rows(length, seed=seed))).loss
-
-    def step(self, length: int = LENGTH, *, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and gradients, which are gone from the model then."""
-        loss = self.loss(length, seed=seed)
-        loss.backward()
-        grads = gradients(self.model)
-        self.model.zero_grad()
-        return loss.detach(), grads
-
-    def peak(self, meter: LiveBytes) -> int:
-        """Bytes beyond those that rest, of a pass."""
-        rest = meter.allocated()
-        meter.reset_peak()
-        self.loss().backward()
-        self.model.zero_grad()
-        return meter.peak() - rest
-
-
-def assert_equal(found: tuple[Tensor, dict[str, Tensor]], wanted: Any) -> None:
-    assert torch.equal(found[0], wanted[0])
-    assert found[1].keys() == wanted[1].keys()
-    assert all(torch.equal(found[1][name], grad) for name, grad in wanted[1].items())
 
 
 def deep_model() -> Any:
@@ -121,7 +49,7 @@ def test_every_family_has_a_layer_to_recompute_for_each_attention() -> None:
 
 def test_layers_that_stay_whole_cost_no_more_than_measured_and_least_if_last() -> None:
     with LiveBytes(PLENTY) as meter:
-        it = Trained.of(deep_model(), meter=meter)
+        it = Trained(deep_model(), meter=meter)
         it.step()
         it.step()
         use = it.handle.checkpointing.memory
@@ -129,9 +57,9 @@ def test_layers_that_stay_whole_cost_no_more_than_measured_and_least_if_last() -
         assert len(set(use.extra_bytes)) == 1
         extra, peaks = use.extra_bytes[0].none, []
         for whole in range(LAYERS + 1):
-            it.handle._checkpoints._auto = Forced(last(whole))  # type: ignore[assignment]
+            it.force(last(whole))
             peaks.append(it.peak(meter))
-            it.handle._checkpoints._auto = Forced(last(whole)[::-1])  # type: ignore[assignment]
+            it.force(last(whole)[::-1])
             assert it.peak(meter) >= peaks[-1]
     for whole, peak in enumerate(peaks):
         assert peak <= peaks[0] + whole * extra
@@ -144,16 +72,16 @@ def capacity_beside(use: MemoryUse, layers: float) -> int:
 
 
 def test_as_many_layers_stay_whole_as_the_memory_takes() -> None:
-    wanted = Trained.of(deep_model(), checkpoint="none").step()
+    wanted = Trained(deep_model(), checkpoint="none").step()
     with LiveBytes(PLENTY) as meter:
-        probe = Trained.of(deep_model(), meter=meter)
+        probe = Trained(deep_model(), meter=meter)
         probe.step()
         use = probe.handle.checkpointing.memory
         assert use is not None
     for more in range(LAYERS):
         with LiveBytes() as meter:
             meter.capacity_bytes = capacity_beside(use, more + 0.5)
-            it = Trained.of(deep_model(), meter=meter)
+            it = Trained(deep_model(), meter=meter)
             for _ in range(4):
                 assert_equal(it.step(), wanted)
             assert it.peak(meter) <= (1 - MARGIN) * meter.capacity_bytes
@@ -163,37 +91,26 @@ def test_as_many_layers_stay_whole_as_the_memory_takes() -> None:
         )
 
 
-def test_on_cpu_attention_is_kept_in_every_layer() -> None:
-    handle = patch(deep_model(), LongContextConfig(checkpoint="auto"))
-    it = Trained(
-        handle.model, handle, SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-    )
-    assert_equal(it.step(), Trained.of(deep_model(), checkpoint="attention").step())
-    assert handle.checkpointing.policies == ("attention",) * LAYERS
-    assert handle.checkpointing.memory is None
-
-
 def test_whole_rows_evaluation_and_adapters() -> None:
     def adapted(checkpoint: str, meter: LiveBytes | None = None) -> Trained:
         model = get_peft_model(deep_model(), LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
-        return Trained.of(model, meter=meter, checkpoint=checkpoint)
+        return Trained(model, meter=meter, checkpoint=checkpoint)
 
     plain = adapted("none")
     with LiveBytes(PLENTY) as meter:
         it = adapted("auto", meter)
-        ids = torch.arange(LENGTH)[None]
+        ids = torch.arange(plain.length)[None]
         for number in range(4):
             for each in (plain, it):
                 each.model.eval()
                 with torch.no_grad():
-                    each.loss(2 * LENGTH)
+                    each.loss(2 * plain.length)
                 each.model.train()
             assert it.handle.checkpointing.num_whole_layers == (0, 1, LAYERS, LAYERS)[number]
             if number % 2:  # whole rows take the stock path, and count as passes
                 for each in (plain, it):
                     each.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-                found, wanted = (gradients(each.model) for each in (it, plain))
-                assert_equal((torch.zeros(()), found), (torch.zeros(()), wanted))
+                assert_equal(gradients(it.model), gradients(plain.model))
                 it.model.zero_grad(), plain.model.zero_grad()
             else:
                 assert_equal(it.step(), plain.step())
@@ -205,7 +122,7 @@ def test_training_other_parameters_is_measured_anew() -> None:
         model = deep_model()
         model.requires_grad_(False)
         model.get_decoder().layers[-1].requires_grad_(True)
-        it = Trained.of(model, meter=meter)
+        it = Trained(model, meter=meter)
         for _ in range(2):
             it.loss().backward()
             model.zero_grad()
@@ -222,7 +139,7 @@ def test_training_other_parameters_is_measured_anew() -> None:
 def test_an_interrupted_forward_is_forgotten() -> None:
     """Its pass must not count as one whose activations are alive."""
     with LiveBytes(PLENTY) as meter:
-        it = Trained.of(deep_model(), meter=meter)
+        it = Trained(deep_model(), meter=meter)
         it.step()
         norm = it.model.get_decoder().norm
         hook = norm.register_forward_pre_hook(fail)
@@ -245,7 +162,7 @@ def fail(*_: object) -> None:
 def counted(it: Trained) -> Iterator[None]:
     """What attention sends and computes within must be what policies of now say."""
     shape = CallShape(2, 4, 2, 16, torch.float32, "cpu")
-    traffic = predicted_traffic(causal_call(it.handle.group, LENGTH, 1.0, shape))
+    traffic = predicted_traffic(causal_call(it.handle.group, it.length, 1.0, shape))
     it.handle.counters.reset()
     yield
     planned = sum((_planned(traffic, p) for p in it.handle.checkpointing.policies), Traffic())
@@ -259,13 +176,13 @@ def _planned(traffic: CallTraffic, policy: LayerPolicy) -> Traffic:
     return traffic.forward + again + traffic.backward
 
 
-def check_mixes(degrees: list[tuple[int, int]]) -> None:
-    for ulysses, ring in degrees:
+def check_mixes() -> None:
+    for ulysses, ring in ((1, 2), (2, 1)):
         degree = {"ulysses_degree": ulysses, "ring_degree": ring}
-        wanted = Trained.of(tiny_model(), checkpoint="none", **degree).step()
+        wanted = Trained(tiny_model(), checkpoint="none", **degree).step()
         kernels = {}
         for mix in product(get_args(LayerPolicy), repeat=2):
-            it = Trained.of(tiny_model(), forced=mix, **degree)
+            it = Trained(tiny_model(), forced=mix, **degree)
             with counted(it):
                 assert_equal(it.step(), wanted)
             kernels[mix] = it.handle.counters.kernel_calls
@@ -281,22 +198,22 @@ def check_changes_between_passes() -> None:
     for order in (1, -1):
         found = {}
         for first, second in ((whole, whole), (("none", "attention"), ("full", "none"))):
-            it = Trained.of(tiny_model(), forced=first, ulysses_degree=2)
+            it = Trained(tiny_model(), forced=first, ulysses_degree=2)
             losses = [it.loss(seed=1)]
-            it.handle._checkpoints._auto = Forced(second)  # type: ignore[assignment]
+            it.force(second)
             losses.append(it.loss(seed=2))
-            it.handle._checkpoints._auto = Forced(("full", "attention"))  # type: ignore[assignment]
+            it.force(("full", "attention"))
             for loss in losses[::order]:
                 loss.backward()
-            found[first] = (torch.stack(losses), gradients(it.model))
+            found[first] = {"losses": torch.stack(losses), **gradients(it.model)}
         assert_equal(found["none", "attention"], found[whole])
 
 
 def check_least_memory_of_the_group(rank: int) -> None:
     degree = {"ulysses_degree": 2}
-    wanted = Trained.of(deep_model(), checkpoint="none", **degree).step()
+    wanted = Trained(deep_model(), checkpoint="none", **degree).step()
     with LiveBytes(PLENTY) as meter:
-        it = Trained.of(deep_model(), meter=meter, **degree)
+        it = Trained(deep_model(), meter=meter, **degree)
         it.step()
         use = it.handle.checkpointing.memory
         assert use is not None
@@ -317,20 +234,21 @@ def check_replicas_may_differ(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     wanted: Any = None
     for forced in ([last(0)] * 2, [last(LAYERS), last(0)], [last(2), last(3)]):
-        it = Trained.of(deep_model(), forced=forced[rank])
+        it = Trained(deep_model(), forced=forced[rank])
         for layer in it.handle.model.get_decoder().layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(it.model, mesh=mesh)
         for seed in (1, 2):  # gradients of two passes add up
             loss = it.loss(seed=seed + 2 * rank)
             loss.backward()
-        found = {name: p.grad.full_tensor() for name, p in it.model.named_parameters()}
-        wanted = wanted or (loss.detach(), found)
-        assert_equal((loss.detach(), found), wanted)
+        grads = {name: p.grad.full_tensor() for name, p in it.model.named_parameters()}
+        found = {"loss": loss.detach(), **grads}
+        wanted = wanted or found
+        assert_equal(found, wanted)
 
 
 def check_on_two_ranks(rank: int) -> None:
-    check_mixes([(1, 2), (2, 1)])
+    check_mixes()
     check_changes_between_passes()
     check_least_memory_of_the_group(rank)
     check_replicas_may_differ(rank)
@@ -340,12 +258,10 @@ def test_on_two_ranks() -> None:
     run_distributed(check_on_two_ranks, 2)
 
 
-@pytest.mark.parametrize("when", ["before a pass", "after it"])
-def test_unpatch_restores_the_layers(when: str) -> None:
+def test_unpatch_restores_the_layers_after_a_pass() -> None:
     model = deep_model()
-    before = [dict(vars(layer)) for layer in model.get_decoder().layers]
-    it = Trained.of(model)
-    if when == "after it":
-        it.step()
+    before = [dict(vars(layer)) for layer in decoder_layers(model)]
+    it = Trained(model, checkpoint="auto")
+    it.step()
     it.handle.unpatch()
-    assert [dict(vars(layer)) for layer in model.get_decoder().layers] == before
+    assert [dict(vars(layer)) for layer in decoder_layers(model)] == before

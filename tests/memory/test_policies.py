@@ -1,6 +1,7 @@
-"""Checkpoint policies change what is recomputed and nothing else."""
+"""Each policy's name leads to what it says; none changes a number."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -11,166 +12,214 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch import LongContextConfig, patch
 from longctx_patch.engine.call import CallShape
-from longctx_patch.engine.traffic import CallTraffic, predicted_traffic
-from longctx_patch.memory.policies import CheckpointPolicy
+from longctx_patch.engine.traffic import predicted_traffic
+from longctx_patch.memory.policies import (
+    POLICIES,
+    CheckpointPolicy,
+    LayerPolicy,
+    describe_layers,
+)
 from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
-from tests.hf.tiny import tiny_model, token_rows
-from tests.reference import relative_error
+from tests.hf.tiny import tiny_model
+from tests.memory.live_bytes import LiveBytes
+from tests.memory.trained import Gradients, Trained, assert_equal, assert_near
 
-POLICIES: tuple[CheckpointPolicy, ...] = ("none", "full", "attention", "offload")
-LAYERS = 2
-LENGTH = 32
-
-
-class Outcome(NamedTuple):
-    loss: Tensor
-    grads: dict[str, Tensor]
-    sent: Traffic
-    kernel_calls: int
-    predicted: CallTraffic
+LAYERS, BATCH, LENGTH, HIDDEN, HEADS, KV_HEADS, DIM = 2, 2, 32, 64, 4, 2, 16
+INPUT = 4 * BATCH * LENGTH * HIDDEN
+RESULTS = 4 * BATCH * LENGTH * HEADS * (DIM + 1)
+"""Bytes that a layer keeps of its input, and of attention's output and lse, in float32."""
 
 
-def one_step(config: LongContextConfig, *, lora: bool = False, fsdp: bool = False) -> Outcome:
-    model: Any = tiny_model()
-    if lora:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zero at the start, which would hide errors in lora_A
-                torch.manual_seed(len(name))
-                torch.nn.init.normal_(parameter, std=0.1)
-    handle = patch(model, config)
-    if fsdp:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in handle.model.get_decoder().layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-    model.train()
-    loss = model(**collate(token_rows(LENGTH))).loss
-    loss.backward()
-    grads = {
-        name: parameter.grad.full_tensor()
-        if isinstance(parameter.grad, DTensor)
-        else parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    shape = CallShape(2, 4, 2, 16, torch.float32, "cpu")
-    return Outcome(
-        loss.detach(),
-        grads,
-        Traffic(handle.counters.messages, handle.counters.bytes),
-        handle.counters.kernel_calls,
-        predicted_traffic(causal_call(handle.group, LENGTH, 1.0, shape)),
+class Means(NamedTuple):
+    """What a layer's policy means, said here once more and not read from its record."""
+
+    forwards: int
+    """How often attention's forward runs in a step."""
+    replays: bool
+    """Whether backward gets attention's results from forward."""
+    kept: int
+    """Bytes of a layer that stay on the device from forward to backward; of `none`, the fewest."""
+    on_host: int
+    """Bytes of a layer in host memory."""
+
+
+MEANS: dict[LayerPolicy, Means] = {
+    "none": Means(1, False, 4 * (INPUT + RESULTS), 0),
+    "full": Means(2, False, INPUT, 0),
+    "attention": Means(1, True, INPUT + RESULTS, 0),
+    "offload": Means(1, True, 0, INPUT + RESULTS),
+}
+
+
+def kept_bytes(policy: LayerPolicy) -> int:
+    """Bytes that a layer more keeps between forward and backward, beside host memory, which the
+    first step has taken."""
+    live = []
+    for num_layers in (3, 4):
+        model = tiny_model(num_hidden_layers=num_layers)
+        with LiveBytes() as meter:
+            it = Trained(model, length=LENGTH, checkpoint=policy)
+            it.step()
+            rest = meter.allocated()
+            loss = it.loss()
+            live.append(meter.allocated() - rest)
+            del loss
+    return live[1] - live[0]
+
+
+@pytest.mark.parametrize("policy", MEANS)
+def test_a_name_leads_to_the_bytes_that_it_says(policy: LayerPolicy) -> None:
+    it = Trained(tiny_model(), length=LENGTH, checkpoint=policy)
+    it.step()
+    assert it.handle.checkpointing.host_bytes == LAYERS * MEANS[policy].on_host
+    kept = kept_bytes(policy)
+    assert kept == MEANS[policy].kept if policy != "none" else kept >= MEANS[policy].kept
+
+
+def test_auto_leads_to_the_rungs_that_it_names() -> None:
+    """With memory for all, without a meter, and where the host has to help."""
+    for capacity, layers in ((10**12, ("none", "none")), (0, ("attention", "attention"))):
+        with LiveBytes(capacity) as meter:
+            it = Trained(tiny_model(), meter=meter)
+            for _ in range(3):
+                it.step()
+        assert it.handle.checkpointing.policies == layers
+    it = Trained(tiny_model(), checkpoint="auto")
+    it.step()
+    assert it.handle.checkpointing.policies == ("attention", "attention")
+    assert POLICIES["auto"].rungs == ("offload", "attention", "none")
+
+
+def test_every_name_has_a_record_and_every_layer_policy_is_its_only_rung() -> None:
+    assert tuple(POLICIES) == get_args(CheckpointPolicy)
+    assert all(policy.name == name for name, policy in POLICIES.items())
+    alone = [policy.name for policy in POLICIES.values() if policy.rungs == (policy.name,)]
+    assert tuple(alone) == get_args(LayerPolicy)
+
+
+def test_layers_are_described_in_words() -> None:
+    assert describe_layers(("attention",) * 22 + ("none",) * 10) == (
+        "22 of 32 layers recompute all but attention, 10 recompute nothing"
     )
+    assert describe_layers(("offload", "full")) == (
+        "1 of 2 layers recompute all but attention from host memory, 1 recompute everything"
+    )
+    it = Trained(tiny_model(), checkpoint="full")
+    assert str(it.handle.checkpointing) == "2 of 2 layers recompute everything"
 
 
-def check_policies(rank: int, degrees: list[tuple[int, int]]) -> None:
-    for ulysses, ring in degrees:
-        outcomes = {
-            policy: one_step(
-                LongContextConfig(
-                    ulysses_degree=ulysses,
-                    ring_degree=ring,
-                    ulysses_waves=2,
-                    checkpoint=policy,
-                )
-            )
-            for policy in POLICIES
-        }
-        for policy in ("full", "attention", "offload"):
-            assert_bitwise(outcomes[policy], outcomes["none"])
-        assert_counted(outcomes, ring)
+def test_a_name_that_does_not_exist_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"checkpoint='ofload': .*Did you mean 'offload'\?"):
+        LongContextConfig(checkpoint="ofload")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"0.5 with checkpoint='full'.*'attention' or 'offload'"):
+        LongContextConfig(checkpoint="full", attention_kept=0.5)
 
 
-def assert_bitwise(found: Outcome, wanted: Outcome) -> None:
-    assert torch.equal(found.loss, wanted.loss)
-    assert found.grads.keys() == wanted.grads.keys()
-    assert all(torch.equal(found.grads[name], grad) for name, grad in wanted.grads.items())
+def sent_by(it: Trained, policy: LayerPolicy) -> Traffic:
+    """What a step's attention sends under a policy, by the plans."""
+    shape = CallShape(BATCH, HEADS, KV_HEADS, DIM, torch.float32, "cpu")
+    planned = predicted_traffic(causal_call(it.handle.group, LENGTH, 1.0, shape))
+    backward = planned.backward_after_replay if MEANS[policy].replays else planned.backward
+    return sum([*[planned.forward] * MEANS[policy].forwards, backward] * LAYERS, Traffic())
 
 
-def assert_counted(outcomes: dict[str, Outcome], ring: int) -> None:
-    """`full` runs forward twice; `attention` runs it once, its recompute sends nothing."""
-    predicted = outcomes["none"].predicted
-    per_layer = {
-        "none": predicted.forward + predicted.backward,
-        "full": predicted.forward + predicted.forward + predicted.backward,
-        "attention": predicted.forward + predicted.backward_after_replay,
-        "offload": predicted.forward + predicted.backward_after_replay,
-    }
-    for policy, traffic in per_layer.items():
-        sent = outcomes[policy].sent
-        assert (sent.messages, sent.bytes) == (LAYERS * traffic.messages, LAYERS * traffic.bytes)
-    # With a zigzag layout there are as many kernel calls in forward as in backward: one for each
-    # step of the ring, and each part of the heads that Ulysses exchanges.
-    calls = {policy: outcome.kernel_calls for policy, outcome in outcomes.items()}
-    once = calls["none"] // 2
-    assert once >= LAYERS * ring
-    assert calls == {"none": 2 * once, "full": 3 * once, "attention": 2 * once, "offload": 2 * once}
+def counted_step(it: Trained) -> Gradients:
+    """A step, whose kernel calls and messages must be those that the policy's name says."""
+    policy = it.handle.checkpointing.policies[0]
+    found = it.step()
+    counters = it.handle.counters
+    assert Traffic(counters.messages, counters.bytes) == sent_by(it, policy)
+    return found
 
 
-def test_policies_are_bitwise_equal_and_counted() -> None:
-    run_distributed(check_policies, 4, [(1, 4), (2, 2), (4, 1)])
+def check_degrees(rank: int) -> None:
+    """Numbers to the bit, messages to the byte; a kernel runs for each part of the heads."""
+    for ulysses, ring in ((1, 4), (2, 2), (4, 1)):
+        config = {"ulysses_degree": ulysses, "ring_degree": ring, "ulysses_waves": 2}
+        wanted: Gradients = {}
+        calls = {}
+        for policy in MEANS:
+            it = Trained(tiny_model(), length=LENGTH, checkpoint=policy, **config)
+            found = counted_step(it)
+            assert_equal(found, wanted := wanted or found)
+            calls[policy] = it.handle.counters.kernel_calls
+        # Of a zigzag layout, backward has as many kernel calls as forward.
+        once = calls["none"] // 2
+        assert once >= LAYERS * ring
+        assert calls == {name: (means.forwards + 1) * once for name, means in MEANS.items()}
 
 
-def check_with_peft_and_fsdp(rank: int) -> None:
-    config = {policy: LongContextConfig(ulysses_degree=2, checkpoint=policy) for policy in POLICIES}
+def test_over_four_ranks() -> None:
+    run_distributed(check_degrees, 4)
+
+
+def adapted(model: Any) -> Any:
+    """With adapters whose second factor is not zero, which would hide errors in the first."""
+    torch.manual_seed(1)
+    options = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return get_peft_model(model, options)
+
+
+def sharded(it: Trained) -> Trained:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in it.handle.model.get_decoder().layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(it.model, mesh=mesh)
+    return it
+
+
+def averaged(grad: Tensor) -> Tensor:
+    """Over ranks, as FSDP2 does it."""
+    if isinstance(grad, DTensor):
+        return grad.full_tensor()
+    dist.all_reduce(grad)
+    return grad / dist.get_world_size()
+
+
+def check_wrapped(rank: int) -> None:
+    """Each policy under adapters, FSDP2 or both."""
     for lora, fsdp in ((True, False), (False, True), (True, True)):
-        wanted = one_step(config["none"], lora=lora)
-        average(wanted.grads)
-        outcomes = {p: one_step(config[p], lora=lora, fsdp=fsdp) for p in POLICIES}
-        assert_counted(outcomes, ring=1)
-        for outcome in outcomes.values():
-            if not fsdp:
-                average(outcome.grads)
-            assert outcome.grads.keys() == wanted.grads.keys()
-            for name, grad in wanted.grads.items():
-                assert relative_error(outcome.grads[name], grad) < 1e-5, (name, lora, fsdp)
-        for policy in ("full", "attention", "offload"):
-            assert_bitwise(outcomes[policy], outcomes["none"])
+        plain: Gradients = {}
+        wanted: Gradients = {}
+        for policy in MEANS:
+            model = adapted(tiny_model()) if lora else tiny_model()
+            it = Trained(model, length=LENGTH, ulysses_degree=2, checkpoint=policy)
+            if not plain:
+                plain = {name: averaged(grad) for name, grad in it.step().items()}
+                it.handle.counters.reset()
+            it = sharded(it) if fsdp else it
+            found = {name: averaged(grad) for name, grad in counted_step(it).items()}
+            assert_equal(found, wanted := wanted or found)
+            assert_near(found, plain, 1e-5)
 
 
-def average(grads: dict[str, Tensor]) -> None:
-    for grad in grads.values():
-        dist.all_reduce(grad)
-        grad /= dist.get_world_size()
+def test_with_adapters_and_under_fsdp2() -> None:
+    run_distributed(check_wrapped, 2)
 
 
-def test_policies_with_peft_and_fsdp2() -> None:
-    run_distributed(check_with_peft_and_fsdp, 2)
+def two_losses(it: Trained) -> None:
+    (it.loss(12, seed=1) + it.loss(12, seed=2)).backward()
 
 
-def test_two_forwards_before_backward_keep_their_own_frames() -> None:
-    grads = {}
-    for policy in POLICIES:
-        model = tiny_model()
-        handle = patch(model, LongContextConfig(checkpoint=policy))
-        collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-        losses = [model(**collate(token_rows(12, seed=seed))).loss for seed in (1, 2)]
-        torch.stack(losses).sum().backward()
-        grads[policy] = [parameter.grad for parameter in model.parameters()]
-    for policy in ("full", "attention", "offload"):
-        pairs = zip(grads[policy], grads["none"], strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
+def two_backwards(it: Trained) -> None:
+    loss = it.loss(12)
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
-def test_backward_twice_over_one_graph() -> None:
-    grads = {}
-    for policy in POLICIES:
-        model = tiny_model()
-        handle = patch(model, LongContextConfig(checkpoint=policy, loss="logits"))
-        collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-        loss = model(**collate(token_rows(12))).loss
-        loss.backward(retain_graph=True)
-        loss.backward()
-        grads[policy] = [parameter.grad for parameter in model.parameters()]
-    for policy in ("full", "attention", "offload"):
-        pairs = zip(grads[policy], grads["none"], strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
+@pytest.mark.parametrize("backward", [two_losses, two_backwards])
+def test_each_pass_keeps_a_frame_of_its_own(backward: Callable[[Trained], None]) -> None:
+    grads: list[list[Tensor | None]] = []
+    for policy in MEANS:
+        it = Trained(tiny_model(), checkpoint=policy, loss="logits")
+        backward(it)
+        grads.append([parameter.grad for parameter in it.model.parameters()])
+    for found in grads[1:]:
+        assert all(map(torch.equal, found, grads[0]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -12,7 +12,7 @@ from longctx_patch.memory.limits import tiles_that_fit
 from longctx_patch.memory.tiled_mlp import run_tiled
 from tests.hf.tiny import gradients
 from tests.memory.live_bytes import LiveBytes
-from tests.memory.tiled import Gradients, assert_near
+from tests.memory.trained import Gradients, assert_near
 from tests.reference import relative_error
 
 SIZE, INTERMEDIATE = 16, 48

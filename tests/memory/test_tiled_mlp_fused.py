@@ -15,7 +15,7 @@ from longctx_patch.hf.layers.fused_layers import fuse_layers
 from longctx_patch.hf.model.transformers_api import dense_mlps
 from longctx_patch.kernels.installed import Package
 from tests.hf.tiny import tiny_model
-from tests.memory.tiled import Trained, adapter, assert_near
+from tests.memory.trained import adapter, assert_near, tiled
 
 
 def deep_model() -> Any:
@@ -28,7 +28,7 @@ def deep_model() -> Any:
 def test_compiled_mlps(patched_first: bool, parts: str) -> None:
     """What is compiled is a tile, for all layers together: with gradients and without, of one
     length and of any."""
-    wanted = [Trained(deep_model(), 1).step(length) for length in (31, 37, 41)]
+    wanted = [tiled(deep_model(), 1).step(length) for length in (31, 37, 41)]
     model = deep_model()
 
     def compile_parts() -> None:
@@ -39,7 +39,7 @@ def test_compiled_mlps(patched_first: bool, parts: str) -> None:
 
     if not patched_first:
         compile_parts()
-    it = Trained(model, 4, checkpoint="attention")
+    it = tiled(model, 4, checkpoint="attention")
     if patched_first:
         compile_parts()
     for length, step in zip((31, 37, 41), wanted, strict=True):
@@ -60,7 +60,7 @@ def test_dropout_is_not_compiled() -> None:
     for is_compiled in (False, True):
         torch.manual_seed(1)
         model = get_peft_model(tiny_model(), adapter(lora_dropout=0.4))
-        it = Trained(model.train(), 4, checkpoint="attention")
+        it = tiled(model.train(), 4, checkpoint="attention")
         if is_compiled:
             for mlp in dense_mlps(it.handle.model):
                 mlp.compile()  # type: ignore[union-attr]
@@ -89,11 +89,11 @@ def test_liger_kernel_before_or_after_patch(
     monkeypatch.setattr(fused_layers, "runs_triton", lambda: True)
     model = tiny_model()
     fuse_layers(model, "liger")
-    wanted = Trained(model, 1).step()
+    wanted = tiled(model, 1).step()
     model = tiny_model()
     if not patched_first:
         fuse_layers(model, "liger")
-    it = Trained(model, 4)
+    it = tiled(model, 4)
     if patched_first:
         fuse_layers(model, "liger")
     assert_near(it.step(), wanted)

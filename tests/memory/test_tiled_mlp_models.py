@@ -16,7 +16,7 @@ from longctx_patch.hf.model.transformers_api import decoder_layers, dense_mlps
 from longctx_patch.memory.policies import CheckpointPolicy
 from tests.hf.tiny import featured_model, gradients, tiny_model
 from tests.memory.live_bytes import LiveBytes
-from tests.memory.tiled import Trained, assert_near
+from tests.memory.trained import assert_near, tiled
 from tests.reference import relative_error
 
 POLICIES = get_args(CheckpointPolicy)
@@ -24,9 +24,9 @@ POLICIES = get_args(CheckpointPolicy)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy(policy: CheckpointPolicy) -> None:
-    wanted = Trained(tiny_model(), 1).step()
+    wanted = tiled(tiny_model(), 1).step()
     for num_tiles in (3, 7, 40):
-        it = Trained(tiny_model(), num_tiles, checkpoint=policy)
+        it = tiled(tiny_model(), num_tiles, checkpoint=policy)
         assert_near(it.step(), wanted)
         assert it.handle.mlp_tiles == (min(num_tiles, 31),) * 2
 
@@ -37,7 +37,7 @@ def test_two_forwards_before_one_backward_and_two_backwards_after_one_forward(
 ) -> None:
     found = []
     for num_tiles in (1, 4):
-        it = Trained(tiny_model(), num_tiles, checkpoint=policy, loss="logits")
+        it = tiled(tiny_model(), num_tiles, checkpoint=policy, loss="logits")
         loss = it.loss(seed=1) + it.loss(19, seed=2)
         loss.backward(retain_graph=True)
         loss.backward()
@@ -59,7 +59,7 @@ def test_a_recompute_leaves_the_tiles_out(
         return stock(mlp, hidden)
 
     monkeypatch.setattr(kind, "forward", counted)
-    Trained(model, 5, checkpoint=policy).step(30)
+    tiled(model, 5, checkpoint=policy).step(30)
     assert lengths == [6] * (5 * 2 * 2)
 
 
@@ -67,7 +67,7 @@ def test_the_peak_of_a_model_falls() -> None:
     peaks = []
     for num_tiles in (1, 8):
         model = tiny_model(num_hidden_layers=3, intermediate_size=2048)
-        it = Trained(model, num_tiles, checkpoint="attention")
+        it = tiled(model, num_tiles, checkpoint="attention")
         with LiveBytes() as meter:
             it.step(256)
             peaks.append(meter.peak() - meter.allocated())
@@ -103,7 +103,7 @@ def test_a_number_for_experts_is_refused() -> None:
         for allowed in (None, 1):
             patch(model, LongContextConfig(mlp_tiles=allowed)).unpatch()
     mixed = featured_model("qwen2_moe", attn_implementation="sdpa")
-    it = Trained(mixed, 4)
+    it = tiled(mixed, 4)
     it.step()
     assert it.handle.mlp_tiles == (1, 4, 1)
 
@@ -131,7 +131,7 @@ def test_weights_that_are_no_parameters_are_refused() -> None:
 
 
 def test_whole_rows_generation_and_evaluation() -> None:
-    plain, it = Trained(tiny_model(), 1), Trained(tiny_model(), 4)
+    plain, it = tiled(tiny_model(), 1), tiled(tiny_model(), 4)
     ids = torch.arange(2 * 31).view(2, 31)
     found = []
     for each in (plain, it):
@@ -159,7 +159,7 @@ def test_the_number_follows_the_memory() -> None:
         model(input_ids=ids)
     assert tiles_of_layers(model) == (4, 4)
     undo()
-    it = Trained(model, None)
+    it = tiled(model, None)
     it.step()
     assert it.handle.mlp_tiles == (1, 1), "no memory is counted on CPU"
 
@@ -169,7 +169,7 @@ def test_unpatch_restores_the_mlps() -> None:
     mlps = [layer.mlp for layer in decoder_layers(model)]  # type: ignore[misc]
     before = [dict(vars(mlp)) for mlp in mlps]
     names = list(model.state_dict())
-    it = Trained(model, 4)
+    it = tiled(model, 4)
     it.step()
     assert list(model.state_dict()) == names
     copied = copy.deepcopy(mlps[0])

@@ -15,7 +15,7 @@ from longctx_patch.hf.model.transformers_api import dense_mlps
 from longctx_patch.memory.policies import CheckpointPolicy
 from tests.harness import run_distributed
 from tests.hf.tiny import gradients, tiny_model
-from tests.memory.tiled import Gradients, Trained, adapter, assert_near
+from tests.memory.trained import Gradients, Trained, adapter, assert_near, tiled
 from tests.reference import relative_error
 
 
@@ -23,8 +23,8 @@ def adapted(num_tiles: int, *, before: bool, policy: CheckpointPolicy = "attenti
     model = tiny_model()
     torch.manual_seed(1)
     if before:
-        return Trained(get_peft_model(model, adapter()), num_tiles, checkpoint=policy)
-    it = Trained(model, num_tiles, checkpoint=policy)
+        return tiled(get_peft_model(model, adapter()), num_tiles, checkpoint=policy)
+    it = tiled(model, num_tiles, checkpoint=policy)
     it.model = get_peft_model(model, adapter())
     return it
 
@@ -46,7 +46,7 @@ def test_an_mlp_that_is_trained_beside_adapters() -> None:
     found = []
     for num_tiles in (1, 4):
         model = tiny_model()
-        it = Trained(model, num_tiles)
+        it = tiled(model, num_tiles)
         torch.manual_seed(1)
         options = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["mlp"])
         it.model = get_peft_model(model, options)
@@ -63,7 +63,7 @@ def test_dropout_of_adapters_has_the_gradient_of_its_loss(policy: CheckpointPoli
     """Against a difference of losses under the same random numbers."""
     torch.manual_seed(1)
     model = get_peft_model(tiny_model(dtype=torch.float64), adapter(lora_dropout=0.4))
-    it = Trained(model.double().train(), 4, checkpoint=policy)
+    it = tiled(model.double().train(), 4, checkpoint=policy)
     name, weight = next((n, p) for n, p in model.named_parameters() if "gate_proj.lora_B" in n)
 
     def loss(step: float) -> Tensor:
@@ -88,7 +88,7 @@ def sharded(num_tiles: int, rank: int, how: str, policy: CheckpointPolicy) -> Gr
     if how == "adapters":
         it = adapted(num_tiles, before=True, policy=policy)
     else:
-        it = Trained(tiny_model(), num_tiles, checkpoint=policy)
+        it = tiled(tiny_model(), num_tiles, checkpoint=policy)
     if num_tiles > 1:  # ranks need not agree on the number
         num_tiles += rank
         for mlp in dense_mlps(it.handle.model):
@@ -120,10 +120,10 @@ def check_on_two_ranks(rank: int) -> None:
         wanted = sharded(1, rank, how, "none")
         for policy in ("none", "attention"):
             assert_near(sharded(3, rank, how, policy), wanted, 0.02 if how == "bf16" else 1e-6)
-    it = Trained(tiny_model(), 4, ulysses_degree=2, checkpoint="attention")
-    assert_near(it.step(), Trained(tiny_model(), 1, ulysses_degree=2).step())
+    it = tiled(tiny_model(), 4, ulysses_degree=2, checkpoint="attention")
+    assert_near(it.step(), tiled(tiny_model(), 1, ulysses_degree=2).step())
     mesh = init_device_mesh("cpu", (2,))
-    for given, module in ((4, it), (None, Trained(tiny_model(), None))):
+    for given, module in ((4, it), (None, tiled(tiny_model(), None))):
         fully_shard(module.handle.model.get_decoder().layers[0].mlp.gate_proj, mesh=mesh)
         if given is None:
             module.step()

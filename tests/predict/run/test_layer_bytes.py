@@ -18,7 +18,7 @@ from longctx_patch.predict.run.components import BF16, LayerBytes, layer_bytes
 from longctx_patch.predict.run.shape import shape_of
 from tests.hf.tiny import tiny_model
 from tests.memory.live_bytes import LiveBytes
-from tests.memory.test_checkpointing import Trained
+from tests.memory.trained import Trained
 from tests.predict.run.jobs import candidate
 
 LENGTH = 96
@@ -47,7 +47,7 @@ def metered(family: str, *, lora: bool = False, **sizes: Any) -> tuple[Extra, La
         if lora:
             adapter = LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
             model = get_peft_model(model, adapter)
-        it = Trained.of(model, meter=meter)
+        it = Trained(model, meter=meter)
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=lora):
                 it.step(LENGTH)
@@ -100,7 +100,7 @@ def test_a_step_peaks_near_where_it_is_predicted(
     with LiveBytes(10**12) as meter:
         sizes = SIZES | {"intermediate_size": intermediate}
         model = tiny_model("llama", dtype=torch.bfloat16, **sizes)
-        it = Trained.of(model, meter=meter, forced=[policy] * 3, mlp_tiles=tiles)
+        it = Trained(model, meter=meter, forced=[policy] * 3, mlp_tiles=tiles)
         it.loss(length).backward()
         model.zero_grad()
         rest = meter.allocated()
