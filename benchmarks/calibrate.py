@@ -8,10 +8,11 @@ Each time is the median over calls, on the slowest rank. Legend: B batch (1), L 
 H query heads, G key-value heads, D head dim.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -55,8 +56,6 @@ MESSAGE_BYTES = tuple(2**exponent for exponent in range(16, 29, 2))  # 64 KiB to
 QUICK_MESSAGE_BYTES = MESSAGE_BYTES[:3]
 OVERLAP_ROWS, OVERLAP_BYTES = 8192, 2**26
 FILLER_BYTES = 2**31  # clearing them takes about 0.7 ms: longer than the host needs for a call
-SMALLEST_FIXED_S = 1e-7
-HALF_TOKENS = (0.0, *np.geomspace(1.0, 65536.0, 321).tolist())  # candidates of the fit
 
 Floats = NDArray[np.float64]
 
@@ -88,28 +87,29 @@ class ColdClock(Clock):
         return start, stop
 
 
-class Line(NamedTuple):
-    """seconds = fixed_s + amount / per_s."""
+class Fit(NamedTuple):
+    """What seconds are made of."""
 
-    fixed_s: float
-    per_s: float
+    slopes: Mapping[str, float]
+    """Seconds by unit of each amount, none of them negative."""
     largest_error: float
     """Relative to the measured time."""
-    squared_errors: float
 
 
-def fit_line(amounts: Floats, seconds: Floats) -> Line:
-    """Least squares of the relative errors; both numbers positive, for nothing is free."""
-    scale = amounts.max()
-    columns = np.stack([np.ones_like(seconds), amounts / scale], 1) / seconds[:, None]
-    fixed_s, slope_s = np.linalg.lstsq(columns, np.ones_like(seconds), rcond=None)[0]
-    if min(fixed_s, slope_s) < SMALLEST_FIXED_S:
-        # The best positive fit has the fixed part at its lower edge: slope_s alone is left.
-        fixed_s = SMALLEST_FIXED_S
-        rest = 1 - fixed_s * columns[:, 0]
-        slope_s = (columns[:, 1] @ rest) / (columns[:, 1] @ columns[:, 1])
-    errors = np.abs(columns @ (fixed_s, slope_s) - 1)
-    return Line(float(fixed_s), float(scale / slope_s), float(errors.max()), float(errors @ errors))
+def fit(amounts: Mapping[str, Floats], seconds: Floats) -> Fit:
+    """Least squares of the relative errors, over the sets of amounts whose slopes are positive."""
+    best, least = Fit({}, np.inf), np.inf
+    for names in (set_ for n in range(len(amounts)) for set_ in combinations(amounts, n + 1)):
+        scales = [amounts[name].max() for name in names]
+        columns = np.stack([amounts[n] / m for n, m in zip(names, scales, strict=True)], 1)
+        columns /= seconds[:, None]
+        slopes = np.linalg.lstsq(columns, np.ones_like(seconds), rcond=None)[0]
+        errors = np.abs(columns @ slopes - 1)
+        if slopes.min() >= 0 and errors @ errors < least:
+            found = dict.fromkeys(amounts, 0.0)
+            found |= {n: float(s / m) for n, s, m in zip(names, slopes, scales, strict=True)}
+            best, least = Fit(found, float(errors.max())), float(errors @ errors)
+    return best
 
 
 class KernelCall(NamedTuple):
@@ -154,34 +154,30 @@ def measure_kernels(kernel: Kernel, sizes: Sequence[int], clock: Clock) -> list[
     for block in kernel_calls(sizes):
         for direction, call in prepared(kernel, block, clock).items():
             flops, times = block.flops(direction), clock.device_time(call)._asdict()
-            row = {"direction": direction, **block._asdict(), "head_dim": HEAD_DIM, "flops": flops}
-            rows.append(row | times | {"tflops_per_s": flops / times["seconds"] * 1e-12})
+            rows.append({"direction": direction, **block._asdict(), "flops": flops} | times)
     return rows
 
 
-def fit_kernels(rows: Sequence[Row]) -> list[Row]:
-    """A fit for each direction, causal and full, over all sizes and numbers of heads."""
-    fits = []
-    for direction, causal in product(("forward", "backward"), (True, False)):
+def fit_kernels(rows: Sequence[Row]) -> dict[str, Row]:
+    """`KernelRate` of each direction, causal and full, over all sizes and numbers of heads."""
+    fits = {}
+    for direction, causal in product(("forward", "backward"), (False, True)):
         chosen = [r for r in rows if (r["direction"], r["causal"]) == (direction, causal)]
         columns = ([row[name] for row in chosen] for name in ("flops", "keys", "seconds"))
-        fit = fit_kernel(*(np.array(column, dtype=np.float64) for column in columns))
-        fits.append({"direction": direction, "causal": causal, **fit})
+        rate = fit_kernel(*(np.array(column, dtype=np.float64) for column in columns))
+        fits[f"{direction}_{'causal' if causal else 'full'}"] = rate
     return fits
 
 
 def fit_kernel(flops: Floats, keys: Floats, seconds: Floats) -> Row:
-    """seconds = fixed_s + flops / peak_flops * (1 + half_tokens / keys).
-
-    For a given half_tokens that is a line, so half_tokens is tried over a grid.
-    """
-    lines = [(fit_line(flops * (1 + half / keys), seconds), half) for half in HALF_TOKENS]
-    line, half_tokens = min(lines, key=lambda pair: pair[0].squared_errors)
+    """seconds = fixed_s + flops / peak_flops * (1 + half_tokens / keys)."""
+    amounts = {"call": np.ones_like(seconds), "flops": flops, "by keys": flops / keys}
+    slopes, error = fit(amounts, seconds)
     return {
-        "fixed_s": line.fixed_s,
-        "peak_flops": line.per_s,
-        "half_tokens": half_tokens,
-        "largest_error": line.largest_error,
+        "peak_flops": 1 / slopes["flops"] if slopes["flops"] else np.inf,
+        "half_tokens": slopes["by keys"] / slopes["flops"] if slopes["flops"] else np.inf,
+        "fixed_s": slopes["call"],
+        "largest_error": error,
     }
 
 
@@ -195,22 +191,22 @@ class BytesCall(NamedTuple):
 
 def measure_bytes(calls: Iterable[BytesCall], clock: Clock) -> list[Row]:
     """A lazy `calls` makes its tensors one size at a time."""
-    rows = []
-    for kind, num_bytes, call in calls:
-        times = clock.device_time(call)._asdict()
-        rate = {"gigabytes_per_s": num_bytes / times["seconds"] * 1e-9}
-        rows.append({"kind": kind, "bytes": num_bytes} | times | rate)
-    return rows
+    return [
+        {"kind": kind, "bytes": num_bytes} | clock.device_time(call)._asdict()
+        for kind, num_bytes, call in calls
+    ]
 
 
-def fit_bytes(rows: Sequence[Row]) -> list[Row]:
-    """For each kind: seconds = latency_s + bytes / bandwidth."""
-    fits = []
+def fit_bytes(rows: Sequence[Row]) -> dict[str, Row]:
+    """`Link` of each kind: seconds = latency_s + bytes / bandwidth."""
+    fits = {}
     for kind in dict.fromkeys(row["kind"] for row in rows):
         points = [(row["bytes"], row["seconds"]) for row in rows if row["kind"] == kind]
-        line = fit_line(*np.array(points, dtype=np.float64).T)
-        fit = {"latency_s": line.fixed_s, "bandwidth": line.per_s}
-        fits.append({"kind": kind, **fit, "largest_error": line.largest_error})
+        num_bytes, seconds = np.array(points, dtype=np.float64).T
+        slopes, error = fit({"call": np.ones_like(seconds), "bytes": num_bytes}, seconds)
+        bandwidth = 1 / slopes["bytes"] if slopes["bytes"] else np.inf
+        line = {"bandwidth": bandwidth, "latency_s": slopes["call"]}
+        fits[kind] = line | {"largest_error": error}
     return fits
 
 
@@ -236,25 +232,10 @@ def memory_passes(sizes: Sequence[int], clock: Clock) -> Iterator[BytesCall]:
         yield BytesCall("pack", 2 * part.nbytes, partial(Packet.pack, [part]))
 
 
-def links(transport: Transport, sizes: Sequence[int], clock: Clock) -> Iterator[BytesCall]:
-    """Ring hops, and both ways to send each other rank a part of its own."""
-    num_ranks = transport.num_ranks
-    for num_bytes in sizes:
-        post = ring_hop(transport, num_bytes, clock.device)
-        yield BytesCall("ring_hop", num_bytes, waited(post))
-        part = num_bytes // num_ranks
-        sent, sizes_bytes = part * (num_ranks - 1), [part] * num_ranks
-        send, receive = random_bytes((2, part * num_ranks), clock.device)
-        all_to_all = partial(transport.all_to_all, send, sizes_bytes, receive, sizes_bytes)
-        yield BytesCall("all_to_all", sent, all_to_all)
-        post = to_all_others(transport, send.view(num_ranks, part), receive.view(num_ranks, part))
-        yield BytesCall("to_all_others", sent, waited(post))
-
-
 def ring_hop(transport: Transport, num_bytes: int, device: torch.device) -> Callable[[], Pending]:
     """An exchange that passes a message on to the next rank."""
     rank, num_ranks = transport.group_rank, transport.num_ranks
-    send, receive = random_bytes((2, num_bytes), device)
+    send, receive = torch.randint(256, (2, num_bytes), dtype=torch.uint8, device=device)
     sends = [Message((rank + 1) % num_ranks, send)]
     receives = [Message((rank - 1) % num_ranks, receive)]
     return partial(transport.exchange, sends, receives)
@@ -263,14 +244,6 @@ def ring_hop(transport: Transport, num_bytes: int, device: torch.device) -> Call
 def waited(post: Callable[[], Pending]) -> Callable[[], None]:
     """The exchange with its wait."""
     return lambda: post().wait()
-
-
-def to_all_others(transport: Transport, send: Tensor, receive: Tensor) -> Callable[[], Pending]:
-    """One exchange in which each rank sends row `i` of `send` to rank `i`."""
-    others = [rank for rank in range(transport.num_ranks) if rank != transport.group_rank]
-    sends = [Message(rank, send[rank]) for rank in others]
-    receives = [Message(rank, receive[rank]) for rank in others]
-    return partial(transport.exchange, sends, receives)
 
 
 def measure_overlap(
@@ -285,100 +258,56 @@ def measure_overlap(
         attend()
         pending.wait()
 
-    kernel_s = clock.device_time(attend).seconds
-    hop_s = clock.device_time(waited(post)).seconds
-    both_s = clock.device_time(both).seconds
-    return {
-        "rows": rows,
-        "bytes": num_bytes,
-        "kernel_s": kernel_s,
-        "hop_s": hop_s,
-        "both_s": both_s,
-        "overlap_slowdown": (both_s - kernel_s) / min(kernel_s, hop_s),
-    }
+    kernel_s, hop_s, both_s = (
+        clock.device_time(call).seconds for call in (attend, waited(post), both)
+    )
+    slowdown = (both_s - kernel_s) / min(kernel_s, hop_s)
+    return {"kernel_s": kernel_s, "hop_s": hop_s, "both_s": both_s, "overlap_slowdown": slowdown}
 
 
 def measure_host(
     kernel: Kernel, transport: Transport | None, rows: int, num_bytes: int, clock: Clock
-) -> dict[str, Row]:
+) -> dict[str, float]:
     """Host time of a kernel call by direction, of sums and packing, of an exchange and its wait."""
     calls: dict[str, Callable[[], object]] = {}
     calls |= prepared(kernel, KernelCall(rows, rows, True, *HEADS[0]), clock)
     calls |= {kind: call for kind, _, call in memory_passes([rows], clock)}
     if transport is not None:
         calls["exchange"] = waited(ring_hop(transport, num_bytes, clock.device))
-    times = {}
-    for name, call in calls.items():
+    for call in calls.values():
         clock.warm_up(call)
-        times[name] = clock.host_time(call)._asdict()
-    return times
+    return {name: clock.host_time(call).seconds for name, call in calls.items()}
 
 
 def normal(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randn(shape, dtype=dtype_on(device), device=device)
 
 
-def random_bytes(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.randint(256, shape, dtype=torch.uint8, device=device)
-
-
 def measure(sizes: Sequence[int], messages: Sequence[int], clock: Clock) -> Row:
-    """Everything, as JSON. Collective."""
-    device = clock.device
+    """Everything, as JSON: what was measured, and the figures of a `Hardware`. Collective."""
+    device, num_ranks = clock.device, num_processes()
     kernel = choose_kernel("auto", KernelRequest(device.type, dtype_on(device), HEAD_DIM))
-    num_ranks = num_processes()
     group = make_sequence_group(LongContextConfig(ring_degree=num_ranks))
     transport = group.ring if num_ranks > 1 else None
     kernels = measure_kernels(kernel, sizes, clock)
     memory = measure_bytes(memory_passes(sizes, clock), clock)
     sent, overlap = [], None
     if transport is not None:
-        sent = measure_bytes(links(transport, messages, clock), clock)
+        hops = ((size, waited(ring_hop(transport, size, device))) for size in messages)
+        sent = measure_bytes((BytesCall("ring_hop", *hop) for hop in hops), clock)
         rows, num_bytes = min(OVERLAP_ROWS, max(sizes)), min(OVERLAP_BYTES, max(messages))
         overlap = measure_overlap(kernel, transport, rows, num_bytes, clock)
     host = measure_host(kernel, transport, min(sizes), min(messages), clock)
     group.close()
     return {
-        "machine": {
-            **machine(device),
-            "num_processes": num_ranks,
-            "kernel": kernel.name,
-        },
-        "kernels": kernels,
-        "kernel_fits": fit_kernels(kernels),
-        "memory": memory,
-        "memory_fits": fit_bytes(memory),
-        "links": sent,
-        "link_fits": fit_bytes(sent),
+        "machine": {**machine(device), "num_processes": num_ranks, "kernel": kernel.name},
+        "measured": {"kernels": kernels, "memory": memory, "links": sent},
+        "kernels": fit_kernels(kernels),
+        "memory": fit_bytes(memory),
+        "links": fit_bytes(sent),
         "overlap": overlap,
-        "host": host,
+        "host_s": host,
     }
-
-
-def print_report(report: Row) -> None:
-    print(", ".join(f"{name} {value}" for name, value in report["machine"].items()))
-    for name, section in report.items():
-        if name == "machine" or not section:
-            continue
-        if name == "host":
-            section = [{"call": call, **times} for call, times in section.items()]
-        print_table(name, section if isinstance(section, list) else [section])
-
-
-def print_table(title: str, rows: Sequence[Row]) -> None:
-    def text(value: object) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    lines = [list(rows[0]), *([text(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print(f"\n{title}")
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
-def make_clock(device: torch.device, iterations: int) -> ColdClock:
-    num_bytes = FILLER_BYTES if device.type == "cuda" else 0
-    return ColdClock(device, iterations, torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
 
 def main() -> None:
@@ -394,11 +323,15 @@ def main() -> None:
     if arguments.iterations < 1:
         parser.error(f"--iterations {arguments.iterations}: time 1 call or more, better 10.")
     torch.manual_seed(0)
-    clock = make_clock(start(), arguments.iterations)
-    messages = QUICK_MESSAGE_BYTES if arguments.quick else MESSAGE_BYTES
-    report = measure(sorted(sizes), messages, clock)
+    device = start()
+    num_bytes = FILLER_BYTES if device.type == "cuda" else 0
+    filler = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    clock = ColdClock(device, arguments.iterations, filler)
+    report = measure(
+        sorted(sizes), QUICK_MESSAGE_BYTES if arguments.quick else MESSAGE_BYTES, clock
+    )
     if is_first_rank():
-        print_report(report)
+        print(json.dumps(report | {"measured": f"in {arguments.out}"}, indent=1))
         write_json(report, arguments.out)
     finish()
 
