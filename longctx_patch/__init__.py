@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         virtual_group,
         world_place,
     )
-    from longctx_patch.hf.call.meeting import SequenceParallelismError
     from longctx_patch.hf.layers.fused_layers import (
         choose_fused_layers,
         fuse_layers,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from longctx_patch.sequence.documents import Documents
     from longctx_patch.sequence.masks import Mask
     from longctx_patch.transport import run_virtual_ranks
+    from longctx_patch.transport.meeting import SequenceParallelismError
     from longctx_patch.verification import all_configs, run_processes, verify
 
 __version__ = "0.1.0"
@@ -53,7 +53,7 @@ _HOME = {
     "PatchHandle": "hf.patching",
     "SequenceGroup": "engine.groups",
     "SequenceParallelismConfig": "plugin",
-    "SequenceParallelismError": "hf.call.meeting",
+    "SequenceParallelismError": "transport.meeting",
     "SequenceShardCollator": "data",
     "UnsupportedModelError": "hf.model.checks",
     "WillNotFit": "hf.preflight",

@@ -4,6 +4,7 @@ Ulysses ranks are consecutive, so that their all-to-all stays inside a node; a r
 Ulysses group; data-parallel replicas are outermost. The order is that of Accelerate's mesh.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from longctx_patch.transport import (
     Transport,
     VirtualTransport,
 )
+from longctx_patch.transport.meeting import Meeting, SequenceParallelismError, digest, meet, table
 
 
 class WorldPlace(NamedTuple):
@@ -66,6 +68,43 @@ class SequenceGroup:
         """Placement of a row, given as its documents or its length, over all ranks of the group."""
         return self.config.layout_of(Documents.one(row) if isinstance(row, int) else row)
 
+    def require_shards(
+        self,
+        meeting: Meeting,
+        documents: Documents,
+        local_tokens: int,
+        held: str,
+        numbers: Sequence[int] = (),
+        *,
+        problem: ValueError | SequenceParallelismError | None = None,
+        whole: str,
+        fix: str,
+    ) -> list[tuple[int, ...]]:
+        """Every rank's `numbers`, by rank, where all hold shards of one row. Collective.
+
+        Args:
+            local_tokens: how many tokens this rank holds; ranks differ as the layout says.
+            held: what must be the same on all ranks, in words.
+            problem: why this rank refuses what it holds (see `meet`).
+            whole: what the ranks must hold shards of, in words.
+            fix: what to do where they don't.
+
+        Raises:
+            ValueError: on every rank, with a table of what each one holds.
+        """
+        same = digest(f"{documents.num_tokens} tokens, {held}")
+        rows = meet(self.everyone, meeting, (same, local_tokens, *numbers), problem)
+        sizes = self.layout(documents).sizes
+        if {row[0] for row in rows} == {same} and tuple(row[1] for row in rows) == sizes:
+            return [row[2:] for row in rows]
+        mine = f"{local_tokens} of {documents.num_tokens} tokens, {held}"
+        raise ValueError(
+            f"the {self.num_ranks} ranks of a sequence group must hold shards of {whole}:\n"
+            f"{table(self.everyone, mine)}\n"
+            f"The {self.config.placement_of(documents)} layout of {documents.num_tokens} tokens "
+            f"in {len(documents.lengths)} documents gives the ranks {list(sizes)}. {fix}"
+        )
+
 
 def world_place(config: LongContextConfig) -> WorldPlace:
     """This process's place, from its global rank alone.
@@ -110,11 +149,12 @@ def _check_same_config(config: LongContextConfig) -> None:
     """Ranks with different degrees or plans would wait for each other in different places."""
     if _world()[1] == 1:
         return
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, config)
-    if set(everyone) != {config}:
-        table = "\n".join(f"  rank {rank}: {other}" for rank, other in enumerate(everyone))
-        raise ValueError(f"the LongContextConfig of the ranks differ:\n{table}\nGive all the same.")
+    assert dist.group.WORLD is not None
+    everyone = ProcessGroupTransport(dist.group.WORLD, _control_device())
+    mine = digest(repr(config))
+    if set(meet(everyone, Meeting.CONFIG, (mine,))) != {(mine,)}:
+        found = table(everyone, repr(config))
+        raise ValueError(f"the LongContextConfig of the ranks differ:\n{found}\nGive all the same.")
 
 
 def virtual_group(transport: VirtualTransport, config: LongContextConfig) -> SequenceGroup:

@@ -10,7 +10,6 @@ only, both run for the others.
 """
 
 import math
-import struct
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from longctx_patch.memory.replay import Frame, current_frame
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import Mask
 from longctx_patch.transport import VirtualTransport
+from longctx_patch.transport.meeting import Meeting, meet
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -189,38 +189,16 @@ def check_shards(
     """Compare across ranks before anything is sent that could hang; raise on every rank or none."""
     problem = _shape_problem(q, k, v) or mask_problem
     problem = problem or _value_problem(q, sinks, num_tokens, documents, mask, score)
-    if problem is None:
-        batch, length, heads, dim = q.shape
-        total = documents.num_tokens
-        numbers = struct.pack("<2d", score.scale, score.softcap or 0.0)
-        scale_bits, cap_bits = struct.unpack("<2q", numbers)
-        dtype = _DTYPES.index(q.dtype)
-        options = (cap_bits, int(sinks is not None), mask.checksum)
-        mine = (1, total, batch, length, heads, k.shape[2], dim, dtype, scale_bits, *options)
-    else:
-        mine = (0,) * 12
-    rows = group.everyone.all_gather_numbers(mine)
     if problem is not None:
-        raise ValueError(problem)
-    sizes = group.layout(documents).sizes
-    agree = all((*row[:3], *row[4:]) == (*mine[:3], *mine[4:]) for row in rows)
-    if agree and tuple(row[3] for row in rows) == sizes:
-        return
-    table = "\n".join(_describe(rank, row) for rank, row in enumerate(rows))
-    raise ValueError(
-        f"the ranks of the group don't hold shards of one sequence:\n{table}\n"
-        f"The {group.config.placement_of(documents)} layout of {mine[1]} tokens gives the ranks "
-        f"{list(sizes)} tokens. Cut the sequence with group.layout(num_tokens or "
-        "documents).shard(x, group.group_rank, dim)."
-    )
-
-
-def _describe(rank: int, row: tuple[int, ...]) -> str:
-    if not row[0]:
-        return f"  rank {rank}: refused its tensors; its own error says why"
-    scale, cap = struct.unpack("<2d", struct.pack("<2q", *row[8:10]))
-    return (
-        f"  rank {rank}: sequence {row[1]}, batch {row[2]}, tokens {row[3]}, heads {row[4]}, "
-        f"kv heads {row[5]}, head dim {row[6]}, {_DTYPES[row[7]]}, scale {scale:g}, "
-        f"softcap {cap:g}, {'sinks' if row[10] else 'no sinks'}, mask {row[11]:08x}"
+        meet(group.everyone, Meeting.ATTENTION, problem=ValueError(problem))  # raises
+    group.require_shards(
+        Meeting.ATTENTION,
+        documents,
+        q.shape[1],
+        f"batch {q.shape[0]}, heads {q.shape[2]}, kv heads {k.shape[2]}, head dim {q.shape[3]}, "
+        f"{q.dtype}, scale {score.scale}, softcap {score.softcap}, "
+        f"{'no sinks' if sinks is None else 'sinks'}, mask {mask.checksum:08x}",
+        whole="one sequence",
+        fix="Cut the sequence with group.layout(num_tokens or documents).shard(x, "
+        "group.group_rank, dim).",
     )

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.hf.call.meeting import Meeting, meet
 from longctx_patch.hf.layers.rehearsal import (
     NUM_LAYERS,
     Rehearsal,
@@ -34,6 +33,7 @@ from longctx_patch.hf.patching import PatchHandle
 from longctx_patch.memory.auto import Rehearsed
 from longctx_patch.memory.meter import Meter
 from longctx_patch.memory.policies import LayerPolicy
+from longctx_patch.transport.meeting import Meeting, meet
 
 ADAMW_STATES = 2
 GAPS = (
@@ -144,7 +144,9 @@ def _judged(handle: PatchHandle, step: WholeStep, meter: Meter) -> Preflight:
         backward_bytes=step.backward_bytes,
         capacity_bytes=meter.capacity(),
     )
-    everyone = [fits for (fits,) in meet(handle.group, Meeting.PREFLIGHT, (int(found.fits),))]
+    everyone = [
+        fits for (fits,) in meet(handle.group.everyone, Meeting.PREFLIGHT, (int(found.fits),))
+    ]
     if not all(everyone):
         where = f"rank(s) {[rank for rank, fits in enumerate(everyone) if not fits]} of the group"
         raise WillNotFit(f"{found}, and it does not fit on {where}")

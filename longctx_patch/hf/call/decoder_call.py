@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.hf.call.agreement import Facts, agree
+from longctx_patch.hf.call.agreement import Held, agree
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.inputs import (
     check_whole_rows,
@@ -22,6 +22,7 @@ from longctx_patch.hf.call.sharded import LayerKind, ShardedCall, key_of
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.sequence.masks import Mask
+from longctx_patch.transport.meeting import SequenceParallelismError
 
 Arguments = dict[str, Any]
 
@@ -118,10 +119,15 @@ class DecoderCalls:
         self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any
     ) -> Arguments:
         """What the decoder is given besides, once all ranks have agreed to compute."""
-        misfire = self.first_step.misfire()
-        facts = self._facts(decoder, shard, batch, count, misfire)
         documents = batch.row.documents
-        whole_layers = agree(self.group, documents, facts, misfire=misfire, problem=batch.problem)
+        whole_layers = agree(
+            self.group,
+            documents,
+            self._held(decoder, shard, batch, count),
+            local_tokens=batch.tokens.shape[1],
+            whole_layers=self.checkpoints.propose(decoder, batch.tokens, documents.num_tokens),
+            problem=self._problem(batch),
+        )
         self.checkpoints.begin(decoder, whole_layers)
         is_plain = documents.is_one and batch.mask is None and not batch.routed
         if self.group.num_ranks == 1 and is_plain and not self.checkpoints.replays_attention:
@@ -138,22 +144,21 @@ class DecoderCalls:
             transformers_api.CALL_KEY: call,
         }
 
-    def _facts(
-        self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any, misfire: str | None
-    ) -> Facts:
-        num_tokens, tokens = batch.row.documents.num_tokens, batch.tokens
-        return Facts(
-            num_tokens=num_tokens,
+    def _problem(self, batch: _Batch) -> ValueError | SequenceParallelismError | None:
+        """What this rank alone knows to be wrong, with attention so far or with its batch."""
+        misfire = self.first_step.misfire()
+        if misfire is not None:
+            return SequenceParallelismError(misfire)
+        return None if batch.problem is None else ValueError(batch.problem)
+
+    def _held(self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any) -> Held:
+        return Held(
             checksum=zlib.crc32(repr(shard.tolist()).encode()),
-            num_rows=tokens.shape[0],
-            local_tokens=tokens.shape[1],
-            whole_layers=self.checkpoints.propose(decoder, tokens, num_tokens),
-            training=int(decoder.training),
-            grad_enabled=int(torch.is_grad_enabled()),
-            num_valid_tokens=-1 if count is None or batch.problem else int(count),
+            num_rows=batch.tokens.shape[0],
+            training=decoder.training,
+            grad_enabled=torch.is_grad_enabled(),
+            num_valid_tokens=None if count is None or batch.problem else int(count),
             mask=0 if batch.mask is None else batch.mask.checksum,
-            router_logits=int(batch.routed),
-            watched=int(self.first_step.is_due(decoder)),
-            misfired=int(misfire is not None),
-            accepted=int(batch.problem is None),
+            router_logits=batch.routed,
+            watched=self.first_step.is_due(decoder),
         )

@@ -20,11 +20,11 @@ from longctx_patch.engine.call import AttentionCall
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.selective import selection_of
 from longctx_patch.engine.traffic import predicted_traffic
-from longctx_patch.hf.call.meeting import Meeting, SequenceParallelismError, meet
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.plans import Traffic
+from longctx_patch.transport.meeting import Meeting, SequenceParallelismError, meet
 
 _END = -1
 
@@ -162,14 +162,14 @@ class FireCheck:
 
     def _meet(self, place: int, problem: str | None = None) -> None:
         """Raise on every rank unless all are at one place, and none has a problem."""
-        everyone = meet(self._group, Meeting.LAYER, (place, int(problem is not None)))
-        if set(everyone) == {(place, 0)}:
-            return
-        there = ", ".join(
-            f"rank {rank} {'at the end' if at == _END else f'at layer {at}'}"
-            for rank, (at, _) in enumerate(everyone)
-        )
-        raise SequenceParallelismError(problem or f"the ranks of the group stand {there}")
+        wrong = None if problem is None else SequenceParallelismError(problem)
+        places = [at for (at,) in meet(self._group.everyone, Meeting.LAYER, (place,), wrong)]
+        if set(places) != {place}:
+            there = ", ".join(
+                f"rank {rank} {'at the end' if at == _END else f'at layer {at}'}"
+                for rank, at in enumerate(places)
+            )
+            raise SequenceParallelismError(f"the ranks of the group stand {there}")
 
 
 @dataclass

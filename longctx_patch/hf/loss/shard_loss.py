@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import short
-from longctx_patch.hf.call.meeting import Meeting, meet
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.loss.law import IGNORE_INDEX, scale_of, sum_of_token_losses
+from longctx_patch.transport.meeting import Meeting, meet
 
 
 @dataclass
@@ -140,18 +140,16 @@ class ShardLoss:
             )
         training = self.is_training
         learns = not training and _would_have_gradients(self._model)
-        mine = (num_labels, int(problem is not None), int(training), int(learns))
-        everyone = meet(self._group, Meeting.LABELS, mine)
-        wrong = [rank for rank, row in enumerate(everyone) if row[1]]
-        if wrong:
-            raise ValueError(problem or f"rank {wrong[0]} of the group refused its labels.")
-        others = [rank for rank, row in enumerate(everyone) if row[2] != training]
+        wrong = None if problem is None else ValueError(problem)
+        mine = (num_labels, int(training), int(learns))
+        everyone = meet(self._group.everyone, Meeting.LABELS, mine, wrong)
+        others = [rank for rank, row in enumerate(everyone) if row[1] != training]
         if others:
             raise ValueError(
                 f"the model is in {'training' if training else 'evaluation'} mode here and not on "
                 f"rank(s) {others} of the group: call model.train() or model.eval() on all."
             )
-        if any(row[3] for row in everyone):
+        if any(row[2] for row in everyone):
             raise ValueError(GRADIENTS_IN_EVALUATION)
         return LossPass(shift_labels, num_labels, sum(row[0] for row in everyone))
 

@@ -8,11 +8,9 @@ from longctx_patch.kernels.select.preference import Preference, preferred
 from longctx_patch.kernels.select.probe import rounded
 from longctx_patch.kernels.select.registry import available, candidates, choose_kernel, refusal
 from longctx_patch.transport import Transport
+from longctx_patch.transport.meeting import Meeting, meet
 
-# As wide as the other meetings of a forward pass (hf/call/meeting.py), and tagged like them, so
-# that a rank that is elsewhere is found out instead of waited for.
-_TAG = 4
-_WIDTH = 16
+_MOST_KERNELS = 12
 _NOTHING = -1
 
 
@@ -24,11 +22,11 @@ class AgreedKernels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that were agreed on."""
+        """Names of all kernels that were agreed on."""
         return tuple(sorted({kernel.name for kernel in self._kernels.values()}))
 
     def known(self, name: str, request: KernelRequest) -> Kernel | None:
-        """Without asking anybody; None: the ranks have to agree first.
+        """The kernel, found without asking anybody; None: the ranks have to agree first.
 
         Raises ValueError as `choose_kernel` does.
         """
@@ -63,19 +61,13 @@ def agreed_kernel(
         _warn_of(problems)
     usable = [n for n in names if n not in problems and kernels[n].refuses(request) is None]
     accepted = sum(1 << numbers[n] for n in usable)
-    mine = [_TAG, accepted, *(numbers[n] for n in order)]
-    rows = everyone.all_gather_numbers(mine + [_NOTHING] * (_WIDTH - len(mine)))
-    if any(row[0] != _TAG for row in rows):
-        raise RuntimeError(
-            "the ranks of the group are at different points: some choose a kernel, others don't. "
-            "Attention was replaced on some ranks after patch(). Patch last, and on all ranks."
-        )
-    for number in rows[0][2:]:
-        if number != _NOTHING and all(row[1] >> number & 1 for row in rows):
+    wanted = [numbers[n] for n in order] + [_NOTHING] * (_MOST_KERNELS - len(order))
+    problem = None if accepted else ValueError(refusal(name, names, request, problems))
+    rows = meet(everyone, Meeting.KERNEL, (accepted, *wanted), problem)
+    for number in rows[0][1:]:
+        if number != _NOTHING and all(row[0] >> number & 1 for row in rows):
             return kernels[tuple(kernels)[number]]
-    if not accepted:
-        raise ValueError(refusal(name, names, request, problems))
-    without = [rank for rank, row in enumerate(rows) if row[1] != accepted]
+    without = [rank for rank, row in enumerate(rows) if row[0] != accepted]
     raise ValueError(
         f"kernel={name!r}: other kernels can be used on rank(s) {without} of the group than on "
         f"this one. `longctx kernels` says on each machine what it lacks; install the same there."

@@ -12,8 +12,8 @@ from longctx_patch import (
     count_valid_tokens,
     patch,
 )
-from longctx_patch.hf.call.meeting import SequenceParallelismError
 from longctx_patch.sequence.masks import bidirectional
+from longctx_patch.transport.meeting import SequenceParallelismError
 from tests.harness import run_distributed
 from tests.hf.tiny import (
     VOCABULARY,
@@ -137,7 +137,7 @@ def check_a_mask_that_fails(rank: int, num_ranks: int) -> None:
     for _ in range(2):
         model(**collate(token_rows(24)))
     assert asked == [24]
-    other = "no such mask" if rank == 1 else "rank 1: it refused"
+    other = "no such mask" if rank == 1 else "rank 1 of the group refused"
     with pytest.raises(ValueError, match=other):
         model(**collate(token_rows(28)))
     model.eval()
