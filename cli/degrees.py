@@ -12,6 +12,7 @@ from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.machines import Hardware
 from longctx_patch.predict.run.cluster import MOST_GPUS
 from longctx_patch.recipes.settings import Settings
+from longctx_patch.world import require_whole_groups
 
 
 def asked_degrees(
@@ -53,12 +54,8 @@ def asked_degrees(
 
 def _check_divides(degree: int, num_ranks: int, ulysses: int | None, ring: int | None) -> None:
     divisors = [d for d in range(1, num_ranks + 1) if num_ranks % d == 0]
-    if num_ranks % degree:
-        parts = f" (--ulysses {ulysses} x --ring {ring})" if ulysses and ring else ""
-        raise ValueError(
-            f"{degree} ranks per sequence{parts} on --gpus {num_ranks}: the sequence degree must "
-            f"divide the number of GPUs. Use one of {', '.join(map(str, divisors))}."
-        )
+    given = f"--ulysses {ulysses} x --ring {ring}" if ulysses and ring else "--sequence-degree"
+    require_whole_groups(given, degree, num_ranks, started=False)
     for name, value in (("ulysses", ulysses), ("ring", ring)):
         if value and degree % value:
             fitting = [d for d in divisors if degree % d == 0]

@@ -23,6 +23,7 @@ from longctx_patch.transport import (
     VirtualTransport,
 )
 from longctx_patch.transport.meeting import Meeting, SequenceParallelismError, digest, meet, table
+from longctx_patch.world import degrees_of, require_whole_groups
 
 
 class WorldPlace(NamedTuple):
@@ -113,12 +114,7 @@ def world_place(config: LongContextConfig) -> WorldPlace:
     """
     rank, world_size = _world()
     degree = config.sequence_degree
-    if world_size % degree:
-        raise ValueError(
-            f"ulysses_degree={config.ulysses_degree} x ring_degree={config.ring_degree} = {degree} "
-            f"ranks per sequence, but {world_size} process(es) were started: the world must be a "
-            f"multiple of {degree}. {_fix(degree, world_size)}"
-        )
+    require_whole_groups(degrees_of(config), degree, world_size)
     return WorldPlace(rank // degree, rank % degree, world_size // degree)
 
 
@@ -161,7 +157,7 @@ def virtual_group(transport: VirtualTransport, config: LongContextConfig) -> Seq
     """The groups of a virtual rank; all virtual ranks together share one sequence."""
     if transport.num_ranks != config.sequence_degree:
         raise ValueError(
-            f"{transport.num_ranks} virtual ranks, but ulysses_degree x ring_degree = "
+            f"{transport.num_ranks} virtual ranks, but {degrees_of(config)} = "
             f"{config.sequence_degree}. Run {config.sequence_degree} virtual ranks."
         )
     ring_rank, ulysses_rank = divmod(transport.group_rank, config.ulysses_degree)
@@ -207,18 +203,3 @@ def _world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def _fix(degree: int, world_size: int) -> str:
-    if world_size == 1:
-        return (
-            f"Start {degree} processes, e.g. `torchrun --nproc_per_node {degree} script.py` or, in "
-            f"a notebook, `accelerate.notebook_launcher(train, num_processes={degree})`, and "
-            "initialise torch.distributed (Accelerator() does) before patching. "
-            "`accelerate launch` starts one process only for distributed_type: MULTI_CPU; use "
-            "MULTI_GPU with use_cpu: false, also on machines without a GPU."
-        )
-    return (
-        f"Start a multiple of {degree} processes, or choose degrees whose product divides "
-        f"{world_size}."
-    )

@@ -15,6 +15,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig
+from longctx_patch.world import degrees_of, require_whole_groups
 
 # torchrun and `accelerate launch` first, then the MPI launchers that Accelerate understands.
 _WORLD_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -64,7 +65,7 @@ def make_accelerator(
     _refuse_accumulation(accelerator_kwargs)
     _refuse_steps_by_process(accelerator_kwargs)
     num_processes = _num_processes()
-    _check_world(config, num_processes)
+    require_whole_groups(degrees_of(config), config.sequence_degree, num_processes)
     cpu = bool(accelerator_kwargs.pop("cpu", False)) or not _gpu_wanted()
     fsdp2 = _uses_fsdp2(accelerator_kwargs.get("fsdp_plugin"), cpu)
     sizes = _launched_sizes(config, dp_replicate_size, dp_shard_size)
@@ -164,27 +165,6 @@ def _num_processes() -> int:
     return announced
 
 
-def _check_world(config: LongContextConfig, num_processes: int) -> None:
-    degree = config.sequence_degree
-    degrees = f"ulysses_degree={config.ulysses_degree} x ring_degree={config.ring_degree}"
-    if num_processes % degree == 0:
-        return
-    if num_processes == 1:
-        raise ValueError(
-            f"{degrees} = {degree} ranks per sequence, but this script runs as 1 process. Start "
-            "it with `accelerate launch --config_file FILE` and put in FILE: distributed_type: "
-            f"MULTI_GPU (or FSDP), num_processes: {degree} or a multiple, use_cpu: false. On a "
-            "machine without a GPU it is the same; distributed_type: MULTI_CPU starts one "
-            "process only, unless MPI is used."
-        )
-    raise ValueError(
-        f"{degrees} = {degree} ranks per sequence, but {num_processes} processes run: the degree "
-        f"must divide their number. Put num_processes: {-(-num_processes // degree) * degree} in "
-        "the YAML, or choose degrees whose product divides "
-        f"{num_processes}."
-    )
-
-
 def _gpu_wanted() -> bool:
     return torch.cuda.is_available() and not _flag("ACCELERATE_USE_CPU")
 
@@ -220,9 +200,8 @@ def _launched_sizes(
     launched = SequenceParallelismConfig()  # refuses tp and sp
     if launched.cp_size != config.sequence_degree:
         raise ValueError(
-            f"parallelism_config_cp_size: {launched.cp_size} in the YAML, but ulysses_degree="
-            f"{config.ulysses_degree} x ring_degree={config.ring_degree} = "
-            f"{config.sequence_degree}: both must be the number of ranks that share a sequence. "
+            f"parallelism_config_cp_size: {launched.cp_size} in the YAML, but {degrees_of(config)} "
+            f"= {config.sequence_degree}: both must be the number of ranks that share a sequence. "
             f"Put parallelism_config_cp_size: {config.sequence_degree} in the YAML, or change "
             "the degrees."
         )

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from longctx_patch.world import require_whole_groups
+
 # The user, who alone knows it, replaces it. The launcher refuses such a name at once and shows it;
 # a name that might exist it would look up for minutes.
 MAIN_PROCESS_IP = "<main_process_ip is the name or address of machine 0>"
@@ -80,12 +82,13 @@ def _check(
             f"num_processes={num_processes}, sequence_degree={sequence_degree}, num_machines="
             f"{num_machines}: each is 1 or more."
         )
-    for name, value in (("sequence_degree", sequence_degree), ("num_machines", num_machines)):
-        if num_processes % value:
-            raise ValueError(
-                f"{name}={value} with num_processes={num_processes}: it must divide the number of "
-                f"processes. Use num_processes={-(-num_processes // value) * value}."
-            )
+    require_whole_groups("sequence_degree", sequence_degree, num_processes, started=False)
+    if num_processes % num_machines:
+        enough = -(-num_processes // num_machines) * num_machines
+        raise ValueError(
+            f"num_machines={num_machines} with num_processes={num_processes}: it must divide the "
+            f"number of processes. Use num_processes={enough}."
+        )
     if states_on_host and (cpu or not fsdp):
         raise ValueError(
             f"states_on_host=True with fsdp={fsdp}, cpu={cpu}: it is FSDP2 that keeps them there, "

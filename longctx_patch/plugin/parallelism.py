@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from accelerate import ParallelismConfig
 
+from longctx_patch.world import require_whole_groups
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
@@ -96,6 +98,7 @@ class SequenceParallelismConfig(ParallelismConfig):
 
     def check_world(self, num_processes: int, fsdp2: bool) -> None:
         """Raise ValueError unless the sizes multiply to the world and fit DDP or FSDP2."""
+        require_whole_groups("cp_size", self.cp_size, num_processes)
         if self.total_size != num_processes:
             raise ValueError(self._wrong_product(num_processes))
         if self.dp_shard_enabled and not fsdp2:
@@ -114,20 +117,12 @@ class SequenceParallelismConfig(ParallelismConfig):
 
     def _wrong_product(self, num_processes: int) -> str:
         sizes = (self.dp_replicate_size, self.dp_shard_size, self.cp_size)
-        text = (
+        left = num_processes // self.cp_size
+        return (
             f"dp_replicate_size={sizes[0]} x dp_shard_size={sizes[1]} x cp_size={sizes[2]} = "
             f"{self.total_size}, but {num_processes} processes run: the sizes must multiply to "
-            "the number of processes. "
-        )
-        left, rest = divmod(num_processes, self.cp_size)
-        if rest:
-            return text + (
-                f"Start a multiple of {self.cp_size} processes, for example "
-                f"num_processes: {(left + 1) * self.cp_size} in the YAML."
-            )
-        return text + (
-            f"With cp_size={self.cp_size} the other two must multiply to {left}: "
-            f"dp_shard_size={left} under FSDP2, dp_replicate_size={left} without."
+            f"the number of processes. With cp_size={self.cp_size} the other two must multiply to "
+            f"{left}: dp_shard_size={left} under FSDP2, dp_replicate_size={left} without."
         )
 
     def _validate_accelerator(self, accelerator: "Accelerator") -> None:

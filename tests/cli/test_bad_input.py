@@ -47,7 +47,11 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
         ({"attention_dropout": 0.1}, [], ["attention_dropout=0.1", "attention_dropout=0.0"]),
         ({}, ["--gpus", 8, "--ulysses", 8], ["exceeds its 4 query heads", "ulysses_degree <= 4"]),
         ({}, ["--ulysses", 3], ["--ulysses 3", "must be 4", "Use --ulysses 1 or 2 or 4"]),
-        ({}, ["--sequence-degree", 3], ["must divide the number of GPUs", "1, 2, 4"]),
+        (
+            {},
+            ["--sequence-degree", 3],
+            ["--sequence-degree = 3 ranks per sequence, but 4", "1, 2, 4"],
+        ),
         ({}, ["--gpus", 3, "--nodes", 2], ["--gpus 3 over --nodes 2", "Use --gpus 4"]),
         ({}, ["--seq-len", 65], ["--seq-len 65", "reaches 64", "Add --rope yarn"]),
         (

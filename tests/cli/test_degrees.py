@@ -24,9 +24,9 @@ def test_what_is_given_is_kept() -> None:
         ({"ring": 5}, "--ring 5 with 8 ranks"),
         (
             {"ulysses": 2, "ring": 3},
-            r"6 ranks.*--ulysses 2 x --ring 3.*--gpus 8.*one of 1, 2, 4, 8",
+            r"--ulysses 2 x --ring 3 = 6 ranks per sequence, but 8 .*divide 8: 1, 2, 4, 8",
         ),
-        ({"sequence_degree": 3}, "3 ranks per sequence on --gpus 8"),
+        ({"sequence_degree": 3}, "--sequence-degree = 3 ranks per sequence, but 8 process"),
         ({"ulysses": 2, "ring": 2, "sequence_degree": 8}, "= 4, but --sequence-degree is 8"),
         ({"num_nodes": 3}, "--gpus 8 over --nodes 3.*Use --gpus 9"),
     ],
