@@ -199,6 +199,11 @@ class LongContextConfig:
         return length_multiple(name, ring=self.ring_degree, ulysses=self.ulysses_degree)
 
     @property
+    def degrees_in_words(self) -> str:
+        """The two degrees, as errors name them."""
+        return f"ulysses_degree={self.ulysses_degree} x ring_degree={self.ring_degree}"
+
+    @property
     def sequence_degree(self) -> int:
         """Number of ranks that share one sequence."""
         return self.ulysses_degree * self.ring_degree

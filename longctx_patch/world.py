@@ -1,12 +1,5 @@
 """The rule that ties degrees to the processes of a job: they make up whole sequence groups."""
 
-from longctx_patch.config import LongContextConfig
-
-
-def degrees_of(config: LongContextConfig) -> str:
-    """The two degrees, as errors name them."""
-    return f"ulysses_degree={config.ulysses_degree} x ring_degree={config.ring_degree}"
-
 
 def require_whole_groups(
     given: str, degree: int, num_processes: int, *, started: bool = True

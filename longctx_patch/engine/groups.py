@@ -23,7 +23,7 @@ from longctx_patch.transport import (
     VirtualTransport,
 )
 from longctx_patch.transport.meeting import Meeting, SequenceParallelismError, digest, meet, table
-from longctx_patch.world import degrees_of, require_whole_groups
+from longctx_patch.world import require_whole_groups
 
 
 class WorldPlace(NamedTuple):
@@ -114,7 +114,7 @@ def world_place(config: LongContextConfig) -> WorldPlace:
     """
     rank, world_size = _world()
     degree = config.sequence_degree
-    require_whole_groups(degrees_of(config), degree, world_size)
+    require_whole_groups(config.degrees_in_words, degree, world_size)
     return WorldPlace(rank // degree, rank % degree, world_size // degree)
 
 
@@ -157,7 +157,7 @@ def virtual_group(transport: VirtualTransport, config: LongContextConfig) -> Seq
     """The groups of a virtual rank; all virtual ranks together share one sequence."""
     if transport.num_ranks != config.sequence_degree:
         raise ValueError(
-            f"{transport.num_ranks} virtual ranks, but {degrees_of(config)} = "
+            f"{transport.num_ranks} virtual ranks, but {config.degrees_in_words} = "
             f"{config.sequence_degree}. Run {config.sequence_degree} virtual ranks."
         )
     ring_rank, ulysses_rank = divmod(transport.group_rank, config.ulysses_degree)

@@ -15,7 +15,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig
-from longctx_patch.world import degrees_of, require_whole_groups
+from longctx_patch.world import require_whole_groups
 
 # torchrun and `accelerate launch` first, then the MPI launchers that Accelerate understands.
 _WORLD_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -65,7 +65,11 @@ def make_accelerator(
     _refuse_accumulation(accelerator_kwargs)
     _refuse_steps_by_process(accelerator_kwargs)
     num_processes = _num_processes()
-    require_whole_groups(degrees_of(config), config.sequence_degree, num_processes)
+    require_whole_groups(
+        config.degrees_in_words,
+        config.sequence_degree,
+        num_processes,
+    )
     cpu = bool(accelerator_kwargs.pop("cpu", False)) or not _gpu_wanted()
     fsdp2 = _uses_fsdp2(accelerator_kwargs.get("fsdp_plugin"), cpu)
     sizes = _launched_sizes(config, dp_replicate_size, dp_shard_size)
@@ -200,8 +204,9 @@ def _launched_sizes(
     launched = SequenceParallelismConfig()  # refuses tp and sp
     if launched.cp_size != config.sequence_degree:
         raise ValueError(
-            f"parallelism_config_cp_size: {launched.cp_size} in the YAML, but {degrees_of(config)} "
-            f"= {config.sequence_degree}: both must be the number of ranks that share a sequence. "
+            f"parallelism_config_cp_size: {launched.cp_size} in the YAML, but "
+            f"{config.degrees_in_words} = {config.sequence_degree}: both must be the ranks "
+            "that share a sequence. "
             f"Put parallelism_config_cp_size: {config.sequence_degree} in the YAML, or change "
             "the degrees."
         )
