@@ -6,6 +6,7 @@
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
 #   make pictures   draw docs/schedules again
+#   make docs       write the generated pages of docs/reference
 #   make check      formatting, lint, types
 #   make clean      remove build output and caches (remove .venv by hand to start over)
 #
@@ -25,7 +26,7 @@ TYPED := $(sort $(dir $(wildcard $(addsuffix /*.py,longctx_patch cli recipes exa
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-oldest test-gpu pictures check clean
+.PHONY: install demo test test-oldest test-gpu pictures docs check clean
 
 install: $(STAMP)
 
@@ -68,6 +69,9 @@ test-gpu: $(STAMP)
 
 pictures: $(STAMP)
 	$(BIN)/python docs/draw.py
+
+docs: $(STAMP)
+	$(BIN)/python docs/make_reference.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

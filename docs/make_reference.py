@@ -1,0 +1,157 @@
+"""Write the generated pages of docs/reference: `python docs/make_reference.py`, or `make docs`.
+
+The text is that of the code: docstrings, help of commands and settings, the table of families.
+tests/docs asserts that the committed pages are what this script makes.
+"""
+
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import click
+
+import longctx_patch
+from longctx_patch import LongContextConfig, masks
+from longctx_patch.cli.families import render_markdown
+from longctx_patch.cli.main import main as longctx
+from longctx_patch.hf.model.supported import TABLE
+from longctx_patch.recipes.settings import SHORT_NAMES, Parallelism, Settings
+
+FOLDER = Path(__file__).parent / "reference"
+MADE = "<!-- made by docs/make_reference.py: change the code, then run `make docs` -->"
+MASKS = ("causal", "bidirectional", "prefix_lm", "block_sparse", "function_mask")
+FAMILIES = """# Model families
+
+A family is supported when its mixing of tokens goes through transformers' attention registry and
+the tests have compared it with its own stock eager attention: the loss and every gradient, on 1 to
+4 ranks, with its windows, softcap, sinks and experts. `longctx families` prints these tables, also
+as JSON. A family that stands in neither table is refused too. The load-balancing loss of experts is
+that of all tokens of a batch, without padding; over the batches and replicas of a step it is their
+mean by tokens."""
+
+
+def pages() -> dict[str, str]:
+    """Every generated page, by its file name."""
+    families = f"{FAMILIES}\n\n{render_markdown(TABLE)}"
+    texts = {"api.md": api(), "cli.md": cli(), "config.md": config(), "families.md": [families]}
+    return {name: "\n".join([MADE, *lines]).strip() + "\n" for name, lines in texts.items()}
+
+
+def config() -> Iterator[str]:
+    """The fields of LongContextConfig, and the settings of the recipe."""
+    yield from ("# Configuration", "", "## LongContextConfig", "", str(LongContextConfig.__doc__))
+    yield from ("It is frozen, and takes keyword arguments only.", "")
+    texts = {field.name: field.metadata["help"] for field in dataclasses.fields(Parallelism)}
+    for field in dataclasses.fields(LongContextConfig):
+        text = texts[SHORT_NAMES.get(field.name, field.name)].replace("%%", "%")
+        yield from (f"### `{field.name}`", "", f"`{kind_of(field.type)}`,")
+        yield from (f"by default `{field.default!r}`.", "", textwrap.fill(text, 100), "")
+    yield from ("## Settings of the recipe", "", str(Settings.__doc__), "")
+    yield "The setting `max_steps` is the flag `--max-steps`, and the line `max_steps: 100` of"
+    yield from ("`finetune.yaml`; a flag wins over the file.", "")
+    yield from ("| setting | default | what it is |", "|---|---|---|")
+    for field in dataclasses.fields(Settings):
+        made = field.default_factory
+        default = field.default if made is dataclasses.MISSING else " ".join(made())
+        shown = "" if default in ("", None) else f"`{str(default).lower()}`"
+        above = "as in LongContextConfig" if field.name in texts else field.metadata["help"]
+        yield row(f"`{field.name}`", shown, above)
+
+
+def kind_of(annotation: Any) -> str:
+    """A field's type; choices as they are typed in Python."""
+    if get_origin(annotation) is Literal:
+        return ", ".join(repr(choice) for choice in get_args(annotation))
+    if get_args(annotation):
+        return " or ".join(kind_of(part) for part in get_args(annotation))
+    return "None" if annotation is NoneType else str(annotation.__name__)
+
+
+def row(*cells: str) -> str:
+    """One line of a table."""
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def api() -> Iterator[str]:
+    """Signatures and docstrings of all public names."""
+    yield from (
+        "# Python",
+        "",
+        "Import these names from `longctx_patch`; they load at first use.",
+        "",
+    )
+    for name in longctx_patch.__all__:
+        yield from entry(name, getattr(longctx_patch, name))
+    for name in MASKS:
+        yield from entry(f"masks.{name}", getattr(masks, name))
+
+
+def entry(name: str, value: Any) -> Iterator[str]:
+    """The signature and docstring of one name, and of the public members of a class."""
+    yield from (f"## {name}", "", "```text")
+    if not callable(value):
+        yield from (f"A {type(value).__name__}.", "```", "")
+        return
+    members = vars(value).items() if isinstance(value, type) else ()
+    if not members or is_made_by_users(value):
+        yield from (signature(name, value), "")
+    yield documented(value)
+    for member, inner in members:
+        if member.startswith("_") or not isinstance(inner, property | classmethod | FunctionType):
+            continue
+        what = inner.fget if isinstance(inner, property) else getattr(value, member)
+        if text := documented(what):
+            shown = member if isinstance(inner, property) else signature(member, what)
+            yield from ("", shown, textwrap.indent(text, "    "))
+    yield from ("```", "")
+
+
+def is_made_by_users(cls: type) -> bool:
+    """Whether somebody calls the class; the library alone makes exceptions and handles."""
+    if issubclass(cls, Exception) or cls is LongContextConfig:
+        return False
+    return not any(name.startswith("_") for name in inspect.signature(cls).parameters)
+
+
+def documented(value: Any) -> str:
+    """The docstring; none where a dataclass or a NamedTuple made one up."""
+    text = inspect.getdoc(value) or ""
+    return "" if text.startswith(f"{getattr(value, '__name__', '')}(") else text
+
+
+def signature(name: str, value: Any) -> str:
+    """`name(arguments) -> result`, without the folders of our modules."""
+    text = str(inspect.signature(value)).replace("(self, ", "(").replace("(self)", "()")
+    text = re.sub(r"\b(?:[a-z_]+\.)+(?=[A-Z])|~", "", text)
+    text = re.sub(r"<function (\S+) at 0x\w+>", r"\1", text)
+    text = re.sub(r"(-> |: )'([^']+)'", r"\1\2", text)
+    return name + (re.sub(r", (?=\*|\w+:)", ",\n    ", text) if len(text) > 80 else text)
+
+
+def cli() -> Iterator[str]:
+    """Arguments and options of every command."""
+    assert isinstance(longctx, click.Group)
+    yield from ("# Command line", "", str(longctx.help), "")
+    for name, command in sorted(longctx.commands.items()):
+        context = click.Context(command, info_name=f"longctx {name}")
+        usage = " ".join(command.collect_usage_pieces(context))
+        yield from (f"## longctx {name}", "", f"`longctx {name} {usage}`", "")
+        yield from (inspect.cleandoc(command.help or ""), "")
+        yield from ("| option | what it does |", "|---|---|")
+        for parameter in command.params:
+            option, text = parameter.get_help_record(context) or ("", "")
+            if text:
+                yield row(f"`{option}`", text.replace("  [", " ["))
+        yield ""
+
+
+if __name__ == "__main__":
+    for file_name, page in pages().items():
+        (FOLDER / file_name).write_text(page, encoding="utf-8")
+        sys.stdout.write(f"{FOLDER / file_name}\n")

@@ -1,0 +1,120 @@
+"""Commands, options, names, paths, links and errors in README and docs exist."""
+
+import ast
+import functools
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import click
+import pytest
+
+import longctx_patch
+import tests.docs.pages as pages
+from longctx_patch.cli.main import main as longctx
+from longctx_patch.recipes.settings import FIELD_TYPES
+from tests.docs.pages import PAGES, ROOT, name_of
+from tests.test_layering import FLOORS
+
+MOST_LINES = 150
+OTHER_PROGRAMS = {
+    *("--config_file", "--machine_rank", "--main_process_ip", "--main_process_port", "--settings"),
+    *("--standalone", "--nproc_per_node", "--no-build-isolation"),
+    *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"),
+}
+"""Options of accelerate, torchrun, pip and Slurm, and the recipe's for its file."""
+by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+@functools.cache
+def options_of(command: str) -> set[str]:
+    """Options of one of our commands; for "" those of all, of the recipe and the benchmarks."""
+    assert isinstance(longctx, click.Group)
+    if command:
+        parameters = longctx.commands[command].params
+        return {option for p in parameters for option in (*p.opts, *p.secondary_opts)}
+    recipe = {f"--{name}" for name in FIELD_TYPES}
+    scripts = " ".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
+    found = recipe | OTHER_PROGRAMS | set(re.findall(r'"(--[\w-]+)"', scripts))
+    found |= {name.replace("_", "-") for name in recipe} | {"--no-floor"}
+    return found.union(*map(options_of, longctx.commands))
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)\s]+)\)", pages.prose(page)):
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), f"{target}: no such file"
+        assert not anchor or anchor in pages.anchors(other), f"{target}: no such heading"
+
+
+@by_page
+def test_commands_options_and_targets_exist(page: Path) -> None:
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert isinstance(longctx, click.Group)
+    for text in pages.code(page):
+        ours = re.match(r"longctx ([a-z]+)(?: |$)", text)
+        assert ours is None or ours[1] in longctx.commands, text
+        found = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text.split("#")[0]))
+        assert found <= options_of(ours[1] if ours else ""), text
+        make = re.match(r"make ([a-z-]+)", text)
+        assert make is None or make[1] in targets, text
+
+
+@by_page
+def test_paths_and_names_exist(page: Path) -> None:
+    text = page.read_text()
+    top = "longctx_patch|cli|recipes|examples|benchmarks|tests|docs"
+    for path in re.findall(rf"(?<![\w/.-])((?:{top})/[\w./-]*\w)", text):
+        assert (ROOT / path).exists() or "NAME" in path, path
+    for name in re.findall(r"\b(longctx_patch(?:\.\w+)+)", text):
+        pkgutil.resolve_name(name)
+
+
+@by_page
+def test_python_compiles_and_its_imports_resolve(page: Path) -> None:
+    for text in pages.blocks(page, "python"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    made = (ROOT / "docs" / "reference" / "api.md").read_text()
+    assert [name for name in longctx_patch.__all__ if f"## {name}\n" not in made] == []
+
+
+def test_the_map_has_every_room_on_its_floor() -> None:
+    rooms = re.findall(r"^\| `([\w/]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert rooms == [room for floor in FLOORS for room in floor]
+
+
+def messages() -> str:
+    """Every string of the package, with an ellipsis for what is filled in."""
+    found = []
+    for path in (
+        p for top in ("longctx_patch", "cli", "recipes") for p in (ROOT / top).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant):
+                found.append(str(node.value))
+    return "\n".join(found).replace("`", "")
+
+
+def test_errors_that_are_explained_exist() -> None:
+    text, known = (ROOT / "docs" / "how-to" / "troubleshoot.md").read_text(), messages()
+    errors = re.findall(r"^\*\*`.+$", text, re.MULTILINE)
+    parts = [part for error in errors for part in re.split(r"`|…|\*\*", error)]
+    quoted = [part.strip() for part in parts if len(part.strip(" ,")) > 4 and " in a " not in part]
+    assert len(quoted) > 20
+    assert [part for part in quoted if part not in known and part not in dir(longctx_patch)] == []
