@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @click.command("families")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list on stdout.")
-@click.option("--markdown", is_flag=True, help="Print the tables of README.md.")
+@click.option("--markdown", is_flag=True, help="Print the tables of docs/reference/families.md.")
 def families_command(as_json: bool, markdown: bool) -> None:
     """List the model families that can be patched, and why others can't.
 

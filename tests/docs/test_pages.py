@@ -91,9 +91,9 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert [name for name in longctx_patch.__all__ if f"## {name}\n" not in made] == []
 
 
-def test_the_map_has_every_room_on_its_floor() -> None:
+def test_the_map_has_every_room() -> None:
     rooms = re.findall(r"^\| `([\w/]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert rooms == [room for floor in FLOORS for room in floor]
+    assert sorted(rooms) == sorted(room for floor in FLOORS for room in floor)
 
 
 def messages() -> str:
