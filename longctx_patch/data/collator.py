@@ -1,4 +1,4 @@
-"""From tokenised rows to this rank's shard.
+"""A collator that turns tokenised rows into this rank's shard.
 
 Every rank of a sequence group gets the same rows and keeps its own tokens. Labels are shifted over
 the whole row before it is cut, so that the last token of a shard still learns from the first of

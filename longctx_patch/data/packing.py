@@ -26,7 +26,7 @@ class PackedRow(TypedDict):
     input_ids: Tensor
     """int64 `[tokens]`, `seq_len` at most."""
     labels: Tensor
-    """The same shape, unshifted: the collator shifts them within each document."""
+    """int64 `[tokens]`, unshifted: the collator shifts labels within each document."""
     seq_lengths: list[int]
     """Length of each document, as TRL names it."""
 
@@ -146,7 +146,8 @@ class PackedRows(IterableDataset[PackedRow]):
     def _bins(self) -> Iterator[list["_Document"]]:
         """The documents of each packed row.
 
-        Of a full buffer all bins go but the emptiest, whose documents the next buffer takes over.
+        When the buffer is full, all bins are yielded except the emptiest, whose documents stay in
+        the buffer.
         """
         buffer: list[_Document] = []
         num_buffered = 0
@@ -161,7 +162,7 @@ class PackedRows(IterableDataset[PackedRow]):
             yield from self._packed(buffer)
 
     def _packed(self, documents: list["_Document"]) -> list[list["_Document"]]:
-        """Bins in the order of the stream, but the emptiest at the end."""
+        """Bins in the order of the stream, except that the emptiest comes last."""
         lengths = [len(document.ids) for document in documents]
         bins = list(best_fit(lengths, self.seq_len))
         emptiest = min(range(len(bins)), key=lambda n: sum(lengths[i] for i in bins[n]))

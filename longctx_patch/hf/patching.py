@@ -96,7 +96,7 @@ class PatchHandle:
         return self.group.counters
 
     def plan_ahead(self, batches: Iterable[Batch], *, depth: int = 1) -> Iterator[Batch]:
-        """The same batches; the plans of each are made beside the step before it.
+        """Yield the same batches, and make the plans of each beside the step before it.
 
         Packed rows need new plans with every batch. Iterate over `handle.plan_ahead(loader)` and
         they are ready when the batch is, once a first step has shown what layers the model has.

@@ -76,7 +76,7 @@ def linear_cross_entropy(
         >>> hidden.grad.shape
         torch.Size([5, 8])
     """
-    _check(hidden, weight, labels, bias, softcap, chunk_bytes)
+    _check_inputs(hidden, weight, labels, bias, softcap, chunk_bytes)
     dtype = _product_dtype(hidden)
     fused = fits_fused(hidden.device.type, dtype) and runs_triton()
     head = _Head(dtype, softcap, scale, chunk_bytes, fused)
@@ -89,7 +89,7 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Whose gradients are needed."""
+    """Which inputs need a gradient."""
 
     hidden: bool = False
     weight: bool = False
@@ -97,7 +97,7 @@ class _Wanted:
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Of hidden, weight and bias; the last two in float32 or wider."""
+"""Gradients by hidden, weight and bias; the last two in float32 or wider."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -131,10 +131,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Head:
-    """What happens to logits, and how the work is cut. N tokens, C of a chunk."""
+    """What happens to logits, and how the work is cut: N tokens, C of them in a chunk."""
 
     dtype: torch.dtype
-    """Of the matrix products."""
+    """The dtype of the matrix products."""
     softcap: float | None
     scale: float
     chunk_bytes: int
@@ -182,7 +182,7 @@ class _Head:
         return losses_C.sum()
 
     def _chunks(self, num_tokens: int, num_words: int) -> Iterator[slice]:
-        """As few as `chunk_bytes` allows, of equal size up to a token each."""
+        """As few chunks as `chunk_bytes` allows; their sizes differ by one token at most."""
         largest = max(1, self.chunk_bytes // (4 * num_words))
         num_chunks = -(-num_tokens // largest)
         for chunk in range(num_chunks):
@@ -196,7 +196,7 @@ class _Head:
         labels_C: Tensor,
         with_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Of a chunk's rows, and their gradients by scaled logits in the dtype of the products."""
+        """Losses of a chunk's rows, and gradients by scaled logits in the dtype of the products."""
         logits_CV = _wide_product(hidden_CD, factors_VD.t())
         if bias is not None:
             logits_CV += bias
@@ -224,7 +224,7 @@ class _Head:
         return losses_C, grad_CV.to(self.dtype)
 
     def _scale_and_cap_(self, logits_CV: Tensor) -> None:
-        """In place."""
+        """Scale logits and apply the softcap, in place."""
         if self.scale != 1:
             logits_CV *= self.scale
         if self.softcap is not None:
@@ -250,7 +250,7 @@ def _add_gradients(
     factors_VD: Tensor,
     is_valid_C: Tensor,
 ) -> None:
-    """Those of a chunk. Rows without a label are left out of the small factors and products."""
+    """Add a chunk's gradients. The small factors and products leave out rows without a label."""
     grad_hidden, grad_weight, grad_bias = grads
     is_valid_C1 = is_valid_C[:, None]
     if grad_hidden is not None:
@@ -299,7 +299,7 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
     return hidden.dtype
 
 
-def _check(
+def _check_inputs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,

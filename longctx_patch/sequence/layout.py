@@ -193,7 +193,7 @@ class Layout:
 
     @cached_property
     def _stops(self) -> list[int]:
-        """Of each run and those before it, where the last one ends (striped runs overlap)."""
+        """For each run, where the last of it and the runs before ends (striped runs overlap)."""
         return list(accumulate((held.stop for held, _, _ in self._runs), max))
 
     @cached_property
@@ -239,7 +239,7 @@ def contiguous(num_tokens: int, num_ranks: int) -> Layout:
 
 
 def zigzag(num_tokens: int, num_ranks: int) -> Layout:
-    """Of `2 * num_ranks` runs, rank `r` holds the `r`-th from the front and from the back.
+    """Rank `r` holds the `r`-th from the front and from the back of `2 * num_ranks` runs.
 
     Every rank then has the same share of a causal mask (the placement of zigzag ring attention).
     """

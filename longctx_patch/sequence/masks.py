@@ -36,7 +36,7 @@ class Mask:
     num_tokens: int
     regions: tuple[Piece, ...]
     name: str = field(default="mask", compare=False)
-    """How reports call it."""
+    """What reports call the mask."""
 
     def __post_init__(self) -> None:
         edges = [(*piece.q[:2], *piece.kv[:2]) for piece in self.regions]
@@ -121,7 +121,7 @@ class Mask:
 
     @cached_property
     def checksum(self) -> int:
-        """The same in every process for equal masks, for ranks to compare."""
+        """A number that is equal in every process for equal masks, for ranks to compare."""
         numbers = np.array([numbers_of(piece) for piece in self.regions], dtype=np.int64)
         tables = b"".join(p.rule.bits.tobytes() for p in self.regions if isinstance(p.rule, Tile))
         return zlib.crc32(numbers.tobytes() + tables, self.num_tokens & 0xFFFFFFFF)
@@ -142,7 +142,7 @@ class Mask:
 
     @cached_property
     def _last_stops(self) -> list[int]:
-        """Of each region and all before it, the last row."""
+        """For each region, the end of the rows that it and all regions before it have."""
         stops = np.array([piece.q.stop for piece in self.regions], dtype=np.int64)
         return np.maximum.accumulate(stops).tolist() if len(stops) else []
 
@@ -195,7 +195,7 @@ def within(documents: Documents, window: int | None) -> Mask:
 
 
 def _in_each(documents: Documents, band: Band) -> tuple[Piece, ...]:
-    """The square of each document, with a band."""
+    """The square of each document, cut to a band."""
     squares = {length: trim_band(length, length, band) for length in set(documents.lengths)}
     placed = zip(documents.edges, documents.lengths, strict=False)
     return tuple(

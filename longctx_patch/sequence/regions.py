@@ -103,7 +103,7 @@ class Piece(NamedTuple):
         return trim_band(q.size, kv.size, band)
 
     def moved(self, row: int, column: int) -> "Piece":
-        """The same further down and to the right."""
+        """This piece, moved further down and to the right."""
         return Piece(self.q.shift(row), self.kv.shift(column), self.rule)
 
     def cut(self, q: Interval, kv: Interval) -> "Piece | None":

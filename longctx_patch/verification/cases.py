@@ -48,23 +48,34 @@ def plan_name(config: LongContextConfig, *, packed: bool = False) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CaseResult:
-    """One config against one unpatched process. Errors are relative; traffic is of all ranks."""
+class Errors:
+    """Relative errors of one config against one unpatched process, the same on every rank."""
+
+    loss_rel_err: float
+    logits_rel_err: float
+    grad_rel_err: float
+    """Error of the gradient of `worst_parameter`, the largest of all parameters."""
+    worst_parameter: str
+    grad_norm_rel_err: float
+
+    def within(self, tolerance: float) -> bool:
+        """A NaN is not within any tolerance."""
+        found = (self.loss_rel_err, self.logits_rel_err, self.grad_rel_err, self.grad_norm_rel_err)
+        return all(error <= tolerance for error in found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult(Errors):
+    """One config against one unpatched process. Messages and bytes are sums over all ranks."""
 
     family: str
     mask: str
-    """Who sees whom: `causal`, `window 23`, ...; of all kinds of layers."""
+    """Who sees whom in each kind of layer: `causal`, `window 23`, ..."""
     plan: str
     ulysses: int
     ring: int
     layout: str
     checkpoint: str
-    loss_rel_err: float
-    logits_rel_err: float
-    grad_rel_err: float
-    """Of the parameter whose gradient is worst."""
-    worst_parameter: str
-    grad_norm_rel_err: float
     messages: int
     bytes: int
     predicted_messages: int

@@ -23,7 +23,7 @@ from longctx_patch.hf.patching import PatchHandle, patch
 from longctx_patch.names import require_choice
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, plan_name
+from longctx_patch.verification.cases import TOLERANCES, CaseResult, Errors, Report, plan_name
 from longctx_patch.verification.processes import run_processes
 from longctx_patch.verification.reference import (
     Reference,
@@ -40,13 +40,9 @@ SEQ_LEN = 127
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What a rank reports of a case; errors are the same on every rank."""
+    """What a rank reports of a case."""
 
-    loss_rel_err: float
-    logits_rel_err: float
-    grad_rel_err: float
-    worst_parameter: str
-    grad_norm_rel_err: float
+    errors: Errors
     mask: str
     sent: Traffic
     predicted: Traffic
@@ -81,7 +77,7 @@ def verify(
         >>> report.ok
         True
     """
-    num_ranks = _check(model_config, configs, dtype, seq_len)
+    num_ranks = _checked_ranks(model_config, configs, dtype, seq_len)
     family = FAMILIES[model_config.model_type]
     small = shrink_config(model_config)
     if ROUTER in family.features:
@@ -109,7 +105,7 @@ def verify(
     )
 
 
-def _check(
+def _checked_ranks(
     model_config: Any, configs: Sequence[LongContextConfig], dtype: str, seq_len: int
 ) -> int:
     """Refuse what can't be verified; return the number of processes."""
@@ -157,13 +153,15 @@ def _run_case(
     sent = Traffic(handle.counters.messages, handle.counters.bytes)
     grads = {name: _mean_over_ranks(p.grad) for name, p in model.named_parameters()}
     worst, grad_error = _worst_gradient(grads, reference.grads)
-    norm, wanted_norm = _norm(grads), _norm(reference.grads)
-    return RankResult(
+    errors = Errors(
         loss_rel_err=abs(_mean_over_ranks(loss).item() / reference.loss - 1),
         logits_rel_err=logits_error,
         grad_rel_err=grad_error,
         worst_parameter=worst,
-        grad_norm_rel_err=abs(norm / wanted_norm - 1),
+        grad_norm_rel_err=abs(_norm(grads) / _norm(reference.grads) - 1),
+    )
+    return RankResult(
+        errors=errors,
         mask="stock attention" if step is None else step.masks,
         sent=sent,
         predicted=Traffic() if step is None else step.planned_forward() + step.planned_backward(),
@@ -171,7 +169,7 @@ def _run_case(
 
 
 def _logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Of this rank's tokens. A pass of its own, and the cheapest: one with labels may have none."""
+    """Logits of this rank's tokens, from a pass without labels: one with labels may have none."""
     unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
     with torch.no_grad():
         logits: Tensor = model(**unlabelled).logits
@@ -179,7 +177,7 @@ def _logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _on_cpu(config: LongContextConfig) -> LongContextConfig:
-    """The same without a kernel that only a GPU has."""
+    """The config, without a kernel that only a GPU has."""
     return replace(config, kernel="reference" if config.kernel == "reference" else "auto")
 
 
@@ -194,7 +192,7 @@ def _mean_over_ranks(value: Tensor | None) -> Tensor:
 def _logits_error(
     handle: PatchHandle, documents: Documents, logits_BLV: Tensor, rows: Rows, reference: Reference
 ) -> float:
-    """Of the whole sequence, put together from all ranks; padding is left out."""
+    """Error of the logits of the whole sequence, put together from all ranks without padding."""
     layout = handle.group.layout(documents)
     shards = [logits_BLV.new_empty((len(logits_BLV), n, VOCAB_SIZE)) for n in layout.sizes]
     dist.all_gather(shards, logits_BLV.contiguous())
@@ -227,31 +225,19 @@ def _case_result(
     sent = sum((rank.sent for rank in ranks), Traffic())
     predicted = sum((rank.predicted for rank in ranks), Traffic())
     as_predicted = all(rank.sent == rank.predicted for rank in ranks)
-    first = ranks[0]
-    errors = (
-        first.loss_rel_err,
-        first.logits_rel_err,
-        first.grad_rel_err,
-        first.grad_norm_rel_err,
-    )
     return CaseResult(
+        **vars(ranks[0].errors),
         family=family,
-        mask=first.mask,
+        mask=ranks[0].mask,
         plan=plan_name(config, packed=packed),
         ulysses=config.ulysses_degree,
         ring=config.ring_degree,
         layout=config.packed_placement if packed else config.placement,
         checkpoint=config.checkpoint,
-        loss_rel_err=first.loss_rel_err,
-        logits_rel_err=first.logits_rel_err,
-        grad_rel_err=first.grad_rel_err,
-        worst_parameter=first.worst_parameter,
-        grad_norm_rel_err=first.grad_norm_rel_err,
         messages=sent.messages,
         bytes=sent.bytes,
         predicted_messages=predicted.messages,
         predicted_bytes=predicted.bytes,
         traffic_as_predicted=as_predicted,
-        # A NaN is not within any tolerance.
-        ok=as_predicted and all(error <= tolerance for error in errors),
+        ok=as_predicted and ranks[0].errors.within(tolerance),
     )

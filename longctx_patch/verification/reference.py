@@ -23,7 +23,7 @@ class Reference:
 
     loss: float
     logits_NV: Tensor
-    """Of all tokens of all rows, one after another."""
+    """Logits of all tokens of all rows, one row after another."""
     grads: dict[str, Tensor]
 
 

@@ -91,7 +91,7 @@ def _keep_score_scale(small: Any, head_dim: int) -> None:
 
 
 def _lower(small: Any, name: str, value: float) -> None:
-    """To at most `value`; what is off (None or 0) stays off."""
+    """Lower an option to at most `value`; one that is off (None or 0) stays off."""
     if found := getattr(small, name, None):
         setattr(small, name, min(found, value))
 

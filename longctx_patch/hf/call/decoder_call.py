@@ -1,4 +1,4 @@
-"""From the arguments of a patched decoder to those of a sharded, or a stock, forward pass."""
+"""The arguments that a patched decoder gets for a sharded, or a stock, forward pass."""
 
 import zlib
 from dataclasses import dataclass, field

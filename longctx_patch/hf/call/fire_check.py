@@ -34,7 +34,7 @@ class PlannedTraffic(NamedTuple):
 
     forward: Traffic
     recompute: Traffic
-    """Of attention, in each run after the first."""
+    """What each run of the layer after the first sends."""
     backward: Traffic
 
 
@@ -180,7 +180,7 @@ class FirstStep:
     group: SequenceGroup
     checkpoints: LayerCheckpoints
     check: FireCheck | None = None
-    """Of the first sharded training pass, or the last try if it failed."""
+    """The check of the first sharded training pass, or of the last try if it failed."""
     _is_over: bool = False
 
     def is_due(self, decoder: nn.Module) -> bool:

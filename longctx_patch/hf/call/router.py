@@ -60,7 +60,7 @@ def _all_tokens(logits: Tensor, group: SequenceGroup, layout: Layout, num_rows: 
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The same numbers; their gradient times `factor`."""
+    """Returns its argument, and multiplies the gradient by `factor`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: int) -> Tensor:

@@ -9,7 +9,7 @@ from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import Mask, within
 
 MaskFactory = Callable[[int], Mask]
-"""From the length of a padded row to who sees whom in its layers with full attention."""
+"""A function from the length of a padded row to the mask of its layers with full attention."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class ShardedRow:
     """What `longctx_shard` says of a batch."""
 
     documents: Documents
-    """Those of every row of the batch."""
+    """The documents of the row (every row of the batch has the same)."""
     real_lengths: tuple[int, ...]
     """Tokens of each row of the batch without its padding."""
 

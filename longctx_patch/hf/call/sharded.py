@@ -55,7 +55,7 @@ class ShardedCall:
         self._calls: dict[LayerKind, AttentionCall] = {}
 
     def attention(self, kind: LayerKind) -> AttentionCall:
-        """The same object for all layers that are alike."""
+        """The attention call of a layer; layers that are alike share one object."""
         if kind not in self._calls:
             longest = max(self.documents.lengths, default=0)
             window = None if kind.window is None or kind.window >= longest else kind.window

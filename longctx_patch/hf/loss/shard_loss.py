@@ -24,16 +24,16 @@ class LossPass:
     num_labels: int
     """Tokens of this rank that have a loss."""
     group_labels: int
-    """Those of all ranks of the group."""
+    """Tokens of all ranks of the group that have a loss."""
     rows: Tensor | None = None
-    """Which of the `B * L` have a loss, for whoever drops the others; None: not looked up, or all
-    have one."""
+    """Which of the `B * L` tokens have a loss, for whoever drops the others. None if nobody looked
+    it up, or if all have one."""
     token_sum: Tensor | None = None
     """The sum of this rank's token losses, once the head has computed it."""
     sum_is_handed_on: bool = False
     """Whether the model's forward hands to the loss what the head returns, unchanged."""
     logits: Any = None
-    """What the model's forward takes for logits, and returns."""
+    """What the model's forward uses as logits, and returns."""
 
 
 class ShardLoss:
@@ -164,7 +164,8 @@ class ShardLoss:
         return getattr(head, "out_features", self._model.config.vocab_size)
 
     def _count_router_loss(self, share: float) -> None:
-        """Until the pass is closed; read anew in each pass, as whoever trains may change it."""
+        """Scale the router's coefficient until the pass is closed. It is read anew in each pass,
+        since whoever trains may change it."""
         if self._coefficient is None:
             self._coefficient = self._model.router_aux_loss_coef
         self._model.router_aux_loss_coef = self._coefficient * share

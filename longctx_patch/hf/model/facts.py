@@ -36,9 +36,9 @@ class ModelFacts:
     vocab_size: int
     layers: tuple[LayerFacts, ...]
     softcap: float | None
-    """Of attention's scores."""
+    """The bound of attention's scores, as in Gemma 2; None: they have none."""
     experts: str | None
-    """The option that gives their number, such as `num_experts=8`; None: it has none."""
+    """The option that gives the number of experts, such as `num_experts=8`; None: no experts."""
 
     @classmethod
     def of(cls, config: Any) -> "ModelFacts":
