@@ -21,18 +21,19 @@ class Job:
     cluster: Cluster
     seq_len: int
     lora: bool = False
-    """An adapter over a frozen model, in place of every weight."""
+    """Whether an adapter over a frozen model is trained, in place of every weight."""
     lora_rank: int = 16
     dtype: WeightsDtype = "bfloat16"
-    """That weights are loaded in, to compute in bfloat16. FSDP2 makes those that are trained
-    float32. `nf4` is for the frozen ones of an adapter, those of linear layers."""
+    """The dtype that weights are loaded in; all compute in bfloat16. FSDP2 makes trained weights
+    float32. `nf4` is for the frozen weights of linear layers under an adapter."""
     fsdp: bool = True
-    """False: each process has a whole copy and trains it as it was loaded, under autocast."""
+    """Whether FSDP2 shards the model. If not, each process has a whole copy and trains it as it was
+    loaded, under autocast."""
     fused_layers: bool = True
-    """Liger Kernel's norms, rotary embeddings and SwiGLU, as recipes take where it is installed."""
-
+    """Whether norms, rotary embeddings and SwiGLU are Liger Kernel's, which recipes take where it
+    is installed."""
     clips: bool = True
-    """Gradients are clipped to a norm, as in the recipe. On the host it takes time."""
+    """Whether gradients are clipped to a norm, as in the recipe. On the host this takes time."""
 
     def __post_init__(self) -> None:
         if self.dtype == "nf4" and (self.fsdp or not self.lora):
@@ -59,14 +60,14 @@ class Job:
 
     @property
     def step_flops(self) -> float:
-        """Of a row, forward and backward, without recompute. A frozen weight has no gradient."""
+        """FLOPs of a row, forward and backward, without recompute; none for frozen gradients."""
         flops = self.shape.step_flops(self.seq_len)
         frozen = self.shape.linear_weights if self.lora else 0
         return flops - 2.0 * frozen * self.seq_len
 
     @property
     def trained_weights(self) -> int:
-        """Of an adapter: two factors beside each linear weight of the layers."""
+        """How many weights are trained: under LoRA two factors beside each linear weight."""
         if not self.lora:
             return self.shape.num_weights
         return self.lora_rank * self.shape.linear_sides * self.shape.num_layers
@@ -79,14 +80,14 @@ class Candidate:
     setting: Setting
     """Degrees, plans and waves."""
     checkpoint: str
-    """The config's word: none, attention, offload, full or auto."""
+    """The policy that the config names: none, attention, offload, full or auto."""
     policies: tuple[LayerPolicy, ...]
-    """Of each layer, first to last."""
+    """The policy of each layer, first to last."""
     mlp_tiles: int = 1
     attention_kept: float = 1.0
     """Share of the tokens whose attention layers keep."""
     offload_states: bool = False
-    """FSDP2 keeps weights, gradients and the optimizer on the host, and steps there."""
+    """Whether FSDP2 keeps weights, gradients and the optimizer on the host, and steps there."""
 
     @property
     def ulysses(self) -> int:

@@ -25,7 +25,8 @@ from longctx_patch.predict.run.parts import Parts
 
 BF16, FP32 = 2, 4
 NF4 = 0.516
-"""4 bits, a scale of 8 for each 64 numbers, and one of 32 for each 256 scales (QLoRA)."""
+"""Bytes of a weight: 4 bits, a scale of 8 for each 64 weights, one of 32 for each 256 scales
+(QLoRA)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,40 +34,43 @@ class Components(Parts):
     """Bytes of one GPU at the moment at which most is held."""
 
     weights: float
-    """Shards, and what is gathered of them."""
+    """Shards of the weights, and the layers that FSDP has gathered."""
     gradients: float
     optimizer: float
     checkpoints: float
     """What layers keep for backward."""
     layer: float
-    """Of the layer that is computed: what is recomputed or passes through."""
+    """What the layer that is being computed holds: what it recomputes, and what passes through."""
     attention: float
-    """Buffers of its backward: gradients and sums."""
+    """Buffers of attention's backward: gradients and sums."""
     communication: float
-    """What arrives and leaves."""
+    """Blocks that arrive from other ranks or leave for them."""
     logits: float
 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one layer for each token of a rank."""
+    """Bytes of one layer for each token of a rank."""
 
     attention: float
     """Kept by attention and what surrounds it."""
     mlp: float
     """Kept by the MLP's inner tensors."""
     results: float
-    """Kept of attention, where the layer is recomputed but its attention replayed: output, lse."""
+    """Attention's output and lse, which a layer keeps that is recomputed without attention."""
     input: float
+    """The layer's input."""
     passing: float
     """What backward of the MLP holds beside what was kept."""
 
     @property
     def whole(self) -> float:
+        """What a layer keeps of which nothing is recomputed."""
         return self.attention + self.mlp
 
 
 def layer_bytes(job: Job, candidate: Candidate) -> LayerBytes:
+    """Count what autograd keeps of one layer, tensor by tensor."""
     shape, mlp_tiles = job.shape, candidate.mlp_tiles
     hidden, inner = BF16 * shape.hidden_size, BF16 * shape.intermediate_size
     query = BF16 * shape.num_heads * shape.head_dim
@@ -89,10 +93,10 @@ def layer_bytes(job: Job, candidate: Candidate) -> LayerBytes:
         mlp += inner * (shape.num_mlp_products - 2)
         passing += inner * (shape.num_mlp_products - 2)
     if job.lora:
-        # The adapters' inputs are those of the layers, their own in between are small.
+        # Adapters keep the inputs of their layers, which are there already, and small ones between.
         attention += 7 * BF16 * job.lora_rank
         if not job.fsdp:
-            # They are in float32: each makes its input so, and autocast makes that bfloat16.
+            # Adapters are float32: each converts its input, which autocast makes bfloat16 again.
             attention += 3 * hidden
             passing += (FP32 + BF16) * shape.intermediate_size
     return LayerBytes(
@@ -100,18 +104,18 @@ def layer_bytes(job: Job, candidate: Candidate) -> LayerBytes:
         mlp=mlp if mlp_tiles == 1 else 0.0,
         results=query + lse,
         input=hidden,
-        # Of tiles the gradients of what goes in and of what comes out are whole.
+        # The gradients of an MLP's input and output are whole though its inner tensors are tiles.
         passing=passing if mlp_tiles == 1 else 2 * hidden + (mlp + passing) / mlp_tiles,
     )
 
 
 def checkpoint_bytes(candidate: Candidate, layer: LayerBytes) -> float:
-    """Kept for each token by a layer that is recomputed but for attention, wherever it is kept."""
+    """Bytes for each token, on the GPU or the host, of a layer recomputed without attention."""
     return layer.input + candidate.attention_kept * layer.results
 
 
 def kept_bytes(policy: LayerPolicy, candidate: Candidate, layer: LayerBytes) -> float:
-    """On the GPU, for each token, while other layers are computed."""
+    """Bytes for each token that a layer keeps on the GPU while other layers are computed."""
     record = POLICIES[policy]
     if not record.recomputes_layer:
         return layer.whole
@@ -123,7 +127,12 @@ def kept_bytes(policy: LayerPolicy, candidate: Candidate, layer: LayerBytes) -> 
 def predict_memory(
     job: Job, candidate: Candidate, tokens: float, buffer_bytes: float
 ) -> Components:
-    """At the moment that needs most. `tokens` of a rank; `buffer_bytes` of the attention plan."""
+    """Memory at the moment that needs most.
+
+    Args:
+        tokens: of one rank.
+        buffer_bytes: what the attention plan holds of other ranks.
+    """
     moments = (
         _loss(job, candidate, tokens),
         _backward(job, candidate, tokens, buffer_bytes, is_last_layer=True),
@@ -133,7 +142,7 @@ def predict_memory(
 
 
 def host_bytes(job: Job, candidate: Candidate, tokens: float) -> float:
-    """Of one machine's host, all its processes together."""
+    """Bytes of one machine's host, of all its processes together."""
     offloaded = count_on_host(candidate.policies)
     layer = layer_bytes(job, candidate)
     per_gpu = offloaded * checkpoint_bytes(candidate, layer) * tokens
@@ -158,7 +167,7 @@ def states(job: Job) -> tuple[float, float, float]:
 
 
 def loaded_bytes(job: Job) -> float:
-    """Of the whole model, as it is loaded."""
+    """Bytes of the whole model as it is loaded."""
     if job.dtype != "nf4":
         return (FP32 if job.dtype == "float32" else BF16) * job.shape.num_weights
     narrow = job.shape.num_layers * job.shape.layer_linear_weights
@@ -166,27 +175,29 @@ def loaded_bytes(job: Job) -> float:
 
 
 def _states_on_gpu(job: Job, candidate: Candidate) -> tuple[float, float, float]:
+    """What of `states` is on the GPU."""
     return (0.0, 0.0, 0.0) if candidate.offload_states else states(job)
 
 
 def _gathered(job: Job, num_layers: int) -> float:
-    """Of FSDP: layers, and the head with the norm before it, whole from its use to the end."""
+    """Bytes that FSDP has gathered: whole layers, and the head with the norm before it, which
+    stays whole from its use to the end."""
     if not job.fsdp:
         return 0.0
     return BF16 * (num_layers * job.shape.layer_weights + job.shape.head_weights)
 
 
 def _cast(job: Job, num_layers: int, head: int) -> float:
-    """Copies in bfloat16 that autocast makes of float32 weights and backward needs, on one GPU."""
+    """Bytes of the bfloat16 copies that autocast makes of float32 weights for backward."""
     if job.fsdp or job.dtype != "float32":
         return 0.0
     return BF16 * (num_layers * job.shape.layer_linear_weights + head)
 
 
-def _kept(job: Job, candidate: Candidate, tokens: float, but: int) -> float:
-    """Of all layers but the last `but`."""
+def _kept(job: Job, candidate: Candidate, tokens: float, skipped: int) -> float:
+    """Bytes kept by every layer except the last `skipped` ones."""
     layer = layer_bytes(job, candidate)
-    others = candidate.policies[: len(candidate.policies) - but]
+    others = candidate.policies[: len(candidate.policies) - skipped]
     kept = sum(kept_bytes(policy, candidate, layer) for policy in others)
     coming = tokens * checkpoint_bytes(candidate, layer)
     comes_ahead = count_on_host(others) and coming <= AHEAD * job.cluster.hardware.memory_bytes
@@ -194,6 +205,7 @@ def _kept(job: Job, candidate: Candidate, tokens: float, but: int) -> float:
 
 
 def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
+    """Memory while the loss is computed."""
     shape = job.shape
     weights, _, optimizer = _states_on_gpu(job, candidate)
     chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
@@ -207,7 +219,7 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
         weights=weights + _gathered(job, 0) + buffer,
         gradients=head,
         optimizer=optimizer,
-        checkpoints=_kept(job, candidate, tokens, but=0),
+        checkpoints=_kept(job, candidate, tokens, skipped=0),
         layer=4 * BF16 * shape.hidden_size * tokens,
         attention=0.0,
         communication=0.0,
@@ -218,47 +230,39 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
 def _backward(
     job: Job, candidate: Candidate, tokens: float, buffer_bytes: float, *, is_last_layer: bool
 ) -> Components:
+    """Memory while backward goes through the last layer, or through the first."""
     shape, layer = job.shape, layer_bytes(job, candidate)
     weights, gradients, optimizer = _states_on_gpu(job, candidate)
-    sharded = job.fsdp
     trained_here = shape.layer_weights * (0 if job.lora else 1)
     head = 0 if job.lora else BF16 * shape.head_weights
     outside = 0 if job.lora else shape.num_weights - shape.num_layers * shape.layer_weights
     if is_last_layer:
-        but, done = 1, 0.0
+        skipped, done = 1, 0.0
     else:
-        but, done = shape.num_layers, gradients * (1 - _share(outside + trained_here, job))
+        skipped, done = shape.num_layers, gradients * (1 - _share(outside + trained_here, job))
     # What was kept of attention is there beside what is computed again for the other tokens.
     recomputes_some = 0 < candidate.attention_kept < 1
     keeps = POLICIES[candidate.policies[-1 if is_last_layer else 0]].keeps_attention
     kept_beside = candidate.attention_kept * layer.results if recomputes_some and keeps else 0.0
     at_mlp = layer.whole + layer.passing + kept_beside
-    # Backward of attention: gradients of out, q, k and v, dq once in float32. Of a row on one GPU,
-    # the residual's gradient has taken the place of what the MLP and its norm kept; where it is
-    # shared, q travels once more.
-    query = shape.num_heads * shape.head_dim
-    kv = shape.num_kv_heads * shape.head_dim
-    kv_heads = max(1, shape.num_kv_heads // candidate.ulysses)
-    parts = parts_that_fit(int(query * tokens), job.cluster.hardware.memory_bytes, kv_heads)
-    of_a_part = (FP32 * query + (BF16 * (query + 2 * kv) if parts > 1 else 0)) / parts
-    is_shared = candidate.sequence_degree > 1
-    own = BF16 * ((3 if is_shared else 2) * query + 2 * kv) + of_a_part
+    is_shared, own = candidate.sequence_degree > 1, _attention_gradients(job, candidate, tokens)
+    # The residual's gradient takes the place of what the MLP and its norm kept, on one GPU.
     held = layer.attention - (0 if is_shared else layer.input) + kept_beside
     at_attention = held + own + buffer_bytes / max(tokens, 1)
     in_mlp = at_mlp >= at_attention
-    others = candidate.policies[: shape.num_layers - but]
+    others = candidate.policies[: shape.num_layers - skipped]
     alive = 1 + len(others) - count_recomputed(others)
-    here = BF16 * trained_here if sharded or not done else 0.0
+    here = BF16 * trained_here if job.fsdp or not done else 0.0
     if in_mlp and candidate.mlp_tiles > 1 and not job.lora:
-        # Gradients of its weights are summed over tiles in float32; the layer's others come later.
+        # The MLP's gradients are summed over tiles in float32; those of attention come later.
         here = float(FP32 * shape.num_mlp_products * shape.down_weights)
     # As at the loss: what FSDP gathered into stays until the next gathering.
-    buffer = BF16 * shape.layer_weights if sharded else 0
+    buffer = BF16 * shape.layer_weights if job.fsdp else 0
     return Components(
         weights=weights + _gathered(job, 2 if is_last_layer else 1) + buffer + _cast(job, alive, 0),
         gradients=done + head + here,
         optimizer=optimizer,
-        checkpoints=_kept(job, candidate, tokens, but=but),
+        checkpoints=_kept(job, candidate, tokens, skipped=skipped),
         layer=tokens * (at_mlp if in_mlp else held),
         attention=0.0 if in_mlp else own * tokens,
         communication=0.0 if in_mlp else buffer_bytes,
@@ -266,6 +270,18 @@ def _backward(
     )
 
 
+def _attention_gradients(job: Job, candidate: Candidate, tokens: float) -> float:
+    """Bytes for each token in backward of attention: gradients of out, q, k and v, dq once in
+    float32. Where ranks share a row, q travels once more."""
+    query = job.shape.num_heads * job.shape.head_dim
+    kv = job.shape.num_kv_heads * job.shape.head_dim
+    kv_heads = max(1, job.shape.num_kv_heads // candidate.ulysses)
+    parts = parts_that_fit(int(query * tokens), job.cluster.hardware.memory_bytes, kv_heads)
+    in_a_part = (FP32 * query + (BF16 * (query + 2 * kv) if parts > 1 else 0)) / parts
+    queries = 3 if candidate.sequence_degree > 1 else 2
+    return BF16 * (queries * query + 2 * kv) + in_a_part
+
+
 def _share(weights: int, job: Job) -> float:
-    """Of what is trained."""
+    """The share that so many weights are of those trained; none of an adapter's."""
     return min(1.0, weights / job.trained_weights) if not job.lora else 0.0

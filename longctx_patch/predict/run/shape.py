@@ -11,7 +11,7 @@ HEAD_NORMS = ("q_norm", "k_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense decoder whose layers are alike. Counts are of numbers, not bytes."""
+    """A dense decoder whose layers are alike. Weights are counted as numbers, not as bytes."""
 
     name: str
     num_layers: int
@@ -22,24 +22,24 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     layer_weights: int
-    """Of one layer, all of it."""
+    """All weights of one layer."""
     layer_linear_weights: int
-    """Of its matrix products."""
+    """Weights of a layer's matrix products."""
     down_weights: int
-    """Of the MLP's last one, which a recompute leaves out: nobody reads its result."""
+    """Weights of the MLP's last product, which a recompute leaves out: nobody reads its result."""
     num_mlp_products: int
-    """As large as that: 3 with a gate, 2 without."""
+    """How many products of the MLP are as large as that: 3 with a gate, 2 without."""
     linear_sides: int
-    """Inputs and outputs of all its matrix products: what an adapter of rank 1 takes."""
+    """Inputs and outputs of a layer's matrix products: the weights of an adapter of rank 1."""
     num_norms: int
-    """Of a layer, over hidden states."""
+    """How many norms over hidden states a layer has."""
     has_head_norms: bool
-    """Of queries and of keys."""
+    """Whether queries and keys are normed."""
     num_weights: int
-    """Of the model; tied embeddings once."""
+    """Weights of the model; tied embeddings count once."""
     is_tied: bool
     num_windowed_layers: int = 0
-    """They are counted as full causal attention."""
+    """How many layers have a window. They are counted as full causal attention."""
 
     @property
     def head_weights(self) -> int:
@@ -47,18 +47,18 @@ class ModelShape:
 
     @property
     def linear_weights(self) -> int:
-        """Of all layers' matrix products and the head's."""
+        """Weights of all layers' matrix products and of the head."""
         return self.num_layers * self.layer_linear_weights + self.head_weights
 
     def step_flops(self, num_tokens: int) -> float:
-        """Forward and backward of one causal row, without recompute: 6 for each linear weight and
-        token, 6 for each layer, pair of tokens and number of a token's heads."""
+        """FLOPs of one causal row, forward and backward, without recompute: 6 for each linear
+        weight and token, 6 for each layer, pair of tokens and number of a token's heads."""
         attention = self.num_layers * num_tokens**2 * self.num_heads * self.head_dim
         return 6.0 * (self.linear_weights * num_tokens + attention)
 
 
 def shape_of(config: Any, name: str) -> ModelShape:
-    """From a transformers config. Raises ValueError for a mixture of experts."""
+    """Read the sizes from a transformers config. Raises ValueError for a mixture of experts."""
     facts = ModelFacts.of(config)
     if facts.experts:
         raise ValueError(

@@ -16,29 +16,29 @@ from longctx_patch.predict.run.components import BF16, FP32, checkpoint_bytes, l
 from longctx_patch.predict.run.parts import Parts
 
 ELEMENTWISE_SHARE = 0.77
-"""Of the bandwidth of copies, that norms, rotary embeddings, SwiGLU and residuals reach on average:
-49 ms of a step of 131,072 tokens and 8 layers of Llama-3.1-8B on 4 H200."""
+"""Share of the bandwidth of copies that norms, rotary embeddings, SwiGLU and residuals reach: 49 ms
+of a step of 131,072 tokens and 8 layers of Llama-3.1-8B on 4 H200."""
 UNFUSED = 3.0
-"""Times as many bytes move where each of these is several of torch's operations."""
+"""How many times as many bytes move where each of these is several of torch's operations."""
 LOSS_BYTES = 10
-"""For each logit, of the softmax and its gradient."""
+"""Bytes that the softmax and its gradient move for each logit."""
 FSDP_BYTES = 24
-"""For each weight, of FSDP's copies into and out of its buffers, forward and backward."""
+"""Bytes that FSDP copies into and out of its buffers for each weight, forward and backward."""
 ADAMW_BYTES = 56
-"""For each weight, that AdamW reads and writes, at the bandwidth of copies."""
+"""Bytes that AdamW reads and writes for each weight, at the bandwidth of copies."""
 HOST_ADAMW_BYTES = 28
-"""Likewise on the host."""
+"""Bytes that AdamW reads and writes for each weight on the host."""
 HOST_ADAMW_BYTES_PER_S = 110e9
-"""That torch's fused AdamW reaches on 16 cores of a host with one H200, for each GPU."""
+"""What torch's fused AdamW reaches for each GPU, on 16 cores of a host with one H200."""
 HOST_CLIP_BYTES_PER_S = 8e9
-"""That clipping reaches there, of gradients in float32."""
+"""What clipping of float32 gradients reaches there."""
 IDLE_S = 7e-3
-"""Of the GPU in a step: the optimizer's start, the loss's way to the host."""
+"""Seconds of a step without work: the optimizer's start, the loss's way to the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime(Parts):
-    """Seconds, each instant in one part."""
+    """Seconds of a step; each instant counts to one part."""
 
     attention: float
     linear: float
@@ -46,7 +46,7 @@ class StepTime(Parts):
     loss: float
     fsdp: float
     offload: float
-    """Of copies to and from the host, what layers don't hide."""
+    """What layers don't hide of the copies to and from the host."""
     optimizer: float
     idle: float = IDLE_S
 
@@ -60,22 +60,23 @@ class Attention:
 
     @property
     def buffer_bytes(self) -> int:
+        """Blocks of other ranks and results under way, at most, of the rank that holds most."""
         return max(self.forward.peak_buffer_bytes, self.backward.peak_buffer_bytes)
 
 
 def predict_attention(job: Job, setting: Setting) -> Attention:
-    """One layer's attention of a row, as it was decided."""
+    """Simulate one layer's attention of a row with the plans that were decided."""
     hardware = job.cluster.hardware
     return Attention(*(predict(setting, way, job.workload, hardware) for way in Direction))
 
 
 def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Attention) -> StepTime:
-    """`tokens` of a rank."""
+    """Seconds of a step, where a rank has so many `tokens`."""
     shape, machine, policies = job.shape, job.cluster.hardware, candidate.policies
     again = count_recomputed(policies)
     forward_s, backward_s = attention.forward.makespan_s, attention.backward.makespan_s
     linear, head = shape.num_layers * shape.layer_linear_weights, shape.head_weights
-    # Forward and the gradient of the input take two each, that of a trained weight two more.
+    # FLOPs for each weight: two forward, two for the input's gradient, two more if it is trained.
     each = 4 if job.lora else 6
     recomputed = again * (shape.layer_linear_weights - shape.down_weights)
     if candidate.mlp_tiles > 1:  # in whole layers too, backward runs a tile's MLP again
@@ -102,7 +103,8 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
 
 
 def _elementwise_bytes(job: Job) -> float:
-    """Of a layer's forward, for each token: two norms, two residuals, rotary, SwiGLU, heads."""
+    """Bytes for each token that a layer's forward moves beside matrix products and attention: two
+    norms, two residuals, rotary embeddings, SwiGLU, heads."""
     shape = job.shape
     kv = shape.num_kv_heads * shape.head_dim
     moved = BF16 * (14 * shape.hidden_size + 2 * kv + 3 * shape.intermediate_size)
@@ -112,7 +114,8 @@ def _elementwise_bytes(job: Job) -> float:
 
 
 def _fsdp_seconds(job: Job, compute_s: float) -> float:
-    """What is exposed: copies, the last reduction, and what products don't hide at all."""
+    """Seconds of FSDP that nothing hides: copies, the last reduction, and what matrix products are
+    too short for."""
     ranks, machine, shape = job.cluster.num_gpus, job.cluster.hardware, job.shape
     if not job.fsdp:
         return 0.0
@@ -128,6 +131,7 @@ def _fsdp_seconds(job: Job, compute_s: float) -> float:
 
 
 def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: float) -> float:
+    """Seconds of copies to and from the host that layers of `layer_s` forward don't hide."""
     machine, offloaded = job.cluster.hardware, count_on_host(candidate.policies)
     num_bytes = tokens * checkpoint_bytes(candidate, layer_bytes(job, candidate))
     out_s, in_s = num_bytes / machine.host_out_bandwidth, num_bytes / machine.host_in_bandwidth
@@ -141,6 +145,7 @@ def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: flo
 
 
 def _optimizer_seconds(job: Job, candidate: Candidate) -> float:
+    """Seconds of AdamW's step, and of clipping where that is on the host."""
     mine = job.trained_weights / job.num_shards
     if candidate.offload_states:
         clipping_s = mine * FP32 / HOST_CLIP_BYTES_PER_S if job.clips else 0.0
