@@ -22,6 +22,7 @@ from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.layout import Layout, contiguous, striped, zigzag
 from longctx_patch.sequence.masks import causal
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
+from tests.covering import covering
 from tests.reference import dense_attention, relative_error
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -85,20 +86,20 @@ def one_rank(
     return (out, lse, *grads), forward, backward
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize(
-    ("dtype", "length"),
-    [(torch.float64, length) for length in (1, 7, 31, 64)]
-    + [(torch.float32, length) for length in (31, 64)],
+    ("num_ranks", "length", "heads", "dtype"),
+    covering(
+        [1, 2, 3, 4, 5, 8],
+        [1, 7, 31, 64],
+        [(4, 4), (8, 2), (16, 2), (4, 1)],
+        [torch.float64, torch.float32],
+    ),
     ids=str,
 )
 def test_every_plan_is_exact_and_sends_what_it_says(
-    num_ranks: int, length: int, dtype: torch.dtype
+    num_ranks: int, length: int, heads: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    ratios = [(4, 4), (8, 2), (16, 2), (4, 1)]
-    if num_ranks > 4 and length > 7:
-        ratios = ratios[1:2]  # many plans, and slow: the others have fewer ranks
-    for heads, case in ((h, case) for h in ratios for case in all_cases(num_ranks, length, h[1])):
+    for case in all_cases(num_ranks, length, heads[1]):
         where = f"{case.name}, {heads}"
         verify_plan(case.forward)
         verify_plan(case.backward)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from longctx_patch import (
     LongContextConfig,
@@ -14,110 +13,62 @@ from longctx_patch import (
     run_virtual_ranks,
     virtual_group,
 )
-from longctx_patch.engine.call import CallShape, make_plan
-from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.engine.operator import distributed_attention
-from longctx_patch.engine.traffic import predicted_traffic
-from longctx_patch.operator.decided import causal_call
+from longctx_patch.engine.call import make_plan
 from longctx_patch.plans import Direction, PlanError, Schedule, make_schedule
 from longctx_patch.plans.generators import setting as setting_module
 from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.plans.generators.table import PLANS
-from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import LayoutName, make_layout
 from longctx_patch.sequence.masks import causal
 from longctx_patch.transport import VirtualTransport
+from tests.covering import covering
+from tests.engine.exact import TOLERANCE, Case, Found, assert_exact, causal_row, inputs, one_rank
 from tests.harness import run_distributed
-from tests.reference import dense_attention, relative_error
+from tests.masked import dense_masked
+from tests.reference import relative_error
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 DEGREES = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (4, 2)]
 HEADS = [(4, 4), (4, 2), (4, 1), (12, 4), (7, 7)]
-BATCH, HEAD_DIM = 2, 8
-
-Case = tuple[LongContextConfig, int, tuple[int, int], torch.dtype]
 
 
-def whole_inputs(case: Case) -> tuple[Tensor, ...]:
-    """q, k, v, dout of the whole sequence, the same wherever they are made."""
-    _, length, (heads, kv_heads), dtype = case
-    generator = torch.Generator().manual_seed(length * 100 + heads)
-    q, dout = torch.randn(2, BATCH, length, heads, HEAD_DIM, generator=generator, dtype=dtype)
-    k, v = torch.randn(2, BATCH, length, kv_heads, HEAD_DIM, generator=generator, dtype=dtype)
-    return q, k, v, dout
-
-
-def one_rank(group: SequenceGroup, case: Case) -> tuple[list[Tensor], Traffic, Traffic]:
-    """((out, lse, dq, dk, dv) of this rank, what it sent, what was predicted)."""
-    length = case[1]
-    layout = group.layout(length)
-    q, k, v, dout = (layout.shard(x, group.group_rank, 1) for x in whole_inputs(case))
-    for x in (q, k, v):
-        x.requires_grad_()
-    call = causal_call(group, length, HEAD_DIM**-0.5, CallShape.of(q, k))
-    predicted = predicted_traffic(call)
-    out, _ = distributed_attention(q, k, v, None, call)
-    out.backward(dout)
-    counters = group.counters
-    sent = Traffic(counters.messages, counters.bytes)
-    with torch.no_grad():
-        _, lse = attention(q, k, v, group=group, num_tokens=length)
-    assert q.grad is not None
-    assert k.grad is not None
-    assert v.grad is not None
-    grads = [q.grad, k.grad, v.grad]
-    return [out.detach(), lse, *grads], sent, predicted.forward + predicted.backward
-
-
-def assert_exact(case: Case, ranks: list[tuple[list[Tensor], Traffic, Traffic]]) -> None:
-    config, length, _, dtype = case
-    layout = make_layout(
-        config.placement, length, ring=config.ring_degree, ulysses=config.ulysses_degree
-    )
-    names = ("out", "lse", "dq", "dk", "dv")
-    wanted = dense_attention(*whole_inputs(case))
-    for index, (name, reference) in enumerate(zip(names, wanted, strict=True)):
-        shards = [tensors[index] for tensors, _, _ in ranks]
-        error = relative_error(layout.unshard(shards, 2 if name == "lse" else 1), reference)
-        assert error < TOLERANCE[dtype], f"{name} of {case}: {error}"
-    for rank, (_, sent, predicted) in enumerate(ranks):
-        assert sent == predicted, f"rank {rank} of {case}"
-
-
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("length", [1, 7, 31, 64])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("degrees", "layout", "length", "heads", "dtype"),
+    covering(
+        DEGREES,
+        ["zigzag", "contiguous"],
+        [1, 7, 31, 64],
+        HEADS,
+        [torch.float64, torch.float32],
+    ),
+    ids=str,
+)
 def test_virtual_ranks_equal_dense(
-    degrees: tuple[int, int], layout: LayoutName, length: int, dtype: torch.dtype
+    degrees: tuple[int, int],
+    layout: LayoutName,
+    length: int,
+    heads: tuple[int, int],
+    dtype: torch.dtype,
 ) -> None:
     config = LongContextConfig(ulysses_degree=degrees[0], ring_degree=degrees[1], layout=layout)
-    for heads in HEADS:
-        case = (config, length, heads, dtype)
-
-        def run(transport: VirtualTransport, case: Case = case) -> Any:
-            return one_rank(virtual_group(transport, case[0]), case)
-
-        assert_exact(case, run_virtual_ranks(config.sequence_degree, run))
+    assert_exact(Case(config, causal_row(length), heads, dtype))
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("degrees", [(2, 2), (2, 3), (3, 2), (1, 4)], ids=str)
-def test_ulysses_times_every_plan(plan: str, degrees: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("plan", "degrees", "heads"),
+    covering(list(PLANS), [(2, 2), (2, 3), (3, 2), (1, 4)], HEADS),
+    ids=str,
+)
+def test_ulysses_times_every_plan(
+    plan: str, degrees: tuple[int, int], heads: tuple[int, int]
+) -> None:
     config = LongContextConfig(
         ulysses_degree=degrees[0],
         ring_degree=degrees[1],
         plan=plan,
         ranks_per_node=1 + (degrees[1] == 4) if plan == "double_ring" else None,
     )
-    for heads in HEADS:
-        case: Case = (config, 31, heads, torch.float64)
-
-        def run(transport: VirtualTransport, case: Case = case) -> Any:
-            return one_rank(virtual_group(transport, case[0]), case)
-
-        assert_exact(case, run_virtual_ranks(config.sequence_degree, run))
+    assert_exact(Case(config, causal_row(31), heads))
 
 
 @pytest.mark.parametrize(
@@ -136,15 +87,13 @@ def test_forward_and_backward_by_different_plans(plan: str, backward_plan: str) 
         backward_plan=backward_plan,
         ranks_per_node=2 if plan == "double_ring" else None,
     )
-    case: Case = (config, 31, (4, 2), torch.float64)
-    ranks = run_virtual_ranks(4, lambda t: one_rank(virtual_group(t, config), case))
-    assert_exact(case, ranks)
+    assert_exact(Case(config, causal_row(31)))
 
 
 def test_a_wrong_plan_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_its_end(*args: Any, **kwargs: Any) -> Schedule:
         schedule = make_schedule(*args, **kwargs)
-        return replace(schedule, stages=lambda: iter(list(schedule.stages())[:-1]))
+        return replace(schedule, generate=lambda s: iter(list(schedule.generate(s))[:-1]))
 
     monkeypatch.setattr(setting_module, "make_schedule", without_its_end)
     setting = Setting(plan="zigzag", layout="zigzag", ulysses_degree=1, ring_degree=3)
@@ -157,36 +106,31 @@ def plan_config(num_ranks: int, plan: str) -> LongContextConfig:
     return LongContextConfig(ring_degree=num_ranks, plan=plan, ranks_per_node=size)  # type: ignore[arg-type]
 
 
-def run_cases(rank: int, cases: list[Case]) -> list[Any]:
-    groups = {case[0]: None for case in cases}
-    made = {config: make_sequence_group(config) for config in groups}
+def run_cases(rank: int, cases: list[Case]) -> list[Found]:
+    groups = {config: make_sequence_group(config) for config in {c.config: None for c in cases}}
     results = []
     for case in cases:
-        made[case[0]].counters.reset()
-        results.append(one_rank(made[case[0]], case))
+        groups[case.config].counters.reset()
+        results.append(one_rank(groups[case.config], case))
     return results
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_processes_equal_dense(world_size: int) -> None:
-    layouts: tuple[LayoutName, ...] = ("zigzag", "contiguous")
-    cases: list[Case] = [
-        (
-            LongContextConfig(
-                ulysses_degree=ulysses, ring_degree=world_size // ulysses, layout=layout
-            ),
-            length,
+    ulysses = [degree for degree in (1, 2, 3, 4) if world_size % degree == 0]
+    axes = (ulysses, ["zigzag", "contiguous"], [3, 31], [(4, 2), (4, 1)], list(TOLERANCE))
+    cases = [
+        Case(
+            LongContextConfig(ulysses_degree=u, ring_degree=world_size // u, layout=layout),
+            causal_row(length),
             heads,
             dtype,
         )
-        for ulysses in (1, 2, 3, 4)
-        if world_size % ulysses == 0
-        for layout in layouts
-        for length in (3, 31)
-        for heads in ((4, 2), (4, 1))
-        for dtype in (torch.float64, torch.float32)
+        for u, layout, length, heads, dtype in covering(*axes)
     ]
-    cases += [(plan_config(world_size, plan), 31, (4, 2), torch.float32) for plan in PLANS]
+    cases += [
+        Case(plan_config(world_size, plan), causal_row(31), dtype=torch.float32) for plan in PLANS
+    ]
     by_rank = run_distributed(run_cases, world_size, cases)
     for index, case in enumerate(cases):
         assert_exact(case, [results[index] for results in by_rank])
@@ -229,17 +173,17 @@ def test_second_derivatives_are_refused() -> None:
 
 def test_bfloat16_error_is_at_most_twice_the_plain_kernels() -> None:
     config = LongContextConfig(ulysses_degree=2, ring_degree=4)
-    case: Case = (config, 61, (4, 2), torch.bfloat16)
-    inputs = whole_inputs(case)
-    wanted = dense_attention(*inputs)
-    alone = LongContextConfig()
-    plain = one_rank(make_sequence_group(alone), (alone, *case[1:]))[0]
-    ranks = run_virtual_ranks(8, lambda t: one_rank(virtual_group(t, config), case)[0])
+    case = Case(config, causal_row(61), dtype=torch.bfloat16)
+    *whole, _ = inputs(case)
+    wanted = dense_masked(*whole, case.masked.table)
+    alone = case._replace(config=LongContextConfig())
+    plain = one_rank(make_sequence_group(alone.config), alone).tensors
+    ranks = run_virtual_ranks(8, lambda t: one_rank(virtual_group(t, config), case).tensors)
     layout = make_layout("zigzag", 61, ring=4, ulysses=2)
-    for index in (0, 2, 3, 4):
-        ours = layout.unshard([tensors[index] for tensors in ranks], 1)
-        bound = 2 * relative_error(plain[index], wanted[index])
-        assert relative_error(ours, wanted[index]) < bound
+    for name in ("out", "dq", "dk", "dv"):
+        ours = layout.unshard([tensors[name] for tensors in ranks], 1)
+        bound = 2 * relative_error(plain[name], wanted[name])
+        assert relative_error(ours, wanted[name]) < bound
 
 
 @pytest.mark.parametrize(("batch", "length"), [(0, 4), (1, 0)])

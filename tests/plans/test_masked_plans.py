@@ -5,7 +5,6 @@ written from the definition of each mask, so the code that cuts masks into piece
 """
 
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from longctx_patch.plans import EVERYONE, Direction, Plan, Share, verify_plan
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import block_sparse, documents_mask, function_mask
 from longctx_patch.sequence.placement import place
-from tests.engine.test_masked_attention import assert_exact
+from tests.engine.exact import Case, assert_exact
 from tests.masked import Masked as MaskedCase
 from tests.plans.random_masks import (
     NAMED,
@@ -81,18 +80,8 @@ def test_masks_that_allow_nothing_have_plans_that_do_nothing() -> None:
 # Executed.
 
 
-class Call(NamedTuple):
-    """Arguments of `assert_exact`."""
-
-    config: LongContextConfig
-    masked: MaskedCase
-    heads: tuple[int, int]
-    sinks: bool
-    softcap: float | None
-
-
 @st.composite
-def masked_calls(draw: st.DrawFn) -> Call:
+def masked_calls(draw: st.DrawFn) -> Case:
     """Any mask, documents and window together, under any plan, with and without Ulysses."""
     n, ring = draw(st.integers(1, 30)), draw(st.integers(1, 4))
     q, k = tokens(n)
@@ -111,13 +100,13 @@ def masked_calls(draw: st.DrawFn) -> Call:
     heads = draw(st.sampled_from([(4, 2), (3, 1), (2, 2)]))
     softcap = draw(st.sampled_from([None, None, 2.0]))
     masked = MaskedCase("any", row, window, mask, table)
-    return Call(config, masked, heads, draw(st.booleans()), softcap)
+    return Case(config, masked, heads, sinks=draw(st.booleans()), softcap=softcap)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(masked_calls())
-def test_any_mask_under_any_plan_is_exact(call: Call) -> None:
-    assert_exact(call.config, call.masked, call.heads, sinks=call.sinks, softcap=call.softcap)
+def test_any_mask_under_any_plan_is_exact(call: Case) -> None:
+    assert_exact(call)
 
 
 def test_gathered_tables_whose_keys_lie_on_several_ranks() -> None:
@@ -127,7 +116,7 @@ def test_gathered_tables_whose_keys_lie_on_several_ranks() -> None:
     mask = function_mask(3, lambda q, k: table[q, k])
     config = LongContextConfig(ring_degree=2, plan="allgather", layout="contiguous")
     case = MaskedCase("table", Documents.one(3), None, mask, table)
-    assert_exact(config, case, (1, 1))
+    assert_exact(Case(config, case, (1, 1)))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])
@@ -135,4 +124,5 @@ def test_ranks_without_tokens_have_sinks_too(num_tokens: int) -> None:
     q, k = tokens(num_tokens)
     case = MaskedCase("short", Documents.one(num_tokens), None, None, k <= q)
     for layout in ("contiguous", "zigzag"):
-        assert_exact(LongContextConfig(ring_degree=4, layout=layout), case, (2, 1), sinks=True)
+        config = LongContextConfig(ring_degree=4, layout=layout)
+        assert_exact(Case(config, case, (2, 1), sinks=True))
