@@ -13,7 +13,6 @@ from longctx_patch.memory.offload import HostCopies, HostMemoryFull, HostRoom
 from longctx_patch.memory.replay import Getter
 from longctx_patch.memory.run_layer import run_layer
 from tests.hf.tiny import tiny_model, token_rows
-from tests.memory.live_bytes import LiveBytes
 
 CPU = torch.device("cpu")
 
@@ -194,39 +193,6 @@ def test_a_layer_leaves_its_input_and_shares_the_others() -> None:
     found = torch.autograd.grad(out.sum(), (hidden, *layer.parameters()))
     wanted = torch.autograd.grad(forward(hidden, shared).sum(), (hidden, *layer.parameters()))
     assert all(map(torch.equal, found, wanted))
-
-
-def test_bytes_of_a_model() -> None:
-    """Of each layer its input, attention's output and its lse; the same memory in every step."""
-    model = tiny_model()
-    handle = patch(model, LongContextConfig(checkpoint="offload"))
-    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-    config, (rows, length) = model.config, (2, 32)
-    for _ in range(3):
-        model(**collate(token_rows(length))).loss.backward()
-        model.zero_grad()
-    width = config.hidden_size + config.num_attention_heads * (config.head_dim + 1)
-    host = handle._checkpoints._host
-    assert host is not None
-    assert host.num_bytes == 4 * rows * length * width * config.num_hidden_layers
-
-
-def test_nothing_of_a_layer_stays_where_it_was() -> None:
-    """On CPU both places are counted: as much as is kept, not twice as much."""
-    live, one_input = {}, 4 * 2 * 32 * 64
-    for policy in ("attention", "offload"):
-        model = tiny_model(num_hidden_layers=6)
-        assert model.config.hidden_size == 64
-        handle = patch(model, LongContextConfig(checkpoint=policy))
-        collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-        batch = collate(token_rows(32))
-        with LiveBytes() as meter:
-            loss = model(**batch).loss
-            gc.collect()
-            live[policy] = meter.allocated()
-            loss.backward()
-    assert live["attention"] > 6 * 2 * one_input
-    assert abs(live["offload"] - live["attention"]) < one_input
 
 
 @pytest.mark.gpu

@@ -5,12 +5,8 @@ from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.engine.call import CallShape
@@ -26,7 +22,7 @@ from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model
 from tests.memory.live_bytes import LiveBytes
-from tests.memory.trained import Gradients, Trained, assert_equal, assert_near
+from tests.memory.trained import Gradients, Trained, adapter, assert_equal, assert_near, averaged
 
 LAYERS, BATCH, LENGTH, HIDDEN, HEADS, KV_HEADS, DIM = 2, 2, 32, 64, 4, 2, 16
 INPUT = 4 * BATCH * LENGTH * HIDDEN
@@ -157,41 +153,22 @@ def test_over_four_ranks() -> None:
     run_distributed(check_degrees, 4)
 
 
-def adapted(model: Any) -> Any:
-    """With adapters whose second factor is not zero, which would hide errors in the first."""
-    torch.manual_seed(1)
-    options = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return get_peft_model(model, options)
-
-
-def sharded(it: Trained) -> Trained:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in it.handle.model.get_decoder().layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(it.model, mesh=mesh)
-    return it
-
-
-def averaged(grad: Tensor) -> Tensor:
-    """Over ranks, as FSDP2 does it."""
-    if isinstance(grad, DTensor):
-        return grad.full_tensor()
-    dist.all_reduce(grad)
-    return grad / dist.get_world_size()
-
-
 def check_wrapped(rank: int) -> None:
     """Each policy under adapters, FSDP2 or both."""
     for lora, fsdp in ((True, False), (False, True), (True, True)):
         plain: Gradients = {}
         wanted: Gradients = {}
         for policy in MEANS:
-            model = adapted(tiny_model()) if lora else tiny_model()
+            model: Any = tiny_model()
+            if lora:
+                torch.manual_seed(1)
+                model = get_peft_model(model, adapter())
             it = Trained(model, length=LENGTH, ulysses_degree=2, checkpoint=policy)
             if not plain:
                 plain = {name: averaged(grad) for name, grad in it.step().items()}
                 it.handle.counters.reset()
-            it = sharded(it) if fsdp else it
+            if fsdp:
+                it.shard()
             found = {name: averaged(grad) for name, grad in counted_step(it).items()}
             assert_equal(found, wanted := wanted or found)
             assert_near(found, plain, 1e-5)

@@ -113,16 +113,6 @@ def test_a_parameter_in_two_places_and_one_without_use() -> None:
     assert mlp.up.weight is mlp.gate.weight
 
 
-def test_gradients_of_a_part() -> None:
-    """As torch.autograd.grad asks for them."""
-    mlp = made()
-    hidden, grad = made_input(31)
-    for wanted in ([mlp.down.weight], [hidden], [mlp.gate.bias, hidden]):
-        whole = torch.autograd.grad(mlp(hidden), wanted, grad)
-        tiled = torch.autograd.grad(in_tiles(mlp, 4)(hidden), wanted, grad)
-        assert all(relative_error(a, b) < 1e-6 for a, b in zip(tiled, whole, strict=True))
-
-
 def test_each_hook_runs_once_in_a_backward_pass() -> None:
     mlp = made()
     hidden, grad = made_input(31)

@@ -4,8 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
 from longctx_patch.memory.offload import HostCopies
@@ -65,6 +71,13 @@ class Trained:
         """Give the layers these policies from the next pass on."""
         self.handle._checkpoints._auto = Forced(policies)  # type: ignore[assignment]
 
+    def shard(self) -> None:
+        """Wrap each layer and the model by FSDP2, over all ranks."""
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self.handle.model.get_decoder().layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
     def loss(self, length: int | None = None, *, seed: int = 0) -> Tensor:
         batch = self.collate(token_rows(length or self.length, seed=seed))
         return self.model(**batch, use_cache=False).loss
@@ -86,6 +99,20 @@ class Trained:
         return meter.peak() - rest
 
 
+class Flops(TorchDispatchMode):
+    """Counts those of all matrix products while it is entered."""
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
 def tiled(model: Any, num_tiles: int | None, **config: Any) -> Trained:
     """A patched model whose MLPs are in tiles of rows with a prime number of tokens."""
     return Trained(model, length=31, mlp_tiles=num_tiles, **config)
@@ -94,6 +121,14 @@ def tiled(model: Any, num_tiles: int | None, **config: Any) -> Trained:
 def adapter(**options: Any) -> LoraConfig:
     targets = ["q_proj", "gate_proj", "down_proj"]
     return LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **options)
+
+
+def averaged(grad: Tensor) -> Tensor:
+    """Mean over ranks, as FSDP2 has made it already."""
+    if isinstance(grad, DTensor):
+        return grad.full_tensor()
+    dist.all_reduce(grad)
+    return grad / dist.get_world_size()
 
 
 def assert_equal(found: Gradients, wanted: Gradients) -> None:

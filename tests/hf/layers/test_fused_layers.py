@@ -1,20 +1,15 @@
 """Compiled parts of layers under every recompute, FSDP2 and adapters; what Liger Kernel may do."""
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from torch import Tensor
+from peft import get_peft_model
 from torch._dynamo.utils import counters
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers.integrations import liger
 from transformers.models.llama import modeling_llama
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.hf.layers import fused_layers
 from longctx_patch.hf.layers.fused_layers import (
     LIGER_FAMILIES,
@@ -24,67 +19,30 @@ from longctx_patch.hf.layers.fused_layers import (
 )
 from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.kernels.installed import Package
-from longctx_patch.memory.policies import LayerPolicy
-from longctx_patch.memory.run_layer import run_layer
+from longctx_patch.memory.ladder import after_climbs
 from tests.harness import run_distributed
-from tests.hf.tiny import gradients, tiny_model, token_rows
-from tests.reference import relative_error
+from tests.hf.tiny import gradients, tiny_model
+from tests.memory.trained import Gradients, Trained, adapter, assert_near, averaged
 
 LAYERS = 9
 LENGTHS = (31, 37, 41, 29)
-Step = tuple[Tensor, dict[str, Tensor]]
 
 
-class Forced:
-    """In place of `AutoPolicy`, whose meter there is none of on CPU."""
-
-    use = None
-
-    def __init__(self, whole: int) -> None:
-        self.policies: Sequence[LayerPolicy] = ["attention"] * (LAYERS - whole) + ["none"] * whole
-
-    def propose(self, num_tokens: int) -> int:
-        return 0
-
-    def begin(self, num_tokens: int, whole: int) -> None:
-        return None
-
-    def run(self, layer: int, forward: Any, *args: Any) -> Any:
-        return run_layer(self.policies[layer], forward, *args)
-
-
-def trained(how: fused_layers.FusedLayersName) -> tuple[list[Step], int]:
+def trained(how: fused_layers.FusedLayersName) -> tuple[list[Gradients], int]:
     """Steps over rows of ever new lengths and under ever new policies, and the graphs made after
     the second of them."""
     model = tiny_model(num_hidden_layers=LAYERS)
     fuse_layers(model, how)
-    handle = patch(model, LongContextConfig(checkpoint="auto"))
-    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    it = Trained(model, checkpoint="auto")
     steps, graphs = [], [0]
     for number, length in enumerate(LENGTHS):
-        handle._checkpoints._auto = Forced(4 * number % (LAYERS + 1))  # type: ignore[assignment]
-        steps.append(step(model, collate(token_rows(length, seed=number))))
+        it.force(after_climbs(LAYERS + 4 * number % (LAYERS + 1), LAYERS))
+        steps.append(it.step(length, seed=number))
         graphs.append(counters["stats"]["unique_graphs"])
-    handle.unpatch()
+    it.handle.unpatch()
     ids = torch.arange(40)[None]
-    steps.append(step(model, {"input_ids": ids, "labels": ids}))
-    return steps, graphs[-1] - graphs[2]
-
-
-def step(model: Any, batch: dict[str, Tensor]) -> Step:
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    grads = gradients(model)
-    model.zero_grad()
-    return loss.detach(), grads
-
-
-def assert_near(found: Step, wanted: Step) -> None:
-    assert relative_error(found[0], wanted[0]) < 1e-5
-    assert found[1].keys() == wanted[1].keys()
-    assert found[1]
-    for name, grad in wanted[1].items():
-        assert relative_error(found[1][name], grad) < 1e-5, name
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return [*steps, gradients(model)], graphs[-1] - graphs[2]
 
 
 @pytest.mark.usefixtures("aot_eager")
@@ -95,36 +53,30 @@ def test_compiled_layers_are_exact_and_compiled_for_two_lengths_only() -> None:
     found, late_graphs = trained("compile")
     assert late_graphs == 0
     for mine, stock in zip(found, wanted, strict=True):
-        assert_near(mine, stock)
+        assert_near(mine, stock, 1e-5)
     # Four parts, attention in two; of one length, of any, and of whole rows once it is unpatched.
     assert 0 < counters["stats"]["unique_graphs"] < 3 * 5
     assert not counters["unimplemented"], "a limit on recompiling was not met"
     assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
 
 
-def adapted_and_sharded(how: fused_layers.FusedLayersName) -> Step:
+def adapted_and_sharded(how: fused_layers.FusedLayersName) -> Gradients:
     """A LoRA model under FSDP2, its sequence over both ranks; patched first, then fused."""
-    model: Any = tiny_model()
+    model = tiny_model()
     torch.manual_seed(1)
-    adapter = LoraConfig(r=2, target_modules=["q_proj", "gate_proj"], init_lora_weights=False)
-    model = get_peft_model(model, adapter).train()
-    handle = patch(model, LongContextConfig(ulysses_degree=2, checkpoint="attention"))
-    fuse_layers(model, how)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in handle.model.get_decoder().layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
-    loss, grads = step(model, collate(token_rows(37)))
-    handle.unpatch()
-    return loss, {name: grad.full_tensor() for name, grad in grads.items()}  # type: ignore[attr-defined]
+    it = Trained(get_peft_model(model, adapter()), ulysses_degree=2, checkpoint="attention")
+    fuse_layers(it.model, how)
+    it.shard()
+    found = it.step(37)
+    it.handle.unpatch()
+    return {name: averaged(grad) for name, grad in found.items()}
 
 
 def check_on_two_ranks(rank: int) -> None:
     torch.compiler.set_stance("default", force_backend="aot_eager")
     wanted = adapted_and_sharded("none")
     assert not counters["stats"]["unique_graphs"]
-    assert_near(adapted_and_sharded("compile"), wanted)
+    assert_near(adapted_and_sharded("compile"), wanted, 1e-5)
     assert counters["stats"]["unique_graphs"]
     assert not counters["unimplemented"]
 
