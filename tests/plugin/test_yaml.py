@@ -53,7 +53,8 @@ from longctx_patch.plugin import close_accelerator, make_accelerator
 acc = make_accelerator(LongContextConfig(ring_degree=2))
 ranks = acc.gather(torch.tensor([acc.process_index], device=acc.device)).tolist()
 acc.print("world", acc.num_processes, acc.device.type, ranks, acc.mixed_precision)
-close_accelerator(acc)
+acc.end_training()
+close_accelerator(acc)  # what has ended already is no error
 """
 
 
