@@ -101,14 +101,14 @@ class Decisions:
     options: PatchOptions
     settings: Settings
     model_config: Any
-    """With the RoPE change."""
+    """The config with the RoPE change."""
     old_config: Any
     why_degrees: str
     launch_yaml: str
     predicted: Result | None
-    """What the planner says; None where it doesn't know these GPUs or the model."""
+    """The predicted memory and time; None where these GPUs or the model are not known."""
     names_gpus: bool
-    """Whether their kind was named."""
+    """Whether --gpus names a kind."""
 
     @property
     def folder(self) -> Path:

@@ -69,9 +69,9 @@ class Gpus(click.ParamType[str]):
 @click.option(
     "--dtype",
     type=Choice(("float32", "bfloat16")),
-    help="That weights are loaded in [an adapter's as in the model's config, else float32].",
+    help="Dtype that weights load in [adapter: that of the model's config; --full: float32].",
 )
-@click.option("--rank", type=click.IntRange(1), help="Of the adapter [16].")
+@click.option("--rank", type=click.IntRange(1), help="Rank of the adapter [16].")
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
 @click.option("--tokenizer", default="", help="Name or folder if not the model's own; 'bytes'.")
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")

@@ -1,4 +1,4 @@
-"""What `longctx patch` refuses before it decides anything: the folder, the text, the length."""
+"""What `longctx patch` checks before it decides anything: the folder, the text, the length."""
 
 from pathlib import Path
 from typing import Any

@@ -24,7 +24,7 @@ COLUMNS = ("plan", "ulysses", "ring", "layout", "loss", "logits", "worst grad", 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is verified: a model's config, and how it runs if it is a run folder."""
+    """What is verified: a model's config and, for a run folder, how the run cuts its rows."""
 
     model_config: Any
     run: LongContextConfig | None = None
@@ -113,7 +113,7 @@ def load_target(target: str) -> Target:
         return Target(model_config=load_model_config(target))
     from longctx_patch.recipes.settings import Settings, read_settings_file
 
-    # Without a text yet, the settings lack what only training needs.
+    # A run folder may have no text yet, which only training needs.
     settings = Settings(**read_settings_file(folder / RUN_SETTINGS) | {"text": ["-"]})
     return Target(
         model_config=load_model_config(str(folder)),
@@ -162,7 +162,7 @@ def asked_degrees(options: VerifyOptions, num_ranks: int) -> tuple[int, int]:
 
 
 def render(report: "Report", seconds: float) -> str:
-    """Table and verdict."""
+    """The table of cases, and the verdict."""
     rows: list[list[str]] = [[*COLUMNS, "messages", "bytes", ""]]
     for case in report.cases:
         errors = (

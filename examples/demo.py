@@ -56,7 +56,7 @@ class DemoError(Exception):
 def main() -> None:
     started = time.monotonic()
     disable_progress_bar()
-    # peft asks transformers for a property under its old name; nothing that a user could change.
+    # peft asks transformers for a property by its old name, which no user could change.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
     folder = output_folder(sys.argv[1:])
     print(f"demo: everything is written to {folder}")
@@ -176,7 +176,7 @@ def held_out_losses(folder: Path) -> tuple[float, float]:
 
 @torch.inference_mode()
 def mean_loss(model: torch.nn.Module, rows: list[np.ndarray]) -> float:
-    """Mean over rows of one length."""
+    """The mean loss of rows that all have one length."""
     batches = [torch.from_numpy(row)[None].long() for row in rows]
     losses = [model.eval()(input_ids=ids, labels=ids).loss.item() for ids in batches]
     return sum(losses) / len(losses)

@@ -66,7 +66,7 @@ def show(name: str, allowed: Tensor, **options: Any) -> None:
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, options: dict[str, Any]) -> Tensor:
-    """The same in one piece, `[1, L, H, D]`."""
+    """Attention in one process, by its definition; all tensors are `[1, L, H, D]`."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=2) for x in (k, v))
     scores = torch.einsum("blhd,bmhd->bhlm", q, k) * HEAD_DIM**-0.5
     if softcap := options.get("softcap"):

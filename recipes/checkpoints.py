@@ -1,4 +1,4 @@
-"""Checkpoints to go on from exactly, and models that plain transformers and peft load.
+"""Checkpoints that a run resumes from exactly, and models that plain transformers and peft load.
 
 `output/checkpoints/step_000010/` holds `model/` (loadable), `state/` (trained weights and
 optimizer, by torch.distributed.checkpoint: any world can read it), scheduler, random states and
@@ -30,12 +30,12 @@ from .texts import RowOrder, digest
 
 RUN_FILE = "run.json"
 WRITERS = 4
-"""Threads of each process that write states: 2 GiB took 0.9 s with four, 3.7 s with one."""
+"""Threads with which each process writes states: 2 GiB took 0.9 s with four, 3.7 s with one."""
 # Settings that may differ between a run and its resumption without changing any number.
 FREE = {
     *("text", "output", "resume", "save_every", "tokenizer", "text_field"),
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
-    *("ulysses_waves", "fused_layers"),  # but for rounding
+    *("ulysses_waves", "fused_layers"),  # these change rounding only
     "skip_rehearsal",
 }
 WORLD = {*PARALLELISM} - FREE
@@ -68,7 +68,7 @@ class TrainState:
 
 
 def fingerprint(settings: Settings, order: RowOrder, processes: int) -> dict[str, Any]:
-    """What a resumed run must share with the run that it goes on with, and the world it had."""
+    """What a resumed run must share with the run that it continues, and the world of that run."""
     values = dataclasses.asdict(settings)
     return {
         "exact": {
@@ -103,10 +103,10 @@ def check_output(settings: Settings) -> Path | None:
 
 
 def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
-    """Refuse to go on where the numbers would differ from those of the run that was begun."""
+    """Refuse to resume where the numbers would differ from those of the run that was begun."""
     then = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["fingerprint"]
     free = {"max_steps"} if now["exact"]["scheduler"].startswith("constant") else set()
-    # A setting that the run's version did not have had its default.
+    # If the version that began the run had no such setting, it ran with the default.
     had = {field.name: field.default for field in dataclasses.fields(Settings)} | then["exact"]
     for key, value in now["exact"].items():
         before = had.get(key)
@@ -115,7 +115,7 @@ def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
                 f"resume: {key} is {value!r}, the run at {checkpoint} has {before!r}, so the "
                 "numbers would not be those of one run. Use the old value, or start a new run."
             )
-    # Settings that an older version did not have, or a newer one counts as free, are left out.
+    # Only settings that both versions count as the world are compared.
     both = sorted(then["world"].keys() & now["world"].keys())
     was, is_now = ({key: run["world"][key] for key in both} for run in (then, now))
     if now["exact"]["lora_dropout"] > 0 and was != is_now:
@@ -149,7 +149,7 @@ def save_checkpoint(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Torch's, whose threads keep their errors to themselves: a full disk would go unnoticed."""
+    """torch's writer, but errors of its threads are raised: a full disk would go unnoticed."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         done = super().write_data(plan, planner)
@@ -217,7 +217,7 @@ def _tensors(state: TrainState) -> dict[str, Any]:
 
 
 def _without_frozen(weights: dict[str, Any], model: Any) -> dict[str, Any]:
-    """Without what quantised weights keep beside their numbers, under their names."""
+    """The weights without those of frozen modules: quantised ones keep scales under their names."""
     parameters = model.named_parameters()
     frozen = tuple(f"{n.removeprefix('module.')}." for n, p in parameters if not p.requires_grad)
     return {name: value for name, value in weights.items() if not name.startswith(frozen)}

@@ -4,10 +4,10 @@
         -m longctx_patch.recipes.finetune --ring 2 --model MODEL --text FOLDER \
         --seq-len 32768 --rope yarn --output run/out
 
-The order matters: load, RoPE, LoRA, fused layers, patch, prepare. `--settings FILE` reads the same
-settings from YAML, `--pack` fills rows with documents that don't see each other. Writes into the
-output folder: metrics.jsonl (one line per step; loss is the mean over all tokens of the step on all
-processes), checkpoints/ and final/.
+The order of what is done to the model matters: load, RoPE, LoRA, fused layers, patch, prepare.
+`--settings FILE` reads the same settings from YAML, `--pack` fills rows with documents that don't
+see each other. The output folder gets metrics.jsonl (one line per step; loss is the mean over all
+tokens of the step on all processes), checkpoints/ and final/.
 """
 
 import logging
@@ -55,13 +55,13 @@ class Data(NamedTuple):
     packed: PackedText | None = None
 
     def metrics(self) -> dict[str, float]:
-        """What every line of metrics.jsonl says of the rows."""
+        """What every line of metrics.jsonl says about the rows."""
         return {"packing_efficiency": self.packed.efficiency} if self.packed else {}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from command-line arguments; every process of the job runs this."""
-    # Where it is installed it warns of a missing kernel on CPUs, whether it is used or not.
+    # bitsandbytes, where installed, warns of a missing CPU kernel even if nothing uses it.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     settings = parse_settings(arguments)
     check_launcher(settings_file(arguments))
@@ -145,7 +145,7 @@ def train_steps(
 
 
 def build_accelerator(settings: Settings) -> Any:
-    """Accelerate as it was launched."""
+    """The Accelerator for the world that the launcher started."""
     accelerator = make_accelerator(settings.sequence_parallelism())
     if not (accelerator.is_main_process and sys.stderr.isatty()):
         disable_progress_bar()  # the bars of loading and saving
@@ -168,7 +168,7 @@ def build_model(settings: Settings, config: Any, device: torch.device) -> tuple[
 
 
 def build_data(settings: Settings, tokenizer: Any) -> Data:
-    """Rows of tokens, packed or cut from the joined text."""
+    """Read the text into rows of tokens, packed or cut from the joined text."""
     config = settings.sequence_parallelism()
     replica, group_rank, replicas = world_place(config)
     documents = texts.read_documents(settings.text, settings.text_field)
@@ -198,14 +198,14 @@ def build_data(settings: Settings, tokenizer: Any) -> Data:
             tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         ),
         packed=settings.pack,
-        # The rows of a forward become one; all as long, so that memory can be used again.
+        # The rows of a forward become one, always of one length, so that memory is used again.
         pad_to_length=settings.seq_len * settings.batch_size if settings.pack else 0,
     )
     return Data(order, collator, replica, packed)
 
 
 def micro_batches(data: Data, steps: range) -> Iterator[dict[str, torch.Tensor]]:
-    """This process's shards, one for each forward of all steps."""
+    """Yield this process's shard for each forward of these steps."""
     for step in steps:
         for rows in data.order.micro_batches(step, data.replica):
             yield data.collator(rows)
@@ -218,10 +218,10 @@ def build_state(settings: Settings, accelerator: Any, model: Any) -> checkpoints
         trained,
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,
-        # One kernel, without the copies of all weights that torch's default makes.
+        # The fused kernel saves the copies of all weights that torch's default makes.
         fused=accelerator.device.type == "cuda",
     )
-    # Not prepared by accelerate, which would step it once per process.
+    # It is not prepared by accelerate: a checkpoint holds its own state.
     scheduler = get_scheduler(
         settings.scheduler,
         optimizer,

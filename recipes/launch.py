@@ -14,7 +14,8 @@ import yaml
 from longctx_patch.recipes.memory_report import OutOfMemory
 
 SECONDS_AFTER_RANK_0 = 5.0
-"""In which the launcher ends the other processes of a machine, if the first refused as well."""
+"""Other processes wait so long before they repeat a refusal; if rank 0 of their machine refused,
+the launcher has ended them by then."""
 
 
 def check_launcher(settings_file: Path | None) -> None:

@@ -25,7 +25,7 @@ class OutOfMemory(RuntimeError):
 
 @contextmanager
 def explained(settings: Settings, config: Any, accelerator: Any) -> Iterator[None]:
-    """Say of an error of torch's or of the rehearsal what was used, predicted, and what to do."""
+    """Turn out-of-memory errors into one that says what was used, predicted, and what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -36,7 +36,7 @@ def explained(settings: Settings, config: Any, accelerator: Any) -> Iterator[Non
 
 
 def out_of_memory(said: str, settings: Settings, config: Any, accelerator: Any) -> OutOfMemory:
-    """The first line of what was `said`, what was used and predicted, and what to change."""
+    """An error with the first line of what was `said`, memory used and predicted, and a change."""
     device, num_gpus = accelerator.device, accelerator.num_processes
     total = torch.cuda.get_device_properties(device).total_memory
     now, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -69,7 +69,7 @@ def out_of_memory(said: str, settings: Settings, config: Any, accelerator: Any) 
 
 
 def _for_the_recipe(text: str) -> str:
-    """The same in the recipe's names; where states are is decided in the launcher's YAML."""
+    """The advice with the recipe's flags; the launcher's YAML says where states are."""
     text = text.replace("--rank", "--lora-rank")
     return text.replace(" --states-on-host", " and fsdp_offload_params: true in accelerate.yaml")
 
@@ -82,7 +82,7 @@ def predict_run(
     fsdp: bool = True,
     states_on_host: bool = False,
 ) -> Result:
-    """What these settings are predicted to take. Raises ValueError for models not covered."""
+    """Predict memory and time of these settings. Raises ValueError for models not covered."""
     dtype: WeightsDtype = "float32" if settings.dtype == "float32" else "bfloat16"
     job = Job(
         shape=shape_of(config, settings.model),

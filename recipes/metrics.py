@@ -33,8 +33,8 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory held so far: resident in the process on CPU; on a GPU allocated by torch, since
-    `checkpoint=auto` last changed what is recomputed."""
+    """The most memory held so far: on the CPU what is resident in the process, on a GPU what torch
+    allocated since `checkpoint=auto` last changed what is recomputed."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource

@@ -111,7 +111,7 @@ def four_bits(dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def check_4bit(settings: Settings, *, fsdp: bool) -> None:
-    """Refuse weights of 4 bits that can't be made, or that nobody has tried."""
+    """Refuse weights of 4 bits that can't be made, and ways to run them that are not tested."""
     if not settings.load_in_4bit:
         return
     if is_bare_config(settings.model):
@@ -166,7 +166,7 @@ def add_lora(model: PreTrainedModel, settings: Settings) -> Any:
         target_modules="all-linear" if everything else settings.lora_targets,
     )
     with warnings.catch_warnings():
-        # peft asks transformers for a property under its old name; nothing a user could change.
+        # peft asks transformers for a property by its old name, which no user could change.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
         return get_peft_model(model, adapter)
 

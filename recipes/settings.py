@@ -27,7 +27,7 @@ RopeName = Literal["none", "linear", "dynamic", "yarn"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulerName = Literal["cosine", "linear", "constant", "constant_with_warmup"]
 OPPOSITES = {"lora": "full", "full": "lora"}
-"""A flag of one of these takes back the other where the file has it."""
+"""A flag of one of these settings switches the other off if the file sets it."""
 SHORT_NAMES = {"ulysses_degree": "ulysses", "ring_degree": "ring"}
 """Fields of LongContextConfig that have another name here."""
 OTHER_DEFAULTS = {"layout": "auto", "checkpoint": "auto"}
@@ -160,11 +160,11 @@ class Settings(Parallelism, _Task):
 
     @property
     def uses_lora(self) -> bool:
-        """LoRA unless `full` was asked for."""
+        """Whether an adapter is trained, which is so unless `full` was asked for."""
         return not self.full
 
     def sequence_parallelism(self) -> LongContextConfig:
-        """The part of the settings that the patch takes."""
+        """The settings as the config that `patch` takes."""
         values = {field: getattr(self, SHORT_NAMES.get(field, field)) for field in CONFIG_FIELDS}
         values["layout"] = None if self.layout == "auto" else self.layout
         return LongContextConfig(**values)
@@ -219,7 +219,7 @@ def _settings_file(
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """The file's keys and values, each of the type of its field."""
+    """Read the file's keys and values, each as the type of its field."""
     if not path.is_file():
         raise ValueError(f"--settings {path}: no such file.")
     try:
@@ -238,7 +238,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
 
 
 def _typed(path: Path, key: str, value: Any, wanted: Any) -> Any:
-    """`value` as the field's type; YAML 1.1 reads 1e-4 as a string and a lone path as no list."""
+    """`value` as the field's type: YAML 1.1 reads 1e-4 as a string and a lone path as no list."""
     kinds = [kind for kind in get_args(wanted) if kind is not type(None)]
     if get_origin(wanted) is list:
         return [str(item) for item in value] if isinstance(value, list) else [str(value)]

@@ -1,4 +1,4 @@
-"""Text to rows of tokens, and which rows a step takes.
+"""Text becomes rows of tokens, and each step takes some of them.
 
 Everything here is a pure function of the files and the settings: every process computes the same
 rows, and the rows of a step follow from its number alone, so that a run can go on anywhere.
@@ -79,7 +79,7 @@ def token_rows(
 
 
 def digest(rows: Sequence[np.ndarray], seq_lengths: Sequence[Sequence[int]] | None = None) -> str:
-    """Short fingerprint of the rows, equal for equal tokens in equal rows and documents."""
+    """A short fingerprint of the rows, equal for equal tokens in equal rows and documents."""
     content = hashlib.sha256()
     for row in rows:
         content.update(len(row).to_bytes(8, "little"))
@@ -94,7 +94,7 @@ class RowOrder:
 
     A step takes the next `replicas * batch_size * accumulation` rows of one endless sequence, so
     two worlds with the same product train on the same rows in every step. `seq_lengths` are the
-    lengths of each row's documents, of packed rows.
+    lengths of the documents in each row, if rows are packed.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ def _why_no_text(record: Any, text_field: str) -> str:
 
 
 def _is_dataset(folder: Path) -> bool:
-    """Saved by `save_to_disk`, or files that `load_dataset` reads and we do not."""
+    """Whether `save_to_disk` wrote the folder, or it holds tables, which `load_dataset` reads."""
     saved = (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file()
     return saved or any(folder.rglob("*.parquet")) or any(folder.rglob("*.arrow"))
 

@@ -100,13 +100,13 @@ def close_accelerator(accelerator: Accelerator) -> None:
 
     It ends the trackers too; `accelerator.end_training()` may have been called before it.
 
-    Without it a gloo process sometimes aborts after its work is done ("terminate called without
+    Without this a gloo process sometimes aborts after its work is done ("terminate called without
     an active exception", about one run in ten with torch 2.13), and the launcher reports failure:
     a process may leave while its peer still talks to it, and the mesh keeps process groups alive
     into the interpreter's exit.
     """
     has_group = accelerator.num_processes == 1 or torch.distributed.is_initialized()
-    if has_group:  # and not ended by `accelerator.end_training()` yet
+    if has_group:  # otherwise `accelerator.end_training()` was called before
         accelerator.wait_for_everyone()
         accelerator.end_training()
     if accelerator.parallelism_config is not None:
@@ -130,7 +130,7 @@ def _refuse_other_engines(kwargs: dict[str, Any]) -> None:
 
 
 def _refuse_accumulation(kwargs: dict[str, Any]) -> None:
-    """Accelerate divides the loss by its accumulation steps; ours counts all tokens already."""
+    """Accelerate would divide the loss by its steps; ours is a share of all tokens already."""
     plugin = kwargs.get("gradient_accumulation_plugin")
     launched = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"))
     steps = plugin.num_steps if plugin else kwargs.get("gradient_accumulation_steps", launched)
@@ -227,7 +227,7 @@ def _parallelism(
     replicate: int | None,
     shard: int | None,
 ) -> SequenceParallelismConfig:
-    """The sizes with what is missing filled in; whether they fit is checked afterwards."""
+    """Fill in the sizes that were not given; whether they fit is checked afterwards."""
     data_parallel = num_processes // config.sequence_degree
     if shard is None:
         shard = max(1, data_parallel // (replicate or 1)) if fsdp2 else 1

@@ -26,7 +26,7 @@ def accelerate_yaml(
     """YAML text for `num_processes` processes, `sequence_degree` of which share a sequence.
 
     With `fsdp` parameters are sharded over all ranks (FSDP2), otherwise each rank holds the model.
-    One process has all shards: it gains float32 master weights, and adapters that are computed in
+    A single process gains from FSDP2 too: float32 master weights, and adapters that are computed in
     the low precision without autocast's copies. With `states_on_host` too, parameters, gradients
     and the optimizer are in host memory, and the optimizer steps there. With `cpu` the processes
     run on the CPU even where there is a GPU.

@@ -107,7 +107,7 @@ class SequenceParallelismConfig(ParallelismConfig):
                 "distributed_type: FSDP and fsdp_version: 2 in the YAML, or use "
                 f"dp_replicate_size={self.data_parallel_size}, dp_shard_size=1."
             )
-        # One process has all shards.
+        # A single process holds all shards.
         if fsdp2 and not self.dp_shard_cp_dim_names and num_processes > 1:
             raise ValueError(
                 "FSDP2 with dp_shard_size=1 and cp_size=1: there are no ranks to shard over. Set "

@@ -29,7 +29,7 @@ def run() -> Run:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., Path]:
-    """Write a config.json: the tiny Llama's, changed as asked."""
+    """A function that writes the tiny Llama's config.json, with changes."""
 
     def write(**changes: Any) -> Path:
         folder = tmp_path / "model"

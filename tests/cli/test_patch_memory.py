@@ -46,8 +46,8 @@ def test_a_number_alone_predicts_nothing(run: Run, config: Write, tmp_path: Path
 
 
 def test_what_will_not_fit_is_refused(run: Run, config: Write, tmp_path: Path) -> None:
-    """Too long for the GPU; all weights in float32 on one, with what moves them to the host; or a
-    policy that keeps too much, with one that doesn't."""
+    """The row is too long for the GPU; or float32 weights are too large for one, and moving them to
+    the host is the advice; or the policy keeps too much, and another is the advice."""
     model = config(**LLAMA_8B | {"max_position_embeddings": 2**23})
     code, output = patch(run, model, tmp_path / "run", "1xH200", "--seq-len", 2**22, "--full")
     assert code == 1
@@ -106,7 +106,7 @@ def test_more_gpus_than_a_machine_has(run: Run, config: Write, tmp_path: Path) -
 
 
 def test_where_nothing_can_be_predicted(run: Run, config: Write, tmp_path: Path) -> None:
-    """Experts, and processes on the CPU; experts are written all the same."""
+    """A model with experts and processes on the CPU get a folder without a prediction."""
     experts = config(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
     for name, words in (("experts", ()), ("cpu", ("--cpu",))):
         model = experts if name == "experts" else config()

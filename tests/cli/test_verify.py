@@ -89,7 +89,7 @@ def test_packed_rows_of_a_model_with_windows_and_sinks_as_json(
 
 
 def test_one_cut_in_float64_as_a_table(run: Run, config: Callable[..., Path]) -> None:
-    """Of packed rows and a model with windows and softcap."""
+    """Rows are packed, and the model has windows and a softcap."""
     words = ["--nproc", 3, "--ring", 3, "--layout", "balanced", "--dtype", "float64", "--packed"]
     path = config(model_type="gemma2", sliding_window=9)
     result = run("verify", path, *words, "--seq-len", 61)
@@ -133,7 +133,7 @@ def test_a_broken_engine_is_found(config: Callable[..., Path], tmp_path: Path, p
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert result.returncode == 1
     answer = json.loads(result.stdout)

@@ -164,7 +164,7 @@ def test_sequence_parallelism_alone() -> None:
 
 @pytest.fixture(autouse=True)
 def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No launcher, no GPU, no Accelerate state, before and after."""
+    """Without launcher, GPU and Accelerate state, before and after each test."""
     for name in LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -14,7 +14,7 @@ from longctx_patch.plugin import accelerator, states_on_host
 @pytest.mark.parametrize("is_fsdp2", [False, True])
 @pytest.mark.parametrize("moved", [False, True])
 def test_states_on_host(is_fsdp2: bool, moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Accelerate reads what the launcher exports."""
+    """Accelerate reads it from what the launcher exports."""
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", str(moved).lower())
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) is moved
@@ -29,8 +29,8 @@ def test_states_on_host(is_fsdp2: bool, moved: bool, monkeypatch: pytest.MonkeyP
 def test_processes_share_the_cores(
     threads: int, processes: str | None, found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16 of them. A number that somebody has set stays, and so does one where it isn't known how
-    many processes there are."""
+    """16 cores. A number of threads that somebody has set stays, and so does torch's own where
+    nobody says how many processes there are."""
     monkeypatch.setattr(accelerator, "num_cores", lambda: 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     taken = [threads]

@@ -89,7 +89,7 @@ def test_every_file_is_listed() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_file_is_the_functions_output_under_a_comment(name: str) -> None:
-    """And `accelerate launch` knows every key of it."""
+    """`accelerate launch` knows every key of it, too."""
     text = (RECIPES / name).read_text(encoding="utf-8")
     written = accelerate_yaml(**FILES[name][0])  # type: ignore[arg-type]
     assert text.endswith(written)
@@ -160,7 +160,7 @@ def test_multi_cpu_starts_one_process_and_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("states_on_host", [False, True])
 def test_one_gpu_has_fsdp_too(states_on_host: bool, tmp_path: Path) -> None:
-    """Through the launcher that gives its process a group."""
+    """The launcher for several processes starts it, so that its process has a group."""
     path = tmp_path / "accelerate.yaml"
     path.write_text(accelerate_yaml(1, 1, fsdp=True, states_on_host=states_on_host))
     arguments = _launch_arguments(path)

@@ -130,13 +130,13 @@ def test_what_one_thread_could_not_write_is_no_checkpoint(
 
 
 def test_a_run_of_an_older_version_goes_on_in_its_world(tmp_path: Path) -> None:
-    """With dropout the world counts; settings that only one of the versions has don't."""
+    """With dropout the world must be the same, as far as both versions have its settings."""
     exact = {"scheduler": "cosine", "lora_dropout": 0.1}
     now = {"exact": exact, "world": {"processes": 2, "ulysses": 2}}
     then = {"exact": exact, "world": {"processes": 2, "ulysses": 2, "ulysses_waves": 2}}
     (tmp_path / "run.json").write_text(json.dumps({"fingerprint": then}))
     checkpoints.check_fingerprint(tmp_path, now)
-    # A setting that the older one did not have had its default.
+    # If the older version had no such setting, it ran with the default.
     now["exact"] = {**exact, "load_in_4bit": False}
     checkpoints.check_fingerprint(tmp_path, now)
     now["exact"] = {**exact, "load_in_4bit": True}

@@ -73,7 +73,7 @@ def test_what_was_used_and_predicted_and_flags_that_fit() -> None:
 
 @pytest.mark.usefixtures("on_h200")
 def test_the_flags_are_the_recipes() -> None:
-    """An adapter of some rank; and states on the host, which the launcher moves."""
+    """It names the adapter's rank, and what the launcher's YAML decides as a line of it."""
     said = report(checkpoint="none", full=False, lora_rank=8, dtype="bfloat16").splitlines()[3]
     words = said.split("To change: ")[1].split(" is predicted")[0].split()
     required = ["--model", "m", "--output", "out", "--text", "t", "--seq-len", "8"]
@@ -117,7 +117,7 @@ def small_run(folder: Path) -> list[str]:
 
 
 def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it trains is what it would have trained without."""
+    """A run with the rehearsal has the losses of a run without."""
     found, losses, told = [], {}, []
     rehearse = finetune.preflight
 

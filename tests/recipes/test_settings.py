@@ -62,6 +62,8 @@ def test_a_flag_takes_back_its_opposite_in_the_file(tmp_path: Path) -> None:
         (["--model", ""], "Give --model"),
         (["--batch-size", "0"], "batch_size=0.*1 or more"),
         (["--lora-dropout", "1.0"], "lora_dropout=1.0"),
+        (["--load-in-4bit", "--full"], "load_in_4bit with full.*Use --lora --dtype bfloat16"),
+        (["--load-in-4bit", "--dtype", "float32"], "load_in_4bit with dtype=float32"),
         (["--scheduler", "constant", "--warmup-steps", "3"], "Use --scheduler constant_with"),
         (["--ulysses", "0"], "ulysses_degree=0"),
         (["--mlp-tiles", "0"], "mlp_tiles=0: it counts tiles.*Use mlp_tiles=1"),
