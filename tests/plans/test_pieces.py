@@ -9,10 +9,12 @@ from longctx_patch.plans.pieces import slot_pieces
 from longctx_patch.sequence.layout import LayoutName, make_layout
 from longctx_patch.sequence.masks import causal
 
+SIZES = [(1, 0), (1, 7), (2, 1), (2, 97), (3, 16), (5, 3), (5, 240), (8, 48), (8, 97)]
+"""Ranks and tokens."""
+
 
 @pytest.mark.parametrize("name", ["zigzag", "contiguous", "striped"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("num_tokens", [0, 1, 3, 7, 16, 48, 97, 240])
+@pytest.mark.parametrize(("num_ranks", "num_tokens"), SIZES)
 def test_kinds_are_the_pieces_of_each_pair(
     name: LayoutName, num_ranks: int, num_tokens: int
 ) -> None:
@@ -29,8 +31,7 @@ def test_kinds_are_the_pieces_of_each_pair(
 
 
 @pytest.mark.parametrize("name", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("num_tokens", [1, 7, 16, 97])
+@pytest.mark.parametrize(("num_ranks", "num_tokens"), SIZES[1:])
 def test_gathered_pieces_are_those_of_all_owners(
     name: LayoutName, num_ranks: int, num_tokens: int
 ) -> None:
