@@ -12,6 +12,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from longctx_patch.names import require_choice
+
 if TYPE_CHECKING:  # the methods with tensors load torch: plans and predictions need none
     import torch
     from torch import Tensor
@@ -256,6 +258,7 @@ def striped(num_tokens: int, num_ranks: int) -> Layout:
 def make_layout(name: LayoutName, num_tokens: int, *, ring: int, ulysses: int = 1) -> Layout:
     """The layout of a (ring x Ulysses) group; Ulysses ranks are consecutive."""
     constructors = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+    require_choice("layout", name, constructors)
     return constructors[name](num_tokens, ring).split_each(ulysses)
 
 

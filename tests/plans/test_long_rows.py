@@ -46,9 +46,9 @@ def test_balanced_ranks_compute_equal_areas(
             assert max(computed) * num_ranks <= 1.05 * sum(computed), (name, direction)
 
 
-def calls_to_plan(num_tokens: int, count: int, seed: int) -> float:
+def calls_to_plan(num_tokens: int, count: int) -> float:
     """Python calls per document from the lengths of the documents to both verified plans."""
-    row = log_normal(num_tokens, seed, count=count)
+    row = log_normal(num_tokens, 0, count=count)
 
     def plan() -> None:
         layout, mask = place.__wrapped__("balanced", row, ring=8), documents_mask(row)
@@ -58,9 +58,6 @@ def calls_to_plan(num_tokens: int, count: int, seed: int) -> float:
     return count_calls(plan) / count
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_planning_takes_a_constant_number_of_calls_for_each_document(seed: int) -> None:
-    calls = [
-        calls_to_plan(*row, seed) for row in ((131_072, 500), (1_048_576, 500), (1_048_576, 4000))
-    ]
+def test_planning_takes_a_constant_number_of_calls_for_each_document() -> None:
+    calls = [calls_to_plan(*row) for row in ((131_072, 500), (1_048_576, 500), (1_048_576, 2000))]
     assert max(calls[1:]) < 1.2 * calls[0] < 1000

@@ -52,7 +52,7 @@ def times_computed(plan: Plan) -> dict[Share, NDArray[np.int64]]:
     return times
 
 
-@settings(max_examples=700, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(masked_plans())
 def test_every_allowed_pair_is_computed_once_and_no_other(made: Masked) -> None:
     plan, table = made

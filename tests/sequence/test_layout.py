@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import (
     Interval,
     Layout,
@@ -12,6 +13,7 @@ from longctx_patch.sequence.layout import (
     make_layout,
     zigzag,
 )
+from longctx_patch.sequence.placement import place
 
 layouts = st.builds(
     make_layout,
@@ -62,10 +64,32 @@ def test_unshard_inverts_shard(layout: Layout) -> None:
     assert torch.equal(layout.unshard(shards, 1), x)
 
 
-def test_zigzag_takes_from_both_ends() -> None:
-    layout = zigzag(8, 2)
-    assert layout.positions(0).tolist() == [0, 1, 6, 7]
-    assert layout.positions(1).tolist() == [2, 3, 4, 5]
+ZIGZAG = [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+CONTIGUOUS = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+STRIPED = [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "tokens"),
+    [
+        ("zigzag", (12,), ZIGZAG),
+        ("zigzag", (4, 4, 4), ZIGZAG),
+        ("contiguous", (12,), CONTIGUOUS),
+        ("striped", (12,), STRIPED),
+        ("balanced", (12,), ZIGZAG),
+        ("balanced", (4, 4, 4), CONTIGUOUS),  # whole documents
+    ],
+)
+def test_each_name_places_tokens_as_it_says(
+    name: LayoutName, lengths: tuple[int, ...], tokens: list[list[int]]
+) -> None:
+    layout = place(name, Documents(lengths, 12), ring=3)
+    assert [layout.positions(rank).tolist() for rank in range(3)] == tokens
+
+
+def test_a_name_of_no_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"layout='zigzg': choose .* Did you mean 'zigzag'\?"):
+        place("zigzg", Documents.one(12), ring=3)  # type: ignore[arg-type]
 
 
 def test_ulysses_cuts_the_slots_of_a_ring_rank() -> None:
