@@ -292,6 +292,7 @@ def test_what_names_stand_for_beside_their_schedules() -> None:
     def named(has: Callable[[PlanRecord], bool]) -> set[str]:
         return {name for name, record in PLANS.items() if has(record)}
 
+    assert all(PLANS[name].layouts == (name,) for name in ("zigzag", "striped"))
     assert named(lambda plan: plan.needs_full_nodes) == {"double_ring"}
     assert named(lambda plan: plan.is_sparse) == {SPARSE_PLAN} == {"halo"}
     assert named(lambda plan: plan.directions == (BACKWARD,)) == {"burst"}
