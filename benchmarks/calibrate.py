@@ -69,7 +69,7 @@ class ColdClock(Clock):
     times hold no host time; and it leaves a cold L2 cache."""
 
     def device_time(self, call: Callable[[], object]) -> Timing:
-        """From when the device could begin until it is done."""
+        """Time a call from when the device could begin until it is done."""
         self.warm_up(call)
         if not self.on_cuda:
             return self.host_time(call)
@@ -88,7 +88,7 @@ class ColdClock(Clock):
 
 
 class Fit(NamedTuple):
-    """What seconds are made of."""
+    """The line through measured times."""
 
     slopes: Mapping[str, float]
     """Seconds by unit of each amount, none of them negative."""

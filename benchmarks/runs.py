@@ -1,4 +1,4 @@
-"""One training run that is compared with what was predicted: as a line of text."""
+"""A training run to compare with its prediction, written as a line of text."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from longctx_patch.predict.run.shape import shape_of
 
 @dataclass(frozen=True)
 class Run:
-    """One of the command line."""
+    """A model, its config and what is measured; `text` is how it was written."""
 
     text: str
     model: str
@@ -53,7 +53,7 @@ class Run:
         clips: bool = False,
         policies: tuple[LayerPolicy, ...] | None = None,
     ) -> Result:
-        """On such GPUs as the planner knows: `4xH200`. `policies`: that layers had under `auto`."""
+        """What the run takes on GPUs written as `4xH200`; `policies` are those that layers had."""
         job = Job(
             shape=shape_of(model_config(self.model, self.layers, self.tokens), self.model),
             cluster=parse_cluster(gpus),

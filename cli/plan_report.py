@@ -35,7 +35,8 @@ _HEADER = (
 
 
 def as_json(results: Sequence[Result], max_seq_len: int) -> dict[str, Any]:
-    """Of the same job. GiB are 2**30 bytes; `host_gib` is of one machine."""
+    """All candidates of a job, in types that JSON has. GiB are 2**30 bytes; `host_gib` is that of
+    one machine."""
     job = results[0].job
     return {
         "model": job.shape.name,
@@ -89,7 +90,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
 
 
 def _fastest_of_each(results: Sequence[Result]) -> list[Result]:
-    """The first for each sequence degree and checkpoint policy."""
+    """Keep the first candidate of each sequence degree and checkpoint policy."""
     found: dict[tuple[int, str], Result] = {}
     for result in results:
         candidate = result.candidate
@@ -127,7 +128,7 @@ def _candidate(result: Result) -> dict[str, Any]:
 
 
 def _offload(result: Result) -> str:
-    """What is on the host."""
+    """What of the training is in host memory."""
     parts = ["checkpoints"] if count_on_host(result.candidate.policies) else []
     parts += ["states"] if result.candidate.offload_states else []
     return " and ".join(parts) or "none"
@@ -150,6 +151,7 @@ def _checkpoint(result: Result) -> str:
 
 
 def name_of(result: Result) -> str:
+    """A candidate in a few words, for the picture and for those that don't fit."""
     candidate = result.candidate
     name = f"sp {candidate.sequence_degree}, checkpoint {_checkpoint(result)}"
     name += f", {candidate.mlp_tiles} tile{'s' if candidate.mlp_tiles > 1 else ''}"

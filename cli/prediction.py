@@ -15,13 +15,16 @@ from longctx_patch.recipes.settings import Settings
 def cluster_of(
     gpus: str, num_gpus: int, nodes: int, *, host_gib: float | None, cpu: bool
 ) -> Cluster | None:
-    """In so many machines; None without GPUs of a known kind. Raises ValueError for more GPUs than
-    one has, and for a host's memory where nothing is predicted that could be held against it."""
+    """The GPUs that --gpus names, spread evenly over so many machines; None where it names no kind.
+
+    Raises ValueError for more GPUs than a machine has, and for a host's memory where nothing is
+    predicted that could be compared with it.
+    """
     if gpus.isdigit() or cpu:
         if host_gib is not None:
             raise ValueError(
-                f"--host-gib {host_gib:g}: it is what is predicted that is checked. Name the kind "
-                f"of GPUs, such as --gpus {num_gpus}xH200, and leave out --cpu."
+                f"--host-gib {host_gib:g}: predictions are checked against it. Name the kind of "
+                f"GPUs, such as --gpus {num_gpus}xH200, and leave out --cpu."
             )
         return None
     cluster = parse_cluster(gpus, host_gib)
@@ -45,8 +48,10 @@ def weights_dtype(config: Any, *, lora: bool) -> Literal["float32", "bfloat16"]:
 def prediction(
     settings: Settings, config: Any, cluster: Cluster, states_on_host: bool
 ) -> Result | None:
-    """None for experts, which the planner does not know. Raises ValueError where the run is
-    predicted not to fit, with what to change."""
+    """What the run is predicted to take; None for experts, which the planner does not know.
+
+    Raises ValueError where the run is predicted not to fit, with what to change.
+    """
     if ModelFacts.of(config).experts:
         return None
     result = predict_run(settings, config, cluster, states_on_host=states_on_host)

@@ -26,7 +26,7 @@ ULYSSES = "ulysses"
 
 DIRECTIONS = ("forward", "backward")
 HEADS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
-"""Those of Llama-3.1-8B, where neither a model nor its heads are named."""
+"""The heads of Llama-3.1-8B, taken where neither a model nor its heads are named."""
 
 
 def _positive(context: click.Context, option: click.Parameter, value: int | None) -> int | None:
@@ -166,7 +166,7 @@ def _heads_of(model: str) -> dict[str, int]:
 def make_setting(
     plan: str, ranks: int, ulysses: int | None, workload: "Workload", hardware: "Hardware"
 ) -> "Setting":
-    """What a config with this plan runs over `ranks`, of which `ulysses` exchange heads.
+    """Decide what a config with this plan runs over `ranks`, of which `ulysses` exchange heads.
 
     Raises ValueError.
     """

@@ -73,7 +73,7 @@ def draw(prediction: "Prediction", path: Path, *, caption: str, dpi: int = 150) 
 
 
 def make_figure(prediction: "Prediction", caption: str) -> "Figure":
-    """The picture as matplotlib's figure."""
+    """Make the picture as matplotlib's figure."""
     from matplotlib.figure import Figure
 
     row_inches = 0.46 if prediction.ranks <= 16 else 0.30
@@ -102,7 +102,7 @@ def headline(prediction: "Prediction") -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Three digits, in milliseconds below a second."""
+    """Write seconds with three digits, in milliseconds below a second."""
     number, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
     return f"{number:#.3g}".rstrip(".") + f" {unit}"
 
@@ -126,7 +126,7 @@ def _add_axes(figure: "Figure", prediction: "Prediction") -> "Axes":
 
 
 def _draw_boxes(axes: "Axes", boxes: Iterable[Box]) -> None:
-    """One collection for all boxes of a row that look the same."""
+    """Draw all boxes of a row that look the same as one collection."""
     together: dict[tuple[float, float, Style, bool], list[tuple[float, float]]] = defaultdict(list)
     for box in boxes:
         wide = _points(axes, box.width_ms) > 3
@@ -136,7 +136,7 @@ def _draw_boxes(axes: "Axes", boxes: Iterable[Box]) -> None:
 
 
 def _look(style: Style, *, wide: bool = True) -> dict[str, Any]:
-    """A white outline parts neighbours; it would hide a box of a few pixels."""
+    """How a box is drawn. A white outline parts neighbours; it would hide a box of a few pixels."""
     if style is IDLE:
         return {"facecolor": IDLE.colour, "edgecolor": IDLE.ink, "hatch": "/////", "linewidth": 0}
     outline = ("white", 0.7) if wide else (style.colour, 0.2)
@@ -144,7 +144,7 @@ def _look(style: Style, *, wide: bool = True) -> dict[str, Any]:
 
 
 def _draw_labels(axes: "Axes", boxes: list[Box]) -> None:
-    """Long labels or short ones, whichever more boxes have room for, and the same for all."""
+    """Draw long labels or short ones, whichever more boxes have room for, the same for all."""
 
     def fitting(length: int) -> list[Box]:
         return [b for b in boxes if _text_points(b.labels[length]) <= _points(axes, b.width_ms)]
@@ -163,13 +163,13 @@ def _draw_labels(axes: "Axes", boxes: list[Box]) -> None:
 
 
 def _points(axes: "Axes", width_ms: float) -> float:
-    """Width on the page."""
+    """The width on the page, in points."""
     left, right = axes.get_xlim()
     return 72 * (WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES) * width_ms / (right - left)
 
 
 def _text_points(text: str) -> float:
-    """Room for a label and its margins: a character of this font is 0.6 to 0.7 of its size wide."""
+    """Points that a label takes with its margins; characters are 0.6 to 0.7 of their size wide."""
     return LABEL_POINTS * (0.66 * len(text) + 0.6)
 
 
@@ -187,7 +187,7 @@ def _draw_head(figure: "Figure", prediction: "Prediction", caption: str) -> None
 def _draw_legend(
     figure: "Figure", from_top: float, lane: str, boxes: Iterable[Box], styles: Iterable[Style]
 ) -> None:
-    """Those of `styles` that boxes have, each once, on one line."""
+    """Draw a legend of the `styles` that boxes have, each once, on one line."""
     from matplotlib.patches import Patch
 
     used = {box.style for box in boxes}
@@ -217,6 +217,6 @@ def _head_text(figure: "Figure", x: float, from_top: float, text: str, **look: A
 
 
 def _place(figure: "Figure", x_inches: float, from_top_inches: float) -> tuple[float, float]:
-    """In parts of the figure."""
+    """Turn inches from the left and from the top into parts of the figure."""
     width, height = figure.get_size_inches()
     return x_inches / width, 1 - from_top_inches / height

@@ -61,7 +61,7 @@ class Box(NamedTuple):
     height: float
     style: Style
     labels: tuple[str, ...] = ()
-    """A long and a short one."""
+    """A long label and a short one."""
 
     @property
     def stop_ms(self) -> float:
@@ -69,13 +69,14 @@ class Box(NamedTuple):
 
 
 def compute_boxes(prediction: "Prediction") -> list[Box]:
-    """What each rank computes, with labels."""
+    """Boxes of what each rank computes, with labels."""
     spans = (span for span in prediction.timeline if span.lane == "compute")
     return [_compute_box(span, prediction) for span in spans]
 
 
 def transfer_boxes(prediction: "Prediction") -> list[Box]:
-    """What each rank receives: what overlaps is one box a style, and these share the height."""
+    """Boxes of what each rank receives. Messages of one style that overlap become one box, and
+    boxes that overlap share the height."""
     spans = (span for span in prediction.timeline if span.lane == "transfer")
     received = (_box(span, TRANSFER_LANE, TRANSFER_STYLES[span.label]) for span in spans)
     alike = _overlapping(received, lambda box: (box.rank, box.style))
@@ -84,7 +85,7 @@ def transfer_boxes(prediction: "Prediction") -> list[Box]:
 
 
 def idle_boxes(compute: Iterable[Box], prediction: "Prediction") -> Iterator[Box]:
-    """Where a rank computes nothing, from the start to the makespan."""
+    """Boxes of the time in which a rank computes nothing, from the start to the makespan."""
     boxes: dict[int, list[Box]] = defaultdict(list)
     for box in compute:
         boxes[box.rank].append(box)
@@ -97,7 +98,7 @@ def idle_boxes(compute: Iterable[Box], prediction: "Prediction") -> Iterator[Box
 
 
 def _compute_box(span: "Span", prediction: "Prediction") -> Box:
-    """The label is `Q<rank> x KV<rank or all>`, in ranks of the ring, and a group of heads."""
+    """A box labelled `Q<rank> x KV<rank or all>`, in ranks of the ring, and a group of heads."""
     if 1 < prediction.ulysses_degree == prediction.ranks:
         return _box(span, COMPUTE_LANE, OWN_HEADS, "own heads, all tokens", "own heads")
     own = str(span.rank // prediction.ulysses_degree)
@@ -118,7 +119,7 @@ def _box(span: "Span", lane: tuple[float, float], style: Style, *labels: str) ->
 
 
 def _overlapping(boxes: Iterable[Box], key: Callable[[Box], Any]) -> list[list[Box]]:
-    """Groups of boxes with the same key that overlap in time, one with the next."""
+    """Group boxes with the same key that overlap in time, one with the next."""
     groups: list[list[Box]] = []
     reached = 0.0
     for box in sorted(boxes, key=lambda box: (key(box), box.start_ms)):
@@ -132,13 +133,13 @@ def _overlapping(boxes: Iterable[Box], key: Callable[[Box], Any]) -> list[list[B
 
 
 def _hull(group: list[Box]) -> Box:
-    """One box over the time of all."""
+    """The box that spans the time of a whole group."""
     first, stop = group[0], max(box.stop_ms for box in group)
     return first._replace(width_ms=stop - first.start_ms)
 
 
 def _parted(group: list[Box]) -> Iterator[Box]:
-    """Each style in a part of the height of its own."""
+    """Give each style of a group a part of the height of its own."""
     styles = sorted({box.style for box in group})
     for box in group:
         height = box.height / len(styles)

@@ -142,7 +142,7 @@ def test_weights_are_loaded_as_the_config_says(run: Run, config: WriteConfig) ->
 
 
 def test_families_without_ligers_kernels_have_stock_layers(run: Run, config: WriteConfig) -> None:
-    """Of the same sizes as Llama."""
+    """The family has the sizes of Llama here."""
     path = config(**LLAMA_8B, model_type="ernie4_5")
     words = (path, "--gpus", "4xH200", "--seq-len", "128K")
     assert planned(run, *words) == planned(run, *words, "--stock-layers")

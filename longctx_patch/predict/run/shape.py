@@ -37,7 +37,6 @@ class ModelShape:
     """Whether queries and keys are normed."""
     num_weights: int
     """Weights of the model; tied embeddings count once."""
-    is_tied: bool
     num_windowed_layers: int = 0
     """How many layers have a window. They are counted as full causal attention."""
 
@@ -91,7 +90,6 @@ def shape_of(config: Any, name: str) -> ModelShape:
         num_norms=len(norms) - len(head_norms),
         has_head_norms=bool(head_norms),
         num_weights=num_outside + num_layers * layer_weights,
-        is_tied=bool(config.tie_word_embeddings),
         num_windowed_layers=sum(window is not None for window in facts.windows),
     )
 

@@ -1,4 +1,4 @@
-"""What steps took on NVIDIA H200s of one host, beside what is predicted.
+"""Training steps measured on NVIDIA H200s of one host, beside what is predicted.
 
 `python -m tests.predict.run.measured` prints the tables of docs/results/planner.md.
 """
@@ -22,13 +22,13 @@ class Measured(NamedTuple):
     peak_gib: float
     seconds: float
     host_gib: float | None = None
-    """Of the machine, where something is there."""
+    """What the machine's host held, where something is there."""
     fsdp: bool = True
     states_on_host: bool = False
     is_recipe: bool = False
-    """By the recipe, which clips gradients; its second step."""
+    """Whether it is the second step of the recipe, which clips gradients."""
     policies: tuple[LayerPolicy, ...] | None = None
-    """That `auto` took, where it is not what the planner takes for it."""
+    """What `auto` gave the layers, where the planner would give them others."""
 
     def predicted(self) -> Result:
         return Run.parse(self.run).predicted(
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
         )
 
     def line(self) -> str:
-        """Of the tables in docs/results/planner.md."""
+        """The row's line in the tables of docs/results/planner.md."""
         result = self.predicted()
         peak, seconds = result.memory.total / GIB, result.time.total
         notes = " without FSDP" * (not self.fsdp) + " states on the host" * self.states_on_host

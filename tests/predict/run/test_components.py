@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from longctx_patch.choose.search import result_of, search, setting_of, tokens_of_a_rank, usual_tiles
+from longctx_patch.choose.search import result_of, search, setting_of
 from longctx_patch.memory.limits import AHEAD
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.predict.machines import GIB
@@ -100,18 +100,6 @@ def test_tiles_shrink_the_layer() -> None:
     ]
     assert layer == sorted(layer, reverse=True)
     assert layer[0] > layer[-1]
-
-
-def test_tiles_are_as_many_as_the_patch_takes() -> None:
-    from longctx_patch.memory.limits import tiles_that_fit
-
-    for gpus in ("4xH200", "2xA100-40"):
-        for tokens in (2**15, 2**18, 1_000_003, 2**22):
-            job = llama_job(gpus, tokens)
-            mine = tokens_of_a_rank(job, job.cluster.num_gpus)
-            of_gpu = int(job.cluster.hardware.memory_bytes)
-            tiles = usual_tiles(job, job.cluster.num_gpus)
-            assert tiles == tiles_that_fit(3 * 2 * 14336 * mine, of_gpu)
 
 
 def test_states_on_the_host_leave_the_gpu() -> None:
