@@ -1,9 +1,7 @@
 """`longctx kernels`: which attention kernels this machine has, what the others lack, and rates."""
 
-import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -33,26 +31,8 @@ DOCUMENTED: Figures = {
 _AREA = {"causal": 0.5, "full": 1.0}  # of a block
 
 
-@dataclass(frozen=True)
-class Row:
-    """What there is to say of one kernel."""
-
-    name: str
-    version: str | None
-    """Of the package that it comes in; None: it is not there."""
-    device: str
-    dtypes: tuple[str, ...]
-    head_dims: str
-    segments: bool
-    windows: bool
-    tables: bool
-    softcap: bool
-    deterministic: bool
-    missing: str | None
-    """Why it can't be used here, and what to type; None: it can."""
-    tflops: Mapping[str, Rates] | None
-    share_of_best: float | None
-    """Its speed over that of the fastest of the table."""
+Row = dict[str, Any]
+"""What there is to say of one kernel, as `--json` prints it."""
 
 
 @click.command("kernels")
@@ -85,7 +65,7 @@ def kernels_command(as_json: bool, measure: bool | None) -> None:
         "auto": _auto("cuda" if has_gpu else "cpu", measured),
         "kernels": rows(request, measured),
     }
-    click.echo(_as_json(report) if as_json else render(report))
+    click.echo(json.dumps(report, indent=2, allow_nan=False) if as_json else render(report))
 
 
 def typical_request(device_type: str) -> "KernelRequest":
@@ -112,9 +92,9 @@ def render(report: Mapping[str, Any]) -> str:
     lines += _table([_TAKES, *(_what_it_takes(row) for row in report["kernels"])])
     lines += ["", f"TFLOP/s, forward / backward: {report['figures']}", ""]
     lines += _table([_SPEED, *(_how_fast(row) for row in report["kernels"])])
-    missing = [row for row in report["kernels"] if row.missing]
+    missing = [row for row in report["kernels"] if row["missing"]]
     lines += ["", "Missing here:"] if missing else []
-    lines += [f"  {row.name}: {row.missing}" for row in missing]
+    lines += [f"  {row['name']}: {row['missing']}" for row in missing]
     return "\n".join([*lines, "", _conclusion(report["auto"], report["kernels"])])
 
 
@@ -163,21 +143,21 @@ def _row(
     traits, domain = kernel.traits, kernel.domain
     rates = figures.get(kernel.name)
     problem = measured[kernel.name].problem if kernel.name in measured else None
-    return Row(
-        name=kernel.name,
-        version=_version(kernel),
-        device=domain.device_type or "any",
-        dtypes=tuple(dtype_name(dtype) for dtype in domain.dtypes),
-        head_dims=_head_dims(kernel),
-        segments=traits.segments,
-        windows=traits.windows,
-        tables=traits.tiles,
-        softcap=traits.softcap,
-        deterministic=domain.deterministic,
-        missing=_missing(kernel) or problem,
-        tflops=rates,
-        share_of_best=fastest / _time(rates) if rates and fastest else None,
-    )
+    return {
+        "name": kernel.name,
+        "version": _version(kernel),
+        "device": domain.device_type or "any",
+        "dtypes": [dtype_name(dtype) for dtype in domain.dtypes],
+        "head_dims": _head_dims(kernel),
+        "segments": traits.segments,
+        "windows": traits.windows,
+        "tables": traits.tiles,
+        "softcap": traits.softcap,
+        "deterministic": domain.deterministic,
+        "missing": _missing(kernel) or problem,
+        "tflops": rates and {case: both._asdict() for case, both in rates.items()},
+        "share_of_best": fastest / _time(rates) if rates and fastest else None,
+    }
 
 
 def _missing(kernel: "Kernel") -> str | None:
@@ -230,22 +210,19 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "
 
 
 def _what_it_takes(row: Row) -> tuple[str, ...]:
-    has = (row.segments, row.windows, row.tables, row.softcap, row.deterministic)
-    dtypes = " ".join(_SHORT.get(dtype, dtype) for dtype in row.dtypes)
-    return row.name, row.device, dtypes, row.head_dims, *("yes" if one else "no" for one in has)
+    has = ("segments", "windows", "tables", "softcap", "deterministic")
+    dtypes = " ".join(_SHORT.get(dtype, dtype) for dtype in row["dtypes"])
+    answers = ("yes" if row[name] else "no" for name in has)
+    return row["name"], row["device"], dtypes, row["head_dims"], *answers
 
 
 def _how_fast(row: Row) -> tuple[str, ...]:
-    rates = row.tflops or {}
-    return (
-        row.name,
-        row.version or "-",
-        *(
-            f"{rates[case].forward:.0f} / {rates[case].backward:.0f}" if case in rates else "-"
-            for case in _AREA
-        ),
-        "-" if row.share_of_best is None else f"{row.share_of_best:.0%}",
+    rates, share = row["tflops"] or {}, row["share_of_best"]
+    cells = (
+        f"{rates[case]['forward']:.0f} / {rates[case]['backward']:.0f}" if case in rates else "-"
+        for case in _AREA
     )
+    return row["name"], row["version"] or "-", *cells, "-" if share is None else f"{share:.0%}"
 
 
 def _table(lines: list[tuple[str, ...]]) -> list[str]:
@@ -259,17 +236,8 @@ def _table(lines: list[tuple[str, ...]]) -> list[str]:
 def _conclusion(auto: str, kernels: list[Row]) -> str:
     """What `auto` takes, and what it would gain with the fastest one."""
     taken = f"kernel='auto' takes {auto} here for causal masks in bfloat16"
-    mine = next(row for row in kernels if row.name == auto)
-    best = max(kernels, key=lambda row: row.share_of_best or 0.0)
-    if mine.share_of_best is None or best.missing is None:
+    mine = next(row["share_of_best"] for row in kernels if row["name"] == auto)
+    best = max(kernels, key=lambda row: row["share_of_best"] or 0.0)
+    if mine is None or best["missing"] is None:
         return f"{taken}."
-    return f"{taken}, {mine.share_of_best:.0%} as fast as {best.name}, which is missing."
-
-
-def _as_json(report: Mapping[str, Any]) -> str:
-    listed = []
-    for row in report["kernels"]:
-        one = dataclasses.asdict(row)
-        one["tflops"] = row.tflops and {case: r._asdict() for case, r in row.tflops.items()}
-        listed.append(one)
-    return json.dumps({**report, "kernels": listed}, indent=2, allow_nan=False)
+    return f"{taken}, {mine:.0%} as fast as {best['name']}, which is missing."
