@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from longctx_patch.kernels import (
     KernelRequest,
     Score,
     Segments,
-    Window,
     available,
     choose_kernel,
 )
@@ -24,8 +22,9 @@ from longctx_patch.kernels.select.cache import ProbeCache
 from longctx_patch.kernels.select.preference import measurable, preferred
 from longctx_patch.kernels.select.probe import measure, rounded
 from longctx_patch.kernels.select.registry import usual_order
-from longctx_patch.sequence.layout import Interval
-from longctx_patch.sequence.regions import ANTICAUSAL, FULL, Band, Piece, Tile
+from longctx_patch.sequence.regions import Tile
+from tests.kernels import cases
+from tests.kernels.cases import larger_pieces, larger_segments
 from tests.kernels.checks import check, check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
 from tests.reference import dense_attention, relative_error
@@ -39,6 +38,14 @@ KERNELS = [*FAST, "torch_eager"]
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 SCORE = Score(0.125)
 CAPPED = Score(0.125, softcap=1.5)
+SEGMENTS = {
+    case: larger_segments(segments, 17)
+    for case, segments in cases.SEGMENTS.items()
+    if "many blocks" not in case
+}
+PIECES = {
+    case: larger_pieces(pieces, 10) for case, pieces in cases.PIECES.items() if "tables" not in case
+}
 NO_CACHE = ProbeCache(Path("/dev/null/kernels.json"), "nothing is kept")
 
 
@@ -121,38 +128,6 @@ def test_layouts_of_out_and_dout(name: str) -> None:
             check(grads, (want.dq, want.dk, want.dv), 1e-2)
 
 
-def tile(rows: int, columns: int) -> Tile:
-    bits = np.random.default_rng(rows).random((rows, columns)) < 0.3
-    bits[np.arange(rows), np.arange(rows) % columns] = True
-    return Tile(bits)
-
-
-SEGMENTS = {
-    "full": Segments((70,), (200,), FULL_WINDOW),
-    "tall and full": Segments((200,), (3,), FULL_WINDOW),
-    "one row of full sight": Segments((1,), (30,), FULL_WINDOW),
-    "one column": Segments((30,), (1,), FULL_WINDOW),
-    "one pair": Segments((1,), (1,), FULL_WINDOW),
-    "causal": Segments((257,), (257,), CAUSAL_WINDOW),
-    "causal, more columns": Segments((129,), (300,), CAUSAL_WINDOW),
-    "one row": Segments((1,), (300,), CAUSAL_WINDOW),
-    "window": Segments((300,), (300,), Window(64, 0)),
-    "window, more columns": Segments((150,), (300,), Window(100, 0)),
-    "window of one key": Segments((300,), (300,), Window(0, 0)),
-    "both sides": Segments((200,), (201,), Window(30, 20)),
-    "later only": Segments((200,), (200,), Window(0, None)),
-    "later, with left": Segments((130,), (200,), Window(60, None)),
-    "documents": Segments((100, 1, 257, 64, 7), (100, 1, 257, 64, 7), CAUSAL_WINDOW),
-    "documents of full sight": Segments((100, 1, 30), (20, 200, 30), FULL_WINDOW),
-    "documents of unequal sides": Segments((100, 1, 30), (150, 70, 30), CAUSAL_WINDOW),
-    "windows of documents": Segments((100, 1, 257, 2), (130, 3, 257, 2), Window(63, 0)),
-    "later in documents": Segments((100, 1, 30), (150, 70, 30), Window(20, None)),
-    "documents of one token": Segments((1,) * 20, (1,) * 20, FULL_WINDOW),
-    "one token of each document": Segments((1,) * 20, (9,) * 20, FULL_WINDOW),
-    "table": Segments((150,), (300,), tile(150, 300)),
-}
-
-
 def check_segments(
     kernel: Kernel, case: str, score: Score, dtype: torch.dtype, *, dim: int = 64
 ) -> None:
@@ -231,26 +206,6 @@ def test_all_kernels_here_are_right_and_timed(changes: dict[str, bool]) -> None:
 def test_eager_in_float32(case: str) -> None:
     for score in (SCORE, CAPPED):
         check_segments(available()["torch_eager"], case, score, torch.float32)
-
-
-PIECES = {
-    "window": (Piece(Interval(3, 400), Interval(0, 397), Band(-50, 0)),),
-    "window of one key": (Piece(Interval(0, 60), Interval(2, 62), Band(0, 0)),),
-    "two-sided": (Piece(Interval(0, 200), Interval(0, 260), Band(-30, 90)),),
-    "more rows than columns": (Piece(Interval(0, 300), Interval(0, 90), Band(-250, 40)),),
-    "later, more rows than columns": (Piece(Interval(0, 300), Interval(0, 90), Band(-250, None)),),
-    "stairs, more rows than columns": (Piece(Interval(0, 300), Interval(0, 90), Band(None, 20)),),
-    "later only": (Piece(Interval(0, 200), Interval(2, 202), ANTICAUSAL),),
-    "documents": tuple(
-        Piece(Interval(a, b), Interval(a, b), Band(None, 0) if b > a + 1 else FULL)
-        for a, b in [(0, 70), (70, 71), (71, 141), (141, 241), (241, 311)]
-    ),
-    "overlapping rows": (
-        Piece(Interval(0, 90), Interval(0, 90), Band(None, 0)),
-        Piece(Interval(40, 90), Interval(90, 200), FULL),
-        Piece(Interval(0, 90), Interval(200, 310), Band(-40, 40)),
-    ),
-}
 
 
 @pytest.mark.parametrize("name", KERNELS)

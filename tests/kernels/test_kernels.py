@@ -5,7 +5,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -22,9 +21,9 @@ from longctx_patch.kernels import (
 from longctx_patch.kernels.backends.dense import DenseKernel
 from longctx_patch.kernels.backends.flex import FlexKernel
 from longctx_patch.kernels.backends.flex_masks import block_mask
-from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
-from longctx_patch.sequence.layout import Interval, even_cuts
-from longctx_patch.sequence.regions import ANTICAUSAL, FULL, Band, Piece, Tile
+from longctx_patch.kernels.base import CAUSAL_WINDOW
+from longctx_patch.sequence.layout import even_cuts
+from tests.kernels.cases import PIECES, SEGMENTS
 from tests.kernels.checks import check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
 from tests.kernels.fakes import fake_kernels, flash_attn_3_ops
@@ -76,32 +75,6 @@ def ops() -> Iterator[None]:
         yield
 
 
-def tile(rows: int, columns: int) -> Tile:
-    bits = np.random.default_rng(rows).random((rows, columns)) < 0.3
-    bits[np.arange(rows), np.arange(rows) % columns] = True
-    return Tile(bits)
-
-
-SEGMENTS = {
-    "full": Segments((7,), (11,), FULL_WINDOW),
-    "causal": Segments((17,), (17,), CAUSAL_WINDOW),
-    "causal, more columns": Segments((5,), (17,), CAUSAL_WINDOW),
-    "window": Segments((17,), (17,), Window(4, 0)),
-    "window, more columns": Segments((9,), (17,), Window(4, 0)),
-    "both sides": Segments((16,), (17,), Window(3, 2)),
-    "later only": Segments((17,), (17,), Window(0, None)),
-    "later, with left": Segments((9,), (12,), Window(5, None)),
-    "tall and full": Segments((19,), (3,), FULL_WINDOW),
-    "documents": Segments((5, 1, 9, 2), (5, 1, 9, 2), CAUSAL_WINDOW),
-    "documents of full sight": Segments((5, 1, 9), (2, 7, 4), FULL_WINDOW),
-    "documents of unequal sides": Segments((3, 1, 9), (5, 4, 9), CAUSAL_WINDOW),
-    "windows of documents": Segments((5, 1, 9, 2), (5, 3, 11, 2), Window(3, 0)),
-    "many blocks": Segments((150, 1, 140), (150, 30, 200), Window(64, 0)),
-    "table": Segments((9,), (13,), tile(9, 13)),
-    "table of many blocks": Segments((150,), (300,), tile(150, 300)),
-}
-
-
 FORMS = [
     ((6, 2), torch.float64),
     ((4, 4), torch.float32),
@@ -136,31 +109,6 @@ def test_against_a_whole_table(
     given = problem(sum(segments.q), sum(segments.kv), heads, dtype)
     want = answer(given, table_of(segments), score)
     check_kernel(kernel, segments, score, given, want, TOLERANCE[dtype])
-
-
-PIECES = {
-    "window": (Piece(Interval(3, 40), Interval(0, 37), Band(-5, 0)),),
-    "window of one key": (Piece(Interval(0, 6), Interval(2, 8), Band(0, 0)),),
-    "two-sided": (Piece(Interval(0, 20), Interval(0, 26), Band(-3, 9)),),
-    "more rows than columns": (Piece(Interval(0, 30), Interval(0, 9), Band(-25, 4)),),
-    "later only": (Piece(Interval(0, 8), Interval(2, 10), ANTICAUSAL),),
-    "documents": tuple(
-        Piece(Interval(a, b), Interval(a, b), Band(None, 0) if b > a + 1 else FULL)
-        for a, b in [(0, 7), (7, 8), (8, 15), (15, 24), (24, 31)]
-    ),
-    "anticausal documents": tuple(
-        Piece(Interval(a, b), Interval(a, b), ANTICAUSAL)
-        for a, b in [(0, 7), (7, 14), (14, 24), (24, 31)]
-    ),
-    "overlapping rows": (
-        Piece(Interval(0, 9), Interval(0, 9), Band(None, 0)),
-        Piece(Interval(4, 9), Interval(9, 20), FULL),
-        Piece(Interval(0, 9), Interval(20, 31), Band(-4, 4)),
-    ),
-    "equal tables": tuple(
-        Piece(Interval(n, n + 4), Interval(n, n + 5), tile(4, 5)) for n in (0, 4, 12)
-    ),
-}
 
 
 @pytest.mark.parametrize(
