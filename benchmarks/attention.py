@@ -75,7 +75,7 @@ def run_peer(
 ) -> list[Row]:
     """What the candidates of one peer gave, and a row for how the launch itself went wrong.
 
-    `fastest`: by problem, the kernel of the fastest ideal so far.
+    `fastest`: the kernel of the fastest ideal so far, by the problem's number.
     """
     lines = arguments.out / f"{_file_name(peer)}.lines"
     lines.unlink(missing_ok=True)
@@ -112,7 +112,7 @@ def _file_name(peer: str) -> str:
 
 
 def fastest_ideals(rows: Sequence[Row], problems: Sequence[Problem]) -> dict[int, str]:
-    """By problem, the kernel of the fastest ideal."""
+    """The kernel of the fastest ideal of each problem, by the problem's number."""
     found: dict[int, str] = {}
     for number in range(len(problems)):
         ideals = [r for r in rows if r["peer"] == "ideal" and r["status"] == "ok"]

@@ -69,14 +69,14 @@ class Check(NamedTuple):
 
     @property
     def error_over_plain(self) -> float | None:
-        """The largest of the results."""
+        """The largest ratio over the results; None: this machine lacks the kernel."""
         if self.plain is None:
             return None
         return max(self.mine[name].whole / self.plain[name].whole for name in RESULTS)
 
 
 def check(prepared: Prepared, problem: Problem, kernel: str | None, device: torch.device) -> Check:
-    """Collective."""
+    """Compare with dense attention on a small problem. Collective."""
     whole, right = dense_results(problem, device)
     shards = Shards(*(x[:, prepared.positions].contiguous() for x in whole))
     with prepared.scope():
@@ -90,7 +90,7 @@ def check(prepared: Prepared, problem: Problem, kernel: str | None, device: torc
 
 
 def _worst_rank(mine: Sequence[Tensor], right: Sequence[Tensor]) -> dict[str, Difference]:
-    """Collective."""
+    """The differences of the rank that is furthest off, by result. Collective."""
     pairs = zip(RESULTS, mine, right, strict=True)
     ranks = everyone({name: tuple(difference(x.detach(), y)) for name, x, y in pairs})
     # amax(), unlike max(), takes NaN for the largest.
@@ -150,7 +150,7 @@ def timed(prepared: Prepared, problem: Problem, clock: Clock) -> tuple[Timing, T
 
 
 class Turn(NamedTuple):
-    """What is timed by turns with something else."""
+    """A candidate or its ideal, which are timed by turns."""
 
     prepared: Prepared
     shards: Shards
@@ -206,7 +206,7 @@ def _fitting(seconds: float, clock: Clock) -> int:
 
 
 Checks = dict[tuple[Problem, str | None], Check]
-"""Of one candidate: what was found for the small problems so far, beside which kernel."""
+"""What was found for one candidate on the small problems so far, by problem and kernel."""
 
 
 def measure(

@@ -32,7 +32,7 @@ class Problem:
     window: int | None = None
     """The last `window` keys, the token itself included."""
     lengths: tuple[int, ...] | None = None
-    """Of documents that don't see each other; None: one document."""
+    """The lengths of documents that don't see each other; None: one document."""
 
     @property
     def mask(self) -> MaskName:
@@ -66,7 +66,7 @@ def _area(length: int, window: int | None) -> int:
 
 
 def lognormal_lengths(num_tokens: int, num_documents: int) -> tuple[int, ...]:
-    """Of documents that fill a row; the same for the same arguments."""
+    """Lengths of documents that fill a row; the same for the same arguments."""
     weights = np.random.default_rng(0).lognormal(0.0, SPREAD, num_documents)
     edges = np.rint(np.cumsum(weights) / weights.sum() * num_tokens).astype(int)
     lengths = np.diff(edges, prepend=0)
@@ -124,7 +124,7 @@ class Shards(NamedTuple):
 
 
 def random_shards(problem: Problem, num_tokens: int, device: torch.device, seed: int) -> Shards:
-    """`num_tokens` tokens of a problem's heads.
+    """Random queries, keys, values and gradients of `num_tokens` tokens for a problem's heads.
 
     Queries are scaled so that a few keys dominate each row: under flat attention the outputs of
     late tokens are means of thousands of values, near zero whatever was computed.
@@ -183,7 +183,7 @@ def _allowed(problem: Problem, device: torch.device) -> Tensor:
 
 
 class Difference(NamedTuple):
-    """Of a result from what it should be."""
+    """How far a result is from what it should be."""
 
     whole: float
     """Norm of the difference over the norm of the result."""
@@ -192,7 +192,7 @@ class Difference(NamedTuple):
 
 
 def difference(mine_BLHD: Tensor, right_BLHD: Tensor) -> Difference:
-    """NaN if there is one in the result."""
+    """Compare a result with the right one; a NaN in it makes both numbers NaN."""
     right = right_BLHD.double()
     apart_L = torch.linalg.vector_norm(mine_BLHD.double() - right, dim=(0, 2, 3))
     norm_L = torch.linalg.vector_norm(right, dim=(0, 2, 3))

@@ -86,7 +86,7 @@ def rows(request: "KernelRequest", measured: Mapping[str, "Measured"]) -> list[R
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The table, and what is missing below it."""
+    """The table as text, with what is missing below it."""
     machine = report["machine"] or "No NVIDIA GPU here"
     lines = [f"{machine}.", ""]
     lines += _table([_TAKES, *(_what_it_takes(row) for row in report["kernels"])])
@@ -110,7 +110,7 @@ def _measured(request: "KernelRequest", *, anew: bool) -> Mapping[str, "Measured
 
 
 def _auto(device_type: str, measured: Mapping[str, "Measured"]) -> str:
-    """What `kernel="auto"` takes here for a causal mask; unmeasured: what it usually would."""
+    """The kernel that `auto` takes here for a causal mask; without a measurement, usually takes."""
     from longctx_patch.kernels import available
     from longctx_patch.kernels.select.preference import measured_order
     from longctx_patch.kernels.select.registry import usual_order
@@ -197,7 +197,7 @@ def _head_dims(kernel: "Kernel") -> str:
 
 
 def _time(rates: Mapping[str, Rates]) -> float:
-    """Of a causal and a full block, in an arbitrary unit."""
+    """The time of a causal and a full block, in an arbitrary unit."""
     return sum(_AREA[case] * (2 / both.forward + 5 / both.backward) for case, both in rates.items())
 
 
@@ -234,7 +234,7 @@ def _table(lines: list[tuple[str, ...]]) -> list[str]:
 
 
 def _conclusion(auto: str, kernels: list[Row]) -> str:
-    """What `auto` takes, and what it would gain with the fastest one."""
+    """A sentence on what `auto` takes, and on what it would gain with the fastest kernel."""
     taken = f"kernel='auto' takes {auto} here for causal masks in bfloat16"
     mine = next(row["share_of_best"] for row in kernels if row["name"] == auto)
     best = max(kernels, key=lambda row: row["share_of_best"] or 0.0)

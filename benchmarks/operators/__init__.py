@@ -28,7 +28,7 @@ class Job:
     rank: int
     num_ranks: int
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of the command line: kernels, plans, configs."""
+    """What the command line asks for: kernels, plans, configs."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Candidate:
 
     name: str
     kernel: str
-    """Which kernel's ideal it is compared with; `FASTEST` where it chooses by itself."""
+    """The kernel whose ideal it is compared with; `FASTEST` where it chooses by itself."""
     prepare: Callable[[Problem], Prepared]
     """Collective. Raises NotCovered."""
     problem_of: Callable[[Problem], Problem] = lambda problem: problem

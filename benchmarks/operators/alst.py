@@ -66,12 +66,12 @@ def _prepare(job: Job, masks: tuple[str, ...], core: Core | None, problem: Probl
 def _sdpa(
     backend: SDPBackend, module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """What transformers' sdpa function comes down to without a mask: `[B, N, H, D]`."""
+    """Do what transformers' sdpa function comes down to without a mask: out `[B, N, H, D]`."""
     return causal_attention(q, k, v, backend).transpose(1, 2).contiguous(), None
 
 
 def _flash(problem: Problem, job: Job) -> Core:
-    """What transformers' flash_attention_2 comes down to, document boundaries known."""
+    """Make what transformers' flash_attention_2 comes down to with known document boundaries."""
     from operators.flash_attn_2_over_torch import install
 
     install()

@@ -28,8 +28,8 @@ USUAL = (
     "burst",
     "double_ring",
 )
-"""Of the grid, unless others are asked for; `halo`, `distflash`, `striped` and `ring` do worse on
-causal rows. Documents and windows run `halo` under `auto`."""
+"""The plans of the grid, unless others are asked for; `halo`, `distflash`, `striped` and `ring` do
+worse on causal rows. Documents and windows run `halo` under `auto`."""
 
 
 def candidates(job: Job) -> list[Candidate]:

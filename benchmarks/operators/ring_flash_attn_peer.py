@@ -59,7 +59,7 @@ def _llama3(job: Job, stride: int, problem: Problem) -> Prepared:
 
 
 def _package() -> Any:
-    """Without its adapters, which import names that newer transformers don't have."""
+    """The package without its adapters, which import names that newer transformers lack."""
     install()
     adapters = ModuleType("ring_flash_attn.adapters")
     adapters.__dict__.update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)

@@ -18,7 +18,7 @@ KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_
 
 
 def candidates(job: Job) -> list[Candidate]:
-    """Over each kernel that torch has."""
+    """One candidate for each kernel that torch has."""
     kernels = KERNELS if job.device.type == "cuda" else {"torch_cpu": SDPBackend.FLASH_ATTENTION}
     return [
         Candidate(name, name, partial(_prepare, job, backend)) for name, backend in kernels.items()
@@ -56,7 +56,7 @@ def _to_heads(x_BLHD: Tensor) -> Tensor:
 
 
 def _to_tokens(x_BNHD: Tensor) -> Tensor:
-    """The other way."""
+    """`[B, L * ranks, H / ranks, D]` to `[B, L, H, D]`, for B of 1."""
     ranks = dist.get_world_size()
     sent = x_BNHD[0].unflatten(0, (ranks, -1)).contiguous()
     received = torch.empty_like(sent)

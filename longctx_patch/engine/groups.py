@@ -31,7 +31,7 @@ class WorldPlace(NamedTuple):
 
     data_parallel_rank: int
     group_rank: int
-    """Rank within the group that shares a sequence."""
+    """This process's rank within the group that shares its sequence."""
     data_parallel_size: int
 
 
@@ -41,14 +41,14 @@ class SequenceGroup:
 
     config: LongContextConfig
     everyone: Transport
-    """All ranks of the group; for agreement, not for data."""
+    """All ranks of the group, for meetings and not for data."""
     ring: Transport
-    """For the inputs of the plan; `ring_results` for what is computed from them."""
+    """Carries the inputs of a plan; `ring_results` carries what is computed from them."""
     ring_results: Transport
     ulysses: Transport
     counters: Counters
     kernels: AgreedKernels = field(default_factory=AgreedKernels, compare=False, repr=False)
-    """What its ranks have agreed to compute with."""
+    """The kernels that its ranks have agreed to compute with."""
 
     @property
     def num_ranks(self) -> int:

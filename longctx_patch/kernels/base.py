@@ -15,7 +15,7 @@ from longctx_patch.sequence.regions import Tile
 
 
 class Score(NamedTuple):
-    """From a dot product `s` to what the softmax sees, before masking."""
+    """How a dot product `s` becomes what the softmax sees, before masking."""
 
     scale: float
     softcap: float | None = None
@@ -23,7 +23,7 @@ class Score(NamedTuple):
 
 
 class Window(NamedTuple):
-    """FlashAttention's: in a segment of n rows and m columns the last row ends at the last column.
+    """A window as FlashAttention counts it: the last of n rows ends at the last of m columns.
 
     Row `i` sees column `j` if `-left <= j - (i + m - n) <= right`; None: no bound. The token itself
     is not counted, unlike the windows of transformers.
@@ -49,14 +49,14 @@ class Segments(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What a kernel takes as it is. All take one segment that is full, or causal and square."""
+    """What a kernel takes as it is; all take one segment that is full, or causal and square."""
 
     segments: bool
-    """More than one segment, of any lengths."""
+    """It takes more than one segment, of any lengths."""
     windows: bool
-    """Any window, also where n is less than m."""
+    """It takes any window, also where n is less than m."""
     tiles: bool
-    """A table of bits."""
+    """It takes a table of bits."""
     softcap: bool
 
 
@@ -79,10 +79,10 @@ class KernelRequest(NamedTuple):
     deterministic: bool = False
     """Two runs on the same GPUs must be bitwise equal."""
     num_heads: int = 32
-    """Query heads of a rank, about."""
+    """About how many query heads a rank has."""
     num_kv_heads: int = 8
     num_rows: int = 8192
-    """Query tokens of a block, about."""
+    """About how many query tokens a block has."""
 
 
 class Domain(NamedTuple):

@@ -1,4 +1,4 @@
-"""From the pieces of a mask to kernel calls.
+"""Make kernel calls from the pieces of a mask.
 
 Parts with the same rule share a call where their rows are disjoint: as the segments of one packed
 call or, for kernels that take one segment, as rows of its batch where they are equally large.

@@ -16,9 +16,9 @@ import torch
 
 
 def lacks_gpu(least: tuple[int, int], below: int | None = None) -> str | None:
-    """Why this machine's GPU doesn't do, or None: compute capability `least` or higher.
+    """Why this machine's GPU won't do, or None.
 
-    `below`: and a major version under this one.
+    It has to have compute capability `least` or higher and, with `below`, a lower major version.
     """
     wanted = f"{least[0]}.{least[1]}" + (" or higher" if below is None else f" to {below - 1}.x")
     try:
@@ -61,13 +61,13 @@ class Package:
     least: str
     """The oldest version whose functions are called as we call them."""
     install: str
-    """What to type to get it."""
+    """The command that installs it."""
 
     @property
     def version(self) -> str | None:
-        """None: not installed.
+        """The version that is installed, or None.
 
-        Asked of the distribution: flash-attn 2 brings a module `flash_attn.cute` of its own, which
+        The distribution is asked: flash-attn 2 brings a module `flash_attn.cute` of its own, which
         is not flash-attn 4, and looking for a submodule would import the package around it.
         """
         try:
@@ -97,5 +97,5 @@ class Package:
         return None
 
     def load(self) -> Any:
-        """The module."""
+        """Import the module."""
         return import_module(self.module)

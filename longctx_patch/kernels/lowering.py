@@ -1,4 +1,4 @@
-"""From one piece of a mask to parts that a kernel can compute.
+"""Cut a piece of a mask into parts that a kernel can compute.
 
 A band of n rows and m columns has up to three zones of rows. Only one bound binds in the first and
 the last one, where rows see from the first column on, or up to the last one; between them both
@@ -26,7 +26,7 @@ from longctx_patch.sequence.regions import FULL, Band, Piece, Tile
 
 
 class Part(NamedTuple):
-    """A rectangle and its rule, as a kernel takes it. Flipped: with rows and columns reversed."""
+    """A rectangle and its rule, as a kernel takes it; `flipped` reverses rows and columns."""
 
     q: Interval
     kv: Interval

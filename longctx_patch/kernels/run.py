@@ -90,7 +90,7 @@ def _backward_by_heads(
 
 
 class _Form:
-    """How a call's rows are handed to the kernel: in reverse order, as rows of the batch."""
+    """The form in which a kernel gets a call's rows: reversed, or as rows of the batch."""
 
     def __init__(self, kernel: Kernel, call: Call) -> None:
         q, kv, rule = call.segments
@@ -103,7 +103,7 @@ class _Form:
             self.segments = Segments(q[::-1], kv[::-1], rule)
 
     def enter(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """From `[B, tokens, ...]` to what the kernel gets."""
+        """Turn `[B, tokens, ...]` into what the kernel gets."""
         if self.flipped:
             tensors = tuple(x.flip(1) for x in tensors)
         if self.fold > 1:
@@ -111,7 +111,7 @@ class _Form:
         return tensors
 
     def leave(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """From what the kernel gave to `[B, tokens, ...]`."""
+        """Turn what the kernel gave into `[B, tokens, ...]`."""
         if self.fold > 1:
             tensors = tuple(x.unflatten(0, (-1, self.fold)).flatten(1, 2) for x in tensors)
         return tuple(x.flip(1) for x in tensors) if self.flipped else tensors

@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's numbers (as many on each), by rank. Not counted: it is control, not data."""
+        """Every rank's numbers, by rank; each gives as many. Control is not counted, only data."""
         ...
 
     def all_gather(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -31,7 +31,7 @@ class SequenceParallelismError(RuntimeError):
 
 
 class Meeting(IntEnum):
-    """What ranks meet for."""
+    """The occasions on which ranks meet."""
 
     BATCH = 1
     LAYER = 2

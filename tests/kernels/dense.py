@@ -28,7 +28,7 @@ class Problem(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Of the given keys alone, and globally: their gradients, and the queries' through them."""
+    """Results over the given keys alone (`own_`) and over all; gradients through the given keys."""
 
     own_out: Tensor
     own_lse: Tensor

@@ -151,7 +151,7 @@ def test_equal_documents_share_a_call_of_one_segment() -> None:
 
 
 def test_a_lowered_window_is_two_calls_and_what_is_left() -> None:
-    """Of 17 rows, 3 x 5 and a rest of 2; the rows from the first to the fifth see all before."""
+    """17 rows are 3 x 5 and a rest of 2; the first five rows see all columns before them."""
     calls = calls_of((piece(17, 17, -5, 0),), PLAIN)
     found = {(call.segments, call.flipped) for call in calls}
     assert found == {

@@ -33,7 +33,7 @@ class DenseKernel:
 
     name: str
     compute_dtype: torch.dtype | None
-    """What it computes in; None: as the inputs, float32 at least."""
+    """The dtype that it computes in; None: that of the inputs, float32 at least."""
     traits: Traits = EVERYTHING
     domain = Domain(None, (torch.float64, torch.float32, torch.bfloat16, torch.float16))
     chunk_bytes: int = _CHUNK_BYTES
@@ -100,7 +100,7 @@ class DenseKernel:
     def _chunks(
         self, q_BLHD: Tensor, segments: Segments
     ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """(rows, columns, what of them is hidden or None) of the packed tensors."""
+        """Each chunk of the packed tensors: rows, columns, and which pairs are hidden, if any."""
         batch, _, heads, _ = q_BLHD.shape
         row_of_one = batch * heads * self._dtype(q_BLHD.dtype).itemsize
         first_row = first_column = 0
@@ -114,7 +114,7 @@ class DenseKernel:
 
 
 def _rows_of(num_scores: int, m: int, rule: Window | Tile) -> int:
-    """How many rows see that many columns in all, about; one at least."""
+    """About how many rows see `num_scores` columns in all; one at least."""
     rows = max(1, num_scores // m)
     if isinstance(rule, Tile) or rule.left is None or rule.right is None:
         return rows
@@ -130,7 +130,7 @@ def _moved(rows: slice, offset: int) -> slice:
 def _seen(
     rule: Window | Tile, rows: slice, n: int, m: int, device: torch.device
 ) -> tuple[slice, Tensor | None]:
-    """The columns that any of the rows sees, and which of those pairs are hidden."""
+    """The columns that any of these rows sees, and which of those pairs are hidden, if any."""
     if isinstance(rule, Tile):
         return slice(0, m), torch.from_numpy(~rule.bits[rows]).to(device)
     left, right = rule
@@ -145,7 +145,7 @@ def _seen(
 
 
 def _scores(q_BGRLD: Tensor, k_BGMD: Tensor, score: Score, hidden_LM: Tensor | None) -> Tensor:
-    """What the softmax sees, minus infinity where hidden."""
+    """What the softmax sees: minus infinity where a pair is hidden."""
     scores_BGRLM = _times(q_BGRLD, k_BGMD.mT).mul_(score.scale)
     if score.softcap is not None:
         scores_BGRLM.div_(score.softcap).tanh_().mul_(score.softcap)

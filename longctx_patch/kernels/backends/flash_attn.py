@@ -44,16 +44,16 @@ class Functions(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """How a package's functions are called, where packages differ."""
+    """What packages differ in when their functions are called."""
 
     functions: Callable[[Any, bool], Functions]
     """The functions of the package's module; the flag says whether rows are packed."""
     causal: str = "causal"
     """The keyword for a causal mask."""
     no_bound: int | None = -1
-    """What a window gets for a bound that it does not have."""
+    """The value that stands for a bound that a window does not have."""
     no_softcap: float | None = 0.0
-    """What forward gets where scores are not capped; backward always gets 0."""
+    """The softcap that forward gets where scores are not capped; backward always gets 0."""
     forward: tuple[tuple[str, Any], ...] = ()
     """Further keywords of forward."""
     backward: tuple[tuple[str, Any], ...] = ()

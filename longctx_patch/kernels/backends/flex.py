@@ -109,7 +109,7 @@ def _own_gradients(
 
 
 def _padded(x_BLHD: Tensor) -> Tensor:
-    """With rows that nothing sees and that see nothing."""
+    """Pad to whole blocks, with rows that nothing sees and that see nothing."""
     missing = padded_size(x_BLHD.shape[1]) - x_BLHD.shape[1]
     return F.pad(x_BLHD, (0, 0, 0, 0, 0, missing)) if missing else x_BLHD
 

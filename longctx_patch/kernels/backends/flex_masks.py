@@ -24,7 +24,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def padded_size(size: int) -> int:
-    """Whole blocks, two at least: a dimension of one block would be compiled for itself."""
+    """`size` in whole blocks, two at least: one block alone would be compiled for itself."""
     return max(2, -(-size // _BLOCK)) * _BLOCK
 
 
@@ -79,7 +79,7 @@ def _runs(
 def _blocks_of_runs(
     first: NDArray[np.int64], last: NDArray[np.int64], columns: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which blocks may have an allowed pair, and of which all pairs are: `[row, column]` blocks."""
+    """Blocks `[row, column]` that may have an allowed pair, and those that have no other."""
     start = np.arange(0, columns, _BLOCK)
     stop = start + _BLOCK - 1
     by_block = first.reshape(-1, _BLOCK), last.reshape(-1, _BLOCK)
@@ -101,7 +101,7 @@ def _block_mask(
 
 
 def _ordered(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are set, and their numbers before those of the others."""
+    """The number of set blocks in each row, and all blocks' numbers with the set ones first."""
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     count = blocks.sum(axis=1).astype(np.int32)
     return (

@@ -16,7 +16,7 @@ from longctx_patch.sequence.regions import Tile
 
 
 class Lengths(NamedTuple):
-    """What the kernels are told of the segments. Of one segment: nothing but its size."""
+    """What the kernels are told of the segments; of a single one they are told the size only."""
 
     cumulative_q: Tensor | None
     cumulative_kv: Tensor | None
@@ -25,7 +25,7 @@ class Lengths(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """As the packages' functions name them; none for one segment."""
+        """The lengths as the packages' functions name them; empty for one segment."""
         if self.cumulative_q is None:
             return {}
         return {
@@ -36,19 +36,19 @@ class Lengths(NamedTuple):
         }
 
     def packed(self, *tensors_BLHD: Tensor) -> tuple[Tensor, ...]:
-        """`[B * tokens, heads, D]` of several segments."""
+        """The tensors as they are for one segment, and as `[B * tokens, heads, D]` for several."""
         if self.cumulative_q is None:
             return tensors_BLHD
         return tuple(x.flatten(0, 1) for x in tensors_BLHD)
 
     def packed_lse(self, lse_BHL: Tensor) -> Tensor:
-        """The kernels want `[B, H, L]`, of several segments `[H, B * L]`, in this order."""
+        """The lse as kernels read it: `[B, H, L]`, and for several segments `[H, B * L]`."""
         if self.cumulative_q is None:
             return lse_BHL.contiguous()
         return lse_BHL.transpose(0, 1).flatten(1).contiguous()
 
     def lse_by_batch(self, lse: Tensor, batch: int) -> Tensor:
-        """`[B, H, L]`."""
+        """A kernel's lse as `[B, H, L]`."""
         if self.cumulative_q is None:
             return lse
         return lse.unflatten(1, (batch, -1)).transpose(0, 1)
@@ -64,7 +64,7 @@ def lengths_of(segments: Segments, q_BLHD: Tensor) -> Lengths:
 
 
 def window_keywords(segments: Segments, absent: int | None) -> dict[str, int | None]:
-    """The bounds, with `absent` where there is none; causal is a bound of 0 on the right."""
+    """The window's bounds, `absent` where it has none; causal is a bound of 0 on the right."""
     assert not isinstance(segments.rule, Tile)
     left, right = (absent if bound is None else bound for bound in segments.rule)
     return {"window_size_left": left, "window_size_right": right}

@@ -15,7 +15,7 @@ _NOTHING = -1
 
 
 class AgreedKernels:
-    """What the ranks of a group have agreed on: once for each kind of request."""
+    """The kernels that the ranks of a group have agreed on, one for each kind of request."""
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[str, KernelRequest], Kernel] = {}

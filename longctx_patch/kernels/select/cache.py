@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept in a file so that it is measured once."""
+"""A file keeps what was measured on this machine, so that it is measured once."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _METHOD = "probe 2"  # another number where measurements of older versions no lo
 
 
 def default_path() -> Path:
-    """Where a user's caches go (XDG Base Directory Specification)."""
+    """The file among a user's caches (XDG Base Directory Specification)."""
     folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(folder).expanduser() / "longctx_patch" / "kernels.json"
 

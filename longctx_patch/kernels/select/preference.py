@@ -18,16 +18,17 @@ class Preference(NamedTuple):
     order: tuple[str, ...]
     """Names to try, the best first."""
     problems: Mapping[str, str]
-    """By name, why a kernel must not be taken here: it raises, or its numbers are wrong."""
+    """Why a kernel must not be taken here, by its name: it raises, or its numbers are wrong."""
 
 
 def preferred(
     name: str, request: KernelRequest, cache: ProbeCache | None = None, measure: Measure = measure
 ) -> Preference:
-    """Of the kernels that `name` stands for.
+    """The order in which to try the kernels that `name` stands for, and which not to try.
 
-    On GPUs those that can are checked and timed once for each rounded request and machine, a named
-    one too. With `deterministic` time decides nothing: what is fastest may change between two runs.
+    On GPUs the kernels that accept the request are checked and timed once for each rounded request
+    and machine, a named one too. With `deterministic` time decides nothing: the fastest kernel may
+    be another one in the next run.
     """
     names = candidates(name, request)
     mine = measurable(request, names) if request.device_type == "cuda" else []
@@ -44,14 +45,14 @@ def preferred(
 
 
 def measured_order(names: Sequence[str], measured: Mapping[str, Measured]) -> tuple[str, ...]:
-    """Those measured to be right, the fastest first, and then those that were not measured."""
+    """Kernels measured to be right, the fastest first, and then those that were not measured."""
     right = [name for name in names if name in measured and measured[name].problem is None]
     right.sort(key=lambda name: measured[name].total_s)
     return (*right, *(name for name in names if name not in measured))
 
 
 def measurable(request: KernelRequest, names: Sequence[str] | None = None) -> list[str]:
-    """Of these kernels, or of all, those that are worth measuring and can do what is asked."""
+    """The kernels among `names`, or all, that are worth measuring and can do what is asked."""
     kernels = available(deterministic=request.deterministic)
     worth_it = {record.kernel.name for record in RECORDS if record.is_measured}
     return [
@@ -64,7 +65,7 @@ def measurable(request: KernelRequest, names: Sequence[str] | None = None) -> li
 def measured_here(
     names: list[str], request: KernelRequest, cache: ProbeCache, measure: Measure = measure
 ) -> Mapping[str, Measured]:
-    """From the file, or else measured now."""
+    """What the file says of these kernels, which are measured now if it lacks one."""
     known = cache.read(request)
     if names and not known.keys() >= set(names):
         kernels = available(deterministic=request.deterministic)

@@ -44,12 +44,12 @@ _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 @dataclass(frozen=True)
 class Measured:
-    """What one kernel did."""
+    """What a measurement found of one kernel."""
 
     seconds: Mapping[str, tuple[float, float]]
     """(forward, backward) of each case."""
     problem: str | None = None
-    """Why it must not be taken."""
+    """Why the kernel must not be taken."""
 
     @property
     def total_s(self) -> float:
@@ -160,7 +160,7 @@ def _time(
 
 
 class _Given(NamedTuple):
-    """What one call gets; the time does not depend on what out is, so q stands for it."""
+    """The tensors of one call; q stands for out too, which does not change the time."""
 
     call: Call
     q: Tensor
@@ -176,7 +176,7 @@ def _rows(x: Tensor, intervals: tuple[Interval, ...]) -> Tensor:
 
 
 def wrong_numbers(kernel: Kernel, request: KernelRequest, device: torch.device | str) -> str | None:
-    """How a kernel's results differ from float64, if by more than rounding."""
+    """A sentence on how a kernel's results differ from float64, if by more than rounding."""
     for case, segments in _checks(kernel, request).items():
         for name, error in _errors(kernel, segments, request, device).items():
             if not error < _TOLERANCE.get(request.dtype, 1e-3):
@@ -202,9 +202,9 @@ def _checks(kernel: Kernel, request: KernelRequest) -> dict[str, Segments]:
 def _errors(
     kernel: Kernel, segments: Segments, request: KernelRequest, device: torch.device | str
 ) -> dict[str, float]:
-    """Of each result, the norm of the difference over the norm of the reference.
+    """The relative error of each result, in the norm, against float64.
 
-    Backward gets an out and lse as of more keys than the block's, as in a ring.
+    Backward gets an out and lse that count more keys than the block's, as in a ring.
     """
     reference, score = DenseKernel("reference", torch.float64), _score(request)
     q, k, v, dout = _random(request, 2, sum(segments.q), sum(segments.kv), device)

@@ -99,8 +99,10 @@ def refusal(
     request: KernelRequest,
     problems: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """What to say where none of `names` can do what is asked; `problems` of those that could, as
-    measured on this machine."""
+    """The error where none of `names` can do what is asked.
+
+    `problems`: why kernels that could are not taken, as measured on this machine.
+    """
     kernels = available(deterministic=request.deterministic)
     why_not = {n: problems.get(n) or kernel.refuses(request) for n, kernel in kernels.items()}
     reasons = [f"  {candidate}: {why_not[candidate]}" for candidate in names]
@@ -109,6 +111,7 @@ def refusal(
 
 
 def words(request: KernelRequest) -> str:
+    """What is asked, as errors say it."""
     asked = [f"{dtype_name(request.dtype)} with head dim {request.head_dim}"]
     asked += ["softcap of scores"] if request.softcap else []
     asked += ["tables of allowed pairs"] if request.tiles else []

@@ -43,7 +43,7 @@ class Clock:
 
 @dataclass
 class FakeKernel:
-    """Right but for `spoil`, at the cost of a second for each call and two for backward."""
+    """A kernel that is right but for `spoil`, and takes a second a call and two for backward."""
 
     name: str
     clock: Clock
@@ -90,7 +90,7 @@ class FakeGpu:
         self.cpu_s = self.gpu_s = 0.0
 
     def give(self, host_s: float, device_s: float) -> float:
-        """When it is done."""
+        """The time at which the work will be done."""
         self.cpu_s += host_s
         self.gpu_s = max(self.gpu_s, self.cpu_s) + device_s
         return self.gpu_s
@@ -119,7 +119,7 @@ class FakeEvent:
 
 @pytest.mark.parametrize("device_s", [1e-4, 1e-2])
 def test_it_is_the_gpus_time_that_counts(device_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a call whose two kernels the CPU needs 2 ms to start, and a second the first time."""
+    """The call has two kernels, which the CPU needs 2 ms to start, and a second the first time."""
     gpu, calls = FakeGpu(), []
     monkeypatch.setattr("longctx_patch.kernels.select.probe.perf_counter", lambda: gpu.cpu_s)
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
