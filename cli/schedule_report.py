@@ -6,6 +6,8 @@ from longctx_patch.plans.generators.table import SPARSE_PLAN
 from longctx_patch.predict.attention.costs import Prediction, Workload
 from longctx_patch.predict.machines import Hardware
 
+EXPOSED = "lost to messages: waiting, and kernels slower beside them"
+
 
 def describe(workload: Workload, hardware: Hardware) -> str:
     """What was assumed, on one line."""
@@ -22,7 +24,11 @@ def render(prediction: Prediction, caption: str) -> str:
     degrees = f"Ulysses {prediction.ulysses_degree}, " if prediction.ulysses_degree > 1 else ""
     rows = [
         ("makespan", time_text(prediction.makespan_s), "until the last rank is done"),
-        ("exposed", time_text(prediction.exposed_communication_s), "waiting for messages"),
+        (
+            "exposed",
+            time_text(prediction.exposed_communication_s),
+            "lost to messages: waiting, and kernels slower beside them",
+        ),
         ("sent", _range([size_text(n) for n in _ends(prediction.bytes_sent_per_rank)]), "per rank"),
         ("messages", _range([str(n) for n in _ends(prediction.messages_per_rank)]), "per rank"),
         ("buffers", size_text(prediction.peak_buffer_bytes), "at most"),

@@ -97,7 +97,7 @@ def headline(prediction: "Prediction") -> str:
     return (
         f"makespan {time_text(prediction.makespan_s)}   ·   "
         f"waiting {prediction.waiting_fraction:.1%} of the GPUs' time   ·   "
-        f"waiting for messages {time_text(prediction.exposed_communication_s)}"
+        f"lost to messages {time_text(prediction.exposed_communication_s)}"
     )
 
 

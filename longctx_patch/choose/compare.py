@@ -172,22 +172,27 @@ def _why_slower(candidate: _Candidate, winner: _Candidate) -> str:
     if mine.plan != SPARSE_PLAN and mine.idle_fraction > best.idle_fraction + TIE:
         why = f"idle for {mine.idle_fraction:.0%} of the time"
     else:
-        longer_s = {
-            "waits {} longer for messages": mine.exposed_communication_s
-            - best.exposed_communication_s,
-            "its kernels take {} longer": mine.kernel_s - best.kernel_s,
-            "copying and adding takes {} longer": mine.copy_s - best.copy_s,
-            "waits {} longer for the CPU or other ranks": _waits_else_s(mine) - _waits_else_s(best),
-        }
-        words, seconds = max(longer_s.items(), key=lambda cause: cause[1])
-        why = words.format(f"{seconds * 1e3:.1f} ms")
+        why = _longest_part(mine, best)
     return f"{why}, {sends}" if ratio > 1.2 else why
 
 
-def _waits_else_s(prediction: Prediction) -> float:
-    """Seconds in which a GPU waits for something other than messages."""
-    waits_s = prediction.waiting_fraction * prediction.makespan_s
-    return waits_s - prediction.exposed_communication_s
+def _longest_part(mine: Prediction, best: Prediction) -> str:
+    """The part of the GPUs' time that grew most: waiting, kernels or copies."""
+    exposed_s = mine.exposed_communication_s - best.exposed_communication_s
+    waits_s = _waiting_s(mine) - _waiting_s(best)
+    kernels_s, copies_s = mine.kernel_s - best.kernel_s, mine.copy_s - best.copy_s
+    seconds = max(waits_s, kernels_s, copies_s)
+    milliseconds, by_messages = f"{seconds * 1e3:.2g} ms", exposed_s > 0.75 * seconds
+    if seconds == waits_s:
+        cause = "messages" if by_messages else "the CPU or other ranks"
+        return f"waits {milliseconds} longer for {cause}"
+    if seconds == kernels_s:
+        return f"its kernels take {milliseconds} longer" + " beside messages" * by_messages
+    return f"copying and adding takes {milliseconds} longer"
+
+
+def _waiting_s(prediction: Prediction) -> float:
+    return prediction.waiting_fraction * prediction.makespan_s
 
 
 def _why_not_tied(candidate: _Candidate, winner: _Candidate, allowed: frozenset[int] | None) -> str:

@@ -155,7 +155,11 @@ def test_summary_for_people(run: Run) -> None:
     assert result.stderr == ""
     assert result.stdout.startswith("distflash forward over 8 ranks (contiguous tokens)")
     assert "131,072 tokens, 32 / 8 heads of 128, bfloat16, h100 with flash_attn_4" in result.stdout
-    for part in ("makespan", "ms  waiting for messages", "MiB"):
+    for part in (
+        "makespan",
+        "ms  lost to messages: waiting, and kernels slower",
+        "MiB",
+    ):
         assert part in result.stdout
     assert "Work is split unevenly (11.1% imbalance). Waiting in practice: " in result.stdout
     packed = run("schedule", "--plan", "auto", "--ranks", 4, "--document-tokens", "2K").stdout
