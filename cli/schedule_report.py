@@ -6,8 +6,6 @@ from longctx_patch.plans.generators.table import SPARSE_PLAN
 from longctx_patch.predict.attention.costs import Prediction, Workload
 from longctx_patch.predict.machines import Hardware
 
-EXPOSED = "lost to messages: waiting, and kernels slower beside them"
-
 
 def describe(workload: Workload, hardware: Hardware) -> str:
     """What was assumed, on one line."""

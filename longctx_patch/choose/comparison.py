@@ -11,9 +11,9 @@ from longctx_patch.predict.attention.costs import Prediction
 _NOTE = (
     f"As fast: within {TIE:.1%}; then the larger Ulysses degree wins, then fewer bytes. Forward "
     "and backward share degrees and layout. Exposed: time lost to messages, by waiting and by "
-    "slower kernels. Imbalance: time in which ranks would wait for the busiest one, by FLOPs alone; waiting: time in which "
-    "GPUs do wait, for messages, other ranks or the CPU. MiB: sent is the mean of the ranks, "
-    "buffers the largest."
+    "slower kernels. Imbalance: time in which ranks would wait for the busiest one, by FLOPs "
+    "alone; waiting: time in which GPUs do wait, for messages, other ranks or the CPU. MiB: sent "
+    "is the mean of the ranks, buffers the largest."
 )
 _HEADER = (
     *("plan", "direction", "time", "exposed", "imbalance", "waiting"),
