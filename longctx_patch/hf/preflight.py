@@ -30,8 +30,8 @@ from longctx_patch.hf.layers.rehearsal import (
     num_bytes_on,
 )
 from longctx_patch.hf.patching import PatchHandle
-from longctx_patch.memory.auto import Rehearsed
 from longctx_patch.memory.meter import Meter
+from longctx_patch.memory.passes import Rehearsed
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.transport.meeting import Meeting, meet
 

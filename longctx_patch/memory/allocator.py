@@ -1,6 +1,6 @@
 """How torch's CUDA allocator takes memory from the device: in segments of fixed size, or growing.
 
-Tensors of a long row are of a few sizes, up to some GiB, and live for as long as a layer or a whole
+Tensors of a long row have a few sizes, up to some GiB, and live for as long as a layer or a whole
 pass. In segments of fixed size, what is left between them is lost to larger ones: on an H200 with
 Llama-3.1-8B's layers and rows of 131,072 tokens, a pass was out of memory with a fifth of it free.
 Segments that grow (`expandable_segments:True`) are joined and given back in parts.
@@ -25,6 +25,6 @@ def let_segments_grow() -> None:
 
 
 def segments_grow() -> bool:
-    """Whether memory is taken so on CUDA devices: of the segments that this process has by now."""
+    """Whether any segment that this process has taken on CUDA devices by now can grow."""
     segments = torch.cuda.memory_snapshot(include_traces=False)
     return any(segment.get("is_expandable", False) for segment in segments)

@@ -3,42 +3,39 @@
 Every layer begins on the lowest rung of `LADDER`, which takes least memory. Layers climb one rung
 at a time: first as many as fit from `offload` to `attention`, then as many as fit to `none`.
 
-**Which layers.** The last ones. Backward frees them first, so of all choices of k layers the last k
-are those of which the fewest are alive at each moment of forward and of backward; a layer that is
-recomputed holds its activations for a moment when theirs are gone already; and what is needed again
-first would hardly have left the device.
+**Which layers climb.** The last ones. Backward frees them first, so among all choices of k layers
+the last k overlap least with what else is alive. While a layer is recomputed, it holds its
+activations when those of the last layers are gone already. And what is needed again first would
+hardly have left the device.
 
-**How many.** A layer that climbs adds `extra` bytes, for no longer than its activations live. So if
-passes peaked at `peak` bytes, more climbs peak at `peak` and the sum of their extras at most,
-wherever the peak was: in the loss, in the first layers of backward, or where gradients pile up at
-its end. What rests now and did not while the peak was measured (the optimizer's states after its
-first step) comes on top, so no step of the optimizer has to be seen:
+**How many climb.** A layer that climbs adds `extra` bytes, for no longer than its activations live.
+If passes peaked at `peak` bytes, passes with more climbs peak at most at `peak` plus the sum of
+their extras, wherever the peak was: in the loss, in the first layers of backward, or where
+gradients pile up at its end. What rests now and did not rest when the peak was measured (the
+optimizer's states after its first step) comes on top, so no step of the optimizer has to be seen:
 
     peak + (resting now - resting then) + sum of extras <= (1 - MARGIN) * capacity
 
-**Measuring.** In the first training pass, and in the first of each new greatest number of tokens,
-one layer of each kind is on the highest rung, the last, and all layers are metered. The others are
-on `attention` until these have taken half of what is left free, and on `offload` from there, so
-that measuring needs no more memory of the device than there has to be; it may need all of the
-host's that may be taken. From the pass after, layers climb; each later pass compares again what was
-measured with what there is. The bound is loose where the peak is not in the layers; then a pass
-with more climbs shows it, and more follow. A rehearsal measures as well (`know`): then the first
-pass has climbed already.
+**Measuring.** The first training pass measures, and so does the first pass of each new greatest
+number of tokens. In it the last layer of each kind is on the highest rung, and all layers are
+metered. The others keep attention until they have taken half of the margin, and are offloaded from
+there on, so that measuring needs no more memory of the device than there has to be; of the host it
+may need all that may be taken. From the next pass on, layers climb, and each pass compares again
+what was measured with what there is. The bound is loose where the peak is not in the layers; a pass
+with more climbs shows this, and more layers follow. A rehearsal measures too (`AutoPolicy.know`),
+so that layers climb in the first pass already.
 
-Where passes come so near to the capacity that the allocator has to give back in each what it keeps
-for later (tensors lie in pieces), that costs more than a layer's recompute: two such passes of the
-last eight count as if all of the capacity was used.
+Where passes come near to the capacity, the allocator may have to give back in each pass what it
+keeps for later, since tensors lie in pieces. This costs more than a layer's recompute, so two such
+passes among the last eight count as if all of the capacity was used.
 
-The peak is that of forward and backward. The optimizer's own is the same whatever is recomputed,
-since activations are freed by then.
-
-Shorter passes run as the longest one does: they need less, and they matter less.
+The peak is that of forward and backward. The optimizer's own peak is the same whatever is
+recomputed, since activations are freed by then. Shorter passes run as the longest one does.
 """
 
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -55,84 +52,20 @@ from longctx_patch.memory.ladder import (
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.meter import Meter
 from longctx_patch.memory.offload import HostCopies
+from longctx_patch.memory.passes import RECENT, MemoryUse, Pass, Rehearsed, Window
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.memory.run_layer import run_layer
 
-RECENT, SHORT = 8, 2
-"""Of so many passes, these are too many in which the allocator had to try again. A single one may
-have come between two arrangements of its memory."""
-
 MEASURE = -1
-"""In place of a number of climbs: this pass measures. Less than any number, so the least of what
-ranks propose is right for all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryUse:
-    """What was measured, and the memory it is held against."""
-
-    num_tokens: int
-    """Of the longest training pass: rows times tokens of the whole sequence."""
-    peak_bytes: int
-    """Of forward and backward under the policies of now; a bound until such a pass is over."""
-    extra_bytes: tuple[Extra, ...]
-    """Of each layer."""
-    capacity_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rehearsed:
-    """What some of a model's layers, all alike, say of a pass through all."""
-
-    extra_bytes: Extra
-    """Of each layer."""
-    host_layers: int
-    """For so many the host has room."""
-    peak_bytes: int
-    """With the last layer on the highest rung, those before it on the lowest as far as the host has
-    room, and on the one above from there."""
-    rest_bytes: int
-    """Allocated as a pass begins that peaks so."""
-
-
-@dataclass(eq=False)
-class Pass:
-    """A training pass whose backward is not over."""
-
-    number: int
-    num_tokens: int
-    window: "_Window"
-    rest_bytes: int
-    peak_before_bytes: int
-
-
-@dataclass(eq=False)
-class _Window:
-    """The passes since policies changed."""
-
-    peak_bytes: int
-    """Expected, until it was observed."""
-    rest_bytes: int
-    """What was allocated as the passes began that showed it; the most."""
-    is_observed: bool = False
-    """Whether the backward of a longest pass was seen."""
-    is_rehearsed: bool = False
-    """Whether a rehearsal stands for that."""
-    at_once: int = 1
-    """Passes whose activations are alive at the same time; extras count for each."""
-    recent: tuple[bool, ...] = ()
-    """Of the last passes, whether the allocator had to try again."""
-
-    @property
-    def is_short(self) -> bool:
-        return sum(self.recent) >= SHORT
+"""In place of a number of climbs: this pass measures. It is less than any number, so the least of
+what ranks propose is right for all of them."""
 
 
 class AutoPolicy:
-    """Decides over the layers of one model, on one rank; between passes, never within one.
+    """Chooses the policies of one model's layers on one rank, between passes and never within one.
 
-    For each training pass: `propose`, take the least over the ranks of the group, `begin` with it,
-    `run` each layer, and `end` when its backward is over.
+    For each training pass, call `propose`, take the least over the ranks of the group, `begin` the
+    pass with it, `run` each layer, and `end` the pass when its backward is over.
     """
 
     def __init__(
@@ -142,8 +75,9 @@ class AutoPolicy:
         host: HostCopies | None = None,
         share: float = 1.0,
     ) -> None:
-        """`kinds`: equal for layers that keep equally much. Without `host` none is offloaded. A
-        `share` of the tokens have their attention kept by layers that keep it."""
+        """`kinds` has one entry for each layer, equal for layers that keep equally much. Without
+        `host` no layer is offloaded. Layers that keep attention keep it for a `share` of the
+        tokens."""
         self._meter = meter
         self._kinds = tuple(kinds)
         self._host = host
@@ -153,21 +87,22 @@ class AutoPolicy:
         self._ceiling = 2 * len(kinds)
         self._is_under_way = False
         self._retries = self._failures = 0
-        """Of the meter: when the last pass ended, or began alone; when the last one began."""
+        """Counts of the meter: retries when the last pass ended, or began alone; failures when the
+        last pass began."""
         self.policies = after_climbs(self._climbs, len(kinds))
         self._allocated: list[int] = []
         self._may_reach = 0.0
         self._is_measuring = False
         self._extra: tuple[Extra, ...] = ()
         self._num_tokens = 0
-        self._window = _Window(0, 0)
+        self._window = Window(0, 0)
         self._num_passes = 0
         # Weak: a loss that is thrown away takes its pass along.
         self._open: weakref.WeakSet[Pass] = weakref.WeakSet()
 
     @property
     def use(self) -> MemoryUse | None:
-        """None until a pass has measured the layers."""
+        """What was measured; None until a pass has measured the layers."""
         if not self._extra:
             return None
         return MemoryUse(
@@ -178,17 +113,21 @@ class AutoPolicy:
         )
 
     def know(self, num_tokens: int, found: "Rehearsed") -> None:
-        """In place of the first pass, which measures: what one of `num_tokens` is expected to take
-        whose backward comes before another's forward."""
+        """Take what a rehearsal found in place of a first pass that measures.
+
+        It is what a pass of `num_tokens` takes whose backward comes before another's forward.
+        """
         num_layers = len(self._kinds)
         self._num_tokens, self._extra = num_tokens, (found.extra_bytes,) * num_layers
         climbs = max(self._fewest_climbs, num_layers - found.host_layers)
         self.policies = (*after_climbs(climbs, num_layers)[:-1], HIGHEST)
-        self._window = _Window(found.peak_bytes, found.rest_bytes, is_rehearsed=True)
+        self._window = Window(found.peak_bytes, found.rest_bytes, is_rehearsed=True)
 
     def propose(self, num_tokens: int) -> int:
-        """How many climbs this rank has the memory for in the pass that begins, or `MEASURE`.
-        `num_tokens` is the same on every rank of the group."""
+        """How many climbs this rank has memory for in the pass that begins, or `MEASURE`.
+
+        `num_tokens` is the same on every rank of the group.
+        """
         if num_tokens > self._num_tokens or not self._extra:
             return MEASURE
         if self._open:
@@ -214,7 +153,7 @@ class AutoPolicy:
         return fewer
 
     def begin(self, num_tokens: int, climbs: int) -> Pass:
-        """The pass begins, with what the ranks agreed on."""
+        """Begin a pass with the climbs that the ranks agreed on."""
         rest = self._meter.allocated()
         if climbs == MEASURE:
             self._allocated, self._extra, self._is_measuring = [], (), True
@@ -243,7 +182,7 @@ class AutoPolicy:
         return this
 
     def run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
-        """A layer's forward, under its policy of now."""
+        """Run a layer's forward under its present policy."""
         if not (self._is_measuring and torch.is_grad_enabled()):
             return self._run(layer, forward, *args)
         self._allocated.append(self._meter.allocated())
@@ -263,7 +202,7 @@ class AutoPolicy:
         return run_layer(policy, forward, *args, host=self._host, share=self._share)
 
     def end(self, this: Pass) -> None:
-        """The backward of a pass is over; again for another backward through the same graph."""
+        """Note that the backward of a pass is over; called again for a second backward."""
         self._is_under_way = False
         # One that began earlier and is still alive is an output that somebody just keeps.
         self._open = weakref.WeakSet(p for p in self._open if p.number > this.number)
@@ -287,7 +226,7 @@ class AutoPolicy:
             window.peak_bytes = max(window.peak_bytes, full)
 
     def _learn_from_the_interrupted(self, capacity: int) -> None:
-        """A pass that never ended and came near to the capacity was out of memory, or failed."""
+        """Count a pass that never ended: if it came near to the capacity, it was out of memory."""
         peak = self._meter.peak()
         if self._meter.failures() > self._failures:
             peak = max(peak, capacity)
@@ -298,28 +237,33 @@ class AutoPolicy:
             self._meter.reset_peak()
 
     def _must_leave(self, layer: int) -> bool:
-        """Whether a layer of the pass that measures is offloaded, for want of knowing better.
+        """Whether the pass that measures offloads a layer, because nothing is known yet.
 
-        Ranks may differ in it: what they send is the same."""
+        Ranks may differ in this, since they send the same in both cases.
+        """
         if self._host is None or self._is_sample(layer):
             return False
         return self._allocated[-1] >= self._may_reach
 
     def _is_sample(self, layer: int) -> bool:
-        """The last two of each kind stay on their rungs, so that both are measured."""
+        """Whether a layer is among the last two of its kind, which stay on their rungs so that both
+        rungs are measured."""
         return self._kinds[layer + 1 :].count(self._kinds[layer]) < 2
 
     def _start_window(self, expected_bytes: int, rest_bytes: int) -> None:
         self._meter.reset_peak()
-        self._window = _Window(expected_bytes, rest_bytes)
+        self._window = Window(expected_bytes, rest_bytes)
 
     def _expected_bytes(self, rest_bytes: int) -> int:
-        """Peak of a pass under the policies of now that begins with so much allocated."""
+        """Peak of a pass under the present policies that begins with `rest_bytes` allocated."""
         return self._window.peak_bytes + max(0, rest_bytes - self._window.rest_bytes)
 
     def _most_climbs(self, fits: Callable[[int, int], bool]) -> int:
-        """The most for which `fits(less, more)` of the bytes that layers then keep less and more
-        than now, and at least those that have to be. More climbs never fit where fewer don't."""
+        """The greatest number of climbs that fits, and at least the fewest there may be.
+
+        `fits` is asked with the bytes that layers would keep less and more than now. Where a number
+        of climbs does not fit, no greater one does.
+        """
         num_layers = len(self._kinds)
         climbs = range(self._fewest_climbs + 1, 2 * num_layers + 1)
 
@@ -331,11 +275,11 @@ class AutoPolicy:
     def _change_bytes(
         self, before: Sequence[LayerPolicy], after: Sequence[LayerPolicy]
     ) -> tuple[int, int]:
-        """(less, more): of layers that step down and of those that climb, in all passes alive.
+        """Bytes that layers which step down keep less, and that layers which climb keep more.
 
-        The one does not make up for the other: the peak may be where a layer that steps down is
-        recomputed. A bound is what layers that climb add; what the others save shows in the next
-        pass.
+        Both are summed over all passes that are alive. The one does not make up for the other: the
+        peak may be where a layer that steps down is recomputed. So what climbing layers add is a
+        bound, and what the others save shows in the next pass.
         """
         less = more = 0
         for extra, old, new in zip(self._extra, before, after, strict=True):

@@ -12,25 +12,28 @@ _UNLIMITED = 2**60  # version 1 writes a number of this size where there is no l
 
 
 class Room(NamedTuple):
+    """Bytes that one control group has left, and its limit."""
+
     left: int
     limit: int
 
 
 def available_bytes() -> int:
-    """What the machine has left, or this process's control groups (containers, batch systems)."""
+    """Bytes that the machine has left, or this process's control groups (containers, batch systems)
+    if they have less."""
     return min([psutil.virtual_memory().available, *(room.left for room in rooms_of_groups())])
 
 
 def total_bytes() -> int:
-    """Of the machine, or of the control group with the least."""
+    """Memory of the machine, or the least limit of this process's control groups."""
     return min([psutil.virtual_memory().total, *(room.limit for room in rooms_of_groups())])
 
 
 def rooms_of_groups(groups: Path = GROUPS, root: Path = ROOT) -> list[Room]:
-    """Of each control group with a limit, of this process and above it.
+    """What each control group with a limit has left: this process's own and those above it.
 
-    Cached files count as left: the kernel gives them up first. Both versions of the interface
-    (kernel.org, admin-guide/cgroup-v2 and cgroup-v1/memory).
+    Cached files count as left, since the kernel gives them up first. Both versions of the interface
+    are read (kernel.org, admin-guide/cgroup-v2 and cgroup-v1/memory).
     """
     try:
         lines = groups.read_text().splitlines()
@@ -49,7 +52,7 @@ def rooms_of_groups(groups: Path = GROUPS, root: Path = ROOT) -> list[Room]:
 
 
 def _up(root: Path, path: str) -> Iterator[Path]:
-    """The group's folder and those above it; within a container its own may be the root."""
+    """The group's folder and those above it; inside a container its own may be the root."""
     folder = root / path.lstrip("/")
     while folder != root:
         yield folder
@@ -58,7 +61,7 @@ def _up(root: Path, path: str) -> Iterator[Path]:
 
 
 def _room(folder: Path, limit: str, usage: str, cached: str) -> Room | None:
-    """None without a limit, and without such a folder."""
+    """What one group has left; None if it has no limit or no such folder."""
     with suppress(OSError, ValueError):  # "max" is no number
         most = int((folder / limit).read_text())
         if most < _UNLIMITED:

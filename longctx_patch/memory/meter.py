@@ -12,23 +12,23 @@ class Meter(Protocol):
     """One process's view of one device."""
 
     def allocated(self) -> int:
-        """Held by tensors now."""
+        """Bytes that tensors hold now."""
         ...
 
     def peak(self) -> int:
-        """The most that was taken at once, since the process began or someone reset it: held by
-        tensors, or by copies under way of tensors that are gone."""
+        """The most bytes that were taken at once since the process began or someone reset the peak:
+        by tensors, or by copies under way of tensors that are gone."""
         ...
 
     def reset_peak(self) -> None: ...
 
     def capacity(self) -> int:
-        """What this process may allocate in all, next to what others hold on the device."""
+        """Bytes that this process may allocate in all, beside what others hold on the device."""
         ...
 
     def fillable(self, rest_bytes: int) -> int:
-        """Of the capacity, what tensors of many sizes can be expected to fill, where so many bytes
-        are held by those that stay."""
+        """The part of the capacity that tensors of many sizes can be expected to fill, if tensors
+        that stay hold `rest_bytes` of it."""
         ...
 
     def retries(self) -> int:
@@ -37,22 +37,22 @@ class Meter(Protocol):
         ...
 
     def failures(self) -> int:
-        """How often that was in vain: errors for want of memory."""
+        """How often it found no memory then either, and raised an error."""
         ...
 
 
 FIXED_SEGMENTS_FILL = 0.7
-"""Where segments don't grow: runs were out of memory with 0.72 in tensors of what those that stay,
-weights and optimizer states, had left."""
+"""Share that tensors can fill where segments don't grow. Runs were out of memory when tensors held
+0.72 of what those that stay (weights and optimizer states) had left."""
 
 
 @dataclass(frozen=True)
 class CudaMeter:
-    """Of torch's CUDA allocator. Reads counters of the host, so it waits for no kernel."""
+    """What torch's CUDA allocator counts on the host, so that reading it waits for no kernel."""
 
     device: torch.device
     fill: float = 1.0
-    """Of what those that stay leave, the share for tensors that come and go."""
+    """Share of the memory that tensors which stay leave, for tensors that come and go."""
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)
@@ -81,7 +81,7 @@ class CudaMeter:
 
 
 def meter_of(device: torch.device) -> Meter | None:
-    """Of a device that holds a model; None where torch does not count memory, as on CPU."""
+    """The meter of a device; None where torch does not count memory, as on CPU."""
     if device.type != "cuda":
         return None
     return CudaMeter(device, fill=1.0 if segments_grow() else FIXED_SEGMENTS_FILL)

@@ -1,6 +1,6 @@
 """What layers keep for backward, on the host: copied out while forward goes on, and back in time.
 
-A layer's tensors leave on a stream of their own as soon as they are there. When the layer's
+A layer's tensors leave on a stream of their own as soon as they exist. When the layer's
 forward is over, the device waits until they are gone; in wide models they are by then, since the
 MLP takes longer. So their memory is free for the next layer however far the host is ahead of the
 device; freed without that wait, those of many layers would stay until the host sees that they are
@@ -8,13 +8,13 @@ gone. In backward, the first of a layer's tensors that is asked for brings the o
 those of the layer before it, which is the next to be asked for: they travel while this layer is
 computed.
 
-Host memory is pinned and used again by later passes. More is taken only while `RESERVE` of the
-machine's memory stays free, which the processes of a machine share.
+Host memory is pinned, and later passes use it again. More is taken only while `RESERVE` of the
+machine's memory stays free, which all processes of the machine share.
 
-Where a layer's tensors are large (`AHEAD`), the next ones don't come before they are asked for: a
-layer of rows so long is computed for a minute, and rows can be longer by their memory.
+Where a layer's tensors are large (`AHEAD`), the next ones don't come before they are asked for. A
+layer of such long rows is computed for a minute, and the memory saved makes longer rows possible.
 
-On CPU the copies are made all the same, at once; they save nothing there.
+On CPU the copies are made too, at once, though they save nothing there.
 """
 
 import math
@@ -38,7 +38,7 @@ class HostMemoryFull(RuntimeError):
 
 
 class HostRoom(NamedTuple):
-    """What this process may still take, and what has to stay free of it; in bytes."""
+    """Bytes that this process may still take, and how many of them have to stay free."""
 
     available: int
     reserve: int
@@ -49,25 +49,27 @@ class HostRoom(NamedTuple):
 
 
 class HostCopies:
-    """Of one process and device."""
+    """What the layers of one process and device keep on the host."""
 
     def __init__(
         self, device: torch.device, *, must_leave: bool = True, num_layers: int = 1
     ) -> None:
-        """Without room on the host a tensor stays where it is, with a warning; where it
-        `must_leave`, HostMemoryFull is raised: after the first of `num_layers` layers already, if
-        what all of them would keep has no room."""
+        """A tensor that finds no room on the host stays on the device, with a warning.
+
+        With `must_leave`, HostMemoryFull is raised instead: already after the first of
+        `num_layers` layers, if what all of them would keep has no room.
+        """
         self.device = device
         self._num_layers = num_layers
         self._is_checked = False
         self.room = HostRoom.now
         total = total_bytes(device)
         self.most_ahead = math.inf if total is None else AHEAD * total
-        """Bytes of a layer that come back while the one after it is in backward."""
+        """The most bytes of a layer that come back while the layer after it is in backward."""
         self.num_bytes = 0
-        """Of host memory that is held."""
+        """Bytes of host memory that are held."""
         self.reserved_bytes = 0
-        """That this process will take for other things."""
+        """Bytes that this process will take for other things."""
         self._must_leave = must_leave
         self._out, self._in = _Lane(device), _Lane(device)
         self._free: defaultdict[int, list[_Slot]] = defaultdict(list)
@@ -76,17 +78,17 @@ class HostCopies:
 
     @property
     def is_full(self) -> bool:
-        """Whether something had no room."""
+        """Whether a tensor found no room."""
         return self._is_full
 
     @property
     def bytes_with_room(self) -> int:
-        """That each process of the machine may still take."""
+        """Bytes that each process of the machine may still take."""
         room = self._room()
         return max(0, room.available - room.reserve) // _num_local_processes()
 
     def begin(self) -> "Kept":
-        """What the next layer keeps. In backward, layers are asked for in the opposite order."""
+        """Begin with the next layer. Backward asks for layers in the opposite order."""
         if self._must_leave and self.num_bytes and not self._is_checked:
             self._is_checked = True
             self._check_all_layers()
@@ -95,7 +97,10 @@ class HostCopies:
         return kept
 
     def take_out(self, tensor: Tensor, place: int) -> "_OnHost | None":
-        """`place`: which tensor of its layer it is; those of one place are alike in size."""
+        """Copy a tensor out; None without room.
+
+        `place` is its number in its layer: tensors of one place are alike in size.
+        """
         slot = self._slot(tensor.nbytes, place)
         if slot is None:
             return None
@@ -105,7 +110,7 @@ class HostCopies:
         return held
 
     def bring_back(self, held: "_OnHost") -> Tensor:
-        """Begin; `_OnHost.get` waits for it."""
+        """Begin to copy a tensor back; `_OnHost.get` waits for the copy."""
         back = torch.empty(held.on_host.shape, dtype=held.on_host.dtype, device=self.device)
         self._in.copy(back, held.on_host, held.slot)
         return back
@@ -123,7 +128,7 @@ class HostCopies:
         return _Slot(num_bytes, pinned=self.device.type == "cuda")
 
     def _check_all_layers(self) -> None:
-        """All layers are about as large as the first, and all processes of the machine alike."""
+        """Refuse if there is no room for all layers, as large as the first, of all processes."""
         processes = _num_local_processes()
         more = self.num_bytes * (self._num_layers - 1) * processes
         room = self._room()
@@ -131,7 +136,7 @@ class HostCopies:
             raise HostMemoryFull(self._refusal(more, room, processes))
 
     def _room(self) -> HostRoom:
-        """With what all processes of the machine will take for other things."""
+        """The host's room, less what all processes of the machine will take for other things."""
         room = self.room()
         return room._replace(reserve=room.reserve + self.reserved_bytes * _num_local_processes())
 
@@ -193,7 +198,7 @@ class Kept:
         return get
 
     def leave(self) -> None:
-        """The layer's forward is over: the device's memory is free for what comes next."""
+        """Free the device's memory for what comes next, as the layer's forward is over."""
         for held in self._held:
             held.leave()
 
@@ -202,7 +207,7 @@ class Kept:
         return sum(held.on_host.nbytes for held in self._held)
 
     def _bring_back(self) -> None:
-        """All of them, once; what is asked for again, by a second backward, comes by itself."""
+        """Bring all tensors back, once. What a second backward asks for comes back by itself."""
         if not self._was_asked_for:
             self._was_asked_for = True
             for held in self._held:
@@ -212,7 +217,8 @@ class Kept:
 class _Slot:
     """Host memory, and the last copy from or to it.
 
-    Pinned by CUDA itself: torch's pinned memory comes in powers of two, and is never given back.
+    CUDA itself pins it, because torch's pinned memory comes in powers of two and is never given
+    back.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
@@ -236,10 +242,10 @@ def _unpin(address: int, last_copy: _LastCopy) -> None:
 
 
 class _OnHost:
-    """One tensor. Its slot is free again once nobody can ask for it any more.
+    """One tensor on the host. Its slot is free again once nobody can ask for it any more.
 
-    What a copy reads or writes on the device is held here until `_wait`: then whoever gets its
-    memory, on the stream that it was made on, comes after the copy.
+    What a copy reads or writes on the device is held here until `_wait`. Whoever gets that memory
+    afterwards, on the stream that it was made on, comes after the copy.
     """
 
     def __init__(self, host: HostCopies, slot: _Slot, tensor: Tensor) -> None:
@@ -262,7 +268,8 @@ class _OnHost:
                 self._back = self._host.bring_back(self)
 
     def get(self) -> Tensor:
-        """On the device, for the stream that the layer runs on; given up here, to be freed."""
+        """The tensor on the device, for the stream that the layer runs on. It is not held here any
+        more, so that it can be freed."""
         self.bring_back()
         self._wait()
         back, self._back = self._back, None
@@ -286,7 +293,7 @@ class _Lane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, to: Tensor, source: Tensor, slot: _Slot) -> None:
-        """After what the current stream has done so far, and after the slot's last copy."""
+        """Copy after what the current stream has done so far, and after the slot's last copy."""
         if self._stream is None:
             to.copy_(source)
             return

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """Of the CPU's generator and the device's. Reading it waits for no kernel."""
+    """The states of the CPU's generator and the device's. Reading them waits for no kernel."""
 
     device: torch.device
     of_cpu: Tensor
@@ -22,7 +22,7 @@ class RandomState:
         return cls(device, torch.get_rng_state(), own and own.get_rng_state(device))
 
     def has_moved(self) -> bool:
-        """Whether numbers were drawn since."""
+        """Whether numbers were drawn since this state was read."""
         now = RandomState.now(self.device)
         if not torch.equal(self.of_cpu, now.of_cpu):
             return True
@@ -32,7 +32,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draws within begin with this state; those after it go on as if there were none."""
+        """Draws within the context begin with this state; later draws are as if there were none."""
         before = RandomState.now(self.device)
         self._set()
         try:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 Getter = Callable[[], Tensor]
-"""Gives a kept tensor, as often as it is called."""
+"""Returns a kept tensor, as often as it is called."""
 
 
 def as_it_is(tensor: Tensor) -> Getter:
-    """Keep a tensor where it is."""
+    """Keep a tensor on its device."""
     return lambda: tensor
 
 
@@ -29,9 +29,9 @@ class Frame:
     """Results of the attention calls inside one checkpointed region, in order."""
 
     store: Callable[[Tensor], Getter] = as_it_is
-    """Keeps a tensor, and returns what gives it back."""
+    """Keeps a tensor, and returns a function that gives it back."""
     share: float = 1.0
-    """Of the row's tokens, whose results are kept."""
+    """Share of the row's tokens whose results are kept."""
     kept: list[tuple[Getter, ...]] = field(default_factory=list)
     replaying: bool = False
     next_call: int = 0

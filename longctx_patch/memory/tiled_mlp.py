@@ -1,11 +1,11 @@
 """A decoder layer's MLP, one tile of the sequence at a time, in forward and in backward.
 
-An MLP treats each token by itself, so its intermediates (gate, up, their product: 3 * intermediate
-size numbers a token, 10 times a hidden state in Llama 3) need not exist for all tokens at once.
-Forward keeps the layer's hidden states and nothing else; backward computes a tile again, takes its
-gradients, and goes on to the next. This is TiledMLP of ALST (Arctic Long Sequence Training, arXiv
-2506.13996, section on sequence tiling), after the blockwise feed-forward of Blockwise Parallel
-Transformer (Liu & Abbeel 2023, arXiv 2305.19370).
+An MLP treats each token by itself. So its intermediates (gate, up, and their product: 3 *
+intermediate size numbers a token, 10 times a hidden state in Llama 3) need not exist for all tokens
+at once. Forward keeps the layer's hidden states and nothing else; backward computes a tile again,
+takes its gradients, and goes on to the next one. This is TiledMLP of ALST (Arctic Long Sequence
+Training, arXiv 2506.13996, section on sequence tiling), after the blockwise feed-forward of
+Blockwise Parallel Transformer (Liu & Abbeel 2023, arXiv 2305.19370).
 
 Unlike there, parameters are inputs of one autograd function. Each gets one gradient in a backward
 pass, summed over tiles before anybody sees it, so hooks, DDP, FSDP2 and gradient accumulation find
@@ -36,11 +36,11 @@ def run_tiled(
     num_tiles: int,
     last: nn.Linear | None = None,
 ) -> Tensor:
-    """`forward(hidden)` by tiles of equal size, up to a token.
+    """Compute `forward(hidden)` by tiles of equal size, up to a token.
 
-    The numbers are those of `forward(hidden)` but for rounding, gradients too: matrix products of
-    fewer rows may be summed in another order. With one tile it is `forward(hidden)` itself, which
-    keeps its intermediates. Without gradients nothing is kept.
+    The result and its gradients are those of `forward(hidden)` up to rounding, since matrix
+    products of fewer rows may be summed in another order. With one tile it is `forward(hidden)`
+    itself, which keeps its intermediates. Without gradients nothing is kept.
 
     Gradients of parameters are summed over tiles in float32 or wider, and rounded to the dtype of
     the parameter at the end; those of one tile come in that dtype. While a module's backward runs,
@@ -48,15 +48,15 @@ def run_tiled(
     without `requires_grad` (quantised weights under LoRA, say) take part and cost nothing.
 
     Backward computes tiles under the autocast of forward, and draws dropout's random numbers again
-    from the state that forward began with. They are other numbers than those of one tile.
+    from the state that forward began with. They differ from the numbers that a single tile draws.
 
     Args:
-        forward: of `module`, token by token: `[B, n, D] -> [B, n, E]`. It runs twice for each tile,
-            and what it looks at over several tokens, or counts, sees tiles.
-        module: whose parameters `forward` uses. They are looked up as this is called, so that they
-            may be others than they were (FSDP2 swaps them).
+        forward: what `module` computes token by token: `[B, n, D] -> [B, n, E]`. It runs twice for
+            each tile, and if it looks at several tokens or counts calls, it sees tiles.
+        module: the module whose parameters `forward` uses. They are looked up during this call,
+            since FSDP2 swaps them.
         hidden: `[B, L, D]`, any float dtype.
-        num_tiles: L at most; more are as good as L.
+        num_tiles: how many tiles; at most L are made.
         last: a layer of `module` whose result `forward` returns without looking at it, so that
             backward need not compute it. Where `forward` returns something else, backward notices
             it and begins anew with the layer as it is.
@@ -146,7 +146,7 @@ class _ResultIsUsedError(Exception):
 
 @dataclass(frozen=True)
 class _Autocast:
-    """That of forward; autograd's threads begin without."""
+    """The autocast of forward, which autograd's threads don't have by themselves."""
 
     device_type: str
     dtype: torch.dtype
@@ -174,7 +174,7 @@ class _TiledMlp:
     autocast: _Autocast
 
     def run(self, hidden: Tensor) -> Tensor:
-        """All tiles, with gradients as the caller has them enabled."""
+        """Compute all tiles, with gradients enabled as the caller has them."""
         out: Tensor | None = None
         with self.autocast.context():
             for start, size in self._spans(hidden.shape[-2]):
@@ -188,9 +188,9 @@ class _TiledMlp:
     def gradients(
         self, hidden: Tensor, grad: Tensor, wants_hidden: bool, parameters: Sequence[Tensor]
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Of the hidden states and of each parameter, in their dtypes.
+        """Gradients of the hidden states and of each parameter, in their dtypes.
 
-        None for a parameter that had no part in it, as autograd has it.
+        As in autograd, a parameter that had no part in the result has None.
         """
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         wanted = [number for number, p in enumerate(parameters) if p.requires_grad]
@@ -220,14 +220,14 @@ class _TiledMlp:
         return list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
 
     def _spans(self, length: int) -> Iterator[tuple[int, int]]:
-        """(start, size) of each tile."""
+        """Start and size of each tile."""
         for number in range(self.num_tiles):
             start = number * length // self.num_tiles
             yield start, (number + 1) * length // self.num_tiles - start
 
 
 def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """In float32 or wider, in place of `total`."""
+    """Add `grad` to `total` in place, in float32 or wider."""
     if grad is None:
         return total
     if total is None:
@@ -237,7 +237,7 @@ def _sum(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 
 def _check_leaves(out: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Refuse a graph with another leaf than `inputs`; it is the small one of a tile."""
+    """Refuse a tile's graph if it has other leaves than `inputs`."""
     known = {id(tensor) for tensor in inputs}
     nodes, seen = [out.grad_fn], set()
     while nodes:
@@ -259,7 +259,7 @@ def _check_leaves(out: Tensor, inputs: Sequence[Tensor]) -> None:
 def _in_place_of(
     module: nn.Module, parameters: Sequence[Tensor], stand_ins: Sequence[nn.Parameter]
 ) -> Iterator[None]:
-    """Stand-ins where `module` and those within hold the parameters, also in two places."""
+    """Put stand-ins wherever `module` and the modules inside hold the parameters."""
     by_id = {id(p): other for p, other in zip(parameters, stand_ins, strict=True)}
     places = [
         (owner, name, parameter)
@@ -278,7 +278,7 @@ def _in_place_of(
 
 @contextmanager
 def _drawn_again(random: RandomState | None) -> Iterator[None]:
-    """The random numbers that forward drew; None: it drew none."""
+    """Draw the random numbers of forward again within the context; None if it drew none."""
     if random is None:
         yield
         return

@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
-from longctx_patch.memory.auto import MEASURE, AutoPolicy, Pass
+from longctx_patch.memory.auto import MEASURE, AutoPolicy
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.offload import HostCopies
+from longctx_patch.memory.passes import Pass
 
 LAYERS = 8
 CHEAP, EXTRA = 2, 10

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from longctx_patch.memory.auto import MEASURE, RECENT, Rehearsed
+from longctx_patch.memory.auto import MEASURE
 from longctx_patch.memory.ladder import Extra, after_climbs, measured_extra
 from longctx_patch.memory.limits import MARGIN
+from longctx_patch.memory.passes import RECENT, Rehearsed
 from tests.memory.simulated import CHEAP, EXTRA, LAYERS, Training, capacity_for
 
 

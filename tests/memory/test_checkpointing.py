@@ -14,8 +14,8 @@ from longctx_patch.engine.call import CallShape
 from longctx_patch.engine.traffic import CallTraffic, predicted_traffic
 from longctx_patch.hf.model.checks import FAMILIES
 from longctx_patch.hf.model.transformers_api import attention_modules, decoder_layers
-from longctx_patch.memory.auto import MemoryUse
 from longctx_patch.memory.limits import MARGIN
+from longctx_patch.memory.passes import MemoryUse
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.traffic import Traffic

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.memory.auto import AutoPolicy, MemoryUse, Pass, Rehearsed
+from longctx_patch.memory.auto import AutoPolicy
 from longctx_patch.memory.meter import Meter, meter_of
 from longctx_patch.memory.offload import HostCopies
+from longctx_patch.memory.passes import MemoryUse, Pass, Rehearsed
 from longctx_patch.memory.policies import (
     POLICIES,
     CheckpointPolicy,
@@ -30,24 +31,24 @@ class Checkpointing:
     """What the decoder's layers keep for backward, on this rank."""
 
     policies: tuple[LayerPolicy, ...]
-    """Of each layer, first to last, in the last training pass or rehearsal."""
+    """Policy of each layer, first to last, in the last training pass or rehearsal."""
     memory: MemoryUse | None
     """What `auto` has measured and decides by; None before its first pass or a rehearsal, on CPU,
     and under the other policies."""
     host_bytes: int
-    """Of this process's host memory, that hold what layers offload."""
+    """Bytes of this process's host memory that hold what layers offload."""
 
     def __str__(self) -> str:
         return describe_layers(self.policies)
 
     @property
     def num_whole_layers(self) -> int:
-        """Layers that are not recomputed."""
+        """The number of layers that are not recomputed."""
         return len(self.policies) - count_recomputed(self.policies)
 
     @property
     def num_offloaded_layers(self) -> int:
-        """Layers that keep nothing on the device."""
+        """The number of layers that keep nothing on the device."""
         return count_on_host(self.policies)
 
 
@@ -60,11 +61,11 @@ GRADIENTS_IN_EVALUATION = (
 Passes that nobody goes backward from stay allowed, with gradients enabled too."""
 
 MOST_KINDS = 3
-"""Of layers: a model with more (adapters of other ranks in each, say) is taken to have one."""
+"""A model with more kinds of layers (adapters of different ranks, say) is taken to have one."""
 
 
 class Rehearsal(Protocol):
-    """Another way to run layers, for a pass of its own."""
+    """Another way to run layers, for one pass."""
 
     def run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any: ...
 
@@ -85,7 +86,7 @@ class LayerCheckpoints:
         share: float = 1.0,
         find_meter: Callable[[torch.device], Meter | None] = meter_of,
     ) -> None:
-        """`share`: of the tokens, whose attention is kept by layers that keep it."""
+        """Layers that keep attention keep it for a `share` of the tokens."""
         self.find_meter = find_meter
         self.share = share
         self._layers = transformers_api.decoder_layers(model)
@@ -108,20 +109,24 @@ class LayerCheckpoints:
         return len({_kind(layer) for layer in self._layers}) == 1
 
     def _kinds(self) -> list[object]:
-        """By layer; equal for layers that keep equally much."""
+        """One entry for each layer, equal for layers that keep equally much."""
         kinds: list[object] = [_kind(layer) for layer in self._layers]
         # One layer of each kind is whole while it is measured, so that many are not told apart.
         return kinds if len(set(kinds)) <= MOST_KINDS else [None] * len(kinds)
 
     def to_rehearse(self, num_layers: int, device: torch.device) -> tuple[LayerPolicy, ...]:
-        """Policies by which the last layers show what all take. Under `auto` that is the least it
-        can do, but for the last layer, which shows what it can do at best."""
+        """Policies under which the last layers show what all layers take.
+
+        Under `auto` they are the cheapest in memory, and for the last layer the cheapest in time.
+        """
         *_, highest = self._policy.rungs
         return (*[self._lowest(device)] * (num_layers - 1), highest)
 
     def know(self, device: torch.device, found: Rehearsed) -> None:
-        """What the rehearsal that is just over found: `auto` need not measure then, if it has not
-        yet, which is better."""
+        """Give `auto` what a rehearsal has just found, so that it need not measure.
+
+        What it has measured already is better, and stays.
+        """
         if self._auto is not None and self._auto.use is not None:
             return
         self._auto = None  # it may have been interrupted
@@ -130,21 +135,24 @@ class LayerCheckpoints:
             auto.know(self._num_tokens, found)
 
     def host_to_rehearse(self, device: torch.device) -> HostCopies:
-        """What a run holds already it need not find room for; but what `auto` keeps in its is to be
-        told from what it keeps in a rehearsal."""
+        """The host memory for a rehearsal.
+
+        A run needs no new room for what it holds already. Under `auto` the rehearsal has memory of
+        its own, to tell what it keeps from what the run keeps.
+        """
         if self._policy.chooses_by_layer or self._host is None:
             return self.new_host(device)
         return self._host
 
     def new_host(self, device: torch.device) -> HostCopies:
-        """For what layers offload. What `auto` has no room for there stays where it is."""
+        """Host memory for what layers offload. Under `auto`, what has no room there stays."""
         must_leave = not self._policy.chooses_by_layer
         host = HostCopies(device, must_leave=must_leave, num_layers=len(self._layers))
         host.reserved_bytes = self._reserved_bytes
         return host
 
     def reserve_host(self, num_bytes: int) -> None:
-        """That offloaded layers leave free."""
+        """Let offloaded layers leave `num_bytes` of the host's memory free."""
         self._reserved_bytes = num_bytes
         if self._host is not None:
             self._host.reserved_bytes = num_bytes
@@ -155,7 +163,7 @@ class LayerCheckpoints:
 
     @contextmanager
     def rehearsed(self, rehearsal: "Rehearsal") -> Iterator[None]:
-        """Within, layers run as the rehearsal has them, and nothing is decided."""
+        """Within the context, layers run as the rehearsal has them, and nothing is decided."""
         give_back = transformers_api.checkpoint_layers(self._model, self._run)
         self._rehearsal = rehearsal
         try:
@@ -166,7 +174,7 @@ class LayerCheckpoints:
 
     @property
     def policies(self) -> tuple[LayerPolicy, ...]:
-        """Of each layer, first to last, in the pass under way or the last one."""
+        """Policy of each layer, first to last, in the pass under way or the last one."""
         return self._auto.policies if self._auto else (self._fixed,) * len(self._layers)
 
     @property
@@ -186,10 +194,10 @@ class LayerCheckpoints:
         return transformers_api.checkpoint_layers(self._model, self._run)
 
     def propose(self, decoder: nn.Module, tokens: Tensor, row_length: int) -> int:
-        """What `AutoPolicy.propose` says of this rank and the pass that begins.
+        """What `AutoPolicy.propose` says on this rank of the pass that begins; 0 without `auto`.
 
-        0 where nothing is chosen. `tokens` are this rank's, of rows of `row_length` over all ranks,
-        so that what must be the same on all ranks is taken from what they agree on.
+        `tokens` are this rank's, of rows that have `row_length` tokens over all ranks: what must be
+        the same on all ranks is taken from what they agree on.
         """
         self._pass = None  # one whose forward was interrupted holds nothing any more
         self._is_evaluation = not decoder.training
@@ -202,12 +210,12 @@ class LayerCheckpoints:
         return auto.propose(self._num_tokens) if auto else 0
 
     def begin(self, decoder: nn.Module, agreed: int) -> None:
-        """The pass begins with the least of what the ranks of the group proposed."""
+        """Begin the pass with the least of what the ranks of the group proposed."""
         if self._auto is not None and self._counts(decoder):
             self._pass = self._auto.begin(self._num_tokens, agreed)
 
     def end(self, decoder: nn.Module, hidden: Tensor) -> None:
-        """The decoder's forward is over; a training pass is when its backward is.
+        """Note that the decoder's forward is over. A training pass is over when its backward is.
 
         A sharded pass in evaluation mode has no backward: it raises ValueError there.
         """
@@ -227,7 +235,7 @@ class LayerCheckpoints:
         hidden.register_hook(backward_begins)
 
     def _auto_on(self, device: torch.device) -> AutoPolicy | None:
-        """None where memory is not counted."""
+        """The policy `auto` on this device; None where memory is not counted."""
         trained = tuple(parameter.requires_grad for parameter in self._model.parameters())
         if self._trained not in ((), trained):  # layers keep other tensors then
             self._auto = None
@@ -271,6 +279,6 @@ def _without_meter(policy: Policy) -> LayerPolicy:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Equal for layers that keep equally much: experts or not, with adapter or without."""
+    """A key that is equal for layers that keep equally much, by their modules and parameters."""
     named = layer.named_parameters()
     return (type(layer), *((name, tuple(p.shape), p.requires_grad) for name, p in named))

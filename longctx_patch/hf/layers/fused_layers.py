@@ -1,17 +1,17 @@
 """RMSNorm, rotary embedding and SwiGLU of a model's layers in few kernels instead of many.
 
-Two ways, either before or after `patch`, which `unpatch` leaves as they are:
+There are two ways. Each works before or after `patch`, and `unpatch` leaves what they changed:
 
 - `liger`: Liger Kernel (Hsu et al. 2024), through transformers' own integration. On NVIDIA GPUs,
   for the families in `LIGER_FAMILIES`; experts and the loss stay those of the patched model.
-- `compile`: torch.compile for each part of a decoder layer, anywhere and for every family. Not the
-  layer as a whole: recompute has to stay outside of what is compiled, or it is not compiled at all.
+- `compile`: torch.compile for each part of a decoder layer, anywhere and for every family. It does
+  not compile the layer as a whole, since nothing is compiled around a recompute.
 
     from longctx_patch.hf.layers.fused_layers import choose_fused_layers, fuse_layers
 
     fuse_layers(model, choose_fused_layers("auto", model, "cuda").how)
 
-Numbers are those of the stock layers to within rounding.
+The numbers are those of the stock layers up to rounding.
 """
 
 import os
@@ -72,10 +72,10 @@ class FusedLayers(NamedTuple):
 
 
 def choose_fused_layers(how: FusedLayersName, model: nn.Module, device_type: str) -> FusedLayers:
-    """`auto` resolved: `liger` where the model will run on `cuda` and Liger Kernel can serve it.
+    """Resolve `auto`: `liger` if the model will run on `cuda` and Liger Kernel can serve it.
 
-    Otherwise `none`, and `why` says what is missing. Never `compile`, whose first step takes
-    minutes. What else is asked for is returned as it is. Changes nothing.
+    Otherwise it is `none`, and `why` says what is missing. It is never `compile`, whose first step
+    takes minutes. Any other `how` is returned as it is. Nothing is changed.
     """
     if how != "auto":
         return FusedLayers(how, "as asked for")
@@ -100,7 +100,7 @@ def _lacks_liger(device_type: str) -> str | None:
 
 
 def fuse_layers(model: nn.Module, how: FusedLayersName) -> None:
-    """Change the decoder layers of one model in place; weights and their names stay.
+    """Change the decoder layers of one model in place; weights keep their names.
 
     Args:
         model: a causal language model of transformers, or a PEFT model around one, before DDP or
@@ -211,7 +211,7 @@ Rope = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _RopeByDevice:
-    """In place of a family's function: Liger's kernel runs on GPUs only."""
+    """Takes the place of a family's function, since Liger's kernel runs on GPUs only."""
 
     stock: Rope
     fused: Rope

@@ -1,9 +1,9 @@
 """The MLPs of one patched model, run over tiles of its tokens.
 
-Each module gets a forward of its own and stays where it is: names of parameters, adapters and what
-FSDP2 has wrapped are as before, and hooks on the module see all tokens. Layers with experts are
-left whole. They choose experts for each token, so that tiles would change no result; but router
-logits are collected by hooks within them, and backward would collect them a second time.
+Each module gets a forward of its own and stays in its place. So names of parameters, adapters and
+what FSDP2 has wrapped are as before, and hooks on the module see all tokens. Layers with experts
+stay whole. Tiles would change no result, since experts are chosen for each token; but hooks inside
+these layers collect router logits, and backward would collect them a second time.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,8 +36,8 @@ def bind_mlps(
 ) -> Callable[[], None]:
     """Run the MLPs of a model by tiles; return a function that undoes it.
 
-    `asked`: how many; None: as `tiles_that_fit` says of the memory that `find_bytes` finds on the
-    device. Ranks need not agree on the number: an MLP sends nothing.
+    `asked` is the number of tiles. With None, `tiles_that_fit` says it for the memory that
+    `find_bytes` finds on the device. Ranks need not agree on it, since an MLP sends nothing.
     """
     if asked == 1:
         return lambda: None
@@ -55,7 +55,7 @@ def bind_mlps(
 
 
 def tiles_of_layers(model: PreTrainedModel) -> tuple[int, ...]:
-    """Tiles in which the MLP of each layer ran last."""
+    """The number of tiles in which each layer's MLP ran last."""
     return tuple(
         max((tiled.num_tiles for tiled in _tiled_forwards(layer)), default=1)
         for layer in transformers_api.decoder_layers(model)
@@ -64,7 +64,7 @@ def tiles_of_layers(model: PreTrainedModel) -> tuple[int, ...]:
 
 @contextmanager
 def without_tiles(model: PreTrainedModel) -> Iterator[None]:
-    """For changing the forward of MLPs; tiles are made of the new one afterwards."""
+    """Within the context MLPs can be given another forward; tiles are then made of the new one."""
     tiled_forwards = list(_tiled_forwards(model))
     for tiled in tiled_forwards:
         tiled.take_off()
@@ -77,7 +77,8 @@ def without_tiles(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(eq=False)
 class TiledForward:
-    """In place of a module's forward. Holds nothing of the model beside: modules are copied."""
+    """Takes the place of a module's forward. It holds nothing else of the model, whose modules may
+    be copied."""
 
     module: nn.Module
     below: Callable[..., Any] | None
@@ -86,7 +87,7 @@ class TiledForward:
     intermediate_size: int
     find_bytes: FindBytes
     num_tiles: int = 1
-    """Of the last call."""
+    """The number of tiles in the last call."""
     _compiled: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
 
     # Its autograd function is not for tracing; what runs for a tile is compiled by itself.
@@ -115,14 +116,14 @@ class TiledForward:
         raise ValueError(f"mlp_tiles={self.asked}: {obstacle}, or mlp_tiles=1.")
 
     def _as_fits(self, hidden: Tensor) -> int:
-        """By the intermediates gate, up and their product, in the dtype they are computed in."""
+        """The number of tiles that fit, by the bytes of gate, up and their product."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         numbers = 3 * self.intermediate_size * hidden.shape[:-1].numel()
         return tiles_that_fit(numbers * dtype.itemsize, self.find_bytes(hidden.device))
 
     def _last_layer(self) -> nn.Linear | None:
-        """The down projection, whose result an MLP returns as it is, if the code is known to."""
+        """The down projection, if the MLP's code is known to return its result as it is."""
         last = getattr(self.module, "down_proj", None)
         known = _is_known(type(self.module).forward) and (
             self.below is None or _is_known(self.below)
@@ -145,7 +146,8 @@ class TiledForward:
 
 
 def _is_known(forward: object) -> bool:
-    """Whether a function or method is written there. Others that wrap it may bear its names."""
+    """Whether a function or method was written in `MLP_CODE`. A wrapper has the names of what it
+    wraps, and is not."""
     function = getattr(forward, "__func__", forward)
     return (
         isinstance(function, FunctionType)
@@ -155,7 +157,7 @@ def _is_known(forward: object) -> bool:
 
 
 def _tiled_forwards(module: nn.Module) -> Iterator[TiledForward]:
-    """Of a module and those within it; PEFT may have copied some."""
+    """The tiled forwards of a module and of all modules in it; PEFT may have copied some."""
     for each in module.modules():
         found = vars(each).get("forward")
         if isinstance(found, TiledForward):

@@ -38,7 +38,7 @@ class Components(Parts):
     gradients: float
     optimizer: float
     checkpoints: float
-    """What layers keep for backward."""
+    """What all layers keep for backward."""
     layer: float
     """What the layer that is being computed holds: what it recomputes, and what passes through."""
     attention: float

@@ -1,0 +1,72 @@
+"""What `auto` knows about training passes and about the memory that they took."""
+
+from dataclasses import dataclass
+
+from longctx_patch.memory.ladder import Extra
+
+RECENT, SHORT = 8, 2
+"""So many passes are looked back at, and so many of them are too many in which the allocator had to
+try again. A single one may have come between two arrangements of its memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """What was measured, and the memory that it is compared with."""
+
+    num_tokens: int
+    """Tokens of the longest training pass: rows times tokens of the whole sequence."""
+    peak_bytes: int
+    """Peak of forward and backward under the present policies; a bound until such a pass is
+    over."""
+    extra_bytes: tuple[Extra, ...]
+    """What each layer keeps on each rung, first layer to last."""
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """What a pass through all layers takes, as some of them have shown that are all alike."""
+
+    extra_bytes: Extra
+    """What each layer keeps on each rung."""
+    host_layers: int
+    """The number of layers for which the host has room."""
+    peak_bytes: int
+    """Peak with the last layer on the highest rung, and of the layers before it as many on the
+    lowest as the host has room for, the others on the middle one."""
+    rest_bytes: int
+    """Bytes that are allocated when a pass begins that peaks so."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """A training pass whose backward is not over."""
+
+    number: int
+    num_tokens: int
+    window: "Window"
+    rest_bytes: int
+    peak_before_bytes: int
+
+
+@dataclass(eq=False)
+class Window:
+    """The passes since policies changed."""
+
+    peak_bytes: int
+    """The expected peak, until a peak was observed."""
+    rest_bytes: int
+    """The most that was allocated when the passes began that showed the peak."""
+    is_observed: bool = False
+    """Whether the backward of a longest pass was seen."""
+    is_rehearsed: bool = False
+    """Whether a rehearsal stands for that."""
+    at_once: int = 1
+    """Passes whose activations are alive at the same time; extras count for each."""
+    recent: tuple[bool, ...] = ()
+    """Whether the allocator had to try again, in each of the last passes."""
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the allocator had to try again too often."""
+        return sum(self.recent) >= SHORT
