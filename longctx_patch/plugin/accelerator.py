@@ -37,15 +37,13 @@ def make_accelerator(
     group; `longctx_patch.world_place(config)` says which group this process is in. Where there is
     no NVIDIA GPU the processes talk through gloo on the CPU.
 
-    A prepared scheduler steps once per `scheduler.step()`. Accelerate's default steps it once per
-    process, since as many batches are taken then; here the ranks of a group share them, and a
-    schedule made for the steps of the loop would end too early.
+    A prepared scheduler steps once per `scheduler.step()`; Accelerate's default, once per process,
+    would end a schedule too early.
 
     Under FSDP2 with mixed precision, gradients are reduced in float32 and outputs, the loss among
     them, keep their dtype; Accelerate's default would round both to the low precision. Give your
-    own `fsdp_plugin` to decide otherwise.
-
-    torch's CUDA allocator is set to segments that grow, unless `PYTORCH_ALLOC_CONF` says otherwise.
+    own `fsdp_plugin` to decide otherwise. torch's CUDA allocator is set to segments that grow,
+    unless `PYTORCH_ALLOC_CONF` says otherwise.
 
     Args:
         config: degrees of sequence parallelism.
@@ -57,13 +55,12 @@ def make_accelerator(
         ValueError: the world, the launch settings or the arguments do not fit `config`.
 
     Example:
-        >>> config = LongContextConfig(ulysses_degree=2, ring_degree=2)
-        >>> accelerator = make_accelerator(config)
+        >>> accelerator = make_accelerator(LongContextConfig(ulysses_degree=2, ring_degree=2))
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
     _refuse_other_engines(accelerator_kwargs)
     _refuse_accumulation(accelerator_kwargs)
-    _refuse_steps_by_process(accelerator_kwargs)
+    _step_schedulers_once(accelerator_kwargs)
     num_processes = _num_processes()
     require_whole_groups(
         config.degrees_in_words,
@@ -82,8 +79,7 @@ def make_accelerator(
         let_segments_grow()
     accelerator = Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
     _check_ours(accelerator, parallelism)
-    if states_on_host(accelerator):
-        _share_cores()
+    _share_cores(accelerator)
     return accelerator
 
 
@@ -143,7 +139,7 @@ def _refuse_accumulation(kwargs: dict[str, Any]) -> None:
         )
 
 
-def _refuse_steps_by_process(kwargs: dict[str, Any]) -> None:
+def _step_schedulers_once(kwargs: dict[str, Any]) -> None:
     """Set `step_scheduler_with_optimizer`, under which a scheduler steps once per process."""
     if kwargs.setdefault("step_scheduler_with_optimizer", False):
         raise ValueError(
@@ -278,11 +274,11 @@ def _check_ours(accelerator: Accelerator, parallelism: SequenceParallelismConfig
         )
 
 
-def _share_cores() -> None:
-    """Give each process its share of the machine's cores: torchrun leaves it one, and the optimizer
-    would step all states on that. A number of threads that somebody has set stays."""
+def _share_cores(accelerator: Accelerator) -> None:
+    """Give each process its share of the machine's cores where the optimizer steps on them:
+    torchrun leaves it one. A number of threads that somebody has set stays."""
     processes = os.environ.get("LOCAL_WORLD_SIZE")
-    if processes is not None and torch.get_num_threads() == 1:
+    if states_on_host(accelerator) and processes is not None and torch.get_num_threads() == 1:
         torch.set_num_threads(max(1, num_cores() // int(processes)))
 
 

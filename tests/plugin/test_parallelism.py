@@ -119,19 +119,21 @@ def test_batches_are_equal_within_a_sequence_group_and_differ_between_replicas(
         assert rows[0] + rows[2] != list(range(NUM_ROWS))
 
 
-def test_ddp_averages_the_gradient_over_all_ranks(four_ranks: list[dict[str, Any]]) -> None:
-    assert [r["gradient"] for r in four_ranks] == [(0 + 1 + 4 + 9) / 4] * 4
-
-
-@pytest.mark.parametrize(("kind", "rows_held"), [("fsdp", 2), ("hsdp", 4)])
-def test_fsdp_shards_over_the_sequence_ranks_and_averages_over_all(
-    four_ranks: list[dict[str, Any]], kind: str, rows_held: int
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("gradient", (0 + 1 + 4 + 9) / 4),
+        # FSDP2 shards over the sequence ranks, so that a rank holds 2 rows, or 4 of two copies
+        ("fsdp", ([3.5] * 8, 2)),
+        ("hsdp", ([3.5] * 8, 4)),
+        ("again", True),
+    ],
+)
+def test_gradients_are_means_over_all_ranks(
+    four_ranks: list[dict[str, Any]], kind: str, expected: object
 ) -> None:
-    assert [r[kind] for r in four_ranks] == [([3.5] * 8, rows_held)] * 4
-
-
-def test_the_same_accelerator_may_be_asked_for_twice(four_ranks: list[dict[str, Any]]) -> None:
-    assert all(r["again"] for r in four_ranks)
+    """An accelerator may be asked for again, and keeps its mesh."""
+    assert [r[kind] for r in four_ranks] == [expected] * 4
 
 
 def _learning_rates(acc: Accelerator) -> list[float]:

@@ -39,5 +39,6 @@ def test_processes_share_the_cores(
         monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     else:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    accelerator._share_cores()
+    monkeypatch.setattr(accelerator, "states_on_host", lambda _: True)
+    accelerator._share_cores(SimpleNamespace())  # type: ignore[arg-type]
     assert taken[-1] == found
