@@ -22,42 +22,45 @@ class LongContextConfig:
     """How a sequence is cut over a group of ranks and how attention crosses the cuts."""
 
     ulysses_degree: int = 1
-    """Ranks that exchange heads for tokens (DeepSpeed-Ulysses): consecutive ones, in a node."""
+    """Number of ranks that exchange heads for tokens (DeepSpeed-Ulysses). They are consecutive, and
+    should share a node."""
 
     ring_degree: int = 1
-    """Ranks (or groups of Ulysses ranks) that pass key-value blocks to each other."""
+    """Number of ranks (or groups of Ulysses ranks) that pass key-value blocks to each other."""
 
     ulysses_waves: int | None = None
-    """Ulysses exchanges heads in this many parts (fewer, if a rank has fewer heads), so that those
-    of one part travel while another is computed. None: as many as the cost model says."""
+    """Ulysses exchanges heads in this many parts (fewer, if a rank has fewer heads), so that the
+    heads of one part travel while another part is computed. None: the cost model decides."""
 
     layout: LayoutName | None = None
-    """Placement of tokens over the ring ranks. None: the plan's, else `zigzag`, which balances a
-    causal mask, and `balanced` for packed rows. See `placement_of`."""
+    """How tokens are placed over the ring ranks. None: the plan's own layout; under `auto` it is
+    `zigzag`, which balances a causal mask, and `balanced` for packed rows. See `placement_of`."""
 
     plan: str = "auto"
-    """Schedule of the ring part (`longctx_patch.plans`). `auto`: the cost model takes one of those
-    made for the layout (`longctx_patch.explain` says which and why), and `halo` for masks that
-    leave blocks out, such as packed documents. Layers with a sliding window always run `halo`,
-    which sends what is inside the window only."""
+    """Schedule of the ring part (`longctx_patch.plans`). `auto`: the cost model takes one of the
+    plans made for the layout (`longctx_patch.explain` says which and why), or `halo` where the mask
+    leaves blocks out, as packed documents do. Layers with a sliding window always run `halo`, which
+    sends only what is inside the window."""
 
     backward_plan: str = "auto"
-    """Schedule of backward, made for the same layout; `auto` takes the forward one, or where that
-    is `auto` too, the cost model's."""
+    """Schedule of backward, which must be made for the same layout. `auto` takes the plan of
+    forward; where that is `auto` too, the cost model decides."""
 
     ranks_per_node: int | None = None
-    """Ring ranks on one machine, for `double_ring` and `auto`; they are numbered machine by
-    machine. None: for `auto`, as many as the hardware's nodes have."""
+    """Number of ring ranks on one machine, which `double_ring` needs and `auto` may have. Ranks are
+    numbered machine by machine. None: `auto` takes as many as the hardware's nodes have."""
 
     hardware: HardwareName = "h100"
     """The machine that `auto` chooses for. It changes which plan runs, never what it computes."""
 
     kernel: str = "auto"
-    """Attention kernel of one block; `longctx_patch.kernels.available()` lists the names."""
+    """Kernel that computes attention of one block; `longctx_patch.kernels.available()` lists the
+    names."""
 
     deterministic: bool = False
-    """Two runs on the same GPUs are bitwise equal, in what attention and its plans compute: kernels
-    whose backward can't sum in a fixed order are refused, and none is chosen by a measurement."""
+    """Whether attention and its plans compute bitwise the same in two runs on the same GPUs.
+    Kernels whose backward can't sum in a fixed order are refused, and none is chosen by a
+    measurement."""
 
     checkpoint: CheckpointPolicy = "none"
     """`none`: keep all activations; `full`: recompute each layer, attention included;
@@ -69,26 +72,26 @@ class LongContextConfig:
     in all)."""
 
     attention_kept: float = 1.0
-    """Under `attention`, `offload` and `auto`: the share of a row's tokens, from 0 to 1, whose
-    output and lse a layer keeps. They are the last of each document, which cost most to compute
-    again; the others are, in backward, which takes (1 - share)^2 of attention's forward pass and
-    its communication (BurstEngine, sequence-level selective checkpointing; see
-    `longctx_patch.engine.selective`). Ring ranks keep equally much where `layout` spreads documents
-    over them, so that it is `striped` then, where plans are made for it and unless given."""
+    """Share of a row's tokens, from 0 to 1, whose output and lse a layer keeps under `attention`,
+    `offload` and `auto`. Kept are the last tokens of each document, which cost most to compute
+    again. Backward computes the others again, which takes (1 - share)^2 of attention's forward pass
+    and its communication (BurstEngine, sequence-level selective checkpointing; see
+    `longctx_patch.engine.selective`). Below 1, `layout` is `striped` unless it is given or the plan
+    is made for others alone: it spreads documents, so that ring ranks keep equally much."""
 
     mlp_tiles: int | None = None
     """Each decoder layer's MLP runs over this many tiles of a rank's tokens, one after the other,
     in forward and again in backward, so that its intermediates exist for one tile only
-    (`longctx_patch.memory.tiled_mlp`). 1: over all at once, and what backward needs is kept as
-    `checkpoint` says. None: on CUDA as few as keep those of a tile within 1/16 of the GPU's memory,
-    and 1 elsewhere. Layers with experts stay whole; a number above 1 is refused where all have
-    them."""
+    (`longctx_patch.memory.tiled_mlp`). 1: the MLP runs over all tokens at once, and `checkpoint`
+    says what is kept for backward. None: on CUDA, the fewest tiles whose intermediates fit into
+    1/16 of the GPU's memory; elsewhere 1. Layers with experts stay whole; a number above 1 is
+    refused where all layers have them."""
 
     loss: LossName = "chunked"
-    """How a sharded pass with labels gets its loss. `chunked`: a part of the tokens at a time, so
-    that no rank ever holds all its logits; `out.logits` is None then, and the loss goes backward
-    once. `logits`: from full logits, which `out.logits` returns. A pass without labels returns
-    logits under both."""
+    """How a sharded pass with labels computes its loss. `chunked`: from a part of the tokens at a
+    time, so that no rank ever holds all its logits; `out.logits` is None then, and the loss goes
+    backward once. `logits`: from full logits, which `out.logits` returns. A pass without labels
+    returns logits under both."""
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -165,12 +168,12 @@ class LongContextConfig:
 
     @property
     def _named_plans(self) -> list[PlanRecord]:
-        """Those of forward and backward that are not left to `auto`."""
+        """The plans of forward and backward that are named, and not left to `auto`."""
         return [PLANS[name] for name in (self.plan, self.backward_plan) if name in PLANS]
 
     @property
     def placement(self) -> LayoutName:
-        """The layout of a row with one document, decided."""
+        """The layout of rows with one document, where `layout` is None too."""
         fitting = PLANS[self.plan].layouts if self.plan in PLANS else ("zigzag", "striped")
         all_fit = [fitting, *(plan.layouts for plan in self._named_plans)]
         spreads = self.attention_kept < 1 and all("striped" in layouts for layouts in all_fit)
@@ -178,7 +181,7 @@ class LongContextConfig:
 
     @property
     def packed_placement(self) -> LayoutName:
-        """The layout of a row with several documents, decided."""
+        """The layout of rows with several documents, where `layout` is None too."""
         if self.attention_kept < 1 and self.placement == "striped":
             return "striped"  # the ends of long documents, which are kept, would be on few ranks
         fits = all("balanced" in plan.layouts for plan in self._named_plans)

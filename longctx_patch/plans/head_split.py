@@ -8,14 +8,14 @@ from longctx_patch.sequence.layout import Interval, even_cuts
 
 
 class Heads(Enum):
-    """Which heads a tensor has."""
+    """Kind of the heads that a tensor has."""
 
     QUERY = "query"
     KEY_VALUE = "key_value"
 
 
 QKV = (Heads.QUERY, Heads.KEY_VALUE, Heads.KEY_VALUE)
-"""What q, k and v have, in this order; so do their gradients."""
+"""Kinds of the heads of q, k and v, in this order; their gradients have the same."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,18 @@ class HeadSplit:
             )
 
     def in_waves(self, most: int) -> "tuple[HeadSplit, ...]":
-        """The same heads, in as many parts as each rank has heads for, and at most `most`."""
+        """The same heads in at most `most` parts; each rank has heads in every part."""
         count = min(most, self.num_heads // self.degree) if self.degree > 1 else 1
         return tuple(replace(self, wave=wave, num_waves=count) for wave in range(count))
 
     @cached_property
     def query(self) -> tuple[Interval, ...]:
-        """Query heads of each rank."""
+        """The query heads of each rank in this wave."""
         return tuple(self._of_wave(heads) for heads in even_cuts(self.num_heads, self.degree))
 
     def _of_wave(self, heads: Interval) -> Interval:
-        """A part of a rank's query heads: those of whole key-value heads, if there are enough."""
+        """This wave's part of a rank's query heads: those of whole key-value heads, if there are
+        enough."""
         group = self.num_heads // self.num_kv_heads
         whole = heads.start % group == heads.stop % group == 0
         unit = group if whole and heads.size >= group * self.num_waves else 1
@@ -56,7 +57,7 @@ class HeadSplit:
 
     @cached_property
     def key_value(self) -> tuple[Interval, ...]:
-        """Key-value heads that each rank's query heads need; ranks and waves may share some."""
+        """The key-value heads that each rank's query heads need; ranks and waves may share some."""
         group = self.num_heads // self.num_kv_heads
         return tuple(Interval(q.start // group, (q.stop - 1) // group + 1) for q in self.query)
 
@@ -64,7 +65,7 @@ class HeadSplit:
         return self.query if heads is Heads.QUERY else self.key_value
 
     def kv_runs(self, rank: int) -> tuple[Interval, ...] | None:
-        """Local query heads of each local key-value head, or None where they group evenly."""
+        """The local query heads of each local key-value head, or None where they group evenly."""
         group = self.num_heads // self.num_kv_heads
         q, kv = self.query[rank], self.key_value[rank]
         runs = tuple(
@@ -74,5 +75,5 @@ class HeadSplit:
         return None if len({run.size for run in runs}) == 1 else runs
 
     def num_kv_computed(self, rank: int) -> int:
-        """Key-value heads that a rank's kernel sees."""
+        """Number of key-value heads that a rank's kernel sees."""
         return self.key_value[rank].size if self.kv_runs(rank) is None else self.query[rank].size

@@ -14,7 +14,7 @@ from longctx_patch.sequence.regions import ANTICAUSAL, CAUSAL, FULL, Piece, Tile
 
 
 def simple_parts(piece: Piece) -> list[Piece]:
-    """A band with one bound becomes a square on the diagonal and rectangles; others stay."""
+    """Cut a band with one bound into a square on the diagonal and rectangles; keep other pieces."""
     if isinstance(piece.rule, Tile):
         return [piece]
     low, high = piece.rule
@@ -30,7 +30,7 @@ def simple_parts(piece: Piece) -> list[Piece]:
 
 
 def _below(piece: Piece, high: int) -> tuple[Piece, ...]:
-    """Row `i` sees the columns up to `i + high`."""
+    """Cut a piece whose row `i` sees the columns up to `i + high`."""
     (q_start, q_stop, _), (kv_start, kv_stop, _) = piece.q, piece.kv
     diagonal = kv_start + high
     row = q_start + kv_stop - diagonal  # sees all columns, as do those after it
@@ -43,7 +43,7 @@ def _below(piece: Piece, high: int) -> tuple[Piece, ...]:
 
 
 def _above(piece: Piece, low: int) -> tuple[Piece, ...]:
-    """Row `i` sees the columns from `i + low` on."""
+    """Cut a piece whose row `i` sees the columns from `i + low` on."""
     (q_start, q_stop, _), (kv_start, kv_stop, _) = piece.q, piece.kv
     row = q_start - low
     column = kv_start + q_stop - row
@@ -76,7 +76,7 @@ def join_pieces(pieces: Iterable[Piece], *, cut_columns: bool = False) -> tuple[
 
 
 def _cut_at(piece: Piece, edges: list[int]) -> list[Piece]:
-    """A rectangle cut at the edges inside its columns."""
+    """Cut a rectangle at the edges inside its columns."""
     start, stop, _ = piece.kv
     inner = edges[bisect_right(edges, start) : bisect_left(edges, stop)]
     cuts = [start, *inner, stop]
@@ -84,7 +84,7 @@ def _cut_at(piece: Piece, edges: list[int]) -> list[Piece]:
 
 
 def _join_rows(full: list[Piece]) -> list[Piece]:
-    """Rectangles of the same columns, one below the other, become one."""
+    """Join rectangles of the same columns that lie one below the other."""
     joined: list[Piece] = []
     for piece in sorted(full, key=lambda piece: (piece.kv, piece.q)):
         above = joined[-1] if joined else None
@@ -96,7 +96,7 @@ def _join_rows(full: list[Piece]) -> list[Piece]:
 
 
 def _join_columns(full: list[Piece]) -> list[Piece]:
-    """Rectangles of the same rows, side by side, become one."""
+    """Join rectangles of the same rows that lie side by side."""
     joined: list[Piece] = []
     for piece in sorted(full):
         left = joined[-1] if joined else None
@@ -108,7 +108,7 @@ def _join_columns(full: list[Piece]) -> list[Piece]:
 
 
 def _join_triangles(full: list[Piece], squares: list[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Two causal squares on one diagonal and the rectangle between them become one square."""
+    """Join two causal squares on one diagonal, and the rectangle between them, to one square."""
     between = {piece[:2] for piece in full}
     joined: list[Piece] = []
     for piece in sorted(squares, key=lambda piece: piece[:2]):

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx_patch.plans.joining import join_pieces, simple_parts
+from longctx_patch.plans.types import EVERYONE, Work
 from longctx_patch.sequence.layout import Interval, Layout, Rows, slots_of
 from longctx_patch.sequence.masks import Mask
 from longctx_patch.sequence.regions import Piece, Tile
@@ -18,11 +19,12 @@ Ints = NDArray[np.int64]
 Pieces = tuple[Piece, ...]
 T = TypeVar("T")
 NOTHING = 0
-"""Kind of the pairs that have no piece."""
+"""Kind of the pairs of ranks that have no piece."""
 
 
 class PieceTable:
-    """Pieces of the pairs of owners of one layout and mask, numbered by kind; sets of rows too.
+    """The pieces of all pairs of ranks under one layout and mask, numbered by kind, and the sets of
+    rows that they use, numbered too.
 
     A long causal sequence over thousands of ranks has millions of pairs but three kinds: before,
     on, and after the diagonal.
@@ -37,18 +39,18 @@ class PieceTable:
         self._sides: dict[tuple[int, bool], int] = {}
 
     def kinds(self, q_owner: Ints, kv_owner: Ints) -> Ints:
-        """The kind of each (queries of, keys of) pair."""
+        """The kind of each pair: `q_owner`'s queries against `kv_owner`'s keys."""
         if self._kind_by_order is not None:
             return self._kind_by_order[np.sign(q_owner - kv_owner) + 1]
         return self._kind_of_pairs[q_owner, kv_owner]
 
     def gathered(self, q_owner: Ints) -> Ints:
-        """The kind of each rank's queries against the keys of all, with tokens as columns."""
+        """The kind of each rank's queries against all keys, whose columns are tokens."""
         found = (gathered_pieces(self.layout, self.mask, owner) for owner in q_owner.tolist())
         return np.array([self._kinds.of(pieces) for pieces in found], dtype=np.int64)
 
     def change(self, kinds: Ints, rule: Callable[[Pieces], Pieces]) -> Ints:
-        """The kinds of the pieces that `rule` makes of those of each kind."""
+        """The kinds of what `rule` makes of the pieces of each kind."""
         return self.measure(kinds, lambda pieces: self._kinds.of(rule(pieces)), np.int64)
 
     def of_kind(self, kind: int) -> Pieces:
@@ -80,7 +82,7 @@ class PieceTable:
         return np.array([numbers[size] for size in self.sizes[owners].tolist()], dtype=np.int64)
 
     def num_rows(self, rows: Ints) -> Ints:
-        """How many rows the sets have."""
+        """The number of rows in each set."""
         return _measure(rows, self._rows.values, lambda found: found.size, np.int64)
 
     def _side(self, kinds: Ints, *, of_keys: bool) -> Ints:
@@ -96,7 +98,7 @@ class PieceTable:
 
     @cached_property
     def _kind_of_pairs(self) -> Ints:
-        """`[q_owner, kv_owner]`."""
+        """The kind of each pair, at `[q_owner, kv_owner]`."""
         table = np.full((self.layout.num_ranks,) * 2, NOTHING)
         for pair, pieces in pair_pieces(self.layout, self.mask).items():
             table[pair] = self._kinds.of(pieces)
@@ -104,7 +106,7 @@ class PieceTable:
 
     @cached_property
     def _kind_by_order(self) -> Ints | None:
-        """Kinds of earlier, same and later queries, where only that order counts."""
+        """The kinds of queries before, at and after the keys, where this order alone decides."""
         if not self.mask.is_causal or not _alike(self.layout):
             return None
         pairs = ((0, 1), (0, 0), (1, 0))
@@ -114,12 +116,12 @@ class PieceTable:
 
 @lru_cache(maxsize=16)
 def piece_table(layout: Layout, mask: Mask) -> PieceTable:
-    """One table for both directions and all plans of a layout and mask."""
+    """The table that both directions and all plans of a layout and mask share."""
     return PieceTable(layout, mask)
 
 
 class _Numbers(Generic[T]):
-    """Different values, numbered in the order in which they are met; threads may share it."""
+    """Numbers different values in the order in which they are met; threads may share it."""
 
     def __init__(self, first: T) -> None:
         self.values = [first]
@@ -185,7 +187,7 @@ def slot_pieces(layout: Layout, mask: Mask, q_owner: int, kv_owner: int) -> Piec
 
 
 def pair_pieces(layout: Layout, mask: Mask) -> dict[tuple[int, int], Pieces]:
-    """`slot_pieces` of all pairs that have some; each region of the mask is looked at once."""
+    """`slot_pieces` of all pairs that have pieces; each region of the mask is looked at once."""
     found: dict[tuple[int, int], list[Piece]] = {}
     for region in mask.regions:
         if (home := layout.run_with(region.q, region.kv)) is not None:
@@ -217,6 +219,23 @@ def gathered_pieces(layout: Layout, mask: Mask, q_owner: int) -> Pieces:
         for simple in simple_parts(part)
     ]
     return join_pieces(pieces, cut_columns=True)
+
+
+def by_owner(work: Work, layout: Layout) -> list[Work]:
+    """Split a work over gathered keys into one for each owner of keys, with columns in slots."""
+    if work.kv_owner != EVERYONE:
+        return [work]
+    parts: dict[int, list[Piece]] = {}
+    for piece in work.pieces:
+        for owner, slots, tokens in layout.places(piece.kv):
+            part = piece.at(piece.q, tokens)
+            if part is not None:
+                placed = part.moved(piece.q.start, slots.start)
+                parts.setdefault(owner, []).extend(simple_parts(placed))
+    return [
+        work._replace(kv_owner=owner, pieces=join_pieces(pieces))
+        for owner, pieces in sorted(parts.items())
+    ]
 
 
 def _tables_by_owner(piece: Piece, layout: Layout) -> list[Piece]:

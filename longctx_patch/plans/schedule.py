@@ -28,17 +28,18 @@ Ints = NDArray[np.int64]
 
 
 class Works(NamedTuple):
-    """Attention of `q_owner`'s queries to `kv_owner`'s keys on `rank`; at most one for a rank."""
+    """Tiles, at most one for each rank: `rank` computes the attention of `q_owner`'s queries to
+    `kv_owner`'s keys."""
 
     rank: Ints
     q_owner: Ints
     kv_owner: Ints
     kind: Ints
-    """Which pieces, by their number in the schedule's `PieceTable`."""
+    """The pieces of each tile, by their number in the schedule's `PieceTable`."""
     heads: Share = ALL_HEADS
 
     def where(self, chosen: NDArray[np.bool_]) -> "Works":
-        """Some of them."""
+        """The tiles that are chosen."""
         return self._replace(
             rank=self.rank[chosen],
             q_owner=self.q_owner[chosen],
@@ -48,20 +49,20 @@ class Works(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Messages that carry the same operand."""
+    """Messages that carry the same operand, an entry each."""
 
     operand: Operand
     source: Ints
     destination: Ints
     owner: Ints
     rows: Ints
-    """Which slots of the owner, by their number in the schedule's `PieceTable`."""
+    """The slots of the owner that each carries, by their number in the schedule's `PieceTable`."""
     buffer: Ints | None
-    """Where inputs land; None for results."""
+    """Number of the buffer in which each input lands; None for results."""
     heads: Share = ALL_HEADS
 
     def where(self, chosen: NDArray[np.bool_]) -> "Moves":
-        """Some of them."""
+        """The messages that are chosen."""
         return self._replace(
             source=self.source[chosen],
             destination=self.destination[chosen],
@@ -72,7 +73,7 @@ class Moves(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A step of the plan."""
+    """One step of all ranks: what is sent while what is computed."""
 
     moves: tuple[Moves, ...]
     works: tuple[Works, ...]
@@ -101,7 +102,7 @@ class Schedule:
         return self.pieces.layout.num_ranks
 
     def plan(self) -> Plan:
-        """The same as steps, for a number of ranks at which they may all be held at once."""
+        """The same schedule as steps, all held at once: for ranks that are not too many."""
         steps = tuple(
             Step(
                 tuple(transfer for moves in stage.moves for transfer in self._transfers(moves)),
@@ -133,7 +134,7 @@ def whole_blocks(
     owner: Ints,
     buffer: int | None,
 ) -> Moves:
-    """Messages with all rows of their owners; owners without rows send none."""
+    """Messages that carry all rows of their owners; there is none where an owner has no rows."""
     buffers = None if buffer is None else np.full_like(source, buffer)
     moves = Moves(operand, source, destination, owner, pieces.whole(owner), buffers)
     return moves.where(pieces.sizes[owner] > 0)

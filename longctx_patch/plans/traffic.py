@@ -14,11 +14,11 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     itemsize_bytes: int
-    """Of the model's dtype."""
+    """Bytes of one number in the model's dtype."""
 
     @property
     def sum_itemsize_bytes(self) -> int:
-        """Of partial sums, which are float32 or wider."""
+        """Bytes of one number in partial sums, which are float32 or wider."""
         return max(4, self.itemsize_bytes)
 
     def block_bytes(self, block: Block) -> int:
@@ -42,7 +42,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends."""
+    """Messages and bytes that one rank sends."""
 
     messages: int = 0
     bytes: int = 0
@@ -52,7 +52,7 @@ class Traffic:
 
 
 def plan_traffic(plan: Plan, shape: AttentionShape) -> tuple[Traffic, ...]:
-    """What each rank sends in one run of the plan."""
+    """What each rank sends when the plan runs once."""
     totals = [Traffic()] * plan.num_ranks
     for step in plan.steps:
         for transfer in step.transfers:

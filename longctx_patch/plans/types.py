@@ -30,7 +30,7 @@ class Direction(Enum):
 
 
 class Operand(Enum):
-    """What a transfer carries. Sizes: `AttentionShape.block_bytes`."""
+    """What a transfer carries. `AttentionShape.block_bytes` gives the sizes."""
 
     KV = "kv"
     """Input: keys and values, in the dtype of the model."""
@@ -76,7 +76,7 @@ class Operand(Enum):
 
 
 EVERYONE = -1
-"""Owner of the keys of all ranks, gathered in the order of the tokens."""
+"""Stands for the owner where the keys are those of all ranks, gathered in the order of tokens."""
 
 
 class Share(NamedTuple):
@@ -86,13 +86,13 @@ class Share(NamedTuple):
     parts: int
 
     def range(self, num_heads: int, num_kv_heads: int) -> Interval:
-        """Which of `num_heads` heads (of queries, or as many as there are of keys)."""
+        """The heads of this group, among `num_heads` heads of queries or of keys."""
         group = num_heads // num_kv_heads
         start, stop = (num_kv_heads * n // self.parts for n in (self.part, self.part + 1))
         return Interval(start * group, stop * group)
 
     def cut(self, tensor: "Tensor", num_kv_heads: int) -> "Tensor":
-        """A view of these heads of a tensor whose dim 2 are all heads."""
+        """A view of this group's heads in a tensor that has all heads along dim 2."""
         if self.parts == 1:
             return tensor
         heads = self.range(tensor.shape[2], num_kv_heads)
@@ -112,7 +112,7 @@ class Block(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One message."""
+    """One message from rank to rank."""
 
     source: int
     destination: int
@@ -122,7 +122,7 @@ class Transfer(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Attention of some rows of `q_owner` to some rows of `kv_owner`, computed on `rank`.
+    """A tile: attention of rows of `q_owner` to rows of `kv_owner`, which `rank` computes.
 
     The pieces are in slots: rows of `q_owner`, columns of `kv_owner`. Where that is `EVERYONE`, the
     columns are tokens.
@@ -157,7 +157,7 @@ class Step:
     works: tuple[Work, ...] = ()
 
     def by_rank(self, num_ranks: int) -> list["RankStep"]:
-        """Each rank's part."""
+        """The part of each rank."""
         sends: list[list[Transfer]] = [[] for _ in range(num_ranks)]
         receives: list[list[Transfer]] = [[] for _ in range(num_ranks)]
         works: list[list[Work]] = [[] for _ in range(num_ranks)]
@@ -180,7 +180,7 @@ class RankStep(NamedTuple):
     works: tuple[Work, ...]
 
     def only(self, *, inputs: bool) -> "RankStep":
-        """Its messages with inputs, or those with results."""
+        """The same step with its messages of inputs alone, or of results alone."""
         return self._replace(
             sends=tuple(t for t in self.sends if t.block.operand.is_input is inputs),
             receives=tuple(t for t in self.receives if t.block.operand.is_input is inputs),
@@ -189,7 +189,7 @@ class RankStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A schedule of one direction of attention over the ranks of a layout."""
+    """A schedule of one direction of attention, as steps over the ranks of a layout."""
 
     name: str
     direction: Direction
@@ -203,13 +203,13 @@ class Plan:
 
     @cached_property
     def rank_steps(self) -> tuple[tuple[RankStep, ...], ...]:
-        """By rank: the plan as that rank sees it, in the plan's order on both ends of a link."""
+        """The steps of each rank. Both ends of a link have its messages in the plan's order."""
         by_step = [step.by_rank(self.num_ranks) for step in self.steps]
         return tuple(tuple(ranks[rank] for ranks in by_step) for rank in range(self.num_ranks))
 
     @cached_property
     def rank_messages(self) -> tuple[tuple[tuple[RankStep, RankStep], ...], ...]:
-        """By rank and step: the messages with inputs, and those with results."""
+        """For each rank and step: the messages of inputs, and those of results."""
         return tuple(
             tuple((step.only(inputs=True), step.only(inputs=False)) for step in program)
             for program in self.rank_steps
@@ -222,5 +222,5 @@ class Plan:
 
     @cached_property
     def num_head_groups(self) -> int:
-        """In how many groups of heads the plan computes."""
+        """Number of groups of heads that the plan computes one after another."""
         return max((w.heads.parts for step in self.steps for w in step.works), default=1)

@@ -165,7 +165,7 @@ def works_of(plan: Plan) -> Iterator[Work]:
 
 
 def areas(plan: Plan) -> list[int]:
-    """By rank: pairs that it computes, of one group of heads."""
+    """The number of pairs of one group of heads that each rank computes."""
     computed = [0] * plan.num_ranks
     for work in works_of(plan):
         if work.heads.part == 0:

@@ -35,7 +35,7 @@ from tests.plans.random_masks import (
 
 
 def times_computed(plan: Plan) -> dict[Share, NDArray[np.int64]]:
-    """By group of heads: how often each (query token, key token) is computed, on any rank."""
+    """How often any rank computes each (query token, key token), for each group of heads."""
     n = plan.layout.num_tokens
     held = [plan.layout.positions(rank).numpy() for rank in range(plan.num_ranks)]
     times: dict[Share, NDArray[np.int64]] = {}

@@ -22,7 +22,7 @@ from tests.plans.random_masks import Table, areas, make_plan, tokens
 
 
 def rows_sent(plan: Plan, *operands: Operand) -> list[int]:
-    """By rank: rows of these operands that it sends."""
+    """The number of rows of these operands that each rank sends."""
     sent = [0] * plan.num_ranks
     for step in plan.steps:
         for transfer in step.transfers:

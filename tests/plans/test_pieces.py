@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from longctx_patch.plans import EVERYONE, PieceTable, Work
-from longctx_patch.plans.gathered import by_owner
-from longctx_patch.plans.pieces import slot_pieces
+from longctx_patch.plans.pieces import by_owner, slot_pieces
 from longctx_patch.sequence.layout import LayoutName, make_layout
 from longctx_patch.sequence.masks import causal
 

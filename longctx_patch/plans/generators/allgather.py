@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx_patch.plans.gathered import by_owner
-from longctx_patch.plans.pieces import NOTHING, Ints, PieceTable, key_contributions
+from longctx_patch.plans.pieces import NOTHING, Ints, PieceTable, by_owner, key_contributions
 from longctx_patch.plans.schedule import Moves, Schedule, Stage, Works
 from longctx_patch.plans.types import EVERYONE, Direction, Operand, Share, Work
 
@@ -45,7 +44,7 @@ def _works(pieces: PieceTable) -> Works:
 
 
 def _gather(pieces: PieceTable) -> Moves:
-    """Every block to every other rank, ordered so that all ranks send to different ones."""
+    """Messages with every block to every other rank, in order of the distance between the two."""
     source, destination, shift = _all_pairs(len(pieces.sizes))
     whole = pieces.whole(source)
     moves = Moves(Operand.KV, source, destination, source, whole, 2 * (shift - 1))
@@ -53,13 +52,13 @@ def _gather(pieces: PieceTable) -> Moves:
 
 
 def _into_buffers(gather: Moves, parity: int) -> Moves:
-    """One group of heads arrives while the one before it is read."""
+    """The buffers of a step: one group of heads arrives while the one before it is read."""
     assert gather.buffer is not None
     return gather._replace(buffer=gather.buffer + parity)
 
 
 def _scatter(pieces: PieceTable) -> tuple[Moves, ...]:
-    """To every owner the gradients that another rank's queries gave its keys."""
+    """Messages to every owner with the gradients that another rank's queries gave its keys."""
     rank, owner, _ = _all_pairs(len(pieces.sizes))
     kinds = pieces.kinds(rank, owner)
     moves = Moves(Operand.DKV, rank, owner, owner, pieces.kv_rows(kinds), None)
@@ -70,7 +69,7 @@ def _scatter(pieces: PieceTable) -> tuple[Moves, ...]:
 
 
 def _several(pieces: PieceTable, rank: Ints, owner: Ints) -> NDArray[np.bool_]:
-    """For which pairs several pieces of the gathered keys add to one gradient."""
+    """Whether several pieces of the gathered keys add to one gradient of a pair."""
     several = np.zeros((len(pieces.sizes),) * 2, dtype=np.bool_)
     if not pieces.mask.is_causal:  # there every key of another rank is met once
         kinds = pieces.gathered(np.arange(len(pieces.sizes)))

@@ -46,7 +46,7 @@ def _any(works: Sequence[Works]) -> bool:
 def inputs(
     pieces: PieceTable, works: Sequence[Works], direction: Direction, step: int
 ) -> tuple[Moves, ...]:
-    """What the computing ranks do not have by themselves, sent in `step`."""
+    """Messages, sent in `step`, with what the computing ranks do not have by themselves."""
     queries = Operand.Q if direction is Direction.FORWARD else Operand.Q_BACKWARD
     arriving = {Operand.KV: 0 * pieces.sizes, queries: 0 * pieces.sizes}
     moves = []
@@ -62,7 +62,7 @@ def inputs(
 
 
 def results(pieces: PieceTable, works: Sequence[Works], direction: Direction) -> tuple[Moves, ...]:
-    """What belongs to others: a single contribution, or a sum where there are several."""
+    """Messages with what belongs to others: single contributions, or sums of several."""
     moves = []
     for lane in works:
         if direction is Direction.FORWARD:
@@ -80,7 +80,8 @@ def results(pieces: PieceTable, works: Sequence[Works], direction: Direction) ->
 
 
 def _moves(pieces: PieceTable, works: Works, operand: Operand, owner: Ints) -> Moves:
-    """Between each work's rank and `owner`, where they differ: inputs to it, results from it."""
+    """Messages between each work's rank and `owner`, where they differ: inputs go to the rank,
+    results come from it."""
     rows = pieces.kv_rows if operand.is_of_keys else pieces.q_rows
     source, destination = (owner, works.rank) if operand.is_input else (works.rank, owner)
     moves = Moves(operand, source, destination, owner, rows(works.kind), None, works.heads)

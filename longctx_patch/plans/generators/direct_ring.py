@@ -18,8 +18,8 @@ from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.schedule import Schedule, Stage, Works
 
 AT_ONCE = 0.25
-"""Rows that arrive in one step, of several ranks, as a share of a rank's own; or leave, since their
-gradients come home at once."""
+"""Most rows of several ranks that arrive at one rank in a step, as a share of its own rows. As many
+may leave it, since their gradients come home at once."""
 
 
 def direct_ring(schedule: Schedule) -> Iterator[Stage]:
@@ -28,7 +28,7 @@ def direct_ring(schedule: Schedule) -> Iterator[Stage]:
 
 
 def _steps(pieces: PieceTable) -> Iterator[list[Works]]:
-    """The ring's steps, those together that need little."""
+    """What the ranks compute step by step; steps of a ring that need little are done together."""
     yield [ring_works(pieces, 0)]
     together: list[Works] = []
     travelling = np.zeros((2, len(pieces.sizes)))

@@ -70,7 +70,7 @@ def _back_rows(pieces: Pieces) -> Pieces:
 
 
 def _only_rows(pieces: Pieces, half: Callable[[int, int, int], Interval]) -> Pieces:
-    """What lies in one half of the rows, from the first to the last that are used."""
+    """The part of the pieces in one half of the rows, from the first row used to the last."""
     if not pieces:
         return ()
     start, stop = min(p.q.start for p in pieces), max(p.q.stop for p in pieces)

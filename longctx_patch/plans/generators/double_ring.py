@@ -41,13 +41,13 @@ class _Rings:
         return np.arange(self.num_ranks)
 
     def moved(self, ranks: Ints, nodes: int, places: int) -> Ints:
-        """The ranks so many nodes and places further, around both rings."""
+        """The ranks that are so many nodes and places further, around both rings."""
         node, place = np.divmod(ranks, self.per_node)
         node = (node + nodes) % (self.num_ranks // self.per_node)
         return node * self.per_node + (place + places) % self.per_node
 
     def owners(self, step: int) -> Ints:
-        """Whose block each rank computes with."""
+        """The owner of the block that each rank computes with."""
         window, place = divmod(step, self.per_node)
         return self.moved(self.ranks, -window, -place)
 
@@ -80,7 +80,7 @@ class _Rings:
                 yield Stage(sums, ())
 
     def hops(self, step: int) -> tuple[Moves, ...]:
-        """Key-value blocks: around the inner ring, and once a window to the next node."""
+        """Key-value blocks travel around the inner ring, and once a window to the next node."""
         window, place = divmod(step, self.per_node)
         moves = []
         if place < self.per_node - 1:
@@ -94,14 +94,14 @@ class _Rings:
         return whole_blocks(self.pieces, Operand.KV, self.ranks, destinations, owners, buffer)
 
     def sum_hops(self, step: int, visited: np.ndarray) -> tuple[Moves, ...]:
-        """Pass on, inside the nodes, what was finished in the step before."""
+        """Sums that were added to in the step before are passed on inside the nodes."""
         if (step - 1) % self.per_node == 0 or not 0 < step <= self.num_ranks:
             return ()
         finished, following = self.owners(step - 1), self.moved(self.ranks, 0, 1)
         return self._sums(self.ranks, following, finished, visited)
 
     def sums_home(self, step: int, met: np.ndarray) -> tuple[Moves, ...]:
-        """Send home what a window has finished, once the last hop has arrived."""
+        """Sums of a window are sent home once their last hop has arrived."""
         window, rest = divmod(step - (self.per_node > 1), self.per_node)
         if rest or window < 2:
             return ()

@@ -58,7 +58,7 @@ def _backward_stages(pieces: PieceTable) -> Iterator[Stage]:
 
 
 def _kv_hops(pieces: PieceTable, step: int) -> tuple[Moves, ...]:
-    """In steps 0 to P - 2, pass the block at hand to the next rank, into the other buffer."""
+    """In all steps but the last, the block at hand goes to the next rank, into the other buffer."""
     num_ranks = len(pieces.sizes)
     if step >= num_ranks - 1:
         return ()

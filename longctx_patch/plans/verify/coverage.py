@@ -1,11 +1,11 @@
-"""Every allowed (query, key) pair of every head is computed exactly once."""
+"""Prove that every allowed (query, key) pair of every head is computed exactly once."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
 
-from longctx_patch.plans.gathered import by_owner
+from longctx_patch.plans.pieces import by_owner
 from longctx_patch.plans.types import Plan, Share
 from longctx_patch.sequence.regions import Piece, intersect
 
@@ -13,7 +13,7 @@ PiecesOfPairs = Mapping[tuple[int, int], list[Piece]]
 
 
 def check_coverage(plan: Plan) -> list[str]:
-    """Every allowed pair of every head once: pieces are allowed, disjoint, and as large."""
+    """Complaints about pieces that the mask forbids, that overlap, or that leave pairs out."""
     pieces: dict[Share, dict[tuple[int, int], list[Piece]]] = {}
     for work in (part for s in plan.steps for w in s.works for part in by_owner(w, plan.layout)):
         of_pair = pieces.setdefault(work.heads, {}).setdefault((work.q_owner, work.kv_owner), [])
@@ -69,7 +69,7 @@ def _compare_areas(plan: Plan, pieces: PiecesOfPairs) -> list[str]:
 
 
 def _allowed_area(plan: Plan, piece: Piece, q_owner: int, kv_owner: int) -> int:
-    """How many pairs of a piece (in slots) the mask allows."""
+    """The number of pairs of a piece (in slots) that the mask allows."""
     rows = plan.layout.tokens_in(q_owner, piece.q)
     columns = plan.layout.tokens_in(kv_owner, piece.kv)
     if len(rows) == len(columns) == 1 and plan.mask.has_region(
@@ -85,7 +85,7 @@ def _allowed_area(plan: Plan, piece: Piece, q_owner: int, kv_owner: int) -> int:
 
 
 def _overlapping(pieces: Sequence[Piece]) -> list[tuple[Piece, Piece]]:
-    """Pieces that have pairs in common."""
+    """Pairs of pieces that share (query, key) pairs."""
     edges = np.array([(*piece.q[:2], *piece.kv[:2]) for piece in pieces])
     found = []
     for index, piece in enumerate(pieces):

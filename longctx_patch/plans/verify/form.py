@@ -1,4 +1,4 @@
-"""What every work and transfer of a plan must look like by itself, before plans are followed."""
+"""Check every work and transfer of a plan by itself, before the plan is followed."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ _BACKWARD = set(Operand) - {Operand.Q, Operand.OUT}
 
 
 def check_form(plan: Plan) -> list[str]:
-    """Complaints about ranks, rows, heads, pieces and operands that cannot be."""
+    """Complaints about ranks, rows, heads, pieces and operands that do not exist."""
     complaints = []
     for number, step in enumerate(plan.steps):
         for work in step.works:

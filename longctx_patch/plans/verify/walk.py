@@ -1,19 +1,18 @@
 """Prove a plan right before it runs: a symbolic walk through its steps, no device, no processes.
 
 Ranks, rows and heads exist and pieces are what kernels compute (`form.py`). Every allowed (query,
-key) pair is computed exactly once (`coverage.py`). The walk here checks that
-a rank uses and sends only what it holds, that no buffer is overwritten in a step that still reads
-it, that each contribution is rounded once at most, and that every partial result is at its owner at
-the end. And the ranks' programs, side by side, all come to their end (`progress.py`). `verify_plan`
-raises `PlanError` with all complaints, each starting with the name of the broken rule.
+key) pair is computed exactly once (`coverage.py`). The walk here checks that a rank uses and sends
+only what it holds, that no buffer is overwritten in a step that still reads it, that each
+contribution is rounded once at most, and that every partial result is at its owner at the end. And
+the ranks' programs, side by side, all come to their end (`progress.py`). `verify_plan` raises
+`PlanError` with all complaints, each starting with the name of the broken rule.
 """
 
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longctx_patch.plans.gathered import by_owner
-from longctx_patch.plans.pieces import key_contributions, query_contributions
+from longctx_patch.plans.pieces import by_owner, key_contributions, query_contributions
 from longctx_patch.plans.types import (
     EVERYONE,
     Block,
@@ -40,17 +39,17 @@ class PlanReport:
     """What the walk measured."""
 
     area: int
-    """Allowed (query, key) pairs."""
+    """Number of allowed (query, key) pairs."""
     idle_fraction: float
     """Share of rank-time without work, if a step takes as long as its busiest rank's area."""
     messages: tuple[int, ...]
-    """Messages sent by each rank."""
+    """Number of messages that each rank sends."""
     links: dict[tuple[int, int], int]
-    """Messages of each (source, destination)."""
+    """Number of messages of each (source, destination)."""
 
 
 def verify_plan(plan: Plan) -> PlanReport:
-    """Check every rule; return the report or raise `PlanError`."""
+    """Check every rule. Raises `PlanError` with all complaints about a plan that is wrong."""
     # Each check relies on the ones before it.
     complaints = check_form(plan)
     complaints = complaints or [*check_coverage(plan), *_Walk(plan).run()]
@@ -132,7 +131,7 @@ class _Walk:
         return reads
 
     def _keys_of(self, work: Work) -> list[Block]:
-        """What a work reads of keys; gathered keys are put together from all there are."""
+        """The blocks of keys that a work reads: those of all ranks where it reads gathered keys."""
         if work.kv_owner != EVERYONE:
             return [Block(Operand.KV, work.kv_owner, work.kv_rows, work.heads)]
         return [
@@ -202,7 +201,7 @@ class _Walk:
 
 
 class _Partial(NamedTuple):
-    """A partial result: the rows that were added to, and how often at most."""
+    """A partial result: its rows that were added to, and how often each was at most."""
 
     rows: Rows
     calls: int
@@ -212,5 +211,5 @@ class _Partial(NamedTuple):
 
 
 def _rowless(block: Block) -> Block:
-    """The key under which blocks are looked for that differ in rows alone."""
+    """The block without its rows: blocks that differ in rows alone are found by it."""
     return block._replace(rows=Rows(()))

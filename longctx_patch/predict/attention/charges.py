@@ -23,7 +23,7 @@ _SURROGATE_BYTES = 32.0  # an out with that delta, for kernels that don't take d
 
 @dataclass(frozen=True)
 class Charges:
-    """What things cost in one direction."""
+    """What works and messages of one direction cost."""
 
     pieces: PieceTable
     direction: Direction
@@ -31,12 +31,12 @@ class Charges:
     hardware: Hardware
 
     def sizes(self, moves: Moves) -> Floats:
-        """Bytes of each message."""
+        """The bytes of each message."""
         row = Block(moves.operand, 0, Rows.first(1), moves.heads)
         return self.pieces.num_rows(moves.rows) * float(self.shape.block_bytes(row))
 
     def kernel_seconds(self, works: Works) -> Floats:
-        """Attention's kernels, all pieces of each work."""
+        """Seconds of attention's kernels for all pieces of each work."""
         num_heads = self._num_heads(works.heads)
 
         def of(pieces: tuple[Piece, ...]) -> float:
@@ -54,10 +54,11 @@ class Charges:
         return self.pieces.measure(works.kind, of)
 
     def adding_seconds(self, works: Works, is_first: NDArray[np.bool_]) -> Floats:
-        """Adding the results of each work to totals: read the result, read and write the total.
+        """Seconds to add each work's results to totals: read the result, read and write the total.
 
-        What is the first of a row becomes the total as it is: of a rank's own results where the
-        work `is_first`, and of results for others always, which are added where they land.
+        The first result of a row becomes the total as it is, and costs nothing: among a rank's own
+        results where the work `is_first`, and always among its results for others, which are added
+        where they land.
         """
         per_q, per_kv = self._elements(works.heads)
         elements = per_q * self.query_rows_added(works, is_first)
@@ -73,7 +74,7 @@ class Charges:
         return moved * elements / self._adding_bandwidth
 
     def query_rows_added(self, works: Works, is_first: NDArray[np.bool_]) -> Floats:
-        """Rows of each work that are added to a total."""
+        """The number of rows of each work that are added to a total."""
         return self._rows_added(
             works, (works.q_owner != works.rank) | is_first, lambda piece: piece.q
         )
@@ -81,7 +82,7 @@ class Charges:
     def _rows_added(
         self, works: Works, first_is_free: NDArray[np.bool_], side: Callable[[Piece], Interval]
     ) -> Floats:
-        """Rows of all pieces of each work, or of all but the first that has each row."""
+        """The number of rows of each work's pieces; a row's first piece may be free."""
 
         def later(pieces: tuple[Piece, ...]) -> int:
             return sum(side(piece).size for piece in pieces) - Rows.of(map(side, pieces)).size
@@ -90,7 +91,7 @@ class Charges:
         return np.where(first_is_free, self.pieces.measure(works.kind, later), every)
 
     def preparing_seconds(self, works: Works) -> Floats:
-        """What precedes the kernels: an `out` for queries that came, all keys side by side."""
+        """Seconds before the kernels: an `out` is made for queries that came, keys are gathered."""
         per_q, _ = self._elements(works.heads)
         moved = np.zeros(len(works.rank))
         if self.direction is Direction.BACKWARD:
@@ -100,17 +101,17 @@ class Charges:
         return moved / self.hardware.copy_bandwidth + self.copy_seconds(self.gathered_bytes(works))
 
     def copy_seconds(self, num_bytes: Floats) -> Floats:
-        """Copying: bytes are read and written."""
+        """Seconds to copy bytes, which are read and written."""
         return 2 * num_bytes / self.hardware.copy_bandwidth
 
     def gathered_bytes(self, works: Works) -> Floats:
-        """Keys and values of all ranks, put side by side for a work."""
+        """Bytes of all ranks' keys and values, put side by side for each work that reads them."""
         _, per_kv = self._elements(works.heads)
         everything = self.shape.itemsize_bytes * self.pieces.layout.num_tokens * per_kv
         return np.where(works.kv_owner == EVERYONE, everything, 0.0)
 
     def landing_seconds(self, moves: Moves, sizes: Floats) -> Floats:
-        """Adding results that have arrived to a total."""
+        """Seconds to add results that have arrived to a total."""
         if moves.operand.is_input:
             return np.zeros_like(sizes)
         wide = moves.operand.is_sum
@@ -118,24 +119,24 @@ class Charges:
         return sizes * (1 + 2 * ratio) / self._adding_bandwidth
 
     def delta_seconds(self) -> Floats:
-        """By rank: delta of its own rows, for a schedule that sends queries in backward."""
+        """Seconds for each rank to compute delta of its own rows: queries take it along."""
         per_row = self.shape.batch * self.shape.num_heads * self.shape.head_dim
         return self.pieces.sizes * (_ROW_DOTS_BYTES * per_row / self.hardware.copy_bandwidth)
 
     def closing_seconds(self, rows: Floats) -> Floats:
-        """By rank: the totals of queries, from the dtype of sums to that of the model."""
+        """Seconds for each rank to cast `rows` of queries' totals to the dtype of the model."""
         shape = self.shape
         per_row = shape.batch * shape.num_heads * shape.head_dim
         moved = per_row * (shape.sum_itemsize_bytes + shape.itemsize_bytes)
         return rows * (moved / self.hardware.copy_bandwidth)
 
     def areas(self, works: Works) -> Floats:
-        """Pairs of each work, times its share of the heads."""
+        """The number of (query, key) pairs of each work, times its share of the heads."""
         area = self.pieces.measure(works.kind, lambda pieces: sum(p.area for p in pieces))
         return area * (self._num_heads(works.heads) / self.shape.num_heads)
 
     def host_seconds(self, works: Works) -> Floats:
-        """Of the CPU: issuing each work's kernels and what adds their results."""
+        """Seconds of the CPU to issue each work's kernels and what adds their results."""
         forward = self.direction is Direction.FORWARD
         call = self.hardware.host_forward_s if forward else self.hardware.host_backward_s
         return call * self.pieces.measure(works.kind, lambda pieces: len(_calls(pieces)))
@@ -146,7 +147,7 @@ class Charges:
         return self.hardware.merge_bandwidth if forward else self.hardware.add_bandwidth
 
     def _elements(self, heads: Share) -> tuple[float, float]:
-        """Elements of a token's query and of its key and value."""
+        """The number of elements of a token's query, and of its key and value."""
         per_head = float(self.shape.batch * self.shape.head_dim)
         return self._num_heads(heads) * per_head, 2 * self._num_kv_heads(heads) * per_head
 
@@ -158,7 +159,7 @@ class Charges:
 
 
 def _calls(pieces: tuple[Piece, ...]) -> list[list[Piece]]:
-    """Pieces of one rule and of disjoint rows, such as documents, are segments of one call."""
+    """The kernel calls for some pieces: pieces of one rule with disjoint rows share a call."""
     of_rules: dict[Rule, list[list[Piece]]] = {}
     for piece in sorted(pieces, key=lambda piece: piece.q):
         calls = of_rules.setdefault(piece.rule, [])

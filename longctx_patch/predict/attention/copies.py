@@ -13,17 +13,17 @@ from longctx_patch.predict.attention.charges import Floats
 
 
 class Packing:
-    """What each rank has copied and received so far."""
+    """Keeps what each rank has copied and received so far."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.kept_bytes: Floats = np.zeros(num_ranks)
-        """By rank: packed inputs, which stay until the call ends."""
+        """Bytes of each rank's packed inputs, which stay until the call ends."""
         self._packed: dict[tuple[Operand, Share, int], np.ndarray] = {}
         self._sum_at: Ints = np.full(num_ranks, -1)  # by rank: whose sum arrived last
 
     def copied_bytes(self, moves: Moves, sizes: Floats) -> Floats:
-        """By rank: bytes that it must copy to send these messages."""
+        """The bytes that each rank must copy to send these messages."""
         if moves.operand.is_input:
             return self._own_blocks(moves, sizes)
         copied = np.ones(len(sizes), dtype=bool)

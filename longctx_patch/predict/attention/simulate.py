@@ -1,7 +1,7 @@
 """Play a schedule on a machine that exists on paper: when each rank computes, sends and waits.
 
 Every rank has a clock for its device and one for the CPU that feeds it. In a stage it copies what
-it sends together (`packing.py`), computes while the messages travel, and goes on when both are
+it sends together (`copies.py`), computes while the messages travel, and goes on when both are
 done. A message starts when both ends have reached its stage, and takes as long as the fuller of the
 two ends needs for all that it sends or receives in the stage over that kind of link.
 
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a schedule takes; tuples are by rank."""
+    """What a schedule takes; tuples have an entry for each rank."""
 
     makespan_s: float
     host_s: float
@@ -99,7 +99,7 @@ class _Player:
         # By group of heads: the ranks that have a total of their own to add to.
         self.has_total: dict[Share, NDArray[np.bool_]] = {}
         self.summed_rows = np.zeros(self.num_ranks)
-        """Of its queries, those that have several results, or as if it were so many."""
+        """Rows of each rank's queries that have several results, or a bound above their number."""
         self.busiest_area = self.total_area = 0.0
 
     def play(self, stage: Stage) -> None:
@@ -120,7 +120,7 @@ class _Player:
         self._count(stage, sizes)
 
     def finish_s(self) -> float:
-        """When the last rank is done."""
+        """The time at which the last rank is done."""
         return float((np.maximum(self.device_s, self.host_s) + self._closing_s()).max())
 
     def _closing_s(self) -> Floats:
@@ -154,7 +154,7 @@ class _Player:
         return seconds
 
     def _travel(self, lanes: tuple[Moves, ...], sizes: list[Floats], posted: Floats) -> Floats:
-        """When each rank's messages have all come and gone."""
+        """The times at which each rank's messages have all come and gone."""
         done = posted.copy()
         if not lanes:
             return done
@@ -179,7 +179,7 @@ class _Player:
         return done
 
     def _disturbed(self, lanes: tuple[Moves, ...], sizes: list[Floats]) -> Floats:
-        """Seconds for which messages would keep a rank busy inside its node.
+        """Seconds for which messages would keep each rank busy inside its node.
 
         Moving bytes takes multiprocessors and memory from the kernel beside it. That was measured
         inside a node, and is charged by the byte: a slower link disturbs longer but less.
@@ -194,7 +194,7 @@ class _Player:
         return link.latency_s + np.maximum(leaving, entering) / link.bandwidth
 
     def _compute(self, stage: Stage, posted: Floats, disturbed: Floats) -> Floats:
-        """When each rank has computed its works, slowed down by the messages beside them."""
+        """The times at which each rank has computed its works, slowed down by its messages."""
         ranks = [works.rank for works in stage.works]
         kernels = self._sum_by(ranks, [self.charges.kernel_seconds(w) for w in stage.works])
         prepared = self._sum_by(ranks, [self.charges.preparing_seconds(w) for w in stage.works])
@@ -219,7 +219,7 @@ class _Player:
         return seconds
 
     def _landed_rows(self, lanes: Iterable[Moves]) -> Floats:
-        """Of queries' results, by the rank that they came to."""
+        """The number of rows of queries' results that came to each rank."""
         results = [m for m in lanes if not (m.operand.is_input or m.operand.is_of_keys)]
         rows = [self.charges.pieces.num_rows(moves.rows) for moves in results]
         return self._sum_by([moves.destination for moves in results], rows)
@@ -243,7 +243,7 @@ class _Player:
         self.memory.add(stage.moves, sizes, self.packing.kept_bytes + gathered)
 
     def _host_messages(self, lanes: list[Moves]) -> Floats:
-        """Of the CPU: one batch of messages on each rank that takes part in it."""
+        """Seconds of each rank's CPU for one batch of messages, where the rank takes part in it."""
         ends = [rank for moves in lanes for rank in (moves.source, moves.destination)]
         messages = self._sum_by(ends, [np.ones(len(rank)) for rank in ends])
         batches = (messages > 0) * self.hardware.host_exchange_s
@@ -264,7 +264,7 @@ class _Memory:
         self.peak: Floats = np.zeros(num_ranks)
 
     def add(self, lanes: Iterable[Moves], sizes: Iterable[Floats], beside: Floats) -> None:
-        """What lies in buffers, what is on its way in or out in this step, and `beside` them."""
+        """Add a step: bytes in buffers, on their way in or out, and `beside` them."""
         results = beside.copy()
         for moves, size in zip(lanes, sizes, strict=True):
             if moves.buffer is None:

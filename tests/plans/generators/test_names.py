@@ -32,7 +32,7 @@ from longctx_patch.plans.generators.table import PLANS, SPARSE_PLAN, PlanRecord,
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import contiguous, make_layout
 from longctx_patch.sequence.masks import causal
-from tests.engine.test_masked_attention import assert_exact
+from tests.engine.exact import Case, assert_exact
 from tests.masked import Masked
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -333,7 +333,7 @@ def test_a_record_is_all_that_a_new_plan_takes(monkeypatch: pytest.MonkeyPatch) 
         plan = plan_of("all_at_once", direction, 3)
         assert verify_plan(plan).area == 48 * 49 // 2
     q, k = np.arange(48)[:, None], np.arange(48)
-    assert_exact(config, Masked("new", Documents.one(48), None, None, k <= q), (4, 2))
+    assert_exact(Case(config, Masked("new", Documents.one(48), None, None, k <= q)))
     rows = explain(replace(config, plan="auto", layout="contiguous"), Workload(num_tokens=48)).rows
     directions = {r.prediction.direction for r in rows if r.prediction.plan == "all_at_once"}
     assert directions == {*Direction}
