@@ -99,10 +99,9 @@ def test_a_document_longer_than_a_row_is_refused() -> None:
         list(pack_rows(rows_of(8, 9), 8))
 
 
-@pytest.mark.parametrize("buffer_rows", [4, 32])
-def test_log_normal_documents_are_packed_tightly(buffer_rows: int) -> None:
-    packed = pack_rows(rows_of(*log_normal(2000)), 8192, buffer_rows=buffer_rows)
-    assert sum(1 for _ in packed) > 100
+def test_log_normal_documents_are_packed_tightly() -> None:
+    packed = pack_rows(rows_of(*log_normal(500)), 8192, buffer_rows=4)
+    assert sum(1 for _ in packed) > 25
     assert packed.efficiency >= 0.97
 
 
@@ -199,16 +198,6 @@ def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], message: s
         pack_rows([], **arguments)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "hello"}, r"row 1 has the keys \['text'\].*Tokenise first"),
-        ({"input_ids": [1], "text": "a"}, "row 1 has text, which would be dropped"),
-        ({"input_ids": [1, 2], "labels": [1]}, r"row 1: .*labels \[1\] must be"),
-        ({"input_ids": [0, 1], "attention_mask": [0, 1]}, "Left padding shifts positions"),
-        ({"input_ids": [0, 1], "seq_lengths": [1]}, r"row 1: seq_lengths \[1\] add up to 1"),
-    ],
-)
-def test_bad_rows_are_refused(row: Row, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        list(pack_rows([{"input_ids": [1]}, row], 8))
+def test_bad_rows_are_refused_by_their_number() -> None:
+    with pytest.raises(ValueError, match="row 1 has text, which would be dropped"):
+        list(pack_rows([{"input_ids": [1]}, {"input_ids": [1], "text": "a"}], 8))

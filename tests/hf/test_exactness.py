@@ -201,17 +201,3 @@ def test_the_loss_law_over_replicas_shards_and_accumulation() -> None:
         assert loss == pytest.approx((sums / count).item(), rel=1e-5)
         for name, grad in wanted.items():
             assert relative_error(grads[name], grad) < 1e-5
-
-
-def check_without_labels(rank: int) -> tuple[float, float]:
-    model = tiny_model()
-    handle = patch(model, LongContextConfig(ulysses_degree=2))
-    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
-    rows = [row | {"labels": [-100] * 8} for row in token_rows(8)]
-    loss = model(**collate(rows)).loss
-    loss.backward()
-    return loss.item(), gradient_norm(gradients(model)).item()
-
-
-def test_a_step_without_labels_is_a_finite_zero() -> None:
-    assert run_distributed(check_without_labels, 2) == [(0.0, 0.0)] * 2

@@ -13,7 +13,6 @@ from longctx_patch import (
     LongContextConfig,
     PatchHandle,
     SequenceShardCollator,
-    UnsupportedModelError,
     patch,
 )
 from longctx_patch.sequence.masks import bidirectional, block_sparse, causal, prefix_lm
@@ -147,15 +146,12 @@ def dropout_after_patch(config: LongContextConfig) -> None:
     handle.unpatch()
 
 
-def adapters_that_prepend(config: LongContextConfig) -> None:
-    """Before the patch by their kind; after it because the batch no longer is the collator's."""
+def adapter_that_prepends(config: LongContextConfig) -> None:
+    """After the patch: the batch no longer is the collator's. Before it: test_patching.py."""
     prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(UnsupportedModelError, match=r"PREFIX_TUNING.*Use LoRA"):
-        patch(get_peft_model(make_model("llama"), prefix), config)
-    model = make_model("llama")
-    handle = patch(model, config)
+    handle = patch(make_model("llama"), config)
     collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-    adapted = get_peft_model(model, prefix)
+    adapted = get_peft_model(handle.model, prefix)
     with pytest.raises(ValueError, match=r"past_key_values|attention_mask|position_ids"):
         adapted(**collate(packed_rows(((3, 9),))))
     assert handle.counters.messages == 0
@@ -170,7 +166,7 @@ def check_refusals(rank: int) -> None:
     handle.unpatch()
     refused_masks(config, rank)
     dropout_after_patch(config)
-    adapters_that_prepend(config)
+    adapter_that_prepends(config)
 
 
 # Both, and the packed rows.

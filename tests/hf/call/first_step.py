@@ -34,6 +34,10 @@ class Patched(NamedTuple):
     def step(self) -> None:
         self.loss().backward()
 
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def attention(self, layer: int) -> Any:
         return self.handle.model.model.layers[layer].self_attn
 

@@ -88,8 +88,7 @@ def refused_batch_first(rank: int) -> None:
     with pytest.raises(ValueError, match="sparse=True with a sharded batch"):
         it.model(**batch, sparse=True)
     skips_attention(it.attention(1))
-    it.step()
-    it.step()
+    it.steps(2)
 
 
 def forward_that_failed_first(rank: int) -> None:
@@ -105,8 +104,7 @@ def forward_that_failed_first(rank: int) -> None:
         it.loss()
     hook.remove()
     skips_attention(it.attention(1))
-    it.step()
-    it.step()
+    it.steps(2)
 
 
 def wrong_scenarios() -> Iterator[tuple[str, Scenario]]:

@@ -28,50 +28,28 @@ def lora_on(*modules: str, layer: int | None = None) -> LoraConfig:
 # Two steps, because backward is checked when the next forward begins.
 
 
-def plain(family: str, policy: CheckpointPolicy, ulysses: int) -> None:
-    it = patched(family, policy, ulysses=ulysses)
+def plain(
+    family: str, policy: CheckpointPolicy, ulysses: int = 1, lora: LoraConfig | None = None
+) -> None:
+    it = patched(family, policy, ulysses=ulysses, lora=lora)
     it.step()
     assert it.handle.first_step is not None
-    it.step()
-
-
-def adapted(lora: LoraConfig, policy: CheckpointPolicy, ulysses: int = 1) -> None:
-    it = patched(policy=policy, lora=lora, ulysses=ulysses)
-    it.step()
     it.step()
 
 
 def adapter_after_patch() -> None:
     it = patched("qwen2", "attention")
     it = it._replace(model=with_adapter(it.model, lora_on("q_proj", layer=1)))
-    it.step()
-    it.step()
+    it.steps(2)
 
 
-def frozen_below(policy: CheckpointPolicy) -> None:
-    """The lower layer has no backward at all."""
+def trained_alone(part: str, policy: CheckpointPolicy) -> None:
+    """Of the upper layer alone: the lower one has no backward at all. Of MLPs alone: no backward is
+    needed in the first attention, but recomputing its layer runs it again. Of the head alone."""
     it = patched(policy=policy)
     for name, parameter in it.model.named_parameters():
-        parameter.requires_grad_("layers.1" in name)
-    it.step()
-    it.step()
-
-
-def nothing_trained_in_attention(policy: CheckpointPolicy) -> None:
-    """Its backward is not needed in the first layer, but recomputing the layer runs it again."""
-    it = patched(policy=policy)
-    for name, parameter in it.model.named_parameters():
-        parameter.requires_grad_("mlp" in name)
-    it.step()
-    it.step()
-
-
-def head_trained_alone() -> None:
-    it = patched()
-    for name, parameter in it.model.named_parameters():
-        parameter.requires_grad_("lm_head" in name)
-    it.step()
-    it.step()
+        parameter.requires_grad_(part in name)
+    it.steps(2)
 
 
 def checkpointing_of_the_users_own() -> None:
@@ -81,14 +59,11 @@ def checkpointing_of_the_users_own() -> None:
         layer._gradient_checkpointing_func = lambda function, *args: (
             torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
         )
-    it.step()
-    it.step()
+    it.steps(2)
 
 
 def accumulation() -> None:
-    it = patched("gpt_oss")
-    for _ in range(3):
-        it.step()
+    patched("gpt_oss").steps(3)
 
 
 def two_forwards_one_backward() -> None:
@@ -135,8 +110,7 @@ def under_autocast() -> None:
 def under_ddp() -> None:
     it = patched()
     it = it._replace(model=DistributedDataParallel(it.model))
-    it.step()
-    it.step()
+    it.steps(2)
 
 
 def patched_again() -> None:
@@ -144,8 +118,7 @@ def patched_again() -> None:
     it.step()
     it.handle.unpatch()
     it = it._replace(handle=patch(it.model, it.handle.config))
-    it.step()
-    it.step()
+    it.steps(2)
 
 
 def one_rank_evaluates_whole_rows(rank: int) -> None:
@@ -168,8 +141,7 @@ def backward_that_failed_first(rank: int) -> None:
     broken = mock.patch("longctx_patch.engine.operator.usp_backward", side_effect=MemoryError)
     with broken, pytest.raises(MemoryError):
         loss.backward()
-    it.step()
-    it.step()
+    it.steps(2)
 
 
 def without_rank(function: Callable[..., None], *args: Any) -> Scenario:
@@ -179,18 +151,18 @@ def without_rank(function: Callable[..., None], *args: Any) -> Scenario:
 def fine_scenarios() -> Iterator[tuple[str, Scenario]]:
     for number, policy in enumerate(POLICIES):
         family = ("llama", "qwen2", "gpt_oss")[number]
-        yield f"{family}, {policy}", without_rank(plain, family, policy, 1)
+        yield f"{family}, {policy}", without_rank(plain, family, policy)
         yield f"ulysses, {policy}", without_rank(plain, "gpt_oss", policy, 2)
         lora = lora_on("v_proj", layer=number % 2)
-        yield f"LoRA on layer {number % 2}, {policy}", without_rank(adapted, lora, policy)
-        yield f"frozen below, {policy}", without_rank(frozen_below, policy)
-        yield f"frozen attention, {policy}", without_rank(nothing_trained_in_attention, policy)
+        yield f"LoRA on layer {number % 2}, {policy}", without_rank(plain, "llama", policy, 1, lora)
+        for part in ("layers.1", "mlp"):
+            yield f"{part} alone, {policy}", without_rank(trained_alone, part, policy)
+    yield "head alone", without_rank(trained_alone, "lm_head", "none")
     lora = lora_on("q_proj", layer=0)
-    yield "LoRA under ulysses", without_rank(adapted, lora, "attention", 2)
-    yield "LoRA after attention", without_rank(adapted, lora_on("o_proj"), "full")
+    yield "LoRA under ulysses", without_rank(plain, "llama", "attention", 2, lora)
+    yield "LoRA after attention", without_rank(plain, "llama", "full", 1, lora_on("o_proj"))
     for function in (
         adapter_after_patch,
-        head_trained_alone,
         checkpointing_of_the_users_own,
         accumulation,
         two_forwards_one_backward,

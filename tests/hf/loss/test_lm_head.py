@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
-from longctx_patch import LongContextConfig, patch
+from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.config import LossName
 from longctx_patch.hf.model.checks import FAMILIES
 from tests.harness import run_distributed
@@ -46,11 +46,18 @@ class SeenByHead:
 def step(model: Any, loss: LossName, **options: Any) -> dict[str, Tensor]:
     """Loss and gradients of a patched model; gradients of parameters, by name."""
     handle = patch(model, LongContextConfig(loss=loss))
+    found = patched_step(model, handle, loss, **options)
+    handle.unpatch()
+    assert "forward" not in vars(handle.model.get_output_embeddings())
+    return found
+
+
+def patched_step(
+    model: Any, handle: PatchHandle, loss: LossName, **options: Any
+) -> dict[str, Tensor]:
     out = model(**collated(handle), **options)
     out.loss.backward()
     assert (out.logits is None) == (loss == "chunked")
-    handle.unpatch()
-    assert "forward" not in vars(handle.model.get_output_embeddings())
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert grads
     return {"loss": out.loss.detach()} | grads
@@ -160,11 +167,7 @@ def test_a_head_that_is_wrapped_after_the_patch(options: dict[str, Any]) -> None
             for name, parameter in model.named_parameters():
                 if "modules_to_save" in name:
                     parameter.mul_(-1)
-        out = model(**collated(handle))
-        out.loss.backward()
-        return {"loss": out.loss.detach()} | {
-            name: p.grad for name, p in model.named_parameters() if p.grad is not None
-        }
+        return patched_step(model, handle, loss)
 
     assert_close(trained("chunked"), trained("logits"))
 
@@ -186,10 +189,7 @@ def test_hooks_on_the_head_are_heard(family: str) -> None:
         model = featured_model(family).train()
         handle = patch(model, LongContextConfig(loss=loss))
         model.lm_head.register_forward_hook(lambda *given: given[-1] * 0.5)
-        out = model(**collated(handle))
-        out.loss.backward()
-        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        return {"loss": out.loss.detach()} | grads
+        return patched_step(model, handle, loss)
 
     assert_close(trained("chunked"), trained("logits"))
 
