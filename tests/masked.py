@@ -32,7 +32,7 @@ def masks_of(num_tokens: int) -> Iterator[Masked]:
     packed = Documents(lengths, n)
     q, k = np.arange(n)[:, None], np.arange(n)[None, :]
     causal = k <= q
-    inside = _same(lengths, n)
+    inside = same_document(lengths, n)
     yield Masked("documents", packed, None, None, causal & inside)
     yield Masked("window 1", one, 1, None, q == k)
     yield Masked("window", one, 5, None, causal & (k > q - 5))
@@ -55,7 +55,7 @@ def masks_of(num_tokens: int) -> Iterator[Masked]:
     yield Masked("function", one, None, function_mask(n, rule, block_size=8), rule(q, k))
 
 
-def _same(lengths: tuple[int, ...], num_tokens: int) -> Table:
+def same_document(lengths: tuple[int, ...], num_tokens: int) -> Table:
     owner = np.full(num_tokens, -1)
     start = 0
     for number, length in enumerate(lengths):

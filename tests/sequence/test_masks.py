@@ -19,6 +19,7 @@ from longctx_patch.sequence.masks import (
     within,
 )
 from longctx_patch.sequence.regions import Piece, Tile
+from tests.masked import same_document
 
 Table = NDArray[np.bool_]
 
@@ -26,15 +27,6 @@ Table = NDArray[np.bool_]
 def rows_and_columns(num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     tokens = np.arange(num_tokens)
     return tokens[:, None], tokens[None, :]
-
-
-def same_document(documents: Documents) -> Table:
-    owner = np.full(documents.num_tokens, -1)
-    start = 0
-    for number, length in enumerate(documents.lengths):
-        owner[start : start + length] = number
-        start += length
-    return (owner[:, None] == owner[None, :]) & (owner >= 0)[:, None]
 
 
 @st.composite
@@ -50,7 +42,7 @@ def masks(draw: st.DrawFn) -> tuple[Mask, Table]:
     n = documents.num_tokens
     q, k = rows_and_columns(n)
     kind = draw(st.sampled_from(["causal", "window", "both", "prefix", "blocks", "function"]))
-    inside = same_document(documents)
+    inside = same_document(documents.lengths, n)
     if kind == "causal":
         return documents_mask(documents), inside & (k <= q)
     if kind == "window":

@@ -124,35 +124,17 @@ def test_a_forward_that_is_called_past_its_hooks_takes_full_logits() -> None:
         assert relative_error(out.loss, share * wanted) < TOLERANCE
 
 
-def refused(match: str, error: type[Exception] = ValueError, **changes: Any) -> Any:
-    return pytest.param(changes, error, match, id=match)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        refused("logits_to_keep=2 with labels of a sharded batch", logits_to_keep=2),
-        refused(r"logits_to_keep=tensor \[2\]", logits_to_keep=torch.tensor([0, 1])),
-        refused(f"label {VOCABULARY}: labels are from 0 to {VOCABULARY - 1}", label=VOCABULARY),
-        refused("label -1: labels are from 0", label=-1),
-        refused(r"labels \[2, 18\] for tokens \[2, 19\]: each token of the shard has one", drop=1),
-    ],
-)
 @pytest.mark.parametrize("loss", ["chunked", "logits"])
-def test_what_can_not_be_right(
-    loss: LossName, changes: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_what_can_not_be_right(loss: LossName) -> None:
+    """Other labels that can't be right are in test_shard_loss.py."""
     model = tiny_model()
-    handle = patch(model, LongContextConfig(loss=loss))
-    batch: dict[str, Any] = collated(handle)
-    options = dict(changes)
-    if "label" in options:
-        batch["labels"][0, 3] = batch["shift_labels"][0, 3] = options.pop("label")
-    if drop := options.pop("drop", 0):
-        for name in ("labels", "shift_labels"):
-            batch[name] = batch[name][:, :-drop]
-    with pytest.raises(error, match=message):
-        model(**batch, **options)
+    batch: dict[str, Any] = collated(patch(model, LongContextConfig(loss=loss)))
+    for kept, says in ((2, "logits_to_keep=2"), (torch.tensor([0, 1]), r"logits_to_keep=tensor")):
+        with pytest.raises(ValueError, match=f"{says}.* with labels of a sharded batch"):
+            model(**batch, logits_to_keep=kept)
+    batch["labels"][0, 3] = batch["shift_labels"][0, 3] = -1
+    with pytest.raises(ValueError, match=f"label -1: labels are from 0 to {VOCABULARY - 1}"):
+        model(**batch)
 
 
 def test_logits_that_change_on_their_way_are_noticed() -> None:
