@@ -60,7 +60,7 @@ def ways_out(job: Job) -> list[str]:
 
 
 def flags(result: Result) -> str:
-    """Of `longctx patch`. The recipe has all but the last, which is the launcher's there."""
+    """The options of `longctx patch`. The recipe has all but the last, which is the launcher's."""
     candidate, job = result.candidate, result.job
     what = f"--lora --rank {job.lora_rank}" if job.lora else "--full"
     what += " --load-in-4bit" if job.dtype == "nf4" else f" --dtype {job.dtype}"

@@ -103,8 +103,8 @@ def _settings(workload: Workload, hardware: Hardware, ranks: int) -> Iterator[Se
 
 
 def _plans_for(workload: Workload, degree: int, ring: int) -> list[tuple[str, LayoutName]]:
-    """Plans of the ring part, and placements. Where the mask leaves blocks out it is `SPARSE_PLAN`:
-    others move what nobody sees."""
+    """(plan of the ring part, placement) pairs. Where the mask leaves blocks out the plan is
+    `SPARSE_PLAN`: others move what nobody sees."""
     if ring == 1 or workload.is_causal:
         found = [
             (plan, record.layouts[0])

@@ -26,9 +26,9 @@ from longctx_patch.predict.run.components import (
 from longctx_patch.predict.run.step_time import Attention, StepTime, predict_attention, predict_time
 
 CONTEXT_BYTES = 2.5 * GIB
-"""Of a GPU's memory, that CUDA, NCCL and kernels take for themselves."""
+"""What CUDA, NCCL and kernels take of a GPU's memory for themselves."""
 STEP_TOKENS = 1024
-"""Longest rows are searched for in multiples of these."""
+"""The longest row is searched for in multiples of these."""
 MOST_TOKENS = 2**30
 LONG = 2**20
 """A first guess at how long they are."""
@@ -42,7 +42,7 @@ class Result:
     candidate: Candidate
     memory: Components
     host_bytes: float
-    """Of one machine."""
+    """Memory taken of one machine's host."""
     time: StepTime
     reason: str | None
     """Why it does not fit; None: it does."""
@@ -53,7 +53,7 @@ class Result:
 
     @property
     def shortfall(self) -> float:
-        """By how much more than there is it needs, of a GPU or of a host; 1 and less fits."""
+        """What it needs as a share of what there is, of a GPU or a host; at 1 and less it fits."""
         shares = [self.memory.total / usable_bytes(self.job)]
         if self.job.cluster.host_bytes is not None:
             most = max(self.host_bytes, _loading_bytes(self.job))
@@ -71,7 +71,7 @@ class Result:
 
     @property
     def mfu(self) -> float:
-        """Of the peak of the data sheet, for a causal row without recompute."""
+        """The share of the data sheet's peak that a causal row without recompute reaches."""
         cluster, flops = self.job.cluster, self.job.step_flops * self.rows_at_once
         return flops / self.time.total / cluster.num_gpus / cluster.hardware.peak_flops
 
@@ -113,13 +113,13 @@ def _longest(job: Job, way: Way) -> int:
 
 
 def usable_bytes(job: Job) -> float:
-    """That tensors may take on a GPU: less than its memory by `CONTEXT_BYTES` and `MARGIN`."""
+    """What tensors may take on a GPU: its memory without `CONTEXT_BYTES` and `MARGIN`."""
     return (1 - MARGIN) * (job.cluster.hardware.memory_bytes - CONTEXT_BYTES)
 
 
 def _order(result: Result) -> tuple[float, ...]:
-    """Of those that are as fast the one whose states stay on the GPUs, then the one that takes
-    least of the host, then the shortest step."""
+    """Sorts results: of those as fast, states on the GPUs come first, then those that take least of
+    the host, then the shortest step."""
     if result.fits:
         speed = -round(math.log(result.tokens_per_second_per_gpu) / TIE)
         states_leave = result.candidate.offload_states
@@ -193,8 +193,8 @@ def result_of(
     offload_states: bool = False,
     policies: tuple[LayerPolicy, ...] | None = None,
 ) -> Result:
-    """Of one configuration. Under `auto` layers climb as in `memory/auto.py`: as many as fit; or
-    they have had these `policies`, one for each layer (else ValueError)."""
+    """What one configuration takes. Under `auto` as many layers climb, as in `memory/auto.py`, as
+    fit; or they have had these `policies`, one for each layer (else ValueError)."""
     setting = setting_of(job, ulysses, ring, attention_kept)
     num_layers, attention = job.shape.num_layers, predict_attention(job, setting)
     if policies is not None and len(policies) != num_layers:
@@ -226,7 +226,7 @@ def tokens_of_a_rank(job: Job, degree: int) -> int:
 
 
 def usual_tiles(job: Job, degree: int) -> int:
-    """In which an MLP runs unless told otherwise."""
+    """How many tiles an MLP runs in unless told otherwise."""
     shape = job.shape
     inner = BF16 * shape.num_mlp_products * shape.intermediate_size
     memory = int(job.cluster.hardware.memory_bytes)
@@ -267,7 +267,7 @@ def _reason(job: Job, memory: Components, on_host: float) -> str | None:
 
 
 def _loading_bytes(job: Job) -> float:
-    """Of a host: each process loads the whole model; one of 4 bits is made on the GPU."""
+    """What loading takes of a host: every process loads the whole model, but not one of 4 bits."""
     return 0.0 if job.dtype == "nf4" else loaded_bytes(job) * job.cluster.gpus_per_node
 
 

@@ -1,7 +1,7 @@
 """Totals of partial results, in float32 or wider: each contribution is rounded once at most.
 
-Rows that have one part only stay as they came, bit for bit. Of a packed row these are most rows,
-and totals of all would cost more than the exchange of the few keys that travel.
+Rows that have one part only stay as they came, bit for bit. In a packed row most rows do, and
+totals of all would cost more than the exchange of the few keys that travel.
 """
 
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _RowPart(Protocol):
-    """Something of some rows."""
+    """What is held for some rows: an attention output, or a gradient."""
 
     @property
     def rows(self) -> Interval: ...
@@ -49,7 +49,7 @@ class _RowPart(Protocol):
 P = TypeVar("P", bound=_RowPart)
 
 MOST_AT_ONCE = 16
-"""Runs of rows that a part is added to one by one; of more all rows become one."""
+"""A part is added to at most this many runs of rows one by one; else all rows become one run."""
 
 
 class _RowTotals(ABC, Generic[P]):
@@ -61,12 +61,12 @@ class _RowTotals(ABC, Generic[P]):
         self._device = device
         self._wide = sum_dtype(spec.dtype)
         self._held: list[P] = []
-        """Of disjoint rows, in their order: one part as it came, or the wide total of several."""
+        """Disjoint rows in their order, each one part as it came or the wide total of several."""
         self._home: P | None = None
-        """The first part where it has all rows and most are held in it still: totals of the others
-        end there too."""
+        """The first part, where it has all rows and still holds most of them: in the end the totals
+        of the others are written there too."""
         self._at_home = 0
-        """Rows that are held in it."""
+        """How many rows it still holds."""
 
     @abstractmethod
     def _empty(self, rows: Interval, dtype: torch.dtype) -> P:
@@ -74,7 +74,7 @@ class _RowTotals(ABC, Generic[P]):
 
     @abstractmethod
     def _clear(self, part: P) -> None:
-        """Make it what rows without any part have."""
+        """Fill it with what rows without any part have."""
 
     @abstractmethod
     def _joined(self, old: P, new: P) -> P:
@@ -94,7 +94,7 @@ class _RowTotals(ABC, Generic[P]):
             self._leave_home()
 
     def _with(self, held: list[P], new: P) -> Iterator[P]:
-        """What takes the place of those that share rows with a new one."""
+        """What takes the place of the held parts that share rows with a new one."""
         at = new.rows.start
         for old in held:
             both = old.rows.intersect(new.rows)
@@ -113,12 +113,12 @@ class _RowTotals(ABC, Generic[P]):
             yield new.cut(Interval(at, new.rows.stop))
 
     def _those_in(self, rows: Interval) -> tuple[int, int]:
-        """From and up to which of those held they share rows with some."""
+        """The range of the held parts that share rows with these."""
         first = bisect_right(self._held, rows.start, key=lambda part: part.rows.stop)
         return first, bisect_left(self._held, rows.stop, first, key=lambda part: part.rows.start)
 
     def _leave_home(self) -> None:
-        """Give its memory back: what is held there is copied."""
+        """Give the first part's memory back: what is held there is copied."""
         self._home = None
         self._held = [
             part if part.dtype == self._wide else part.copied(part.dtype) for part in self._held
@@ -150,7 +150,7 @@ class _RowTotals(ABC, Generic[P]):
 
 
 class Part(NamedTuple):
-    """Attention of some rows over some keys; lse is -inf for a row without any key."""
+    """The attention of some rows over some keys; lse is -inf for a row without any key."""
 
     rows: Interval
     """Which rows of the whole; out and lse hold these alone."""
@@ -244,7 +244,7 @@ def fits_one_pass(device_type: str, wide: torch.dtype, *parts: Part) -> bool:
 
 
 class GradientPart(NamedTuple):
-    """What some rows have of a gradient."""
+    """A gradient of some rows, or a part of it."""
 
     rows: Interval
     """Which rows of the whole; the tensor holds these alone."""
@@ -267,7 +267,7 @@ class GradientPart(NamedTuple):
 
 
 class RowSum(_RowTotals[GradientPart]):
-    """Sum of gradients over row ranges."""
+    """Sums gradients of ranges of rows."""
 
     def add(self, rows: Interval, part_BLHD: Tensor) -> None:
         """Add a part that covers `rows`. It is kept, and may be written to."""

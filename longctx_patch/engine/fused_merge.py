@@ -20,7 +20,7 @@ Part = tuple[Interval, Tensor, Tensor]
 D contiguous, lse is float32; other strides are free."""
 
 _NUMBERS_PER_PROGRAM = 2048
-"""Of out: 16 for each of 128 threads, which keeps enough reads on their way."""
+"""Numbers of out: 16 for each of 128 threads, which keeps enough reads on their way."""
 
 
 def merge(total: Part, old: Part, new: Part) -> None:
@@ -45,6 +45,21 @@ def _arguments(part: Part) -> list[Tensor | int]:
     lse_BLH = lse_BHL.transpose(1, 2)
     strides = out_BLHD.stride()[:3], lse_BLH.stride()
     return [out_BLHD, *strides[0], lse_BLH, *strides[1], rows.start, rows.stop]
+
+
+@triton.jit
+def _weighed(a: tl.tensor, x: tl.tensor, b: tl.tensor, y: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """(lse, out) of rows with log-sum-exps a and b and outputs x and y."""
+    # One u = exp(-|b - a|) is enough: logaddexp(a, b) is max(a, b) + log(1 + u), and sigmoid(b - a)
+    # is 1 or u over 1 + u. Nothing overflows, NaN stays NaN. Where neither has a key, b weighs 0.
+    neither = (a == float("-inf")) & (b == float("-inf"))
+    difference = tl.where(neither, float("-inf"), b - a)
+    u = tl.exp(-tl.abs(difference))
+    lse = tl.maximum(a, b) + tl.log(1.0 + u)
+    weight = tl.div_rn(tl.where(difference > 0.0, 1.0, u), 1.0 + u)[:, None]
+    # As torch.lerp: from the nearer side, so that a weight of 1 gives y itself.
+    out = tl.where(weight < 0.5, x + weight * (y - x), y - (1.0 - weight) * (y - x))
+    return lse, out
 
 
 # The alignment of out says how wide memory can be accessed. All else that changes from call to call
@@ -94,14 +109,12 @@ def _merge(
     """ROWS rows of one head; `_b`, `_l` and `_h` are strides."""
     # In int64, since tensors may have more than 2^31 numbers.
     row = total_start + (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    batch = tl.program_id(2).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     here = row < total_stop
     in_old = here & (row >= old_start) & (row < old_stop)
     in_new = here & (row >= new_start) & (row < new_stop)
     col = tl.arange(0, COLS)[None, :]
     in_row = col < D
-
     a_lse = old_lse + batch * old_lse_b + (row - old_start) * old_lse_l + head * old_lse_h
     b_lse = new_lse + batch * new_lse_b + (row - new_start) * new_lse_l + head * new_lse_h
     a_out = old_out + batch * old_b + (row - old_start) * old_l + head * old_h
@@ -110,17 +123,7 @@ def _merge(
     b = tl.load(b_lse, in_new, float("-inf"))
     x = tl.load(a_out[:, None] + col, in_old[:, None] & in_row, 0.0).to(tl.float32)
     y = tl.load(b_out[:, None] + col, in_new[:, None] & in_row, 0.0).to(tl.float32)
-
-    # One u = exp(-|b - a|) is enough: logaddexp(a, b) is max(a, b) + log(1 + u), and sigmoid(b - a)
-    # is 1 or u over 1 + u. Nothing overflows, NaN stays NaN. Where neither has a key, b weighs 0.
-    neither = (a == float("-inf")) & (b == float("-inf"))
-    difference = tl.where(neither, float("-inf"), b - a)
-    u = tl.exp(-tl.abs(difference))
-    lse = tl.maximum(a, b) + tl.log(1.0 + u)
-    weight = tl.div_rn(tl.where(difference > 0.0, 1.0, u), 1.0 + u)[:, None]
-    # As torch.lerp: from the nearer side, so that a weight of 1 gives y itself.
-    out = tl.where(weight < 0.5, x + weight * (y - x), y - (1.0 - weight) * (y - x))
-
+    lse, out = _weighed(a, x, b, y)
     # Threads may share what they read: all have read it before one writes over it.
     tl.debug_barrier()
     to_lse = total_lse + batch * total_lse_b + (row - total_start) * total_lse_l

@@ -66,7 +66,7 @@ class SequenceGroup:
                 transport.close()
 
     def layout(self, row: int | Documents) -> Layout:
-        """Placement of a row, given as its documents or its length, over all ranks of the group."""
+        """Where the ranks have the tokens of a row, which its documents or its length stand for."""
         return self.config.layout_of(Documents.one(row) if isinstance(row, int) else row)
 
     def require_shards(

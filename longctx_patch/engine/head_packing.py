@@ -1,9 +1,10 @@
-"""Between tensors with all heads and one buffer in which each rank's heads are side by side.
+"""Copies between tensors with all heads and one buffer in which each rank's heads are together.
 
-Heads of ranks that have equally many, equally far apart, are one strided copy: for even splits one
-kernel for each tensor, however many ranks there are. They are made in the widest numbers that both
-sides consist of, since such a copy costs by the number. Where they go is worked out once for all
-tensors that lie alike: a GPU computes short rows in less time than the host takes for that.
+One strided copy serves all ranks whose heads are equally many and equally far apart: for even
+splits it is one kernel for each tensor, however many ranks there are. Copies are made in the widest
+numbers that both sides consist of, since such a copy costs by the number. Where heads go is worked
+out once for all tensors that lie alike: a GPU computes short rows in less time than the host takes
+for that.
 """
 
 from collections.abc import Sequence
@@ -21,20 +22,20 @@ _WIDEST = torch.complex128
 _WIDE = (_WIDEST, torch.int64, torch.int32)
 
 HeadCuts = tuple[Interval, ...]
-"""Of one tensor, the heads of each rank."""
+"""The heads that each rank has of one tensor."""
 
 
 class HeadTotal(NamedTuple):
-    """All heads of a tensor, as they come."""
+    """Memory into which all heads of a tensor are put as they come."""
 
     tensor: Tensor
-    """`[B, L, heads, D]`"""
+    """Its shape is `[B, L, heads, D]`."""
     is_sum: bool
     """Whether a head may come in several parts, which are added."""
 
 
 def pack(tensors: Sequence[Tensor], cuts: tuple[HeadCuts, ...]) -> tuple[Tensor, list[int]]:
-    """(flat buffer, numbers for each rank) of tensors `[B, L, heads, D]` of one dtype.
+    """Pack tensors `[B, L, heads, D]` of one dtype: (flat buffer, how many numbers for each rank).
 
     A rank's part is `[B, L, heads of all tensors, D]`.
     """
@@ -48,7 +49,7 @@ def pack(tensors: Sequence[Tensor], cuts: tuple[HeadCuts, ...]) -> tuple[Tensor,
 
 
 def unpack(buffer: Tensor, totals: Sequence[HeadTotal], cuts: tuple[HeadCuts, ...]) -> None:
-    """The way back: the heads in `cuts` of each total, from what `pack` would have made of them."""
+    """Fill the heads in `cuts` of each total from a buffer as `pack` would have made it."""
     forms = tuple(_form(tensor, is_copied=not is_sum) for tensor, is_sum in totals)
     for copy in _copies(cuts, forms, _form(buffer)):
         tensor, is_sum = totals[copy.tensor]
@@ -73,12 +74,12 @@ class _Form(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
-    """Of its first number in the storage."""
+    """Where its first number is in the storage."""
     address: int
-    """Of its first number, in bytes, modulo that of the widest numbers."""
+    """Where its first number is in memory, in bytes modulo the size of the widest numbers."""
     dtype: torch.dtype
     is_copied: bool
-    """Else it is counted with."""
+    """False where numbers are added, which needs their own dtype."""
 
     @property
     def unit_bytes(self) -> int:
@@ -96,13 +97,13 @@ def _form(tensor: Tensor, *, is_copied: bool = True) -> _Form:
 
 
 class _Copy(NamedTuple):
-    """Between heads of one tensor and their place in the buffer, as `as_strided` takes both."""
+    """A copy between heads of a tensor and their place in the buffer, both as strided views."""
 
     tensor: int
     wide: torch.dtype | None
-    """What both are seen as, if not as they are."""
+    """The dtype that both are viewed as; None: their own."""
     shape: tuple[int, ...]
-    """`[ranks, B, L, heads of a rank, D]`"""
+    """Of both views: `[ranks, B, L, heads of a rank, D]`."""
     in_tensor: tuple[tuple[int, ...], int]
     """Strides and offset."""
     in_buffer: tuple[tuple[int, ...], int]
@@ -120,7 +121,7 @@ class _Copy(NamedTuple):
 def _copies(
     cuts: tuple[HeadCuts, ...], forms: tuple[_Form, ...], buffer: _Form
 ) -> tuple[_Copy, ...]:
-    """Heads of consecutive ranks that have equally many, equally far apart, in one copy each."""
+    """One copy for each run of ranks whose heads are equally many and equally far apart."""
     widths = _widths(cuts)
     before = [0, *accumulate(widths)]
     found = []
@@ -168,7 +169,7 @@ def _in_units(strides: tuple[int, ...], numbers: int) -> tuple[int, ...]:
 
 
 def _regular_runs(cuts: tuple[HeadCuts, ...]) -> list[Interval]:
-    """The ranks, in as few runs as are stripes in every tensor."""
+    """The ranks, in as few runs as are regular in every tensor."""
     ranks = list(zip(*cuts, strict=True))
     steps = [None, *(_steps(*pair) for pair in pairwise(ranks))]
     runs = [Interval(0, 1)]
@@ -182,7 +183,7 @@ def _regular_runs(cuts: tuple[HeadCuts, ...]) -> list[Interval]:
 
 
 def _steps(before: HeadCuts, after: HeadCuts) -> tuple[int, ...] | None:
-    """In each tensor from one rank's heads to the next one's; None if their numbers differ."""
+    """How far one rank's heads are from the next one's, in each tensor; None if numbers differ."""
     if any(a.size != b.size for a, b in zip(before, after, strict=True)):
         return None
     return tuple(b.start - a.start for a, b in zip(before, after, strict=True))
@@ -190,5 +191,5 @@ def _steps(before: HeadCuts, after: HeadCuts) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=256)
 def _widths(cuts: tuple[HeadCuts, ...]) -> tuple[int, ...]:
-    """Heads of each rank, of all tensors together."""
+    """How many heads each rank has, of all tensors together."""
     return tuple(sum(cut.size for cut in of_rank) for of_rank in zip(*cuts, strict=True))

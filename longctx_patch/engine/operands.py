@@ -12,7 +12,7 @@ from longctx_patch.transport import Packet, TensorSpec
 
 
 class Held(NamedTuple):
-    """Tensors of one owner, rows along dim 1, and which of the owner's rows they have."""
+    """Tensors with rows of one owner along dim 1."""
 
     tensors: tuple[Tensor, ...]
     rows: Rows

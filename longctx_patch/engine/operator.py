@@ -33,7 +33,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def distributed_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
 ) -> tuple[Tensor, Tensor]:
-    """(out_BLHD, lse_BHL), unchecked.
+    """Run a call and return (out_BLHD, lse_BHL); shapes are not checked.
 
     Without `call.returns_lse`, lse under Ulysses stays where it was computed: it is of this rank's
     heads and all tokens of its Ulysses group.
@@ -87,7 +87,7 @@ class _DistributedAttention(torch.autograd.Function):
 def _kept_whole(
     frame: Frame, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """(out, lse, lse to return): computed and kept, or as they were kept."""
+    """(out, lse, lse to return): they are computed and kept, or taken as they were kept."""
     if frame.replaying:
         return frame.take()
     saved, out, returned_lse = usp_forward(call, q, k, v, sinks)
@@ -99,7 +99,7 @@ def _kept_whole(
 def _kept_partly(
     frame: Frame, selection: Selection, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> ForwardResult:
-    """Computed, and the rows of a selection kept; or the others computed again."""
+    """The first time all rows are computed and some kept; a recompute computes the others again."""
     if not frame.replaying:
         selection.prepare()
         result = usp_forward(selection.call, q, k, v, sinks)

@@ -27,7 +27,7 @@ class Partial(Protocol):
         ...
 
     def results(self) -> tuple[Tensor, ...]:
-        """The same in the dtype of the model."""
+        """The parts in the dtype of the model."""
         ...
 
     def adopt(self, packet: Packet) -> None:
@@ -40,7 +40,7 @@ class Partial(Protocol):
 
 
 class OutPartial:
-    """Attention output and lse; parts are (lse_BLH, out_BLHD)."""
+    """A partial attention output with its lse; its parts are (lse_BLH, out_BLHD)."""
 
     def __init__(self, rows: Rows, like: tuple[Tensor, ...]) -> None:
         (q,) = like
@@ -69,7 +69,7 @@ class OutPartial:
 
 
 class GradientPartial:
-    """Sums of gradients, one for each tensor of `like`."""
+    """Partial sums of gradients, one for each tensor of `like`."""
 
     def __init__(self, rows: Rows, like: tuple[Tensor, ...]) -> None:
         self.rows = rows
@@ -107,7 +107,7 @@ class GradientPartial:
 
 
 class ResultKey(NamedTuple):
-    """Whose result it is."""
+    """What a result is, whose it is, and which heads it has."""
 
     kind: Operand
     owner: int
@@ -151,7 +151,7 @@ class Partials:
         return tuple(torch.cat(parts, 2) for parts in zip(*groups, strict=True))
 
     def outgoing(self, transfer: Transfer) -> Tensor:
-        """Give up the partial result."""
+        """Give up the partial result and return its bytes."""
         key, rows = _key(transfer.block), transfer.block.rows
         held = self._held[key]
         if held.rows != rows:
@@ -185,7 +185,7 @@ class Partials:
         self._arriving.clear()
 
     def _grown(self, key: ResultKey, held: Partial | None, rows: Rows) -> Partial:
-        """A partial result over `rows` and what was held, in place of it."""
+        """Replace what was held by a partial result that covers `rows` too."""
         larger = self._make(key, rows if held is None else rows | held.rows)
         if held is not None:
             larger.add(held.rows.runs, held.parts())
@@ -210,8 +210,8 @@ def _key(block: Block) -> ResultKey:
 def _placed(
     rows: Rows, runs: Sequence[Interval], parts: tuple[Tensor, ...]
 ) -> Iterator[tuple[Interval, tuple[Tensor, ...]]]:
-    """(place among the held `rows`, that part of the tensors) of the runs, those together that
-    follow each other there."""
+    """(place among the held `rows`, that part of the tensors) for each run; runs that follow each
+    other there are one."""
     places = [rows.place(run) for run in runs]
     assert None not in places, f"rows {runs} of {rows}"
     joined = adjoined(place for place in places if place is not None)
@@ -227,7 +227,7 @@ def _wire_spec(spec: TensorSpec, operand: Operand) -> TensorSpec:
 
 
 def _out_specs(out: TensorSpec) -> list[TensorSpec]:
-    """Of lse_BLH and out_BLHD."""
+    """The specs of lse_BLH and out_BLHD, as they travel together."""
     return [TensorSpec(out.shape[:3], sum_dtype(out.dtype)), out]
 
 

@@ -28,7 +28,7 @@ from longctx_patch.sequence.regions import FULL, Piece
 
 
 class KeptRows(NamedTuple):
-    """Attention's results of the selected rows, for the heads of a wave."""
+    """What attention computed for the selected rows, for the heads of a wave."""
 
     out: Tensor
     """`[B, kept, heads, D]`."""
@@ -38,15 +38,15 @@ class KeptRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """Of the rows of one attention call, those whose results are kept."""
+    """The rows of one attention call whose results are kept."""
 
     call: AttentionCall
     cut: int
-    """Tokens from this place in their document on are kept."""
+    """Tokens are kept from this place in their document on."""
 
     @cached_property
     def early(self) -> AttentionCall:
-        """The call without them: what is computed again."""
+        """The call for the other rows, which are computed again."""
         mask = self.call.mask & rows_before(self.call.documents, self.cut)
         return replace(self.call, mask=mask, setting=self.call.setting.with_plan(SPARSE_PLAN))
 
@@ -80,14 +80,16 @@ class Selection:
 
     @cached_property
     def _rows(self) -> Tensor:
-        """int64: of the tokens of this rank's Ulysses group, in the order of their slots."""
+        """Indices (int64) of the selected tokens among those of this rank's Ulysses group."""
         documents, tokens = self.call.documents, self.call.group_positions()
         is_padding = tokens >= documents.edges[-1]
         return ((documents.positions(tokens) >= self.cut) & ~is_padding).nonzero().flatten()
 
 
 def selection_of(call: AttentionCall, share: float) -> Selection | None:
-    """At most a share of the row's tokens; None where that is all of them. Made once for a call."""
+    """The selection of at most a share of the row's tokens, made once for a call.
+
+    None where that is all of them."""
     if share not in call.selections:
         cut = first_kept(call.documents, share)
         call.selections[share] = Selection(call, cut) if cut else None

@@ -31,10 +31,10 @@ class Resharder(NamedTuple):
     transport: Transport
     split: HeadSplit
     sizes: tuple[int, ...]
-    """Tokens of each rank before the exchange."""
+    """How many tokens each rank has before the exchange."""
 
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingHeads":
-        """Begin: from `[B, L_local, all heads, D]` each to some heads of all ranks' tokens."""
+        """Begin to exchange `[B, L_local, all heads, D]` each for some heads of all tokens."""
         rank = self.transport.group_rank
         batch, _, _, dim = tensors[0].shape
         widths = [self.split.of(kind)[rank].size for kind in heads]
@@ -43,14 +43,14 @@ class Resharder(NamedTuple):
         return ArrivingHeads(self._all_to_all(send, sizes, shapes), widths)
 
     def to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingTokens":
-        """Begin the way back: from what `to_heads` brings to parts of all heads."""
+        """Begin the way back: exchange what `to_heads` brings for parts of all heads."""
         rank = self.transport.group_rank
         whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 2)
         batch, _, _, dim = whole.shape
         cuts = tuple(self.split.of(kind) for kind in heads)
         widths = [sum(cut.size for cut in mine) for mine in zip(*cuts, strict=True)]
         shapes = [(batch, self.sizes[rank], width, dim) for width in widths]
-        # Of one row, the tokens of each rank lie side by side already.
+        # In one row, the tokens of each rank lie side by side already.
         send = whole.reshape(-1)
         if batch > 1:
             send = torch.cat([part.flatten() for part in whole.split(self.sizes, 1)])
@@ -81,23 +81,23 @@ class _Arriving(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
     def wait(self) -> Tensor:
-        """The buffer."""
+        """Wait, and return the buffer."""
         self.pending.wait()
         return self.received
 
 
 class ArrivingHeads(NamedTuple):
-    """The tokens of all ranks, for some heads of several tensors."""
+    """Some heads of several tensors, on their way here with the tokens of all ranks."""
 
     arriving: _Arriving
     widths: Sequence[int]
-    """Heads of each tensor."""
+    """How many heads each tensor has."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """`[B, L of the group, heads, D]` each."""
+        """Wait, and return `[B, L of the group, heads, D]` for each tensor."""
         received, shapes = self.arriving.wait(), self.arriving.shapes
         batch, _, heads, dim = shapes[0]
-        # Of one row, the tokens of the ranks lie side by side as they came.
+        # In one row, the tokens of the ranks lie side by side as they came.
         whole = received.view(1, -1, heads, dim)
         if batch > 1:
             parts = received.split([prod(shape) for shape in shapes])
@@ -106,11 +106,11 @@ class ArrivingHeads(NamedTuple):
 
 
 class ArrivingTokens(NamedTuple):
-    """This rank's tokens, some heads of several tensors from each rank."""
+    """All heads of this rank's tokens, on their way here: each rank sends some of each tensor."""
 
     arriving: _Arriving
     cuts: tuple[HeadCuts, ...]
-    """Of each tensor."""
+    """The heads that each rank sends, for each tensor."""
 
 
 def join_waves(waves: Sequence[Sequence[ArrivingTokens]]) -> list[Tensor]:
@@ -132,7 +132,7 @@ def join_waves(waves: Sequence[Sequence[ArrivingTokens]]) -> list[Tensor]:
 
 
 def _empty_totals(waves: Sequence[ArrivingTokens]) -> list[HeadTotal]:
-    """Of each tensor of an exchange, which every wave has one of."""
+    """Memory for all heads of each tensor of an exchange, which every wave has one of."""
     like, (batch, rows, _, dim) = waves[0].arriving.received, waves[0].arriving.shapes[0]
     totals = []
     for of_waves in zip(*(wave.cuts for wave in waves), strict=True):

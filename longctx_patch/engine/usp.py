@@ -1,4 +1,4 @@
-"""Attention of one rank, forward and backward: Ulysses' exchanges around a plan.
+"""Forward and backward of one rank: Ulysses' exchanges around a plan.
 
 Their product is USP (Fang and Zhao 2024). Heads go in waves: all exchanges of heads for tokens are
 posted first, each wave is computed when it has come, and goes back while the next one is computed.
@@ -23,23 +23,23 @@ from longctx_patch.plans.head_split import QKV, Heads
 
 
 class Saved(NamedTuple):
-    """What backward needs: of a wave as its plan saw it, or of this rank's tokens."""
+    """What backward needs: the tensors of a wave as its plan saw them, or of this rank's tokens."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
     lse: Tensor
-    """`[B, heads, S]` of the heads that this rank computes, also where the others are `[B, L, ...]`
-    of all heads."""
+    """`[B, heads, S]`, for the heads that this rank computes; so it is too where the other tensors
+    are `[B, L, ...]` of all heads."""
 
 
 class ForwardResult(NamedTuple):
     saved: list[Saved]
-    """Of each wave."""
+    """What each wave saves for backward."""
     out_BLHD: Tensor
     lse: Tensor
-    """As `call.returns_lse` says: `[B, H, L]`, or what `Saved` has of all waves."""
+    """`[B, H, L]` where `call.returns_lse`, else `[B, heads, S]` as in `Saved`, for all waves."""
 
 
 def usp_forward(
@@ -50,14 +50,14 @@ def usp_forward(
     sinks: Tensor | None,
     complete: Callable[[int, Saved], None] | None = None,
 ) -> ForwardResult:
-    """`q` `[B, L, H, D]`, `k` and `v` `[B, L, G, D]`, `sinks` `[H]`.
+    """Attention of `q` `[B, L, H, D]` over `k` and `v` `[B, L, G, D]`, with `sinks` `[H]` if any.
 
     `complete(number, saved)` may put known rows into the results of a wave before they go back.
     """
     executor, waves = call.executor, call.waves
     if call.group.ulysses.num_ranks == 1:
         (wave,) = waves
-        whole = _forward_of(wave, executor, (q, k, v), sinks)
+        whole = _compute_forward(wave, executor, (q, k, v), sinks)
         if complete is not None:
             complete(0, whole)
         return ForwardResult([whole], whole.out, whole.lse)
@@ -65,7 +65,7 @@ def usp_forward(
     saved: list[Saved] = []
     leaving: list[list[ArrivingTokens]] = []
     for number, (wave, inputs) in enumerate(zip(waves, arriving, strict=True)):
-        part = _forward_of(wave, executor, inputs.wait(), sinks)
+        part = _compute_forward(wave, executor, inputs.wait(), sinks)
         if complete is not None:
             complete(number, part)
         # lse is a column of every head, so it travels like one.
@@ -84,7 +84,7 @@ def usp_forward(
 
 
 def all_lse(saved: Sequence[Saved]) -> Tensor:
-    """`[B, heads, S]` of all waves."""
+    """The lse of all waves side by side: `[B, heads, S]`."""
     return saved[0].lse if len(saved) == 1 else torch.cat([part.lse for part in saved], 1)
 
 
@@ -96,16 +96,16 @@ def usp_backward(
     *,
     local: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq_BLHD, dk_BLGD, dv_BLGD, dsinks_H) of this rank.
+    """This rank's gradients: (dq_BLHD, dk_BLGD, dv_BLGD, dsinks_H).
 
-    `local`: `saved` is of this rank's tokens, and is exchanged once more.
+    `local`: `saved` has this rank's tokens, and is exchanged once more.
     """
     executor = call.executor
     dsinks = None if sinks is None else torch.zeros_like(sinks)
     grads: list[list[Tensor]] = []
     leaving: list[list[ArrivingTokens]] = []
     for wave, wave_dout, part in _backward_inputs(call, dout, saved, local=local):
-        grads.append(_backward_of(wave, executor, wave_dout, part))
+        grads.append(_compute_backward(wave, executor, wave_dout, part))
         if sinks is not None and dsinks is not None:
             dsinks[wave.heads] = _sink_gradient(sinks[wave.heads], wave_dout, part)
         if call.group.ulysses.num_ranks > 1:
@@ -117,7 +117,7 @@ def usp_backward(
 def _backward_inputs(
     call: AttentionCall, dout: Tensor, saved: Sequence[Saved], *, local: bool
 ) -> Iterator[tuple[HeadWave, Tensor, Saved]]:
-    """Each wave with the heads that it computes, of dout and of what forward saved."""
+    """Each wave with its heads' part of dout and of what forward saved."""
     waves = call.waves
     if call.group.ulysses.num_ranks == 1:
         yield waves[0], dout, saved[0]
@@ -134,9 +134,9 @@ def _backward_inputs(
 def _exchange_for_backward(
     wave: HeadWave, dout: Tensor, saved: Sequence[Saved], local: bool
 ) -> list[ArrivingHeads]:
-    """Of (q, k, v), out and dout, what is here of this rank's tokens only.
+    """Begin to exchange dout, and (q, k, v) and out too where only this rank's tokens were saved.
 
-    One by one, since kernels want out and dout contiguous.
+    They travel one by one, since kernels want out and dout contiguous.
     """
     query = [Heads.QUERY]
     exchanges = []
@@ -146,7 +146,7 @@ def _exchange_for_backward(
     return [*exchanges, wave.resharder.to_heads([dout], query)]
 
 
-def _forward_of(
+def _compute_forward(
     wave: HeadWave, executor: Executor, qkv: Sequence[Tensor], sinks: Tensor | None
 ) -> Saved:
     q, k, v = qkv
@@ -155,8 +155,10 @@ def _forward_of(
     return Saved(q, k, v, out, lse)
 
 
-def _backward_of(wave: HeadWave, executor: Executor, dout: Tensor, part: Saved) -> list[Tensor]:
-    """[dq, dk, dv] of the heads of a wave, in the dtype of the model."""
+def _compute_backward(
+    wave: HeadWave, executor: Executor, dout: Tensor, part: Saved
+) -> list[Tensor]:
+    """The gradients [dq, dk, dv] of a wave's heads, in the dtype of the model."""
     q, k, v, out, lse = part
     plan = wave.plan(Direction.BACKWARD)
     dq, dk, dv = executor.backward(
@@ -166,7 +168,7 @@ def _backward_of(wave: HeadWave, executor: Executor, dout: Tensor, part: Saved) 
 
 
 def _sink_gradient(sinks: Tensor, dout: Tensor, part: Saved) -> Tensor:
-    """What this rank's rows add. A sink is a key whose value is 0, so dP is 0 there."""
+    """What this rank's rows add to dsinks. A sink is a key whose value is 0, so dP is 0 there."""
     p_BHL = torch.exp(sinks.to(part.lse.dtype)[:, None] - part.lse)
     return -(p_BHL * row_dots(dout, part.out).transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
 

@@ -41,8 +41,7 @@ def attention(
         k, v: `[B, L, G, D]`, with H a multiple of G. float64, float32, bfloat16 or float16.
         group: from `make_sequence_group(config)`, or `virtual_group` in one process.
         num_tokens: length of the whole sequence; default: L times the number of ranks.
-        documents: boundaries of a packed row, the same for all B rows. Tokens attend within their
-            document only.
+        documents: those of a packed row, the same for all B rows: tokens attend within their own.
         window: the last `window` keys only, the token itself included. Keys after the token, where
             a `mask` lets it see some, stay.
         mask: any `longctx_patch.Mask` over the whole sequence, in place of the causal one;
@@ -55,8 +54,7 @@ def attention(
             so a model with many layers may check once and pass False afterwards.
 
     Returns:
-        out: `[B, L, H, D]` in q's dtype; differentiable in q, k, v and sinks. 0 in rows that see
-            nothing.
+        out: `[B, L, H, D]` in q's dtype; differentiable in q, k, v, sinks. 0 where nothing is seen.
         lse: `[B, H, L]`, natural-log sum of exponentials, the sink's included; float32 (float64 for
             float64 inputs); not differentiable. Second derivatives are refused by autograd.
 
@@ -69,16 +67,21 @@ def attention(
     """
     score = Score(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, softcap)
     row = _row(q, group, num_tokens) if documents is None else documents
-    try:
-        allowed, problem = row_mask(mask, row, window), None
-    except ValueError as error:  # on this rank perhaps: the others must hear of it, not wait
-        if not check_ranks:
-            raise
-        allowed, problem = documents_mask(row), str(error)
+    allowed, problem = _allowed(mask, row, window)
     if check_ranks:
         check_shards(q, k, v, sinks, num_tokens, row, allowed, score, group, problem)
+    elif problem is not None:
+        raise ValueError(problem)
     call = decided_call(group, row, allowed, score, CallShape.of(q, k), returns_lse=True)
     return distributed_attention(q, k, v, sinks, call)
+
+
+def _allowed(mask: Mask | None, row: Documents, window: int | None) -> tuple[Mask, str | None]:
+    """The mask of the row, and what is wrong with it, perhaps on this rank alone."""
+    try:
+        return row_mask(mask, row, window), None
+    except ValueError as error:
+        return documents_mask(row), str(error)
 
 
 def _row(q: Tensor, group: SequenceGroup, num_tokens: int | None) -> Documents:

@@ -36,7 +36,7 @@ class Workload:
     batch: int = 1
     itemsize_bytes: int = 2
     lengths: tuple[int, ...] = ()
-    """Of the documents of a packed row; none: the row is one document."""
+    """Tokens of each document of a packed row; none: the row is one document."""
     window: int | None = None
     """Keys that a token sees at most, itself included; None: all of its document."""
 
@@ -59,7 +59,7 @@ class Workload:
         Documents(self.lengths, self.num_tokens)  # refuses lengths that don't fit
 
     def documents(self) -> Documents:
-        """Those of the row."""
+        """The documents of the row."""
         return Documents.of_row(self.lengths, self.num_tokens)
 
     def mask(self) -> Mask:
@@ -67,11 +67,11 @@ class Workload:
 
     @property
     def is_causal(self) -> bool:
-        """Plainly so: nothing of the triangle is left out."""
+        """Whether the mask is plainly causal: nothing of the triangle is left out."""
         return self.documents().is_one and (self.window or self.num_tokens) >= self.num_tokens
 
     def alike(self) -> "Workload":
-        """One document, with a window of about as many pairs."""
+        """The workload of one document, with a window that leaves about as many pairs."""
         return replace(self, lengths=(), window=window_like(self.mask()))
 
 
@@ -109,7 +109,7 @@ class Prediction:
     bytes_sent_per_rank: tuple[int, ...]
     messages_per_rank: tuple[int, ...]
     peak_buffer_bytes: int
-    """Of the rank that holds most, beside its own tensors and results."""
+    """What the rank that holds most has beside its own tensors and results."""
     timeline: tuple[Span, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -253,12 +253,12 @@ def _widest_exchange(setting: Setting, workload: Workload, waves: Sequence[HeadS
 
 
 def _sum_over(waves: Sequence[Sequence[Traffic]]) -> list[Traffic]:
-    """By rank."""
+    """What each rank sends in all waves."""
     return [sum(of_rank, Traffic()) for of_rank in zip(*waves, strict=True)]
 
 
 def _one_after_another(rings: Sequence[Simulation]) -> Simulation:
-    """The rings of several waves of heads."""
+    """The simulation of several waves of heads, one ring after the other."""
     first, *others = rings
     whole = first
     for ring in others:
@@ -289,7 +289,7 @@ class _Exchange(NamedTuple):
     travel_s: float
     """What is not hidden behind computation."""
     copy_s: float
-    """Packing and putting together."""
+    """Seconds of packing and putting together."""
 
     @property
     def total_s(self) -> float:
@@ -303,7 +303,8 @@ def _all_to_all(
     num_waves: int,
     computed_s: float,
 ) -> _Exchange:
-    """Of the rank that sends most; while one wave travels, another is computed for `computed_s`."""
+    """Seconds for the rank that sends most; while one wave travels, another is computed for
+    `computed_s`."""
     largest = max((traffic.bytes for traffic in sent), default=0)
     if not largest:
         return _Exchange(0.0, 0.0)
@@ -324,7 +325,7 @@ def _all_to_all(
 def _sum_traffic(
     exchanges: tuple[list[Traffic], list[Traffic]], rings: list[Simulation]
 ) -> list[Traffic]:
-    """By rank, Ulysses ranks being consecutive."""
+    """What each rank sends in all; Ulysses ranks are consecutive."""
     ring_ranks = range(len(rings[0].bytes_sent))
     inside = [
         Traffic(ring.messages[ring_rank], ring.bytes_sent[ring_rank])
@@ -338,7 +339,7 @@ def _sum_traffic(
 
 
 def _timeline(setting: Setting, ring: Simulation, before: float, after: float) -> tuple[Span, ...]:
-    """The slowest ring's spans, for each of its Ulysses ranks, between the exchanges."""
+    """The spans of the slowest ring for each of its Ulysses ranks, between the exchanges."""
     degree = setting.ulysses_degree
     spans = []
     for rank in range(degree * setting.ring_degree):
