@@ -4,18 +4,30 @@
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
-from runs import Run
+from config_text import NAMES, options_of
+from model_shapes import model_config
 
-from longctx_patch.choose.search import Result
+from longctx_patch import LongContextConfig
+from longctx_patch.choose.search import Result, result_of, usual_tiles
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.predict.machines import GIB
+from longctx_patch.predict.run.candidate import Job
+from longctx_patch.predict.run.cluster import parse_cluster
+from longctx_patch.predict.run.shape import shape_of
+
+JOB_FIELDS = {"rank": "lora_rank", "fused": "fused_layers", "lora": "lora", "dtype": "dtype"}
+"""Options of a run that are fields of a `Job`."""
 
 
 class Measured(NamedTuple):
-    """AdamW, flash-attn 4, bfloat16; by `benchmarks/predicted.py`, `step.py` or the recipe."""
+    """A step with AdamW, flash-attn 4 and bfloat16.
+
+    `run` is a shape of benchmarks/model_shapes.py and options: `tokens` of a row, `layers`, those
+    of `JOB_FIELDS`, and fields of LongContextConfig.
+    """
 
     gpus: int
     run: str
@@ -31,11 +43,28 @@ class Measured(NamedTuple):
     """What `auto` gave the layers, where the planner would give them others."""
 
     def predicted(self) -> Result:
-        return Run.parse(self.run).predicted(
-            f"{self.gpus}xH200",
+        model, _, text = self.run.partition(":")
+        options = options_of(text)
+        tokens, layers = options.pop("tokens"), options.pop("layers", None)
+        asked: dict[str, Any] = {"dtype": "bfloat16"}
+        asked |= {JOB_FIELDS[name]: options.pop(name) for name in JOB_FIELDS if name in options}
+        config = LongContextConfig(**{NAMES.get(name, name): x for name, x in options.items()})
+        job = Job(
+            shape=shape_of(model_config(model, layers, tokens), model),
+            cluster=parse_cluster(f"{self.gpus}xH200"),
+            seq_len=tokens,
             fsdp=self.fsdp,
-            offload_states=self.states_on_host,
             clips=self.is_recipe,
+            **asked,
+        )
+        return result_of(
+            job,
+            ulysses=config.ulysses_degree,
+            ring=config.ring_degree,
+            checkpoint=config.checkpoint,
+            attention_kept=config.attention_kept,
+            offload_states=self.states_on_host,
+            mlp_tiles=config.mlp_tiles or usual_tiles(job, config.sequence_degree),
             policies=self.policies,
         )
 
