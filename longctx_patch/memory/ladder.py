@@ -15,9 +15,9 @@ class Extra(NamedTuple):
     """Bytes of the device that a layer keeps for backward beyond what it keeps one rung lower."""
 
     attention: int
-    """On the middle rung."""
+    """What it keeps more on the middle rung."""
     none: int
-    """On the highest rung."""
+    """What it keeps more on the highest rung."""
 
     def of(self, policy: LayerPolicy) -> int:
         """Bytes beyond what the layer keeps on the lowest rung."""

@@ -74,12 +74,8 @@ class HostCopies:
         self._out, self._in = _Lane(device), _Lane(device)
         self._free: defaultdict[int, list[_Slot]] = defaultdict(list)
         self._last: weakref.ref[Kept] | None = None
-        self._is_full = False
-
-    @property
-    def is_full(self) -> bool:
+        self.is_full = False
         """Whether a tensor found no room."""
-        return self._is_full
 
     @property
     def bytes_with_room(self) -> int:
@@ -146,8 +142,8 @@ class HostCopies:
             return True
         if self._must_leave:
             raise HostMemoryFull(self._refusal(num_bytes, room, 1))
-        if not self._is_full:
-            self._is_full = True
+        if not self.is_full:
+            self.is_full = True
             warnings.warn(
                 f"checkpoint='auto': the host has {_gib(room.available)} left, so no more is "
                 f"offloaded than {_gib(self.num_bytes)}.",

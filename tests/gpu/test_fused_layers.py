@@ -46,7 +46,7 @@ def outcome(family: str, dtype: torch.dtype, how: FusedLayersName) -> tuple[Tens
 
 @pytest.mark.parametrize("checkpoint", ["none", "attention", "offload"])
 def test_steps_leave_nothing_behind(checkpoint: Any) -> None:
-    """Of as many rotated heads as Liger Kernel would choose another kernel for."""
+    """Heads are rotated for which Liger Kernel would choose another kernel by itself."""
     pytest.importorskip("liger_kernel")
     model: Any = tiny_model(hidden_size=512, num_attention_heads=4, dtype=torch.bfloat16)
     assert model.config.head_dim == 128

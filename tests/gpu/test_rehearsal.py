@@ -55,7 +55,7 @@ class Run:
 
     @property
     def num_retries(self) -> int:
-        """Of the allocator, in this process so far."""
+        """Retries of the allocator in this process so far."""
         return torch.cuda.memory_stats(DEVICE)["num_alloc_retries"]
 
     def steps(self) -> tuple[list[tuple[LayerPolicy, ...]], list[int], Tensor]:

@@ -136,7 +136,7 @@ def test_what_fits_without_gaps_only_is_warned_of() -> None:
 
 
 def test_a_rehearsal_out_of_memory_holds_nothing() -> None:
-    """Also while the error is alive, as in a notebook, where one tries again with less."""
+    """The error may be alive, as in a notebook, where one tries again with less."""
     with LiveBytes(PLENTY) as meter:
         run = Run(meter, checkpoint="none")
         before = meter.allocated()

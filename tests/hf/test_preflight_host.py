@@ -15,7 +15,7 @@ from tests.memory.live_bytes import LiveBytes
 
 LENGTH = 512
 LAYER_BYTES = LENGTH * 528
-"""That one layer offloads."""
+"""Bytes that one layer offloads."""
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ class Training:
     loss_bytes: int = 0
     """Held while the loss is computed, when all activations are alive."""
     gradient_bytes: int = 0
-    """Of a layer; it stays after the first backward, until `step`."""
+    """Gradient of one layer, which stays from the first backward until `step`."""
     gradients: int = 0
     """Bytes of them that are alive."""
 
@@ -128,6 +128,6 @@ class Training:
 
 
 def capacity_for(whole: int, *, tokens: int = 10, besides: int = 100) -> int:
-    """That fits so many whole layers and a byte less than one more."""
+    """A capacity that fits so many whole layers, and is a byte too small for one more."""
     need = besides + tokens * (CHEAP * LAYERS + EXTRA * whole)
     return int((need + tokens * EXTRA - 1) / (1 - MARGIN)) - 1

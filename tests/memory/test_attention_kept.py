@@ -35,7 +35,7 @@ def test_a_share_of_nothing_is_full() -> None:
 
 
 def test_memory_falls_with_the_share() -> None:
-    """By what attention keeps: [B, L, H, D] of out and [B, H, L] of lse, in float32."""
+    """It falls by what attention keeps: [B, L, H, D] of out and [B, H, L] of lse, in float32."""
     peaks = {}
     for share in (1.0, 0.5, 0.0):
         with LiveBytes() as meter:

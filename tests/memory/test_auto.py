@@ -68,8 +68,8 @@ def test_with_a_host_layers_leave_where_attention_does_not_fit() -> None:
 
 
 def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
-    """On the machine that just has the memory for so many climbs they are there from the second
-    pass on at the latest, as far as the host has room for the other layers."""
+    """The machine just has the memory for so many climbs. They are made in the second pass at the
+    latest, as far as the host has room for the other layers."""
     tokens, states = 10, 40
     costs = [tokens * CHEAP] * LAYERS + [tokens * EXTRA] * LAYERS
     lowest = 100 + states + tokens * (CHEAP + EXTRA)  # the last layer, whole or recomputed
@@ -104,7 +104,7 @@ def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
 
 @pytest.mark.parametrize("too_much", [0, 100, 200, 300])
 def test_a_rehearsal_that_was_too_careful_holds_for_one_pass(too_much: int) -> None:
-    """Also where the first pass has just the policies that were rehearsed."""
+    """This is so too where the first pass has just the policies that were rehearsed."""
     extra = Extra(10 * CHEAP, 10 * EXTRA)
     expected = 100 + LAYERS * 10 * CHEAP + 10 * EXTRA + too_much
     training = Training.on(capacity_for(4), offloads=True)
@@ -127,7 +127,7 @@ def test_the_pass_that_measures_takes_half_of_the_margin_and_what_it_must() -> N
 
 
 def test_states_of_the_optimizer_are_counted_before_any_pass_meets_them() -> None:
-    """With accumulation the first passes see none; layers climb, and step down in time."""
+    """When gradients accumulate, the first passes see none; layers climb, and step down in time."""
     states, gradients = 300, 20 * LAYERS
     capacity = capacity_for(3, besides=100 + states + gradients)
     training = Training.on(capacity, gradient_bytes=20)
@@ -192,7 +192,7 @@ def test_a_single_retry_changes_nothing(at_once: int) -> None:
 
 
 def test_retries_of_every_other_pass_count() -> None:
-    """Of the micro-batch that meets the gradients of another; of the longer of two lengths."""
+    """A micro-batch that meets the gradients of another has them, or the longer of two lengths."""
     for lengths in ((10, 10), (10, 7)):
         training = Training.on(capacity_for(5))
         training.train()
@@ -243,7 +243,7 @@ def test_states_count_once_where_shorter_rows_meet_them(fill: float) -> None:
 
 
 def test_what_stays_leaves_no_gaps() -> None:
-    """Where segments are of fixed size, it is the rest that is filled less."""
+    """Where segments are of fixed size, only the memory beside it is filled less."""
     training = Training.on(1000)
     training.machine.fill = 0.7
     training.machine.hold(640)

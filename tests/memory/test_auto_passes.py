@@ -45,17 +45,6 @@ def test_half_the_margin_is_left_to_passes_that_differ() -> None:
     assert training.train() == 4
 
 
-def test_peaks_outside_of_training_passes_do_not_count() -> None:
-    training = Training.on(capacity_for(5))
-    found = []
-    for _ in range(4):
-        found.append(training.train())
-        with training.machine.holding(5000):  # an evaluation, the optimizer
-            pass
-        training.step()
-    assert found == [1, 5, 5, 5]
-
-
 def test_an_evaluation_before_shorter_rows_is_no_peak_of_theirs() -> None:
     training = Training.on(2000)
     found = []
@@ -126,7 +115,7 @@ def test_a_pass_without_backward_shows_nothing() -> None:
 
 
 def test_an_output_that_is_kept_holds_nothing_up() -> None:
-    """In a notebook, say, whose first forward was a look at the model."""
+    """It may be a notebook's, whose first forward was a look at the model."""
     training = Training.on(10_000)
     kept = training.forward(10)
     assert [training.train() for _ in range(3)] == [0, LAYERS, LAYERS]

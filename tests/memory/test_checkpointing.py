@@ -1,28 +1,21 @@
 """Policies layer by layer on patched models: no number changes, and `auto` keeps what fits."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
-from longctx_patch.engine.call import CallShape
-from longctx_patch.engine.traffic import CallTraffic, predicted_traffic
 from longctx_patch.hf.model.checks import FAMILIES
 from longctx_patch.hf.model.transformers_api import attention_modules, decoder_layers
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.passes import MemoryUse
 from longctx_patch.memory.policies import LayerPolicy
-from longctx_patch.operator.decided import causal_call
-from longctx_patch.plans.traffic import Traffic
 from tests.harness import run_distributed
 from tests.hf.tiny import featured_model, gradients, tiny_model
 from tests.memory.live_bytes import LiveBytes
-from tests.memory.trained import Trained, assert_equal, averaged
+from tests.memory.trained import Trained, assert_equal, averaged, counted_step
 
 LAYERS = 5
 PLENTY = 10**12
@@ -65,7 +58,7 @@ def test_layers_that_stay_whole_cost_no_more_than_measured_and_least_if_last() -
 
 
 def capacity_beside(use: MemoryUse, layers: float) -> int:
-    """That leaves room for so many layers more than were whole while it was measured."""
+    """A capacity with room for so many layers more than were whole when `use` was measured."""
     return int((use.peak_bytes + layers * use.extra_bytes[0].none) / (1 - MARGIN))
 
 
@@ -156,40 +149,6 @@ def fail(*_: object) -> None:
     raise ZeroDivisionError
 
 
-@contextmanager
-def counted(it: Trained) -> Iterator[None]:
-    """What attention sends and computes within must be what policies of now say."""
-    shape = CallShape(2, 4, 2, 16, torch.float32, "cpu")
-    traffic = predicted_traffic(causal_call(it.handle.group, it.length, 1.0, shape))
-    it.handle.counters.reset()
-    yield
-    planned = sum((_planned(traffic, p) for p in it.handle.checkpointing.policies), Traffic())
-    assert Traffic(it.handle.counters.messages, it.handle.counters.bytes) == planned
-
-
-def _planned(traffic: CallTraffic, policy: LayerPolicy) -> Traffic:
-    if policy in ("attention", "offload"):
-        return traffic.forward + traffic.backward_after_replay
-    again = traffic.forward if policy == "full" else Traffic()
-    return traffic.forward + again + traffic.backward
-
-
-def check_mixes() -> None:
-    for ulysses, ring in ((1, 2), (2, 1)):
-        degree = {"ulysses_degree": ulysses, "ring_degree": ring}
-        wanted = Trained(tiny_model(), checkpoint="none", **degree).step()
-        kernels = {}
-        for mix in product(get_args(LayerPolicy), repeat=2):
-            it = Trained(tiny_model(), forced=mix, **degree)
-            with counted(it):
-                assert_equal(it.step(), wanted)
-            kernels[mix] = it.handle.counters.kernel_calls
-            it.step()  # which checks the first backward against the plans
-        once = kernels["none", "none"] // 4
-        assert once
-        assert kernels == {mix: (4 + mix.count("full")) * once for mix in kernels}
-
-
 def check_changes_between_passes() -> None:
     """Two graphs alive at once, each under policies of its own; backward in either order."""
     whole: tuple[LayerPolicy, ...] = ("none", "none")
@@ -218,8 +177,7 @@ def check_least_memory_of_the_group(rank: int) -> None:
         if rank == 1:
             meter.capacity_bytes = capacity_beside(use, 1.5)
         for _ in range(3):
-            with counted(it):
-                assert_equal(it.step(), wanted)
+            assert_equal(counted_step(it), wanted)
         mine = torch.tensor(it.handle.checkpointing.num_whole_layers)
     everyone = [torch.zeros_like(mine) for _ in range(2)]
     dist.all_gather(everyone, mine)
@@ -243,7 +201,6 @@ def check_replicas_may_differ(rank: int) -> None:
 
 
 def check_on_two_ranks(rank: int) -> None:
-    check_mixes()
     check_changes_between_passes()
     check_least_memory_of_the_group(rank)
     check_replicas_may_differ(rank)

@@ -49,7 +49,7 @@ def test_of_segments_that_do_not_grow_less_is_filled(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @needs_gpu
 def test_the_allocator_takes_the_setting() -> None:
-    """In a process of its own, where CUDA has not started."""
+    """The process is a new one, in which CUDA has not started."""
     script = (
         "import torch\n"
         "from longctx_patch.memory.allocator import let_segments_grow\n"
@@ -109,7 +109,7 @@ def test_bytes_are_those_of_tensors() -> None:
 def test_auto_offloads_the_first_layers_where_attention_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the gradients of `attention`, bitwise."""
+    """The gradients are those of `attention`, bitwise."""
     length, layers = 2**16, 8  # long enough to compute while copies go
     grads = {}
     for checkpoint in ("attention", "auto"):

@@ -103,7 +103,7 @@ def test_a_longer_row_takes_the_place_of_a_shorter_one() -> None:
 
 
 def test_nothing_takes_no_memory() -> None:
-    """As where a rank has none of the tokens whose attention is kept; CUDA can't pin nothing."""
+    """A rank may have none of the tokens whose attention is kept, and CUDA can't pin nothing."""
     host = HostCopies(CPU)
     kept = host.begin()
     getters = [kept.keep(torch.empty(2, 0, 3)), kept.keep(torch.ones(3))]
@@ -146,7 +146,7 @@ def test_what_others_will_take_is_left_free() -> None:
 def test_what_all_layers_would_take_is_refused_after_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of all processes of the machine."""
+    """The layers of all processes of the machine count."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for room, fits in ((2 * 3 * 12, True), (2 * 3 * 12 - 1, False)):
         host = HostCopies(CPU, num_layers=4)

@@ -109,7 +109,7 @@ def test_a_number_for_experts_is_refused() -> None:
 
 
 def test_weights_that_are_no_parameters_are_refused() -> None:
-    """As FSDP1 makes them, of its flat parameter."""
+    """FSDP1 makes such weights of its flat parameter."""
     for num_tiles in (4, None):
         model = tiny_model()
         undo = bind_mlps(model, num_tiles, lambda _: 1600)

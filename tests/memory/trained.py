@@ -14,15 +14,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
+from longctx_patch.engine.call import CallShape
+from longctx_patch.engine.traffic import predicted_traffic
 from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.memory.run_layer import run_layer
+from longctx_patch.operator.decided import causal_call
+from longctx_patch.plans.traffic import Traffic
 from tests.hf.tiny import gradients, token_rows
 from tests.memory.live_bytes import LiveBytes
 from tests.reference import relative_error
 
 Gradients = dict[str, Tensor]
 """The loss of a step, and the gradient of each parameter by its name."""
+
+
+FORWARDS: dict[LayerPolicy, int] = {"none": 1, "full": 2, "attention": 1, "offload": 1}
+"""How often attention's forward runs in a step; said here once more, and not read from records."""
+REPLAYS = ("attention", "offload")
+"""Policies whose backward gets attention's results from forward."""
 
 
 class Forced:
@@ -97,6 +107,20 @@ class Trained:
         self.loss().backward()
         self.model.zero_grad()
         return meter.peak() - rest
+
+
+def counted_step(it: Trained) -> Gradients:
+    """A step of a tiny model, whose messages must be those that its policies' names say."""
+    it.handle.counters.reset()
+    found = it.step()
+    shape = CallShape(2, 4, 2, 16, torch.float32, "cpu")
+    layer = predicted_traffic(causal_call(it.handle.group, it.length, 1.0, shape))
+    wanted = Traffic()
+    for policy in it.handle.checkpointing.policies:
+        backward = layer.backward_after_replay if policy in REPLAYS else layer.backward
+        wanted = sum([layer.forward] * FORWARDS[policy] + [backward], wanted)
+    assert Traffic(it.handle.counters.messages, it.handle.counters.bytes) == wanted
+    return found
 
 
 class Flops(TorchDispatchMode):

@@ -142,7 +142,7 @@ class Rehearsal:
         return Extra(attention, max(0, self._after[2] - self._before[2] - lower))
 
     def layers_with_room(self, held_bytes: int) -> int:
-        """For how many layers the host has room, if a run already holds `held_bytes` of it."""
+        """The number of layers for which the host has room, if a run holds `held_bytes` of it."""
         attention = self.extra_bytes.attention
         if not attention:
             return self.num_layers
@@ -157,7 +157,7 @@ class WholeStep:
     rehearsal: Rehearsal
     seen: Seen
     host_layers: int
-    """For so many layers the host has room."""
+    """The number of layers for which the host has room."""
     trained_bytes: int
     """Weights that are trained."""
     state_bytes: int

@@ -132,22 +132,17 @@ def test_liger_changes_one_model_and_the_rotary_embedding_on_gpus(
 
 
 @pytest.mark.usefixtures("liger_is_installed")
-def test_liger_rotates_with_triton() -> None:
+@pytest.mark.parametrize("chosen", [None, "LIGER_KERNEL_IMPL_ROPE", "LIGER_KERNEL_IMPL"])
+def test_liger_rotates_with_triton_unless_another_kernel_is_chosen(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fuse_layers(tiny_model(), "compile")
     assert "LIGER_KERNEL_IMPL_ROPE" not in os.environ
+    if chosen:
+        monkeypatch.setenv(chosen, "nvidia-cutedsl")
     fuse_layers(tiny_model(), "liger")
-    assert os.environ["LIGER_KERNEL_IMPL_ROPE"] == "nvidia-triton"
-
-
-@pytest.mark.usefixtures("liger_is_installed")
-@pytest.mark.parametrize("variable", ["LIGER_KERNEL_IMPL_ROPE", "LIGER_KERNEL_IMPL"])
-def test_but_not_where_another_kernel_is_chosen(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, "nvidia-cutedsl")
-    fuse_layers(tiny_model(), "liger")
-    assert os.environ[variable] == "nvidia-cutedsl"
-    assert os.environ.get("LIGER_KERNEL_IMPL_ROPE", "nvidia-cutedsl") == "nvidia-cutedsl"
+    own = "nvidia-cutedsl" if chosen == "LIGER_KERNEL_IMPL_ROPE" else None
+    assert os.environ.get("LIGER_KERNEL_IMPL_ROPE") == (own if chosen else "nvidia-triton")
 
 
 @pytest.mark.usefixtures("liger_is_installed")
@@ -182,7 +177,7 @@ def test_auto_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_liger_on_a_class_of_ones_own(liger_is_installed: dict[str, Any]) -> None:
-    """As remote code derives it from a family's."""
+    """Remote code may derive its class from a family's."""
 
     class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         pass
