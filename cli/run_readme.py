@@ -6,6 +6,7 @@ from longctx_patch.cli.decision_table import table
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.layer_masks import describe_layers
 from longctx_patch.cli.units import size_text
+from longctx_patch.hf.model.facts import ModelFacts
 
 TEMPLATE = """\
 # Fine-tuning {model} on {seq_len} tokens
@@ -93,7 +94,7 @@ Rows are cut from the joined text, so a row's documents see each other. To keep 
 
 def render_readme(decisions: Decisions) -> str:
     """The README of the run folder."""
-    settings, config = decisions.settings, decisions.model_config
+    settings, facts = decisions.settings, ModelFacts.of(decisions.model_config)
     return TEMPLATE.format(
         model=settings.model,
         seq_len=settings.seq_len,
@@ -102,14 +103,14 @@ def render_readme(decisions: Decisions) -> str:
         degree=decisions.sequence_degree,
         verify=shlex.join(["longctx", "verify", str(decisions.folder)]),
         table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table(decisions)),
-        logits=size_text(decisions.tokens_per_gpu * settings.batch_size * config.vocab_size * 4),
+        logits=size_text(decisions.tokens_per_gpu * settings.batch_size * facts.vocab_size * 4),
         loading=_loading(decisions),
         memory="" if decisions.predicted else "that memory suffices, ",
         as_here=", as here" if settings.pack else "",
-        layers=describe_layers(config),
+        layers=describe_layers(decisions.model_config),
         rows=PACKED.format(seq_len=settings.seq_len) if settings.pack else JOINED,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        heads=facts.num_heads,
+        kv_heads=facts.num_kv_heads,
     )
 
 

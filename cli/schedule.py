@@ -155,12 +155,11 @@ def schedule_command(model: str | None, **options: Any) -> None:
 
 def _heads_of(model: str) -> dict[str, int]:
     """The heads of a model, from its config."""
+    from longctx_patch.hf.model.facts import ModelFacts
     from longctx_patch.hf.model.load import load_model_config
 
-    config: Any = load_model_config(model)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return {"heads": heads, "kv_heads": config.num_key_value_heads, "head_dim": head_dim}
+    facts = ModelFacts.of(load_model_config(model))
+    return {"heads": facts.num_heads, "kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
 
 
 def make_setting(

@@ -98,7 +98,7 @@ def test_shards_are_the_packed_row(layout: LayoutName | None, lengths: list[int]
 
 
 def test_packed_rows_over_ulysses_and_ring() -> None:
-    """Their length is that of the layout; 13 tokens are 16 over four ranks."""
+    """Rows are padded to the layout's multiple: 13 tokens become 16 over four ranks."""
     config = LongContextConfig(ulysses_degree=2, ring_degree=2)
     row = {"input_ids": list(range(13)), "seq_lengths": [6, 1, 4, 2]}
     whole, documents = put_together(config, [row])

@@ -70,12 +70,12 @@ class Case(NamedTuple):
 
     @property
     def lengths(self) -> Pack:
-        """Documents of the folded row."""
+        """Lengths of the documents of all rows, which the collator joins."""
         return tuple(length for pack in self.packs for length in pack)
 
     @property
     def num_tokens(self) -> int:
-        """Of the padded row."""
+        """Length of the padded row."""
         real = max(sum(self.lengths), self.pad_to)
         multiple = self.ulysses * self.ring
         if self.layout == "zigzag" or len(self.lengths) == 1:

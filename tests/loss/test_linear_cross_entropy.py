@@ -142,7 +142,7 @@ def half_rows(
 def test_around_the_fused_kernel(
     dtype: torch.dtype, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its place is taken by torch's functions; the kernel itself is tested in tests/gpu."""
+    """Torch's functions stand in for the kernel, which is tested in tests/gpu."""
     name = "longctx_patch.loss.fused_softmax"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(softmax_losses=half_rows))
     monkeypatch.setattr(linear_loss, "fits_fused", lambda *_: True)

@@ -63,7 +63,7 @@ def rows_and_layouts(draw: st.DrawFn) -> tuple[Documents, Layout]:
 
 
 def document_of(row: Documents) -> list[int | None]:
-    """By token: the start of its document, None for padding."""
+    """The start of each token's document; None for padding."""
     starts: list[int | None] = []
     for length in row.lengths:
         starts += [len(starts)] * length
@@ -71,7 +71,7 @@ def document_of(row: Documents) -> list[int | None]:
 
 
 def counted_imbalance(row: Documents, layout: Layout) -> float:
-    """By counting the keys of every query."""
+    """The imbalance, from a count of the keys of every query."""
     starts = document_of(row)
     loads = [
         sum(t - start + 1 for t in layout.positions(r).tolist() if (start := starts[t]) is not None)
@@ -81,7 +81,7 @@ def counted_imbalance(row: Documents, layout: Layout) -> float:
 
 
 def rows_that_travel(row: Documents, layout: Layout) -> int:
-    """Rows of keys that ranks need and don't hold: all of a document before their last query."""
+    """Rows of keys that ranks need and don't hold: a document's tokens before their last query."""
     travelling = 0
     for start, stop in pairwise(row.edges):
         last: dict[int, int] = {}
@@ -194,7 +194,7 @@ def test_hardly_any_keys_travel_where_documents_can_stay_whole(
 
 @pytest.mark.parametrize(("count", "num_ranks"), [(64, 8), (300, 4)])
 def test_only_the_longest_documents_are_cut(count: int, num_ranks: int) -> None:
-    """Those that would keep a rank busy for longer than its share."""
+    """Documents are cut where they would keep a rank busy for longer than its share."""
     row = log_normal(131_072, count)
     layout = balanced(row, num_ranks)
     assert imbalance(row, layout) <= LIMIT

@@ -34,13 +34,13 @@ def test_results_by_rank(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failing_rank_is_shown_and_does_not_leave_the_others_waiting() -> None:
-    started = time.monotonic()
-    with pytest.raises(ProcessesFailedError, match=r"rank 1:\n(.*\n)*.*out of luck"):
+    with pytest.raises(ProcessesFailedError, match=r"rank 1:\n(.*\n)*.*out of luck") as caught:
         run_processes(fail_on_one, 2, timeout_s=100)
-    assert time.monotonic() - started < 60
+    assert "time limit" not in str(caught.value)
 
 
 def test_a_hang_ends_at_the_limit_with_its_stack() -> None:
-    with pytest.raises(ProcessesFailedError, match="limit of 8 s passed") as caught:
-        run_processes(hang_on_one, 2, timeout_s=8)
+    run_processes(total, 2, 10, timeout_s=60)  # what processes start from is loaded then
+    with pytest.raises(ProcessesFailedError, match="limit of 6 s passed") as caught:
+        run_processes(hang_on_one, 2, timeout_s=6)
     assert "in hang_on_one" in str(caught.value)

@@ -64,7 +64,7 @@ MOST_KINDS = 3
 """A model with more kinds of layers (adapters of different ranks, say) is taken to have one."""
 
 
-class Rehearsal(Protocol):
+class LayerRunner(Protocol):
     """Another way to run layers, for one pass."""
 
     def run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any: ...
@@ -97,7 +97,7 @@ class LayerCheckpoints:
         self._host: HostCopies | None = None
         self._pass: Pass | None = None
         self._num_tokens = 0
-        self._rehearsal: Rehearsal | None = None
+        self._rehearsal: LayerRunner | None = None
         self._is_evaluation = False
         """Whether the sharded pass under way is none of training."""
         self._reserved_bytes = 0
@@ -162,7 +162,7 @@ class LayerCheckpoints:
         return self._rehearsal is not None
 
     @contextmanager
-    def rehearsed(self, rehearsal: "Rehearsal") -> Iterator[None]:
+    def rehearsed(self, rehearsal: LayerRunner) -> Iterator[None]:
         """Within the context, layers run as the rehearsal has them, and nothing is decided."""
         give_back = transformers_api.checkpoint_layers(self._model, self._run)
         self._rehearsal = rehearsal

@@ -59,7 +59,8 @@ def patched(
 
 
 def with_adapter(model: Any, lora: LoraConfig) -> Any:
-    """Its second factor is 0 at first, and so would be the gradient of the first."""
+    """Wrap a model. The second factor of its adapters begins at 1: at 0, where it usually does, the
+    first would have no gradient."""
     model = get_peft_model(model, lora)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -140,7 +140,7 @@ def run_hanging(rank: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
-    """By rank, from one start of the processes."""
+    """What each rank says of each scenario, from one start of the processes."""
     return run_distributed(run_wrong, 2, timeout_s=90)
 
 
@@ -163,7 +163,7 @@ def test_a_replacement_on_one_rank_raises_on_both() -> None:
 
 
 def first_step_alone(attend: Callable[[nn.Module], None] | None = None) -> PatchHandle:
-    """Of a packed row in this process; `attend` replaces the upper layer's attention."""
+    """The first step of a packed row in this process; `attend` replaces the upper attention."""
     model = featured_model("gpt_oss")
     handle = patch(model, LongContextConfig())
     collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)

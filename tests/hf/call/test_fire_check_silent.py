@@ -44,8 +44,8 @@ def adapter_after_patch() -> None:
 
 
 def trained_alone(part: str, policy: CheckpointPolicy) -> None:
-    """Of the upper layer alone: the lower one has no backward at all. Of MLPs alone: no backward is
-    needed in the first attention, but recomputing its layer runs it again. Of the head alone."""
+    """Train the upper layer: the lower one has no backward at all. Train the MLPs: the first
+    attention needs no backward, but recomputing its layer runs it again. Or train the head."""
     it = patched(policy=policy)
     for name, parameter in it.model.named_parameters():
         parameter.requires_grad_(part in name)
@@ -189,7 +189,7 @@ def run_stock_alone(rank: int) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
-    """By rank, from one start of the processes."""
+    """What each rank says of each scenario, from one start of the processes."""
     return run_distributed(run_fine, 2, timeout_s=90)
 
 

@@ -138,7 +138,7 @@ HEADS: dict[str, tuple[Callable[[], Any], bool]] = {
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_kind_of_head(kind: str) -> None:
-    """Those that the loss can't be inside of return logits to it."""
+    """Heads that can't hold the loss return logits to it."""
     build, is_chunked = HEADS[kind]
     torch.manual_seed(0)
     model = build()
