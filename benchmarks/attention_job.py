@@ -140,15 +140,6 @@ def is_as_exact(found: Check, dtype: torch.dtype) -> bool:
     )
 
 
-def timed(prepared: Prepared, problem: Problem, clock: Clock) -> tuple[Timing, Timing]:
-    """(forward alone, forward and backward). Collective."""
-    shards = random_shards(problem, len(prepared.positions), clock.device, SHARDS_SEED)
-    with prepared.scope():
-        with torch.no_grad():
-            forward = about_a_second(lambda: prepared.run(*shards[:3]), clock)
-        return forward, about_a_second(lambda: gradients(prepared, shards), clock)
-
-
 class Turn(NamedTuple):
     """A candidate or its ideal, which are timed by turns."""
 
@@ -156,22 +147,22 @@ class Turn(NamedTuple):
     shards: Shards
 
 
-def timed_beside_ideal(mine: Turn, beside: Turn, clock: Clock) -> tuple[Timing, Timing, Timing]:
-    """(forward, forward and backward, the ideal's forward and backward). Collective.
+def timed_by_turns(turns: Sequence[Turn], clock: Clock) -> tuple[Timing, list[Timing]]:
+    """(forward of the first, forward and backward of each). Collective.
 
-    By turns, since clocks fall as GPUs get warm: by more than what is to be told apart.
+    They take turns, since clocks fall as GPUs get warm: by more than what is to be told apart.
     """
-    with mine.prepared.scope(), torch.no_grad():
-        forward = about_a_second(lambda: mine.prepared.run(*mine.shards[:3]), clock)
+    first = turns[0]
+    with first.prepared.scope(), torch.no_grad():
+        forward = about_a_second(lambda: first.prepared.run(*first.shards[:3]), clock)
     iterations = _fitting(BOTH_OVER_FORWARD * forward.seconds, clock)
     short = replace(clock, iterations=iterations, warm_up_calls=1)
-    found: tuple[list[Timing], list[Timing]] = ([], [])
+    found: list[list[Timing]] = [[] for _ in turns]
     for _ in range(TURNS):
-        for turn, timings in zip((mine, beside), found, strict=True):
+        for turn, timings in zip(turns, found, strict=True):
             with turn.prepared.scope():
                 timings.append(short.device_time(partial(gradients, *turn)))
-    of_mine, of_ideal = (_of_turns(timings) for timings in found)
-    return forward, of_mine, of_ideal
+    return forward, [_of_turns(timings) for timings in found]
 
 
 def _of_turns(timings: Sequence[Timing]) -> Timing:
@@ -182,15 +173,18 @@ def _of_turns(timings: Sequence[Timing]) -> Timing:
     )
 
 
+def turn_of(candidate: Candidate, problem: Problem, device: torch.device) -> Turn:
+    """A candidate, ready for a problem, with random shards. Collective."""
+    prepared = candidate.prepare(problem)
+    return Turn(prepared, random_shards(problem, len(prepared.positions), device, SHARDS_SEED))
+
+
 def ideal_turn(kernel: str, problem: Problem, job: Job) -> Turn | None:
     """The ideal of a kernel; None where this machine doesn't have it. Collective."""
     if not is_here(kernel, problem, job.device):
         return None
     (found,) = ideal.candidates(replace(job, settings={"ideal_kernels": [kernel]}))
-    mine = found.problem_of(problem)
-    prepared = found.prepare(mine)
-    shards = random_shards(mine, len(prepared.positions), job.device, SHARDS_SEED)
-    return Turn(prepared, shards)
+    return turn_of(found, found.problem_of(problem), job.device)
 
 
 def about_a_second(call: Callable[[], object], clock: Clock) -> Timing:
@@ -239,15 +233,13 @@ def measure(
         if job.settings["peer"] == "ours" and not is_as_exact(found, dtype_on(clock.device)):
             reason = f"{found.error_over_plain:.2f} times the error of {kernel} alone"
             return row | {"status": "wrong", "reason": reason}
-        prepared = candidate.prepare(problem)
-        is_ideal = job.settings["peer"] == "ideal"
-        beside = None if is_ideal or kernel is None else ideal_turn(kernel, whole, job)
-        if beside is None:
-            forward, both = timed(prepared, problem, clock)
-        else:
-            shards = random_shards(problem, len(prepared.positions), clock.device, SHARDS_SEED)
-            forward, both, best = timed_beside_ideal(Turn(prepared, shards), beside, clock)
-            row["ideal_beside_s"] = best.seconds
+        turns = [turn_of(candidate, problem, clock.device)]
+        if job.settings["peer"] != "ideal" and kernel is not None:
+            beside = ideal_turn(kernel, whole, job)
+            turns += [] if beside is None else [beside]
+        forward, (both, *best) = timed_by_turns(turns, clock)
+        if best:
+            row["ideal_beside_s"] = best[0].seconds
     except NotCovered as reason:
         return {"status": "not covered", "reason": str(reason)}
     except Exception as error:  # of a peer's code, whatever it may be: the next one goes on

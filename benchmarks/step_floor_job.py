@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attention_job import timed
+from attention_job import timed_by_turns, turn_of
 from measure import Clock, Row, dtype_on, finish, is_first_rank, num_processes, start
 from operators import Job, NotCovered, ideal
 from problems import Problem
@@ -52,7 +52,7 @@ def measure(settings: dict[str, Any], num_tokens: int, job: Job, clock: Clock, r
     for candidate in ideal.candidates(job):
         mine = candidate.problem_of(problem)
         try:
-            forward, both = timed(candidate.prepare(mine), mine, clock)
+            forward, (both,) = timed_by_turns([turn_of(candidate, mine, clock.device)], clock)
         except (NotCovered, RuntimeError) as error:
             kernels[candidate.name] = {"reason": str(error)[:200]}
             continue

@@ -70,6 +70,17 @@ def zigzag(problem: Problem, job: Job) -> Tensor:
     return torch.cat([chunks[job.rank], chunks[2 * job.num_ranks - 1 - job.rank]])
 
 
+def edges_of(problem: Problem, job: Job) -> Tensor:
+    """int32: where each document begins and the last one ends, as `cu_seqlens`."""
+    lengths = problem.lengths or (problem.num_tokens,)
+    return torch.tensor((0, *lengths), device=job.device).cumsum(0).int()
+
+
+def window_of(problem: Problem) -> tuple[int, int]:
+    """The window in FlashAttention's words, which don't count the token itself."""
+    return (-1, -1) if problem.window is None else (problem.window - 1, 0)
+
+
 def require_plain(problem: Problem, covered: Sequence[str] = ("causal",)) -> None:
     if problem.mask not in covered:
         raise NotCovered(f"{problem.mask}: it covers {', '.join(covered)}")

@@ -10,13 +10,21 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from problems import Problem
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from operators import Candidate, Job, NotCovered, Prepared, contiguous, require_plain
+from operators import (
+    Candidate,
+    Job,
+    NotCovered,
+    Prepared,
+    contiguous,
+    edges_of,
+    require_plain,
+    window_of,
+)
 from operators.ulysses import KERNELS, causal_attention
 
 Core = Callable[..., tuple[Tensor, None]]
@@ -77,16 +85,15 @@ def _flash(problem: Problem, job: Job) -> Core:
     install()
     from flash_attn import flash_attn_varlen_func
 
-    lengths = problem.lengths or (problem.num_tokens,)
-    edges = torch.tensor((0, *lengths), device=job.device).cumsum(0).int()
-    window = (-1, -1) if problem.window is None else (problem.window - 1, 0)
+    edges, longest = edges_of(problem, job), max(problem.lengths or (problem.num_tokens,))
+    window = window_of(problem)
 
     def core(
         module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         out = flash_attn_varlen_func(
-            q, k, v, edges, edges, max(lengths), max(lengths), causal=True, window_size=window
+            q, k, v, edges, edges, longest, longest, causal=True, window_size=window
         )
         return out[None], None
 

@@ -5,11 +5,20 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import torch
 from problems import Problem
 from torch import Tensor
 
-from operators import Candidate, Job, NotCovered, Prepared, contiguous, require_plain, zigzag
+from operators import (
+    Candidate,
+    Job,
+    NotCovered,
+    Prepared,
+    contiguous,
+    edges_of,
+    require_plain,
+    window_of,
+    zigzag,
+)
 from operators.flash_attn_2_over_torch import install
 
 STRIDES = (1, 4)  # key-value heads that are gathered at once; 1 is what its README uses
@@ -37,12 +46,10 @@ def _llama3(job: Job, stride: int, problem: Problem) -> Prepared:
     if problem.num_kv_heads % stride:
         raise NotCovered(f"{stride} at once don't divide {problem.num_kv_heads} key-value heads")
     package = _package()
-    lengths = problem.lengths or (problem.num_tokens,)
-    edges = torch.tensor((0, *lengths), device=job.device).cumsum(0).int()
+    edges = edges_of(problem, job)
     *mine, where = package.llama3_flash_attn_prepare_cu_seqlens(
         edges, causal=True, rank=job.rank, world_size=job.num_ranks
     )
-    window = (-1, -1) if problem.window is None else (problem.window - 1, 0)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = package.llama3_flash_attn_varlen_func(
@@ -51,7 +58,7 @@ def _llama3(job: Job, stride: int, problem: Problem) -> Prepared:
             heads_k_stride=stride,
             local_k_slice=where,
             causal=True,
-            window_size=window,
+            window_size=window_of(problem),
         )
         return out[None]
 

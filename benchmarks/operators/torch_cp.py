@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from problems import Problem
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from operators import Candidate, Job, NotCovered, Prepared, require_plain
+from operators.ulysses import KERNELS, causal_attention
 
-KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_ATTENTION}
 ROTATIONS = ("allgather", "alltoall")
 
 
@@ -48,11 +47,7 @@ def _prepare(job: Job, rotation: str, kernel: str, problem: Problem) -> Prepared
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(KERNELS[kernel]):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        return out.transpose(1, 2)
+        return causal_attention(q, k, v, KERNELS[kernel]).transpose(1, 2)
 
     def scope() -> AbstractContextManager[None]:
         return _scope(mesh, rotation, torch.empty(1, problem.num_tokens, device=job.device))

@@ -11,7 +11,7 @@ import torch
 from problems import Problem
 from torch import Tensor
 
-from operators import Candidate, Job, NotCovered, Prepared, require_plain
+from operators import Candidate, Job, NotCovered, Prepared, require_plain, window_of
 from operators.flash_attn_2_over_torch import install
 
 KERNELS = {"FA": "torch_flash", "FA3": "flash_attn_3"}
@@ -57,10 +57,9 @@ def _prepare(job: Job, kernel: str, ulysses: int, ring: int, problem: Problem) -
     positions = yunchang.EXTRACT_FUNC_DICT["zigzag"](
         tokens, job.rank, job.num_ranks, rd=ring, ud=ulysses
     )
-    window = (-1, -1) if problem.window is None else (problem.window - 1, 0)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, causal=True, window_size=window)
+        return attention(q, k, v, causal=True, window_size=window_of(problem))
 
     return Prepared(positions.flatten(), run)
 

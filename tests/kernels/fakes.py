@@ -101,6 +101,7 @@ def forward(**given: Any) -> tuple[Any, ...]:
     """The stand-in's, with the packages' demands; absent bounds are -1."""
     assert type(given["window_size_left"]) is type(given["window_size_right"]) is int
     check_inputs(**given)
+    assert given.get("num_splits", 1) == 1
     return stand_in.forward(**given)
 
 
@@ -143,9 +144,9 @@ def flash_attn_2(calls: Calls | None = None) -> Any:
     """Module `flash_attn.flash_attn_interface` of 2.8.3."""
     module = SimpleNamespace()
     for name in ("_flash_attn_forward", "_flash_attn_varlen_forward"):
-        _put(module, name, None, _plain(forward, dropout_p=0.0, return_softmax=False), calls)
+        _put(module, name, None, forward, calls)
     for name in ("_flash_attn_backward", "_flash_attn_varlen_backward"):
-        _put(module, name, None, _plain(write, dropout_p=0.0), calls)
+        _put(module, name, None, write, calls)
     return module
 
 
@@ -170,7 +171,7 @@ def flash_attn_3_ops(calls: Calls | None = None) -> Iterator[None]:
     """The ops `torch.ops.flash_attn_3` (`hopper/flash_api.cpp`), on CPU."""
     library = torch.library.Library("flash_attn_3", "DEF")
     for name, schema, run in (
-        ("fwd", FA3_FORWARD, _plain(forward, num_splits=1)),
+        ("fwd", FA3_FORWARD, forward),
         ("bwd", FA3_BACKWARD, write),
     ):
         library.define(schema)
@@ -191,16 +192,6 @@ def _put(
         signature = stand_in.FUNCTIONS[name].__signature__  # type: ignore[attr-defined]
         parameters = str(signature).strip("()")
     setattr(module, name, stand_in.function(name, parameters, run))
-
-
-def _plain(run: Callable[..., Any], **wanted: Any) -> Callable[..., Any]:
-    """`run` of a package that is asked for nothing else."""
-
-    def checked(**given: Any) -> Any:
-        assert {name: given[name] for name in wanted} == wanted
-        return run(**given)
-
-    return checked
 
 
 def _with_bounds(given: dict[str, Any]) -> dict[str, Any]:

@@ -186,7 +186,6 @@ def test_data_parallel_beside_the_sequence_and_a_lone_process() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_processes": 6, "sequence_degree": 4}, "sequence_degree = 4 .*num_processes: 8"),
         ({"num_processes": 0, "sequence_degree": 1}, "num_processes=0.*1 or more"),
         ({"num_processes": 3, "sequence_degree": 3, "num_machines": 2}, "num_machines=2"),
         ({"num_processes": 2, "sequence_degree": 2, "fsdp": True, "cpu": True}, "Use fsdp=False"),

@@ -60,11 +60,6 @@ class Signature(NamedTuple):
     """Further keywords of backward."""
 
 
-def nothing_more(request: KernelRequest) -> str | None:
-    """The kernel refuses nothing beyond its domain."""
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class FlashAttnKernel:
     """FlashAttention behind one package's functions."""
@@ -74,12 +69,14 @@ class FlashAttnKernel:
     signature: Signature
     package: Package | None
     """None: torch itself has the functions."""
-    refuses_also: Callable[[KernelRequest], str | None] = nothing_more
+    refuses_also: Callable[[KernelRequest], str | None] | None = None
     deterministic: bool = False
     traits: Traits = _TAKES
 
     def refuses(self, request: KernelRequest) -> str | None:
-        reason = unsupported(request, self.traits, self.domain) or self.refuses_also(request)
+        reason = unsupported(request, self.traits, self.domain)
+        if reason is None and self.refuses_also is not None:
+            reason = self.refuses_also(request)
         return reason or (None if self.package is None else self.package.problem())
 
     def forward(
