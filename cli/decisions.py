@@ -32,6 +32,12 @@ from longctx_patch.sequence.layout import LayoutName
 SAVE_EVERY = 25
 """Steps between checkpoints, so that an interrupted run can be resumed."""
 
+SAME_NAME = (
+    *("seq_len", "rope_factor", "lora", "load_in_4bit", "tokenizer", "pack"),
+    *("checkpoint", "attention_kept", "mlp_tiles"),
+)
+"""Options that are settings of the recipe, under the same name."""
+
 NO_TEXT = "TEXT_FILE_OR_FOLDER"
 """Stands in the command where --data was not given."""
 
@@ -220,21 +226,13 @@ def _chosen(
 def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Settings:
     return Settings(
         model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
-        tokenizer=options.tokenizer,
         text=options.text or [NO_TEXT],
-        pack=options.pack,
         output=str(options.folder / "training"),
-        seq_len=options.seq_len,
         rope=options.rope or "none",
-        rope_factor=options.rope_factor,
-        lora=options.lora,
         full=not options.lora,
         dtype=options.dtype or "auto",
-        load_in_4bit=options.load_in_4bit,
-        checkpoint=options.checkpoint,
-        attention_kept=options.attention_kept,
-        mlp_tiles=options.mlp_tiles,
         save_every=SAVE_EVERY,
+        **{name: getattr(options, name) for name in SAME_NAME},
         **({} if options.rank is None else {"lora_rank": options.rank}),
         **({} if cluster is None else {"hardware": cluster.hardware.name}),
     )

@@ -30,7 +30,8 @@ def render(decisions: Decisions) -> str:
 
 
 def _settings_yaml(decisions: Decisions) -> str:
-    values = dataclasses.asdict(decisions.settings)
+    # --full, added to the command later, decides on a dtype of its own.
+    values = dataclasses.asdict(decisions.settings) | {"dtype": decisions.options.dtype or "auto"}
     if not decisions.has_text:
         values["text"] = []
     head = "# Settings of longctx_patch.recipes.finetune. A flag of the same name wins.\n"

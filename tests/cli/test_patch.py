@@ -146,8 +146,21 @@ def test_weights_of_four_bits(run: Run, config: Callable[..., Path], tmp_path: P
     settings = parse_settings(
         ["--settings", str(tmp_path / "run" / "finetune.yaml"), "--text", "a.txt"]
     )
-    assert (settings.load_in_4bit, settings.dtype) == (True, "bfloat16")
-    assert "| weights | 4 bits (NF4) |" in (tmp_path / "run" / "README.md").read_text()
+    assert (settings.load_in_4bit, settings.dtype) == (True, "auto")
+    readme = (tmp_path / "run" / "README.md").read_text()
+    assert "| weights | 4 bits (NF4) |" in readme
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [([], "bfloat16, as the model's config says"), (["--full"], "float32 |")]
+)
+def test_frozen_weights_keep_the_models_dtype(
+    run: Run, config: Callable[..., Path], tmp_path: Path, words: list[str], said: str
+) -> None:
+    path = config(dtype="bfloat16")
+    result = run("patch", path, "--seq-len", 64, "--gpus", 2, *words, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert f"over all GPUs in {said}" in (tmp_path / "run" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("published", ["default", "dynamic"])
