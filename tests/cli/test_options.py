@@ -8,23 +8,15 @@ KERNELS = ["--json", "--measure"]
 PATCH = [
     *("model", "--seq-len", "--gpus", "--out", "--rope", "--rope-factor", "--lora", "--ulysses"),
     *("--ring", "--sequence-degree", "--nodes", "--host-gib", "--checkpoint", "--attention-kept"),
-    *(
-        "--mlp-tiles",
-        "--states-on-host",
-        "--dtype",
-        "--rank",
-        "--load-in-4bit",
-        "--tokenizer",
-        "--pack",
-        "--data",
-        "--cpu",
-    ),
+    *("--mlp-tiles", "--states-on-host", "--dtype", "--rank", "--load-in-4bit", "--tokenizer"),
+    *("--pack", "--data", "--cpu"),
 ]
 PLAN = [
     *("model", "--gpus", "--seq-len", "--lora", "--rank", "--dtype"),
     *("--load-in-4bit", "--stock-layers", "--host-gib", "--max-seq-len", "--json", "--png"),
 ]
 SCHEDULE = [
+    "model",
     *("--plan", "--compare", "--ranks", "--direction", "--ulysses", "--ranks-per-node", "--heads"),
     *("--kv-heads", "--head-dim", "--seq-len", "--batch", "--document-tokens", "--window"),
     *("--hardware", "--out", "--json"),
