@@ -40,12 +40,8 @@ class Works(NamedTuple):
 
     def where(self, chosen: NDArray[np.bool_]) -> "Works":
         """The tiles that are chosen."""
-        return self._replace(
-            rank=self.rank[chosen],
-            q_owner=self.q_owner[chosen],
-            kv_owner=self.kv_owner[chosen],
-            kind=self.kind[chosen],
-        )
+        rank, q_owner, kv_owner, kind = (column[chosen] for column in self[:4])
+        return Works(rank, q_owner, kv_owner, kind, self.heads)
 
 
 class Moves(NamedTuple):
@@ -63,13 +59,9 @@ class Moves(NamedTuple):
 
     def where(self, chosen: NDArray[np.bool_]) -> "Moves":
         """The messages that are chosen."""
-        return self._replace(
-            source=self.source[chosen],
-            destination=self.destination[chosen],
-            owner=self.owner[chosen],
-            rows=self.rows[chosen],
-            buffer=None if self.buffer is None else self.buffer[chosen],
-        )
+        source, destination, owner, rows = (column[chosen] for column in self[1:5])
+        buffer = None if self.buffer is None else self.buffer[chosen]
+        return Moves(self.operand, source, destination, owner, rows, buffer, self.heads)
 
 
 class Stage(NamedTuple):

@@ -273,21 +273,6 @@ def test_bytes_on_8_ranks(
         assert units == pytest.approx(fixed + group * per_query_head, rel=2e-3), name
 
 
-@pytest.mark.parametrize("num_ranks", [2, 5, 8])
-@pytest.mark.parametrize(("name", "direction"), DIRECTED)
-def test_idle_share(name: str, direction: Direction, num_ranks: int) -> None:
-    """A contiguous ring takes P - 1/2 blocks of time for P / 2 blocks of work on each rank; an even
-    number of owners and helpers has half a block more than that work."""
-    if name == "double_ring" and num_ranks % 2:
-        return
-    found = verify_plan(plan_of(name, direction, num_ranks, tokens=512)).idle_fraction
-    expected = {
-        "ring": 1 - num_ranks / (2 * num_ranks - 1),
-        "distflash": 0 if num_ranks % 2 else 1 / (num_ranks + 1),
-    }
-    assert found == pytest.approx(expected.get(name, 0), abs=2e-3)
-
-
 def test_what_names_stand_for_beside_their_schedules() -> None:
     def named(has: Callable[[PlanRecord], bool]) -> set[str]:
         return {name for name, record in PLANS.items() if has(record)}

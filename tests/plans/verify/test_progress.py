@@ -4,12 +4,12 @@ from random import Random
 
 import pytest
 
-from longctx_patch.plans import Block, Direction, Operand, RankStep, Transfer, make_schedule
-from longctx_patch.plans.generators.table import PLANS
+from longctx_patch.plans import Block, Direction, Operand, RankStep, Transfer
 from longctx_patch.plans.verify.progress import check_progress
-from longctx_patch.sequence.layout import Interval, Rows, make_layout
+from longctx_patch.sequence.layout import Interval, Rows, zigzag
 from longctx_patch.sequence.masks import causal
 from tests.counting import count_calls
+from tests.plans.random_masks import make_plan
 
 Programs = list[list[RankStep]]
 IDLE = RankStep((), (), ())
@@ -17,9 +17,8 @@ IDLE = RankStep((), (), ())
 
 def programs_of(name: str, num_ranks: int) -> Programs:
     """The programs of backward."""
-    layout = make_layout(PLANS[name].layouts[0], 16 * num_ranks, ring=num_ranks)
-    mask = causal(layout.num_tokens)
-    plan = make_schedule(name, Direction.BACKWARD, layout, mask, num_kv_heads=8).plan()
+    layout, mask = zigzag(16 * num_ranks, num_ranks), causal(16 * num_ranks)
+    plan = make_plan(name, layout, mask, Direction.BACKWARD)
     return [list(steps) for steps in plan.rank_steps]
 
 

@@ -15,19 +15,18 @@ from longctx_patch.plans import (
     Share,
     Step,
     Transfer,
-    make_schedule,
     verify_plan,
 )
 from longctx_patch.sequence.layout import Interval, Layout, Rows, striped, zigzag
 from longctx_patch.sequence.masks import causal
 from longctx_patch.sequence.regions import CAUSAL, FULL, Piece
+from tests.plans.random_masks import make_plan
 
 R = Interval
 
 
 def made(name: str, direction: Direction, layout: Layout) -> Plan:
-    mask = causal(layout.num_tokens)
-    return make_schedule(name, direction, layout, mask, num_kv_heads=2).plan()
+    return make_plan(name, layout, causal(layout.num_tokens), direction)
 
 
 FORWARD, BACKWARD = (made("zigzag", direction, zigzag(32, 4)) for direction in Direction)
