@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from longctx_patch.kernels import (
     BackwardInputs,
@@ -27,7 +26,7 @@ from tests.kernels import cases
 from tests.kernels.cases import larger_pieces, larger_segments
 from tests.kernels.checks import check, check_calls, check_kernel, takes
 from tests.kernels.dense import answer, problem, table_of
-from tests.reference import dense_attention, relative_error
+from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
 
@@ -59,36 +58,11 @@ def usable(name: str, **changes: Any) -> Kernel:
     return kernel
 
 
-def inputs(length: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
-    generator = torch.Generator("cuda").manual_seed(length)
-    shapes = [(2, length, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
-    return [torch.randn(s, generator=generator, device="cuda", dtype=dtype) for s in shapes]
-
-
-@pytest.mark.parametrize("name", FAST)
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (7, 1)])
-@pytest.mark.parametrize("length", [64, 257])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_against_float64(
-    name: str, heads: tuple[int, int], length: int, dim: int, dtype: torch.dtype
-) -> None:
-    kernel = usable(name, dtype=dtype, head_dim=dim)
-    q, k, v, dout = inputs(length, *heads, dim, dtype)
-    segments, score = Segments((length,), (length,), CAUSAL_WINDOW), Score(dim**-0.5)
-    out, lse = kernel.forward(q, k, v, segments, score)
-    grads = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), segments, score)
-    assert lse.shape == (2, heads[0], length)
-    assert lse.dtype == torch.float32
-    for found, wanted in zip((out, lse, *grads), dense_attention(q, k, v, dout), strict=True):
-        assert relative_error(found, wanted) < BOUND[dtype]
-
-
 @pytest.mark.parametrize("name", FAST)
 def test_row_slices_and_a_global_lse(name: str) -> None:
     """Slices of rows are not contiguous with a batch of two; block gradients add up."""
     kernel = usable(name)
-    q, k, v, dout = inputs(256, 8, 2, 64, torch.bfloat16)
+    q, k, v, dout = problem(256, 256, (8, 2), torch.bfloat16, dim=64, device="cuda")[:4]
     everything = Segments((256,), (256,), FULL_WINDOW)
     out, lse = kernel.forward(q, k, v, everything, SCORE)
     whole = kernel.backward(BackwardInputs(dout, q, k, v, out, lse), everything, SCORE)
@@ -129,10 +103,16 @@ def test_layouts_of_out_and_dout(name: str) -> None:
 
 
 def check_segments(
-    kernel: Kernel, case: str, score: Score, dtype: torch.dtype, *, dim: int = 64
+    kernel: Kernel,
+    case: str,
+    score: Score,
+    dtype: torch.dtype,
+    *,
+    dim: int = 64,
+    heads: tuple[int, int] = (8, 2),
 ) -> None:
     segments = SEGMENTS[case]
-    given = problem(sum(segments.q), sum(segments.kv), (8, 2), dtype, dim=dim, device="cuda")
+    given = problem(sum(segments.q), sum(segments.kv), heads, dtype, dim=dim, device="cuda")
     want = answer(given, table_of(segments), score)
     check_kernel(kernel, segments, score, given, want, BOUND[dtype])
 
@@ -147,8 +127,19 @@ def check_segments(
     ],
 )
 def test_segments_windows_and_tables(name: str, case: str) -> None:
-    """Forward over some keys; their share of the gradients, with other keys and a sink."""
-    check_segments(usable(name), case, SCORE, torch.bfloat16)
+    """Forward over some keys; their share of the gradients, with other keys and a sink.
+
+    The cases take turns with dtypes, head dims and groups of heads.
+    """
+    kinds = (
+        ((8, 2), torch.bfloat16, 64),
+        ((8, 8), torch.float16, 128),
+        ((7, 1), torch.bfloat16, 128),
+        ((8, 2), torch.float16, 64),
+    )
+    heads, dtype, dim = kinds[list(SEGMENTS).index(case) % len(kinds)]
+    kernel = usable(name, dtype=dtype, head_dim=dim)
+    check_segments(kernel, case, Score(dim**-0.5), dtype, dim=dim, heads=heads)
 
 
 @pytest.mark.parametrize("name", PACKAGED)
