@@ -42,8 +42,10 @@ def outcome(
     return loss.detach(), torch.cat([grad.flatten() for grad in gradients(model).values()])
 
 
-@pytest.mark.parametrize("policy", ["none", "full", "attention", "offload", "auto"])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "autocast"),
+    [("none", True), ("full", False), ("attention", True), ("offload", False), ("auto", True)],
+)
 def test_tiles_are_as_accurate_as_whole_mlps(policy: CheckpointPolicy, autocast: bool) -> None:
     loss, grads = outcome(1, torch.float64)
     dtype = torch.float32 if autocast else torch.bfloat16

@@ -27,8 +27,7 @@ Run = partial(trained.Run, length=96, rows=2)
 def test_what_is_expected_is_what_a_step_takes(policy: LayerPolicy) -> None:
     with LiveBytes(PLENTY) as meter:
         run = Run(meter, checkpoint=policy)
-        found = preflight(run.handle, run.loss)
-        assert found is not None
+        found = run.rehearse()
         run.step()  # which makes the optimizer's states
         meter.reset_peak()
         run.loss().backward()
@@ -46,14 +45,13 @@ def test_auto_begins_as_measuring_would_have_ended(capacity: float) -> None:
     policies: dict[bool, list[tuple[LayerPolicy, ...]]] = {True: [], False: []}
     with LiveBytes(PLENTY) as meter:
         run = Run(meter, checkpoint="attention")
-        least = preflight(run.handle, run.loss)
-        assert least is not None
+        least = run.rehearse()
     for rehearses in policies:
         with LiveBytes(PLENTY) as meter:
             run = Run(meter, checkpoint="auto")
             meter.capacity_bytes = int(capacity * least.expected_bytes / (1 - MARGIN))
             if rehearses:
-                assert preflight(run.handle, run.loss) is not None
+                run.rehearse()
             meter.reset_peak()
             for _ in range(5):
                 run.step()
@@ -69,11 +67,9 @@ def test_auto_begins_as_measuring_would_have_ended(capacity: float) -> None:
 def test_states_of_a_run_that_goes_on_are_not_counted_twice() -> None:
     with LiveBytes(PLENTY) as meter:
         run = Run(meter, checkpoint="attention")
-        new = preflight(run.handle, run.loss)
+        new = run.rehearse()
         run.step()
-        going_on = preflight(run.handle, run.loss, has_optimizer_states=True)
-        assert new is not None
-        assert going_on is not None
+        going_on = run.rehearse(has_optimizer_states=True)
         assert going_on.expected_bytes == pytest.approx(new.expected_bytes, rel=0.02)
 
 
@@ -85,8 +81,7 @@ def test_it_leaves_no_trace() -> None:
         with LiveBytes(PLENTY) as meter:
             run = Run(meter, checkpoint="auto")
             if rehearses:
-                found = preflight(run.handle, run.loss)
-                assert found is not None
+                found = run.rehearse()
                 assert found.policy == "attention"  # the memory of a CPU is the host's
                 assert "take at least" in str(found)
                 assert "'attention'; this is the least, and 'auto' uses what is left)" in str(found)
@@ -111,8 +106,7 @@ def test_layers_are_given_back_where_none_is_checkpointed() -> None:
 def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
     with LiveBytes(PLENTY) as meter:
         run = Run(meter, checkpoint="none")
-        found = preflight(run.handle, run.loss)
-        assert found is not None
+        found = run.rehearse()
         meter.capacity_bytes = found.expected_bytes - 1
         with pytest.raises(
             WillNotFit, match=r"a step is expected to take .* GiB of the .*rank\(s\) \[0\]"
@@ -241,7 +235,7 @@ def check_on_two_ranks(rank: int) -> None:
         meter = LiveBytes(PLENTY if capacity is None or rank == 0 else capacity)
         run = Run(meter, shards=True, ulysses_degree=2, checkpoint="attention")
         if capacity:
-            assert preflight(run.handle, run.loss) is not None
+            run.rehearse()
         elif capacity == 0:
             with pytest.raises(WillNotFit, match=r"does not fit on rank\(s\) \[1\]"):
                 preflight(run.handle, run.loss)
@@ -257,8 +251,7 @@ def check_auto_on_two_ranks(rank: int) -> None:
         with LiveBytes(PLENTY) as meter:
             run = Run(meter, ring_degree=2, checkpoint="auto")
             if rehearses:
-                found = preflight(run.handle, run.loss)
-                assert found is not None
+                found = run.rehearse()
                 # As measured on this rank, so that it fits all the same.
                 meter.capacity_bytes = PLENTY if rank else int(found.expected_bytes / (1 - MARGIN))
             losses.append(torch.stack([run.step() for _ in range(2)]))

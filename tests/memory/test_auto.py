@@ -44,12 +44,6 @@ def test_layers_climb_after_one_measured_pass_and_no_higher_than_fits() -> None:
     assert training.auto.policies == ("none",) * LAYERS
 
 
-def test_without_room_every_layer_is_recomputed() -> None:
-    training = Training.on(100)
-    assert [training.train() for _ in range(3)] == [1, 0, 0]
-    assert set(training.auto.policies) == {"attention"}
-
-
 def test_with_a_host_layers_leave_where_attention_does_not_fit() -> None:
     """Every number of climbs, on the machine that just has the memory for it."""
     tokens = 10

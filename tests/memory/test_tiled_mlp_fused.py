@@ -23,8 +23,7 @@ def deep_model() -> Any:
 
 
 @pytest.mark.usefixtures("aot_eager")
-@pytest.mark.parametrize("patched_first", [True, False])
-@pytest.mark.parametrize("parts", ["all", "mlps"])
+@pytest.mark.parametrize(("parts", "patched_first"), [("all", True), ("mlps", False)])
 def test_compiled_mlps(patched_first: bool, parts: str) -> None:
     """What is compiled is a tile, for all layers together: with gradients and without, of one
     length and of any."""

@@ -22,12 +22,25 @@ POLICIES = get_args(CheckpointPolicy)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy(policy: CheckpointPolicy) -> None:
-    wanted = tiled(tiny_model(), 1).step()
+def test_every_policy(policy: CheckpointPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tile runs in forward and in its own backward, whatever else a layer computes again."""
+    wanted, lengths = tiled(tiny_model(), 1).step(), []
+    model = tiny_model()
+    kind: Any = type(model.get_decoder().layers[0].mlp)
+    stock = kind.forward
+
+    def counted(mlp: Any, hidden: Tensor) -> Tensor:
+        lengths.append(hidden.shape[1])
+        return stock(mlp, hidden)
+
+    monkeypatch.setattr(kind, "forward", counted)
     for num_tiles in (3, 7, 40):
-        it = tiled(tiny_model(), num_tiles, checkpoint=policy)
+        lengths.clear()
+        it = tiled(model, num_tiles, checkpoint=policy)
         assert_near(it.step(), wanted)
         assert it.handle.mlp_tiles == (min(num_tiles, 31),) * 2
+        assert (len(lengths), sum(lengths)) == (4 * min(num_tiles, 31), 4 * 31)
+        it.handle.unpatch()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -42,24 +55,6 @@ def test_two_forwards_before_one_backward_and_two_backwards_after_one_forward(
         loss.backward()
         found.append({"loss": loss.detach(), **gradients(it.model)})
     assert_near(found[1], found[0])
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_recompute_leaves_the_tiles_out(
-    policy: CheckpointPolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each runs in forward and in its own backward, whatever else the layer computes again."""
-    model, lengths = tiny_model(), []
-    kind: Any = type(model.get_decoder().layers[0].mlp)
-    stock = kind.forward
-
-    def counted(mlp: Any, hidden: Tensor) -> Tensor:
-        lengths.append(hidden.shape[1])
-        return stock(mlp, hidden)
-
-    monkeypatch.setattr(kind, "forward", counted)
-    tiled(model, 5, checkpoint=policy).step(30)
-    assert lengths == [6] * (5 * 2 * 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
