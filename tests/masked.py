@@ -30,7 +30,8 @@ def masks_of(num_tokens: int) -> Iterator[Masked]:
     one = Documents.one(n)
     lengths = (quarter - 1, 1, 1, n // 2, 1, 3)
     packed = Documents(lengths, n)
-    q, k = np.arange(n)[:, None], np.arange(n)[None, :]
+    tokens = np.arange(n, dtype=np.int64)
+    q, k = tokens[:, None], tokens[None, :]
     causal = k <= q
     inside = same_document(lengths, n)
     yield Masked("documents", packed, None, None, causal & inside)
@@ -49,7 +50,7 @@ def masks_of(num_tokens: int) -> Iterator[Masked]:
     yield Masked("blocks both ways", one, None, sparse, allowed)
     yield Masked("blocks in documents", packed, None, sparse, allowed & inside)
 
-    def rule(q: Table, k: Table) -> Table:
+    def rule(q: NDArray[np.int64], k: NDArray[np.int64]) -> Table:
         return (q * 7 + k * 3) % 5 < 2
 
     yield Masked("function", one, None, function_mask(n, rule, block_size=8), rule(q, k))

@@ -31,18 +31,22 @@ def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = False) -> Inputs:
     hidden, weight = torch.randn(*TOKENS, WIDTH), torch.randn(WORDS, WIDTH)
     labels = torch.randint(WORDS, TOKENS)
     labels[0, 2:9], labels[2] = -100, -100
-    leaves = [hidden, weight, torch.randn(WORDS) if bias else None]
-    return Inputs(
-        *(None if leaf is None else leaf.to(dtype).requires_grad_() for leaf in leaves),  # type: ignore[arg-type]
-        labels=labels,
-    )
+    return leaves(Inputs(hidden, weight, torch.randn(WORDS) if bias else None, labels), dtype)
+
+
+def leaves(given: Inputs, dtype: torch.dtype) -> Inputs:
+    """The same numbers in another dtype, whose gradients are wanted."""
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in given[:2])
+    bias = None if given.bias is None else given.bias.detach().to(dtype).requires_grad_()
+    return Inputs(hidden, weight, bias, given.labels)
 
 
 def full_loss(given: Inputs, softcap: float | None, scale: float) -> Tensor:
     logits = scale * F.linear(given.hidden, given.weight, given.bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits.float().flatten(0, 1), given.labels.flatten(), reduction="sum")
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, 1), given.labels.flatten(), reduction="sum")
 
 
 def gradients(loss: Tensor, given: Inputs) -> list[Tensor]:
@@ -53,15 +57,8 @@ def gradients(loss: Tensor, given: Inputs) -> list[Tensor]:
 
 
 def exact(given: Inputs, softcap: float | None, scale: float) -> list[Tensor]:
-    wide = Inputs(
-        *(None if x is None else x.detach().double().requires_grad_() for x in given[:3]),  # type: ignore[arg-type]
-        labels=given.labels,
-    )
-    logits = scale * F.linear(wide.hidden, wide.weight, wide.bias)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(logits.flatten(0, 1), given.labels.flatten(), reduction="sum")
-    return gradients(loss, wide)
+    wide = leaves(given, torch.float64)
+    return gradients(full_loss(wide, softcap, scale), wide)
 
 
 VARIANTS = [

@@ -98,20 +98,16 @@ def test_the_closed_form_counts_every_pair(case: tuple[Documents, Layout]) -> No
 
 
 @given(documents(400), st.integers(1, 9))
-def test_every_token_has_one_slot_and_shares_are_even(row: Documents, num_ranks: int) -> None:
+def test_shares_are_even_and_pairs_never_worse_than_in_runs(row: Documents, num_ranks: int) -> None:
     layout = balanced(row, num_ranks)  # that each token has one slot is checked by Layout
     assert (layout.num_tokens, layout.num_ranks) == (row.num_tokens, num_ranks)
     assert max(layout.sizes) - min(layout.sizes) <= (row.num_tokens % num_ranks > 0)
     assert list(layout.intervals) == sorted(layout.intervals)
+    worst_allowed = max(LIMIT, imbalance(row, contiguous(row.num_tokens, num_ranks)))
+    assert imbalance(row, layout) <= worst_allowed
     for intervals in layout.intervals:
         gaps = [b.start - a.stop for a, b in pairwise(intervals)]
         assert all(gap > 0 for gap in gaps), "in order, neighbours joined"
-
-
-@given(documents(400), st.integers(1, 9))
-def test_it_is_never_worse_than_consecutive_runs(row: Documents, num_ranks: int) -> None:
-    worst_allowed = max(LIMIT, imbalance(row, contiguous(row.num_tokens, num_ranks)))
-    assert imbalance(row, balanced(row, num_ranks)) <= worst_allowed
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_each_name_places_tokens_as_it_says(
 
 def test_a_name_of_no_layout_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layout='zigzg': choose .* Did you mean 'zigzag'\?"):
-        place("zigzg", Documents.one(12), ring=3)  # type: ignore[arg-type]
+        place("zigzg", Documents.one(12), ring=3)
 
 
 def test_ulysses_cuts_the_slots_of_a_ring_rank() -> None:

@@ -60,7 +60,7 @@ def plans_made_in_steps(rank: int) -> list[int]:
         in_steps[-1] += threading.current_thread() is threading.main_thread()
         return schedule(*args)
 
-    Setting.schedule = counted  # type: ignore[method-assign]
+    Setting.schedule = counted  # type: ignore[method-assign, assignment]
     handle = patch(tiny_model(), LongContextConfig(ring_degree=2))
     collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
 

@@ -151,7 +151,7 @@ def check_evaluation_of_replicas(rank: int, num_ranks: int) -> None:
     handle = patch(model, LongContextConfig())
     collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
     batch = collate(batches()[rank])
-    count = count_valid_tokens(batch)
+    count = count_valid_tokens([batch])
     wanted = model(**batch, num_valid_tokens=count).loss
     model.eval()
     with torch.no_grad():
