@@ -10,12 +10,9 @@ from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout, LayoutName
 from longctx_patch.sequence.masks import (
     Mask,
-    bidirectional,
     block_sparse,
-    causal,
     documents_mask,
     function_mask,
-    prefix_lm,
 )
 from longctx_patch.sequence.placement import place
 from tests.plans.random_masks import Table, areas, make_plan, tokens
@@ -146,24 +143,6 @@ def test_a_table_sends_nothing_outside_its_first_and_last_key() -> None:
     plan = halo(place("contiguous", Documents.one(n), ring=4), mask)
     assert rows_sent(plan, Operand.KV) == [3, 0, 0, 0]
     assert sum(areas(plan)) == 2
-
-
-def test_the_two_ends_of_sparsity_are_causal_and_bidirectional() -> None:
-    """Masks written in different ways give plans of the same areas and the same bytes."""
-    n = 96
-    q_blocks = np.arange(12)[:, None] >= np.arange(12)[None, :]
-    pairs = [
-        (causal(n), block_sparse(n, q_blocks, 8)),
-        (bidirectional(n), block_sparse(n, np.ones((12, 12), dtype=bool), 8, is_causal=False)),
-        (causal(n), prefix_lm(n, 0)),
-        (bidirectional(n), prefix_lm(n, n)),
-    ]
-    for (one, other), placement in product(pairs, ("contiguous", "zigzag")):
-        layout = place(placement, Documents.one(n), ring=4)
-        for direction in Direction:
-            plans = [halo(layout, mask, direction) for mask in (one, other)]
-            assert areas(plans[0]) == areas(plans[1])
-            assert rows_sent(plans[0], Operand.KV) == rows_sent(plans[1], Operand.KV)
 
 
 def test_what_leaves_one_rank_for_many_does_not_come_home_at_once() -> None:

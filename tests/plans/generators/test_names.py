@@ -7,6 +7,7 @@ a name that stands for another schedule fails. P ranks, causal masks, `r - s` mo
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -128,14 +129,6 @@ def helped(num_ranks: int, direction: Direction, *, last_is_shared: bool) -> tup
     return works, sends
 
 
-def distflash(num_ranks: int, direction: Direction) -> tuple[Works, Sends]:
-    return helped(num_ranks, direction, last_is_shared=False)
-
-
-def distflash_balanced(num_ranks: int, direction: Direction) -> tuple[Works, Sends]:
-    return helped(num_ranks, direction, last_is_shared=True)
-
-
 def burst(num_ranks: int, direction: Direction) -> tuple[Works, Sends]:
     """BurstAttention: queries with all that backward needs of them go around, keys stay. Here each
     dQ goes straight home, one step after."""
@@ -191,8 +184,8 @@ PUBLISHED: dict[str, Callable[[int, Direction], tuple[Works, Sends]]] = {
     "striped": zigzag,
     "zigzag_direct": zigzag_direct,
     "halo": zigzag_direct,
-    "distflash": distflash,
-    "distflash_balanced": distflash_balanced,
+    "distflash": partial(helped, last_is_shared=False),
+    "distflash_balanced": partial(helped, last_is_shared=True),
     "burst": burst,
     "double_ring": double_ring,
     "allgather": allgather,
