@@ -5,7 +5,7 @@
 #   make test       the tests that need no GPU
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
-#   make pictures   draw docs/schedules again
+#   make pictures   draw each picture of docs/schedules again
 #   make docs       write the generated pages of docs/reference
 #   make check      formatting, lint, types
 #   make clean      remove build output and caches (remove .venv by hand to start over)
@@ -68,7 +68,12 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
 
 pictures: $(STAMP)
-	$(BIN)/python docs/draw.py
+	@for picture in docs/schedules/*.png; do \
+	    name=$$(basename $$picture .png); nodes=; \
+	    case $$name in double_ring*) nodes="--ranks-per-node 4";; esac; \
+	    $(BIN)/longctx schedule --plan $${name%_*} --direction $${name##*_} --ranks 8 $$nodes \
+	        --out $$picture > /dev/null || exit 1; \
+	done
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_reference.py

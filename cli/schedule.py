@@ -83,6 +83,9 @@ class ScheduleOptions:
 
     def workload(self, model: str | None) -> "Workload":
         """The sizes of one attention layer, of MODEL or as given. Raises ValueError."""
+        from longctx_patch.predict.attention.costs import Workload
+        from longctx_patch.sequence.documents import Documents
+
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         given = {name: size for name, size in sizes.items() if size is not None}
         if model is not None and given:
@@ -92,11 +95,14 @@ class ScheduleOptions:
                 "Leave one of them out."
             )
         heads = HEADS | given if model is None else _heads_of(model)
-        return read_workload(
-            **heads,
-            seq_len=self.seq_len,
+        mean = min(self.document_tokens or self.seq_len, self.seq_len)
+        return Workload(
+            num_tokens=self.seq_len,
+            num_heads=heads["heads"],
+            num_kv_heads=heads["kv_heads"],
+            head_dim=heads["head_dim"],
             batch=self.batch,
-            document_tokens=self.document_tokens,
+            lengths=Documents.typical(self.seq_len, mean).lengths if self.document_tokens else (),
             window=self.window,
         )
 
@@ -199,32 +205,6 @@ def read_hardware(name: HardwareName, ranks_per_node: int | None) -> "Hardware":
 
     preset = MACHINES[name]
     return dataclasses.replace(preset, gpus_per_node=ranks_per_node or preset.gpus_per_node)
-
-
-def read_workload(
-    *,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    seq_len: int,
-    batch: int,
-    document_tokens: int | None = None,
-    window: int | None = None,
-) -> "Workload":
-    """The sizes of one attention layer. Raises ValueError for heads that don't group."""
-    from longctx_patch.predict.attention.costs import Workload
-    from longctx_patch.sequence.documents import Documents
-
-    mean = min(document_tokens or seq_len, seq_len)
-    return Workload(
-        num_tokens=seq_len,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        batch=batch,
-        lengths=Documents.typical(seq_len, mean).lengths if document_tokens else (),
-        window=window,
-    )
 
 
 def _inner_ring(plan: str, ring: int, ulysses: int, hardware: "Hardware") -> int:

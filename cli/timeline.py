@@ -32,6 +32,7 @@ MAX_RANKS = 64
 """More rows than this are too thin to read."""
 
 WIDTH_INCHES = 11.0
+DPI = 110
 LEFT_INCHES, RIGHT_INCHES, TOP_INCHES, BOTTOM_INCHES = 0.8, 0.25, 1.22, 0.55
 LABEL_POINTS = 7.0
 FAINT_INK, RULE = "#5C5C5C", "#E3E3E3"
@@ -63,13 +64,13 @@ def check_drawable(path: Path, num_ranks: int) -> None:
         )
 
 
-def draw(prediction: "Prediction", path: Path, *, caption: str, dpi: int = 150) -> None:
+def draw(prediction: "Prediction", path: Path, *, caption: str) -> None:
     """Write the picture of a prediction made `with_timeline`; `caption` says what was assumed."""
     import matplotlib
 
     # Read when a figure is made and again when it is written.
     with matplotlib.rc_context({"font.family": "DejaVu Sans", "hatch.linewidth": 0.7}):
-        make_figure(prediction, caption).savefig(path, dpi=dpi)
+        make_figure(prediction, caption).savefig(path, dpi=DPI)
 
 
 def make_figure(prediction: "Prediction", caption: str) -> "Figure":
