@@ -37,7 +37,7 @@ def options_of(command: str) -> set[str]:
     recipe = {f"--{name}" for name in FIELD_TYPES}
     scripts = " ".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
     found = recipe | OTHER_PROGRAMS | set(re.findall(r'"(--[\w-]+)"', scripts))
-    found |= {name.replace("_", "-") for name in recipe} | {"--no-floor"}
+    found |= {name.replace("_", "-") for name in recipe} | {"--no-floor", "--num-layers"}
     return found.union(*map(options_of, longctx.commands))
 
 
