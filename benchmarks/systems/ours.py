@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.hf.layers.fused_layers import fuse_layers
+from longctx_patch.memory.policies import POLICIES
 from longctx_patch.plugin import accelerate_yaml, close_accelerator, make_accelerator
 from systems import Job, TorchTrained, make_optimizer
 
@@ -29,8 +30,8 @@ class Ours(TorchTrained):
         self._device = job.device
         layers, reshards = options.pop("layers", "none"), options.pop("reshard", True)
         config = LongContextConfig(**{NAMES.get(key, key): x for key, x in options.items()})
-        # `auto` measures its first steps before it decides.
-        self.warm_up_steps = 4 if config.checkpoint == "auto" else 2
+        # What layers keep is measured in the first steps before it is decided.
+        self.warm_up_steps = 4 if POLICIES[config.checkpoint].chooses_by_layer else 2
         if config.sequence_degree != job.num_ranks:
             raise ValueError(
                 f"{config.sequence_degree} ranks share a sequence, and {job.num_ranks} run: give "
