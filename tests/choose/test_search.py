@@ -1,16 +1,18 @@
 """What is tried, in which order, what fits, and how long rows can be."""
 
 import math
-import time
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 
+from longctx_patch.choose import plans
 from longctx_patch.choose.search import Result, longest, result_of, search, usable_bytes
 from longctx_patch.choose.tie import TIE
 from longctx_patch.cli.plan_report import as_json, render
 from longctx_patch.memory.ladder import after_climbs
+from longctx_patch.predict.attention import costs
 from longctx_patch.predict.machines import GIB, MACHINES
 from longctx_patch.predict.run.candidate import Job
 from longctx_patch.predict.run.cluster import Cluster
@@ -166,10 +168,18 @@ def test_what_never_fits_says_so() -> None:
     assert as_json(results, 0)["max_seq_len"] == 0
 
 
-def test_many_gpus_take_seconds() -> None:
-    start = time.perf_counter()
-    search(llama_job("64xH100", 2**21, num_layers=80))
-    assert time.perf_counter() - start < 15
+def test_the_work_grows_with_the_ways_to_share_a_row_not_with_gpus() -> None:
+    """Four times the GPUs have two more numbers of them that can share a row."""
+
+    def simulations(gpus: str) -> int:
+        for cache in (costs.predict, plans.decide, plans.best_waves):
+            cache.cache_clear()
+        with patch.object(costs, "simulate", wraps=costs.simulate) as simulated:
+            search(llama_job(gpus, 2**17, num_layers=2))
+        return simulated.call_count
+
+    few, many = simulations("8xH100"), simulations("32xH100")
+    assert few < many < 2.5 * few
 
 
 def test_speed_and_mfu_by_hand() -> None:

@@ -89,7 +89,7 @@ def run_operator(group: SequenceGroup, inputs: list[Tensor]) -> tuple[list[Tenso
 
 def gather(shard: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
     """Shards of all ranks; NCCL gathers equal sizes, so they are padded on the way."""
-    padded = torch.zeros(BATCH, max(sizes), *shard.shape[2:], dtype=shard.dtype, device="cuda")
+    padded = torch.zeros(len(shard), max(sizes), *shard.shape[2:], dtype=shard.dtype, device="cuda")
     padded[:, : shard.shape[1]] = shard
     everyone = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everyone, padded)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longctx_patch import LongContextConfig, attention, make_sequence_group
 from longctx_patch.engine.groups import SequenceGroup
+from tests.gpu.test_distributed import gather
 from tests.harness import run_distributed
 from tests.masked import Masked, dense_masked, masks_of
 from tests.reference import relative_error
@@ -60,14 +61,6 @@ def run_attention(group: SequenceGroup, case: Masked, softcap: float | None) -> 
         dist.all_reduce(dsinks)
         found = {name: layout.unshard(gather(x, layout.sizes), 1) for name, x in found.items()}
     return found | {"dsinks": dsinks}
-
-
-def gather(shard: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    padded = torch.zeros(1, max(sizes), *shard.shape[2:], dtype=shard.dtype, device="cuda")
-    padded[:, : shard.shape[1]] = shard
-    everyone = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded)
-    return [part[:, :size] for part, size in zip(everyone, sizes, strict=True)]
 
 
 def check_masks(rank: int, world_size: int) -> None:
