@@ -28,10 +28,21 @@ def test_a_number_in_quotes_is_called_a_str() -> None:
         LongContextConfig(ring_degree="2")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["layout", "plan", "checkpoint"])
-def test_choices_are_listed(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}='nonsense': choose one of"):
-        LongContextConfig(**{name: "nonsense"})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "value", "nearest"),
+    [
+        ("layout", "zig-zag", "zigzag"),
+        ("plan", "zigzagdirect", "zigzag_direct"),
+        ("backward_plan", "brst", "burst"),
+        ("checkpoint", "attn", "attention"),
+        ("hardware", "H200", "h200"),
+        ("loss", "chunk", "chunked"),
+    ],
+)
+def test_choices_are_listed_and_the_nearest_is_named(name: str, value: str, nearest: str) -> None:
+    expected = f"{name}={value!r}: choose one of .*{nearest}.* Did you mean {nearest!r}"
+    with pytest.raises(ValueError, match=expected):
+        LongContextConfig(**{name: value})  # type: ignore[arg-type]
 
 
 def test_a_plan_wants_its_layout() -> None:
