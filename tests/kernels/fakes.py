@@ -229,7 +229,7 @@ def loaded(content: Any) -> LoadedPackage:
 
 
 def fake_kernels() -> dict[str, Kernel]:
-    """The adapters over these functions; flash_attn_3 needs `flash_attn_3_ops` around it."""
+    """The adapters over these functions; flash_attn_3 works within `flash_attn_3_ops`."""
     return {
         "flash_attn_4": replace(FLASH_ATTN_4, package=loaded(flash_attn_4())),
         "flash_attn_3": replace(FLASH_ATTN_3, package=loaded(None)),

@@ -73,7 +73,7 @@ def _lengths(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """In the op's order; it wants the size of a single segment too."""
+    """The lengths in the order of the op, which wants the size of a single segment too."""
     return cu_seqlens_q, cu_seqlens_k, max_seqlen_q or q.shape[1], max_seqlen_k or k.shape[1]
 
 

@@ -255,7 +255,7 @@ def test_the_file_is_among_the_caches(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @dataclass
 class Measuring:
-    """In place of the measurement: what it finds, and how often it was asked."""
+    """Stands in for the measurement: it has findings, and counts how often it was asked."""
 
     found: dict[str, Measured]
     times: int = 0
