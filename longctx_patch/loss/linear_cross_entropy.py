@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx_patch.kernels.installed import runs_triton
 from longctx_patch.loss.law import IGNORE_INDEX
+from longctx_patch.loss.wide_products import add_wide_product, wide_product
 
 CHUNK_BYTES = 2 * 2**30
 """Float32 logits of a chunk: at 128,256 words those of 4,185 tokens, which keep a GPU busy."""
@@ -197,7 +198,7 @@ class _Head:
         with_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Losses of a chunk's rows, and gradients by scaled logits in the dtype of the products."""
-        logits_CV = _wide_product(hidden_CD, factors_VD.t())
+        logits_CV = wide_product(hidden_CD, factors_VD.t())
         if bias is not None:
             logits_CV += bias
         if self.fused:
@@ -256,35 +257,9 @@ def _add_gradients(
     if grad_hidden is not None:
         grad_hidden[rows] = (grad_CV @ factors_VD).where(is_valid_C1, 0)
     if grad_weight is not None:
-        _add_wide_product(grad_weight, grad_CV.t(), hidden_CD.where(is_valid_C1, 0))
+        add_wide_product(grad_weight, grad_CV.t(), hidden_CD.where(is_valid_C1, 0))
     if grad_bias is not None:
         grad_bias += grad_CV.t() @ is_valid_C.to(grad_CV.dtype)
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32 or wider."""
-    if _has_wide_products(a):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return (a @ b).to(torch.promote_types(a.dtype, torch.float32))
-
-
-def _add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where `total` is float32 or wider."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif _has_wide_products(a):
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total += a @ b
-
-
-def _has_wide_products(factor: Tensor) -> bool:
-    """Whether this dtype's products can be returned, and added, in float32.
-
-    torch.mm takes `out_dtype` since torch 2.8, torch.addmm a float32 summand beside it since 2.10
-    (pytorch/pytorch#167931); both on CUDA alone.
-    """
-    return factor.is_cuda and factor.dtype in (torch.bfloat16, torch.float16)
 
 
 def fits_fused(device_type: str, dtype: torch.dtype) -> bool:
