@@ -21,10 +21,17 @@ from longctx_patch import LongContextConfig, masks
 from longctx_patch.cli.families import render_markdown
 from longctx_patch.cli.main import main as longctx
 from longctx_patch.hf.model.supported import TABLE
+from longctx_patch.kernels import available
+from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.recipes.settings import SHORT_NAMES, Parallelism, Settings
 
 FOLDER = Path(__file__).parent / "reference"
 MADE = "<!-- made by docs/make_reference.py: change the code, then run `make docs` -->"
+NAMES = {
+    "plan": ("auto", *PLANS),
+    "backward_plan": ("auto", *PLANS),
+    "kernel": ("auto", *available()),
+}
 MASKS = ("causal", "bidirectional", "prefix_lm", "block_sparse", "function_mask")
 FAMILIES = """# Model families
 
@@ -50,7 +57,8 @@ def config() -> Iterator[str]:
     texts = {field.name: field.metadata["help"] for field in dataclasses.fields(Parallelism)}
     for field in dataclasses.fields(LongContextConfig):
         text = texts[SHORT_NAMES.get(field.name, field.name)].replace("%%", "%")
-        yield from (f"### `{field.name}`", "", f"`{kind_of(field.type)}`,")
+        names = ", ".join(map(repr, NAMES.get(field.name, ()))) or kind_of(field.type)
+        yield from (f"### `{field.name}`", "", f"`{names}`,")
         yield from (f"by default `{field.default!r}`.", "", textwrap.fill(text, 100), "")
     yield from ("## Settings of the recipe", "", str(Settings.__doc__), "")
     yield "The setting `max_steps` is the flag `--max-steps`, and the line `max_steps: 100` of"

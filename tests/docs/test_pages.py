@@ -5,6 +5,7 @@ import functools
 import importlib
 import pkgutil
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -13,6 +14,9 @@ import pytest
 import longctx_patch
 import tests.docs.pages as pages
 from longctx_patch.cli.main import main as longctx
+from longctx_patch.kernels import available
+from longctx_patch.memory.policies import POLICIES
+from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.recipes.settings import FIELD_TYPES
 from tests.docs.pages import PAGES, ROOT, name_of
 from tests.test_layering import FLOORS
@@ -94,6 +98,19 @@ def test_every_public_name_is_in_the_reference() -> None:
 def test_the_map_has_every_room() -> None:
     rooms = re.findall(r"^\| `([\w/]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     assert sorted(rooms) == sorted(room for floor in FLOORS for room in floor)
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("docs/how-to/choose-degrees.md", ("auto", *PLANS)),
+        ("docs/reference/kernels.md", available()),
+        ("docs/explanation/memory.md", POLICIES),
+    ],
+)
+def test_a_table_of_the_page_has_every_name(page: str, names: Iterable[str]) -> None:
+    cells = re.findall(r"^\| (`.+?`) \|", (ROOT / page).read_text(), re.MULTILINE)
+    assert set(names) <= set(re.findall(r"`(\w+)`", " ".join(cells)))
 
 
 def messages() -> str:
