@@ -83,7 +83,7 @@ def _plan(
 def decide_waves(
     config: LongContextConfig, workload: Workload, hardware: Hardware | None = None
 ) -> int:
-    """In how many waves Ulysses exchanges heads: those of forward are backward's too.
+    """The number of waves in which Ulysses exchanges heads, in forward and in backward.
 
     Where the plan is `auto` the first one of its layout is looked at, which is enough to tell.
     """

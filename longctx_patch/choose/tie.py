@@ -31,7 +31,7 @@ class Cost(NamedTuple):
     ulysses_degree: int
     seconds: float = 0.0
     sent_bytes: float = 0.0
-    """By all ranks together."""
+    """What all ranks send together."""
     buffer_bytes: float = 0.0
 
     @classmethod

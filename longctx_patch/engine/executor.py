@@ -179,7 +179,7 @@ class Executor:
 def kernel_calls(
     plan: Plan, rank: int, traits: Traits
 ) -> tuple[tuple[tuple[Work, tuple[Call, ...]], ...], ...]:
-    """By step: a rank's works, and the calls that compute each with a kernel of these traits."""
+    """A rank's works in each step, and the calls that compute them with such a kernel."""
     return tuple(
         tuple((work, calls_of(work.pieces, traits)) for work in step.works)
         for step in plan.rank_steps[rank]

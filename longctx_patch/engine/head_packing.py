@@ -103,7 +103,7 @@ class _Copy(NamedTuple):
     wide: torch.dtype | None
     """The dtype that both are viewed as; None: their own."""
     shape: tuple[int, ...]
-    """Of both views: `[ranks, B, L, heads of a rank, D]`."""
+    """The shape of both views: `[ranks, B, L, heads of a rank, D]`."""
     in_tensor: tuple[tuple[int, ...], int]
     """Strides and offset."""
     in_buffer: tuple[tuple[int, ...], int]

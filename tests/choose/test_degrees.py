@@ -109,7 +109,7 @@ def test_without_a_prediction_as_much_ulysses_as_fits_wins(
 
 
 def test_the_placement_of_the_config_counts() -> None:
-    """With a share of attention kept, tokens are striped, and every rank needs all others'."""
+    """Where a share of attention is kept, tokens are striped and every rank needs all others'."""
     config = LongContextConfig(checkpoint="attention", attention_kept=0.5)
     for workload in (masked(64), masked(None)):
         plain = costs_of_ways({workload: 1}, H200, 4)

@@ -136,7 +136,7 @@ def test_a_small_host_shortens_rows() -> None:
 
 
 def test_the_nearest_to_fitting_is_so_in_all_that_it_takes() -> None:
-    """Of a GPU all would fit; while loading the host is too small, offloaded layers need more."""
+    """All would fit on a GPU; the host is too small while loading, and for offloaded layers."""
     results = search(llama_job("4xH200", 2**20, host_gib=50))
     assert not any(result.fits for result in results)
     short = [result.shortfall for result in results]

@@ -89,7 +89,7 @@ ROWS, MOST_PARTS = 11, 6
 
 @st.composite
 def row_runs(draw: st.DrawFn) -> list[Interval]:
-    """Of parts: any rows, or all; the first one too."""
+    """The rows of parts: each has any rows or all, the first one too."""
     edges = st.integers(0, ROWS)
     some = st.tuples(edges, edges).map(lambda ends: Interval(min(ends), max(ends)))
     everything = st.just(Interval(0, ROWS))

@@ -90,7 +90,7 @@ def test_ranks_with_whole_documents_send_nothing(kernel: str) -> None:
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_of_padding_alone_see_nothing(sinks: bool) -> None:
-    """Also a rank that holds nothing else."""
+    """One rank holds nothing else."""
     table = np.zeros((12, 12), dtype=np.bool_)
     table[:2, :2] = [[True, False], [True, True]]
     table[2, 2] = True

@@ -1,4 +1,4 @@
-"""The operator against dense attention: virtual ranks for every case, gloo for a covering few."""
+"""The operator against dense attention, on virtual ranks and on processes."""
 
 from dataclasses import replace
 from typing import Any
@@ -264,7 +264,7 @@ def test_degrees_that_do_not_fit_the_world_are_refused() -> None:
 
 
 def test_sinks_of_the_caller_stay_as_they_are() -> None:
-    """Of one token, whose lse has the sinks' own shape."""
+    """The row has one token, whose lse has the sinks' own shape."""
     group = make_sequence_group(LongContextConfig())
     q, k, v = torch.randn(3, 1, 1, 2, 4).unbind(0)
     sinks = torch.tensor([0.5, -1.0], requires_grad=True)

@@ -47,7 +47,7 @@ def test_waves_equal_dense(
     batch: int,
     heads: tuple[int, int],
 ) -> None:
-    """Also where attention's results were kept, and the recompute exchanges heads once more."""
+    """They do too where results were kept, and the recompute exchanges heads once more."""
     config = LongContextConfig(
         ulysses_degree=degrees[0], ring_degree=degrees[1], ulysses_waves=waves
     )
