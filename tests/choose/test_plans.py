@@ -33,7 +33,7 @@ def test_auto_chooses_among_the_plans_of_the_layout(layout: str) -> None:
 def test_named_plans_are_taken_as_they_are(
     plan: str, backward_plan: str, expected: tuple[str, str]
 ) -> None:
-    config = LongContextConfig(ring_degree=4, plan=plan, backward_plan=backward_plan)  # type: ignore[arg-type]
+    config = LongContextConfig(ring_degree=4, plan=plan, backward_plan=backward_plan)
     found = decide(config, WORKLOAD)
     assert (found.plan, found.backward_plan) == expected
 

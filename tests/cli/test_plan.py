@@ -249,7 +249,7 @@ def test_bars_of_a_small_model_are_seen_and_explained(config: WriteConfig) -> No
     )
     axes = Figure().subplots()
     draw_bars(axes, search(job)[:3])
-    widest = max(bar.get_x() + bar.get_width() for bar in axes.patches)
+    widest = max(bar.get_x() + bar.get_width() for bars in axes.containers for bar in bars)
     assert axes.get_xlim()[1] < 1.5 * widest
     assert axes.get_xlabel().startswith("MiB of one GPU, of which 129 GiB may be taken")
     assert "layer: the layer that is being computed" in axes.get_legend_handles_labels()[1]

@@ -113,7 +113,7 @@ def _replayed(
         return pair
 
     out, _ = checkpoint(
-        lambda *qkv: distributed_attention(*qkv, sinks, call),
+        lambda q, k, v: distributed_attention(q, k, v, sinks, call),
         q,
         k,
         v,
@@ -141,8 +141,9 @@ def assert_exact(case: Case, ranks: Sequence[Found] | None = None) -> Sequence[F
         ranks = run_virtual_ranks(
             case.config.sequence_degree, lambda t: one_rank(virtual_group(t, case.config), case)
         )
-    *whole, sinks = inputs(case)
-    expected = dense_masked(*whole, case.masked.table, sinks if case.sinks else None, case.softcap)
+    q, k, v, dout, all_sinks = inputs(case)
+    sinks = all_sinks if case.sinks else None
+    expected = dense_masked(q, k, v, dout, case.masked.table, sinks, case.softcap)
     layout = case.config.layout_of(case.masked.documents)
     where = f"{case.masked.name}, {case._replace(masked=None)}"  # type: ignore[arg-type]
     for name in ranks[0].tensors:

@@ -1,6 +1,7 @@
 """Every plan on virtual ranks against dense attention, and its real traffic against its own."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -104,9 +105,7 @@ def test_every_plan_is_exact_and_sends_what_it_says(
         verify_plan(case.forward)
         verify_plan(case.backward)
         inputs = whole_inputs(length, heads, dtype)
-        ranks = run_virtual_ranks(
-            num_ranks, lambda t, case=case, inputs=inputs: one_rank(t, case, inputs)
-        )
+        ranks = run_virtual_ranks(num_ranks, partial(one_rank, case=case, inputs=inputs))
         for index, wanted in enumerate(dense_attention(*inputs)):
             shards = [tensors[index] for tensors, _, _ in ranks]
             found = case.layout.unshard(shards, 2 if index == 1 else 1)

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -109,14 +110,14 @@ def test_what_the_verifier_passes_is_exact(num_ranks: int) -> None:
     outcomes: Counter[str] = Counter()
     for case in all_cases(num_ranks, LENGTH, HEADS[1]):
         for direction in Direction:
-            plan = case.forward if direction is Direction.FORWARD else case.backward
             for _ in range(30):
-                changed = mutant(plan, random)
+                changed = mutant(getattr(case, direction.value), random)
                 try:
                     verify_plan(changed)
                 except PlanError:
                     outcomes["rejected"] += 1
                     continue
-                assert_exact(case._replace(**{direction.value: changed}))
+                parts: dict[str, Any] = {direction.value: changed}
+                assert_exact(case._replace(**parts))
                 outcomes["exact"] += 1
     assert min(outcomes["rejected"], outcomes["exact"]) > 50

@@ -103,7 +103,7 @@ def test_a_wrong_plan_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_config(num_ranks: int, plan: str) -> LongContextConfig:
     size = 1 + (num_ranks % 2 == 0) if plan == "double_ring" else None
-    return LongContextConfig(ring_degree=num_ranks, plan=plan, ranks_per_node=size)  # type: ignore[arg-type]
+    return LongContextConfig(ring_degree=num_ranks, plan=plan, ranks_per_node=size)
 
 
 def run_cases(rank: int, cases: list[Case]) -> list[Found]:
@@ -141,7 +141,7 @@ def test_one_rank_is_bitwise_the_kernel_and_sends_nothing() -> None:
     q, k, v = (torch.randn(1, 33, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     out, _ = attention(q, k, v, group=group)
     stock = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
     ).transpose(1, 2)
     assert torch.equal(out, stock)
     dout = torch.randn_like(out)
@@ -174,8 +174,8 @@ def test_second_derivatives_are_refused() -> None:
 def test_bfloat16_error_is_at_most_twice_the_plain_kernels() -> None:
     config = LongContextConfig(ulysses_degree=2, ring_degree=4)
     case = Case(config, causal_row(61), dtype=torch.bfloat16)
-    *whole, _ = inputs(case)
-    wanted = dense_masked(*whole, case.masked.table)
+    q, k, v, dout, _ = inputs(case)
+    wanted = dense_masked(q, k, v, dout, case.masked.table)
     alone = case._replace(config=LongContextConfig())
     plain = one_rank(make_sequence_group(alone.config), alone).tensors
     ranks = run_virtual_ranks(8, lambda t: one_rank(virtual_group(t, config), case).tensors)

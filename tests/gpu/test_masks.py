@@ -70,7 +70,7 @@ def check_masks(rank: int, world_size: int) -> None:
         LongContextConfig(ring_degree=world_size),
         LongContextConfig(ulysses_degree=world_size),
         LongContextConfig(ulysses_degree=2, ring_degree=world_size // 2),
-        *(LongContextConfig(ring_degree=world_size, plan=plan) for plan in plans),  # type: ignore[arg-type]
+        *(LongContextConfig(ring_degree=world_size, plan=plan) for plan in plans),
     ]
     for config in configs:
         group = make_sequence_group(config)
@@ -96,8 +96,8 @@ def check_flex(rank: int, world_size: int) -> None:
 def check(
     group: SequenceGroup, alone: SequenceGroup, case: Masked, kernel: str, softcap: float | None
 ) -> None:
-    *whole, sinks = inputs()
-    wanted = dense_masked(*whole, case.table, sinks, softcap)
+    q, k, v, dout, sinks = inputs()
+    wanted = dense_masked(q, k, v, dout, case.table, sinks, softcap)
     plain, found = (
         run_attention(replace(g, config=replace(g.config, kernel=kernel)), case, softcap)
         for g in (alone, group)

@@ -91,5 +91,5 @@ def larger_pieces(pieces: tuple[Piece, ...], factor: int) -> tuple[Piece, ...]:
 def _larger(piece: Piece, factor: int) -> Piece:
     assert isinstance(piece.rule, Band)
     low, high = (None if bound is None else bound * factor for bound in piece.rule)
-    sides = (Interval(side.start * factor, side.stop * factor) for side in (piece.q, piece.kv))
-    return Piece(*sides, Band(low, high))
+    q, kv = (Interval(side.start * factor, side.stop * factor) for side in (piece.q, piece.kv))
+    return Piece(q, kv, Band(low, high))

@@ -61,7 +61,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> None:
     assert all(x.stride(-1) == 1 for x in (q, k, v))
     assert isinstance(how["softmax_scale"], float)
     assert isinstance(how["causal"], bool)
-    edges = [how.get(name) for name in LENGTHS[:2]]
+    edges: list[Any] = [how.get(name) for name in LENGTHS[:2]]
     if edges[0] is None:
         assert edges == [None, None]
         assert q.ndim == k.ndim == 4

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from longctx_patch.memory import host
-from longctx_patch.memory.host import available_bytes, rooms_of_groups
+from longctx_patch.memory.host import Room, available_bytes, rooms_of_groups
 
 GIB = 2**30
 
@@ -17,9 +17,9 @@ def write(folder: Path, **files: object) -> None:
         (folder / f"memory.{name}").write_text(f"{content}\n")
 
 
-def rooms(tmp_path: Path, groups: str) -> list[tuple[int, int]]:
+def rooms(tmp_path: Path, groups: str) -> list[Room]:
     (tmp_path / "cgroup").write_text(groups)
-    return [tuple(room) for room in rooms_of_groups(tmp_path / "cgroup", tmp_path / "fs")]
+    return rooms_of_groups(tmp_path / "cgroup", tmp_path / "fs")
 
 
 def test_every_group_above_counts(tmp_path: Path) -> None:

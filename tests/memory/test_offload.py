@@ -1,6 +1,7 @@
 """What layers keep on the host: where it is, when it comes back, and that memory is used again."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_what_all_layers_would_take_is_refused_after_the_first(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for room, fits in ((2 * 3 * 12, True), (2 * 3 * 12 - 1, False)):
         host = HostCopies(CPU, num_layers=4)
-        host.room = lambda room=room: room_for(room)
+        host.room = partial(room_for, room)
         host.begin()  # of an evaluation, which keeps nothing
         first = host.begin()
         get = first.keep(torch.ones(3))

@@ -78,7 +78,7 @@ def test_outputs_and_gradients_are_those_of_the_whole_mlp(
 
 def test_every_token_is_in_one_tile_and_tiles_are_of_equal_size() -> None:
     for length, num_tiles in ((31, 4), (7, 7), (8, 3), (5, 40)):
-        mlp, sizes = made(), []
+        mlp, sizes = made(), list[int]()
         mlp.register_forward_pre_hook(lambda _, args, sizes=sizes: sizes.append(args[0].shape[1]))
         hidden, _ = made_input(length, needs_grad=False)
         run_tiled(mlp, mlp, hidden, num_tiles)
@@ -182,7 +182,7 @@ def test_backward_runs_under_the_autocast_of_forward(where: str) -> None:
     mlp, dtypes = made(), []
     mlp.gate.register_forward_hook(lambda *args: dtypes.append(args[-1].dtype))
     hidden, grad = made_input(31)
-    found = []
+    found: list[dict[str, Any]] = []
     for num_tiles in (1, 4):
         mlp.zero_grad()
         hidden.grad = None

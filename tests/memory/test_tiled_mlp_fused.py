@@ -76,7 +76,7 @@ def test_liger_kernel_before_or_after_patch(
     """It gives MLPs a forward of their own, which stays when the patch goes."""
 
     def apply(model: Any, options: dict[str, Any]) -> None:
-        for mlp in dense_mlps(model):
+        for mlp in filter(None, dense_mlps(model)):
             assert "forward" not in vars(mlp)
             mlp.forward = MethodType(doubled, mlp)
 

@@ -77,7 +77,7 @@ def masked_calls(draw: st.DrawFn) -> Case:
     config = LongContextConfig(
         ulysses_degree=draw(st.sampled_from([1, 1, 2])),
         ring_degree=ring,
-        plan=name,  # type: ignore[arg-type]
+        plan=name,
         layout=layout,
         ranks_per_node=ring if name == "double_ring" else None,
     )

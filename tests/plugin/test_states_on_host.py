@@ -40,5 +40,5 @@ def test_processes_share_the_cores(
     else:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     monkeypatch.setattr(accelerator, "states_on_host", lambda _: True)
-    accelerator._share_cores(SimpleNamespace())  # type: ignore[arg-type]
+    accelerator._share_cores(SimpleNamespace())
     assert taken[-1] == found

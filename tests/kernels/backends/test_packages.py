@@ -145,7 +145,7 @@ def test_a_packaged_kernels_name_leads_to_its_packages_functions(
         out, lse = available()[name].forward(q, k, v, *how)
         available()[name].backward(BackwardInputs(dout, q, k, v, out, lse), *how)
     assert calls.names == called
-    package = getattr(available()[name], "package", None)
+    package: Any = getattr(available()[name], "package", None)
     assert package.distribution.replace("-", "_").removesuffix("_2") in name
 
 

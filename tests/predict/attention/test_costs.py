@@ -164,7 +164,7 @@ def test_the_timeline_covers_every_rank_of_a_product() -> None:
 
 
 @pytest.mark.parametrize("huge", [{"num_tokens": 10**12 * 2}, {"batch": 10**20}], ids=str)
-def test_sizes_beyond_64_bit_sums_are_refused(huge: dict[str, int]) -> None:
+def test_sizes_beyond_64_bit_sums_are_refused(huge: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"up to 2\*\*40 tokens and 2\*\*60 bytes. Use smaller"):
         replace(WORKLOAD, **huge)
 
@@ -184,7 +184,7 @@ def test_sizes_beyond_64_bit_sums_are_refused(huge: dict[str, int]) -> None:
     ],
     ids=str,
 )
-def test_a_workload_that_cannot_be(bad: dict[str, int]) -> None:
+def test_a_workload_that_cannot_be(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         replace(WORKLOAD, **bad)
 

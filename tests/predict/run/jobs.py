@@ -23,7 +23,7 @@ def candidate(num_layers: int = 32, *, ulysses: int = 1, mlp_tiles: int = 1) -> 
     return Candidate(
         setting=Setting(plan="zigzag", layout="zigzag", ulysses_degree=ulysses, ring_degree=1),
         checkpoint="none",
-        policies=("none",) * num_layers,
+        policies=tuple("none" for _ in range(num_layers)),
         mlp_tiles=mlp_tiles,
     )
 

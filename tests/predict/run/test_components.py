@@ -129,7 +129,7 @@ def test_checkpoints_on_the_host_by_hand() -> None:
 def test_what_is_not_kept_of_attention_leaves_gpu_and_host(share: float) -> None:
     job = llama_job("4xH200", 2**20)
     host, kept = (
-        result_of(job, ulysses=4, ring=1, checkpoint=policy, attention_kept=share)  # type: ignore[arg-type]
+        result_of(job, ulysses=4, ring=1, checkpoint=policy, attention_kept=share)
         for policy in ("offload", "attention")
     )
     per_token = 2 * 4096 + share * (2 * 4096 + 4 * 32)
@@ -209,7 +209,7 @@ def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
     """FSDP2 makes what is trained float32 anyway; of an adapter the frozen weights count."""
     narrow, wide = (
         replace(llama_job("1xH200", 2**14), dtype=dtype, fsdp=False)
-        for dtype in ("bfloat16", "float32")  # type: ignore[arg-type]
+        for dtype in ("bfloat16", "float32")
     )
     assert sum(states(wide)) == 2 * sum(states(narrow))
     weights = [
@@ -222,7 +222,7 @@ def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
     for lora in (False, True):
         of_two = [
             replace(llama_job("2xH200", 2**14), dtype=dtype, lora=lora)
-            for dtype in ("bfloat16", "float32")  # type: ignore[arg-type]
+            for dtype in ("bfloat16", "float32")
         ]
         more = sum(states(of_two[1])) - sum(states(of_two[0]))
         assert more == (narrow.shape.num_weights if lora else 0)  # 2 bytes each, on two GPUs
