@@ -3,7 +3,6 @@
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.layer_masks import describe_layers
 from longctx_patch.cli.prediction import prediction_rows
-from longctx_patch.cli.run_checks import rope_types
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.hf.model.rope import reachable_length
@@ -76,7 +75,9 @@ def _rows(settings: Settings) -> str:
 def _rope_reason(decisions: Decisions) -> str:
     rope = decisions.model_config.rope_parameters
     if decisions.settings.rope == "none":
-        return f"as published ({' and '.join(rope_types(rope))}), long enough"
+        kinds = [rope] if "rope_type" in rope else rope.values()
+        types = dict.fromkeys(kind["rope_type"] for kind in kinds)
+        return f"as published ({' and '.join(types)}), long enough"
     if decisions.settings.rope == "dynamic":
         return f"frozen at this length: rope_theta {rope['rope_theta']:.6g}"
     return f"factor {rope['factor']:g}"

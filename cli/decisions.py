@@ -16,7 +16,7 @@ from longctx_patch.choose.degrees import Way
 from longctx_patch.choose.search import Result
 from longctx_patch.cli.degrees import asked_degrees, choose_degrees
 from longctx_patch.cli.prediction import cluster_of, prediction
-from longctx_patch.cli.run_checks import check_length, check_out, check_text
+from longctx_patch.cli.run_checks import check_out, check_text
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.facts import ModelFacts
@@ -185,7 +185,6 @@ def decide(model: str, options: PatchOptions) -> Decisions:
         ulysses=options.ulysses,
         ring=options.ring,
     )
-    check_length(config, options.seq_len, options.rope, options.rope_factor)
     settings = models.with_dtype(_settings(model, options, cluster), config, on_cpu=options.cpu)
     scaled = models.load_config(settings)
     models.check_vocabulary(models.load_tokenizer(settings), scaled)

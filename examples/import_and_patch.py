@@ -1,14 +1,19 @@
 """Import and patch: a training loop of your own, with each sequence cut over all processes.
 
     torchrun --nproc_per_node 2 examples/import_and_patch.py     # two CPU processes, or two GPUs
+    torchrun --nproc_per_node 2 examples/import_and_patch.py --packed
 
-A tiny Llama learns one row of 1,021 tokens. Before patching, the loss of the whole row is computed
-as transformers does it; the patched model must give the same, cut over any number of processes.
+A tiny Llama learns one row of 1,021 tokens, or rows of 512 that are packed of many documents, which
+don't see each other. Before patching, the loss of the first row is that of its documents, one by
+one, as transformers computes it; the patched model must give the same for the whole row, cut over
+any number of processes.
 """
 
 import os
+import sys
 
 import torch
+from accelerate.utils import send_to_device
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from longctx_patch import (
@@ -16,6 +21,7 @@ from longctx_patch import (
     SequenceShardCollator,
     close_accelerator,
     make_accelerator,
+    pack_rows,
     patch,
 )
 
@@ -27,6 +33,12 @@ TINY = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
+# Any lengths will do: those of packed documents are 1 to 205.
+LENGTHS = [1 + 131 * n % 211 for n in range(30)] if "--packed" in sys.argv else [1021]
+DOCUMENTS = [
+    {"input_ids": [(7 * t + t * t // 5 + n) % TINY.vocab_size for t in range(length)]}
+    for n, length in enumerate(LENGTHS)
+]
 
 
 def main() -> None:
@@ -34,22 +46,25 @@ def main() -> None:
     accelerator = make_accelerator(config)
     set_seed(0)
     model = LlamaForCausalLM(TINY).to(accelerator.device)
-    row = [(7 * n + n * n // 5) % TINY.vocab_size for n in range(1021)]  # any length will do
-    whole = torch.tensor([row], device=accelerator.device)
-    stock_loss = model(input_ids=whole, labels=whole).loss.item()
+    seq_len = 512 if len(DOCUMENTS) > 1 else 1021
+    packed = pack_rows(DOCUMENTS, seq_len)
+    rows = list(packed)  # the same on every rank
+    accelerator.print(f"{packed.num_documents} documents, rows {packed.efficiency:.1%} full")
+    documents = rows[0]["input_ids"].to(accelerator.device).split(rows[0]["seq_lengths"])
+    stock_loss = loss_of_documents(model, documents)
 
     handle = patch(model, config)
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    collate = SequenceShardCollator(
+        config, group_rank=handle.group_rank, pad_token_id=0, pad_to_length=seq_len
+    )
     model.train()  # from_pretrained returns a model in evaluation mode, which keeps all activations
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
-    for _ in range(5):
-        batch = {
-            name: part.to(accelerator.device)
-            for name, part in collate([{"input_ids": row}]).items()
-        }
-        loss = model(**batch).loss  # this process's share of the mean over all tokens
+    # Each row has documents, so plans, of its own: made beside the step before it.
+    for batch in handle.plan_ahead(collate([row]) for row in rows * (5 // len(rows) or 1)):
+        # This process's share of the mean over all tokens.
+        loss = model(**send_to_device(batch, accelerator.device)).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -57,10 +72,17 @@ def main() -> None:
     handle.unpatch()
 
     accelerator.print(f"{accelerator.num_processes} processes, losses {losses}")
-    accelerator.print(f"unpatched, before training: {stock_loss}")
+    accelerator.print(f"documents of the first row, each alone, before training: {stock_loss}")
     if abs(losses[0] / stock_loss - 1) > 1e-5:
         raise SystemExit("the first loss is not that of the unpatched model")
     close_accelerator(accelerator)
+
+
+def loss_of_documents(model: LlamaForCausalLM, documents: tuple[torch.Tensor, ...]) -> float:
+    """The mean over all tokens that have a next one in their document, by transformers alone."""
+    learnt = [ids[None] for ids in documents if len(ids) > 1]
+    sums = [model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1) for ids in learnt]
+    return sum(sums) / sum(ids.shape[1] - 1 for ids in learnt)
 
 
 if __name__ == "__main__":

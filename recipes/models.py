@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from longctx_patch.hf.model.load import load_model_config
-from longctx_patch.hf.model.rope import reachable_length, scale_rope
+from longctx_patch.hf.model.rope import scale_rope
 
 from .settings import DtypeName, Settings
 
@@ -38,7 +38,6 @@ def load_config(settings: Settings) -> PreTrainedConfig:
     config = load_model_config(settings.model)
     check_weights(settings.model)
     check_head(config)
-    _check_length(settings, config)
     return scale_rope(
         config, kind=settings.rope, target_length=settings.seq_len, factor=settings.rope_factor
     )
@@ -182,21 +181,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
-
-
-def _check_length(settings: Settings, config: PreTrainedConfig) -> None:
-    """Refuse a length that needs scaling, with the flag to give; `scale_rope` checks the rest."""
-    has_rope = getattr(config, "rope_parameters", None) and config.max_position_embeddings
-    if settings.rope != "none" or not has_rope:
-        return
-    reach = reachable_length(config)
-    if settings.seq_len > reach:
-        raise ValueError(
-            f"seq_len={settings.seq_len}, but the model reaches {reach} tokens "
-            "(max_position_embeddings). Use --rope yarn (or linear or dynamic), a smaller "
-            "--seq-len, or, if the model is fine with longer ones, raise max_position_embeddings "
-            "in its config.json."
-        )
 
 
 def check_head(config: PreTrainedConfig) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from longctx_patch.hf.model.checks import FAMILIES, TABLE
+from longctx_patch.hf.model.checks import TABLE
 from tests.cli.conftest import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
@@ -27,27 +27,13 @@ def test_every_family_has_a_line(run: Run) -> None:
 def test_json_has_every_field(run: Run) -> None:
     rows = json.loads(run("families", "--json").output)
     assert [row["model_type"] for row in rows] == [family.model_type for family in TABLE]
-    by_type = {row["model_type"]: row for row in rows}
-    assert by_type["gemma2"] == {
-        "model_type": "gemma2",
-        "name": "Gemma 2",
-        "features": ["sliding window", "softcap"],
-        "logits": {
-            "operation": "softcap",
-            "holder": "config",
-            "attribute": "final_logit_softcapping",
-        },
-        "refusal": None,
-    }
-    assert "recurrent state" in by_type["mamba"]["refusal"]
-    assert {row["model_type"] for row in rows if row["refusal"] is None} == set(FAMILIES)
+    gemma_2 = next(row for row in rows if row["model_type"] == "gemma2")
+    assert gemma_2.keys() == {"model_type", "name", "features", "logits", "refusal"}
+    assert (gemma_2["features"], gemma_2["refusal"]) == (["sliding window", "softcap"], None)
 
 
 def test_the_reference_has_these_tables(run: Run) -> None:
-    markdown = run("families", "--markdown").output
-    assert markdown in PAGE.read_text(), "run `make docs`"
-    for family in TABLE:
-        assert f"`{family.model_type}`" in markdown
+    assert run("families", "--markdown").output in PAGE.read_text(), "run `make docs`"
 
 
 def test_json_and_markdown_at_once_is_wrong_usage(run: Run) -> None:

@@ -151,18 +151,6 @@ def test_weights_of_four_bits(run: Run, config: Callable[..., Path], tmp_path: P
     assert "| weights | 4 bits (NF4) |" in readme
 
 
-@pytest.mark.parametrize(
-    ("words", "said"), [([], "bfloat16, as the model's config says"), (["--full"], "float32 |")]
-)
-def test_frozen_weights_keep_the_models_dtype(
-    run: Run, config: Callable[..., Path], tmp_path: Path, words: list[str], said: str
-) -> None:
-    path = config(dtype="bfloat16")
-    result = run("patch", path, "--seq-len", 64, "--gpus", 2, *words, "--out", tmp_path / "run")
-    assert result.exit_code == 0, result.output
-    assert f"over all GPUs in {said}" in (tmp_path / "run" / "README.md").read_text()
-
-
 @pytest.mark.parametrize("published", ["default", "dynamic"])
 def test_a_job_of_two_nodes_without_text(
     run: Run, config: Callable[..., Path], tmp_path: Path, published: str

@@ -39,12 +39,6 @@ def test_the_folder_says_what_is_predicted(run: Run, config: Write, tmp_path: Pa
     assert yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())["num_processes"] == 4
 
 
-def test_a_number_alone_predicts_nothing(run: Run, config: Write, tmp_path: Path) -> None:
-    code, output = patch(run, config(**LLAMA_8B), tmp_path / "run", "1", "--seq-len", 131072)
-    assert code == 0, output
-    assert "predicted" not in output
-
-
 def test_what_will_not_fit_is_refused(run: Run, config: Write, tmp_path: Path) -> None:
     """The row is too long for the GPU; or float32 weights are too large for one, and moving them to
     the host is the advice; or the policy keeps too much, and another is the advice."""

@@ -48,6 +48,9 @@ def test_json_has_these_keys(run: Run, llama_8b: Path) -> None:
     assert (found["model"], found["gpus"], found["seq_len"]) == (str(llama_8b), "4xH200", 2**20)
     assert found["max_seq_len"] > 2**20
     assert {candidate["fits"] for candidate in found["candidates"]} == {True, False}
+    offload = {"none", "checkpoints", "states", "checkpoints and states"}
+    assert {candidate["offload"] for candidate in found["candidates"]} >= offload
+    assert {candidate["attention_kept"] for candidate in found["candidates"]} == {1.0, 0.5, 0.0}
     for candidate in found["candidates"]:
         assert candidate.keys() >= {
             *("fits", "reason", "sp", "fsdp", "plan", "checkpoint", "offload", "peak_gib"),
@@ -69,8 +72,7 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     first = planned(run, *words)["candidates"][0]
     text = run("plan", *words).stdout
     lines = text.splitlines()
-    start = f"{llama_8b} on 4xH200, rows of 1,048,576 tokens, every weight"
-    assert lines[0].startswith(start)
+    assert lines[0].startswith(f"{llama_8b} on 4xH200, rows of 1,048,576 tokens, every weight")
     assert lines[2].split()[-6:] == ["host", "GiB", "s/step", "rows", "tokens/s/GPU", "MFU"]
     row = lines[3].split()
     assert row[:5] == ["4", "(4", "x", "1)", "ulysses"]
@@ -87,7 +89,6 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     assert "that tensors may take on a GPU; most of it " in text
     assert lines[-2].startswith("Longest row that fits: ")
     assert lines[-2].endswith(" tokens, if host memory were unlimited (see --host-gib).")
-    assert "checkpoints: what layers keep for backward" not in text
     assert re.search(r"checkpoints +[0-9.]+  what layers keep for backward", text)
     assert "sp: GPUs that share a row" in text
     said = run("plan", *words[:-1], "--rank", 8).stdout.splitlines()[0]
@@ -179,12 +180,11 @@ def test_other_numbers_of_tokens_are_refused(run: Run, llama_8b: Path, text: str
     ("words", "parts"),
     [
         (["--gpus", "4xB300"], ["--gpus '4xB300'", "as 4xH200", "Kinds: H200, H100"]),
-        (["--gpus", "12xH100"], ["'12xH100'", "whole machines of 8", "a multiple of 8"]),
         (["--gpus", "H200", "--host-gib", "nan"], ["--host-gib nan", "Use a number above 0"]),
         (["--gpus", "H200", "--full", "--rank", "8"], ["--rank 8", "Use --lora"]),
         (["--gpus", "H200", "--png", "none/x.png"], ["none/x.png", "no folder none"]),
         (["--gpus", "H200", "--png", "x.jpg"], ["--png x.jpg", "ends with .png"]),
-        (["--gpus", "H200", "--png", "x.png", "--max-seq-len"], ["without --max-seq-len"]),
+        (["--gpus", "H200", "--png", "x.png", "--max-seq-len"], ["Add --seq-len, without --max"]),
         (["--gpus", "H200", "--full", "--load-in-4bit"], ["4 bits are frozen. Use --lora"]),
         (
             ["--gpus", "H200", "--load-in-4bit", "--dtype", "float32"],
@@ -205,21 +205,13 @@ def test_a_row_is_needed(run: Run, llama_8b: Path) -> None:
     result = run("plan", llama_8b, "--gpus", "H200")
     assert result.exit_code == 2
     assert "--seq-len: say how long rows are, or ask --max-seq-len" in result.stderr
-    drawn = run("plan", llama_8b, "--gpus", "H200", "--max-seq-len", "--png", "x.png")
-    assert drawn.exit_code == 2
-    assert "Add --seq-len" in drawn.stderr
 
 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"model_type": "gpt2"}, "model type 'gpt2' is not supported"),
         ({"model_type": "mamba"}, "a recurrent state"),
-        (
-            {"model_type": "mixtral", "num_local_experts": 4},
-            "num_local_experts=4. The planner knows",
-        ),
-        ({"hidden_size": 0}, "hidden_size=0 in its config"),
+        ({"model_type": "mixtral"}, "The planner knows dense"),
         ({"vocab_size": -8}, "vocab_size=-8 in its config"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 in its config"),
         ({"hidden_size": "big"}, "its config can't be used"),
@@ -269,11 +261,3 @@ def test_without_matplotlib_it_says_so(
 def test_constants_that_need_no_torch_are_the_planners() -> None:
     assert ", ".join(MACHINES) == KINDS
     assert MOST_TOKENS == SEARCHED
-
-
-def test_states_on_the_host_and_shares_of_attention_are_looked_at(run: Run, llama_8b: Path) -> None:
-    found = planned(run, llama_8b, "--gpus", "4xH200", "--seq-len", "1M", "--full")["candidates"]
-    assert {"none", "checkpoints", "states", "checkpoints and states"} <= {
-        c["offload"] for c in found
-    }
-    assert {c["attention_kept"] for c in found} == {1.0, 0.5, 0.0}

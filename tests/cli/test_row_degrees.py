@@ -7,10 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from longctx_patch.choose.degrees import Way
-from longctx_patch.plans import Direction
-from longctx_patch.plans.generators.setting import Setting
-from tests.choose.planting import planted
 from tests.cli.conftest import Run
 
 LLAMA_8B = {
@@ -49,15 +45,6 @@ def test_causal_rows(chosen: Callable[..., dict[str, Any]]) -> None:
     assert degrees(found) == (4, 1, "auto")
     assert "for causal rows on H100, a layer predicted: 4 x 1 " in found["why"]
     assert degrees(chosen(model={**MISTRAL, "sliding_window": 131072})) == (4, 1, "auto")
-
-
-@pytest.mark.parametrize("way", [Way(4, 1), Way(2, 2), Way(1, 4)])
-def test_the_fastest_degrees_are_written(chosen: Callable[..., dict[str, Any]], way: Way) -> None:
-    def seconds(setting: Setting, _: Direction) -> float:
-        return 1.0 if (setting.ulysses_degree, setting.ring_degree) == way[:2] else 2.0
-
-    with planted(seconds):
-        assert degrees(chosen("--gpus", "4xH200"))[:2] == way[:2]
 
 
 def test_packed_rows_without_text_are_of_short_documents(
@@ -120,17 +107,6 @@ def test_text_that_cannot_be_read(chosen: Callable[..., dict[str, Any]], tmp_pat
     found = chosen("--pack", "--data", folder)
     assert (found["ulysses"], found["ring"]) == (1, 4)
     assert "documents of 2048 tokens assumed: the text can't be read as it is" in found["why"]
-
-
-def test_a_document_that_is_longer_than_rows(
-    chosen: Callable[..., dict[str, Any]], tmp_path: Path
-) -> None:
-    text = tmp_path / "long.txt"
-    text.write_text("x" * 300000)
-    found = chosen("--pack", "--data", text)
-    assert (found["ulysses"], found["ring"], found["layout"]) == (4, 1, "auto")
-    # Windows leave all ranks the same, but other rows may hold short documents.
-    assert chosen("--pack", "--data", text, model=MISTRAL)["layout"] == "auto"
 
 
 def test_few_documents_stand_for_a_full_row(

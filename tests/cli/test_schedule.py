@@ -59,45 +59,11 @@ def test_every_plan_as_json(run: Run, plan: str, direction: str) -> None:
     answer = ask(run, "--plan", plan, *words)
     for name, kind in SCHEMA.items():
         assert isinstance(answer[name], kind), name
-    if plan == "burst" and direction == "forward":
-        plan = "zigzag"
-    if plan == "auto":
-        assert answer["plan"] in PLANS
-        assert answer["plan"] != "auto"
-    else:
-        assert answer["plan"] == plan
+    assert answer["plan"] == ("zigzag" if (plan, direction) == ("burst", "forward") else plan)
     assert (answer["ranks"], answer["direction"]) == (8, direction)
     assert len(answer["bytes_sent_per_rank"]) == len(answer["messages_per_rank"]) == 8
     assert answer["makespan_s"] > answer["exposed_communication_s"] >= 0
     assert 0 <= answer["idle_fraction"] < 1
-
-
-@pytest.mark.parametrize(
-    ("plan", "ranks", "idle"),
-    [
-        ("distflash", 64, 1 / 65),
-        ("distflash", 7, 0),
-        ("ulysses", 8, 0),
-        # Rank r has r + 1/2 blocks of P - 1/2 on the critical path: (P - 1) / (2 P - 1) is idle.
-        ("ring", 8, 7 / 15),
-    ],
-)
-def test_idle_share_is_the_published_one(run: Run, plan: str, ranks: int, idle: float) -> None:
-    """Up to half a row of the diagonal."""
-    answer = ask(run, "--plan", plan, "--ranks", ranks)
-    assert answer["direction"] == "forward"
-    assert answer["idle_fraction"] == pytest.approx(idle, abs=2e-3)
-
-
-def test_ring_sends_all_keys_and_values(run: Run) -> None:
-    tokens, kv_heads, head_dim, bytes_each = 4096, 4, 64, 2
-    sizes = ["--heads", 8, "--kv-heads", kv_heads, "--head-dim", head_dim]
-    answer = ask(run, "--plan", "ring", "--ranks", 8, "--seq-len", 8 * tokens, *sizes)
-    sent = 2 * 7 * tokens * kv_heads * head_dim * bytes_each
-    assert answer["bytes_sent_per_rank"] == [sent] * 8
-    assert answer["messages_per_rank"] == [7] * 8
-    twice = ask(run, "--plan", "ring", "--ranks", 8, "--seq-len", 8 * tokens, *sizes, "--batch", 2)
-    assert twice["bytes_sent_per_rank"] == [2 * sent] * 8
 
 
 def test_ulysses_leaves_the_other_ranks_to_the_ring(run: Run) -> None:
@@ -122,26 +88,12 @@ def test_double_ring_fills_the_nodes_of_the_hardware(run: Run) -> None:
     assert ask(run, *words, "--ulysses", 2)["ulysses_degree"] == 2
 
 
-def test_auto_is_what_the_cost_model_chooses(run: Run) -> None:
-    words = ["--ranks", 16, "--direction", "backward"]
-    auto = ask(run, "--plan", "auto", *words)
-    rows = ask(run, "--compare", *words)
-    zigzag = [r for r in rows if r["ulysses_degree"] == 1 and r["layout"] == "zigzag"]
-    assert auto["plan"] in {row["plan"] for row in zigzag}
-    # Of plans within a hundredth, the one that sends least.
-    assert auto["makespan_s"] <= 1.01 * min(row["makespan_s"] for row in zigzag)
-    split = ask(run, "--plan", "auto", *words, "--ulysses", 4)
-    assert (split["ulysses_degree"], split["ranks"]) == (4, 16)
-
-
 def test_compare_covers_both_directions(run: Run) -> None:
     rows = ask(run, "--compare", "--ranks", 8)
     assert {row["direction"] for row in rows} == {"forward", "backward"}
     assert {"zigzag", "ulysses", "distflash_balanced"} <= {row["plan"] for row in rows}
     assert any(row["chosen"] for row in rows)
-    for row in rows:
-        assert row.keys() >= {*SCHEMA, "chosen", "reason"}
-        assert row["reason"]
+    assert all(row.keys() >= {*SCHEMA, "chosen", "reason"} for row in rows)
     backward = ask(run, "--compare", "--ranks", 8, "--direction", "backward")
     assert {row["direction"] for row in backward} == {"backward"}
     table = run("schedule", "--compare", "--ranks", 8)
@@ -179,7 +131,10 @@ def test_heads_are_those_of_the_model(run: Run, config: Callable[..., Path]) -> 
     path = config(num_attention_heads=16, num_key_value_heads=4, head_dim=64)
     words = ["--plan", "zigzag", "--ranks", 4]
     sizes = ["--heads", 16, "--kv-heads", 4, "--head-dim", 64]
-    assert ask(run, path, *words) == ask(run, *words, *sizes)
+    one = ask(run, path, *words)
+    assert one == ask(run, *words, *sizes)
+    twice = ask(run, path, *words, "--batch", 2)["bytes_sent_per_rank"]
+    assert twice == [2 * sent for sent in one["bytes_sent_per_rank"]]
     message = refuse(run, path, *words, "--kv-heads", 4)
     assert f"MODEL {path} with --kv-heads 4" in message
     assert "no such file or folder" in refuse(run, "./nowhere", *words)
@@ -283,26 +238,16 @@ ZIGZAG = ["--plan", "zigzag", "--ranks", 8]
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--plan", "spiral", "--ranks", 8], ["spiral", "zigzag", "distflash", "ulysses"]),
         (["--plan", "zigzag", "--ranks", 0], ["--ranks", "0: a whole number, 1 or more", "Use"]),
         (["--plan", "zigzag"], ["--ranks"]),
         ([*ZIGZAG, "--seq-len", 0], ["--seq-len", "'0': give a whole number of tokens, 1 to"]),
-        ([*ZIGZAG, "--heads", -4], ["--heads", "-4: a whole number, 1 or more", "Use"]),
         (
             [*ZIGZAG, "--heads", 12, "--kv-heads", 8],
             ["num_heads=12, num_kv_heads=8", "group evenly", "Use a divisor of num_heads"],
         ),
         (
-            [*ZIGZAG, "--heads", 4, "--kv-heads", 8],
-            ["num_heads=4, num_kv_heads=8", "group evenly", "Use a divisor of num_heads"],
-        ),
-        (
             [*ZIGZAG, "--ulysses", 3],
             ["--ulysses 3 with --ranks 8", "must divide", "1 or 2 or 4 or 8"],
-        ),
-        (
-            [*ZIGZAG, "--ulysses", 8, "--heads", 4, "--kv-heads", 4],
-            ["ulysses_degree=8", "4 query heads", "Use ulysses_degree <= 4"],
         ),
         (
             ["--plan", "ulysses", "--ranks", 64],
@@ -320,7 +265,6 @@ ZIGZAG = ["--plan", "zigzag", "--ranks", 8]
             ["--plan", "double_ring", "--ranks", 8, "--ulysses", 2, "--ranks-per-node", 3],
             ["3 ranks per node", "whole Ulysses groups", "Use --ranks-per-node 2 or 4 or 8"],
         ),
-        ([*ZIGZAG, "--hardware", "abacus"], ["'abacus' is not one of", "'h200', 'h100', 'a100'"]),
         (
             ["--ranks", 8, "--plan", "zigzag-direct"],
             ["'zigzag-direct' is not one of", "Did you mean 'zigzag_direct'?"],
@@ -372,12 +316,6 @@ def test_drawing_without_matplotlib(
 
 def test_packed_rows_and_windows(run: Run) -> None:
     words = ["--ranks", 4, "--hardware", "h200"]
-    packed = ask(run, "--compare", *words, "--document-tokens", 2048)
-    chosen = [row for row in packed if row["chosen"]]
-    assert [(row["plan"], row["layout"]) for row in chosen] == [("halo", "balanced")] * 2
-    window = ask(run, "--compare", *words, "--window", 4096)
-    chosen = [row for row in window if row["chosen"]]
-    assert [(row["plan"], row["layout"]) for row in chosen] == [("halo", "contiguous")] * 2
     text = run("schedule", "--compare", *words, "--window", 4096, "--document-tokens", 8192).stdout
     assert "131,072 tokens, 16 documents, a window of 4,096, 32 / 8 heads" in text
     assert "ulysses 2 x halo (balanced)" in text

@@ -75,19 +75,6 @@ def test_every_way_over_two_processes_as_json(run: Run, config: Callable[..., Pa
         assert case["messages"] > 0
 
 
-def test_packed_rows_of_a_model_with_windows_and_sinks_as_json(
-    run: Run, config: Callable[..., Path]
-) -> None:
-    path = config(model_type="gpt_oss", num_local_experts=4, head_dim=8)
-    words = ["--nproc", 2, "--ring", 2, "--layout", "contiguous", "--packed", "--json"]
-    result = run("verify", path, *words)
-    assert result.exit_code == 0, result.output
-    (case,) = json.loads(result.stdout)["cases"]
-    assert case["family"] == "gpt-oss"
-    assert case["mask"] == "window 23, 10 documents, sinks + causal, 10 documents, sinks"
-    assert case["messages"] == case["predicted_messages"] > 0
-
-
 def test_one_cut_in_float64_as_a_table(run: Run, config: Callable[..., Path]) -> None:
     """Rows are packed, and the model has windows and a softcap."""
     words = ["--nproc", 3, "--ring", 3, "--layout", "balanced", "--dtype", "float64", "--packed"]

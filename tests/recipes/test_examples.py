@@ -13,11 +13,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["import_and_patch.py", "packed_documents.py"])
-def test_two_processes_train_as_one(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--packed"]])
+def test_two_processes_train_as_one(flags: list[str], tmp_path: Path) -> None:
+    """It compares losses by itself."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / name)],  # it compares losses by itself
+        [sys.executable, *launcher, str(EXAMPLES / "import_and_patch.py"), *flags],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

@@ -235,7 +235,7 @@ def test_a_constant_schedule_may_be_extended_and_rows_divided_anew(run: Run) -> 
         (["--lora-targets", "q_proj", "query"], {}, "lora_targets query: .*It has down_proj"),
         ([], {"text": "nowhere/*.txt"}, "no text found"),
         ([], {"seq-len": 60000, "rope": "yarn"}, "5001 tokens, less than one row"),
-        ([], {"seq-len": 65}, "seq_len=65.*reaches 64.*Use --rope yarn"),
+        ([], {"seq-len": 65}, "65 tokens.*reaches 64.*--rope yarn"),
         ([], {"model": "./nowhere"}, "no such file or folder"),
         ([], {"model": "nobody/nothing"}, "nobody/nothing.*config.json, or set HF_HOME"),
         ([], {"tokenizer": "./nowhere"}, "--tokenizer bytes"),

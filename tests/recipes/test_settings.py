@@ -108,21 +108,6 @@ def test_unknown_and_shortened_flags_end_the_program(capsys: pytest.CaptureFixtu
     assert "--epochs" in capsys.readouterr().err
 
 
-def test_every_option_was_decided_on() -> None:
-    """Adding an option is a decision: extend this list with it."""
-    assert [field.name for field in fields(Settings)] == [
-        *("model", "tokenizer", "text", "text_field", "one_document_per_row", "pack"),
-        *("output", "resume"),
-        *("seq_len", "rope", "rope_factor", "dtype", "load_in_4bit", "fused_layers"),
-        *("lora", "full", "lora_rank", "lora_alpha", "lora_dropout", "lora_targets"),
-        *("ulysses", "ring", "ulysses_waves", "layout", "plan", "backward_plan"),
-        *("ranks_per_node", "hardware", "kernel", "deterministic", "checkpoint"),
-        *("attention_kept", "mlp_tiles", "loss", "skip_rehearsal"),
-        *("learning_rate", "scheduler", "warmup_steps", "weight_decay", "max_steps"),
-        *("batch_size", "gradient_accumulation_steps", "max_grad_norm", "seed", "save_every"),
-    ]
-
-
 def test_help_is_the_docstring_of_the_configs_field() -> None:
     helps = {field.name: field.metadata["help"].replace("%%", "%") for field in fields(Settings)}
     source = " ".join(inspect.getsource(LongContextConfig).split())

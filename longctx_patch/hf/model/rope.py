@@ -54,6 +54,12 @@ def scale_rope(
     """
     _check_arguments(kind, target_length, factor)
     rope = _current_rope(model_config, kind)
+    if kind == "none" and rope["rope_type"] == "dynamic":
+        raise ValueError(
+            "the model's RoPE is of type 'dynamic': its frequencies depend on the largest position "
+            "that each process sees, so ranks would disagree. Use rope kind 'dynamic' (--rope "
+            "dynamic), which freezes it at the target length."
+        )
     if kind == rope["rope_type"] == "dynamic":
         return _frozen_dynamic(model_config, rope, target_length, factor or rope["factor"])
     if target_length <= reachable_length(model_config):
@@ -109,7 +115,10 @@ def _current_rope(model_config: "PreTrainedConfig", kind: str) -> dict[str, Any]
         )
     if "rope_type" not in rope and kind == "none":
         per_layer = [r for r in rope.values() if isinstance(r, dict)]
-        return next((r for r in per_layer if r["rope_type"] == "dynamic"), per_layer[0])
+        order = ("dynamic", "yarn", "linear")
+        return next(
+            (r for kind in order for r in per_layer if r["rope_type"] == kind), per_layer[0]
+        )
     if "rope_type" not in rope:
         raise ValueError(
             f"model type {model_config.model_type!r} has RoPE per layer type "
@@ -121,17 +130,11 @@ def _current_rope(model_config: "PreTrainedConfig", kind: str) -> dict[str, Any]
 def _refuse_unneeded(
     model_config: "PreTrainedConfig", rope: dict[str, Any], kind: str, target_length: int
 ) -> None:
-    if kind == "none" and rope["rope_type"] == "dynamic":
-        raise ValueError(
-            "the model's RoPE is of type 'dynamic': its frequencies depend on the largest position "
-            "that each process sees, so ranks would disagree. Use rope kind 'dynamic', which "
-            "freezes it at the target length."
-        )
     if kind not in ("none", rope["rope_type"]) or rope["rope_type"] == "dynamic":
         raise ValueError(
             f"rope kind {kind!r} for {target_length} tokens: the model already reaches "
             f"{reachable_length(model_config)} (rope_type {rope['rope_type']!r}). "
-            "Use rope kind 'none'."
+            "Use rope kind 'none': leave --rope out."
         )
 
 
@@ -143,17 +146,18 @@ def _refuse_unreachable(
     factor: float | None,
 ) -> None:
     reach = reachable_length(model_config)
-    if kind == "none":
-        raise ValueError(
-            f"{target_length} tokens, but the model reaches {reach} (max_position_embeddings). "
-            "Use rope kind 'yarn' (or 'linear' or 'dynamic'), a shorter sequence, or, if the model "
-            "is fine with longer ones, raise max_position_embeddings in its config.json."
-        )
     if rope["rope_type"] != "default":
         raise ValueError(
             f"the model's RoPE is already scaled (rope_type {rope['rope_type']!r}, reaching "
             f"{reach} tokens) and {target_length} are wanted: scaling twice is not defined. Start "
-            "from the unscaled model, or edit rope_parameters in its config.json."
+            "from the unscaled model, take a shorter sequence, or edit rope_parameters and "
+            "max_position_embeddings in its config.json."
+        )
+    if kind == "none":
+        raise ValueError(
+            f"{target_length} tokens, but the model reaches {reach} (max_position_embeddings). "
+            "Use rope kind 'yarn' (--rope yarn; or linear or dynamic), a shorter sequence, or, if "
+            "the model is fine with longer ones, raise max_position_embeddings in its config.json."
         )
     if kind != "dynamic" and factor is not None and factor * reach < target_length:
         raise ValueError(
