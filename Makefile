@@ -5,6 +5,7 @@
 #   make test       the tests that need no GPU
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
+#   make faults     plant a fault in each of twelve rooms: a test of the room has to notice it
 #   make pictures   draw each picture of docs/schedules again
 #   make docs       write the generated pages of docs/reference
 #   make check      formatting, lint, types
@@ -26,7 +27,7 @@ TYPED := $(sort $(dir $(wildcard $(addsuffix /*.py,longctx_patch cli recipes exa
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-oldest test-gpu pictures docs check clean
+.PHONY: install demo test test-oldest test-gpu faults pictures docs check clean
 
 install: $(STAMP)
 
@@ -66,6 +67,9 @@ test-oldest:
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
+
+faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/planted_faults.py
 
 pictures: $(STAMP)
 	@for picture in docs/schedules/*.png; do \

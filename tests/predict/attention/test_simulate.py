@@ -123,6 +123,14 @@ def test_messages_alone_take_one_hop_a_step(num_ranks: int) -> None:
     assert far.makespan_s == pytest.approx((num_ranks - 1) * (30e-6 + block / 20e9))
 
 
+@pytest.mark.parametrize(("direction", "seconds"), [(FORWARD, 1.0), (BACKWARD, 2.0)])
+def test_the_cpu_alone_takes_its_time_for_each_call(direction: Direction, seconds: float) -> None:
+    """Over contiguous shards the last rank sees every block, each in a call of its own."""
+    slow_cpu = replace(FREE_KERNELS, host_forward_s=1.0, host_backward_s=2.0)
+    found = played(named("ring", direction, 4), slow_cpu)
+    assert found.makespan_s == pytest.approx(4 * seconds)
+
+
 def test_the_double_ring_waits_less_for_slow_links_than_the_flat_ring() -> None:
     """Between 2 nodes a flat ring is slow at every step, a double ring has a window for it."""
     flat = played(named("zigzag", FORWARD, 16), MESSAGES_ALONE)

@@ -1,0 +1,134 @@
+"""Plant one fault in a room at a time, and see that a test of that room notices: `make faults`.
+
+A fault is put into the checkout itself, since processes that tests start import it from there, and
+is taken out again whatever happens. Ends with 1 if a fault was not noticed.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Fault(NamedTuple):
+    """Wrong code in place of right code, and the tests that have to notice it."""
+
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+FAULTS = (
+    Fault(
+        "longctx_patch/sequence/layout.py",
+        "(cuts[rank], cuts[-1 - rank])",
+        "(cuts[2 * rank], cuts[2 * rank + 1])",
+        "tests/sequence",
+    ),
+    Fault(
+        "longctx_patch/plans/generators/table.py",
+        '"zigzag_direct": PlanRecord(generate=direct_ring',
+        '"zigzag_direct": PlanRecord(generate=ring',
+        "tests/plans/generators",
+    ),
+    Fault(
+        "longctx_patch/plans/verify/coverage.py",
+        "if computed != wanted:",
+        "if computed > wanted:",
+        "tests/plans/verify",
+    ),
+    Fault(
+        "longctx_patch/transport/meeting.py",
+        "if any(row[0] != meeting for row in rows):",
+        "if False:",
+        "tests/transport",
+    ),
+    Fault(
+        "longctx_patch/kernels/select/preference.py",
+        "right.sort(key=lambda name: measured[name].total_s)",
+        "right.sort()",
+        "tests/kernels/select",
+    ),
+    Fault(
+        "longctx_patch/memory/policies.py",
+        "                keeps_attention=True,\n                action=",
+        "                action=",
+        "tests/memory/test_policies.py",
+    ),
+    Fault(
+        "longctx_patch/loss/law.py",
+        "return token_sum / count * self.num_averaged_ranks",
+        "return token_sum / count",
+        "tests/loss",
+    ),
+    Fault(
+        "longctx_patch/predict/attention/charges.py",
+        "call = self.hardware.host_forward_s if forward else self.hardware.host_backward_s",
+        "call = 0.0",
+        "tests/predict/attention",
+    ),
+    Fault(
+        "longctx_patch/choose/tie.py",
+        "key=lambda key: (-tied[key].ulysses_degree, tied[key].sent_bytes, tied[key].buffer_bytes)",
+        "key=lambda key: tied[key].ulysses_degree",
+        "tests/choose",
+    ),
+    Fault(
+        "longctx_patch/data/collator.py",
+        "row.next_labels()",
+        "row.labels",
+        "tests/data",
+    ),
+    Fault(
+        "longctx_patch/hf/call/fire_check.py",
+        "problem = self._missing_layers()",
+        "problem = None",
+        "tests/hf/call",
+    ),
+    Fault(
+        "longctx_patch/plugin/launch_yaml.py",
+        '"fsdp_version": 2',
+        '"fsdp_version": 1',
+        "tests/plugin",
+    ),
+)
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """The checkout with the fault in it."""
+    file = ROOT / fault.file
+    right = file.read_text(encoding="utf-8")
+    assert right.count(fault.right) >= 1, f"{fault.file} no longer has {fault.right!r}"
+    file.write_text(right.replace(fault.right, fault.wrong, 1), encoding="utf-8")
+    try:
+        yield
+    finally:
+        file.write_text(right, encoding="utf-8")
+
+
+def first_failure(tests: str) -> str | None:
+    """The first test that fails, or None."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", tests]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return lines[0] if lines else None
+
+
+def main() -> int:
+    missed = 0
+    for fault in FAULTS:
+        with planted(fault):
+            failure = first_failure(fault.tests)
+        missed += failure is None
+        print(f"{fault.file}: {failure or f'NOT NOTICED by {fault.tests}'}", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
