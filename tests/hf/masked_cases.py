@@ -9,6 +9,7 @@ from tests.hf.masked_models import MASKS, Case, Pack
 SHARE = 12
 """Tokens of a rank in most rows here."""
 LAYOUTS: tuple[LayoutName | None, ...] = (None, "zigzag", "contiguous")
+POLICIES: tuple[CheckpointPolicy, ...] = ("full", "none", "attention", "none")
 TRAINED = ("llama", "qwen2", "gpt_oss")
 
 
@@ -28,34 +29,17 @@ def packs_of(num_ranks: int) -> dict[str, Case]:
 
 
 def cases_of(ulysses: int, ring: int) -> list[Case]:
-    """Each row once; three models and the placements in turn, others on other numbers of ranks."""
+    """Each row once; models, placements and policies in turn, others on other numbers of ranks."""
+    turns = enumerate(packs_of(ulysses * ring).values(), start=ulysses + ring)
     return [
         case._replace(
-            model=TRAINED[(number + ulysses + ring) % 3],
+            model=TRAINED[turn % 3],
             ulysses=ulysses,
             ring=ring,
-            layout=LAYOUTS[(number // 2 + ring) % 3],
+            layout=LAYOUTS[(turn // 2 + ring) % 3],
+            checkpoint=POLICIES[turn % 4],
         )
-        for number, case in enumerate(packs_of(ulysses * ring).values())
-    ]
-
-
-def placement_cases(ring: int) -> list[Case]:
-    """Each row in each placement."""
-    return [
-        case._replace(model="llama", ring=ring, layout=layout)
-        for case, layout in product(packs_of(ring).values(), LAYOUTS)
-    ]
-
-
-def policy_cases(ulysses: int, ring: int) -> list[Case]:
-    row = packs_of(ulysses * ring)["tiny and one longer than a share"]
-    policies: tuple[CheckpointPolicy, ...] = ("full", "attention")
-    return [
-        row._replace(
-            model=model, ulysses=ulysses, ring=ring, checkpoint=policies[(number + ulysses) % 2]
-        )
-        for number, model in enumerate(TRAINED)
+        for turn, case in turns
     ]
 
 
@@ -97,11 +81,7 @@ def window_cases(ring: int) -> list[Case]:
 
 CASES = {
     1: cases_of(1, 1) + mask_cases(1, 1)[::2],
-    2: cases_of(1, 2) + policy_cases(1, 2),
+    2: cases_of(1, 2),
     3: cases_of(1, 3) + mask_cases(1, 3),
-    4: placement_cases(4)
-    + cases_of(2, 2)
-    + policy_cases(2, 2)
-    + mask_cases(2, 2)
-    + window_cases(4),
+    4: cases_of(1, 4) + cases_of(2, 2) + mask_cases(2, 2) + window_cases(4),
 }

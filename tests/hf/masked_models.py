@@ -5,28 +5,26 @@ has the sum of their losses and gradients. Other masks reach the stock model as 
 additive mask.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
+from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import LayoutName
 from longctx_patch.sequence.masks import Mask, bidirectional, block_sparse, prefix_lm
-from tests.hf.tiny import VOCABULARY, featured_model, gradients
-from tests.reference import relative_error
+from tests.hf.steps import Rows, Step, collated, complaints, sharded_step
+from tests.hf.tiny import VOCABULARY, WINDOW, featured_model, gradients
 
-TOLERANCE = 1e-5
-WINDOW = 7
 Table = NDArray[np.bool_]
+Ints = NDArray[np.int64]
 Pack = tuple[int, ...]
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,11 +34,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
 }
 """Without a window, with one in one layer, with sinks too, and with one in every layer."""
-
-
-class Step(NamedTuple):
-    loss: Tensor
-    grads: dict[str, Tensor]
 
 
 class Case(NamedTuple):
@@ -94,48 +87,38 @@ def make_model(name: str, window: int = WINDOW) -> Any:
     return featured_model(family, **overrides)
 
 
-# Masks over a padded row, each with its table by definition.
+# Masks over a padded row, each with the pairs (query, key) that it allows by definition.
 
 
-def blocks_of(num_tokens: int, size: int) -> Table:
+def is_seen(row: Ints, column: Ints) -> Table:
     """About half of the blocks, those on the diagonal always, so that every token sees itself."""
-    count = -(-num_tokens // size)
-    row, column = np.arange(count)[:, None], np.arange(count)[None, :]
     return ((row * 3 + column * 5) % 7 < 3) | (row == column)
 
 
-def queries_and_keys(num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def queries_and_keys(num_tokens: int) -> tuple[Ints, Ints]:
     return np.arange(num_tokens)[:, None], np.arange(num_tokens)[None, :]
 
 
-def prefix_table(n: int) -> Table:
-    q, k = queries_and_keys(n)
-    return (k <= q) | (k < 17)
+def blocks_of(num_tokens: int, size: int) -> Table:
+    return is_seen(*queries_and_keys(-(-num_tokens // size)))
 
 
-def both_ways_table(n: int) -> Table:
-    return np.ones((n, n), dtype=np.bool_)
-
-
-def blocks_table(n: int) -> Table:
-    q, k = queries_and_keys(n)
-    return blocks_of(n, 5)[q // 5, k // 5] & (k <= q)
-
-
-def wide_blocks_table(n: int) -> Table:
-    q, k = queries_and_keys(n)
-    return blocks_of(n, 8)[q // 8, k // 8]
-
-
-MASKS: dict[str, tuple[Callable[[int], Mask], Callable[[int], Table]]] = {
-    "prefix": (lambda n: prefix_lm(n, 17), prefix_table),
-    "both ways": (bidirectional, both_ways_table),
-    "blocks": (lambda n: block_sparse(n, blocks_of(n, 5), 5), blocks_table),
+MASKS: dict[str, tuple[Callable[[int], Mask], Callable[[Ints, Ints], Table]]] = {
+    "prefix": (lambda n: prefix_lm(n, 17), lambda q, k: (k <= q) | (k < 17)),
+    "both ways": (bidirectional, lambda q, k: q >= 0 * k),
+    "blocks": (
+        lambda n: block_sparse(n, blocks_of(n, 5), 5),
+        lambda q, k: is_seen(q // 5, k // 5) & (k <= q),
+    ),
     "blocks both ways": (
         lambda n: block_sparse(n, blocks_of(n, 8), 8, is_causal=False),
-        wide_blocks_table,
+        lambda q, k: is_seen(q // 8, k // 8),
     ),
 }
+
+
+def table_of(mask: str, num_tokens: int) -> Table:
+    return MASKS[mask][1](*queries_and_keys(num_tokens))
 
 
 # One process: every document alone, through the stock model.
@@ -171,7 +154,7 @@ def documents_alone(
 ) -> Step:
     """The loss of all documents over the number of labels, and its gradients."""
     model = make_model(name, window)
-    table = None if mask is None else MASKS[mask][1](num_tokens)
+    table = None if mask is None else table_of(mask, num_tokens)
     count, total, start = sum(length - 1 for length in lengths), torch.zeros(()), 0
     for ids in document_ids(lengths):
         here = slice(start, start + len(ids))
@@ -194,7 +177,7 @@ def wanted(case: Case) -> Step:
 # Several processes: the packed rows.
 
 
-def packed_rows(packs: Sequence[Pack]) -> list[dict[str, list[int]]]:
+def packed_rows(packs: Sequence[Pack]) -> Rows:
     documents = iter(document_ids([length for pack in packs for length in pack]))
     return [
         {
@@ -205,34 +188,11 @@ def packed_rows(packs: Sequence[Pack]) -> list[dict[str, list[int]]]:
     ]
 
 
-def sharded_step(case: Case, model: Any, handle: PatchHandle) -> Step:
-    """What all ranks together computed."""
-    collate = SequenceShardCollator(
-        case.config, group_rank=handle.group_rank, pad_token_id=0, pad_to_length=case.pad_to
-    )
-    batch = collate(packed_rows(case.packs))
+def packed_step(case: Case, model: Any, handle: PatchHandle) -> Step:
+    batch = collated(handle, packed_rows(case.packs), pad_to_length=case.pad_to)
     assert batch["longctx_shard"][0, 0] == case.num_tokens
     assert batch["input_ids"].shape[1] * handle.config.sequence_degree == case.num_tokens
-    model.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    return over_ranks(loss, model)
-
-
-def over_ranks(loss: Tensor, model: Any) -> Step:
-    """The means, in one message."""
-    grads = gradients(model)
-    if not dist.is_initialized():
-        return Step(loss.detach(), grads)
-    flat = torch.cat([loss.detach().view(1), *(grad.flatten() for grad in grads.values())])
-    dist.all_reduce(flat)
-    total, *parts = (flat / dist.get_world_size()).split(
-        [1, *(grad.numel() for grad in grads.values())]
-    )
-    shaped = {
-        name: part.view_as(grad) for (name, grad), part in zip(grads.items(), parts, strict=True)
-    }
-    return Step(total[0], shaped)
+    return sharded_step(model, batch)
 
 
 def run_cases(rank: int, cases: Sequence[Case]) -> list[Step]:
@@ -246,26 +206,11 @@ def run_cases(rank: int, cases: Sequence[Case]) -> list[Step]:
             model = make_model(case.model, case.window)
             mask = None if case.mask is None else MASKS[case.mask][0]
             patched[key] = model, patch(model, case.config, mask=mask)
-        steps.append(sharded_step(case, *patched[key]))
+        steps.append(packed_step(case, *patched[key]))
     return steps if rank == 0 else []
 
 
-def complaints(found: Step, case: Case) -> Iterator[str]:
-    expected = wanted(case)
-    if (error := relative_error(found.loss, expected.loss)) >= TOLERANCE:
-        yield f"{case}: loss differs by {error:.1e}"
-    if found.grads.keys() != expected.grads.keys():
-        yield f"{case}: gradients of other parameters"
-        return
-    errors = {
-        name: relative_error(found.grads[name], grad) for name, grad in expected.grads.items()
-    }
-    wrong = [name for name, error in errors.items() if not error < TOLERANCE]
-    if wrong:
-        worst = max(wrong, key=lambda name: errors[name])
-        yield f"{case}: {len(wrong)} gradients differ, {worst} by {errors[worst]:.1e}"
-
-
 def assert_equal(found: Sequence[Step], cases: Sequence[Case]) -> None:
-    wrong = [why for step, case in zip(found, cases, strict=True) for why in complaints(step, case)]
+    pairs = zip(found, cases, strict=True)
+    wrong = [why for step, case in pairs for why in complaints(step, wanted(case), case)]
     assert not wrong, "\n".join(wrong)

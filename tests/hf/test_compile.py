@@ -3,9 +3,10 @@
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch import LongContextConfig, patch
 from longctx_patch.memory.policies import CheckpointPolicy
 from tests.harness import run_distributed
+from tests.hf.steps import collated
 from tests.hf.tiny import tiny_model, token_rows
 from tests.reference import relative_error
 
@@ -19,12 +20,11 @@ def train(policy: CheckpointPolicy, *, compiled: bool) -> tuple[list[Tensor], in
     if compiled:
         for layer in handle.model.get_decoder().layers:
             layer.compile(backend="aot_eager")
-    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
     model.train()
     graphs = []
     for _ in range(STEPS):
         model.zero_grad()
-        loss = model(**collate(token_rows(37))).loss
+        loss = model(**collated(handle, token_rows(37))).loss
         loss.backward()
         graphs.append(counters["stats"]["unique_graphs"])
     grads = [p.grad for p in model.parameters() if p.grad is not None]

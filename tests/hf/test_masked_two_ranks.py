@@ -9,32 +9,24 @@ import torch
 from peft import PrefixTuningConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 
-from longctx_patch import (
-    LongContextConfig,
-    PatchHandle,
-    SequenceShardCollator,
-    patch,
-)
+from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.sequence.masks import bidirectional, block_sparse, causal, prefix_lm
 from tests.harness import run_distributed
 from tests.hf.masked_cases import CASES
 from tests.hf.masked_models import (
     MASKS,
-    TOLERANCE,
-    WINDOW,
     Pack,
-    Step,
     assert_equal,
     blocks_of,
     document_ids,
     make_model,
-    over_ranks,
     packed_rows,
     run_cases,
     stock_mask,
+    table_of,
 )
-from tests.hf.tiny import gradients
-from tests.reference import relative_error
+from tests.hf.steps import Rows, Step, collated, complaints, sharded_step
+from tests.hf.tiny import WINDOW, gradients
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,14 +34,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # Several rows that are not packed: one mask for all of them.
 
 
+def whole_rows(lengths: Pack) -> Rows:
+    return [{"input_ids": ids} for ids in document_ids(lengths)]
+
+
 def unpacked_step(config: LongContextConfig, lengths: Pack, mask: str) -> Step:
     model = make_model("llama")
     handle = patch(model, config, mask=MASKS[mask][0])
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-    loss = model(**collate([{"input_ids": ids} for ids in document_ids(lengths)])).loss
-    loss.backward()
+    step = sharded_step(model, collated(handle, whole_rows(lengths)))
     handle.unpatch()
-    return over_ranks(loss, model)
+    return step
 
 
 def check_unpacked(rank: int) -> list[tuple[Pack, str, Step]]:
@@ -62,7 +56,7 @@ def check_unpacked(rank: int) -> list[tuple[Pack, str, Step]]:
 def rows_alone(lengths: Pack, mask: str) -> Step:
     """Each row from the first token of the mask on."""
     model = make_model("llama")
-    table, total = MASKS[mask][1](max(lengths)), torch.zeros(())
+    table, total = table_of(mask, max(lengths)), torch.zeros(())
     for ids in document_ids(lengths):
         own = stock_mask(model, table[: len(ids), : len(ids)], WINDOW)
         logits = model(input_ids=torch.tensor([ids]), attention_mask=own, use_cache=False).logits
@@ -77,9 +71,7 @@ def rows_alone(lengths: Pack, mask: str) -> Step:
 
 def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
     """With a plain patched model; each is on every rank and before anything is sent."""
-    config = handle.config
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-    packed = collate(packed_rows(((3, 9, 1, 11),)))
+    packed = collated(handle, packed_rows(((3, 9, 1, 11),)))
     layout = handle.group.layout(int(packed["longctx_shard"][0, 0]))
     whole_positions = layout.positions(handle.group_rank)[None]
     local_positions = torch.arange(packed["input_ids"].shape[1])[None]
@@ -105,7 +97,7 @@ def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
             model(**packed | changed)
         assert handle.counters.messages == 0
     # The lengths of documents are compared too: another cut of the same tokens.
-    other = collate(packed_rows(((3, 9, 1, 11) if rank else (3, 10, 11),)))
+    other = collated(handle, packed_rows(((3, 9, 1, 11) if rank else (3, 10, 11),)))
     with pytest.raises(ValueError, match="must hold shards of the same batch"):
         model(**other)
     model(**packed).loss.backward()  # still works
@@ -113,7 +105,6 @@ def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
 
 
 def refused_masks(config: LongContextConfig, rank: int) -> None:
-    uneven = [{"input_ids": ids} for ids in document_ids((12, 9))]
     cases: list[tuple[Callable[[int], Any], str]] = [
         (bidirectional, r"would see the padding .*\[12, 9\] of 12 .*packed=True"),
         (lambda n: prefix_lm(n, 3), "let.* tokens see later ones"),
@@ -128,9 +119,8 @@ def refused_masks(config: LongContextConfig, rank: int) -> None:
     for factory, message in cases:
         model = make_model("llama")
         handle = patch(model, config, mask=factory)
-        collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
         with pytest.raises(ValueError, match=message):
-            model(**collate(uneven))
+            model(**collated(handle, whole_rows((12, 9))))
         assert handle.counters.messages == 0
         handle.unpatch()
 
@@ -139,10 +129,9 @@ def dropout_after_patch(config: LongContextConfig) -> None:
     """Nothing looks at the modules again, but what a layer asks for is never dropped."""
     model = make_model("qwen2")
     handle = patch(model, config)
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
     model.model.layers[1].self_attn.attention_dropout = 0.1
     with pytest.raises(ValueError, match=r"Qwen2Attention of layer 1 asks .* dropout=0\.1"):
-        model(**collate(packed_rows(((3, 9),))))
+        model(**collated(handle, packed_rows(((3, 9),))))
     handle.unpatch()
 
 
@@ -150,10 +139,9 @@ def adapter_that_prepends(config: LongContextConfig) -> None:
     """After the patch: the batch no longer is the collator's. Before it: test_patching.py."""
     prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     handle = patch(make_model("llama"), config)
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
     adapted = get_peft_model(handle.model, prefix)
     with pytest.raises(ValueError, match=r"past_key_values|attention_mask|position_ids"):
-        adapted(**collate(packed_rows(((3, 9),))))
+        adapted(**collated(handle, packed_rows(((3, 9),))))
     assert handle.counters.messages == 0
     handle.unpatch()
 
@@ -182,7 +170,4 @@ def test_two_ranks_equal_the_documents_alone_and_refuse_what_would_be_dropped() 
     packed, unpacked = run_distributed(check_two_ranks, 2)[0]
     assert_equal(packed, CASES[2])
     for lengths, mask, found in unpacked:
-        expected = rows_alone(lengths, mask)
-        assert relative_error(found.loss, expected.loss) < TOLERANCE
-        for name, grad in expected.grads.items():
-            assert relative_error(found.grads[name], grad) < TOLERANCE, (lengths, mask, name)
+        assert not complaints(found, rows_alone(lengths, mask), (lengths, mask))

@@ -8,17 +8,12 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from longctx_patch import (
-    LongContextConfig,
-    PatchHandle,
-    SequenceShardCollator,
-    UnsupportedModelError,
-    patch,
-)
+from longctx_patch import LongContextConfig, PatchHandle, UnsupportedModelError, patch
 from longctx_patch.hf import patching
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.sequence.masks import bidirectional
 from tests.harness import run_distributed
+from tests.hf.steps import collated
 from tests.hf.tiny import FAMILIES, tiny_config, tiny_model, token_rows
 
 ALONE = LongContextConfig()
@@ -41,18 +36,12 @@ def test_unpatch_restores_the_model(family: str, implementation: str) -> None:
     before = state_of(model)
     handle = patch(model, ALONE)
     assert state_of(model) != before
+    with pytest.raises(ValueError, match=r"patched already: call unpatch\(\)"):
+        patch(model, ALONE)
     handle.unpatch()
     assert state_of(model) == before
     with pytest.raises(ValueError, match="unpatched already"):
         handle.unpatch()
-
-
-def test_patching_twice_is_refused_and_again_after_unpatch_works() -> None:
-    model = tiny_model()
-    handle = patch(model, ALONE)
-    with pytest.raises(ValueError, match=r"patched already: call unpatch\(\)"):
-        patch(model, ALONE)
-    handle.unpatch()
     patch(model, ALONE).unpatch()
 
 
@@ -83,14 +72,9 @@ def test_a_config_saved_from_a_patched_model_has_no_trace(tmp_path: Any) -> None
 
 def test_all_reasons_are_given_at_once() -> None:
     config = tiny_config("mistral", is_causal=False, attention_dropout=0.5)
-    with pytest.raises(UnsupportedModelError, match=r"(?s)is_causal=False.*attention_dropout=0.5"):
-        check_model_config(config, LongContextConfig())
-
-
-def test_more_ulysses_ranks_than_heads_are_refused() -> None:
-    config = LongContextConfig(ulysses_degree=8)
-    with pytest.raises(UnsupportedModelError, match="ulysses_degree=8 exceeds its 4 query heads"):
-        check_model_config(tiny_config("llama"), config)
+    says = r"(?s)is_causal=False.*attention_dropout=0.5.*ulysses_degree=8 exceeds its 4 query heads"
+    with pytest.raises(UnsupportedModelError, match=says):
+        check_model_config(config, LongContextConfig(ulysses_degree=8))
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
@@ -103,20 +87,16 @@ def test_rope_that_follows_the_local_length_is_refused(rope_type: str) -> None:
 
 
 def test_a_refused_model_is_unchanged() -> None:
-    for model, config in (
-        (tiny_model("mistral", attention_dropout=0.5), ALONE),
-        (tiny_model(), LongContextConfig(ring_degree=2)),
-        (tiny_model(), LongContextConfig(kernel="magic")),
+    world = r"but 1 process runs: .*2 .*notebook_launcher\(train"
+    for model, config, says in (
+        (tiny_model("mistral", attention_dropout=0.5), ALONE, r"attention_dropout=0\.5"),
+        (tiny_model(), LongContextConfig(ring_degree=2), world),
+        (tiny_model(), LongContextConfig(kernel="magic"), "kernel='magic': choose auto or"),
     ):
         before = state_of(model)
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=says):
             patch(model, config)
         assert state_of(model) == before
-
-
-def test_a_world_of_another_size_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"but 1 process runs: .*2 .*notebook_launcher\(train"):
-        patch(tiny_model(), LongContextConfig(ring_degree=2))
 
 
 def test_prompt_tuning_is_refused_and_lora_is_not() -> None:
@@ -153,6 +133,8 @@ def test_only_causal_language_models() -> None:
     for model in (classifier, tiny_model().model):
         with pytest.raises(ValueError, match="is not a causal language model"):
             patch(model, ALONE)
+    with pytest.raises(ValueError, match="Linear is not a transformers model"):
+        patch(torch.nn.Linear(2, 2), ALONE)
 
 
 def test_a_mask_is_given_as_a_function_of_the_length() -> None:
@@ -185,27 +167,21 @@ def test_a_failure_while_binding_leaves_the_model_as_it_was(
     assert state_of(model) == before
 
 
-def test_only_transformers_models() -> None:
-    with pytest.raises(ValueError, match="Linear is not a transformers model"):
-        patch(torch.nn.Linear(2, 2), ALONE)
-
-
-def of_two_ranks(rank: int) -> tuple[Any, PatchHandle, SequenceShardCollator, dict[str, Tensor]]:
+def of_two_ranks() -> tuple[Any, PatchHandle, dict[str, Tensor]]:
     """A patched model on a ring of two, and a batch that it takes."""
     model = tiny_model()
     handle = patch(model, LongContextConfig(ring_degree=2))
-    collate = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)
-    return model, handle, collate, collate(token_rows(16))
+    return model, handle, collated(handle, token_rows(16))
 
 
 def check_refused_on_every_rank(rank: int) -> None:
     """Before anything is sent."""
-    model, handle, collate, good = of_two_ranks(rank)
+    model, handle, good = of_two_ranks()
     short = {"input_ids": good["input_ids"][:, : 1 - rank]}
     short["longctx_shard"] = torch.tensor([[1, 0]] * 2)
     bad: list[tuple[dict[str, Any], str]] = [
-        (collate(token_rows(16, seed=rank)), "must hold shards of the same batch"),
-        (collate(token_rows(16 + 4 * rank)), r"rank 1: 10 of 20 tokens"),
+        (collated(handle, token_rows(16, seed=rank)), "must hold shards of the same batch"),
+        (collated(handle, token_rows(16 + 4 * rank)), r"rank 1: 10 of 20 tokens"),
         ({key: value[rank : rank + 1] for key, value in good.items()}, "shards of the same batch"),
         (good | {"num_valid_tokens": 5 + rank}, "shards of the same batch"),
         (short, "leaves a rank without tokens"),
@@ -228,7 +204,7 @@ def check_refused_on_every_rank(rank: int) -> None:
 
 def check_ranks_that_differ(rank: int) -> None:
     """What one rank alone does is an error on both."""
-    model, _, _, good = of_two_ranks(rank)
+    model, _, good = of_two_ranks()
     for key, value, message in (
         ("attention_mask", torch.zeros(2, 8), "other masks go to patch"),
         ("cu_seq_lens_q", torch.tensor([0, 8]), "silently drop it"),
@@ -261,11 +237,10 @@ def check_evaluation_of_replicas(rank: int) -> None:
     """Evaluation sends nothing across replicas, so they may have different numbers of batches."""
     model = tiny_model().eval()
     handle = patch(model, LongContextConfig(loss="logits"))  # bitwise the stock loss
-    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
     loss = torch.zeros(())
     with torch.no_grad():
         for _ in range(1 + rank):
-            loss = model(**collate(token_rows(16))).loss
+            loss = model(**collated(handle, token_rows(16))).loss
     handle.unpatch()
     ids = torch.tensor([row["input_ids"] for row in token_rows(16)])
     assert loss.item() == model(input_ids=ids, labels=ids).loss.item()
@@ -277,8 +252,7 @@ def check_two_models(rank: int) -> None:
     ring = patch(first, LongContextConfig(ring_degree=2))
     ulysses = patch(second, LongContextConfig(ulysses_degree=2, ulysses_waves=2))
     for model, handle in ((first, ring), (second, ulysses)):
-        collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
-        model(**collate(token_rows(16))).loss.backward()
+        model(**collated(handle, token_rows(16))).loss.backward()
     # Forward and backward of two layers: a ring of two sends 1 + 2 messages, and each of two waves
     # of heads an all-to-all before and after.
     assert (ring.counters.messages, ulysses.counters.messages) == (6, 16)

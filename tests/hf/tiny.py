@@ -154,10 +154,6 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def gradient_norm(grads: dict[str, Tensor]) -> Tensor:
-    return torch.stack([grad.double().norm() for grad in grads.values()]).norm()
-
-
 def mean_over_ranks(tensor: Tensor) -> Tensor:
     """What DDP makes of a gradient; collective where there are several processes."""
     if not dist.is_initialized():

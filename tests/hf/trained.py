@@ -7,9 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
+from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.hf.preflight import Preflight, preflight
 from longctx_patch.memory.meter import Meter
+from tests.hf.steps import collated
 from tests.hf.tiny import VOCABULARY, tiny_model, token_rows
 
 LAYERS, PLENTY = 7, 10**12
@@ -40,10 +41,7 @@ class Run:
         self.load(length, rows)
 
     def load(self, length: int, rows: int = 1) -> None:
-        collate = SequenceShardCollator(
-            self.handle.config, group_rank=self.handle.group_rank, pad_token_id=0
-        )
-        self.batch = collate(token_rows(length, rows))
+        self.batch = collated(self.handle, token_rows(length, rows))
 
     def loss(self) -> Tensor:
         return self.model(**self.batch).loss

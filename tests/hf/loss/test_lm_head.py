@@ -2,7 +2,8 @@
 be there, full logits are used."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,44 +19,38 @@ from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.config import LossName
 from longctx_patch.hf.model.checks import FAMILIES
 from tests.harness import run_distributed
-from tests.hf.loss.labelled import TOLERANCE, collated
+from tests.hf.loss.labelled import collated
+from tests.hf.steps import TOLERANCE
 from tests.hf.tiny import VOCABULARY, featured_model, mean_over_ranks, tiny_model
 from tests.reference import relative_error
 
 
-class SeenByHead:
-    """Dimensions of what a head returned; by a hook on all modules, since one on the head counts
-    as somebody who may change it."""
+@contextmanager
+def seen_by(head: nn.Module) -> Iterator[list[int]]:
+    """Dimensions of what a head returns; by a hook on all modules, since one on the head counts as
+    somebody who may change it."""
+    dims: list[int] = []
 
-    def __init__(self, head: nn.Module) -> None:
-        self.dims: list[int] = []
+    def look(module: nn.Module, _: Any, out: Any) -> None:
+        if module is head:
+            dims.append(out.ndim)
 
-        def look(module: nn.Module, _: Any, out: Any) -> None:
-            if module is head:
-                self.dims.append(out.ndim)
-
-        self._hook = register_module_forward_hook(look)
-
-    def __enter__(self) -> "SeenByHead":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
+    hook = register_module_forward_hook(look)
+    yield dims
+    hook.remove()
 
 
-def step(model: Any, loss: LossName, **options: Any) -> dict[str, Tensor]:
+def step(model: Any, loss: LossName) -> dict[str, Tensor]:
     """Loss and gradients of a patched model; gradients of parameters, by name."""
     handle = patch(model, LongContextConfig(loss=loss))
-    found = patched_step(model, handle, loss, **options)
+    found = patched_step(model, handle, loss)
     handle.unpatch()
     assert "forward" not in vars(handle.model.get_output_embeddings())
     return found
 
 
-def patched_step(
-    model: Any, handle: PatchHandle, loss: LossName, **options: Any
-) -> dict[str, Tensor]:
-    out = model(**collated(handle), **options)
+def patched_step(model: Any, handle: PatchHandle, loss: LossName) -> dict[str, Tensor]:
+    out = model(**collated(handle))
     out.loss.backward()
     assert (out.logits is None) == (loss == "chunked")
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -72,9 +67,9 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str) -> None:
     model = featured_model(family)
-    with SeenByHead(model.get_output_embeddings()) as seen:
+    with seen_by(model.get_output_embeddings()) as seen:
         found = step(model, "chunked")
-    assert seen.dims == [0], "the head returned logits"
+    assert seen == [0], "the head returned logits"
     assert_close(found, step(featured_model(family), "logits"))
 
 
@@ -143,9 +138,9 @@ def test_every_kind_of_head(kind: str) -> None:
     torch.manual_seed(0)
     model = build()
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    with SeenByHead(base.get_output_embeddings()) as seen:
+    with seen_by(base.get_output_embeddings()) as seen:
         found = step(model, "chunked")
-    assert seen.dims == [0 if is_chunked else 3]
+    assert seen == [0 if is_chunked else 3]
     torch.manual_seed(0)
     assert_close(found, step(build(), "logits"))
 
@@ -178,9 +173,9 @@ def test_a_head_that_was_copied_while_patched_is_patched_again() -> None:
     handle = patch(model, LongContextConfig())
     model.lm_head = copy.deepcopy(model.lm_head)
     handle.unpatch()
-    with SeenByHead(model.lm_head) as seen:
+    with seen_by(model.lm_head) as seen:
         step(model, "chunked")
-    assert seen.dims == [0]
+    assert seen == [0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "granite"])

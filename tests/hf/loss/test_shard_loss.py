@@ -4,30 +4,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from longctx_patch import (
-    LongContextConfig,
-    SequenceShardCollator,
-    count_valid_tokens,
-    patch,
-)
+from longctx_patch import LongContextConfig, count_valid_tokens, patch
 from longctx_patch.sequence.masks import bidirectional
 from longctx_patch.transport.meeting import SequenceParallelismError
 from tests.harness import run_distributed
-from tests.hf.tiny import (
-    VOCABULARY,
-    featured_model,
-    gradients,
-    tiny_model,
-    token_rows,
-)
+from tests.hf.steps import Rows, Step, collated, complaints, over_ranks
+from tests.hf.tiny import VOCABULARY, featured_model, gradients, tiny_model, token_rows
 from tests.reference import relative_error
 
 LENGTHS = (11, 24)
 
 
-def batches() -> list[list[dict[str, list[int]]]]:
+def batches() -> list[Rows]:
     """Two batches of one row each, of different lengths."""
     rows = token_rows(max(LENGTHS))
     pairs = zip(rows, LENGTHS, strict=True)
@@ -50,24 +39,20 @@ def stock_step(model: Any) -> float:
 
 def check_accumulation(rank: int, num_ranks: int) -> None:
     reference: Any = featured_model("qwen3_moe", router_aux_loss_coef=1.0)
-    wanted = stock_step(reference)
+    loss_alone = stock_step(reference)
     patched: Any = featured_model("qwen3_moe", router_aux_loss_coef=0.25)
     handle = patch(patched, LongContextConfig(ring_degree=num_ranks))
     patched.router_aux_loss_coef = 1.0  # set late, as by a schedule
-    collate = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)
-    collated = [collate(rows) for rows in batches()]
-    count = count_valid_tokens(collated)
+    micro = [collated(handle, rows) for rows in batches()]
+    count = count_valid_tokens(micro)
     total = torch.zeros(())
-    for batch in collated:
+    for batch in micro:
         loss = patched(**batch, num_valid_tokens=count, output_router_logits=True).loss
         loss.backward()
         total += loss.detach()
         assert patched.router_aux_loss_coef == 1.0
-    dist.all_reduce(total)
-    assert abs(total.item() / num_ranks / wanted - 1) < 1e-5
-    for name, grad in gradients(patched).items():
-        dist.all_reduce(grad)
-        assert relative_error(grad / num_ranks, gradients(reference)[name]) < 1e-5, name
+    wanted = Step(torch.tensor(loss_alone), gradients(reference))
+    assert not complaints(over_ranks(total, patched), wanted, "two batches")
     handle.unpatch()
     assert patched.router_aux_loss_coef == 1.0
 
@@ -76,7 +61,7 @@ def check_labels_of_one_rank(rank: int, num_ranks: int) -> None:
     """Rank 0 alone has labels that can't be right: both ranks raise, and rank 0 says why."""
     model = tiny_model()
     handle = patch(model, LongContextConfig(ring_degree=num_ranks))
-    batch = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)(token_rows(24))
+    batch = collated(handle, token_rows(24))
 
     def with_first(label: int, *names: str) -> dict[str, Any]:
         changed = {name: batch[name].clone() for name in names}
@@ -106,12 +91,11 @@ def check_labels_of_one_rank(rank: int, num_ranks: int) -> None:
 def check_passes_without_labels(rank: int, num_ranks: int) -> None:
     model = tiny_model()
     handle = patch(model, LongContextConfig(ring_degree=num_ranks))
-    collate = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)
-    batch = collate(token_rows(24))
+    batch = collated(handle, token_rows(24))
     unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
     with pytest.raises(SequenceParallelismError, match="rank 0: LABELS, rank 1: BATCH"):
         model(**(unlabelled if rank == 1 else batch))
-    one = collate([{"input_ids": list(range(8)), "seq_lengths": [3, 5]}])
+    one = collated(handle, [{"input_ids": list(range(8)), "seq_lengths": [3, 5]}])
     joined = {key: torch.cat([value, value]) for key, value in one.items()}
     del joined["position_ids"]
     with pytest.raises(ValueError, match="a batch of 2 packed rows"):
@@ -133,13 +117,12 @@ def check_a_mask_that_fails(rank: int, num_ranks: int) -> None:
 
     model = tiny_model()
     handle = patch(model, LongContextConfig(ring_degree=num_ranks), mask=factory)
-    collate = SequenceShardCollator(handle.config, group_rank=rank, pad_token_id=0)
     for _ in range(2):
-        model(**collate(token_rows(24)))
+        model(**collated(handle, token_rows(24)))
     assert asked == [24]
     other = "no such mask" if rank == 1 else "rank 1 of the group refused"
     with pytest.raises(ValueError, match=other):
-        model(**collate(token_rows(28)))
+        model(**collated(handle, token_rows(28)))
     model.eval()
     with pytest.raises(ValueError, match="whole rows with a model that was patched with a mask"):
         model(input_ids=torch.ones(1, 4, dtype=torch.int64))
@@ -149,8 +132,7 @@ def check_evaluation_of_replicas(rank: int, num_ranks: int) -> None:
     """With the count of all tokens it is the loss law; without, each replica is by itself."""
     model = tiny_model()
     handle = patch(model, LongContextConfig())
-    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-    batch = collate(batches()[rank])
+    batch = collated(handle, batches()[rank])
     count = count_valid_tokens([batch])
     wanted = model(**batch, num_valid_tokens=count).loss
     model.eval()

@@ -5,35 +5,21 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
-from longctx_patch import (
-    LongContextConfig,
-    SequenceShardCollator,
-    UnsupportedModelError,
-    patch,
-)
+from longctx_patch import LongContextConfig, UnsupportedModelError, patch
 from longctx_patch.hf.model.checks import FAMILIES, TABLE, check_model_config
 from longctx_patch.hf.model.facts import ModelFacts
 from tests.harness import run_distributed
-from tests.hf.tiny import (
-    WINDOW,
-    featured_config,
-    featured_model,
-    gradients,
-    mean_over_ranks,
-    tiny_config,
-)
+from tests.hf.steps import TOLERANCE, Rows, Step, collated, complaints, sharded_step
+from tests.hf.tiny import WINDOW, featured_config, featured_model, gradients, tiny_config
 from tests.hf.tiny import token_rows as whole_rows
 from tests.reference import relative_error
 
-TOLERANCE = 1e-5
 LENGTH = 43
 """A prime; on four ranks a window of 7 crosses from each chunk into the one before."""
-Step = tuple[Tensor, dict[str, Tensor]]
 
 
-def token_rows() -> list[dict[str, list[int]]]:
+def token_rows() -> Rows:
     """The second row is shorter, so that one rank or more hold padding."""
     first, second = whole_rows(LENGTH)
     return [first, {"input_ids": second["input_ids"][: LENGTH - 14]}]
@@ -44,38 +30,11 @@ def one_process(family: str) -> Step:
     model = featured_model(family)
     rows = [row["input_ids"] for row in token_rows()]
     ids = torch.tensor([row + [0] * (LENGTH - len(row)) for row in rows])
-    labels = torch.tensor([row + [-100] * (LENGTH - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (LENGTH - len(row)) for row in rows])
+    labels = ids.masked_fill(mask == 0, -100)
     loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
     loss.backward()
-    return loss.detach(), gradients(model)
-
-
-def sharded(family: str, config: LongContextConfig) -> Step:
-    """What all ranks together computed, on every rank."""
-    model = featured_model(family)
-    handle = patch(model, config)
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-    loss = model(**collate(token_rows())).loss
-    loss.backward()
-    handle.unpatch()
-    grads = {name: mean_over_ranks(grad) for name, grad in gradients(model).items()}
-    return mean_over_ranks(loss.detach()), grads
-
-
-def complaints(family: str, config: LongContextConfig) -> list[str]:
-    """How it differs from one process, in words; empty if it does not."""
-    loss, grads = sharded(family, config)
-    wanted_loss, wanted = one_process(family)
-    assert grads.keys() == wanted.keys()
-    errors = {name: relative_error(grads[name], wanted[name]) for name in wanted}
-    errors["loss"] = relative_error(loss, wanted_loss)
-    wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
-    if not wrong:
-        return []
-    worst = max(wrong, key=lambda name: wrong[name])
-    degrees = f"ulysses {config.ulysses_degree}, ring {config.ring_degree}"
-    return [f"{family}, {degrees}: {len(wrong)} differ, {worst} by {wrong[worst]:.1e}"]
+    return Step(loss.detach(), gradients(model))
 
 
 def check_families(rank: int, num_ranks: int) -> list[str]:
@@ -84,9 +43,10 @@ def check_families(rank: int, num_ranks: int) -> list[str]:
     found = []
     for number, family in enumerate(FAMILIES, start=num_ranks):
         ulysses, ring = pairs[number % len(pairs)]
-        found += complaints(
-            family, LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, ulysses_waves=2)
-        )
+        model = featured_model(family)
+        config = LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, ulysses_waves=2)
+        step = sharded_step(model, collated(patch(model, config), token_rows()))
+        found += complaints(step, one_process(family), (family, ulysses, ring))
     return found
 
 

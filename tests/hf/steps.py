@@ -1,0 +1,61 @@
+"""A training step of one process, or of all ranks together, and how two steps differ."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx_patch import PatchHandle, SequenceShardCollator
+from tests.hf.tiny import gradients
+from tests.reference import relative_error
+
+TOLERANCE = 1e-5
+Rows = list[dict[str, list[int]]]
+
+
+class Step(NamedTuple):
+    loss: Tensor
+    grads: dict[str, Tensor]
+
+
+def collated(handle: PatchHandle, rows: Rows, **options: Any) -> dict[str, Tensor]:
+    """This rank's shard of the rows."""
+    collate = SequenceShardCollator(
+        handle.config, group_rank=handle.group_rank, pad_token_id=0, **options
+    )
+    return collate(rows)
+
+
+def sharded_step(model: Any, batch: dict[str, Any]) -> Step:
+    """What all ranks together compute, on every rank."""
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return over_ranks(loss, model)
+
+
+def over_ranks(loss: Tensor, model: Any) -> Step:
+    """The means over all ranks, in one message."""
+    grads = gradients(model)
+    if not dist.is_initialized():
+        return Step(loss.detach(), grads)
+    flat = torch.cat([loss.detach().view(1), *(grad.flatten() for grad in grads.values())])
+    dist.all_reduce(flat)
+    total, *parts = (flat / dist.get_world_size()).split(
+        [1, *(grad.numel() for grad in grads.values())]
+    )
+    shaped = {
+        name: part.view_as(grad) for (name, grad), part in zip(grads.items(), parts, strict=True)
+    }
+    return Step(total[0], shaped)
+
+
+def complaints(found: Step, wanted: Step, where: object) -> list[str]:
+    """How a step differs from the one that is wanted, in words; empty if it does not."""
+    if found.grads.keys() != wanted.grads.keys():
+        return [f"{where}: gradients of other parameters"]
+    errors = {name: relative_error(found.grads[name], grad) for name, grad in wanted.grads.items()}
+    errors["loss"] = relative_error(found.loss, wanted.loss)
+    wrong = [name for name, error in errors.items() if not error < TOLERANCE]
+    return [f"{where}: {name} differs by {errors[name]:.1e}" for name in wrong[:3]]
