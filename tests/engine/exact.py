@@ -32,6 +32,18 @@ def causal_row(num_tokens: int) -> Masked:
     return Masked("causal", Documents.one(num_tokens), None, None, table)
 
 
+def config_of(plan: Any, layout: Any, ulysses: int, ring: int) -> LongContextConfig:
+    """A config that names a plan and a layout; a double ring has two ranks on a node, or one."""
+    per_node = (2 if ring % 2 == 0 and ring > 2 else 1) if plan == "double_ring" else None
+    return LongContextConfig(
+        ulysses_degree=ulysses,
+        ring_degree=ring,
+        plan=plan,
+        layout=layout,
+        ranks_per_node=per_node,
+    )
+
+
 class Case(NamedTuple):
     """One call of attention."""
 

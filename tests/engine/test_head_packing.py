@@ -86,11 +86,3 @@ def test_even_splits_are_one_copy_for_each_tensor(
         tuple(split.of(kind) for kind in QKV),
     )
     assert [shape[0] for shape in copies] == [degree] * 3
-
-
-def test_ranks_without_tokens() -> None:
-    cuts = ((Interval(0, 1), Interval(1, 2)),)
-    buffer, sizes = pack([torch.empty(1, 0, 2, 8)], cuts)
-    assert sizes == [0, 0]
-    assert not len(buffer)
-    unpack(buffer, [HeadTotal(torch.empty(1, 0, 2, 8), is_sum=False)], cuts)

@@ -1,5 +1,7 @@
 """Every kind of mask under every plan against dense attention, on virtual ranks."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,60 +15,37 @@ from longctx_patch.plans.generators.table import PLANS, make_schedule
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.placement import place
 from tests.covering import covering
-from tests.engine.exact import Case, assert_exact
+from tests.engine.exact import Case, assert_exact, causal_row, config_of
 from tests.masked import Masked, masks_of
 
-MASKS = {case.name: case for case in masks_of(41)}
-PLACED = [(plan, layout) for plan, record in PLANS.items() for layout in record.layouts]
+MASKS = {case.name: case for case in (causal_row(41), *masks_of(41))}
+PLACED = [
+    ("auto", None),
+    *((plan, layout) for plan, record in PLANS.items() for layout in record.layouts),
+]
+KINDS: list[dict[str, Any]] = [
+    {"heads": (4, 2)},
+    {"heads": (7, 7), "dtype": torch.float32, "sinks": True},
+    {"heads": (6, 2), "sinks": True, "softcap": 1.5},
+    {"heads": (4, 1), "dtype": torch.float32, "softcap": 1.5},
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "placed", "ring"),
-    covering(list(MASKS), PLACED, [2, 3, 4]),
+    ("name", "placed", "degrees", "kind"),
+    covering(list(MASKS), PLACED, [(1, 3), (1, 4), (2, 2), (3, 2)], KINDS),
     ids=str,
 )
-def test_every_mask_under_every_plan(name: str, placed: tuple[str, str], ring: int) -> None:
-    plan, layout = placed
-    is_double = plan == "double_ring"
-    config = LongContextConfig(
-        ring_degree=4 if is_double else ring,
-        plan=plan,
-        layout=layout,  # type: ignore[arg-type]
-        ranks_per_node=2 if is_double else None,
-    )
-    assert_exact(Case(config, MASKS[name]))
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_every_mask_on_one_rank(name: str) -> None:
-    assert_exact(Case(LongContextConfig(), MASKS[name]))
-
-
-@pytest.mark.parametrize(
-    ("name", "degrees", "heads"),
-    covering(list(MASKS), [(2, 1), (4, 1), (3, 1), (2, 2), (3, 2)], [(4, 2), (7, 7)]),
-    ids=str,
-)
-def test_every_mask_under_ulysses(
-    name: str, degrees: tuple[int, int], heads: tuple[int, int]
+def test_every_mask_under_every_plan(
+    name: str, placed: tuple[Any, Any], degrees: tuple[int, int], kind: dict[str, Any]
 ) -> None:
-    config = LongContextConfig(ulysses_degree=degrees[0], ring_degree=degrees[1])
-    assert_exact(Case(config, MASKS[name], heads, sinks=True))
+    assert_exact(Case(config_of(*placed, *degrees), MASKS[name], **kind))
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "plan", "dtype"),
-    covering(
-        list(MASKS),
-        ["zigzag", "balanced", "contiguous"],
-        ["auto", "allgather"],
-        [torch.float32, torch.float64],
-    ),
-    ids=str,
-)
-def test_sinks_and_softcap(name: str, layout: str, plan: str, dtype: torch.dtype) -> None:
-    config = LongContextConfig(ring_degree=3, layout=layout, plan=plan)  # type: ignore[arg-type]
-    assert_exact(Case(config, MASKS[name], (6, 2), dtype, sinks=True, softcap=1.5))
+@pytest.mark.parametrize("ulysses", [1, 4])
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_without_a_ring(name: str, ulysses: int) -> None:
+    assert_exact(Case(LongContextConfig(ulysses_degree=ulysses), MASKS[name], sinks=True))
 
 
 @pytest.mark.parametrize("kernel", ["torch_cpu", "torch_eager"])

@@ -6,16 +6,17 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 
+from longctx_patch.choose.plans import decide
+from longctx_patch.engine import call
 from longctx_patch.plans import Direction, Plan, PlanError, Share, Step, Transfer, Work, verify_plan
+from longctx_patch.plans.generators.table import PLANS
+from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.sequence.layout import Interval, Rows
+from longctx_patch.sequence.masks import causal
 from longctx_patch.sequence.regions import ANTICAUSAL, CAUSAL, FULL, Band
-from longctx_patch.transport import run_virtual_ranks
-from tests.engine.test_executor import Case, all_cases, one_rank, whole_inputs
-from tests.reference import dense_attention, relative_error
+from tests.engine.exact import Case, assert_exact, causal_row, config_of
 
-LENGTH, HEADS = 13, (4, 2)
 RULES = (FULL, CAUSAL, ANTICAUSAL, Band(-2, 1), Band(None, 1))
 
 
@@ -94,30 +95,28 @@ def mutant(plan: Plan, random: Random) -> Plan:
     return replace(plan, steps=tuple(steps))
 
 
-def assert_exact(case: Case) -> None:
-    inputs = whole_inputs(LENGTH, HEADS, torch.float64)
-    ranks = run_virtual_ranks(
-        case.layout.num_ranks, lambda t: one_rank(t, case, inputs), timeout_s=10
-    )
-    for index, wanted in enumerate(dense_attention(*inputs)):
-        found = case.layout.unshard([tensors[index] for tensors, _, _ in ranks], 1 + (index == 1))
-        assert relative_error(found, wanted) < 1e-10, case
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_what_the_verifier_passes_is_exact(num_ranks: int) -> None:
-    random = Random(num_ranks)
-    outcomes: Counter[str] = Counter()
-    for case in all_cases(num_ranks, LENGTH, HEADS[1]):
-        for direction in Direction:
+def test_what_the_verifier_passes_is_exact(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random, outcomes = Random(num_ranks), Counter[str]()
+    for name, layout in ((n, layout) for n, record in PLANS.items() for layout in record.layouts):
+        case = Case(config_of(name, layout, 1, num_ranks), causal_row(13))
+        plans = plans_of(case)
+        for direction, plan in plans.items():
             for _ in range(30):
-                changed = mutant(getattr(case, direction.value), random)
+                changed = plans | {direction: mutant(plan, random)}
                 try:
-                    verify_plan(changed)
+                    verify_plan(changed[direction])
                 except PlanError:
                     outcomes["rejected"] += 1
                     continue
-                parts: dict[str, Any] = {direction.value: changed}
-                assert_exact(case._replace(**parts))
+                monkeypatch.setattr(call, "make_plan", lambda _, d, *rest, p=changed: p[d])
+                assert_exact(case)
                 outcomes["exact"] += 1
     assert min(outcomes["rejected"], outcomes["exact"]) > 50
+
+
+def plans_of(case: Case) -> dict[Direction, Plan]:
+    """What the ranks run, unless it is changed."""
+    row, heads = case.masked.documents, case.heads[1]
+    setting = decide(case.config, Workload(num_tokens=row.num_tokens, num_kv_heads=heads))
+    return {d: setting.schedule(d, row, causal(row.num_tokens), heads).plan() for d in Direction}

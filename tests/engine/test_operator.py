@@ -23,23 +23,42 @@ from longctx_patch.sequence.layout import LayoutName, make_layout
 from longctx_patch.sequence.masks import causal
 from longctx_patch.transport import VirtualTransport
 from tests.covering import covering
-from tests.engine.exact import TOLERANCE, Case, Found, assert_exact, causal_row, inputs, one_rank
+from tests.engine.exact import (
+    TOLERANCE,
+    Case,
+    Found,
+    assert_exact,
+    causal_row,
+    config_of,
+    inputs,
+    one_rank,
+)
 from tests.harness import run_distributed
 from tests.masked import dense_masked
 from tests.reference import relative_error
 
-DEGREES = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (4, 2)]
+DEGREES = [
+    *((1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (1, 8)),
+    *((2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (4, 2)),
+]
 HEADS = [(4, 4), (4, 2), (4, 1), (12, 4), (7, 7)]
+RUNS: list[dict[str, Any]] = [
+    {"waves": None, "batch": 2},
+    {"waves": 1, "share": 1.0, "batch": 2},
+    {"waves": 2, "share": 1.0, "batch": 1},
+    {"waves": 3, "batch": 1},
+]
 
 
 @pytest.mark.parametrize(
-    ("degrees", "layout", "length", "heads", "dtype"),
+    ("degrees", "layout", "length", "heads", "dtype", "run"),
     covering(
         DEGREES,
         ["zigzag", "contiguous"],
         [1, 7, 31, 64],
         HEADS,
         [torch.float64, torch.float32],
+        RUNS,
     ),
     ids=str,
 )
@@ -49,26 +68,12 @@ def test_virtual_ranks_equal_dense(
     length: int,
     heads: tuple[int, int],
     dtype: torch.dtype,
+    run: dict[str, Any],
 ) -> None:
-    config = LongContextConfig(ulysses_degree=degrees[0], ring_degree=degrees[1], layout=layout)
-    assert_exact(Case(config, causal_row(length), heads, dtype))
-
-
-@pytest.mark.parametrize(
-    ("plan", "degrees", "heads"),
-    covering(list(PLANS), [(2, 2), (2, 3), (3, 2), (1, 4)], HEADS),
-    ids=str,
-)
-def test_ulysses_times_every_plan(
-    plan: str, degrees: tuple[int, int], heads: tuple[int, int]
-) -> None:
-    config = LongContextConfig(
-        ulysses_degree=degrees[0],
-        ring_degree=degrees[1],
-        plan=plan,
-        ranks_per_node=1 + (degrees[1] == 4) if plan == "double_ring" else None,
-    )
-    assert_exact(Case(config, causal_row(31), heads))
+    """They do whatever the waves, and where results are kept for a recompute."""
+    kept = dict(run)
+    config = replace(config_of("auto", layout, *degrees), ulysses_waves=kept.pop("waves"))
+    assert_exact(Case(config, causal_row(length), heads, dtype, **kept))
 
 
 @pytest.mark.parametrize(
@@ -81,12 +86,7 @@ def test_ulysses_times_every_plan(
     ],
 )
 def test_forward_and_backward_by_different_plans(plan: str, backward_plan: str) -> None:
-    config = LongContextConfig(
-        ring_degree=4,
-        plan=plan,
-        backward_plan=backward_plan,
-        ranks_per_node=2 if plan == "double_ring" else None,
-    )
+    config = replace(config_of(plan, None, 1, 4), backward_plan=backward_plan)
     assert_exact(Case(config, causal_row(31)))
 
 
@@ -99,11 +99,6 @@ def test_a_wrong_plan_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting(plan="zigzag", layout="zigzag", ulysses_degree=1, ring_degree=3)
     with pytest.raises(PlanError, match="0 pairs computed"):
         make_plan(setting, Direction.FORWARD, Documents.one(101_101), causal(101_101), 1)
-
-
-def plan_config(num_ranks: int, plan: str) -> LongContextConfig:
-    size = 1 + (num_ranks % 2 == 0) if plan == "double_ring" else None
-    return LongContextConfig(ring_degree=num_ranks, plan=plan, ranks_per_node=size)
 
 
 def run_cases(rank: int, cases: list[Case]) -> list[Found]:
@@ -129,7 +124,8 @@ def test_processes_equal_dense(world_size: int) -> None:
         for u, layout, length, heads, dtype in covering(*axes)
     ]
     cases += [
-        Case(plan_config(world_size, plan), causal_row(31), dtype=torch.float32) for plan in PLANS
+        Case(config_of(plan, None, 1, world_size), causal_row(31), dtype=torch.float32)
+        for plan in PLANS
     ]
     by_rank = run_distributed(run_cases, world_size, cases)
     for index, case in enumerate(cases):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longctx_patch.engine.partials import GradientPartial, OutPartial
+from longctx_patch.engine.partials import GradientPartial
 from longctx_patch.plans import Operand
 from longctx_patch.sequence.layout import Interval, Rows
 from longctx_patch.transport import Packet, TensorSpec
@@ -28,27 +28,3 @@ def test_a_sum_that_came_goes_on_in_its_packet(dtype: torch.dtype) -> None:
     assert packet is arrived
     for view in packet.tensors:
         assert view[0, :, 0, 0].tolist() == [3, 3, 3, 5, 3, 3]
-
-
-@pytest.mark.parametrize("operand", [Operand.DKV, Operand.DKV_SUM])
-def test_sums_of_some_rows_are_packed_with_zeros_between(operand: Operand) -> None:
-    like = (torch.zeros(SHAPE, dtype=torch.bfloat16),)
-    held = GradientPartial(ROWS, like)
-    ones = torch.ones(1, 4, 2, 4, dtype=torch.bfloat16)
-    held.add([Interval(0, 1), Interval(2, 5)], (ones,))
-    held.add([Interval(4, 5)], (ones[:, :1],))
-    (packed,) = held.packet(operand).tensors
-    assert packed.dtype == (torch.float32 if operand.is_sum else torch.bfloat16)
-    assert packed[0, :, 0, 0].tolist() == [1, 0, 1, 1, 2, 0]
-
-
-def test_out_is_packed_with_its_lse() -> None:
-    held = OutPartial(ROWS, (torch.zeros(SHAPE, dtype=torch.bfloat16),))
-    out = torch.full((1, 3, 2, 4), 5.0, dtype=torch.bfloat16)
-    held.add([Interval(1, 4)], (torch.zeros(1, 3, 2), out))
-    held.add([Interval(3, 4)], (torch.zeros(1, 1, 2), 3 * torch.ones_like(out[:, :1])))
-    lse_BLH, out_BLHD = held.packet(Operand.OUT).tensors
-    assert out_BLHD[0, :, 0, 0].tolist() == [0, 5, 5, 4, 0, 0]
-    found = lse_BLH[0, :, 0]
-    assert torch.equal(found.isinf(), torch.tensor([True, False, False, False, True, True]))
-    torch.testing.assert_close(found[3], torch.tensor(2.0).log())
