@@ -12,28 +12,35 @@ Writes attention.jsonl, attention.md and attention.png into --out; benchmarks/RE
 """
 
 import argparse
-import json
-import math
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import get_args
 
-import torch
 from config_text import config_of
-from launch import Budget, end_with_children, run_job
-from measure import Row, machine
+from launch import end_with_children
+from launches import check_all, make_parser, run_all, run_launch
+from measure import Row
 from operators import FASTEST
 from problems import Problem, lognormal_lengths, share_of
-from report import Bars, Column, append_line, hardware, heading, plot, read_lines, table
+from report import (
+    Bars,
+    Column,
+    hardware,
+    heading,
+    is_ok,
+    number,
+    plot,
+    spread,
+    table,
+    write_lines,
+)
 
 from longctx_patch import Workload, explain
 from longctx_patch.predict.machines import HardwareName
 
-HERE = Path(__file__).parent
 PEERS = ("ideal", "ours", "torch_cp", "ulysses", "alst", "ring_flash_attn_peer", "yunchang_peer")
 HEADS = ("32/8", "32/32", "28/4")
 TOKENS = (16384, 65536, 131072)
@@ -41,16 +48,16 @@ TOKENS = (16384, 65536, 131072)
 
 def make_problems(arguments: argparse.Namespace) -> list[Problem]:
     """Causal ones of all sizes; packed and with a window at the largest, with the first heads."""
-    heads = [_heads(text) for text in arguments.heads]
+    head_pairs = [_heads(text) for text in arguments.heads]
     longest = max(arguments.tokens)
-    shapes = list(product(heads, arguments.tokens)) if "causal" in arguments.masks else []
+    shapes = list(product(head_pairs, arguments.tokens)) if "causal" in arguments.masks else []
     problems = [_problem(tokens, *pair, arguments.head_dim) for pair, tokens in shapes]
-    plain = _problem(longest, *heads[0], arguments.head_dim)
+    plain = _problem(longest, *head_pairs[0], arguments.head_dim)
     if "packed" in arguments.masks:
         lengths = lognormal_lengths(longest, arguments.documents)
-        problems.append(Problem(**asdict(plain) | {"lengths": lengths}))
+        problems.append(replace(plain, lengths=lengths))
     if "window" in arguments.masks:
-        problems.append(Problem(**asdict(plain) | {"window": arguments.window}))
+        problems.append(replace(plain, window=arguments.window))
     return problems
 
 
@@ -66,67 +73,43 @@ def _problem(tokens: int, heads: int, kv_heads: int, head_dim: int) -> Problem:
     return Problem(num_tokens=tokens, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
 
 
+PASSED_ON = ("only", "configs", "kernels", "plans", "ideal_kernels", "iterations", "check_tokens")
+"""Options that the processes of a launch get as they are."""
+
+
 def run_peer(
-    peer: str,
     problems: Sequence[Problem],
-    fastest: dict[int, str],
     arguments: argparse.Namespace,
+    peer: str,
+    _: int,
+    before: Sequence[Row],
     limit_s: float,
 ) -> list[Row]:
-    """What the candidates of one peer gave, and a row for how the launch itself went wrong.
-
-    `fastest`: the kernel of the fastest ideal so far, by the problem's number.
-    """
-    lines = arguments.out / f"{_file_name(peer)}.lines"
-    lines.unlink(missing_ok=True)
-    job = arguments.out / f"{_file_name(peer)}.job.json"
+    """What the candidates of one peer gave, and a row for how the launch itself went wrong."""
     settings = {
         "peer": peer,
         "problems": [asdict(problem) for problem in problems],
-        "fastest": fastest,
-        "lines": str(lines),
-        **{
-            name: getattr(arguments, name)
-            for name in ("only", "configs", "kernels", "plans", "ideal_kernels")
-        },
-        "iterations": arguments.iterations,
-        "check_tokens": arguments.check_tokens,
+        "fastest": fastest_ideals(before, problems),
+        **{name: getattr(arguments, name) for name in PASSED_ON},
     }
-    job.write_text(json.dumps(settings))
-    logs = arguments.out / _file_name(peer)
-    script = HERE / "attention_job.py"
-    ending = run_job(script, [str(job)], arguments.gpus, limit_s, logs)
-    rows = read_lines(lines)
-    job.unlink(missing_ok=True)
+    rows, ending = run_launch("attention_job.py", f"attention.{peer}", settings, arguments, limit_s)
     if ending.problem is not None:
         rows.append({"peer": peer, "candidate": "", "status": "failed", "reason": ending.problem})
-    print(
-        f"{peer}: {ending.seconds:.0f} s, {len(rows)} rows, {ending.problem or 'ended well'}",
-        flush=True,
-    )
     return rows
-
-
-def _file_name(peer: str) -> str:
-    return f"attention.{peer}"
 
 
 def fastest_ideals(rows: Sequence[Row], problems: Sequence[Problem]) -> dict[int, str]:
     """The kernel of the fastest ideal of each problem, by the problem's number."""
-    found: dict[int, str] = {}
-    for number in range(len(problems)):
-        ideals = [r for r in rows if r["peer"] == "ideal" and r["status"] == "ok"]
-        mine = [row for row in ideals if row["problem"] == number]
-        if mine:
-            found[number] = min(mine, key=lambda row: row["seconds"])["candidate"]
-    return found
+    ideals = [row for row in rows if row["peer"] == "ideal" and is_ok(row)]
+    ideals.sort(key=lambda row: -row["seconds"])  # the fastest last, which is kept
+    return {row["problem"]: row["candidate"] for row in ideals}
 
 
 def with_ideals(rows: Sequence[Row], problems: Sequence[Problem], num_ranks: int) -> list[Row]:
     """Rows with their problem spelt out and, where timed, their share of the ideal."""
     ideals: dict[tuple[int, str], float] = {}
     for row in rows:
-        if row["peer"] == "ideal" and row["status"] == "ok":
+        if row["peer"] == "ideal" and is_ok(row):
             number = row["problem"]
             seconds = row["seconds"] * share_of(problems[number], num_ranks)
             ideals[number, row["candidate"]] = seconds
@@ -144,7 +127,7 @@ def _with_ideal(
     problem = problems[number]
     spelt = asdict(problem) | {"mask": problem.mask, "area": problem.area, "num_ranks": num_ranks}
     row = row | {"problem": str(problem), **spelt}
-    if row["status"] != "ok":
+    if not is_ok(row):
         return row
     seconds, ideal = row["seconds"], ideals.get((number, row["kernel"]))
     if row["peer"] == "ideal" and ideal is not None:
@@ -167,7 +150,7 @@ def with_predictions(rows: Sequence[Row], problems: Sequence[Problem], where: Ro
     by_name = {str(problem): problem for problem in problems}
     return [
         row | {"predicted_s": predicted_seconds(row, by_name[row["problem"]], known[0])}
-        if known and row["peer"] == "ours" and row["status"] == "ok"
+        if known and row["peer"] == "ours" and is_ok(row)
         else row
         for row in rows
     ]
@@ -190,7 +173,7 @@ def predicted_seconds(row: Row, problem: Problem, hardware: HardwareName) -> flo
 
 def speedup_of_window(rows: Sequence[Row], problems: Sequence[Problem]) -> str:
     """The best of ours with a window against the best of ours on the causal row of that size."""
-    ours = [row for row in rows if row["peer"] == "ours" and row["status"] == "ok"]
+    ours = [row for row in rows if row["peer"] == "ours" and is_ok(row)]
     for windowed in (problem for problem in problems if problem.mask == "window"):
         causal = replace(windowed, window=None)
         fast, slow = (
@@ -202,38 +185,20 @@ def speedup_of_window(rows: Sequence[Row], problems: Sequence[Problem]) -> str:
     return ""
 
 
-def _milliseconds(name: str) -> Column:
-    title = f"{name.removesuffix('_s')} ms".removeprefix("seconds ")
-    return Column(title, lambda row: _of(row, name, lambda value: f"{value * 1e3:.3f}"))
-
-
-def _of(row: Row, name: str, text: Callable[[float], str]) -> str | None:
-    value = row.get(name)
-    return None if value is None else text(value)
-
-
-def _spread(row: Row) -> str | None:
-    if row["status"] != "ok":
-        return None
-    return f"{row['p20_s'] * 1e3:.3f}-{row['p80_s'] * 1e3:.3f}"
-
-
 COLUMNS = (
     Column("peer", lambda row: row["peer"]),
     Column("candidate", lambda row: row["candidate"]),
-    _milliseconds("seconds"),
-    Column("p20-p80 ms", _spread),
-    _milliseconds("forward_s"),
-    _milliseconds("predicted_s"),
+    number("ms", "seconds", "{:.3f}", 1e3),
+    spread("ms", 1e3),
+    number("forward ms", "forward_s", "{:.3f}", 1e3),
+    number("predicted ms", "predicted_s", "{:.3f}", 1e3),
     Column("kernel", lambda row: row.get("kernel")),
-    _milliseconds("ideal_s"),
-    Column("share of ideal", lambda row: _of(row, "share_of_ideal", "{:.1%}".format)),
-    Column(
-        "share of fastest ideal", lambda row: _of(row, "share_of_fastest_ideal", "{:.1%}".format)
-    ),
-    Column("error / kernel's", lambda row: _of(row, "error_over_plain", "{:.2f}".format)),
-    Column("TFLOP/s/GPU", lambda row: _of(row, "tflops_per_s_per_gpu", "{:.0f}".format)),
-    Column("note", lambda row: row["status"] if row["status"] != "ok" else None),
+    number("ideal ms", "ideal_s", "{:.3f}", 1e3),
+    number("share of ideal", "share_of_ideal", "{:.1%}"),
+    number("share of fastest ideal", "share_of_fastest_ideal", "{:.1%}"),
+    number("error / kernel's", "error_over_plain", "{:.2f}"),
+    number("TFLOP/s/GPU", "tflops_per_s_per_gpu", "{:.0f}"),
+    Column("note", lambda row: None if is_ok(row) else row["status"]),
     Column("reason", lambda row: row.get("reason")),
 )
 
@@ -244,11 +209,12 @@ def by_speed(rows: Sequence[Row]) -> list[Row]:
 
 
 def write_report(
-    rows: Sequence[Row], problems: Sequence[Problem], num_ranks: int, out: Path, where: Row
+    problems: Sequence[Problem], arguments: argparse.Namespace, rows: Sequence[Row], where: Row
 ) -> None:
-    (out / "attention.jsonl").unlink(missing_ok=True)
-    for row in rows:
-        append_line({**row, "machine": where}, out / "attention.jsonl")
+    """Complete the rows with shares and predictions, and write them with a table and a plot."""
+    num_ranks, out = arguments.gpus, arguments.out
+    rows = with_predictions(with_ideals(rows, problems, num_ranks), problems, where)
+    write_lines([{**row, "machine": where} for row in rows], out / "attention.jsonl")
     title = f"The attention operator, forward and backward: {hardware(where, num_ranks)}"
     text = heading(title, where)
     text += (
@@ -285,12 +251,8 @@ def _not_covered(rows: Sequence[Row]) -> str:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder to write")
-    add("--gpus", type=int, default=4, help="processes of a launch (4); without GPUs on the CPU")
     add(
         "--tokens", type=int, nargs="+", default=TOKENS, help="of the sequence (16384 65536 131072)"
     )
@@ -308,34 +270,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--ideal-kernels", nargs="+", help="default: all fast ones")
     add("--iterations", type=int, default=10, help="timed calls (default 10)")
     add("--check-tokens", type=int, default=4096, help="of the problem compared (default 4096)")
-    add("--limit-s", type=float, default=300.0, help="of each launch (default 300)")
-    add("--budget-s", type=float, default=math.inf, help="of all launches (default none)")
     parsed = parser.parse_args(arguments)
-    for text in parsed.configs or ():
-        try:
-            config_of(text)
-        except ValueError as error:
-            parser.error(str(error))
+    check_all(parser, config_of, parsed.configs or ())
     return parsed
 
 
 def main(command_line: Sequence[str] | None = None) -> None:
     arguments = parse_arguments(command_line)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     problems = make_problems(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    budget = Budget(arguments.budget_s)
-    rows: list[Row] = []
-    for peer in arguments.peers:
-        fastest = fastest_ideals(rows, problems)
-        rows += run_peer(peer, problems, fastest, arguments, budget.limit_s(arguments.limit_s))
-        # After each, so that an interruption leaves the peers that were done before it.
-        where = machine(device)
-        complete = with_ideals(rows, problems, arguments.gpus)
-        complete = with_predictions(complete, problems, where)
-        write_report(complete, problems, arguments.gpus, arguments.out, where)
-        (arguments.out / f"{_file_name(peer)}.lines").unlink(missing_ok=True)
-    print((arguments.out / "attention.md").read_text(), file=sys.stdout)
+    launch = partial(run_peer, problems, arguments)
+    report = partial(write_report, problems, arguments)
+    run_all("attention", arguments.peers, launch, report, arguments)
 
 
 if __name__ == "__main__":

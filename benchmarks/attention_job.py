@@ -25,7 +25,6 @@ from measure import (
     everyone,
     finish,
     is_first_rank,
-    num_processes,
     start,
 )
 from operators import FASTEST, Candidate, Job, NotCovered, Prepared, ideal, ours
@@ -83,10 +82,8 @@ def check(prepared: Prepared, problem: Problem, kernel: str | None, device: torc
         mine = gradients(prepared, shards)
     rights = [x[:, prepared.positions] for x in right]
     plain = None if kernel is None else plain_results(kernel, problem, device)
-    worst = _worst_rank(mine, rights)
-    if plain is None:
-        return Check(worst, None)
-    return Check(worst, _worst_rank([x[:, prepared.positions] for x in plain], rights))
+    of_plain = plain and _worst_rank([x[:, prepared.positions] for x in plain], rights)
+    return Check(_worst_rank(mine, rights), of_plain)
 
 
 def _worst_rank(mine: Sequence[Tensor], right: Sequence[Tensor]) -> dict[str, Difference]:
@@ -273,10 +270,8 @@ def load(peer: str, job: Job) -> list[Candidate]:
 
 def main() -> None:
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    device = start()
-    rank = torch.distributed.get_rank() if num_processes() > 1 else 0
-    job = Job(device, rank, num_processes(), settings)
-    clock = Clock(device, settings["iterations"])
+    job = Job.of_this_process(start(), settings)
+    clock = Clock(job.device, settings["iterations"])
     problems = [
         Problem(**fields | {"lengths": fields["lengths"] and tuple(fields["lengths"])})
         for fields in settings["problems"]

@@ -8,11 +8,13 @@ Each time is the median over calls, on the slowest rank. Legend: B batch (1), L 
 H query heads, G key-value heads, D head dim.
 """
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -25,11 +27,9 @@ from measure import (
     finish,
     is_first_rank,
     machine,
-    make_parser,
     num_processes,
     slowest,
     start,
-    write_json,
 )
 from numpy.typing import NDArray
 from torch import Tensor
@@ -69,7 +69,7 @@ class ColdClock(Clock):
     times hold no host time; and it leaves a cold L2 cache."""
 
     def device_time(self, call: Callable[[], object]) -> Timing:
-        """Time a call from when the device could begin until it is done."""
+        """Time each call from when the device could begin until it is done."""
         self.warm_up(call)
         if not self.on_cuda:
             return self.host_time(call)
@@ -311,7 +311,11 @@ def measure(sizes: Sequence[int], messages: Sequence[int], clock: Clock) -> Row:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--iterations", type=int, default=10, help="timed calls (default 10)")
     parser.add_argument("--sizes", type=int, nargs="+", help=f"rows of a block (default {SIZES})")
     parser.add_argument("--quick", action="store_true", help="small blocks and messages only")
     arguments = parser.parse_args()
@@ -332,7 +336,7 @@ def main() -> None:
     )
     if is_first_rank():
         print(json.dumps(report | {"measured": f"in {arguments.out}"}, indent=1))
-        write_json(report, arguments.out)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     finish()
 
 

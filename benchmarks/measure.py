@@ -4,15 +4,12 @@ Python puts a script's folder on its path, so `from measure import ...` works in
 Every function that is called collective is to be called by all ranks of the job.
 """
 
-import argparse
 import importlib.metadata
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -41,7 +38,7 @@ Row = dict[str, Any]
 
 
 class Timing(NamedTuple):
-    """Of several calls, on the slowest rank."""
+    """How long one of several calls took, on the slowest rank."""
 
     seconds: float
     """Median."""
@@ -67,15 +64,11 @@ class Clock:
             call()
 
     def device_time(self, call: Callable[[], object]) -> Timing:
-        """From call to call, one straight after the other."""
+        """Time from call to call, one straight after the other; on CPU each call alone."""
         self.warm_up(call)
-        self.meet()
         if not self.on_cuda:
-            moments = [perf_counter()]
-            for _ in range(self.iterations):
-                call()
-                moments.append(perf_counter())
-            return slowest([stop - start for start, stop in pairwise(moments)])
+            return self.host_time(call)
+        self.meet()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(self.iterations + 1)]
         events[0].record()
         for event in events[1:]:
@@ -151,7 +144,7 @@ def machine(device: torch.device) -> Row:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter here and are installed."""
+    """Versions of the packages that matter here and are installed, by name."""
     found = {}
     for package in PACKAGES:
         try:
@@ -159,16 +152,6 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """With the options that every script has."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--iterations", type=int, default=10, help="timed calls (default 10)")
-    return parser
 
 
 def start() -> torch.device:
@@ -180,10 +163,6 @@ def start() -> torch.device:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device
-
-
-def write_json(value: object, path: Path) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def finish() -> None:

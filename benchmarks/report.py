@@ -11,7 +11,7 @@ from measure import Row
 
 
 class Column(NamedTuple):
-    """Of a table of rows."""
+    """A column of a table of rows."""
 
     title: str
     of: Callable[[Row], object]
@@ -33,6 +33,13 @@ def append_line(row: Row, path: Path) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def write_lines(rows: Sequence[Row], path: Path) -> None:
+    """Replace a file by these rows, a line of JSON each."""
+    path.unlink(missing_ok=True)
+    for row in rows:
+        append_line(row, path)
+
+
 def read_lines(path: Path) -> list[Row]:
     """The rows of a file, none if there is no file; a last line cut off by a kill is left out."""
     if not path.exists():
@@ -41,8 +48,34 @@ def read_lines(path: Path) -> list[Row]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def is_ok(row: Row) -> bool:
+    """Whether the row's candidate or system was right, and was timed."""
+    return bool(row["status"] == "ok")
+
+
+def number(title: str, name: str, form: str, scale: float = 1.0) -> Column:
+    """A column with the row's number of this name times `scale`; empty where it has none."""
+
+    def of(row: Row) -> str | None:
+        value = row.get(name)
+        return None if value is None else form.format(value * scale)
+
+    return Column(title, of)
+
+
+def spread(unit: str, scale: float = 1.0) -> Column:
+    """A column with the 20th and 80th percentile; empty where nothing was timed."""
+
+    def of(row: Row) -> str | None:
+        if "p20_s" not in row:
+            return None
+        return f"{row['p20_s'] * scale:.3f}-{row['p80_s'] * scale:.3f}"
+
+    return Column(f"p20-p80 {unit}", of)
+
+
 def table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     lines = [[column.title for column in columns], ["---"] * len(columns)]
     lines += [[_cell(column.of(row)) for column in columns] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
@@ -53,12 +86,12 @@ def _cell(value: object) -> str:
 
 
 def hardware(machine: Row, num_processes: int) -> str:
-    """In a few words, for titles."""
+    """The machine in a few words, for titles."""
     return f"{num_processes} x {machine['device']}, {machine['dtype']}, torch {machine['torch']}"
 
 
 def heading(title: str, machine: Row) -> str:
-    """What was run where, in Markdown."""
+    """A title in Markdown, with what was run where."""
     versions = {name: machine[name] for name in ("torch", "cuda", "nccl", "cudnn")}
     versions |= machine["versions"]
     said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
@@ -79,13 +112,9 @@ def plot(panels: Sequence[Bars], path: Path, title: str) -> bool:
     if not drawn:
         return False
     heights = [1.0 + 0.22 * len(panel.lengths) for panel in drawn]
+    size, ratios = (9, 0.4 + sum(heights)), {"height_ratios": heights}
     figure, axes = plt.subplots(
-        len(drawn),
-        1,
-        figsize=(9, 0.4 + sum(heights)),
-        height_ratios=heights,
-        squeeze=False,
-        layout="constrained",
+        len(drawn), figsize=size, gridspec_kw=ratios, squeeze=False, layout="constrained"
     )
     for axis, panel in zip(axes[:, 0], drawn, strict=True):
         names, lengths = list(panel.lengths), list(panel.lengths.values())

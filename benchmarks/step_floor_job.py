@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from attention_job import timed_by_turns, turn_of
-from measure import Clock, Row, dtype_on, finish, is_first_rank, num_processes, start
+from measure import Clock, Row, dtype_on, finish, is_first_rank, start
 from operators import Job, NotCovered, ideal
 from problems import Problem
 from report import append_line
@@ -56,11 +55,10 @@ def measure(settings: dict[str, Any], num_tokens: int, job: Job, clock: Clock, r
         except (NotCovered, RuntimeError) as error:
             kernels[candidate.name] = {"reason": str(error)[:200]}
             continue
-        seconds = both.seconds
         kernels[candidate.name] = {
             "forward_s": forward.seconds,
-            "backward_s": seconds - forward.seconds,
-            "floor_s": floor_s(shape, num_tokens, job.num_ranks, seconds, rate),
+            "backward_s": both.seconds - forward.seconds,
+            "floor_s": floor_s(shape, num_tokens, job.num_ranks, both.seconds, rate),
         }
     floors = [found["floor_s"] for found in kernels.values() if "floor_s" in found]
     return {
@@ -75,10 +73,8 @@ def measure(settings: dict[str, Any], num_tokens: int, job: Job, clock: Clock, r
 
 def main() -> None:
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    device = start()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    job = Job(device, rank, num_processes(), {"ideal_kernels": settings["floor_kernels"]})
-    clock = Clock(device, settings["steps"])
+    job = Job.of_this_process(start(), {"ideal_kernels": settings["floor_kernels"]})
+    clock = Clock(job.device, settings["steps"])
     rate = matmul_flops_per_s(clock)
     for num_tokens in settings["tokens"]:
         row = measure(settings, num_tokens, job, clock, rate)

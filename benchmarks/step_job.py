@@ -15,9 +15,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from config_text import options_of
-from measure import Row, Timing, everyone, slowest
+from measure import Clock, Row, Timing, dtype_on, everyone, finish, slowest
 from report import append_line
 from step_profile import profiled
 from systems import Job, NotCovered, Shape, System
@@ -29,7 +28,7 @@ GRADIENT_TOLERANCE = {"cuda": 5e-2, "cpu": 1e-3}
 
 
 def mean_over_ranks(loss: torch.Tensor) -> float:
-    """Collective."""
+    """The mean of all ranks' losses. Collective."""
     ranks = everyone(float(loss.detach()))
     return sum(ranks) / len(ranks)
 
@@ -88,9 +87,9 @@ def measure(
         losses.append(mean_over_ranks(one_step(system)))
     if job.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds, peaks = [], []
+    clock, seconds, peaks = Clock(job.device, settings["steps"]), [], []
     for _ in range(settings["steps"]):
-        meet(job.device)
+        clock.meet()
         started = perf_counter()
         loss = one_step(system)
         if job.device.type == "cuda":
@@ -114,13 +113,6 @@ def measure(
     return result
 
 
-def meet(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def rates(timing: Timing, num_tokens: int, job: Job) -> Row:
     per_rank = 1 / timing.seconds / job.num_ranks
     return {
@@ -137,7 +129,7 @@ def peak_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def largest(peaks: Sequence[tuple[int, int]]) -> Row:
-    """Of all timed steps, on the rank with most. Collective."""
+    """The peaks of all timed steps, on the rank with most. Collective."""
     ranks = [peak for mine in everyone(list(peaks)) for peak in mine]
     allocated, reserved = (max(values) for values in zip(*ranks, strict=True))
     return {"peak_allocated_gib": allocated / 2**30, "peak_reserved_gib": reserved / 2**30}
@@ -146,9 +138,8 @@ def largest(peaks: Sequence[tuple[int, int]]) -> Row:
 def build(job: Job, settings: dict[str, Any]) -> tuple[System, Row]:
     """(the system, how it compares with one process on a small row). Collective."""
     name, _, options = settings["system"].partition(":")
-    dtype = torch.bfloat16 if job.device.type == "cuda" else torch.float32
     longest = max(*settings["tokens"], settings["check_tokens"])
-    model = make_model(job.shape, longest, job.device, dtype)
+    model = make_model(job.shape, longest, job.device, dtype_on(job.device))
     small = random_row(settings["check_tokens"], job.shape, job.device)
     expected = one_process(model, small, job.shape)
     assert expected.keys() == {"loss", *checked_names(job.shape)}
@@ -200,8 +191,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     run(Job(device, rank, num_ranks, Shape(**settings["shape"])), settings)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    finish()
 
 
 if __name__ == "__main__":

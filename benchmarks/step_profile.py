@@ -9,7 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from measure import Row, everyone
 from torch import nn
 
 STEP = "benchmark step"
-MOST_WAITS = 30
 IDLE = "idle"
 COMMUNICATION = "exposed communication"
 # Where several run at once, the first named here has the time.
@@ -95,54 +94,6 @@ def microseconds_by_part(
     return totals
 
 
-@dataclass(frozen=True)
-class Wait:
-    """An instant after which nothing but communication ran for a while."""
-
-    start_us: float
-    """From the start of the step."""
-    duration_us: float
-    waits_for: str
-    """The communication that ended it, or ran last."""
-    before: str
-    """What was computed when it ended, if anything was."""
-
-
-def waits_of(activities: Sequence[Activity], start_us: float, stop_us: float) -> list[Wait]:
-    """Every stretch of the step in which communication ran and nothing else, the longest first."""
-    edges = sorted(
-        (min(max(moment, start_us), stop_us), change, number)
-        for number, activity in enumerate(activities)
-        if activity.start_us < activity.stop_us
-        for moment, change in ((activity.start_us, 1), (activity.stop_us, -1))
-    )
-    works, talks = 0, 0
-    found: list[Wait] = []
-    open_since, last_talk = None, ""
-    for moment, change, number in edges:
-        activity = activities[number]
-        if _is_communication(activity):
-            talks += change
-            last_talk = activity.name if change < 0 or talks == 1 else last_talk
-        else:
-            works += change
-        waits = talks > 0 and works == 0
-        if waits and open_since is None:
-            open_since = moment
-        elif not waits and open_since is not None:
-            if moment > open_since:
-                next_work = activity.name if works else "nothing yet"
-                times = (open_since - start_us, moment - open_since)
-                found.append(Wait(*times, last_talk[:60], next_work[:60]))
-            open_since = None
-    return sorted(found, key=lambda wait: -wait.duration_us)
-
-
-def _is_communication(activity: Activity) -> bool:
-    name = activity.name.lower()
-    return name.startswith("nccl") or "memcpy ptop" in name
-
-
 def _first_running(running: dict[str, int]) -> str:
     return next((part for part in PARTS if running[part]), IDLE)
 
@@ -204,9 +155,8 @@ def profiled(step: Callable[[], object], model: nn.Module, device: torch.device)
 
     Collective: every rank runs two steps, of which the second counts, and all are recorded, so that
     none waits for another that is slower for it. `by_rank` has the milliseconds of each, `kernels`
-    those of rank 0 that take most time, to judge the table by, `waits` its longest stretches in
-    which only communication ran. What the model's head runs forward counts as loss: a chunked loss
-    computes its gradients there.
+    those of rank 0 that take most time, to judge the table by. What the model's head runs forward
+    counts as loss: a chunked loss computes its gradients there.
     """
     if device.type != "cuda":
         for _ in range(2):
@@ -231,7 +181,6 @@ def profiled(step: Callable[[], object], model: nn.Module, device: torch.device)
         "milliseconds": ranks[0],
         "by_rank": ranks,
         "kernels": _longest(found),
-        "waits": [asdict(wait) for wait in waits_of(found, start, stop)[:MOST_WAITS]],
     }
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from measure import num_processes
 from problems import Problem
 from torch import Tensor
 
@@ -29,6 +31,13 @@ class Job:
     num_ranks: int
     settings: dict[str, Any] = field(default_factory=dict)
     """What the command line asks for: kernels, plans, configs."""
+
+    @classmethod
+    def of_this_process(cls, device: torch.device, settings: dict[str, Any]) -> "Job":
+        """The job of all processes that `measure.start` has joined."""
+        return cls(
+            device, dist.get_rank() if dist.is_initialized() else 0, num_processes(), settings
+        )
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,23 @@
 """calibrate.py over two processes on the CPU, and its fits."""
 
+import json
 from pathlib import Path
 
+import launch
 import numpy as np
 import pytest
 
 from benchmarks.calibrate import KernelCall, fit, fit_kernel, kernel_calls
-from tests.benchmarks.scripts import run_script
+from tests.benchmarks import ROOT
 
 
-def test_calibrate_over_two_processes(tmp_path: Path) -> None:
-    arguments = ("--quick", "--sizes", "32", "64", "--iterations", "3")
-    report, printed = run_script("calibrate.py", 2, tmp_path / "rates.json", *arguments)
+def test_calibrate_over_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    out = tmp_path / "rates.json"
+    options = f"--out {out} --quick --sizes 32 64 --iterations 3".split()
+    script = ROOT / "benchmarks" / "calibrate.py"
+    assert launch.run_job(script, options, 2, 60.0, tmp_path / "log").problem is None
+    report, printed = json.loads(out.read_text()), (tmp_path / "log.rank0.log").read_text()
     measured = report["measured"]
     assert len(measured["kernels"]) == 2 * len(kernel_calls([32, 64]))
     for row in measured["kernels"]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import launch
+import launches
 import operators
 import pytest
 import step
@@ -112,7 +113,7 @@ def test_step_reports_wrong_gradients_and_times_right_ones(
         run_step(0, 1, json.loads(Path(arguments[0]).read_text()))
         return launch.Ending(1.0, None)
 
-    monkeypatch.setattr(step, "run_job", in_this_process)
+    monkeypatch.setattr(launches, "run_job", in_this_process)
     systems = ["fake_systems.scaled:scale=2", "fake_systems.scaled:scale=1", "accelerate_cp"]
     options = "--gpus 1 --tokens 32 --check-tokens 24 --steps 2 --no-floor --systems"
     step.main(["--out", str(tmp_path), *options.split(), *systems])

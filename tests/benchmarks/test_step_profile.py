@@ -71,23 +71,6 @@ def test_every_instant_of_a_step_has_one_part() -> None:
         "idle": 6 + 25,
     }
     assert sum(parts.values()) == 100
-    waits = step_profile.waits_of(activities, 0, 100)
-    assert [(w.start_us, w.duration_us, w.before) for w in waits] == [
-        (10, 10, "nvjet"),
-        (25, 9, "nothing yet"),
-    ]
-    assert waits[1].waits_for == "ncclDevKernel_AllGather"
-    at_the_end = [Activity("gemm", 0, 10), Activity("ncclA", 12, 14), Activity("ncclB", 50, 120)]
-    waits = step_profile.waits_of(at_the_end, 0, 100)
-    assert [(w.start_us, w.duration_us) for w in waits] == [(50, 50), (12, 2)]
-
-
-def test_what_takes_no_time_ends_no_wait() -> None:
-    sends = Activity("ncclDevKernel_SendRecv", 2.0, 8.0)
-    instant = Activity("Memset", 5.0, 5.0)
-    for activities in ([sends], [sends, instant]):
-        (wait,) = step_profile.waits_of(activities, 0.0, 10.0)
-        assert (wait.start_us, wait.duration_us) == (2.0, 6.0)
 
 
 def test_a_named_range_leaves_no_trace_on_a_module() -> None:
