@@ -85,7 +85,7 @@ def run_peer(
     before: Sequence[Row],
     limit_s: float,
 ) -> list[Row]:
-    """What the candidates of one peer gave, and a row for how the launch itself went wrong."""
+    """The rows of the candidates of one peer, and a row for how the launch itself went wrong."""
     settings = {
         "peer": peer,
         "problems": [asdict(problem) for problem in problems],

@@ -82,8 +82,10 @@ def check(prepared: Prepared, problem: Problem, kernel: str | None, device: torc
         mine = gradients(prepared, shards)
     rights = [x[:, prepared.positions] for x in right]
     plain = None if kernel is None else plain_results(kernel, problem, device)
-    of_plain = plain and _worst_rank([x[:, prepared.positions] for x in plain], rights)
-    return Check(_worst_rank(mine, rights), of_plain)
+    worst = _worst_rank(mine, rights)
+    if plain is None:
+        return Check(worst, None)
+    return Check(worst, _worst_rank([x[:, prepared.positions] for x in plain], rights))
 
 
 def _worst_rank(mine: Sequence[Tensor], right: Sequence[Tensor]) -> dict[str, Difference]:

@@ -28,7 +28,7 @@ class Ending(NamedTuple):
 
 
 def end_with_children() -> None:
-    """Where this process is asked to end (SIGTERM, as `timeout` sends it), end its jobs too."""
+    """End the jobs too where this process is asked to end (SIGTERM, as `timeout` sends it)."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
@@ -39,7 +39,7 @@ class Budget:
         self._deadline = time.monotonic() + total_s
 
     def limit_s(self, most_s: float) -> float:
-        """What a job may take now: `most_s` or what is left; 0 if that is nothing."""
+        """The seconds that a job may take now: `most_s` or what is left; 0 if that is nothing."""
         return max(0.0, min(most_s, self._deadline - time.monotonic()))
 
 
@@ -104,7 +104,10 @@ def _wait(
     deadline: float,
     limit_s: float,
 ) -> str | None:
-    """Until all have ended, the time is up, or one has failed and the others had their grace."""
+    """Wait until all have ended, the time is up, or one has failed and the rest had their grace.
+
+    Returns what went wrong, if anything did.
+    """
     first_failed: int | None = None
     while True:
         codes = [process.poll() for process in processes]

@@ -78,7 +78,7 @@ class Clock:
         return slowest([start.elapsed_time(stop) * 1e-3 for start, stop in pairwise(events)])
 
     def host_time(self, call: Callable[[], object]) -> Timing:
-        """What issuing a warm call takes, from an idle device; on CPU that is all of it."""
+        """Time issuing a warm call to an idle device; on CPU that is all of the call."""
         return slowest([self._host_s(call) for _ in range(self.iterations)])
 
     def meet(self) -> None:
@@ -129,7 +129,7 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 
 def machine(device: torch.device) -> Row:
-    """What the numbers belong to."""
+    """The machine and the versions that the numbers belong to."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",

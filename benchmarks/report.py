@@ -24,7 +24,7 @@ class Bars(NamedTuple):
     title: str
     unit: str
     lengths: Mapping[str, float]
-    """By name, from top to bottom."""
+    """The length of each bar by its name, from top to bottom."""
 
 
 def append_line(row: Row, path: Path) -> None:

@@ -75,7 +75,7 @@ PASSED_ON = ("steps", "check_tokens", "floor_kernels")
 def run_system(
     arguments: argparse.Namespace, system: str, turn: int, before: Sequence[Row], limit_s: float
 ) -> list[Row]:
-    """What one launch gave, and a row for how it went wrong."""
+    """The rows of one launch, and a row for how it went wrong."""
     system, packages = without_packages(system)
     settings = {
         "system": system,

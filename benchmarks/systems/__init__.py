@@ -26,7 +26,7 @@ class NotCovered(Exception):
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama; the default is Llama-3.1-8B's with 8 layers."""
+    """The shape of a Llama; the default is Llama-3.1-8B's with 8 layers."""
 
     num_layers: int = 8
     hidden_size: int = 4096
@@ -41,13 +41,13 @@ class Shape:
 
     @property
     def linear_weights(self) -> int:
-        """Of all linear layers and the head."""
+        """The number of weights of all linear layers and the head."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         layer = attention + 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * layer + self.vocab_size * self.hidden_size
 
     def step_flops(self, num_tokens: int) -> int:
-        """Of one causal row, forward and backward, without recompute."""
+        """The FLOPs of one causal row, forward and backward, without recompute."""
         width = self.num_heads * self.head_dim
         pairs = self.num_layers * num_tokens * num_tokens
         return 6 * self.linear_weights * num_tokens + 6 * pairs * width
@@ -64,7 +64,7 @@ class Job:
 
     @property
     def shards_weights(self) -> bool:
-        """FSDP2, which Accelerate has on GPUs only."""
+        """Whether FSDP2 is used, which Accelerate has on GPUs only."""
         return self.device.type == "cuda" and self.num_ranks > 1
 
     @property
@@ -92,7 +92,7 @@ class System(Protocol):
     def backward(self, loss: Tensor) -> None: ...
 
     def gradient_norm(self, name: str) -> float:
-        """Of the gradient that one process would have, between `backward` and `update`."""
+        """The norm of the gradient that one process would have, between `backward` and `update`."""
         ...
 
     def update(self) -> None:
@@ -100,7 +100,7 @@ class System(Protocol):
         ...
 
     def details(self) -> dict[str, Any]:
-        """What it has decided by itself, for the report."""
+        """Whatever the system has decided by itself, for the report."""
         ...
 
     def close(self) -> None: ...
@@ -148,7 +148,7 @@ def parameter(model: nn.Module, name: str) -> nn.Parameter:
 
 
 def gradient_norm(model: nn.Module, name: str) -> float:
-    """Of a parameter that is whole, or sharded by FSDP2. Collective."""
+    """The norm of a parameter's gradient, whole or sharded by FSDP2. Collective."""
     gradient = parameter(model, name).grad
     if gradient is None:
         return 0.0

@@ -91,7 +91,7 @@ class AccelerateContextParallel(TorchTrained):
 
 
 def make_accelerator(job: Job, rotation: str, *, checkpointed: bool) -> Any:
-    """As its documentation of context parallelism says."""
+    """An Accelerator as the documentation of its context parallelism sets it up."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
     from accelerate.utils import TorchContextParallelConfig
 

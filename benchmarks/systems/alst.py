@@ -47,7 +47,7 @@ class Alst:
         self.model, self._optimizer = self._accelerator.prepare(model, optimizer)
 
     def load(self, row: Tensor) -> None:
-        """What DeepSpeed's data loader adapter yields: one run of tokens for each rank."""
+        """Keep what DeepSpeed's data loader adapter yields: one run of tokens for each rank."""
         self._num_tokens = row.shape[1]
         length = self._job.shard_length(self._num_tokens)
         mine = slice(self._job.rank * length, (self._job.rank + 1) * length)
