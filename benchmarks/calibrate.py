@@ -122,7 +122,7 @@ class KernelCall(NamedTuple):
     kv_heads: int
 
     def flops(self, direction: str) -> int:
-        """The FLOPs of two matrix products per pair forward, five backward (FlashAttention-2)."""
+        """FLOPs of two matrix products per pair forward, five backward (FlashAttention-2)."""
         area = self.rows * (self.rows + 1) // 2 if self.causal else self.rows * self.keys
         return (4 if direction == "forward" else 10) * area * self.heads * HEAD_DIM
 

@@ -72,7 +72,7 @@ class Ours(TorchTrained):
 def launch_environment(
     num_ranks: int, reshards: bool = True, *, states_on_host: bool = False
 ) -> dict[str, str]:
-    """The variables that `accelerate launch` exports for the FSDP2 settings of a run folder's accelerate.yaml."""
+    """The variables that `accelerate launch` exports for the FSDP2 settings of a run folder."""
     text = accelerate_yaml(num_ranks, num_ranks, fsdp=True, states_on_host=states_on_host)
     settings = yaml.safe_load(text)["fsdp_config"]
     settings["fsdp_reshard_after_forward"] = reshards
