@@ -41,7 +41,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def model_config(name: str, num_layers: int | None, num_tokens: int) -> PreTrainedConfig:
-    """The config of a published shape, with fewer layers if asked for, that reaches so many tokens."""
+    """The config of a published shape that reaches so many tokens; `num_layers` if not None."""
     settings = dict(MODELS[name])
     settings["num_hidden_layers"] = num_layers or settings["num_hidden_layers"]
     return AutoConfig.for_model(
