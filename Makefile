@@ -23,7 +23,7 @@ OLDEST := transformers==5.17.0
 OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/loss tests/hf/model
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
-TYPED := $(sort $(dir $(wildcard $(addsuffix /*.py,longctx_patch cli recipes examples benchmarks))))
+TYPED := longctx_patch cli recipes examples benchmarks docs tests
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

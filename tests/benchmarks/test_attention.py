@@ -93,7 +93,7 @@ def _problem_of(row: dict[str, Any]) -> problems.Problem:
 
 
 def test_shares_of_the_ideal() -> None:
-    shape = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 16}
+    shape: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 16}
     causal = problems.Problem(num_tokens=1024, **shape)
     window = problems.Problem(num_tokens=1024, window=128, **shape)
     assert problems.ideal_row(causal, 4) == problems.Problem(
@@ -104,7 +104,7 @@ def test_shares_of_the_ideal() -> None:
     ideal = problems.ideal_row(window, 4)
     assert problems.share_of(window, 4) == pytest.approx(window.area / ideal.area)
     timed = {"status": "ok", "p20_s": 1.0, "p80_s": 1.0, "forward_s": 1.0}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"peer": "ideal", "candidate": "a", "kernel": "a", "problem": 0, "seconds": 2.0, **timed},
         {"peer": "ideal", "candidate": "b", "kernel": "b", "problem": 0, "seconds": 1.0, **timed},
         {"peer": "x", "candidate": "of a", "kernel": "a", "problem": 0, "seconds": 2.5, **timed},
@@ -134,7 +134,7 @@ def test_ours_stand_beside_what_was_predicted() -> None:
 
 
 def test_a_problem_counts_what_the_mask_allows() -> None:
-    shape = {"num_tokens": 40, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    shape: dict[str, Any] = {"num_tokens": 40, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
     for more in ({}, {"window": 7}, {"lengths": (3, 20, 17)}):
         problem = problems.Problem(**shape, **more)
         assert problems._allowed(problem, CPU).sum() == problem.area

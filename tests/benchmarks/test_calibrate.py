@@ -6,8 +6,8 @@ from pathlib import Path
 import launch
 import numpy as np
 import pytest
+from calibrate import KernelCall, fit, fit_kernel, kernel_calls
 
-from benchmarks.calibrate import KernelCall, fit, fit_kernel, kernel_calls
 from tests.benchmarks import ROOT
 
 

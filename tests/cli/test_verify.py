@@ -114,7 +114,7 @@ def test_one_process_sends_nothing(run: Run, config: Callable[..., Path]) -> Non
 @pytest.mark.parametrize("part", BREAKAGES)
 def test_a_broken_engine_is_found(config: Callable[..., Path], tmp_path: Path, part: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(IN_RANKS + indent(BREAKAGES[part], "    "))
-    words = ["verify", config(), "--nproc", "2", "--ring", "2", "--layout", "contiguous", "--json"]
+    words = ("verify", config(), "--nproc", "2", "--ring", "2", "--layout", "contiguous", "--json")
     result = subprocess.run(
         [sys.executable, "-c", "from longctx_patch.cli.main import main; main()", *words],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},

@@ -96,7 +96,7 @@ def test_a_host_that_was_full_may_have_room_later(host: Host, capacity: float) -
 @pytest.mark.parametrize("layers", [LAYERS - 1, LAYERS - 0.5, LAYERS])
 def test_the_last_layer_leaves_only_with_room_for_all(host: Host, layers: float) -> None:
     host.total_bytes = int(layers * LAYER_BYTES)
-    settings = {"loss": "logits", "vocab_size": 1500}
+    settings: dict[str, Any] = {"loss": "logits", "vocab_size": 1500}
     found = expected(host, **settings)
     gc.collect()
     with DeviceBytes(host, 1) as meter:

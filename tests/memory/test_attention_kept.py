@@ -65,8 +65,8 @@ def test_host_memory_falls_with_the_share() -> None:
 
 
 def check_on_four_ranks(rank: int) -> None:
-    for ulysses, ring in ((4, 1), (1, 4), (2, 2)):
-        degrees = {"ulysses_degree": ulysses, "ring_degree": ring, "layout": "striped"}
+    for u, r in ((4, 1), (1, 4), (2, 2)):
+        degrees: dict[str, Any] = {"ulysses_degree": u, "ring_degree": r, "layout": "striped"}
         wanted = Trained(tiny_model(), checkpoint="none", **degrees).step()
         for policy, share in (("attention", 0.5), ("offload", 0.25), ("auto", 0.5)):
             it = Trained(tiny_model(), checkpoint=policy, attention_kept=share, **degrees)

@@ -26,7 +26,7 @@ def deep_model() -> Any:
 
 
 def last(whole: int) -> list[LayerPolicy]:
-    return ["attention"] * (LAYERS - whole) + ["none"] * whole
+    return ["attention" if layer < LAYERS - whole else "none" for layer in range(LAYERS)]
 
 
 def test_every_family_has_a_layer_to_recompute_for_each_attention() -> None:
@@ -167,7 +167,7 @@ def check_changes_between_passes() -> None:
 
 
 def check_least_memory_of_the_group(rank: int) -> None:
-    degree = {"ulysses_degree": 2}
+    degree: dict[str, Any] = {"ulysses_degree": 2}
     wanted = Trained(deep_model(), checkpoint="none", **degree).step()
     with LiveBytes(PLENTY) as meter:
         it = Trained(deep_model(), meter=meter, **degree)

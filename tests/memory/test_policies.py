@@ -119,10 +119,12 @@ def test_a_name_that_does_not_exist_is_refused_with_the_nearest() -> None:
 
 def check_degrees(rank: int) -> None:
     """Numbers to the bit, messages to the byte; a kernel runs for each part of the heads."""
-    mixes = (("none", "none"), ("full", "full"), ("none", "attention"), ("offload", "full"))
-    for ulysses, ring in ((1, 4), (2, 2), (4, 1)):
-        degrees = {"ulysses_degree": ulysses, "ring_degree": ring, "ulysses_waves": 2}
+    first: list[LayerPolicy] = ["none", "full", "none", "offload"]
+    second: list[LayerPolicy] = ["none", "full", "attention", "full"]
+    for u, r in ((1, 4), (2, 2), (4, 1)):
+        degrees: dict[str, Any] = {"ulysses_degree": u, "ring_degree": r, "ulysses_waves": 2}
         alone = [Trained(tiny_model(), length=LENGTH, checkpoint=name, **degrees) for name in MEANS]
+        mixes = zip(first, second, strict=True)
         mixed = [Trained(tiny_model(), length=LENGTH, forced=mix, **degrees) for mix in mixes]
         wanted: Gradients = {}
         calls: dict[int, set[int]] = defaultdict(set)
@@ -134,7 +136,7 @@ def check_degrees(rank: int) -> None:
             it.step()  # which compares what the first backward sent with the plans
         # Of a zigzag layout, backward has as many kernel calls as forward.
         once = min(calls[2 * LAYERS]) // (2 * LAYERS)
-        assert once >= ring
+        assert once >= r
         assert calls == {runs: {runs * once} for runs in calls}
 
 

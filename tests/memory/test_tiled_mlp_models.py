@@ -161,7 +161,7 @@ def test_the_number_follows_the_memory() -> None:
 
 def test_unpatch_restores_the_mlps() -> None:
     model = tiny_model()
-    mlps = [layer.mlp for layer in decoder_layers(model)]  # type: ignore[misc]
+    mlps = [layer.mlp for layer in decoder_layers(model)]
     before = [dict(vars(mlp)) for mlp in mlps]
     names = list(model.state_dict())
     it = tiled(model, 4)

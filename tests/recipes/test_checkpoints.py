@@ -132,7 +132,7 @@ def test_what_one_thread_could_not_write_is_no_checkpoint(
 def test_a_run_of_an_older_version_goes_on_in_its_world(tmp_path: Path) -> None:
     """With dropout the world must be the same, as far as both versions have its settings."""
     exact = {"scheduler": "cosine", "lora_dropout": 0.1}
-    now = {"exact": exact, "world": {"processes": 2, "ulysses": 2}}
+    now: dict[str, Any] = {"exact": exact, "world": {"processes": 2, "ulysses": 2}}
     then = {"exact": exact, "world": {"processes": 2, "ulysses": 2, "ulysses_waves": 2}}
     (tmp_path / "run.json").write_text(json.dumps({"fingerprint": then}))
     checkpoints.check_fingerprint(tmp_path, now)

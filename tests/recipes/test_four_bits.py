@@ -41,9 +41,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def settings(folder: Path, **values: Any) -> Settings:
-    given = {"model": str(folder), "tokenizer": "bytes", "text": ["t"], "output": "out"}
+    given: dict[str, Any] = {"model": str(folder), "tokenizer": "bytes", "text": ["t"]}
     given |= {"seq_len": LENGTH, "load_in_4bit": True, "dtype": "bfloat16", "lora_rank": 4}
-    return Settings(**{**given, **values})
+    return Settings(**{**given, "output": "out", **values})
 
 
 def adapted(folder: Path) -> Any:
