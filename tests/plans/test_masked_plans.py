@@ -1,19 +1,22 @@
-"""Plans under masks of every kind, expanded pair by pair and executed.
+"""Plans under masks of every kind, expanded pair by pair, broken and executed.
 
 What a plan computes is read off its pieces and its layout alone and compared with a table that is
 written from the definition of each mask, so the code that cuts masks into pieces is not believed.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.plans import EVERYONE, Plan, Share, verify_plan
+from longctx_patch.plans import EVERYONE, Plan, PlanError, Share, verify_plan
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import function_mask
+from longctx_patch.sequence.regions import Piece
 from tests.engine.exact import Case, assert_exact
 from tests.masked import Masked as MaskedCase
 from tests.plans.random_masks import (
@@ -59,6 +62,51 @@ def test_every_allowed_pair_is_computed_once_and_no_other(made: Masked) -> None:
         assert np.array_equal(counted, table), plan.mask
     assert times or not table.any()
     assert verify_plan(plan).area == np.count_nonzero(table)
+
+
+# Refused.
+
+
+def with_pieces(plan: Plan, step: int, work: int, pieces: tuple[Piece, ...]) -> Plan:
+    """The plan with other pieces of one work, which is dropped if it has none left."""
+    steps, works = list(plan.steps), list(plan.steps[step].works)
+    works[work : work + 1] = [works[work]._replace(pieces=pieces)] if pieces else []
+    steps[step] = replace(steps[step], works=tuple(works))
+    return replace(plan, steps=tuple(steps))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(masked_plans(), st.data())
+def test_a_piece_that_is_missing_moved_or_computed_twice_is_rejected(
+    made: Masked, data: st.DataObject
+) -> None:
+    steps = [number for number, step in enumerate(made.plan.steps) if step.works]
+    assume(steps)
+    step = data.draw(st.sampled_from(steps))
+    work = data.draw(st.integers(0, len(made.plan.steps[step].works) - 1))
+    piece, *others = data.draw(st.permutations(made.plan.steps[step].works[work].pieces))
+    moved = [piece.moved(*by) for by in ((1, 0), (0, 1), (-1, 0), (0, -1), (1, 1))]
+    for wrong in ((), (piece, piece), *((other,) for other in moved)):
+        with pytest.raises(PlanError, match=r"coverage:|no such rows|a table over keys of several"):
+            verify_plan(with_pieces(made.plan, step, work, (*others, *wrong)))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(masked_plans(), st.data())
+def test_the_plan_of_another_mask_is_rejected(made: Masked, data: st.DataObject) -> None:
+    """Also where the other mask has one pair more or less."""
+    n = made.plan.layout.num_tokens
+    other, table = data.draw(masks(n))
+    plan = replace(made.plan, mask=other)
+    if np.array_equal(table, made.table):
+        assert verify_plan(plan).area == np.count_nonzero(table)
+    else:
+        with pytest.raises(PlanError, match="coverage:"):
+            verify_plan(plan)
+    almost = made.table.copy()
+    almost[data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))] ^= True
+    with pytest.raises(PlanError, match="coverage:"):
+        verify_plan(replace(made.plan, mask=function_mask(n, lambda q, k: almost[q, k])))
 
 
 # Executed.

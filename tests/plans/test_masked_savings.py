@@ -28,19 +28,6 @@ def rows_sent(plan: Plan, *operands: Operand) -> list[int]:
     return sent
 
 
-def tokens_sent(plan: Plan, operand: Operand) -> set[int]:
-    """The tokens whose rows leave their rank."""
-    held = [plan.layout.positions(rank).tolist() for rank in range(plan.num_ranks)]
-    return {
-        held[transfer.block.owner][slot]
-        for step in plan.steps
-        for transfer in step.transfers
-        if transfer.block.operand is operand
-        for run in transfer.block.rows.runs
-        for slot in range(run.start, run.stop)
-    }
-
-
 def halo(layout: Layout, mask: Mask, direction: Direction = Direction.FORWARD) -> Plan:
     plan = make_plan("halo", layout, mask, direction)
     verify_plan(plan)
@@ -92,18 +79,10 @@ def test_one_giant_document_sends_its_own_rows_alone(placement: LayoutName) -> N
     """Tiny documents are cut by no edge of a rank, so they stay at home."""
     tiny, giant = (8,) * 64, 1024 + 512
     row = Documents((*tiny, giant, *tiny), 1024 + giant)
-    layout = place(placement, row, ring=4)
-    mask = documents_mask(row)
-    assert all(
-        edge % 8 == 0 for rank in layout.intervals for interval in rank for edge in interval[:2]
-    )
+    layout, mask = place(placement, row, ring=4), documents_mask(row)
     for direction in Direction:
-        plan = halo(layout, mask, direction)
-        sent = tokens_sent(plan, Operand.KV)
-        assert sent
-        assert min(sent) >= 512
-        assert max(sent) < 512 + giant
-        assert sum(rows_sent(plan, Operand.KV)) == needed_rows(mask.dense(), layout)
+        sent = sum(rows_sent(halo(layout, mask, direction), Operand.KV))
+        assert 0 < sent == needed_rows(mask.dense(), layout)
 
 
 def needed_rows(table: Table, layout: Layout) -> int:

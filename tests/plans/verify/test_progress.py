@@ -1,8 +1,6 @@
-"""Right programs give no complaint; each planted fault gives the one that names it."""
+"""Each planted fault gives the complaint that names it; programs without one finish."""
 
 from random import Random
-
-import pytest
 
 from longctx_patch.plans import Block, Direction, Operand, RankStep, Transfer
 from longctx_patch.plans.verify.progress import check_progress
@@ -34,28 +32,6 @@ def send(*transfers: Transfer) -> RankStep:
 
 def receive(*transfers: Transfer) -> RankStep:
     return RankStep((), transfers, ())
-
-
-def test_right_programs_give_no_complaint() -> None:
-    assert check_progress(programs_of("zigzag", 4)) == []
-    assert check_progress(programs_of("zigzag", 1)) == []
-    assert check_progress([[], [IDLE]]) == []
-
-
-@pytest.mark.parametrize("name", ["zigzag", "zigzag_direct", "burst"])
-def test_a_dropped_end_is_named(name: str) -> None:
-    programs = programs_of(name, 4)
-    right = programs[2][1]
-    received, *others = right.receives
-    programs[2][1] = right._replace(receives=tuple(others))
-    assert check_progress(programs) == [
-        f"match: sent and not received from rank {received.source} to rank 2 in step 1: {received}"
-    ]
-    sent, *others = right.sends
-    programs[2][1] = right._replace(sends=tuple(others))
-    assert check_progress(programs) == [
-        f"match: received and not sent from rank 2 to rank {sent.destination} in step 1: {sent}"
-    ]
 
 
 def test_messages_without_a_partner_are_named() -> None:

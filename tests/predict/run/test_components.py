@@ -1,7 +1,6 @@
 """Bytes by component: sums, signs, and what takes less than what."""
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
@@ -49,16 +48,6 @@ def test_states_of_an_adapter_by_hand() -> None:
     assert states(job) == ((4 * adapter + frozen) / 8, 4 * adapter / 8, 8 * adapter / 8)
 
 
-@pytest.mark.parametrize("checkpoint", get_args(CheckpointPolicy))
-def test_an_adapter_takes_less_than_every_weight(checkpoint: CheckpointPolicy) -> None:
-    for gpus in ("H200", "4xH200", "16xH100"):
-        full, lora = (llama_job(gpus, 2**17, lora=lora) for lora in (False, True))
-        if checkpoint == "auto":  # which fills what is left with layers
-            assert peak(lora, "offload") < peak(full, "offload")
-        elif (gpus, checkpoint) != ("H200", "none"):  # see test below
-            assert peak(lora, checkpoint) < peak(full, checkpoint)
-
-
 def test_without_fsdp_an_adapter_keeps_more_of_a_layer() -> None:
     def kept(gpus: str, lora: bool, fsdp: bool = True) -> float:
         return layer_bytes(llama_job(gpus, 2**17, lora=lora, fsdp=fsdp), candidate()).whole
@@ -80,28 +69,6 @@ def test_more_gpus_never_take_more_of_each(checkpoint: CheckpointPolicy, lora: b
     assert shared == sorted(shared, reverse=True)
 
 
-@pytest.mark.parametrize("tokens", [2**17, 2**20])
-def test_none_takes_most_and_offload_least(tokens: int) -> None:
-    job = llama_job("8xH200", tokens)
-    assert peak(job, "none") > peak(job, "attention") > peak(job, "offload")
-    assert peak(job, "attention") > peak(job, "full")  # no output of attention
-
-
-def test_where_gradients_are_the_peak_offload_takes_no_more_than_attention() -> None:
-    job = llama_job("8xH200", 2**13)
-    assert peak(job, "none") > peak(job, "attention") == peak(job, "offload")
-
-
-def test_tiles_shrink_the_layer() -> None:
-    job = llama_job("4xH200", 2**20)
-    layer = [
-        result_of(job, ulysses=4, ring=1, checkpoint="offload", mlp_tiles=tiles).memory.layer
-        for tiles in (1, 2, 4, 8)
-    ]
-    assert layer == sorted(layer, reverse=True)
-    assert layer[0] > layer[-1]
-
-
 def test_states_on_the_host_leave_the_gpu() -> None:
     job = llama_job("16xH100", 2**17)
     on_gpu, on_host = (
@@ -114,15 +81,6 @@ def test_states_on_the_host_leave_the_gpu() -> None:
     assert on_host.memory.total < on_gpu.memory.total
     assert on_host.memory.checkpoints == on_gpu.memory.checkpoints
     assert on_host.time.optimizer > on_gpu.time.optimizer
-
-
-def test_checkpoints_on_the_host_by_hand() -> None:
-    job = llama_job("16xH100", 2**20)
-    result = result_of(job, ulysses=8, ring=2, checkpoint="offload")
-    # A machine of two has half of the row: its input, attention's output and lse.
-    assert result.host_bytes == 32 * 2**19 * (2 * 4096 + 2 * 4096 + 4 * 32)
-    one = result_of(llama_job("H200", 2**15), ulysses=1, ring=1, checkpoint="attention")
-    assert one.host_bytes == 0
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -163,14 +121,6 @@ def test_weights_of_four_bits_are_an_adapters_and_whole_on_each_gpu() -> None:
     assert states(job)[0] == pytest.approx(4 * job.trained_weights + frozen)
 
 
-def test_without_fsdp_each_gpu_steps_every_weight() -> None:
-    def seconds(fsdp: bool) -> float:
-        job = llama_job("4xH200", 2**14, fsdp=fsdp)
-        return result_of(job, ulysses=4, ring=1, checkpoint="attention").time.optimizer
-
-    assert seconds(False) == pytest.approx(4 * seconds(True))
-
-
 def test_a_share_has_the_plans_of_its_layout_and_lies_beside_the_recompute() -> None:
     job = llama_job("4xH200", 2**17)
     plans = {share: setting_of(job, 1, 4, share).plan for share in (1.0, 0.5)}
@@ -185,15 +135,6 @@ def test_a_share_has_the_plans_of_its_layout_and_lies_beside_the_recompute() -> 
     of_half = 0.5 * (2 * 4096 + 4 * 32) * 2**15
     assert layers[0.5] - layers[1.0] == pytest.approx(of_half)
     assert layers[0.0] == layers[1.0]
-
-
-def test_one_gpu_may_keep_its_states_on_the_host() -> None:
-    job = llama_job("1xH200", 2**17)
-    on_host = result_of(job, ulysses=1, ring=1, checkpoint="attention", offload_states=True)
-    assert on_host.host_bytes == 16 * llama_shape().num_weights
-    # Two layers gathered, the buffer of one, the head with the norm before it; a layer's gradients.
-    assert on_host.memory.optimizer == 0
-    assert on_host.memory.weights < 3 * GIB
 
 
 def test_logits_are_a_chunk() -> None:
