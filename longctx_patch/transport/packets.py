@@ -33,28 +33,13 @@ class Packet:
     @classmethod
     def empty(cls, specs: Sequence[TensorSpec], device: torch.device) -> "Packet":
         """Uninitialised memory for tensors of these shapes; widest dtype first, so views align."""
-        size = sum(spec.num_bytes for spec in specs)
-        return cls._over(torch.empty(size, dtype=torch.uint8, device=device), specs)
-
-    @classmethod
-    def _over(cls, buffer: Tensor, specs: Sequence[TensorSpec]) -> "Packet":
+        sizes = [spec.num_bytes for spec in specs]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         widths = [spec.dtype.itemsize for spec in specs]
         assert widths == sorted(widths, reverse=True), "views align only with the widest first"
-        parts = buffer.split([spec.num_bytes for spec in specs])
-        views = [p.view(s.dtype).view(s.shape) for p, s in zip(parts, specs, strict=True)]
+        parts = zip(buffer.split(sizes), specs, strict=True)
+        views = [part.view(spec.dtype).view(spec.shape) for part, spec in parts]
         return cls(buffer, tuple(views))
-
-    @classmethod
-    def carve(
-        cls, specs: Sequence[Sequence[TensorSpec]], device: torch.device
-    ) -> tuple[Tensor, list["Packet"]]:
-        """Several packets side by side in one buffer: (buffer, packets)."""
-        sizes = [sum(spec.num_bytes for spec in packet) for packet in specs]
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        packets = [
-            cls._over(part, packet) for part, packet in zip(buffer.split(sizes), specs, strict=True)
-        ]
-        return buffer, packets
 
     @classmethod
     def pack(cls, tensors: Sequence[Tensor]) -> "Packet":

@@ -4,6 +4,7 @@ Distribution may not cost accuracy: every error is at most twice that of the pla
 plain model, on one GPU.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -90,11 +91,12 @@ def gather(shard: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
     return [part[:, :size] for part, size in zip(everyone, sizes, strict=True)]
 
 
-def check_operator(rank: int, world_size: int, kernels: list[str]) -> None:
+def check_operator(rank: int, world_size: int) -> None:
+    """The operator is as accurate as the plain kernel."""
     alone = make_sequence_group(LongContextConfig())
     for config in configs_of(world_size):
         group = make_sequence_group(config)
-        for kernel, (heads, kv_heads) in product(kernels, HEADS):
+        for kernel, (heads, kv_heads) in product(("cudnn", "torch_flash"), HEADS):
             inputs = operator_inputs(1021, heads, kv_heads)
             out, _, dq, dk, dv = dense_attention(*inputs)
             plain, _ = run_operator(with_kernel(alone, kernel), inputs)
@@ -111,13 +113,8 @@ def with_kernel(group: SequenceGroup, kernel: str) -> SequenceGroup:
     return replace(group, config=replace(group.config, kernel=kernel))
 
 
-def test_operator_is_as_accurate_as_the_plain_kernel() -> None:
-    world_size = min(4, torch.cuda.device_count())
-    kernels = ["cudnn", "torch_flash"]
-    run_distributed(check_operator, world_size, world_size, kernels, backend="nccl", timeout_s=240)
-
-
 def check_the_host_runs_ahead(rank: int, world_size: int) -> None:
+    """No step of any plan waits for the device."""
     for plan in PLANS:
         size = world_size // 2 if plan == "double_ring" else None
         config = LongContextConfig(ring_degree=world_size, plan=plan, ranks_per_node=size)
@@ -142,16 +139,9 @@ def check_the_host_runs_ahead(rank: int, world_size: int) -> None:
         torch.cuda._sleep(4_000_000_000)  # clock cycles: about two seconds
         forward_and_backward()
         done.record()
-        assert not done.query(), f"{plan}: the host waited for the device"
+        assert not done.query(), f"{config.plan}: the host waited for the device"
         torch.cuda.synchronize()
         group.close()
-
-
-def test_no_step_of_any_plan_waits_for_the_device() -> None:
-    world_size = min(4, torch.cuda.device_count())
-    run_distributed(
-        check_the_host_runs_ahead, world_size, world_size, backend="nccl", timeout_s=240
-    )
 
 
 def model_outcome(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -170,6 +160,7 @@ def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tupl
 
 
 def check_models(rank: int, world_size: int) -> None:
+    """Models are as accurate as on one GPU."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
     rows = token_rows(509)
     ids = torch.tensor([row["input_ids"] for row in rows], device="cuda")
@@ -208,12 +199,8 @@ def check_models(rank: int, world_size: int) -> None:
             assert errors[1] <= 2 * bounds[1], (family, config)
 
 
-def test_models_are_as_accurate_as_on_one_gpu() -> None:
-    world_size = min(4, torch.cuda.device_count())
-    run_distributed(check_models, world_size, world_size, backend="nccl", timeout_s=240)
-
-
 def check_bits(rank: int, world_size: int) -> None:
+    """Deterministic runs are bitwise equal."""
     inputs = operator_inputs(4093, 8, 2)
     for ulysses, ring in degrees_of(world_size):
         config = LongContextConfig(
@@ -226,6 +213,9 @@ def check_bits(rank: int, world_size: int) -> None:
         group.close()
 
 
-def test_deterministic_runs_are_bitwise_equal() -> None:
+@pytest.mark.parametrize(
+    "checked", [check_operator, check_the_host_runs_ahead, check_models, check_bits]
+)
+def test_over_all_gpus(checked: Callable[[int, int], None]) -> None:
     world_size = min(4, torch.cuda.device_count())
-    run_distributed(check_bits, world_size, world_size, backend="nccl", timeout_s=120)
+    run_distributed(checked, world_size, world_size, backend="nccl", timeout_s=240)

@@ -1,8 +1,10 @@
 """CUDA kernels against float64, and what a distributed plan asks of them."""
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -102,57 +104,58 @@ def test_layouts_of_out_and_dout(name: str) -> None:
             check(grads, (want.dq, want.dk, want.dv), 1e-2)
 
 
-def check_segments(
-    kernel: Kernel,
-    case: str,
-    score: Score,
-    dtype: torch.dtype,
-    *,
-    dim: int = 64,
-    heads: tuple[int, int] = (8, 2),
-) -> None:
+class Trial(NamedTuple):
+    """A kernel, a case of `SEGMENTS`, and the tensors that it is tried with."""
+
+    name: str
+    case: str
+    score: Score = SCORE
+    dtype: torch.dtype = torch.bfloat16
+    dim: int = 64
+    heads: tuple[int, int] = (8, 2)
+
+
+def check_segments(kernel: Kernel, trial: Trial) -> None:
+    """Forward over some keys; their share of the gradients, with other keys and a sink."""
+    _, case, score, dtype, dim, heads = trial
     segments = SEGMENTS[case]
     given = problem(sum(segments.q), sum(segments.kv), heads, dtype, dim=dim, device="cuda")
     want = answer(given, table_of(segments), score)
     check_kernel(kernel, segments, score, given, want, BOUND[dtype])
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        (n, case)
-        for n in KERNELS
-        for case in SEGMENTS
-        if takes(available()[n], SEGMENTS[case], SCORE)
-    ],
+KINDS = (
+    (torch.bfloat16, 64, (8, 2)),
+    (torch.float16, 128, (8, 8)),
+    (torch.bfloat16, 128, (7, 1)),
+    (torch.float16, 64, (8, 2)),
 )
-def test_segments_windows_and_tables(name: str, case: str) -> None:
-    """Forward over some keys; their share of the gradients, with other keys and a sink.
-
-    The cases take turns with dtypes, head dims and groups of heads.
-    """
-    kinds = (
-        ((8, 2), torch.bfloat16, 64),
-        ((8, 8), torch.float16, 128),
-        ((7, 1), torch.bfloat16, 128),
-        ((8, 2), torch.float16, 64),
-    )
-    heads, dtype, dim = kinds[list(SEGMENTS).index(case) % len(kinds)]
-    kernel = usable(name, dtype=dtype, head_dim=dim)
-    check_segments(kernel, case, Score(dim**-0.5), dtype, dim=dim, heads=heads)
 
 
-@pytest.mark.parametrize("name", PACKAGED)
-@pytest.mark.parametrize("case", ["causal", "full", "windows of documents", "documents"])
-def test_softcap(name: str, case: str) -> None:
-    check_segments(usable(name, softcap=True), case, CAPPED, torch.bfloat16)
+def trials() -> Iterator[Trial]:
+    """All cases, which take turns with the kinds of tensors; softcap, head dims, and float32."""
+    for name, (number, case) in product(KERNELS, enumerate(SEGMENTS)):
+        if takes(available()[name], SEGMENTS[case], SCORE):
+            dtype, dim, heads = KINDS[number % len(KINDS)]
+            yield Trial(name, case, Score(dim**-0.5), dtype, dim, heads)
+    for name in PACKAGED:
+        for case in ("causal", "full", "windows of documents", "documents"):
+            yield Trial(name, case, CAPPED)
+        for case, dim in product(("causal", "windows of documents"), (96, 192, 256)):
+            yield Trial(name, case, Score(dim**-0.5), dim=dim)
+    for case, score in product(SEGMENTS, (SCORE, CAPPED)):
+        yield Trial("torch_eager", case, score, torch.float32)
+    yield Trial("flex", "windows of documents", CAPPED)
+    yield Trial("flex", "windows of documents", CAPPED, dim=256)
+    yield Trial("flex", "window", dtype=torch.float32)
+    yield from (Trial("flex", "table", score) for score in (SCORE, CAPPED))
 
 
-@pytest.mark.parametrize("name", PACKAGED)
-@pytest.mark.parametrize("dim", [96, 192, 256])
-@pytest.mark.parametrize("case", ["causal", "windows of documents"])
-def test_other_head_dims(name: str, case: str, dim: int) -> None:
-    check_segments(usable(name, head_dim=dim), case, Score(dim**-0.5), torch.bfloat16, dim=dim)
+@pytest.mark.parametrize("trial", list(trials()), ids=str)
+def test_segments_windows_and_tables(trial: Trial) -> None:
+    asked = {"dtype": trial.dtype, "head_dim": trial.dim, "softcap": trial.score is CAPPED}
+    kernel = usable(trial.name, **asked) if trial.name in FAST else available()[trial.name]
+    check_segments(kernel, trial)
 
 
 @pytest.mark.parametrize("name", [*KERNELS, "flex"])
@@ -193,12 +196,6 @@ def test_all_kernels_here_are_right_and_timed(changes: dict[str, bool]) -> None:
     assert not problems
 
 
-@pytest.mark.parametrize("case", SEGMENTS)
-def test_eager_in_float32(case: str) -> None:
-    for score in (SCORE, CAPPED):
-        check_segments(available()["torch_eager"], case, score, torch.float32)
-
-
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("case", PIECES)
 def test_calls_add_up(name: str, case: str) -> None:
@@ -228,23 +225,9 @@ def test_flex_compiles_once_for_all_runs() -> None:
 
     kernel = available()["flex"]
     for case in ("causal", "causal, more columns"):
-        check_segments(kernel, case, SCORE, torch.bfloat16)
+        check_segments(kernel, Trial("flex", case))
     compiled = counters["stats"]["unique_graphs"]
     assert compiled > 0
     for case in RUNS:
-        check_segments(kernel, case, Score(0.1 + len(case) / 100), torch.bfloat16)
+        check_segments(kernel, Trial("flex", case, Score(0.1 + len(case) / 100)))
     assert counters["stats"]["unique_graphs"] == compiled
-
-
-@pytest.mark.parametrize(
-    ("case", "score", "dtype", "dim"),
-    [
-        ("windows of documents", CAPPED, torch.bfloat16, 64),
-        ("table", SCORE, torch.bfloat16, 64),
-        ("table", CAPPED, torch.bfloat16, 64),
-        ("windows of documents", CAPPED, torch.bfloat16, 256),
-        ("window", SCORE, torch.float32, 64),
-    ],
-)
-def test_flex(case: str, score: Score, dtype: torch.dtype, dim: int) -> None:
-    check_segments(available()["flex"], case, score, dtype, dim=dim)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy
+from tests.loss.test_linear_cross_entropy import Inputs, full_loss
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -28,40 +29,30 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
 
 
-def full_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-) -> Tensor:
-    logits = scale * F.linear(hidden, weight, bias)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, labels, reduction="sum")
-
-
 def results(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss / TOKENS, leaves)]
 
 
 def has_at_most_twice_the_error(
-    leaves: list[Tensor], labels: Tensor, *, chunk_bytes: int = CHUNK_BYTES, **options: Any
+    leaves: list[Tensor],
+    labels: Tensor,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    softcap: float | None = None,
+    scale: float = 1.0,
 ) -> None:
     """`leaves`: hidden, weight and perhaps bias."""
 
-    def named(given: list[Tensor]) -> dict[str, Any]:
-        return options | ({"bias": given[2]} if len(given) > 2 else {})
+    def through_full_logits(given: list[Tensor]) -> list[Tensor]:
+        hidden, weight, bias = (*given, None)[:3]
+        whole = Inputs(hidden[None], weight, bias, labels[None])
+        return results(full_loss(whole, softcap, scale), *given)
 
-    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    wanted = results(full_loss(wide[0], wide[1], labels, **named(wide)), *wide)
-    stock = results(full_loss(leaves[0], leaves[1], labels, **named(leaves)), *leaves)
-    loss = linear_cross_entropy(
-        leaves[0], leaves[1], labels, chunk_bytes=chunk_bytes, **named(leaves)
-    )
+    wanted = through_full_logits([leaf.detach().double().requires_grad_() for leaf in leaves])
+    stock = through_full_logits(leaves)
+    hidden, weight, bias = (*leaves, None)[:3]
+    how: dict[str, Any] = {"softcap": softcap, "scale": scale, "chunk_bytes": chunk_bytes}
+    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, **how)
     assert loss.dtype == torch.float32
     found = results(loss, *leaves)
     errors = [relative_error(a, b) for a, b in zip(found, wanted, strict=True)]

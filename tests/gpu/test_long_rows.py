@@ -1,12 +1,10 @@
 """Rows so long that a tensor has more numbers than 32 bits count, checked at their end."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from longctx_patch.kernels import BackwardInputs, Score, Segments, run
+from longctx_patch.kernels import BackwardInputs, KernelRequest, Score, Segments, run
 from longctx_patch.kernels.base import FULL_WINDOW
 from longctx_patch.kernels.calls import Call
 from longctx_patch.kernels.select.registry import available
@@ -16,6 +14,7 @@ from tests.reference import relative_error
 pytestmark = pytest.mark.gpu
 
 LONG, SHORT, HEADS, KV_HEADS, DIM = 3 * 2**18, 256, 32, 8, 128
+NAMES = ("flash_attn_4", "cudnn", "torch_flash")
 assert LONG * HEADS * DIM > 2**31
 
 
@@ -34,56 +33,49 @@ def wanted(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.float())]
 
 
-@pytest.mark.parametrize("name", ["flash_attn_4", "cudnn", "torch_flash"])
+def run_both(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+    """(out, dq, dk, dv) where every query sees every key, or a skip where the kernel isn't here."""
+    kernel = available()[name]
+    request = KernelRequest("cuda", torch.bfloat16, DIM, num_heads=HEADS, num_kv_heads=KV_HEADS)
+    reason = kernel.refuses(request)
+    if reason is not None:
+        pytest.skip(reason)
+    rows, columns = q.shape[1], k.shape[1]
+    segments, score = Segments((rows,), (columns,), FULL_WINDOW), Score(DIM**-0.5)
+    call = Call((Interval(0, rows),), (Interval(0, columns),), segments)
+    out, lse = run.run_forward(kernel, call, q, k, v, score)
+    given = BackwardInputs(dout, q, k, v, out, lse)
+    return out, *run.run_backward(kernel, call, given, score)
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("parts", [1, 4])
 def test_long_queries(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many queries of few keys; gradients of keys come from the last queries alone."""
-    kernel: Any = available()[name]
-    if kernel.refuses(_request()) is not None:
-        pytest.skip(str(kernel.refuses(_request())))
     monkeypatch.setattr(run, "num_head_parts", lambda q, k: parts)
     q = tensors(LONG, HEADS, 0)
     k, v = (tensors(SHORT, KV_HEADS, seed) for seed in (1, 2))
     dout = torch.zeros_like(q)
     last = slice(LONG - 200, LONG)
     dout[:, last] = tensors(200, HEADS, 3)
-    call = Call(
-        (Interval(0, LONG),), (Interval(0, SHORT),), Segments((LONG,), (SHORT,), FULL_WINDOW)
-    )
-    score = Score(DIM**-0.5)
-    out, lse = run.run_forward(kernel, call, q, k, v, score)
     if (name, parts) == ("cudnn", 1):
         with pytest.raises(ValueError, match="its gradients are wrong for more than"):
-            run.run_backward(kernel, call, BackwardInputs(dout, q, k, v, out, lse), score)
+            run_both(name, q, k, v, dout)
         return
-    dq, dk, dv = run.run_backward(kernel, call, BackwardInputs(dout, q, k, v, out, lse), score)
+    out, dq, dk, dv = run_both(name, q, k, v, dout)
     right = wanted(q[:, last], k, v, dout[:, last])
     for found, reference in zip((out[:, last], dq[:, last], dk, dv), right, strict=True):
         assert relative_error(found, reference) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["flash_attn_4", "cudnn", "torch_flash"])
+@pytest.mark.parametrize("name", NAMES)
 def test_long_keys(name: str) -> None:
     """Few queries of many keys, head by head."""
-    kernel: Any = available()[name]
-    if kernel.refuses(_request()) is not None:
-        pytest.skip(str(kernel.refuses(_request())))
     q, dout = tensors(SHORT, HEADS, 0), tensors(SHORT, HEADS, 3)
     k, v = (tensors(LONG, HEADS, seed) for seed in (1, 2))
-    call = Call(
-        (Interval(0, SHORT),), (Interval(0, LONG),), Segments((SHORT,), (LONG,), FULL_WINDOW)
-    )
-    score = Score(DIM**-0.5)
-    out, lse = run.run_forward(kernel, call, q, k, v, score)
-    dq, dk, dv = run.run_backward(kernel, call, BackwardInputs(dout, q, k, v, out, lse), score)
+    results = run_both(name, q, k, v, dout)
     for head in range(0, HEADS, 5):
         one = slice(head, head + 1)
         right = wanted(*(x[:, :, one] for x in (q, k, v, dout)))
-        for found, reference in zip((out, dq, dk, dv), right, strict=True):
+        for found, reference in zip(results, right, strict=True):
             assert relative_error(found[:, :, one], reference) < 2e-2
-
-
-def _request() -> Any:
-    from longctx_patch.kernels import KernelRequest
-
-    return KernelRequest("cuda", torch.bfloat16, DIM, num_heads=HEADS, num_kv_heads=KV_HEADS)
