@@ -44,15 +44,15 @@ def has_at_most_twice_the_error(
     """`leaves`: hidden, weight and perhaps bias."""
 
     def through_full_logits(given: list[Tensor]) -> list[Tensor]:
-        hidden, weight, bias = (*given, None)[:3]
-        whole = Inputs(hidden[None], weight, bias, labels[None])
+        bias = given[2] if len(given) > 2 else None
+        whole = Inputs(given[0][None], given[1], bias, labels[None])
         return results(full_loss(whole, softcap, scale), *given)
 
     wanted = through_full_logits([leaf.detach().double().requires_grad_() for leaf in leaves])
     stock = through_full_logits(leaves)
-    hidden, weight, bias = (*leaves, None)[:3]
+    bias = leaves[2] if len(leaves) > 2 else None
     how: dict[str, Any] = {"softcap": softcap, "scale": scale, "chunk_bytes": chunk_bytes}
-    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, **how)
+    loss = linear_cross_entropy(leaves[0], leaves[1], labels, bias=bias, **how)
     assert loss.dtype == torch.float32
     found = results(loss, *leaves)
     errors = [relative_error(a, b) for a, b in zip(found, wanted, strict=True)]
