@@ -166,33 +166,18 @@ def _why_not(candidate: _Candidate, winner: _Candidate, allowed: frozenset[int] 
 
 
 def _why_slower(candidate: _Candidate, winner: _Candidate) -> str:
+    """The part of the GPUs' time that grew most, and what is sent where that is much more."""
     mine, best = candidate.prediction, winner.prediction
+    waits_s = mine.waiting_fraction * mine.makespan_s - best.waiting_fraction * best.makespan_s
+    extra_s = {
+        "waits": waits_s,
+        "its kernels take": mine.kernel_s - best.kernel_s,
+        "copying and adding takes": mine.copy_s - best.copy_s,
+    }
+    part = max(extra_s, key=lambda name: extra_s[name])
+    why = f"{part} {extra_s[part] * 1e3:.2g} ms longer"
     sends, ratio = _sends(candidate, winner)
-    # Ranks that share next to nothing don't wait for each other in each step.
-    if mine.plan != SPARSE_PLAN and mine.idle_fraction > best.idle_fraction + TIE:
-        why = f"idle for {mine.idle_fraction:.0%} of the time"
-    else:
-        why = _longest_part(mine, best)
     return f"{why}, {sends}" if ratio > 1.2 else why
-
-
-def _longest_part(mine: Prediction, best: Prediction) -> str:
-    """The part of the GPUs' time that grew most: waiting, kernels or copies."""
-    exposed_s = mine.exposed_communication_s - best.exposed_communication_s
-    waits_s = _waiting_s(mine) - _waiting_s(best)
-    kernels_s, copies_s = mine.kernel_s - best.kernel_s, mine.copy_s - best.copy_s
-    seconds = max(waits_s, kernels_s, copies_s)
-    milliseconds, by_messages = f"{seconds * 1e3:.2g} ms", exposed_s > 0.75 * seconds
-    if seconds == waits_s:
-        cause = "messages" if by_messages else "the CPU or other ranks"
-        return f"waits {milliseconds} longer for {cause}"
-    if seconds == kernels_s:
-        return f"its kernels take {milliseconds} longer" + " beside messages" * by_messages
-    return f"copying and adding takes {milliseconds} longer"
-
-
-def _waiting_s(prediction: Prediction) -> float:
-    return prediction.waiting_fraction * prediction.makespan_s
 
 
 def _why_not_tied(candidate: _Candidate, winner: _Candidate, allowed: frozenset[int] | None) -> str:

@@ -11,7 +11,6 @@ from longctx_patch.choose.plans import decide
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
 from longctx_patch.predict.attention.costs import Workload, predict
-from longctx_patch.predict.machines import MACHINES
 from tests.predict.attention.test_costs import H200, WORKLOAD, masked
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -97,20 +96,6 @@ def test_explain_says_why_a_plan_loses() -> None:
     (row,) = (row for row in rows if row.prediction.plan == "burst")
     assert "slower" in row.reason
     assert "times the bytes" in row.reason
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "ring_degree"), [(1, 2), (100, 8), (5000, 1), (5000, 3), (131072, 8)]
-)
-def test_explain_marks_what_auto_takes(num_tokens: int, ring_degree: int) -> None:
-    config = LongContextConfig(ring_degree=ring_degree, ulysses_degree=2)
-    workload = Workload(num_tokens=num_tokens, num_heads=8, num_kv_heads=1)
-    taken = decide(config, workload)
-    for direction in Direction:
-        comparison = explain(config, workload, [direction])
-        (row,) = (row for row in comparison.rows if row.chosen)
-        assert row.prediction == predict(taken, direction, workload, MACHINES["h100"])
-        assert "LongContextConfig(ulysses_degree=2" in str(comparison)
 
 
 def test_explain_marks_what_a_config_names() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longctx_patch.choose.degrees import Way, best_way, costs_of_ways, most_ulysses, ways
+from longctx_patch.choose.degrees import Way, best_way, costs_of_ways, most_ulysses
 from longctx_patch.choose.plans import decide
 from longctx_patch.choose.tie import TIE, Cost, preferred
 from longctx_patch.config import LongContextConfig
@@ -28,23 +28,17 @@ def chosen(workload: Workload, degree: int = 4, gpus_per_node: int = 8) -> Way:
     return best_way({workload: 1}, hardware, degree)
 
 
-@pytest.mark.parametrize("num_tokens", [16384, 65536, 131072])
-def test_causal_rows_are_for_ulysses(num_tokens: int) -> None:
-    assert chosen(replace(WORKLOAD, num_tokens=num_tokens)) == ULYSSES
-
-
-@pytest.mark.parametrize("num_documents", [64, 300])
-def test_rows_of_short_documents_are_for_a_ring(num_documents: int) -> None:
-    assert chosen(masked(num_documents)) == RING
-
-
-def test_rows_of_a_few_long_documents_are_for_ulysses() -> None:
-    assert chosen(masked(4)) == ULYSSES
-    assert chosen(masked(16)) == ULYSSES
-
-
-def test_windows_are_for_a_ring_of_contiguous_shards() -> None:
-    assert chosen(masked(None)) == Way(1, 4, "contiguous")
+@pytest.mark.parametrize(
+    ("workload", "way"),
+    [
+        *((replace(WORKLOAD, num_tokens=num_tokens), ULYSSES) for num_tokens in (16384, 131072)),
+        *((masked(num_documents), ULYSSES) for num_documents in (4, 16)),
+        *((masked(num_documents), RING) for num_documents in (64, 300)),
+        (masked(None), Way(1, 4, "contiguous")),
+    ],
+)
+def test_the_way_follows_what_the_mask_leaves(workload: Workload, way: Way) -> None:
+    assert chosen(workload) == way
 
 
 def test_the_layers_of_a_model_count_together() -> None:
@@ -62,18 +56,6 @@ def test_ulysses_stays_inside_a_node() -> None:
     for workload in (WORKLOAD, replace(WORKLOAD, lengths=short)):
         assert chosen(workload, degree=16).ulysses <= 8
         assert chosen(workload, degree=16, gpus_per_node=2).ulysses <= 2
-
-
-def test_no_key_value_head_is_sent_twice() -> None:
-    found = ways(12, num_kv_heads=8, gpus_per_node=8)
-    assert found == [Way(1, 12), Way(2, 6), Way(4, 3)]
-    assert ways(12, num_kv_heads=12, gpus_per_node=6) == [
-        Way(1, 12),
-        Way(2, 6),
-        Way(3, 4),
-        Way(6, 2),
-    ]
-    assert ways(1, num_kv_heads=1, gpus_per_node=8) == [Way(1, 1)]
 
 
 def test_of_what_is_as_fast_the_largest_ulysses_degree_wins_then_fewest_bytes() -> None:
@@ -99,6 +81,8 @@ def test_of_what_is_as_fast_the_largest_ulysses_degree_wins_then_fewest_bytes() 
         (6, 6, 8, 2),
         (3, 3, 8, 1),
         (5, 5, 10, 5),
+        (12, 6, 12, 6),
+        (12, 8, 8, 4),
     ],
 )
 def test_without_a_prediction_as_much_ulysses_as_fits_wins(
