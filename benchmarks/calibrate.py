@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, make_sequence_group
-from longctx_patch.engine.accumulate import RowSum, SoftmaxMerge
+from longctx_patch.engine.accumulate import RowSum, SoftmaxMerge, out_specs
 from longctx_patch.kernels import (
     BackwardInputs,
     Kernel,
@@ -221,14 +221,16 @@ def memory_passes(sizes: Sequence[int], clock: Clock) -> Iterator[BytesCall]:
     for rows in sizes:
         shape, every = (1, rows, heads, HEAD_DIM), Interval(0, rows)
         part = normal(shape, clock.device)
-        lse_BHL = torch.zeros(1, heads, rows, device=clock.device)
+        lse_BLH = torch.zeros(1, heads, rows, device=clock.device).transpose(1, 2)
         spec = TensorSpec(shape, part.dtype)
-        merge, total = SoftmaxMerge(spec, clock.device), RowSum(spec, clock.device)
-        merge.add(every, part, lse_BHL)  # the first part is adopted; later ones are added to it
-        total.add(every, part)
+        merge = SoftmaxMerge(out_specs(spec), clock.device)
+        total = RowSum([spec], clock.device)
+        out = lse_BLH, part
+        merge.add(every, out)  # the first part is adopted; later ones are added to it
+        total.add(every, (part,))
         summed_bytes = part.numel() * (part.itemsize + 4 + 4)
-        yield BytesCall("softmax_merge", summed_bytes, partial(merge.add, every, part, lse_BHL))
-        yield BytesCall("row_sum", summed_bytes, partial(total.add, every, part))
+        yield BytesCall("softmax_merge", summed_bytes, partial(merge.add, every, out))
+        yield BytesCall("row_sum", summed_bytes, partial(total.add, every, (part,)))
         yield BytesCall("pack", 2 * part.nbytes, partial(Packet.pack, [part]))
 
 

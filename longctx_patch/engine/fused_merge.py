@@ -15,9 +15,9 @@ from torch import Tensor
 
 from longctx_patch.sequence.layout import Interval
 
-Part = tuple[Interval, Tensor, Tensor]
-"""(rows of the whole, out_BLHD, lse_BHL of these rows). out is bfloat16, float16 or float32 and has
-D contiguous, lse is float32; other strides are free."""
+Part = tuple[Interval, tuple[Tensor, ...]]
+"""(rows of the whole, (lse_BLH, out_BLHD) of these rows). out is bfloat16, float16 or float32 and
+has D contiguous, lse is float32; other strides are free."""
 
 _NUMBERS_PER_PROGRAM = 2048
 """Numbers of out: 16 for each of 128 threads, which keeps enough reads on their way."""
@@ -29,7 +29,7 @@ def merge(total: Part, old: Part, new: Part) -> None:
     A row that neither part has becomes 0 and -inf. The memory of `total` may be that of the same
     rows of a part, if dtype and strides are the same too.
     """
-    rows, out_BLHD, _ = total
+    rows, (_, out_BLHD) = total
     batch, _, heads, dim = out_BLHD.shape
     cols = triton.next_power_of_2(dim)
     block = max(1, _NUMBERS_PER_PROGRAM // cols)
@@ -41,8 +41,7 @@ def merge(total: Part, old: Part, new: Part) -> None:
 
 
 def _arguments(part: Part) -> list[Tensor | int]:
-    rows, out_BLHD, lse_BHL = part
-    lse_BLH = lse_BHL.transpose(1, 2)
+    rows, (lse_BLH, out_BLHD) = part
     strides = out_BLHD.stride()[:3], lse_BLH.stride()
     return [out_BLHD, *strides[0], lse_BLH, *strides[1], rows.start, rows.stop]
 

@@ -1,108 +1,54 @@
 """Partial results of one rank: its own, and those it holds for others until they are sent home."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longctx_patch.engine.accumulate import RowSum, SoftmaxMerge, sum_dtype
+from longctx_patch.engine.accumulate import (
+    RowSum,
+    RowTotals,
+    SoftmaxMerge,
+    out_specs,
+    sum_dtype,
+)
 from longctx_patch.engine.operands import adjoined
 from longctx_patch.plans import Block, Operand, Share, Transfer
 from longctx_patch.sequence.layout import Interval, Rows
 from longctx_patch.transport import Packet, TensorSpec
 
 
-class Partial(Protocol):
+class Partial:
     """A partial result for some rows of one owner."""
 
-    rows: Rows
-
-    def add(self, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
-        """Add results for `runs` of the owner's rows, which the parts hold one after another."""
-        ...
-
-    def parts(self) -> tuple[Tensor, ...]:
-        """What another partial result can add, rows along dim 1."""
-        ...
-
-    def results(self) -> tuple[Tensor, ...]:
-        """The parts in the dtype of the model."""
-        ...
-
-    def adopt(self, packet: Packet) -> None:
-        """Start from a packet that covers all rows, and is ours to write to."""
-        ...
-
-    def packet(self, operand: Operand) -> Packet:
-        """The bytes to send."""
-        ...
-
-
-class OutPartial:
-    """A partial attention output with its lse; its parts are (lse_BLH, out_BLHD)."""
-
-    def __init__(self, rows: Rows, like: tuple[Tensor, ...]) -> None:
-        (q,) = like
+    def __init__(self, rows: Rows, totals: RowTotals) -> None:
         self.rows = rows
-        self._device = q.device
-        self._merge = SoftmaxMerge(_spec(q, rows, q.dtype), q.device)
-
-    def add(self, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
-        for place, (lse_BLH, out) in _placed(self.rows, runs, parts):
-            self._merge.add(place, out, lse_BLH.transpose(1, 2))
-
-    def parts(self) -> tuple[Tensor, ...]:
-        out, lse_BHL = self._merge.result()
-        return lse_BHL.transpose(1, 2), out
-
-    results = parts
-
-    def adopt(self, packet: Packet) -> None:
-        self.add(self.rows.runs, packet.tensors)
-
-    def packet(self, operand: Operand) -> Packet:
-        packet = Packet.empty(_out_specs(self._merge.spec), self._device)
-        lse_BLH, out_BLHD = packet.tensors
-        self._merge.write_to(out_BLHD, lse_BLH.transpose(1, 2))
-        return packet
-
-
-class GradientPartial:
-    """Partial sums of gradients, one for each tensor of `like`."""
-
-    def __init__(self, rows: Rows, like: tuple[Tensor, ...]) -> None:
-        self.rows = rows
-        self._device = like[0].device
-        self._sums = [RowSum(_spec(t, rows, t.dtype), t.device) for t in like]
+        self.totals = totals
         self._arrived: Packet | None = None
 
     def add(self, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
+        """Add results for `runs` of the owner's rows, which the parts hold one after another."""
         for place, placed in _placed(self.rows, runs, parts):
-            for total, part in zip(self._sums, placed, strict=True):
-                total.add(place, part)
-
-    def parts(self) -> tuple[Tensor, ...]:
-        return tuple(total.total for total in self._sums)
-
-    def results(self) -> tuple[Tensor, ...]:
-        return tuple(total.result() for total in self._sums)
+            self.totals.add(place, placed)
 
     def adopt(self, packet: Packet) -> None:
+        """Start from a packet that covers all rows, and is ours to write to."""
         self.add(self.rows.runs, packet.tensors)
         self._arrived = packet
 
     def packet(self, operand: Operand) -> Packet:
-        specs = [_wire_spec(total.spec, operand) for total in self._sums]
+        """The bytes to send."""
+        specs = [_wire_spec(spec, operand) for spec in self.totals.specs]
         # A sum that came as a packet and was added to in place goes on as that packet.
-        if self._arrived is not None and all(
-            total.is_in(view) and view.dtype == spec.dtype
-            for total, view, spec in zip(self._sums, self._arrived.tensors, specs, strict=True)
+        if (
+            self._arrived is not None
+            and self.totals.is_in(self._arrived.tensors)
+            and [view.dtype for view in self._arrived.tensors] == [spec.dtype for spec in specs]
         ):
             return self._arrived
-        packet = Packet.empty(specs, self._device)
-        for total, view in zip(self._sums, packet.tensors, strict=True):
-            total.write_to(view)
+        packet = Packet.empty(specs, self.totals.device)
+        self.totals.write_to(packet.tensors)
         return packet
 
 
@@ -145,7 +91,7 @@ class Partials:
         for index in range(num_groups):
             key = ResultKey(kind, self._rank, Share(index, num_groups))
             held = self._held.get(key) or self._make(key, self._own_rows(kind))
-            groups.append(held.parts() if as_summed else held.results())
+            groups.append(held.totals.total() if as_summed else held.totals.result())
         if num_groups == 1:
             return groups[0]
         return tuple(torch.cat(parts, 2) for parts in zip(*groups, strict=True))
@@ -161,11 +107,8 @@ class Partials:
 
     def incoming(self, transfer: Transfer) -> Tensor:
         operand, _, rows, heads = transfer.block
-        like = self._like_part(operand.partial, heads)
-        specs = [_wire_spec(_spec(t, rows, t.dtype), operand) for t in like]
-        if operand is Operand.OUT:
-            specs = _out_specs(*specs)
-        packet = Packet.empty(specs, like[0].device)
+        specs, device = self._specs(operand.partial, heads, rows)
+        packet = Packet.empty([_wire_spec(spec, operand) for spec in specs], device)
         self._arriving.append((transfer, packet))
         return packet.buffer
 
@@ -181,14 +124,14 @@ class Partials:
             self._held[key] = self._make(key, block.rows)
             self._held[key].adopt(packet)
             if held is not None:
-                self.add(key, held.rows.runs, held.parts())
+                self.add(key, held.rows.runs, held.totals.total())
         self._arriving.clear()
 
     def _grown(self, key: ResultKey, held: Partial | None, rows: Rows) -> Partial:
         """Replace what was held by a partial result that covers `rows` too."""
         larger = self._make(key, rows if held is None else rows | held.rows)
         if held is not None:
-            larger.add(held.rows.runs, held.parts())
+            larger.add(held.rows.runs, held.totals.total())
         self._held[key] = larger
         return larger
 
@@ -196,11 +139,16 @@ class Partials:
         return Rows.first(self._like[kind][0].shape[1])
 
     def _make(self, key: ResultKey, rows: Rows) -> Partial:
-        make = OutPartial if key.kind is Operand.OUT else GradientPartial
-        return make(rows, self._like_part(key.kind, key.heads))
+        make = SoftmaxMerge if key.kind is Operand.OUT else RowSum
+        return Partial(rows, make(*self._specs(key.kind, key.heads, rows)))
 
-    def _like_part(self, kind: Operand, heads: Share) -> tuple[Tensor, ...]:
-        return tuple(heads.cut(tensor, self._num_kv_heads) for tensor in self._like[kind])
+    def _specs(
+        self, kind: Operand, heads: Share, rows: Rows
+    ) -> tuple[list[TensorSpec], torch.device]:
+        """The specs of a result's tensors, and their device."""
+        like = [heads.cut(tensor, self._num_kv_heads) for tensor in self._like[kind]]
+        specs = [TensorSpec((len(t), rows.size, *t.shape[2:]), t.dtype) for t in like]
+        return out_specs(*specs) if kind is Operand.OUT else specs, like[0].device
 
 
 def _key(block: Block) -> ResultKey:
@@ -224,12 +172,3 @@ def _placed(
 
 def _wire_spec(spec: TensorSpec, operand: Operand) -> TensorSpec:
     return spec._replace(dtype=sum_dtype(spec.dtype)) if operand.is_sum else spec
-
-
-def _out_specs(out: TensorSpec) -> list[TensorSpec]:
-    """The specs of lse_BLH and out_BLHD, as they travel together."""
-    return [TensorSpec(out.shape[:3], sum_dtype(out.dtype)), out]
-
-
-def _spec(like: Tensor, rows: Rows, dtype: torch.dtype) -> TensorSpec:
-    return TensorSpec((like.shape[0], rows.size, *like.shape[2:]), dtype)

@@ -37,7 +37,7 @@ BREAKAGES = {
     "merge": """
 from longctx_patch.engine.accumulate import SoftmaxMerge
 right = SoftmaxMerge.result
-SoftmaxMerge.result = lambda self: (right(self)[0] * 1.001, right(self)[1])
+SoftmaxMerge.result = lambda self: (right(self)[0], right(self)[1] * 1.001)
 """,
     "positions": """
 import torch

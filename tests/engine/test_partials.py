@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from longctx_patch.engine.partials import GradientPartial
+from longctx_patch.engine.accumulate import RowSum
+from longctx_patch.engine.partials import Partial
 from longctx_patch.plans import Operand
 from longctx_patch.sequence.layout import Interval, Rows
 from longctx_patch.transport import Packet, TensorSpec
@@ -19,7 +20,8 @@ def test_a_sum_that_came_goes_on_in_its_packet(dtype: torch.dtype) -> None:
     arrived = Packet.empty([TensorSpec(SHAPE, wide)] * 2, torch.device("cpu"))
     for view in arrived.tensors:
         view.fill_(1.0)
-    held = GradientPartial(ROWS, like)
+    specs = [TensorSpec(SHAPE, dtype)] * 2
+    held = Partial(ROWS, RowSum(specs, torch.device("cpu")))
     held.adopt(arrived)
     part = tuple(torch.full_like(tensor, 2.0) for tensor in like)
     held.add([Interval(0, 4)], tuple(x[:, :4] for x in part))

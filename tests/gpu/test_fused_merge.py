@@ -5,7 +5,13 @@ import torch
 from torch import Tensor
 
 from longctx_patch.engine import accumulate
-from longctx_patch.engine.accumulate import Part, SoftmaxMerge, fits_one_pass, merge_in_place
+from longctx_patch.engine.accumulate import (
+    Part,
+    SoftmaxMerge,
+    fits_one_pass,
+    merge_in_place,
+    out_specs,
+)
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.transport import TensorSpec
 from tests.reference import relative_error
@@ -30,22 +36,23 @@ def some_part(rows: Interval, dim: int, dtype: torch.dtype, seed: int) -> Part:
     lse_BLH[:, seed % 3 :: 3, 0] = -torch.inf
     lse_BLH[:, seed % 2 :: 5, 1] += 500.0
     out.mul_((lse_BLH > -torch.inf)[..., None])
-    return Part(rows, out, lse_BLH.transpose(1, 2))
+    return Part(rows, (lse_BLH, out))
 
 
 def merged(parts: list[Part], dim: int) -> tuple[Tensor, Tensor]:
-    merge = SoftmaxMerge(spec(dim), torch.device(DEVICE))
+    merge = SoftmaxMerge(out_specs(spec(dim)), torch.device(DEVICE))
     for part in parts:
         merge.add(*part)
-    return merge.result()
+    lse_BLH, out = merge.result()
+    return out, lse_BLH.transpose(1, 2)
 
 
 def softmax_of(parts: list[Part], dim: int) -> tuple[Tensor, Tensor]:
     """(out_BLHD, lse_BHL) in float64: the parts weighed by the softmax of their lse."""
     lse_NBHL = torch.full((len(parts), BATCH, HEADS, LENGTH), -torch.inf, device=DEVICE).double()
     out_NBLHD = torch.zeros(len(parts), *spec(dim).shape, device=DEVICE).double()
-    for index, (rows, out, lse) in enumerate(parts):
-        lse_NBHL[index, :, :, rows.start : rows.stop] = lse
+    for index, (rows, (lse_BLH, out)) in enumerate(parts):
+        lse_NBHL[index, :, :, rows.start : rows.stop] = lse_BLH.transpose(1, 2)
         out_NBLHD[index, :, rows.start : rows.stop] = out
     weight_NBHL = torch.softmax(lse_NBHL, 0).nan_to_num(0.0)
     return torch.einsum("nbhl,nblhd->blhd", weight_NBHL, out_NBLHD), lse_NBHL.logsumexp(0)
@@ -84,29 +91,28 @@ def test_in_place_gives_the_bits_of_new_memory_each_time(dim: int) -> None:
     from longctx_patch.engine.fused_merge import merge
 
     old, new = (some_part(EVERY, dim, torch.float32, seed) for seed in range(2))
-    total = Part(EVERY, torch.empty_like(old.out_BLHD), torch.empty_like(old.lse_BHL))
+    total = Part(EVERY, tuple(torch.empty_like(x) for x in old.tensors))
     merge(total, old, new)
     for _ in range(20):
-        copy = Part(EVERY, old.out_BLHD.clone(), old.lse_BHL.clone())
+        copy = Part(EVERY, tuple(x.clone() for x in old.tensors))
         merge(copy, copy, new)
-        assert torch.equal(copy.out_BLHD, total.out_BLHD)
-        assert torch.equal(copy.lse_BHL, total.lse_BHL)
+        assert all(map(torch.equal, copy.tensors, total.tensors))
 
 
 def test_takes_the_memory_of_rows_with_several_parts_alone() -> None:
     shape, device = (1, 4096, 8, 128), torch.device(DEVICE)
-    lse = torch.zeros(1, 8, 4096, device=DEVICE)
+    lse = torch.zeros(1, 8, 4096, device=DEVICE).transpose(1, 2)
     part = torch.ones(shape, device=DEVICE, dtype=torch.bfloat16)
-    merge = SoftmaxMerge(TensorSpec(shape, torch.bfloat16), device)
+    merge = SoftmaxMerge(out_specs(TensorSpec(shape, torch.bfloat16)), device)
     half = Interval(0, 2048)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    merge.add(half, part[:, :2048], lse[:, :, :2048])
-    merge.add(Interval(1024, 4096), part[:, 1024:], lse[:, :, 1024:])
-    merge.add(half, part[:, :2048], lse[:, :, :2048])
+    merge.add(half, (lse[:, :2048], part[:, :2048]))
+    merge.add(Interval(1024, 4096), (lse[:, 1024:], part[:, 1024:]))
+    merge.add(half, (lse[:, :2048], part[:, :2048]))
     # Of all rows, the first half: in float32.
     assert torch.cuda.max_memory_allocated() - before == (4 * part.numel() + lse.nbytes) // 2
-    out, _ = merge.result()
+    _, out = merge.result()
     assert torch.equal(out, part)
 
 
@@ -117,21 +123,21 @@ def test_numbers_beyond_two_to_the_31(far: str) -> None:
     out = memory.as_strided((2, 2, 2, 16), (*strides.values(), 1))
     out.copy_(torch.randn(out.shape, device=DEVICE))
     rows = Interval(0, 2)
-    old = Part(rows, out, torch.randn(2, 2, 2, device=DEVICE))
-    new = Part(rows, torch.randn(out.shape, device=DEVICE), torch.randn(2, 2, 2, device=DEVICE))
-    wanted = Part(rows, out.clone(), old.lse_BHL.clone())
+    lse = torch.randn(2, 2, 2, device=DEVICE)
+    old = Part(rows, (lse, out))
+    new = Part(rows, (torch.randn_like(lse), torch.randn(out.shape, device=DEVICE)))
+    wanted = Part(rows, (lse.clone(), out.clone()))
     merge_in_place(wanted, new)
-    merge = SoftmaxMerge(TensorSpec(tuple(out.shape), out.dtype), torch.device(DEVICE))
+    merge = SoftmaxMerge(out_specs(TensorSpec(tuple(out.shape), out.dtype)), torch.device(DEVICE))
     merge.add(*old)
     merge.add(*new)
-    assert merge.result()[0].data_ptr() == out.data_ptr()
-    torch.testing.assert_close(out, wanted.out_BLHD)
-    torch.testing.assert_close(old.lse_BHL, wanted.lse_BHL)
+    assert merge.result()[1].data_ptr() == out.data_ptr()
+    torch.testing.assert_close(old.tensors, wanted.tensors)
 
 
 def test_nan_is_not_hidden() -> None:
     old, new = (some_part(EVERY, 8, torch.bfloat16, seed) for seed in range(2))
-    new.lse_BHL[0, 0, :3] = torch.nan
+    new.tensors[0][0, :3, 0] = torch.nan
     out, lse = merged([old, new], 8)
     assert lse[0, 0, :3].isnan().all()
     assert out[0, :3, 0].isnan().all()
