@@ -31,7 +31,6 @@ from longctx_patch.hf.layers.rehearsal import (
 )
 from longctx_patch.hf.patching import PatchHandle
 from longctx_patch.memory.meter import Meter
-from longctx_patch.memory.passes import Rehearsed
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.transport.meeting import Meeting, meet
 
@@ -130,7 +129,7 @@ def preflight(
     )
     found = _judged(handle, step, meter)
     if rehearsal.chooses_by_layer:
-        checkpoints.know(device, _known(step, meter))
+        checkpoints.know(device, step.known(meter.allocated()))
     return found
 
 
@@ -153,16 +152,6 @@ def _judged(handle: PatchHandle, step: WholeStep, meter: Meter) -> Preflight:
     if found.expected_bytes > meter.fillable(meter.allocated() + step.state_bytes):
         warnings.warn(f"{found}, and {GAPS}", RuntimeWarning, stacklevel=3)
     return found
-
-
-def _known(step: WholeStep, meter: Meter) -> Rehearsed:
-    """What `auto` need not measure any more."""
-    return Rehearsed(
-        extra_bytes=step.rehearsal.extra_bytes,
-        host_layers=step.host_layers,
-        peak_bytes=step.rehearsed_bytes,
-        rest_bytes=meter.allocated() + step.state_bytes,
-    )
 
 
 def _check_moment(handle: PatchHandle, trained: list[nn.Parameter]) -> None:

@@ -21,15 +21,6 @@ class RandomState:
         own = None if device.type == "cpu" else torch.get_device_module(device)
         return cls(device, torch.get_rng_state(), own and own.get_rng_state(device))
 
-    def has_moved(self) -> bool:
-        """Whether numbers were drawn since this state was read."""
-        now = RandomState.now(self.device)
-        if not torch.equal(self.of_cpu, now.of_cpu):
-            return True
-        if self.of_device is None or now.of_device is None:
-            return False
-        return not torch.equal(self.of_device, now.of_device)
-
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Draws within the context begin with this state; later draws are as if there were none."""

@@ -17,6 +17,7 @@ B rows, L tokens, D hidden size.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def run_tiled(
     num_tiles = min(num_tiles, hidden.shape[-2])
     if num_tiles <= 1:
         return forward(hidden)
-    mlp = _TiledMlp(forward, module, num_tiles, last, _Autocast.now(hidden.device.type))
+    mlp = _TiledMlp(forward, module, num_tiles, last, _autocast_now(hidden.device.type))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
         return mlp.run(hidden)
@@ -107,10 +108,8 @@ class _Tiles(torch.autograd.Function):
         ctx.keeper, ctx.wants_hidden = kept.grad_fn, wants_hidden
         # Not saved as hidden states are: a recompute would have to come as far as here for them.
         ctx.trained, ctx.versions = trained, [tensor._version for tensor in trained]
-        random = RandomState.now(kept.device)
-        out = mlp.run(kept)
-        ctx.mlp, ctx.random = mlp, random if random.has_moved() else None
-        return out
+        ctx.mlp, ctx.random = mlp, RandomState.now(kept.device)
+        return mlp.run(kept)
 
     @staticmethod
     @once_differentiable
@@ -128,7 +127,7 @@ class _Tiles(torch.autograd.Function):
         ]
 
         def run_again(mlp: "_TiledMlp") -> tuple[Tensor | None, list[Tensor | None]]:
-            with _drawn_again(ctx.random), _in_place_of(mlp.module, ctx.trained, stand_ins):
+            with ctx.random.replayed(), _in_place_of(mlp.module, ctx.trained, stand_ins):
                 return mlp.gradients(hidden, grad, ctx.wants_hidden, stand_ins)
 
         # Hooks may have come since forward.
@@ -144,25 +143,19 @@ class _ResultIsUsedError(Exception):
     """An MLP does not return its last layer's result as it is, so the result has to be computed."""
 
 
-@dataclass(frozen=True)
-class _Autocast:
-    """The autocast of forward, which autograd's threads don't have by themselves."""
+def _autocast_now(device_type: str) -> Callable[[], torch.autocast]:
+    """Make contexts like the present autocast, which autograd's threads don't have by themselves.
 
-    device_type: str
-    dtype: torch.dtype
-    enabled: bool
-
-    @classmethod
-    def now(cls, device_type: str) -> "_Autocast":
-        dtype = torch.get_autocast_dtype(device_type)
-        return cls(device_type, dtype, torch.is_autocast_enabled(device_type))
-
-    def context(self) -> torch.autocast:
-        # Weights cast for a tile are not for others: forward casts them without gradients, and in
-        # backward they belong to a graph that is gone after the tile.
-        return torch.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=False
-        )
+    Weights cast for a tile are not for others: forward casts them without gradients, and in
+    backward they belong to a graph that is gone after the tile.
+    """
+    return partial(
+        torch.autocast,
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -171,12 +164,12 @@ class _TiledMlp:
     module: nn.Module
     num_tiles: int
     last: nn.Linear | None
-    autocast: _Autocast
+    autocast: Callable[[], torch.autocast]
 
     def run(self, hidden: Tensor) -> Tensor:
         """Compute all tiles, with gradients enabled as the caller has them."""
         out: Tensor | None = None
-        with self.autocast.context():
+        with self.autocast():
             for start, size in self._spans(hidden.shape[-2]):
                 tile = self.forward(hidden.narrow(-2, start, size))
                 if out is None:
@@ -212,7 +205,7 @@ class _TiledMlp:
     def _tile_gradients(
         self, tile: Tensor, inputs: Sequence[Tensor], grad: Tensor
     ) -> list[Tensor | None]:
-        with torch.enable_grad(), self.autocast.context(), left_out(self.last) as stood_in:
+        with torch.enable_grad(), self.autocast(), left_out(self.last) as stood_in:
             out = self.forward(tile)
         if self.last is not None and not (len(stood_in) == 1 and stood_in[0] is out):
             raise _ResultIsUsedError
@@ -274,13 +267,3 @@ def _in_place_of(
     finally:
         for owner, name, parameter in places:
             owner._parameters[name] = parameter
-
-
-@contextmanager
-def _drawn_again(random: RandomState | None) -> Iterator[None]:
-    """Draw the random numbers of forward again within the context; None if it drew none."""
-    if random is None:
-        yield
-        return
-    with random.replayed():
-        yield

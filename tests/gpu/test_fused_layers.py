@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.hf.layers.fused_layers import FusedLayersName, choose_fused_layers, fuse_layers
-from tests.hf.tiny import gradients, tiny_model, token_rows
+from tests.hf.tiny import tiny_model
+from tests.memory.trained import Trained
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -34,14 +34,9 @@ def outcome(family: str, dtype: torch.dtype, how: FusedLayersName) -> tuple[Tens
         wide.load_state_dict(model.state_dict())
         model = wide
     fuse_layers(model, how)
-    fused = how != "none"
-    handle = patch(model, LongContextConfig(checkpoint="attention" if fused else "none"))
-    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-    batch = {name: value.to(DEVICE) for name, value in collate(token_rows(LENGTH)).items()}
-    loss = model(**batch, use_cache=False).loss
-    loss.backward()
-    handle.unpatch()
-    return loss.detach(), torch.cat([grad.flatten() for grad in gradients(model).values()])
+    checkpoint = "none" if how == "none" else "attention"
+    found = Trained(model, length=LENGTH, checkpoint=checkpoint).step()
+    return found.pop("loss"), torch.cat([grad.flatten() for grad in found.values()])
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "attention", "offload"])
@@ -51,14 +46,11 @@ def test_steps_leave_nothing_behind(checkpoint: Any) -> None:
     model: Any = tiny_model(hidden_size=512, num_attention_heads=4, dtype=torch.bfloat16)
     assert model.config.head_dim == 128
     fuse_layers(model.to(DEVICE).train(), "liger")
-    handle = patch(model, LongContextConfig(checkpoint=checkpoint))
-    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    it = Trained(model, length=2**16, rows=1, checkpoint=checkpoint)
     allocated = []
     for _ in range(6):
-        batch = {name: x.to(DEVICE) for name, x in collate(token_rows(2**16, 1)).items()}
-        model(**batch, use_cache=False).loss.backward()
+        it.loss().backward()
         model.zero_grad()
-        del batch
         allocated.append(torch.cuda.memory_allocated())
     assert len(set(allocated[1:])) == 1
 

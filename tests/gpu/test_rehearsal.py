@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.hf.preflight import Preflight, preflight
 from longctx_patch.memory.ladder import LADDER
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.policies import CheckpointPolicy, LayerPolicy
-from tests.hf.tiny import tiny_model, token_rows
+from tests.hf import trained
+from tests.hf.tiny import tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -27,31 +26,20 @@ def all_memory_again() -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-class Run:
+class Run(trained.Run):
     def __init__(self, checkpoint: CheckpointPolicy) -> None:
         gc.collect()  # models of runs before this one
         torch.cuda.empty_cache()
-        self.model: Any = tiny_model(
+        model: Any = tiny_model(
             num_hidden_layers=LAYERS,
             hidden_size=1024,
             intermediate_size=2816,
             num_attention_heads=8,
             num_key_value_heads=2,
             dtype=torch.bfloat16,
-        ).to(DEVICE)
-        self.handle = patch(self.model, LongContextConfig(checkpoint=checkpoint, mlp_tiles=1))
-        collate = SequenceShardCollator(self.handle.config, group_rank=0, pad_token_id=0)
-        batch = collate(token_rows(LENGTH, 1))
-        self.batch = {name: value.to(DEVICE) for name, value in batch.items()}
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-
-    def loss(self) -> Tensor:
-        return self.model(**self.batch, use_cache=False).loss
-
-    def rehearse(self) -> Preflight:
-        found = preflight(self.handle, self.loss)
-        assert found is not None
-        return found
+        )
+        options: dict[str, Any] = {"checkpoint": checkpoint, "mlp_tiles": 1}
+        super().__init__(None, model=model.to(DEVICE), length=LENGTH, rows=1, **options)
 
     @property
     def num_retries(self) -> int:

@@ -7,10 +7,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.memory.meter import total_bytes
 from longctx_patch.memory.policies import CheckpointPolicy
-from tests.hf.tiny import gradients, tiny_model, token_rows
+from tests.hf.tiny import gradients, tiny_model
+from tests.memory.trained import Trained
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -30,15 +30,11 @@ def outcome(
     narrow = tiny_model(dtype=torch.bfloat16)
     model: Any = tiny_model(dtype=dtype)
     model.load_state_dict(narrow.state_dict())
-    model.to(DEVICE)
-    handle = patch(model, LongContextConfig(checkpoint=policy, mlp_tiles=num_tiles))
-    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-    batch = {name: value.to(DEVICE) for name, value in collate(token_rows(LENGTH)).items()}
+    it = Trained(model.to(DEVICE), length=LENGTH, checkpoint=policy, mlp_tiles=num_tiles)
     with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=autocast):
-        loss = model(**batch, use_cache=False).loss
+        loss = it.loss()
     loss.backward()
-    assert handle.mlp_tiles == (num_tiles or 1,) * 2
-    handle.unpatch()
+    assert it.handle.mlp_tiles == (num_tiles or 1,) * 2
     return loss.detach(), torch.cat([grad.flatten() for grad in gradients(model).values()])
 
 
@@ -72,18 +68,14 @@ def test_dropout_of_adapters_has_the_gradient_of_its_loss(policy: CheckpointPoli
     model: Any = get_peft_model(tiny_model(dtype=torch.float64), options)
     for parameter in model.parameters():  # buffers of rotary embeddings stay as they are
         parameter.data = parameter.data.double()
-    model.to(DEVICE).train()
-    handle = patch(model, LongContextConfig(checkpoint=policy, mlp_tiles=4))
-    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-    batch = {name: value.to(DEVICE) for name, value in collate(token_rows(LENGTH)).items()}
+    it = Trained(model.to(DEVICE).train(), length=LENGTH, checkpoint=policy, mlp_tiles=4)
     weight = next(p for name, p in model.named_parameters() if "lora_B" in name)
 
     def loss(step: Tensor) -> Tensor:
         torch.manual_seed(3)
         with torch.no_grad():
             weight.add_(step)
-        value = model(**batch, use_cache=False).loss
-        return value
+        return it.loss()
 
     zero = torch.zeros_like(weight)
     loss(zero).backward()

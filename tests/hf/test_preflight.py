@@ -10,7 +10,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from longctx_patch import LongContextConfig, patch
 from longctx_patch.hf.preflight import WillNotFit, preflight
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.policies import CheckpointPolicy, LayerPolicy
@@ -28,7 +27,7 @@ def test_what_is_expected_is_what_a_step_takes(policy: LayerPolicy) -> None:
     with LiveBytes(PLENTY) as meter:
         run = Run(meter, checkpoint=policy)
         found = run.rehearse()
-        run.step()  # which makes the optimizer's states
+        run.train()  # which makes the optimizer's states
         meter.reset_peak()
         run.loss().backward()
         peak = meter.peak()
@@ -54,7 +53,7 @@ def test_auto_begins_as_measuring_would_have_ended(capacity: float) -> None:
                 run.rehearse()
             meter.reset_peak()
             for _ in range(5):
-                run.step()
+                run.train()
                 policies[rehearses].append(run.handle.checkpointing.policies)
                 assert meter.peak() <= meter.capacity_bytes
     whole = [found.count("none") for found in policies[True]]
@@ -68,7 +67,7 @@ def test_states_of_a_run_that_goes_on_are_not_counted_twice() -> None:
     with LiveBytes(PLENTY) as meter:
         run = Run(meter, checkpoint="attention")
         new = run.rehearse()
-        run.step()
+        run.train()
         going_on = run.rehearse(has_optimizer_states=True)
         assert going_on.expected_bytes == pytest.approx(new.expected_bytes, rel=0.02)
 
@@ -87,7 +86,7 @@ def test_it_leaves_no_trace() -> None:
                 assert "'attention'; this is the least, and 'auto' uses what is left)" in str(found)
                 assert all(parameter.grad is None for parameter in run.model.parameters())
                 assert run.handle.first_step is None
-            losses[rehearses] = [run.step() for _ in range(3)], torch.rand(2), gradients(run.model)
+            losses[rehearses] = [run.train() for _ in range(3)], torch.rand(2), gradients(run.model)
             assert run.handle.first_step is not None
             assert run.handle.first_step.has_run_forward
             assert run.handle.checkpointing.num_whole_layers == LAYERS
@@ -113,7 +112,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
         ):
             preflight(run.handle, run.loss)
         assert not run.handle._checkpoints.is_rehearsed
-        run.step()
+        run.train()
 
 
 def test_what_fits_without_gaps_only_is_warned_of() -> None:
@@ -156,23 +155,11 @@ def test_when_it_can_not_tell() -> None:
         run.loss().backward()
         with pytest.raises(ValueError, match="there are gradients already"):
             preflight(run.handle, run.loss)
-        small: Any = tiny_model(num_hidden_layers=2)
-        handle = patch(small, LongContextConfig())
-        handle._checkpoints.find_meter = lambda _: meter
-        assert preflight(handle, run.loss) is None
-
-
-def lora_in_one_layer() -> Any:
-    model = tiny_model(num_hidden_layers=LAYERS)
-    config = LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[0])
-    return get_peft_model(model, config)
-
-
-def test_layers_that_are_not_alike_are_not_rehearsed() -> None:
-    model = lora_in_one_layer()
-    handle = patch(model, LongContextConfig())
-    handle._checkpoints.find_meter = lambda _: LiveBytes(PLENTY)
-    assert preflight(handle, lambda: torch.zeros(())) is None
+        in_one_layer = LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[0])
+        not_alike = get_peft_model(tiny_model(num_hidden_layers=LAYERS), in_one_layer)
+        for model in (tiny_model(num_hidden_layers=2), not_alike):
+            run = Run(meter, model=model)
+            assert preflight(run.handle, run.loss) is None
 
 
 @pytest.mark.parametrize(
@@ -239,7 +226,7 @@ def check_on_two_ranks(rank: int) -> None:
         elif capacity == 0:
             with pytest.raises(WillNotFit, match=r"does not fit on rank\(s\) \[1\]"):
                 preflight(run.handle, run.loss)
-        losses.append(torch.stack([run.step() for _ in range(2)]))
+        losses.append(torch.stack([run.train() for _ in range(2)]))
     assert torch.equal(losses[0], losses[1])
     assert torch.equal(losses[0], losses[2])
 
@@ -254,7 +241,7 @@ def check_auto_on_two_ranks(rank: int) -> None:
                 found = run.rehearse()
                 # As measured on this rank, so that it fits all the same.
                 meter.capacity_bytes = PLENTY if rank else int(found.expected_bytes / (1 - MARGIN))
-            losses.append(torch.stack([run.step() for _ in range(2)]))
+            losses.append(torch.stack([run.train() for _ in range(2)]))
             policies.append(run.handle.checkpointing.policies)
     assert torch.equal(*losses)
     assert policies[0] == ("none",) * LAYERS

@@ -1,7 +1,8 @@
-"""A meter for the CPU: bytes of all storages that operations have made and that are still alive."""
+"""Meters for the CPU: of numbers that a test keeps, and of the storages that are alive."""
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,14 +11,50 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts while it is entered; a `Meter` with a capacity of its own choice."""
+@dataclass
+class Counts:
+    """A `Meter` of bytes that somebody else counts."""
+
+    capacity_bytes: int
+    now: int = 0
+    top: int = 0
+    fill: float = 1.0
+    tried_again: int = 0
+    failed: int = 0
+
+    def hold(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.top = max(self.top, self.now)
+
+    def allocated(self) -> int:
+        return self.now
+
+    def peak(self) -> int:
+        return self.top
+
+    def reset_peak(self) -> None:
+        self.top = self.now
+
+    def capacity(self) -> int:
+        return self.capacity_bytes
+
+    def fillable(self, rest_bytes: int) -> int:
+        return rest_bytes + int(self.fill * (self.capacity_bytes - rest_bytes))
+
+    def retries(self) -> int:
+        return self.tried_again
+
+    def failures(self) -> int:
+        return self.failed
+
+
+class LiveBytes(Counts, TorchDispatchMode):
+    """Counts, while it is entered, bytes of all storages that operations have made and that are
+    still alive."""
 
     def __init__(self, capacity_bytes: int = 0) -> None:
-        super().__init__()
-        self.capacity_bytes = capacity_bytes
-        self.fill = 1.0
-        self._now = self._peak = 0
+        TorchDispatchMode.__init__(self)
+        Counts.__init__(self, capacity_bytes)
         self._known: set[int] = set()
 
     def __torch_dispatch__(
@@ -37,31 +74,9 @@ class LiveBytes(TorchDispatchMode):
         address, num_bytes = storage.data_ptr(), storage.nbytes()
         if num_bytes and address not in self._known:
             self._known.add(address)
-            self._now += num_bytes
-            self._peak = max(self._peak, self._now)
+            self.hold(num_bytes)
             weakref.finalize(storage, self._free, address, num_bytes)
 
     def _free(self, address: int, num_bytes: int) -> None:
         self._known.discard(address)
-        self._now -= num_bytes
-
-    def allocated(self) -> int:
-        return self._now
-
-    def peak(self) -> int:
-        return self._peak
-
-    def reset_peak(self) -> None:
-        self._peak = self._now
-
-    def capacity(self) -> int:
-        return self.capacity_bytes
-
-    def fillable(self, rest_bytes: int) -> int:
-        return rest_bytes + int(self.fill * (self.capacity_bytes - rest_bytes))
-
-    def retries(self) -> int:
-        return 0
-
-    def failures(self) -> int:
-        return 0
+        self.now -= num_bytes

@@ -11,6 +11,7 @@ from longctx_patch.memory.auto import MEASURE, AutoPolicy
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.passes import Pass
+from tests.memory.live_bytes import Counts
 
 LAYERS = 8
 CHEAP, EXTRA = 2, 10
@@ -19,24 +20,15 @@ KEPT = {"offload": 0, "attention": CHEAP, "none": CHEAP + EXTRA}
 
 
 @dataclass
-class Machine:
-    """A `Meter`."""
-
-    total: int
-    now: int = 0
-    top: int = 0
+class Machine(Counts):
     highest: int = 0
     """The peak that nobody resets."""
     pieces: float = 0.0
-    """Share of the total that the allocator loses between tensors."""
-    tried_again: int = 0
-    failed: int = 0
-    fill: float = 1.0
+    """Share of the capacity that the allocator loses between tensors."""
 
     def hold(self, num_bytes: int) -> None:
-        self.now += num_bytes
-        self.tried_again += self.now > (1 - self.pieces) * self.total
-        self.top = max(self.top, self.now)
+        super().hold(num_bytes)
+        self.tried_again += self.now > (1 - self.pieces) * self.capacity_bytes
         self.highest = max(self.highest, self.now)
 
     @contextmanager
@@ -44,27 +36,6 @@ class Machine:
         self.hold(num_bytes)
         yield
         self.now -= num_bytes
-
-    def allocated(self) -> int:
-        return self.now
-
-    def peak(self) -> int:
-        return self.top
-
-    def reset_peak(self) -> None:
-        self.top = self.now
-
-    def capacity(self) -> int:
-        return self.total
-
-    def fillable(self, rest_bytes: int) -> int:
-        return rest_bytes + int(self.fill * (self.total - rest_bytes))
-
-    def retries(self) -> int:
-        return self.tried_again
-
-    def failures(self) -> int:
-        return self.failed
 
 
 @dataclass

@@ -56,7 +56,7 @@ def test_with_a_host_layers_leave_where_attention_does_not_fit() -> None:
         training = Training.on(int((need + CHEAP) / (1 - MARGIN)) + 1, offloads=True)
         for _ in range(8):
             training.train(tokens)
-        assert training.machine.highest <= training.machine.total
+        assert training.machine.highest <= training.machine.capacity_bytes
         found = training.auto.policies
         assert found == after_climbs(climbs, LAYERS), (climbs, found)
 
@@ -88,7 +88,7 @@ def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
                 found.append(training.auto.policies)
                 if step == 0:
                     training.step(states)
-            assert training.machine.highest <= training.machine.total
+            assert training.machine.highest <= training.machine.capacity_bytes
             # The bound takes the last layer's recompute for one more than there is.
             assert found[0].count("offload") >= found[-1].count("offload") >= LAYERS - climbs
             assert set(found[1:]) == {after_climbs(climbs, LAYERS)}, (climbs, found)
@@ -118,34 +118,6 @@ def test_the_pass_that_measures_takes_half_of_the_margin_and_what_it_must() -> N
     squeezed = Training.on(100, offloads=True)
     squeezed.forward(10)
     assert squeezed.auto.policies == ("attention", *("offload",) * 5, "attention", "none")
-
-
-def test_states_of_the_optimizer_are_counted_before_any_pass_meets_them() -> None:
-    """When gradients accumulate, the first passes see none; layers climb, and step down in time."""
-    states, gradients = 300, 20 * LAYERS
-    capacity = capacity_for(3, besides=100 + states + gradients)
-    training = Training.on(capacity, gradient_bytes=20)
-    early = [training.train() for _ in range(3)]
-    assert early[0] == 1
-    assert early[1:] == [6, 6]  # 300 bytes are three layers
-    for _ in range(4):
-        training.step(states)
-        states = 0
-        late = [training.train() for _ in range(3)]
-    assert late == [3] * 3
-    assert training.machine.highest <= capacity
-
-
-def test_where_the_peak_is_not_in_the_layers_more_climb_later() -> None:
-    """Gradients pile up when activations are gone, so the first bound is too high."""
-    training = Training.on(1100, gradient_bytes=60)
-    found = []
-    for _ in range(6):
-        found.append(training.train())
-        training.step()
-    assert found == sorted(found)
-    assert found[1] < found[-1]
-    assert training.machine.highest <= training.machine.total
 
 
 def test_layers_step_down_once_where_memory_is_lost_in_pieces() -> None:
@@ -206,7 +178,7 @@ def test_a_peak_of_something_else_hides_no_retries() -> None:
     training.machine.pieces = 0.2
     for _ in range(8):
         training.train()
-        with training.machine.holding(training.machine.total):
+        with training.machine.holding(training.machine.capacity_bytes):
             pass  # an evaluation, say
     short = training.machine.tried_again
     for _ in range(4):

@@ -10,7 +10,7 @@ def test_a_longer_row_measures_anew_and_shorter_ones_go_by_it() -> None:
     assert [training.train() for _ in range(2)] == [1, 8]
     assert [training.train(20), training.train(10), training.train(20)] == [1, 3, 3]
     assert [training.train(5), training.train(20)] == [3, 3]
-    assert training.machine.highest <= training.machine.total
+    assert training.machine.highest <= training.machine.capacity_bytes
     assert training.auto.use is not None
     assert training.auto.use.num_tokens == 20
 
@@ -24,24 +24,14 @@ def test_shorter_rows_alone_show_no_room() -> None:
     assert [training.train(10), training.train(1)] == [2, 5]
 
 
-def test_a_pass_that_needs_more_than_those_before_makes_layers_step_down() -> None:
-    training = Training.on(capacity_for(5))
-    training.train()
-    training.train()
-    training.loss_bytes = 140  # other documents, say
-    assert training.train() == 5
-    assert training.train() == 4
-    assert training.machine.peak() <= training.machine.total
-
-
 def test_half_the_margin_is_left_to_passes_that_differ() -> None:
     training = Training.on(capacity_for(5))
     training.train()
     training.train()
     peak = training.machine.peak()
-    training.machine.total = int(peak / 0.95)  # another process has taken some
+    training.machine.capacity_bytes = int(peak / 0.95)  # another process has taken some
     assert training.train() == 5
-    training.machine.total = int(peak / 0.98)
+    training.machine.capacity_bytes = int(peak / 0.98)
     assert training.train() == 4
 
 
@@ -70,10 +60,10 @@ def test_a_pass_that_was_out_of_memory_counts() -> None:
     assert [training.train() for _ in range(3)] == [1, 8, 8]
     training.loss_bytes = 60
     training.forward(10)  # no backward: what it held is given back
-    training.machine.top = training.machine.total
+    training.machine.top = training.machine.capacity_bytes
     training.machine.now = 100
     assert training.train() < 8
-    assert training.machine.highest <= training.machine.total
+    assert training.machine.highest <= training.machine.capacity_bytes
 
 
 def test_others_may_reset_the_peak_between_passes() -> None:

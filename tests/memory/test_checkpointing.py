@@ -208,12 +208,3 @@ def check_on_two_ranks(rank: int) -> None:
 
 def test_on_two_ranks() -> None:
     run_distributed(check_on_two_ranks, 2)
-
-
-def test_unpatch_restores_the_layers_after_a_pass() -> None:
-    model = deep_model()
-    before = [dict(vars(layer)) for layer in decoder_layers(model)]
-    it = Trained(model, checkpoint="auto")
-    it.step()
-    it.handle.unpatch()
-    assert [dict(vars(layer)) for layer in decoder_layers(model)] == before

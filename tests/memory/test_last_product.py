@@ -1,7 +1,7 @@
 """An MLP's tiles run again without their last product, to the same bits."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -133,38 +133,32 @@ class OwnTensor(Tensor):
     pass
 
 
-def hooked(add: str) -> nn.Linear:
-    linear = nn.Linear(4, 4)
-    getattr(linear, f"register_{add}")(lambda *_: None)
-    return linear
-
-
-def changed(change: Callable[[nn.Linear], object]) -> nn.Linear:
-    linear = nn.Linear(4, 4)
-    change(linear)
-    return linear
-
-
-def of_own_tensor(linear: nn.Linear) -> None:
-    linear.weight = nn.Parameter(torch.ones(4, 4).as_subclass(OwnTensor))
-
-
-def with_a_buffer(linear: nn.Linear) -> None:
-    del linear.weight
-    linear.register_buffer("weight", torch.ones(4, 4).as_subclass(OwnTensor))
+def layers_that_are_not_plain() -> Iterator[object]:
+    yield None
+    yield type("Own", (nn.Linear,), {})(4, 4)
+    yield parametrizations.weight_norm(nn.Linear(4, 4))
+    for hook in (
+        "forward_hook",
+        "forward_pre_hook",
+        "full_backward_hook",
+        "full_backward_pre_hook",
+    ):
+        linear = nn.Linear(4, 4)
+        getattr(linear, f"register_{hook}")(lambda *_: None)
+        yield linear
+    compiled, of_own_tensor, with_a_buffer = (nn.Linear(4, 4) for _ in range(3))
+    compiled.compile()
+    yield compiled
+    own = torch.ones(4, 4).as_subclass(OwnTensor)
+    of_own_tensor.weight = nn.Parameter(own)
+    yield of_own_tensor
+    del with_a_buffer.weight
+    with_a_buffer.register_buffer("weight", own)
+    yield with_a_buffer
 
 
 def test_only_a_linear_layer_that_nobody_watches_is_plain() -> None:
-    hooks = ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook")
-    others = [
-        None,
-        type("Own", (nn.Linear,), {})(4, 4),
-        parametrizations.weight_norm(nn.Linear(4, 4)),
-        *map(hooked, hooks),
-        *map(changed, (of_own_tensor, with_a_buffer)),
-        changed(nn.Linear.compile),
-    ]
-    assert not any(is_plain(other) for other in others)
+    assert not any(map(is_plain, layers_that_are_not_plain()))
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert not is_plain(nn.Linear(4, 4))
     hook.remove()

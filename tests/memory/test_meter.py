@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.memory.allocator import SETTING, VARIABLES, let_segments_grow
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.meter import CudaMeter, meter_of
-from tests.hf.tiny import tiny_model, token_rows
+from tests.hf.tiny import tiny_model
+from tests.memory.trained import Trained, assert_equal
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -113,29 +113,23 @@ def test_auto_offloads_the_first_layers_where_attention_does_not_fit(
     length, layers = 2**16, 8  # long enough to compute while copies go
     grads = {}
     for checkpoint in ("attention", "auto"):
-        torch.manual_seed(0)
         model = tiny_model(
             num_hidden_layers=layers,
             hidden_size=1024,
             intermediate_size=1024,
             num_attention_heads=8,
         ).to("cuda", torch.bfloat16)
-        handle = patch(model, LongContextConfig(checkpoint=checkpoint, deterministic=True))
-        collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-        batch = {k: v.cuda() for k, v in collate(token_rows(length, 1)).items()}
+        it = Trained(model, length=length, rows=1, checkpoint=checkpoint, deterministic=True)
         for number in range(5):
-            model.zero_grad()
-            model(**batch).loss.backward()
-            use = handle.checkpointing.memory
+            grads[checkpoint] = it.step()
+            use = it.handle.checkpointing.memory
             if number == 0 and use is not None:
                 extra = use.extra_bytes[0]
                 # What the last layer keeps on its higher rung is there in its recompute too.
                 less = use.peak_bytes - layers // 2 * extra.attention
                 monkeypatch.setattr(CudaMeter, "capacity", lambda _, c=less: int(c / (1 - MARGIN)))
-        grads[checkpoint] = [p.grad.clone() for p in model.parameters()]
-        found = handle.checkpointing
-        handle.unpatch()
-    assert all(map(torch.equal, grads["attention"], grads["auto"]))
+        found = it.handle.checkpointing
+    assert_equal(grads["auto"], grads["attention"])
     count = found.policies.count("offload")
     assert 2 <= count <= layers - 2
     assert found.policies == ("offload",) * count + ("attention",) * (layers - count)

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch import LongContextConfig, patch
 from longctx_patch.memory import host as host_module
 from longctx_patch.memory.meter import CudaMeter
 from longctx_patch.memory.offload import HostCopies, HostMemoryFull, HostRoom
 from longctx_patch.memory.replay import Getter
 from longctx_patch.memory.run_layer import run_layer
-from tests.hf.tiny import tiny_model, token_rows
+from tests.hf.tiny import gradients, tiny_model
+from tests.memory.trained import Trained, assert_equal
 
 CPU = torch.device("cpu")
 
@@ -61,15 +62,6 @@ def test_large_layers_come_when_they_are_asked_for(most: int, comes: bool) -> No
     assert host.came == [20, 21, 10, 11][: 4 if comes else 2]
     assert getters[0][1]().tolist() == [11.0] * 3
     assert getters[1][1]().tolist() == [21.0] * 3
-    assert kept
-
-
-def test_a_tensor_can_be_asked_for_again() -> None:
-    host = HostCopies(CPU)
-    kept, getters = layers_of(host, 2)
-    first = getters[1][0]()
-    first.zero_()
-    assert getters[1][0]().tolist() == [20.0] * 3
     assert kept
 
 
@@ -204,23 +196,19 @@ def test_on_a_gpu_layers_leave_nothing_behind() -> None:
     peaks, grads, waiting = {}, {}, {}
     meter = CudaMeter(torch.device("cuda", 0))
     for policy in ("attention", "offload"):
-        torch.manual_seed(0)
         model = tiny_model(
             num_hidden_layers=16, hidden_size=1024, num_attention_heads=8, intermediate_size=1024
         ).to("cuda", torch.bfloat16)
-        handle = patch(model, LongContextConfig(checkpoint=policy, deterministic=True))
-        collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
-        batch = {k: v.cuda() for k, v in collate(token_rows(2**13, 1)).items()}
+        it = Trained(model, length=2**13, rows=1, checkpoint=policy, deterministic=True)
         for _ in range(3):
             model.zero_grad(set_to_none=False)  # or gradients pile up where layers' inputs go
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            model(**batch).loss.backward()
+            it.loss().backward()
             peaks[policy] = torch.cuda.max_memory_allocated() - before
             waiting[policy] = meter.peak() - torch.cuda.max_memory_allocated()
-        grads[policy] = [p.grad.clone() for p in model.parameters()]
-        handle.unpatch()
-    assert all(map(torch.equal, grads["attention"], grads["offload"]))
+        grads[policy] = gradients(model)
+    assert_equal(grads["offload"], grads["attention"])
     one_layer = 2 * 2**13 * 2 * 1024  # its input and attention's output
     assert peaks["attention"] - peaks["offload"] > 10 * one_layer
     assert waiting == {"attention": 0, "offload": 0}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.memory.limits import tiles_that_fit
 from longctx_patch.memory.tiled_mlp import run_tiled
 from tests.hf.tiny import gradients
 from tests.memory.live_bytes import LiveBytes
@@ -74,17 +73,6 @@ def test_outputs_and_gradients_are_those_of_the_whole_mlp(
         assert_near(passed(mlp, hidden, grad, in_tiles(mlp, num_tiles)), wanted, bound)
     for name, tensor in passed(mlp, hidden, grad, in_tiles(mlp, 1)).items():
         assert torch.equal(tensor, wanted[name])
-
-
-def test_every_token_is_in_one_tile_and_tiles_are_of_equal_size() -> None:
-    for length, num_tiles in ((31, 4), (7, 7), (8, 3), (5, 40)):
-        mlp, sizes = made(), list[int]()
-        mlp.register_forward_pre_hook(lambda _, args, sizes=sizes: sizes.append(args[0].shape[1]))
-        hidden, _ = made_input(length, needs_grad=False)
-        run_tiled(mlp, mlp, hidden, num_tiles)
-        assert len(sizes) == min(num_tiles, length)
-        assert sum(sizes) == length
-        assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize("trained", [["gate.bias"], ["up.weight", "down.weight"], []])
@@ -237,11 +225,3 @@ def test_what_would_be_lost_is_refused() -> None:
     out.backward(grad)
     with pytest.raises(RuntimeError, match="second time"):
         out.backward(grad)
-
-
-def test_as_few_tiles_as_fit() -> None:
-    assert tiles_that_fit(10**12, None) == 1
-    for device_bytes in (16000, 2**37):
-        share = device_bytes // 16
-        assert [tiles_that_fit(n, device_bytes) for n in (0, share, share + 1)] == [1, 1, 2]
-        assert tiles_that_fit(10 * share, device_bytes) == 10

@@ -21,7 +21,7 @@ from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.memory.run_layer import run_layer
 from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.traffic import Traffic
-from tests.hf.tiny import gradients, token_rows
+from tests.hf.tiny import gradients, mean_over_ranks, token_rows
 from tests.memory.live_bytes import LiveBytes
 from tests.reference import relative_error
 
@@ -55,24 +55,27 @@ class Forced:
 
 
 class Trained:
-    """A patched model and its batches of two rows."""
+    """A patched model and its batches, on the device of its weights."""
 
     def __init__(
         self,
         model: Any,
         *,
         length: int = 48,
+        rows: int = 2,
         meter: LiveBytes | None = None,
         forced: Sequence[LayerPolicy] = (),
         **config: Any,
     ) -> None:
         """With a `meter` or `forced` policies it is `auto`, unless `config` names a policy."""
-        self.model, self.length = model, length
+        self.model, self.length, self.rows = model, length, rows
         policy: dict[str, Any] = {"checkpoint": "auto"} if forced or meter else {}
         self.handle: PatchHandle = patch(model, LongContextConfig(**policy | config))
-        self.handle._checkpoints.find_meter = lambda device: meter
+        if meter:
+            self.handle._checkpoints.find_meter = lambda _: meter
         if forced:
             self.force(forced)
+        self.device = next(model.parameters()).device
         self.collate = SequenceShardCollator(
             self.handle.config, group_rank=self.handle.group_rank, pad_token_id=0
         )
@@ -89,8 +92,9 @@ class Trained:
         fully_shard(self.model, mesh=mesh)
 
     def loss(self, length: int | None = None, *, seed: int = 0) -> Tensor:
-        batch = self.collate(token_rows(length or self.length, seed=seed))
-        return self.model(**batch, use_cache=False).loss
+        batch = self.collate(token_rows(length or self.length, self.rows, seed))
+        on_device = {name: value.to(self.device) for name, value in batch.items()}
+        return self.model(**on_device, use_cache=False).loss
 
     def step(self, length: int | None = None, *, seed: int = 0) -> Gradients:
         """Loss and gradients, which are gone from the model afterwards."""
@@ -149,10 +153,7 @@ def adapter(**options: Any) -> LoraConfig:
 
 def averaged(grad: Tensor) -> Tensor:
     """Mean over ranks, as FSDP2 has made it already."""
-    if isinstance(grad, DTensor):
-        return grad.full_tensor()
-    dist.all_reduce(grad)
-    return grad / dist.get_world_size()
+    return grad.full_tensor() if isinstance(grad, DTensor) else mean_over_ranks(grad)
 
 
 def assert_equal(found: Gradients, wanted: Gradients) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,12 +64,6 @@ MOST_KINDS = 3
 """A model with more kinds of layers (adapters of different ranks, say) is taken to have one."""
 
 
-class LayerRunner(Protocol):
-    """Another way to run layers, for one pass."""
-
-    def run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any: ...
-
-
 class LayerCheckpoints:
     """Runs each decoder layer of a model under a policy of its own.
 
@@ -97,7 +91,7 @@ class LayerCheckpoints:
         self._host: HostCopies | None = None
         self._pass: Pass | None = None
         self._num_tokens = 0
-        self._rehearsal: LayerRunner | None = None
+        self._run_rehearsed: Callable[..., Any] | None = None
         self._is_evaluation = False
         """Whether the sharded pass under way is none of training."""
         self._reserved_bytes = 0
@@ -159,17 +153,17 @@ class LayerCheckpoints:
 
     @property
     def is_rehearsed(self) -> bool:
-        return self._rehearsal is not None
+        return self._run_rehearsed is not None
 
     @contextmanager
-    def rehearsed(self, rehearsal: LayerRunner) -> Iterator[None]:
-        """Within the context, layers run as the rehearsal has them, and nothing is decided."""
+    def rehearsed(self, run: Callable[..., Any]) -> Iterator[None]:
+        """Within the context, `run(layer, forward, *args)` runs layers, and nothing is decided."""
         give_back = transformers_api.checkpoint_layers(self._model, self._run)
-        self._rehearsal = rehearsal
+        self._run_rehearsed = run
         try:
             yield
         finally:
-            self._rehearsal = None
+            self._run_rehearsed = None
             give_back()
 
     @property
@@ -259,8 +253,8 @@ class LayerCheckpoints:
         return decoder.training and torch.is_grad_enabled()
 
     def _run(self, layer: int, forward: Callable[..., Any], *args: Any) -> Any:
-        if self._rehearsal is not None:
-            return self._rehearsal.run(layer, forward, *args)
+        if self._run_rehearsed is not None:
+            return self._run_rehearsed(layer, forward, *args)
         if POLICIES[self._fixed].on_host:
             self._host = self._host or self.new_host(args[0].device)
         if self._auto is None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.memory.ladder import Extra
 from longctx_patch.memory.meter import Meter
+from longctx_patch.memory.passes import Rehearsed
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.memory.run_layer import run_layer
 
@@ -62,7 +63,7 @@ class Rehearsal:
         """
         random = RandomState.now(self.host.device)
         try:
-            with random.replayed(), self._checkpoints.rehearsed(self):
+            with random.replayed(), self._checkpoints.rehearsed(self.run):
                 return self._step(loss_of, backward, trained)
         except torch.OutOfMemoryError as error:
             clear_frames(error.__traceback__)  # or they hold the step while the error is shown
@@ -177,10 +178,14 @@ class WholeStep:
         more = max(self._kept_by_others, gradients_to_come)
         return self.seen.layers_peak + more + self.state_bytes
 
-    @property
-    def rehearsed_bytes(self) -> int:
-        """Peak of a step whose last layer is on the highest rung, as it was rehearsed."""
-        return max(self.backward_bytes, self.loss_bytes + self._last_layer_bytes)
+    def known(self, allocated_bytes: int) -> Rehearsed:
+        """What `auto` need not measure any more, if tensors hold `allocated_bytes` now."""
+        return Rehearsed(
+            extra_bytes=self.rehearsal.extra_bytes,
+            host_layers=self.host_layers,
+            peak_bytes=max(self.backward_bytes, self.loss_bytes + self._last_layer_bytes),
+            rest_bytes=allocated_bytes + self.state_bytes,
+        )
 
     @property
     def _last_layer_bytes(self) -> int:

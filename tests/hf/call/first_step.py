@@ -1,42 +1,28 @@
 """First training steps of a patched model on two ranks, and how the check of them ends."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 
-from longctx_patch import (
-    LongContextConfig,
-    PatchHandle,
-    SequenceParallelismError,
-    SequenceShardCollator,
-    patch,
-)
+from longctx_patch import SequenceParallelismError
 from longctx_patch.memory.policies import CheckpointPolicy
-from tests.hf.tiny import featured_model, token_rows
+from tests.hf.tiny import featured_model
+from tests.memory.trained import Trained
 
 LENGTH = 24
 FINE = "fine"
 Scenario = Callable[[int], None]
 
 
-class Patched(NamedTuple):
+class Patched(Trained):
     """A patched model on two ranks."""
 
-    model: Any
-    handle: PatchHandle
-    collate: SequenceShardCollator
-
-    def loss(self, length: int = LENGTH) -> Tensor:
-        return self.model(**self.collate(token_rows(length))).loss
-
-    def step(self) -> None:
-        self.loss().backward()
-
     def steps(self, count: int) -> None:
+        """Gradients add up, as in accumulation."""
         for _ in range(count):
-            self.step()
+            self.loss().backward()
 
     def attention(self, layer: int) -> Any:
         return self.handle.model.model.layers[layer].self_attn
@@ -52,10 +38,8 @@ def patched(
     model = featured_model(family)
     if lora is not None:
         model = with_adapter(model, lora)
-    config = LongContextConfig(ulysses_degree=ulysses, ring_degree=2 // ulysses, checkpoint=policy)
-    handle = patch(model, config)
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-    return Patched(model, handle, collate)
+    degrees: dict[str, Any] = {"ulysses_degree": ulysses, "ring_degree": 2 // ulysses}
+    return Patched(model, length=LENGTH, checkpoint=policy, **degrees)
 
 
 def with_adapter(model: Any, lora: LoraConfig) -> Any:

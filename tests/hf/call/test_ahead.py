@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.hf.call.ahead import ahead
 from longctx_patch.plans.generators.setting import Setting
 from tests.harness import run_distributed
 from tests.hf.tiny import VOCABULARY, tiny_model
+from tests.memory.trained import Trained
 
 
 def test_each_batch_is_prepared_in_a_thread_before_the_ahead_of_it_is_done() -> None:
@@ -61,20 +61,18 @@ def plans_made_in_steps(rank: int) -> list[int]:
         return schedule(*args)
 
     Setting.schedule = counted  # type: ignore[method-assign, assignment]
-    handle = patch(tiny_model(), LongContextConfig(ring_degree=2))
-    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
+    it = Trained(tiny_model(), ring_degree=2)
 
     def batches() -> Any:
         for number in range(4):
             lengths = [3 + number, 7, 20 - number, 9]
             generator = torch.Generator().manual_seed(number)
             ids = torch.randint(VOCABULARY, (sum(lengths),), generator=generator)
-            yield collate([{"input_ids": ids, "seq_lengths": lengths}])
+            yield it.collate([{"input_ids": ids, "seq_lengths": lengths}])
 
-    for batch in handle.plan_ahead(batches()):
-        handle.model(**batch).loss.backward()
+    for batch in it.handle.plan_ahead(batches()):
+        it.model(**batch).loss.backward()
         in_steps.append(0)
-    handle.unpatch()
     return in_steps[:-1]
 
 

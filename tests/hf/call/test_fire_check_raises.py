@@ -9,16 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longctx_patch import (
-    LongContextConfig,
-    PatchHandle,
-    SequenceParallelismError,
-    SequenceShardCollator,
-    patch,
-)
+from longctx_patch import PatchHandle, SequenceParallelismError
 from longctx_patch.transport import Counters
 from tests.harness import run_distributed
-from tests.hf.call.first_step import LENGTH, Scenario, outcomes_of, patched
+from tests.hf.call.first_step import LENGTH, Patched, Scenario, outcomes_of, patched
 from tests.hf.tiny import featured_model, token_rows
 
 BOTH, SECOND = (0, 1), (1,)
@@ -53,14 +47,14 @@ def replaced_in(rank: int, layer: int, where: tuple[int, ...], how: Callable[...
     it = patched("qwen2")
     if rank in where:
         how(it.attention(layer))
-    it.step()
+    it.steps(1)
 
 
 def other_implementation(rank: int, name: str, where: tuple[int, ...]) -> None:
     it = patched()
     if rank in where:
         it.model.set_attn_implementation(name)
-    it.step()
+    it.steps(1)
 
 
 def sends_unseen(rank: int, where: tuple[int, ...]) -> None:
@@ -68,7 +62,7 @@ def sends_unseen(rank: int, where: tuple[int, ...]) -> None:
     it = patched()
     if rank in where:
         object.__setattr__(it.handle.group, "counters", Counters())
-    it.step()
+    it.steps(1)
 
 
 def backward_elsewhere(rank: int, where: tuple[int, ...]) -> None:
@@ -78,7 +72,7 @@ def backward_elsewhere(rank: int, where: tuple[int, ...]) -> None:
     if rank in where:
         it.handle.counters.sent(8)
     loss.backward()
-    it.step()
+    it.steps(1)
 
 
 def refused_batch_first(rank: int) -> None:
@@ -164,14 +158,12 @@ def test_a_replacement_on_one_rank_raises_on_both() -> None:
 
 def first_step_alone(attend: Callable[[nn.Module], None] | None = None) -> PatchHandle:
     """The first step of a packed row in this process; `attend` replaces the upper attention."""
-    model = featured_model("gpt_oss")
-    handle = patch(model, LongContextConfig())
-    collate = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)
+    it = Patched(featured_model("gpt_oss"))
     (row,) = token_rows(LENGTH, num_rows=1)
     if attend is not None:
-        attend(model.model.layers[1].self_attn)
-    model(**collate([{**row, "seq_lengths": [5, 19]}])).loss.backward()
-    return handle
+        attend(it.attention(1))
+    it.model(**it.collate([{**row, "seq_lengths": [5, 19]}])).loss.backward()
+    return it.handle
 
 
 def test_one_rank_with_packed_rows_is_checked_too() -> None:

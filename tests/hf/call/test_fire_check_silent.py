@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from longctx_patch import patch
 from longctx_patch.memory.policies import CheckpointPolicy
 from tests.harness import run_distributed
-from tests.hf.call.first_step import FINE, Scenario, outcome, outcomes_of, patched, with_adapter
+from tests.hf.call.first_step import FINE, Scenario, outcome, patched, with_adapter
 
 POLICIES: tuple[CheckpointPolicy, ...] = ("none", "full", "attention")
 
@@ -32,14 +32,14 @@ def plain(
     family: str, policy: CheckpointPolicy, ulysses: int = 1, lora: LoraConfig | None = None
 ) -> None:
     it = patched(family, policy, ulysses=ulysses, lora=lora)
-    it.step()
+    it.steps(1)
     assert it.handle.first_step is not None
-    it.step()
+    it.steps(1)
 
 
 def adapter_after_patch() -> None:
     it = patched("qwen2", "attention")
-    it = it._replace(model=with_adapter(it.model, lora_on("q_proj", layer=1)))
+    it.model = with_adapter(it.model, lora_on("q_proj", layer=1))
     it.steps(2)
 
 
@@ -69,7 +69,7 @@ def accumulation() -> None:
 def two_forwards_one_backward() -> None:
     it = patched()
     (it.loss() + it.loss()).backward()
-    it.step()
+    it.steps(1)
 
 
 def evaluation_first_and_between() -> None:
@@ -87,7 +87,7 @@ def evaluation_first_and_between() -> None:
     evaluate()
     loss.backward()
     evaluate()
-    it.step()
+    it.steps(1)
 
 
 def counters_reset_between_steps() -> None:
@@ -95,7 +95,7 @@ def counters_reset_between_steps() -> None:
     it = patched()
     for _ in range(3):
         it.handle.counters.reset()
-        it.step()
+        it.steps(1)
 
 
 def under_autocast() -> None:
@@ -109,29 +109,29 @@ def under_autocast() -> None:
 
 def under_ddp() -> None:
     it = patched()
-    it = it._replace(model=DistributedDataParallel(it.model))
+    it.model = DistributedDataParallel(it.model)
     it.steps(2)
 
 
 def patched_again() -> None:
     it = patched()
-    it.step()
+    it.steps(1)
     it.handle.unpatch()
-    it = it._replace(handle=patch(it.model, it.handle.config))
+    it.handle = patch(it.model, it.handle.config)
     it.steps(2)
 
 
 def one_rank_evaluates_whole_rows(rank: int) -> None:
     """Stock forward passes send nothing, so one rank may do them while the other waits."""
     it = patched()
-    it.step()
+    it.steps(1)
     if rank == 0:
         it.model.eval()
         with torch.no_grad():
             it.model(input_ids=torch.tensor([[1, 2, 3]]))
         it.model.train()
     dist.barrier()
-    it.step()
+    it.steps(1)
 
 
 def backward_that_failed_first(rank: int) -> None:
@@ -180,7 +180,7 @@ FINE_NAMES = [name for name, _ in fine_scenarios()]
 
 
 def run_fine(rank: int) -> dict[str, str]:
-    return outcomes_of(fine_scenarios(), rank)
+    return {name: outcome(scenario, rank) for name, scenario in fine_scenarios()}
 
 
 def run_stock_alone(rank: int) -> str:

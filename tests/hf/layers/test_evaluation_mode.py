@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model, token_rows
+from tests.memory.trained import Trained
 
 REFUSAL = r"gradients in evaluation mode.*no layer would be checkpointed.*Call model\.train\(\)"
 
 
 def patched(**config: Any) -> tuple[Any, dict[str, Any]]:
     """A patched model in evaluation mode and a sharded batch with labels."""
-    model = tiny_model().eval()
-    handle = patch(model, LongContextConfig(**config))
-    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
-    return model, collate(token_rows(16))
+    it = Trained(tiny_model().eval(), **config)
+    return it.model, it.collate(token_rows(16))
 
 
 def unlabelled(batch: dict[str, Any]) -> dict[str, Any]:
