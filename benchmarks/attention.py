@@ -171,20 +171,6 @@ def predicted_seconds(row: Row, problem: Problem, hardware: HardwareName) -> flo
     return sum(prediction.makespan_s for prediction in chosen)
 
 
-def speedup_of_window(rows: Sequence[Row], problems: Sequence[Problem]) -> str:
-    """The best of ours with a window against the best of ours on the causal row of that size."""
-    ours = [row for row in rows if row["peer"] == "ours" and is_ok(row)]
-    for windowed in (problem for problem in problems if problem.mask == "window"):
-        causal = replace(windowed, window=None)
-        fast, slow = (
-            min((row["seconds"] for row in ours if row["problem"] == str(problem)), default=None)
-            for problem in (windowed, causal)
-        )
-        if fast and slow:
-            return f"Ours with the window: {slow / fast:.1f} times as fast as causal.\n\n"
-    return ""
-
-
 COLUMNS = (
     Column("peer", lambda row: row["peer"]),
     Column("candidate", lambda row: row["candidate"]),
@@ -222,7 +208,6 @@ def write_report(
         "part of the heads, on all GPUs at once; of documents and windows, over a causal row of "
         "the same area, scaled. Each candidate's own kernel's ideal is timed by turns with it.\n\n"
     )
-    text += speedup_of_window(rows, problems)
     panels = []
     for problem in problems:
         mine = by_speed([row for row in rows if row.get("problem") == str(problem)])

@@ -1,7 +1,6 @@
 """This project's operator: every plan and product of degrees that fits the ranks."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -64,37 +63,28 @@ def grid(num_ranks: int, plans: Sequence[str], kernel: str) -> Iterator[dict[str
             yield fields
 
 
-@dataclass
-class _Groups:
-    """Makes the sequence group at its first use, for most of a grid may be filtered out."""
-
-    config: LongContextConfig
-    made: list[SequenceGroup] = field(default_factory=list)
-
-    def get(self) -> SequenceGroup:
-        if not self.made:
-            self.made.append(make_sequence_group(self.config))
-        return self.made[0]
-
-    def close(self) -> None:
-        while self.made:
-            self.made.pop().close()
-
-
 def _candidate(text: str, job: Job) -> Candidate:
     config = config_of(text)
-    groups = _Groups(config)
+    # Made at its first use, for most of a grid may be filtered out.
+    group = cache(partial(make_sequence_group, config))
+
+    def close() -> None:
+        if group.cache_info().currsize:
+            group().close()
+            group.cache_clear()
+
     kernel = FASTEST if config.kernel == "auto" else config.kernel
-    return Candidate(text, kernel, partial(_prepare, groups, job), close=groups.close)
+    return Candidate(text, kernel, partial(_prepare, config, group, job), close=close)
 
 
-def _prepare(groups: _Groups, job: Job, problem: Problem) -> Prepared:
-    config = groups.config
+def _prepare(
+    config: LongContextConfig, make_group: Callable[[], SequenceGroup], job: Job, problem: Problem
+) -> Prepared:
     if config.sequence_degree != job.num_ranks:
         raise NotCovered(f"{config.sequence_degree} ranks share a sequence, not {job.num_ranks}")
     if problem.mask == "window" and config.plan not in ("auto", SPARSE_PLAN):
         raise NotCovered(f"layers with a window run {SPARSE_PLAN} under any plan")
-    group = groups.get()
+    group = make_group()
     documents = Documents.one(problem.num_tokens)
     if problem.lengths is not None:
         documents = Documents(problem.lengths, problem.num_tokens)

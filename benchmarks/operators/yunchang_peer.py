@@ -1,10 +1,10 @@
 """yunchang 0.6.4 (USP): LongContextAttention over each product of degrees.
 
-Of its kernels only FlashAttention has a backward: "torch_flash" and "torch_cudnn" raise there, and
-are tried so that the report says so.
+Of its kernels only FlashAttention has a backward: "torch_flash" and "torch_cudnn" are left out.
 """
 
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from operators import Candidate, Job, NotCovered, Prepared, require_plain, windo
 from operators.flash_attn_2_over_torch import install
 
 KERNELS = {"FA": "torch_flash", "FA3": "flash_attn_3"}
-FORWARD_ONLY = {"TORCH_FLASH": "torch_flash", "TORCH_CUDNN": "cudnn"}
 
 
 def candidates(job: Job) -> list[Candidate]:
@@ -25,15 +24,13 @@ def candidates(job: Job) -> list[Candidate]:
         for ulysses in range(1, job.num_ranks + 1)
         if job.num_ranks % ulysses == 0
     ]
-    pairs = [(kernel, degree) for kernel in KERNELS for degree in degrees]
-    pairs += [(kernel, degrees[-1]) for kernel in FORWARD_ONLY]
     return [
         Candidate(
-            f"ulysses={ulysses},ring={ring}, {kernel}",
-            (KERNELS | FORWARD_ONLY)[kernel],
-            partial(_prepare, job, kernel, ulysses, ring),
+            f"ulysses={ulysses},ring={ring}, {name}",
+            kernel,
+            partial(_prepare, job, name, ulysses, ring),
         )
-        for kernel, (ulysses, ring) in pairs
+        for (name, kernel), (ulysses, ring) in product(KERNELS.items(), degrees)
     ]
 
 

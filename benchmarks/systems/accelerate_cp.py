@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from systems import Job, NotCovered, TorchTrained, make_optimizer, mean_loss, next_tokens, take
-from systems.model import checkpoint_layers, use_liger
+from systems.model import checkpoint_layers, use_options
 
 
 def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "AccelerateContextParallel":
@@ -37,12 +37,7 @@ class AccelerateContextParallel(TorchTrained):
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self._num_ranks = job.num_ranks
         self._tiled_loss = options["loss"] == "trl"
-        if options["liger"]:
-            use_liger(model)
-        if self._tiled_loss:
-            from trl.trainer.utils import add_fused_lm_head
-
-            add_fused_lm_head(model)
+        use_options(model, options["loss"], liger=options["liger"])
         if options["checkpoint"] == "offload":
             checkpoint_layers(model, offload=True)
         self._accelerator = make_accelerator(

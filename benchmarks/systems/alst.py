@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from systems import LEARNING_RATE, Job, NotCovered, mean_loss, next_tokens, parameter, take
-from systems.model import checkpoint_layers, use_liger
+from systems.model import checkpoint_layers, use_options
 
 
 def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Alst":
@@ -34,12 +34,7 @@ class Alst:
         # Nothing of it is compiled here, so the toolkit's version doesn't matter.
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
         self._job, self._loss_kind = job, options["loss"]
-        if options["liger"] or self._loss_kind == "liger":
-            use_liger(model, fused_loss=self._loss_kind == "liger")
-        if self._loss_kind == "trl":
-            from trl.trainer.utils import add_fused_lm_head
-
-            add_fused_lm_head(model)
+        use_options(model, self._loss_kind, liger=options["liger"])
         if options["checkpoint"] == "full":
             checkpoint_layers(model)
         self._accelerator = make_accelerator(job)

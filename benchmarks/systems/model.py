@@ -56,6 +56,16 @@ def use_liger(model: nn.Module, *, fused_loss: bool = False) -> None:
     )
 
 
+def use_options(model: nn.Module, loss: str, *, liger: bool) -> None:
+    """Liger Kernel's layers or its loss, or the head of TRL's SFTTrainer, where asked for."""
+    if liger or loss == "liger":
+        use_liger(model, fused_loss=loss == "liger")
+    if loss == "trl":
+        from trl.trainer.utils import add_fused_lm_head
+
+        add_fused_lm_head(model)
+
+
 def checked_names(shape: Shape) -> list[str]:
     """Parameters whose gradients tell right attention from wrong: of the first and last layer."""
     layers = sorted({0, shape.num_layers - 1})

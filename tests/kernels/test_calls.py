@@ -13,7 +13,7 @@ from longctx_patch.kernels.base import CAUSAL_WINDOW, FULL_WINDOW
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.sequence.masks import documents_mask, function_mask
-from longctx_patch.sequence.regions import ANTICAUSAL, CAUSAL, FULL, Band, Piece, Tile
+from longctx_patch.sequence.regions import ANTICAUSAL, CAUSAL, Band, Piece, Tile
 from tests.counting import count_calls
 from tests.kernels.dense import table_of
 
@@ -161,12 +161,6 @@ def test_a_lowered_window_is_two_calls_and_what_is_left() -> None:
         (((2,), (2,), CAUSAL_WINDOW), True),
         (((2,), (3,), FULL_WINDOW), False),
     }
-
-
-def test_segments_that_share_rows_are_apart() -> None:
-    q, left, right = Interval(0, 4), Interval(0, 4), Interval(8, 12)
-    calls = calls_of((Piece(q, left, FULL), Piece(q, right, FULL)), BOTH)
-    assert [call.kv for call in calls] == [(left,), (right,)]
 
 
 def test_equal_tiles_share_a_call() -> None:
