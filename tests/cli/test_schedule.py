@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PolyCollection
+from matplotlib.collections import PatchCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
@@ -167,11 +167,13 @@ def predicted(plan: str, ranks: int, direction: Direction, ulysses: int | None) 
 
 def boxes(figure: Figure) -> list[tuple[Bbox, str]]:
     """(milliseconds and rows, colour) of all blocks."""
-    collections = [c for c in figure.axes[0].collections if isinstance(c, PolyCollection)]
+    collections = [c for c in figure.axes[0].collections if isinstance(c, PatchCollection)]
     return [
-        (path.get_extents(), to_hex(np.asarray(collection.get_facecolor())[0]).upper())
+        (path.get_extents(), to_hex(colour).upper())
         for collection in collections
-        for path in collection.get_paths()
+        for path, colour in zip(
+            collection.get_paths(), np.asarray(collection.get_facecolor()), strict=True
+        )
     ]
 
 
