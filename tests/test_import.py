@@ -58,7 +58,3 @@ def test_every_public_name_loads() -> None:
 def test_a_name_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'pach'"):
         longctx_patch.pach  # noqa: B018
-
-
-def test_masks_are_made_by_public_functions() -> None:
-    assert longctx_patch.masks.bidirectional(8).num_tokens == 8

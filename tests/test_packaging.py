@@ -26,19 +26,9 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, copy / name)
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "wheels"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "wheel",
-            ".",
-            "--no-deps",
-            "--no-build-isolation",
-            "--no-index",
-            "--wheel-dir",
-            "wheels",
-        ],
+        [sys.executable, "-m", "pip", "wheel", ".", *options],
         cwd=copy,
         capture_output=True,
         text=True,
@@ -51,12 +41,10 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return archive.namelist()
 
 
-def test_one_top_level_package(wheel_names: list[str]) -> None:
+def test_the_wheel_has_one_package_with_every_module(wheel_names: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel_names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"longctx_patch"}
-
-
-def test_every_module_of_the_checkout_is_in_the_wheel(wheel_names: list[str]) -> None:
+    version = f"longctx_patch-{longctx_patch.__version__}.dist-info"
+    assert tops == {"longctx_patch", version}
     folders = {"longctx_patch": "longctx_patch", "cli": "longctx_patch/cli"}
     folders["recipes"] = "longctx_patch/recipes"
     wanted = {
@@ -64,19 +52,10 @@ def test_every_module_of_the_checkout_is_in_the_wheel(wheel_names: list[str]) ->
         for folder, name in folders.items()
         for path in (ROOT / folder).rglob("*.py")
     }
+    launch_files = (ROOT / "recipes" / "accelerate").glob("*.yaml")
+    wanted |= {f"longctx_patch/recipes/accelerate/{path.name}" for path in launch_files}
+    wanted |= {"longctx_patch/py.typed", f"{version}/METADATA"}
     assert wanted <= set(wheel_names), sorted(wanted - set(wheel_names))
-
-
-def test_the_wheel_says_that_it_is_typed_and_has_the_version_of_the_package(
-    wheel_names: list[str],
-) -> None:
-    assert "longctx_patch/py.typed" in wheel_names
-    assert f"longctx_patch-{longctx_patch.__version__}.dist-info/METADATA" in wheel_names
-
-
-def test_launch_files_are_in_the_wheel(wheel_names: list[str]) -> None:
-    for path in (ROOT / "recipes" / "accelerate").glob("*.yaml"):
-        assert f"longctx_patch/recipes/accelerate/{path.name}" in wheel_names
 
 
 def test_console_script() -> None:

@@ -48,6 +48,16 @@ class Scale:
         return replicas * group_labels / max(1, int(self.num_valid_tokens))
 
 
+def own_part(tensor: Tensor, num_ranks: int) -> Tensor:
+    """A rank's own finite part of what all ranks of a group compute one and the same loss from.
+
+    Its value stays, and its gradient is multiplied by `num_ranks`: every other rank has none for
+    it, so the mean over ranks is the gradient of one process.
+    """
+    constant = tensor.detach()
+    return constant + num_ranks * (tensor - constant)
+
+
 def scale_of(
     shift_labels: Tensor,
     *,

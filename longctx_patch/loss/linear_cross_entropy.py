@@ -83,18 +83,9 @@ def linear_cross_entropy(
     head = _Head(dtype, softcap, scale, chunk_bytes, fused)
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     if not torch.is_grad_enabled():
-        return head.walk(hidden, weight, bias, labels, _Wanted())[0]
+        return head.walk(hidden, weight, bias, labels, (False, False, False))[0]
     total: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, head)
     return total
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """Which inputs need a gradient."""
-
-    hidden: bool = False
-    weight: bool = False
-    bias: bool = False
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -106,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: "_Head"
     ) -> Tensor:
-        wanted = _Wanted(*ctx.needs_input_grad[:3])
+        wanted = ctx.needs_input_grad[:3]
         total, ctx.gradients = head.walk(hidden, weight, bias, labels, wanted)
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         ctx.scale = head.scale
@@ -148,15 +139,19 @@ class _Head:
         weight_VD: Tensor,
         bias: Tensor | None,
         labels_N: Tensor,
-        wanted: _Wanted,
+        wanted: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Gradients]:
-        """The sum of the losses, and its gradients by the scaled logits' inputs."""
+        """The sum of the losses, and its gradients by the scaled logits' inputs.
+
+        `wanted`: whether hidden, weight and bias need one.
+        """
         wide = torch.promote_types(self.dtype, torch.float32)
+        wants_hidden, wants_weight, wants_bias = wanted
         total = hidden_ND.new_zeros((), dtype=wide)
         grads = (
-            torch.empty_like(hidden_ND) if wanted.hidden else None,
-            torch.zeros_like(weight_VD, dtype=wide) if wanted.weight else None,
-            torch.zeros_like(bias, dtype=wide) if wanted.bias and bias is not None else None,
+            torch.empty_like(hidden_ND) if wants_hidden else None,
+            torch.zeros_like(weight_VD, dtype=wide) if wants_weight else None,
+            torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None,
         )
         with torch.autocast(hidden_ND.device.type, enabled=False):
             factors_VD = weight_VD.to(self.dtype)

@@ -145,7 +145,9 @@ def _run_case(
     collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
     batch = collate(rows)
     documents = ShardedRow.read(batch[SHARD_KEY]).documents
-    logits_error = _logits_error(handle, documents, _logits(model, batch), rows, reference)
+    with torch.no_grad():  # a pass with labels may have no logits
+        unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
+        logits_error = _logits_error(handle, documents, model(**unlabelled).logits, rows, reference)
     handle.counters.reset()  # what is compared with the plans is the training step
     loss = model(**batch).loss
     loss.backward()
@@ -166,14 +168,6 @@ def _run_case(
         sent=sent,
         predicted=Traffic() if step is None else step.planned_forward() + step.planned_backward(),
     )
-
-
-def _logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Logits of this rank's tokens, from a pass without labels: one with labels may have none."""
-    unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
-    with torch.no_grad():
-        logits: Tensor = model(**unlabelled).logits
-    return logits
 
 
 def _on_cpu(config: LongContextConfig) -> LongContextConfig:

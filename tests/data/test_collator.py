@@ -120,9 +120,16 @@ def test_several_packed_rows_become_one() -> None:
     assert whole["labels"] == [2, -100, -100, 5, -100, -100, 8, -100]
 
 
-def test_labels_of_ones_own_stay_in_their_document() -> None:
+def test_labels_of_ones_own_stay_in_their_document_and_may_be_none() -> None:
     row = {"input_ids": [1, 2, 3, 4], "labels": [10, 20, 30, 40], "seq_lengths": [2, 2]}
     assert collator()([row])["labels"].tolist() == [[20, -100, 40, -100]]
+    assert collator()([{"input_ids": [1, 2], "labels": None}])["labels"].tolist() == [[2, -100]]
+
+
+def test_other_tokens_or_boundaries_are_another_batch() -> None:
+    rows = ([1, 2, 3], [1, 2]), ([1, 2, 3], [2, 1]), ([1, 2, 4], [1, 2])
+    made = [collator()([{"input_ids": ids, "seq_lengths": lengths}]) for ids, lengths in rows]
+    assert len({tuple(batch["longctx_shard"].flatten().tolist()) for batch in made}) == 3
 
 
 def test_rows_of_one_document_are_joined_where_asked_for() -> None:
@@ -152,18 +159,6 @@ def test_one_document_of_a_packed_row_is_an_ordinary_row() -> None:
         assert put_together(config, named, packed=packed) == put_together(config, rows)
 
 
-def test_a_batch_of_nothing_is_refused_and_labels_may_be_none() -> None:
-    with pytest.raises(ValueError, match="a batch of no rows"):
-        collator()([])
-    assert collator()([{"input_ids": [1, 2], "labels": None}])["labels"].tolist() == [[2, -100]]
-
-
-def test_other_tokens_or_boundaries_are_another_batch() -> None:
-    rows = ([1, 2, 3], [1, 2]), ([1, 2, 3], [2, 1]), ([1, 2, 4], [1, 2])
-    made = [collator()([{"input_ids": ids, "seq_lengths": lengths}]) for ids, lengths in rows]
-    assert len({tuple(batch["longctx_shard"].flatten().tolist()) for batch in made}) == 3
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -189,6 +184,8 @@ def test_bad_rows_are_refused(row: Any, message: str) -> None:
         collator()([row])
 
 
-def test_the_rank_must_be_in_the_group() -> None:
+def test_a_rank_outside_the_group_and_a_batch_of_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="a batch of no rows"):
+        collator()([])
     with pytest.raises(ValueError, match=r"group_rank=4: .* = 4, so it lies in 0..3"):
         collator(4, ring_degree=4)

@@ -94,7 +94,9 @@ def test_split_documents_come_in_pieces(lengths: list[int], seq_len: int, buffer
     assert packed.num_split == sum(length > seq_len for length in lengths)
 
 
-def test_a_document_longer_than_a_row_is_refused() -> None:
+def test_bad_rows_are_refused_by_their_number() -> None:
+    with pytest.raises(ValueError, match="row 1 has text, which would be dropped"):
+        list(pack_rows([{"input_ids": [1]}, {"input_ids": [1], "text": "a"}], 8))
     with pytest.raises(ValueError, match=r"row 1 has a document of 9 tokens.*seq_len=8.*'split'"):
         list(pack_rows(rows_of(8, 9), 8))
 
@@ -124,19 +126,11 @@ def test_padding_is_dropped_and_packed_rows_are_packed_anew() -> None:
     assert row["seq_lengths"] == [2, 1, 2]
 
 
-def test_the_collator_takes_packed_rows_and_keeps_labels_within_documents() -> None:
-    collate = SequenceShardCollator(LongContextConfig(), group_rank=0, pad_token_id=0)
-    batch = collate(list(pack_rows(rows_of(3, 2), 8)))
-    assert batch["input_ids"].tolist() == [[0, 1, 2, 3, 4]]
-    assert batch["shift_labels"].tolist() == [[-1, -2, -100, -4, -100]]
-
-
 def test_a_split_asks_for_no_label_across_the_cut() -> None:
-    collate = SequenceShardCollator(LongContextConfig(), group_rank=0, pad_token_id=0)
-    (_, last) = packed = list(pack_rows(rows_of(6), 4, too_long="split"))
+    collate = SequenceShardCollator(LongContextConfig(), group_rank=0, pad_token_id=0, packed=True)
+    packed = list(pack_rows(rows_of(6), 4, too_long="split"))
     assert [row["seq_lengths"] for row in packed] == [[4], [2]]
-    assert collate([packed[0]])["shift_labels"].tolist() == [[-1, -2, -3, -100]]
-    assert collate([last])["shift_labels"].tolist() == [[-5, -100]]
+    assert collate(packed)["shift_labels"].tolist() == [[-1, -2, -3, -100, -5, -100]]
 
 
 def test_a_list_can_be_read_again_and_an_iterator_cannot() -> None:
@@ -196,8 +190,3 @@ def test_efficiency_of_nothing_is_refused() -> None:
 def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack_rows([], **arguments)
-
-
-def test_bad_rows_are_refused_by_their_number() -> None:
-    with pytest.raises(ValueError, match="row 1 has text, which would be dropped"):
-        list(pack_rows([{"input_ids": [1]}, {"input_ids": [1], "text": "a"}], 8))

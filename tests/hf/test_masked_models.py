@@ -15,8 +15,6 @@ from tests.hf.steps import TOLERANCE
 from tests.hf.tiny import WINDOW
 from tests.reference import relative_error
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_one_rank_equals_the_documents_alone() -> None:
     assert_equal(run_cases(0, CASES[1]), CASES[1])

@@ -28,9 +28,6 @@ from tests.hf.masked_models import (
 from tests.hf.steps import Rows, Step, collated, complaints, sharded_step
 from tests.hf.tiny import WINDOW, gradients
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # Several rows that are not packed: one mask for all of them.
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from longctx_patch.hf.preflight import WillNotFit
 from tests.hf import trained
 from tests.hf.hosted import DeviceBytes, Host
 from tests.hf.tiny import VOCABULARY, tiny_model
@@ -47,15 +46,6 @@ class Run(trained.Run):
 def expected(host: Host, checkpoint: str = "auto", **config: Any) -> int:
     with DeviceBytes(host, PLENTY) as meter:
         return Run(meter, checkpoint=checkpoint, **config).rehearse().expected_bytes
-
-
-def test_what_a_layer_offloads_is_known(host: Host) -> None:
-    with DeviceBytes(host, PLENTY) as meter:
-        run = Run(meter, checkpoint="auto")
-        run.rehearse()
-        known = run.handle.checkpointing.memory
-    assert known is not None
-    assert {extra.attention for extra in known.extra_bytes} == {LAYER_BYTES}
 
 
 @pytest.mark.parametrize("loss", ["logits", "chunked"])
@@ -149,12 +139,3 @@ def test_a_rehearsal_within_a_run_knows_what_it_holds_on_the_host(host: Host) ->
         run.rehearse(has_optimizer_states=True)
         assert run.share_of_a_step() <= 1
         assert run.letters == before
-
-
-def test_what_is_refused_changes_nothing(host: Host) -> None:
-    most = expected(host)
-    with DeviceBytes(host, most // 2) as meter:
-        run = Run(meter, checkpoint="auto")
-        with pytest.raises(WillNotFit):
-            run.rehearse()
-        assert run.handle.checkpointing.memory is None

@@ -98,11 +98,12 @@ def test_ulysses_cuts_the_slots_of_a_ring_rank() -> None:
     assert layout.positions(1).tolist() == [12, 13, 14, 15]
 
 
-@pytest.mark.parametrize("name", ["zigzag", "contiguous"])
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (3, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "balanced"])
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (3, 1), (1, 4), (2, 2), (4, 3)])
 def test_multiples_give_equal_shares(name: LayoutName, ring: int, ulysses: int) -> None:
-    length = 5 * length_multiple(name, ring=ring, ulysses=ulysses)
-    assert len(set(make_layout(name, length, ring=ring, ulysses=ulysses).sizes)) == 1
+    length = 97 * length_multiple(name, ring=ring, ulysses=ulysses)
+    row = Documents((3, length // 2, 1, 1), length)
+    assert len(set(place(name, row, ring=ring, ulysses=ulysses).sizes)) == 1
 
 
 def test_a_tensor_of_another_length_is_refused() -> None:

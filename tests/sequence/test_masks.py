@@ -35,6 +35,12 @@ def packed_rows(draw: st.DrawFn) -> Documents:
     return Documents(lengths, sum(lengths) + draw(st.integers(0, 5)))
 
 
+def some_blocks(draw: st.DrawFn, num_tokens: int, size: int) -> Table:
+    count = -(-num_tokens // size)
+    bits = draw(st.lists(st.booleans(), min_size=count**2, max_size=count**2))
+    return np.array(bits, dtype=bool).reshape(count, count)
+
+
 @st.composite
 def masks(draw: st.DrawFn) -> tuple[Mask, Table]:
     """A mask and its table by definition."""
@@ -55,9 +61,7 @@ def masks(draw: st.DrawFn) -> tuple[Mask, Table]:
         prefix = draw(st.integers(0, n))
         made, table = prefix_lm(n, prefix), (k < prefix) | (k <= q)
     elif kind == "blocks":
-        count = -(-n // size)
-        bits = draw(st.lists(st.booleans(), min_size=count**2, max_size=count**2))
-        blocks = np.array(bits, dtype=bool).reshape(count, count)
+        blocks = some_blocks(draw, n, size)
         is_causal = draw(st.booleans())
         made = block_sparse(n, blocks, size, is_causal=is_causal)
         table = blocks[q // size, k // size] & ((k <= q) | (not is_causal))
@@ -112,9 +116,7 @@ def test_both_of_two_masks(data: st.DataObject) -> None:
     mask, table = data.draw(masks())
     n = mask.num_tokens
     size = data.draw(st.integers(1, 4))
-    count = -(-n // size)
-    bits = data.draw(st.lists(st.booleans(), min_size=count**2, max_size=count**2))
-    blocks = np.array(bits, dtype=bool).reshape(count, count)
+    blocks = some_blocks(data.draw, n, size)
     q, k = rows_and_columns(n)
     other = block_sparse(n, blocks, size)
     both = mask & other

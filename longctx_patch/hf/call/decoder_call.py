@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from longctx_patch.data import SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.hf.call.agreement import Held, agree
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.inputs import (
     check_whole_rows,
@@ -22,7 +21,7 @@ from longctx_patch.hf.call.sharded import LayerKind, ShardedCall, key_of
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.sequence.masks import Mask
-from longctx_patch.transport.meeting import SequenceParallelismError
+from longctx_patch.transport.meeting import Meeting, SequenceParallelismError
 
 Arguments = dict[str, Any]
 
@@ -120,15 +119,24 @@ class DecoderCalls:
     ) -> Arguments:
         """What the decoder is given besides, once all ranks have agreed to compute."""
         documents = batch.row.documents
-        whole_layers = agree(
-            self.group,
+        rows = self.group.require_shards(
+            Meeting.BATCH,
             documents,
+            batch.tokens.shape[1],
             self._held(decoder, shard, batch, count),
-            local_tokens=batch.tokens.shape[1],
-            whole_layers=self.checkpoints.propose(decoder, batch.tokens, documents.num_tokens),
+            (self.checkpoints.propose(decoder, batch.tokens, documents.num_tokens),),
             problem=self._problem(batch),
+            whole="the same batch",
+            fix="Feed every rank of the group the same rows (same sampler and seed; "
+            "dispatch_batches=False) through SequenceShardCollator.",
         )
-        self.checkpoints.begin(decoder, whole_layers)
+        if not min(self.group.layout(documents).sizes):
+            raise ValueError(
+                f"{documents.num_tokens} tokens over {self.group.num_ranks} ranks leaves a rank "
+                "without tokens, which a model can't compute. Pad the rows; "
+                "SequenceShardCollator does."
+            )
+        self.checkpoints.begin(decoder, min(whole_layers for (whole_layers,) in rows))
         is_plain = documents.is_one and batch.mask is None and not batch.routed
         if self.group.num_ranks == 1 and is_plain and not self.checkpoints.replays_attention:
             return {transformers_api.CALL_KEY: None}
@@ -151,14 +159,16 @@ class DecoderCalls:
             return SequenceParallelismError(misfire)
         return None if batch.problem is None else ValueError(batch.problem)
 
-    def _held(self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any) -> Held:
-        return Held(
-            checksum=zlib.crc32(repr(shard.tolist()).encode()),
-            num_rows=batch.tokens.shape[0],
-            training=decoder.training,
-            grad_enabled=torch.is_grad_enabled(),
-            num_valid_tokens=None if count is None or batch.problem else int(count),
-            mask=0 if batch.mask is None else batch.mask.checksum,
-            router_logits=batch.routed,
-            watched=self.first_step.is_due(decoder),
+    def _held(self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any) -> str:
+        """What must be the same on all ranks before a forward pass, in words."""
+        checksum = zlib.crc32(repr(shard.tolist()).encode())  # of the documents and their padding
+        mask = 0 if batch.mask is None else batch.mask.checksum
+        counted = count is not None and not batch.problem
+        return (
+            f"{batch.tokens.shape[0]} rows, checksum {checksum:08x}, "
+            f"{'training' if decoder.training else 'evaluating'}, "
+            f"gradients {'on' if torch.is_grad_enabled() else 'off'}, mask {mask:08x}, "
+            f"router logits {'on' if batch.routed else 'off'}, "
+            f"first step {'now' if self.first_step.is_due(decoder) else 'done or not training'}"
+            f"{f', num_valid_tokens {int(count)}' if counted else ''}"
         )

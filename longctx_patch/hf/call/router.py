@@ -9,12 +9,12 @@ B rows, L tokens of this rank, E experts.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.loss.law import own_part
 from longctx_patch.sequence.layout import Layout
 
 
@@ -29,9 +29,8 @@ def whole_router_logits(
     Collective: every rank of the group calls it, with as many layers. Forward gathers the logits of
     each layer on every rank; backward sends nothing.
 
-    The gradient of this rank's own logits is multiplied by the number of ranks, that of the others
-    is left to them: all ranks have the same loss, so the mean over ranks (what DDP and FSDP make of
-    a gradient, see longctx_patch/loss/law.py) is the gradient of one process.
+    This rank's own logits have the gradient of `longctx_patch.loss.law.own_part`, those of other
+    ranks have none here.
 
     Args:
         router_logits: `[B * L, E]` of each layer, any float dtype.
@@ -54,19 +53,6 @@ def _all_tokens(logits: Tensor, group: SequenceGroup, layout: Layout, num_rows: 
     """`[B * all tokens, E]`, with padding."""
     sizes = [num_rows * size for size in layout.sizes]
     shards = group.everyone.all_gather(logits.detach(), sizes)
-    shards[group.group_rank] = _ScaleGradient.apply(logits, group.num_ranks)
+    shards[group.group_rank] = own_part(logits, group.num_ranks)
     shards_BLE = [shard.unflatten(0, (num_rows, -1)) for shard in shards]
     return layout.unshard(shards_BLE, 1).flatten(0, 1)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """Returns its argument, and multiplies the gradient by `factor`."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: int) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.factor, None

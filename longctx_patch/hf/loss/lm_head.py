@@ -67,11 +67,11 @@ _OTHER_LOSS = (
 def _open(loss: ShardLoss, given: Mapping[str, Any], keeps_logits: bool) -> None:
     """Open the loss of a sharded pass with these arguments, if it has labels."""
     labels, shift_labels = given.get("labels"), given.get("shift_labels")
-    # In training shift_labels alone are a mistake, which `open` refuses on all ranks.
+    # In training shift_labels alone are a mistake, which is refused on all ranks.
     if labels is None and (shift_labels is None or not loss.is_training):
         return
     tokens, kept = _token_shape(given), given.get("logits_to_keep", 0)
-    current = loss.open(labels, shift_labels, tokens=tokens, logits_to_keep=kept)
+    loss.current = current = loss.accepted(labels, shift_labels, tokens, kept)
     if not keeps_logits and current.num_labels < current.shift_labels.numel():
         # Here, where the device was waited for anyway, and not in the middle of the pass.
         current.rows = (current.shift_labels != IGNORE_INDEX).flatten().nonzero()[:, 0]

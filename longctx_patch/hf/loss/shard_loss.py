@@ -47,7 +47,7 @@ class ShardLoss:
         self.has_router_loss = False
         """Whether the pass under way returns router logits."""
         self.current: LossPass | None = None
-        """The pass under way, between `open` and `close`."""
+        """The pass under way, until `close`."""
         self._model = model
         self._group = group
         self._stock = model.loss_function
@@ -59,22 +59,6 @@ class ShardLoss:
             "a patched model can't be copied: the copy would have the hooks and process groups of "
             "this one. Copy it before patch(), or copy its weights (state_dict)."
         )
-
-    def open(
-        self,
-        labels: Any,
-        shift_labels: Any,
-        *,
-        tokens: torch.Size | None = None,
-        logits_to_keep: Any = 0,
-    ) -> LossPass:
-        """Begin a pass over a shard with labels; collective over the group.
-
-        Raises on every rank if one has labels that can't be right, before anything is computed.
-        `tokens`: the shape `[B, L]` of what the labels are for, where it is known.
-        """
-        self.current = self._accepted(labels, shift_labels, tokens, logits_to_keep)
-        return self.current
 
     def close(self) -> None:
         self.current = None
@@ -102,7 +86,7 @@ class ShardLoss:
         """The loss law; options that would change a stock loss were refused with the decoder's
         inputs. `num_valid_tokens` counts the whole step over all processes."""
         # There is none where the model's forward was called past its hooks.
-        current = self.current or self._accepted(labels, shift_labels)
+        current = self.current or self.accepted(labels, shift_labels)
         current.logits = logits
         scale = scale_of(
             current.shift_labels.to(logits.device),
@@ -122,13 +106,18 @@ class ShardLoss:
         _check_nothing_came_between(current, logits)
         return scale.loss(current.token_sum)
 
-    def _accepted(
+    def accepted(
         self,
         labels: Any,
         shift_labels: Any,
         tokens: torch.Size | None = None,
         logits_to_keep: Any = 0,
     ) -> LossPass:
+        """A pass over a shard with labels; collective over the group.
+
+        Raises on every rank if one has labels that can't be right, before anything is computed.
+        `tokens`: the shape `[B, L]` of what the labels are for, where it is known.
+        """
         problem = _shape_problem(labels, shift_labels, tokens)
         num_labels = 0
         if problem is None:

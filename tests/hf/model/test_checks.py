@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from longctx_patch import LongContextConfig, UnsupportedModelError, patch
 from longctx_patch.hf.model.checks import FAMILIES, TABLE, check_model_config
@@ -85,17 +86,12 @@ def test_the_window_of_the_tiny_models_matters(family: str) -> None:
     assert relative_error(narrow_logits[:, WINDOW:], wide_logits[:, WINDOW:]) > 100 * TOLERANCE
 
 
-def test_each_model_type_has_one_row() -> None:
+def test_each_model_type_has_one_row_and_is_known_to_transformers() -> None:
     types = [family.model_type for family in TABLE]
     assert len(set(types)) == len(types)
+    assert set(types) <= set(CONFIG_MAPPING_NAMES)
     assert all(family.name for family in TABLE)
     assert all(family.refusal is None or not family.features for family in TABLE)
-
-
-def test_transformers_knows_every_model_type() -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    assert {family.model_type for family in TABLE} <= set(CONFIG_MAPPING_NAMES)
 
 
 REFUSED = [
