@@ -1,5 +1,8 @@
 """Masks against the dense table that their definition gives."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -35,7 +38,7 @@ def packed_rows(draw: st.DrawFn) -> Documents:
     return Documents(lengths, sum(lengths) + draw(st.integers(0, 5)))
 
 
-def some_blocks(draw: st.DrawFn, num_tokens: int, size: int) -> Table:
+def some_blocks(draw: Callable[..., Any], num_tokens: int, size: int) -> Table:
     count = -(-num_tokens // size)
     bits = draw(st.lists(st.booleans(), min_size=count**2, max_size=count**2))
     return np.array(bits, dtype=bool).reshape(count, count)
