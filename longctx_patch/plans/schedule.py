@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx_patch.plans.pieces import PieceTable
+from longctx_patch.plans.pieces import Ints, PieceTable
 from longctx_patch.plans.types import (
     ALL_HEADS,
     Block,
@@ -23,8 +23,6 @@ from longctx_patch.plans.types import (
     Transfer,
     Work,
 )
-
-Ints = NDArray[np.int64]
 
 
 class Works(NamedTuple):

@@ -42,10 +42,6 @@ class PlanReport:
     """Number of allowed (query, key) pairs."""
     idle_fraction: float
     """Share of rank-time without work, if a step takes as long as its busiest rank's area."""
-    messages: tuple[int, ...]
-    """Number of messages that each rank sends."""
-    links: dict[tuple[int, int], int]
-    """Number of messages of each (source, destination)."""
 
 
 def verify_plan(plan: Plan) -> PlanReport:
@@ -59,17 +55,9 @@ def verify_plan(plan: Plan) -> PlanReport:
             f"plan {plan.name!r} ({plan.direction.value}, {plan.num_ranks} ranks) is wrong:\n"
             + "\n".join(complaints)
         )
-    transfers = [transfer for step in plan.steps for transfer in step.transfers]
-    links = Counter((transfer.source, transfer.destination) for transfer in transfers)
-    sent = Counter(transfer.source for transfer in transfers)
     works = [work for step in plan.steps for work in step.works]
     area = sum(work.area for work in works if work.heads.part == 0)
-    return PlanReport(
-        area=area,
-        idle_fraction=_idle_fraction(plan, area),
-        messages=tuple(sent[rank] for rank in range(plan.num_ranks)),
-        links=dict(links),
-    )
+    return PlanReport(area=area, idle_fraction=_idle_fraction(plan, area))
 
 
 def _idle_fraction(plan: Plan, area: int) -> float:
