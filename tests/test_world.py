@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from longctx_patch import LongContextConfig, world_place
+from longctx_patch import LongContextConfig, make_sequence_group
 from longctx_patch.cli.degrees import asked_degrees
 from longctx_patch.plugin import SequenceParallelismConfig, accelerate_yaml, make_accelerator
 from longctx_patch.world import require_whole_groups
@@ -43,6 +43,6 @@ def test_six_processes_for_degree_four(
 
 def test_a_single_process_is_told_how_to_start_more() -> None:
     with pytest.raises(ValueError, match=r"ring_degree=2 = 4 .* but 1 process runs") as caught:
-        world_place(FOUR)
+        make_sequence_group(FOUR)
     for way in ("accelerate launch", "torchrun --nproc_per_node 4", "notebook_launcher", "use_cpu"):
         assert way in str(caught.value)

@@ -23,7 +23,6 @@ from tests.masked import Masked, dense_masked
 from tests.reference import relative_error
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-HEAD_DIM = 8
 
 
 def causal_row(num_tokens: int) -> Masked:
@@ -57,6 +56,8 @@ class Case(NamedTuple):
     softcap: float | None = None
     share: float | None = None
     """The share of the tokens whose results are kept for a recompute; None: there is none."""
+    head_dim: int = 8
+    device: str = "cpu"
 
 
 class Found(NamedTuple):
@@ -72,11 +73,16 @@ class Found(NamedTuple):
 def inputs(case: Case) -> list[Tensor]:
     """q, k, v, dout of the whole sequence and a sink for each head, alike wherever made."""
     length, (heads, kv_heads) = case.masked.documents.num_tokens, case.heads
-    generator = torch.Generator().manual_seed(100 * length + heads)
-    shapes = [(case.batch, length, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads, heads)]
-    return [
-        torch.randn(shape, generator=generator, dtype=case.dtype) for shape in (*shapes, (heads,))
+    generator = torch.Generator(case.device).manual_seed(100 * length + heads)
+
+    def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=dtype, device=case.device)
+
+    of_tokens = [
+        normal(case.batch, length, n, case.head_dim) for n in (heads, kv_heads, kv_heads, heads)
     ]
+    # Their gradient is a sum over ranks, and so in float32.
+    return [*of_tokens, normal(heads, dtype=torch.promote_types(case.dtype, torch.float32))]
 
 
 def one_rank(group: SequenceGroup, case: Case) -> Found:
@@ -88,7 +94,7 @@ def one_rank(group: SequenceGroup, case: Case) -> Found:
     leaves = [x.requires_grad_() for x in (q, k, v)] + ([] if sinks is None else [sinks])
     masked, shape = case.masked, CallShape.of(q, k)
     mask = row_mask(masked.mask, masked.documents, masked.window)
-    score = Score(HEAD_DIM**-0.5, case.softcap)
+    score = Score(case.head_dim**-0.5, case.softcap)
     call = decided_call(group, masked.documents, mask, score, shape, returns_lse=case.share is None)
     kept_rows = 0
     if case.share is None:

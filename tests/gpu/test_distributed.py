@@ -18,23 +18,21 @@ from longctx_patch import LongContextConfig, SequenceShardCollator, make_sequenc
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.operator import distributed_attention
-from longctx_patch.engine.traffic import predicted_traffic
 from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.generators.table import PLANS
-from longctx_patch.plans.traffic import Traffic
-from longctx_patch.sequence.layout import LayoutName
+from tests.engine.exact import Case, causal_row, config_of, inputs, one_rank
 from tests.harness import run_distributed
 from tests.hf.tiny import FAMILIES, gradients, tiny_model, token_rows
-from tests.reference import dense_attention, relative_error
+from tests.masked import Masked, dense_masked
+from tests.reference import relative_error
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs or more"),
 ]
 
-LAYOUTS: tuple[LayoutName, ...] = ("zigzag", "contiguous")
 HEADS = [(8, 8), (8, 2), (8, 1)]
-BATCH, HEAD_DIM = 2, 64
+HEAD_DIM, DEVICE = 64, "cuda"
 
 
 def degrees_of(world_size: int) -> list[tuple[int, int]]:
@@ -43,69 +41,62 @@ def degrees_of(world_size: int) -> list[tuple[int, int]]:
 
 def configs_of(world_size: int) -> list[LongContextConfig]:
     """Every pair of degrees in every layout, and every plan over a ring of all ranks."""
-    configs = [
-        LongContextConfig(ulysses_degree=u, ring_degree=r, layout=layout)
-        for u, r in degrees_of(world_size)
-        for layout in LAYOUTS
-    ]
-    for plan in PLANS:
-        size = world_size // 2 if plan == "double_ring" else None
-        configs.append(LongContextConfig(ring_degree=world_size, plan=plan, ranks_per_node=size))
-    return configs
-
-
-def operator_inputs(length: int, heads: int, kv_heads: int) -> list[Tensor]:
-    generator = torch.Generator("cuda").manual_seed(length)
-    shapes = [(BATCH, length, n, HEAD_DIM) for n in (heads, kv_heads, kv_heads, heads)]
+    products = product(degrees_of(world_size), ("zigzag", "contiguous"))
     return [
-        torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes
+        *(config_of("auto", layout, *degrees) for degrees, layout in products),
+        *(config_of(plan, None, 1, world_size) for plan in PLANS),
     ]
 
 
-def run_operator(group: SequenceGroup, inputs: list[Tensor]) -> tuple[list[Tensor], bool]:
-    """(whole out, dq, dk, dv gathered from all ranks; whether traffic was as predicted)."""
+def on_gpu(config: LongContextConfig, masked: Masked, **fields: Any) -> Case:
+    """A call in bfloat16."""
+    kind: dict[str, Any] = {"heads": (8, 2), "head_dim": HEAD_DIM, "device": DEVICE} | fields
+    return Case(config, masked, dtype=torch.bfloat16, **kind)
+
+
+def whole_results(group: SequenceGroup, case: Case) -> dict[str, Tensor]:
+    """out and gradients put together from all ranks, which have sent what their plans say."""
     group.counters.reset()
-    length = inputs[0].shape[1]
-    layout = group.layout(length)
-    q, k, v, dout = (layout.shard(x, group.group_rank, 1) for x in inputs)
-    for x in (q, k, v):
-        x.requires_grad_()
-    call = causal_call(group, length, HEAD_DIM**-0.5, CallShape.of(q, k))
-    out, _ = distributed_attention(q, k, v, None, call)
-    grads = torch.autograd.grad(out, (q, k, v), dout)
-    traffic = predicted_traffic(call)
-    sent = Traffic(group.counters.messages, group.counters.bytes)
-    mine = [out.detach(), *grads]
-    if group.num_ranks == 1:
-        return mine, True
-    whole = [layout.unshard(gather(x, layout.sizes), 1) for x in mine]
-    return whole, sent == traffic.forward + traffic.backward
+    found = one_rank(group, case)
+    assert found.sent == found.planned, group.config
+    tensors = {name: x for name, x in found.tensors.items() if name != "lse"}
+    layout = group.layout(case.masked.documents)
+    for name, shard in tensors.items() if group.num_ranks > 1 else ():
+        if name == "dsinks":
+            dist.all_reduce(shard)
+        else:
+            tensors[name] = layout.unshard(gather(shard, layout.sizes), 1)
+    return tensors
 
 
 def gather(shard: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
     """Shards of all ranks; NCCL gathers equal sizes, so they are padded on the way."""
-    padded = torch.zeros(len(shard), max(sizes), *shard.shape[2:], dtype=shard.dtype, device="cuda")
+    padded = torch.zeros(len(shard), max(sizes), *shard.shape[2:], dtype=shard.dtype, device=DEVICE)
     padded[:, : shard.shape[1]] = shard
     everyone = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everyone, padded)
     return [part[:, :size] for part, size in zip(everyone, sizes, strict=True)]
 
 
-def check_operator(rank: int, world_size: int) -> None:
-    """The operator is as accurate as the plain kernel."""
+def check_operator(rank: int, world_size: int, kernels: list[str]) -> None:
     alone = make_sequence_group(LongContextConfig())
     for config in configs_of(world_size):
         group = make_sequence_group(config)
-        for kernel, (heads, kv_heads) in product(("cudnn", "torch_flash"), HEADS):
-            inputs = operator_inputs(1021, heads, kv_heads)
-            out, _, dq, dk, dv = dense_attention(*inputs)
-            plain, _ = run_operator(with_kernel(alone, kernel), inputs)
-            found, as_predicted = run_operator(with_kernel(group, kernel), inputs)
-            assert as_predicted, config
-            for part, one, wanted in zip(found, plain, (out, dq, dk, dv), strict=True):
-                bound = 2 * relative_error(one, wanted)
-                assert relative_error(part, wanted) <= bound, (config, kernel, heads, kv_heads)
+        for kernel, heads in product(kernels, HEADS):
+            assert_as_accurate(group, alone, on_gpu(config, causal_row(1021), heads=heads), kernel)
         group.close()
+
+
+def assert_as_accurate(group: SequenceGroup, alone: SequenceGroup, case: Case, kernel: str) -> None:
+    """Each error is at most twice that of the same kernel over the whole sequence on one GPU."""
+    q, k, v, dout, all_sinks = inputs(case)
+    sinks = all_sinks if case.sinks else None
+    wanted = dense_masked(q, k, v, dout, case.masked.table, sinks, case.softcap)
+    plain, found = (whole_results(with_kernel(g, kernel), case) for g in (alone, group))
+    for name, part in found.items():
+        bound = 2 * relative_error(plain[name], wanted[name])
+        error = relative_error(part, wanted[name])
+        assert error <= bound, (name, case.masked.name, kernel, group.config, error, bound)
 
 
 def with_kernel(group: SequenceGroup, kernel: str) -> SequenceGroup:
@@ -116,8 +107,7 @@ def with_kernel(group: SequenceGroup, kernel: str) -> SequenceGroup:
 def check_the_host_runs_ahead(rank: int, world_size: int) -> None:
     """No step of any plan waits for the device."""
     for plan in PLANS:
-        size = world_size // 2 if plan == "double_ring" else None
-        config = LongContextConfig(ring_degree=world_size, plan=plan, ranks_per_node=size)
+        config = config_of(plan, None, 1, world_size)
         group = make_sequence_group(config)
         shape = (1, 512, 8, HEAD_DIM)
         q, k, v, dout = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16).unbind(0)
@@ -201,15 +191,15 @@ def check_models(rank: int, world_size: int) -> None:
 
 def check_bits(rank: int, world_size: int) -> None:
     """Deterministic runs are bitwise equal."""
-    inputs = operator_inputs(4093, 8, 2)
     for ulysses, ring in degrees_of(world_size):
         config = LongContextConfig(
             ulysses_degree=ulysses, ring_degree=ring, ulysses_waves=2, deterministic=True
         )
         group = make_sequence_group(config)
-        first, *others = (run_operator(group, inputs)[0] for _ in range(4))
+        case = on_gpu(config, causal_row(4093))
+        first, *others = (whole_results(group, case) for _ in range(4))
         for other in others:
-            assert all(map(torch.equal, first, other)), config
+            assert all(torch.equal(first[name], other[name]) for name in first), config
         group.close()
 
 
