@@ -16,7 +16,7 @@ from longctx_patch.choose.degrees import Way
 from longctx_patch.choose.search import Result
 from longctx_patch.cli.degrees import asked_degrees, choose_degrees
 from longctx_patch.cli.prediction import cluster_of, prediction
-from longctx_patch.cli.run_checks import check_out, check_text
+from longctx_patch.cli.run_checks import check_out, check_text, check_weights
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.facts import ModelFacts
@@ -88,12 +88,7 @@ class PatchOptions:
 
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
-        if self.rank is not None and not self.lora:
-            raise ValueError(f"--rank {self.rank} with --full: it is an adapter's. Use --lora.")
-        if self.load_in_4bit and not self.lora:
-            raise ValueError(
-                "--load-in-4bit with --full: weights of 4 bits are frozen. Use --lora."
-            )
+        check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
         if self.states_on_host and not self.fsdp:
             all_there, no_fsdp = "--cpu, where all is on the host", "--load-in-4bit, which has no"
             other = all_there if self.cpu else f"{no_fsdp} FSDP2"

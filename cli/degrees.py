@@ -75,15 +75,10 @@ def choose_degrees(
     *,
     has_text: bool,
 ) -> tuple[Way, str]:
-    """The way in which `degree` ranks share a row, and why.
+    """The way in which `degree` ranks share a row, and why; the degrees of `settings` don't matter.
 
-    Args:
-        settings: those of the run; their degrees don't matter.
-        facts: of the model.
-        degree: ranks that share a row.
-        gpus_per_node: ranks on one machine.
-        hardware: the GPUs; None for CPUs, of which nothing is predicted.
-        has_text: whether there is text that says how long documents are.
+    `hardware` is None for CPUs, of which nothing is predicted. With `has_text` there is text that
+    says how long documents are.
     """
     if degree == 1:
         return Way(1, 1), "one rank per sequence, so nothing is cut"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from longctx_patch.cli.text_table import aligned
+
 if TYPE_CHECKING:
     from longctx_patch.hf.model.supported import Family
 
@@ -34,8 +36,7 @@ def render(table: Iterable["Family"]) -> str:
     """One line a family; reasons are not cut."""
     rows = [("MODEL TYPE", "NAME", "SUPPORT")]
     rows += [(family.model_type, family.name, support_of(family)) for family in table]
-    types, names = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{t:{types}}  {name:{names}}  {support}" for t, name, support in rows)
+    return "\n".join(aligned(rows))
 
 
 def support_of(family: "Family") -> str:

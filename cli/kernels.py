@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from longctx_patch.cli.text_table import aligned
+
 if TYPE_CHECKING:
     from longctx_patch.kernels import Kernel, KernelRequest
     from longctx_patch.kernels.installed import Package
@@ -89,9 +91,9 @@ def render(report: Mapping[str, Any]) -> str:
     """The table as text, with what is missing below it."""
     machine = report["machine"] or "No NVIDIA GPU here"
     lines = [f"{machine}.", ""]
-    lines += _table([_TAKES, *(_what_it_takes(row) for row in report["kernels"])])
+    lines += aligned([_TAKES, *(_what_it_takes(row) for row in report["kernels"])])
     lines += ["", f"TFLOP/s, forward / backward: {report['figures']}", ""]
-    lines += _table([_SPEED, *(_how_fast(row) for row in report["kernels"])])
+    lines += aligned([_SPEED, *(_how_fast(row) for row in report["kernels"])])
     missing = [row for row in report["kernels"] if row["missing"]]
     lines += ["", "Missing here:"] if missing else []
     lines += [f"  {row['name']}: {row['missing']}" for row in missing]
@@ -223,14 +225,6 @@ def _how_fast(row: Row) -> tuple[str, ...]:
         for case in _AREA
     )
     return row["name"], row["version"] or "-", *cells, "-" if share is None else f"{share:.0%}"
-
-
-def _table(lines: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return [
-        "  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]
 
 
 def _conclusion(auto: str, kernels: list[Row]) -> str:

@@ -38,10 +38,27 @@ class PlanOptions:
     png: Path | None
 
     def check(self) -> None:
-        """Raise UsageError for options that exclude each other."""
-        wrong = self._wrong_row() or self._wrong_picture() or self._wrong_weights()
+        """Raise ValueError for options that exclude each other."""
+        from longctx_patch.cli.run_checks import check_weights
+
+        check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
+        if self.load_in_4bit and self.dtype == "float32":
+            raise ValueError("--load-in-4bit with --dtype float32: it computes in bfloat16.")
+        if self.seq_len is None and not self.max_seq_len:
+            raise click.UsageError("--seq-len: say how long rows are, or ask --max-seq-len.")
+        if self.png is not None:
+            self._check_picture(self.png)
+
+    def _check_picture(self, png: Path) -> None:
+        wrong = None
+        if self.seq_len is None or self.max_seq_len:
+            wrong = "what is drawn is a row. Add --seq-len, without --max-seq-len."
+        elif png.suffix.lower() != ".png":
+            wrong = "it is a PNG. Use a name that ends with .png."
+        elif not png.absolute().parent.is_dir():
+            wrong = f"there is no folder {png.parent}. Make it first."
         if wrong:
-            raise click.UsageError(wrong)
+            raise click.UsageError(f"--png {png}: {wrong}")
 
     def job(self, model: str, config: Any) -> "Job":
         """What is to be trained. Raises ValueError for GPUs and models that are not known."""
@@ -63,33 +80,6 @@ class PlanOptions:
             fsdp=not self.load_in_4bit,
             fused_layers=not self.stock_layers and config.model_type in LIGER_FAMILIES,
         )
-
-    def _wrong_row(self) -> str | None:
-        if self.seq_len is None and not self.max_seq_len:
-            return "--seq-len: say how long rows are, or ask --max-seq-len."
-        return None
-
-    def _wrong_picture(self) -> str | None:
-        if self.png is None:
-            return None
-        if self.seq_len is None or self.max_seq_len:
-            return (
-                f"--png {self.png}: what is drawn is a row. Add --seq-len, without --max-seq-len."
-            )
-        if self.png.suffix.lower() != ".png":
-            return f"--png {self.png}: it is a PNG. Use a name that ends with .png."
-        if not self.png.absolute().parent.is_dir():
-            return f"--png {self.png}: there is no folder {self.png.parent}. Make it first."
-        return None
-
-    def _wrong_weights(self) -> str | None:
-        if self.rank is not None and not self.lora:
-            return f"--rank {self.rank} with --full: it is an adapter's. Use --lora."
-        if self.load_in_4bit and not self.lora:
-            return "--load-in-4bit with --full: weights of 4 bits are frozen. Use --lora."
-        if self.load_in_4bit and self.dtype == "float32":
-            return "--load-in-4bit with --dtype float32: it computes in bfloat16."
-        return None
 
 
 @click.command("plan")

@@ -5,6 +5,7 @@ from typing import Any
 
 from longctx_patch.choose.advice import flags, ways_out
 from longctx_patch.choose.search import MARGIN, Result, usable_bytes
+from longctx_patch.cli.text_table import aligned
 from longctx_patch.memory.policies import POLICIES, count_on_host, describe_layers
 from longctx_patch.predict.machines import GIB
 
@@ -56,7 +57,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     how += f", loaded in {job.dtype}, {where}"
     lines = [f"{job.shape.name} on {job.cluster}, rows of {job.seq_len:,} tokens, {how}.", ""]
     if fitting:
-        lines += _table([_row(result) for result in fitting[:TABLE_ROWS]])
+        lines += aligned([_HEADER, *map(_row, fitting[:TABLE_ROWS])])
         left = len(fitting) - TABLE_ROWS
         lines += [f"and {left} more that fit"] if left > 0 else []
         lines += [text for result in fitting[:TABLE_ROWS] if (text := _choice_by_layer(result))]
@@ -187,12 +188,3 @@ def _parts(result: Result) -> list[str]:
     seconds = {name: value for name, value in result.time.parts().items() if value}
     lines += ["and seconds of a step:"]
     return lines + [f"  {name:<16}{value:7.2f}" for name, value in seconds.items()]
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    rows = [_HEADER, *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -27,3 +27,11 @@ def check_text(source: str) -> None:
         ) from error
     if not found:
         raise ValueError(f"--data {source}: no text in it. Give files or folders with text.")
+
+
+def check_weights(*, lora: bool, rank: int | None, load_in_4bit: bool) -> None:
+    """Refuse options of an adapter where every weight is trained; `longctx plan` does too."""
+    if rank is not None and not lora:
+        raise ValueError(f"--rank {rank} with --full: it is an adapter's. Use --lora.")
+    if load_in_4bit and not lora:
+        raise ValueError("--load-in-4bit with --full: weights of 4 bits are frozen. Use --lora.")

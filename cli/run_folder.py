@@ -7,6 +7,7 @@ import yaml
 from longctx_patch.cli.decision_table import table
 from longctx_patch.cli.decisions import NO_TEXT, Decisions
 from longctx_patch.cli.run_readme import render_readme
+from longctx_patch.cli.text_table import aligned
 
 
 def write(decisions: Decisions) -> None:
@@ -21,12 +22,9 @@ def write(decisions: Decisions) -> None:
 
 def render(decisions: Decisions) -> str:
     """What the command prints: the decisions and the one command."""
-    rows = table(decisions)
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    lines = [f"{a.ljust(widths[0])}  {b.ljust(widths[1])}  {c}".rstrip() for a, b, c in rows]
     start = "Start it" if decisions.has_text else f"Start it, with your text for {NO_TEXT}"
     written = f"Written to {decisions.folder} (README.md says more). {start}:"
-    return "\n".join([*lines, "", written, "", f"  {decisions.launch_command}"])
+    return "\n".join([*aligned(table(decisions)), "", written, "", f"  {decisions.launch_command}"])
 
 
 def _settings_yaml(decisions: Decisions) -> str:

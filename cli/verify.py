@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from longctx_patch.cli.choice import Choice
+from longctx_patch.cli.text_table import aligned
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy
 from longctx_patch.sequence.layout import LayoutName
@@ -165,23 +166,13 @@ def render(report: "Report", seconds: float) -> str:
     """The table of cases, and the verdict."""
     rows: list[list[str]] = [[*COLUMNS, "messages", "bytes", ""]]
     for case in report.cases:
-        errors = (
-            case.loss_rel_err,
-            case.logits_rel_err,
-            case.grad_rel_err,
-            case.grad_norm_rel_err,
-        )
+        errors = (case.loss_rel_err, case.logits_rel_err, case.grad_rel_err, case.grad_norm_rel_err)
         verdict = "ok" if case.ok else "WRONG"
         if not case.traffic_as_predicted:
             verdict += f" (plan: {case.predicted_messages} messages, {case.predicted_bytes} bytes)"
         cut = [case.plan, str(case.ulysses), str(case.ring), case.layout]
         sent = [str(case.messages), str(case.bytes)]
         rows.append([*cut, *(f"{error:.1e}" for error in errors), *sent, verdict])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
     good = sum(case.ok for case in report.cases)
     head = (
         f"{report.model_type}, small layers, {report.seq_len} tokens, {report.num_ranks} "
@@ -190,4 +181,4 @@ def render(report: "Report", seconds: float) -> str:
     masks = f"mask: {' | '.join(dict.fromkeys(case.mask for case in report.cases))}"
     verdict = "equal to one process" if report.ok else "NOT equal to one process"
     tail = f"verify: {'ok' if report.ok else 'FAILED'}: {good} of {len(report.cases)} cases "
-    return "\n".join([head, masks, "", *lines, "", f"{tail}{verdict} ({seconds:.0f} s)"])
+    return "\n".join([head, masks, "", *aligned(rows), "", f"{tail}{verdict} ({seconds:.0f} s)"])

@@ -1,10 +1,7 @@
 """`longctx patch`, then exactly what its README says."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
 from tests.cli.conftest import Run
+from tests.launching import run_module
 
 ACCELERATE = "accelerate.commands.accelerate_cli"
 FILES = ["README.md", "accelerate.yaml", "config.json", "finetune.yaml"]
@@ -61,16 +59,7 @@ def test_the_run_folder_trains_and_verifies(
     elsewhere.mkdir()
     program, *arguments = shlex.split(launch)
     assert (program, arguments[0]) == ("accelerate", "launch")
-    done = subprocess.run(
-        [sys.executable, "-m", ACCELERATE, *arguments, "--max-steps", "2"],
-        cwd=elsewhere,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_module(elsewhere, ACCELERATE, *arguments, "--max-steps", "2")
     lines = read_metrics(folder / "training")
     again = ["--settings", str(folder / "finetune.yaml"), "--max-steps", "2"]
     finetune.main([*again, "--ring", "1", "--output", "one"])

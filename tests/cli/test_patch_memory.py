@@ -8,18 +8,10 @@ import pytest
 import yaml
 
 from tests.cli.conftest import Run
+from tests.predict.run import jobs
 
-LLAMA_8B = {
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 128256,
-    "max_position_embeddings": 2**21,
-}
 Write = Callable[..., Path]
+LLAMA_8B = jobs.LLAMA_8B | {"max_position_embeddings": 2**21}
 
 
 def patch(run: Run, model: Path, out: Path, gpus: str, *words: object) -> tuple[int, str]:

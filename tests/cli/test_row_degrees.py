@@ -15,6 +15,13 @@ LLAMA_8B = {
     "head_dim": 128,
     "max_position_embeddings": 131072,
 }
+ASKED = {
+    ("--ulysses", 2): (2, 2),
+    ("--ring", 2): (2, 2),
+    ("--sequence-degree", 4, "--ring", 1): (4, 1),
+    ("--sequence-degree", 2): (1, 2),
+    ("--cpu",): (4, 1),
+}
 MISTRAL = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}
 
 
@@ -79,24 +86,16 @@ def test_layers_with_a_window_and_full_ones(chosen: Callable[..., dict[str, Any]
         "; counted as if each token saw all before it, it takes less |"
     )
     assert "it takes less" not in chosen("--gpus", "4xH200")["step"]
-    gemma = {**LLAMA_8B, "model_type": "gemma2", "sliding_window": 4096}
-    found = chosen(model=gemma)
-    assert degrees(found) == (4, 1, "auto")
-    assert "for layers with a window on H100, a layer predicted: 4 x 1 " in found["why"]
-    both = chosen("--gpus", "4xH200", "--pack", model=MISTRAL)["why"]
-    assert "for rows of 64 documents and layers with a window on H200" in both
-    # Shards are striped then, of which each sees all others.
-    assert degrees(chosen("--attention-kept", 0.5, model=MISTRAL)) == (4, 1, "auto")
-    assert degrees(chosen("--attention-kept", 0.5, "--pack")) == (4, 1, "auto")
+    both = chosen("--pack", model=MISTRAL)["why"]
+    assert "for rows of 64 documents and layers with a window on H100" in both
 
 
-@pytest.mark.parametrize("asked", [("--ulysses", 2), ("--ring", 2), ("--cpu",)], ids=str)
+@pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_what_is_asked_for_stays(
     chosen: Callable[..., dict[str, Any]], asked: tuple[object, ...]
 ) -> None:
-    expected = (4, 1) if asked == ("--cpu",) else (2, 2)
     found = chosen("--pack", *asked)
-    assert (found["ulysses"], found["ring"]) == expected
+    assert (found["ulysses"], found["ring"]) == ASKED[asked]
 
 
 def test_text_that_cannot_be_read(chosen: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

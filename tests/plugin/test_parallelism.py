@@ -1,5 +1,6 @@
 """The mesh, the batches and the gradients of SP x DDP and SP x FSDP2, and what is refused."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,25 +24,7 @@ ONE = LongContextConfig()
 TWO = LongContextConfig(ulysses_degree=2)
 FOUR = LongContextConfig(ulysses_degree=2, ring_degree=2)
 NUM_ROWS = 12
-LAUNCH_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "PMI_SIZE",
-    "OMPI_COMM_WORLD_SIZE",
-    "MV2_COMM_WORLD_SIZE",
-    "FSDP_VERSION",
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_CPU",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "ACCELERATE_USE_PARALLELISM_CONFIG",
-    "PARALLELISM_CONFIG_CP_SIZE",
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE",
-    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
-    "PARALLELISM_CONFIG_TP_SIZE",
-    "PARALLELISM_CONFIG_SP_SIZE",
-)
+LAUNCHERS = ("ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_")
 
 
 class Stream(IterableDataset[int]):
@@ -167,8 +150,9 @@ def test_sequence_parallelism_alone() -> None:
 @pytest.fixture(autouse=True)
 def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without launcher, GPU and Accelerate state, before and after each test."""
-    for name in LAUNCH_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    launched = ("RANK", "LOCAL_RANK", *accelerator._WORLD_VARIABLES)
+    for name in [n for n in os.environ if n.startswith(LAUNCHERS) or n in launched]:
+        monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
@@ -210,20 +194,24 @@ SP = SequenceParallelismConfig
             r"dp_shard_size=2 without FSDP2.*dp_replicate_size=2",
         ),
         (
-            {"WORLD_SIZE": "4", "USE_PARALLELISM_CONFIG": "true", "CP_SIZE": "2"},
+            {
+                "WORLD_SIZE": "4",
+                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+                "PARALLELISM_CONFIG_CP_SIZE": "2",
+            },
             FOUR,
             {},
             r"cp_size: 2 in the YAML.*= 4:",
         ),
-        ({"USE_FSDP": "true"}, ONE, {}, r"fsdp_version=1: .*fsdp_version: 2"),
+        ({"ACCELERATE_USE_FSDP": "true"}, ONE, {}, r"fsdp_version=1: .*fsdp_version: 2"),
         ({}, ONE, {"fsdp_plugin": FSDP1}, "fsdp_version=1"),
         (
-            {"USE_FSDP": "true", "FSDP_VERSION": "2"},
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
             ONE,
             {},
             r"FSDP on the CPU.*distributed_type: MULTI_GPU",
         ),
-        ({"USE_DEEPSPEED": "true"}, ONE, {}, "DEEPSPEED is on"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, ONE, {}, "DEEPSPEED is on"),
         # accelerator.backward would divide a loss that counts all tokens of the step already
         (
             {},
@@ -231,7 +219,7 @@ SP = SequenceParallelismConfig
             {"gradient_accumulation_steps": 4},
             r"gradient_accumulation_steps=4: .*in the loop",
         ),
-        ({"GRADIENT_ACCUMULATION_STEPS": "2"}, ONE, {}, "gradient_accumulation_steps=2"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, ONE, {}, "gradient_accumulation_steps=2"),
         ({}, ONE, {"step_scheduler_with_optimizer": True}, "once per process.* Leave it out"),
         ({}, ONE, {"split_batches": True}, r"split_batches=True: .*Use split_batches=False"),
         (
@@ -251,8 +239,7 @@ def test_refusals(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in environment.items():
-        (variable,) = [known for known in LAUNCH_VARIABLES if known.endswith(name)][:1]
-        monkeypatch.setenv(variable, value)
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
         make_accelerator(config, **arguments)
 

@@ -1,9 +1,6 @@
 """The YAML files are what the function writes, and `accelerate launch` takes them."""
 
 import argparse
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plugin import accelerate_yaml, accelerator
+from tests.launching import run_module
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "accelerate"
 
@@ -63,24 +61,6 @@ def _launch_arguments(path: Path, *more: str) -> argparse.Namespace:
         ["--config_file", str(path), *more, "-m", "longctx_patch.recipes.finetune"]
     )
     return _validate_launch_command(arguments)[0]
-
-
-def _launch(path: Path, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """`accelerate launch` as a user would, without what this process's environment says."""
-    (folder / "script.py").write_text(script, encoding="utf-8")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
-    command += ["--main_process_port", "0", str(folder / "script.py")]
-    clean = {
-        k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "PARALLELISM_"))
-    }
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(RECIPES.parents[1])},
-        check=False,
-    )
 
 
 def test_every_file_is_listed() -> None:
@@ -145,19 +125,10 @@ def test_two_machines_need_a_name_and_the_command_line_wins() -> None:
 
 
 def test_two_cpu_processes_really_start(tmp_path: Path) -> None:
-    done = _launch(RECIPES / "cpu_2_processes.yaml", REPORT_SCRIPT, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "world 2 cpu [0, 1] no" in done.stdout
-
-
-def test_multi_cpu_starts_one_process_and_is_refused(tmp_path: Path) -> None:
-    """Accelerate starts one process for it and says nothing: training would go on unsharded."""
-    path = tmp_path / "multi_cpu.yaml"
-    path.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 1\n")
-    done = _launch(path, REPORT_SCRIPT, tmp_path)
-    assert done.returncode != 0
-    assert "but 1 process runs" in done.stderr
-    assert "distributed_type: MULTI_GPU" in done.stderr
+    (tmp_path / "script.py").write_text(REPORT_SCRIPT, encoding="utf-8")
+    launch = ("accelerate.commands.launch", "--config_file", str(RECIPES / "cpu_2_processes.yaml"))
+    said = run_module(tmp_path, *launch, "--main_process_port", "0", "script.py")
+    assert "world 2 cpu [0, 1] no" in said
 
 
 def test_data_parallel_beside_the_sequence_and_a_lone_process() -> None:

@@ -1,13 +1,13 @@
 """The examples run as their docstrings say; `make demo` runs the long one."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launching import run_module
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -16,17 +16,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize("flags", [[], ["--packed"]])
 def test_two_processes_train_as_one(flags: list[str], tmp_path: Path) -> None:
     """It compares losses by itself."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / "import_and_patch.py"), *flags],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 processes, losses" in done.stdout
+    words = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    said = run_module(tmp_path, *words, str(EXAMPLES / "import_and_patch.py"), *flags)
+    assert "2 processes, losses" in said
 
 
 def test_masks_are_dense_attention_and_send_less(capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,7 +236,6 @@ def test_a_constant_schedule_may_be_extended_and_rows_divided_anew(run: Run) -> 
         ([], {"text": "nowhere/*.txt"}, "no text found"),
         ([], {"seq-len": 60000, "rope": "yarn"}, "5001 tokens, less than one row"),
         ([], {"seq-len": 65}, "65 tokens.*reaches 64.*--rope yarn"),
-        ([], {"model": "./nowhere"}, "no such file or folder"),
         ([], {"model": "nobody/nothing"}, "nobody/nothing.*config.json, or set HF_HOME"),
         ([], {"tokenizer": "./nowhere"}, "--tokenizer bytes"),
         (["--ring", "2"], {}, "ring_degree=2.*1 process"),

@@ -1,9 +1,6 @@
 """Processes started by `accelerate launch`, as a user does it, against one process."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,16 +12,7 @@ from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.metrics import read_metrics
-
-
-def launch(folder: Path, *flags: str, yaml: Path) -> subprocess.CompletedProcess[str]:
-    """Run the recipe in gloo processes, in a directory that is not the repository."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(yaml)]
-    command += ["--main_process_port", "0", "-m", "longctx_patch.recipes.finetune", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250
-    )
+from tests.launching import run_module
 
 
 @pytest.mark.timeout(600)
@@ -35,18 +23,20 @@ def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
     lengths = (3, 50, 17, 64, 31, 2, 40, 8, 59, 97)
     lines = [json.dumps({"text": chr(97 + n) * length}) for n, length in enumerate(lengths)]
     (tmp_path / "documents.jsonl").write_text("\n".join(lines))
-    yaml = tmp_path / "four.yaml"
-    yaml.write_text(accelerate_yaml(4, 2, fsdp=False, cpu=True, mixed_precision="no"))
+    (tmp_path / "four.yaml").write_text(
+        accelerate_yaml(4, 2, fsdp=False, cpu=True, mixed_precision="no")
+    )
     flags = ["--model", str(config_file), "--text", str(tmp_path / "documents.jsonl"), "--rope"]
     flags += ["yarn", "--one-document-per-row", "--seq-len", "97", "--max-steps", "4"]
     flags += ["--gradient-accumulation-steps", "2", "--learning-rate", "1e-2", "--save-every", "2"]
     finetune.main([*flags, "--batch-size", "2", "--output", str(tmp_path / "one")])
-    sharded = [*flags, "--ulysses", "2", "--checkpoint", "attention", "--output", "four"]
-    done = launch(tmp_path, *sharded, yaml=yaml)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("| 0/4 [00:00<?, ?step/s]") == 1  # one process shows its progress
-    assert done.stderr.count("step/s") == 2  # here and at the end, in lines
-    assert "\r" not in done.stderr
+    launch = ["accelerate.commands.launch", "--config_file", "four.yaml"]
+    launch += ["--main_process_port", "0", "-m", "longctx_patch.recipes.finetune"]
+    sharded = [*launch, *flags, "--ulysses", "2", "--checkpoint", "attention", "--output", "four"]
+    said = run_module(tmp_path, *sharded)
+    assert said.count("| 0/4 [00:00<?, ?step/s]") == 1  # one process shows its progress
+    assert said.count("step/s") == 2  # here and at the end, in lines
+    assert "\r" not in said
     whole = read_metrics(tmp_path / "four")
     for our, their in zip(whole, read_metrics(tmp_path / "one"), strict=True):
         for name in ("loss", "grad_norm", "tokens", "learning_rate"):
@@ -58,8 +48,7 @@ def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
     PeftModel.from_pretrained(base, str(final))
 
     (tmp_path / "four/checkpoints/step_000004/run.json").unlink()
-    done = launch(tmp_path, *sharded, "--resume", yaml=yaml)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_module(tmp_path, *sharded, "--resume")
     for again, before in zip(read_metrics(tmp_path / "four"), whole, strict=True):
         assert (again["loss"], again["grad_norm"]) == (before["loss"], before["grad_norm"])
 
