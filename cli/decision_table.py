@@ -1,11 +1,14 @@
 """The table of a run folder: what was decided, and why."""
 
+from collections import Counter
+from typing import Any
+
 from longctx_patch.cli.decisions import Decisions
-from longctx_patch.cli.layer_masks import describe_layers
 from longctx_patch.cli.prediction import prediction_rows
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.hf.model.rope import reachable_length
+from longctx_patch.hf.model.supported import FAMILIES, SINKS
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import Settings
@@ -101,3 +104,17 @@ def _weights(decisions: Decisions) -> tuple[str, str]:
         share = size_text(whole / decisions.options.num_gpus)
         return f"{share} per GPU (FSDP2)", f"{size_text(whole)} over all GPUs in {dtype}"
     return f"{size_text(whole)} per process", f"a whole copy in each, in {dtype}"
+
+
+def describe_layers(model_config: Any) -> str:
+    """Such as `12 layers of window 128, 12 layers causal, sinks`, for a supported family."""
+    facts = ModelFacts.of(model_config)
+    parts = [
+        f"{count} layer{'s' if count > 1 else ''} {f'of window {window}' if window else 'causal'}"
+        for window, count in Counter(facts.windows).items()
+    ]
+    if facts.softcap:
+        parts.append(f"softcap {facts.softcap:g}")
+    if SINKS in FAMILIES[model_config.model_type].features:
+        parts.append("sinks")
+    return ", ".join(parts)

@@ -14,7 +14,7 @@ from longctx_patch.predict.machines import HardwareName
 
 if TYPE_CHECKING:
     from longctx_patch.choose.search import Result
-    from longctx_patch.predict.run.candidate import Job
+    from longctx_patch.predict.run.candidate import Job, WeightsDtype
 
 KINDS = ", ".join(get_args(HardwareName))
 SHORT_ROW = 1024
@@ -62,21 +62,22 @@ class PlanOptions:
 
     def job(self, model: str, config: Any) -> "Job":
         """What is to be trained. Raises ValueError for GPUs and models that are not known."""
-        from longctx_patch.cli.prediction import weights_dtype
         from longctx_patch.hf.layers.fused_layers import LIGER_FAMILIES
         from longctx_patch.predict.run.candidate import Job
         from longctx_patch.predict.run.cluster import parse_cluster
         from longctx_patch.predict.run.shape import shape_of
+        from longctx_patch.recipes.models import weights_dtype
 
+        # The planner counts any 16 bits as bfloat16.
+        kept = weights_dtype(config, frozen=self.lora)
+        usual: WeightsDtype = "float32" if kept == "float32" else "bfloat16"
         return Job(
             cluster=parse_cluster(self.gpus, self.host_gib),
             shape=shape_of(config, model),
             seq_len=self.seq_len or SHORT_ROW,
             lora=self.lora,
             lora_rank=self.rank or 16,
-            dtype="nf4"
-            if self.load_in_4bit
-            else self.dtype or weights_dtype(config, lora=self.lora),
+            dtype="nf4" if self.load_in_4bit else self.dtype or usual,
             fsdp=not self.load_in_4bit,
             fused_layers=not self.stock_layers and config.model_type in LIGER_FAMILIES,
         )

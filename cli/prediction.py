@@ -1,13 +1,12 @@
 """What `longctx patch` says of memory and time, where --gpus names a kind."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 from longctx_patch.choose.advice import advice
 from longctx_patch.choose.search import Result, usable_bytes
 from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.predict.run.cluster import Cluster, parse_cluster
-from longctx_patch.recipes import models
 from longctx_patch.recipes.memory_report import predict_run
 from longctx_patch.recipes.settings import Settings
 
@@ -36,13 +35,6 @@ def cluster_of(
         )
     hardware = dataclasses.replace(cluster.hardware, gpus_per_node=per_node)
     return dataclasses.replace(cluster, hardware=hardware)
-
-
-def weights_dtype(config: Any, *, lora: bool) -> Literal["float32", "bfloat16"]:
-    """The dtype that the recipe loads weights in unless told otherwise; any of 16 bits counts as
-    bfloat16."""
-    wide = models.weights_dtype(config, frozen=lora) == "float32"
-    return "float32" if wide else "bfloat16"
 
 
 def prediction(

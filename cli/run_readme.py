@@ -2,9 +2,8 @@
 
 import shlex
 
-from longctx_patch.cli.decision_table import table
+from longctx_patch.cli.decision_table import describe_layers, table
 from longctx_patch.cli.decisions import Decisions
-from longctx_patch.cli.layer_masks import describe_layers
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts
 

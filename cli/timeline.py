@@ -95,15 +95,6 @@ def make_figure(prediction: "Prediction", caption: str) -> "Figure":
     return figure
 
 
-def headline(prediction: "Prediction") -> str:
-    """Makespan and waiting, for the picture."""
-    return (
-        f"makespan {time_text(prediction.makespan_s)}   ·   "
-        f"waiting {prediction.waiting_fraction:.1%} of the GPUs' time   ·   "
-        f"lost to messages {time_text(prediction.exposed_communication_s)}"
-    )
-
-
 def time_text(seconds: float) -> str:
     """Write seconds with three digits, in milliseconds below a second."""
     number, unit = (seconds, "s") if seconds >= 0.9995 else (1e3 * seconds, "ms")
@@ -167,9 +158,14 @@ def _draw_head(figure: "Figure", prediction: "Prediction", caption: str) -> None
     ring = prediction.ranks // degree
     degrees = f" (Ulysses {degree} × ring {ring})" if degree > 1 and ring > 1 else ""
     title = f"{prediction.plan}, {prediction.direction.value}, {prediction.ranks} ranks{degrees}"
+    headline = (
+        f"makespan {time_text(prediction.makespan_s)}   ·   "
+        f"waiting {prediction.waiting_fraction:.1%} of the GPUs' time   ·   "
+        f"lost to messages {time_text(prediction.exposed_communication_s)}"
+    )
     first, second = _from_top(figure, 0.34), _from_top(figure, 0.58)
     figure.text(LEFT, first, title, fontsize=13, fontweight="bold", color=INK)
-    figure.text(LEFT, second, headline(prediction), fontsize=9.5, color=INK)
+    figure.text(LEFT, second, headline, fontsize=9.5, color=INK)
     figure.text(RIGHT, first, caption, fontsize=8.5, color=FAINT_INK, ha="right")
 
 

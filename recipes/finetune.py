@@ -97,7 +97,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
         checkpoints.load_checkpoint(accelerator, state, checkpoint)
     accelerator.print(f"fused layers: {fused.how} ({fused.why})\nweights: {settings.dtype}")
     if data.packed:
-        accelerator.print(data.packed)
+        accelerator.print(data.packed.summary)
     with explained(settings, handle.model.config, accelerator):
         if states_on_host(accelerator):
             handle.reserve_host(states_to_come(state))

@@ -1,8 +1,7 @@
 """Documents packed into rows, in which none sees another."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,25 +10,16 @@ from longctx_patch.data import pack_rows
 from .texts import NO_TEXT, tokens_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedText:
+class PackedText(NamedTuple):
     """Rows of several documents, and what came of packing them."""
 
     rows: list[np.ndarray]
     """int32 tokens, of `seq_len` at most."""
     seq_lengths: list[list[int]]
     """Lengths of the documents in each row."""
-    num_documents: int
-    num_split: int
-    """Documents longer than a row, which became several."""
     efficiency: float
     """Share of real tokens in the rows, each counted as `seq_len` long."""
-
-    def __str__(self) -> str:
-        return (
-            f"packed {self.num_documents:,} documents into {len(self.rows):,} rows, "
-            f"{self.efficiency:.1%} full; longer than a row, so split: {self.num_split:,}"
-        )
+    summary: str
 
 
 def pack_documents(documents: Iterable[str], tokenizer: Any, *, seq_len: int) -> PackedText:
@@ -51,10 +41,9 @@ def pack_documents(documents: Iterable[str], tokenizer: Any, *, seq_len: int) ->
     if not kept:
         raise ValueError(NO_TEXT)
     rows, seq_lengths = map(list, zip(*kept, strict=True))
-    return PackedText(
-        rows=rows,
-        seq_lengths=seq_lengths,
-        num_documents=len(streams),
-        num_split=packed.num_split,
-        efficiency=sum(map(len, rows)) / (len(rows) * seq_len),
+    efficiency = sum(map(len, rows)) / (len(rows) * seq_len)
+    summary = (
+        f"packed {len(streams):,} documents into {len(rows):,} rows, {efficiency:.1%} full; "
+        f"longer than a row, so split: {packed.num_split:,}"
     )
+    return PackedText(rows, seq_lengths, efficiency, summary)

@@ -170,78 +170,61 @@ FSDP1 = FullyShardedDataParallelPlugin(fsdp_version=1)
 SP = SequenceParallelismConfig
 
 
+DISPATCHED = DataLoaderConfiguration(dispatch_batches=True)
+
+
 @pytest.mark.parametrize(
-    ("environment", "config", "arguments", "message"),
+    ("config", "given", "message"),
     [
         (
-            {},
             FOUR,
             {},
             r"ulysses_degree=2 x ring_degree=2 = 4 .*but 1 process runs.*_type: MULTI_GPU"
             r".*num_processes: 4.*MULTI_CPU starts one process",
         ),
         (
-            {"WORLD_SIZE": "8"},
             FOUR,
-            {"dp_replicate_size": 3},
-            r"dp_replicate_size=3 x dp_shard_size=1 x cp_size=4 = 12, but 8 .*"
-            r"dp_replicate_size=2 without",
+            {"WORLD_SIZE": "8", "dp_replicate_size": 3},
+            r"=3 x dp_shard_size=1 x cp_size=4 = 12, but 8 .*dp_replicate_size=2 without",
         ),
         (
-            {"WORLD_SIZE": "4"},
             TWO,
-            {"dp_shard_size": 2},
+            {"WORLD_SIZE": "4", "dp_shard_size": 2},
             r"dp_shard_size=2 without FSDP2.*dp_replicate_size=2",
         ),
         (
-            {
-                "WORLD_SIZE": "4",
-                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-                "PARALLELISM_CONFIG_CP_SIZE": "2",
-            },
             FOUR,
-            {},
+            {
+                **{"WORLD_SIZE": "4", "PARALLELISM_CONFIG_CP_SIZE": "2"},
+                "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            },
             r"cp_size: 2 in the YAML.*= 4:",
         ),
-        ({"ACCELERATE_USE_FSDP": "true"}, ONE, {}, r"fsdp_version=1: .*fsdp_version: 2"),
-        ({}, ONE, {"fsdp_plugin": FSDP1}, "fsdp_version=1"),
+        (ONE, {"ACCELERATE_USE_FSDP": "true"}, r"fsdp_version=1: .*fsdp_version: 2"),
+        (ONE, {"fsdp_plugin": FSDP1}, "fsdp_version=1"),
         (
-            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
             ONE,
-            {},
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"},
             r"FSDP on the CPU.*distributed_type: MULTI_GPU",
         ),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, ONE, {}, "DEEPSPEED is on"),
+        (ONE, {"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED is on"),
         # accelerator.backward would divide a loss that counts all tokens of the step already
-        (
-            {},
-            ONE,
-            {"gradient_accumulation_steps": 4},
-            r"gradient_accumulation_steps=4: .*in the loop",
-        ),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, ONE, {}, "gradient_accumulation_steps=2"),
-        ({}, ONE, {"step_scheduler_with_optimizer": True}, "once per process.* Leave it out"),
-        ({}, ONE, {"split_batches": True}, r"split_batches=True: .*Use split_batches=False"),
-        (
-            {},
-            ONE,
-            {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
-            r"dispatch_batches=True: .*Use dispatch_batches=False",
-        ),
-        ({}, ONE, {"parallelism_config": SP()}, "parallelism_config was given"),
+        (ONE, {"gradient_accumulation_steps": 4}, r"accumulation_steps=4: .*in the loop"),
+        (ONE, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "accumulation_steps=2"),
+        (ONE, {"step_scheduler_with_optimizer": True}, "once per process.* Leave it out"),
+        (ONE, {"split_batches": True}, r"split_batches=True: .*Use split_batches=False"),
+        (ONE, {"dataloader_config": DISPATCHED}, r"batches=True: .*Use dispatch_batches=False"),
+        (ONE, {"parallelism_config": SP()}, "parallelism_config was given"),
     ],
 )
 def test_refusals(
-    environment: dict[str, str],
-    config: LongContextConfig,
-    arguments: dict[str, Any],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    config: LongContextConfig, given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    """What is in capitals is exported by the launcher, the rest are arguments."""
+    for name in filter(str.isupper, given):
+        monkeypatch.setenv(name, given[name])
     with pytest.raises(ValueError, match=message):
-        make_accelerator(config, **arguments)
+        make_accelerator(config, **{k: v for k, v in given.items() if not k.isupper()})
 
 
 @pytest.mark.parametrize(

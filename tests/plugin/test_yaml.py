@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,32 +17,14 @@ from tests.launching import run_module
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "accelerate"
 
-# file name -> arguments of accelerate_yaml, and (dp_replicate, dp_shard) that must come out
-FILES: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
-    "cpu_2_processes.yaml": (
-        {
-            "num_processes": 2,
-            "sequence_degree": 2,
-            "fsdp": False,
-            "cpu": True,
-            "mixed_precision": "no",
-        },
-        (1, 1),
-    ),
-    "one_gpu_states_on_host.yaml": (
-        {"num_processes": 1, "sequence_degree": 1, "fsdp": True, "states_on_host": True},
-        (1, 1),
-    ),
-    "one_node_4gpu_sp.yaml": ({"num_processes": 4, "sequence_degree": 4, "fsdp": False}, (1, 1)),
-    "one_node_8gpu_sp.yaml": ({"num_processes": 8, "sequence_degree": 8, "fsdp": False}, (1, 1)),
-    "one_node_8gpu_sp4_fsdp2.yaml": (
-        {"num_processes": 8, "sequence_degree": 4, "fsdp": True},
-        (1, 2),
-    ),
-    "two_nodes_16gpu_sp8_fsdp2.yaml": (
-        {"num_processes": 16, "sequence_degree": 8, "fsdp": True, "num_machines": 2},
-        (1, 2),
-    ),
+# file name -> num_processes, sequence_degree, dp_shard that must come out, other arguments
+FILES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "cpu_2_processes.yaml": (2, 2, 1, {"cpu": True, "mixed_precision": "no"}),
+    "one_gpu_states_on_host.yaml": (1, 1, 1, {"fsdp": True, "states_on_host": True}),
+    "one_node_4gpu_sp.yaml": (4, 4, 1, {}),
+    "one_node_8gpu_sp.yaml": (8, 8, 1, {}),
+    "one_node_8gpu_sp4_fsdp2.yaml": (8, 4, 2, {"fsdp": True}),
+    "two_nodes_16gpu_sp8_fsdp2.yaml": (16, 8, 2, {"fsdp": True, "num_machines": 2}),
 }
 
 REPORT_SCRIPT = """
@@ -71,7 +54,8 @@ def test_every_file_is_listed() -> None:
 def test_file_is_the_functions_output_under_a_comment(name: str) -> None:
     """`accelerate launch` knows every key of it, too."""
     text = (RECIPES / name).read_text(encoding="utf-8")
-    written = accelerate_yaml(**FILES[name][0])  # type: ignore[arg-type]
+    num_processes, degree, _, others = FILES[name]
+    written = accelerate_yaml(num_processes, degree, **{"fsdp": False} | others)
     assert text.endswith(written)
     head = text.removesuffix(written)
     assert all(line.startswith("#") for line in head.splitlines())
@@ -90,25 +74,25 @@ def test_file_is_the_functions_output_under_a_comment(name: str) -> None:
 def test_what_the_launcher_exports_is_what_we_need(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, sizes = FILES[name]
+    num_processes, degree, dp_shard, others = FILES[name]
+    fsdp = others.get("fsdp", False)
     arguments = _launch_arguments(RECIPES / name)
-    assert arguments.num_processes == wanted["num_processes"]
-    assert arguments.multi_gpu is not wanted["fsdp"]
+    assert arguments.num_processes == num_processes
+    assert arguments.multi_gpu is not fsdp
     arguments.main_process_port = 0  # this test need not find the default port free
     exported = prepare_multi_gpu_env(arguments)
     for key in ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_"):
         for variable in [v for v in exported if v.startswith(key)]:
             monkeypatch.setenv(variable, exported[variable])
-    degree = int(str(wanted["sequence_degree"]))
     config = LongContextConfig(ulysses_degree=degree)
     fsdp2 = accelerator._uses_fsdp2(None, cpu=False)
-    assert fsdp2 is wanted["fsdp"]
+    assert fsdp2 is fsdp
     launched = accelerator._launched_sizes(config, None, None)
     pc = accelerator._parallelism(config, arguments.num_processes, fsdp2, *launched)
     pc.check_world(arguments.num_processes, fsdp2)
-    assert (pc.dp_replicate_size, pc.dp_shard_size, pc.cp_size) == (*sizes, degree)
+    assert (pc.dp_replicate_size, pc.dp_shard_size, pc.cp_size) == (1, dp_shard, degree)
     if fsdp2:
-        on_host = bool(wanted.get("states_on_host"))
+        on_host = bool(others.get("states_on_host"))
         assert exported["FSDP_OFFLOAD_PARAMS"] == str(on_host).lower()
         assert exported["FSDP_ACTIVATION_CHECKPOINTING"] == "false"
         assert exported["FSDP_STATE_DICT_TYPE"] == "SHARDED_STATE_DICT"
