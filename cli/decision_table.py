@@ -24,7 +24,8 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     if decisions.placement == "contiguous":
         placed = "windows leave ranks about the same to do, with few keys of others"
     facts = ModelFacts.of(decisions.model_config)
-    sequences = f"{decisions.sequence_degree} of {decisions.options.num_gpus} per sequence"
+    degree, num_gpus = decisions.sequence_degree, decisions.options.num_gpus
+    sequences = f"{degree} of {num_gpus} per sequence, {num_gpus // degree} sequence(s) at once"
     return [
         ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
         ("text", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
@@ -33,16 +34,8 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("rope", settings.rope, _rope_reason(decisions)),
         ("attention", describe_layers(decisions.model_config), _rows(settings)),
         ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.why_degrees),
-        (
-            "shards",
-            f"{decisions.tokens_per_gpu} tokens per {unit}",
-            f"{sequences}, {decisions.data_parallel} sequence(s) at once",
-        ),
-        (
-            "layout",
-            decisions.placement,
-            placed if settings.ring > 1 else "alike without a ring",
-        ),
+        ("shards", f"{decisions.tokens_per_gpu} tokens per {unit}", sequences),
+        ("layout", decisions.placement, placed if settings.ring > 1 else "alike without a ring"),
         ("checkpoint", settings.checkpoint, POLICIES[settings.checkpoint].summary),
         *_attention_kept(settings.attention_kept),
         ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),

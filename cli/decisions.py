@@ -112,10 +112,6 @@ class Decisions:
     """Whether --gpus names a kind."""
 
     @property
-    def folder(self) -> Path:
-        return self.options.folder
-
-    @property
     def has_text(self) -> bool:
         return bool(self.options.data)
 
@@ -123,10 +119,6 @@ class Decisions:
     def sequence_degree(self) -> int:
         """GPUs that share a row."""
         return self.settings.ulysses * self.settings.ring
-
-    @property
-    def data_parallel(self) -> int:
-        return self.options.num_gpus // self.sequence_degree
 
     @property
     def placement(self) -> LayoutName:
@@ -152,9 +144,14 @@ class Decisions:
 
     @property
     def launch_command(self) -> str:
-        words = ["accelerate", "launch", "--config_file", str(self.folder / "accelerate.yaml")]
+        words = [
+            "accelerate",
+            "launch",
+            "--config_file",
+            str(self.options.folder / "accelerate.yaml"),
+        ]
         words += ["-m", "longctx_patch.recipes.finetune"]
-        words += ["--settings", str(self.folder / "finetune.yaml")]
+        words += ["--settings", str(self.options.folder / "finetune.yaml")]
         return shlex.join(words if self.has_text else [*words, "--text", NO_TEXT])
 
 

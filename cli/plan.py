@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 
 from longctx_patch.cli.choice import Choice
+from longctx_patch.cli.pictures import check_picture
 from longctx_patch.cli.tokens import Tokens
 from longctx_patch.predict.machines import HardwareName
 
@@ -47,18 +48,12 @@ class PlanOptions:
         if self.seq_len is None and not self.max_seq_len:
             raise click.UsageError("--seq-len: say how long rows are, or ask --max-seq-len.")
         if self.png is not None:
-            self._check_picture(self.png)
-
-    def _check_picture(self, png: Path) -> None:
-        wrong = None
-        if self.seq_len is None or self.max_seq_len:
-            wrong = "what is drawn is a row. Add --seq-len, without --max-seq-len."
-        elif png.suffix.lower() != ".png":
-            wrong = "it is a PNG. Use a name that ends with .png."
-        elif not png.absolute().parent.is_dir():
-            wrong = f"there is no folder {png.parent}. Make it first."
-        if wrong:
-            raise click.UsageError(f"--png {png}: {wrong}")
+            if self.seq_len is None or self.max_seq_len:
+                raise click.UsageError(
+                    f"--png {self.png}: what is drawn is a row. Add --seq-len, without "
+                    "--max-seq-len."
+                )
+            check_picture("--png", self.png, (".png",))
 
     def job(self, model: str, config: Any) -> "Job":
         """What is to be trained. Raises ValueError for GPUs and models that are not known."""

@@ -12,7 +12,7 @@ from longctx_patch.cli.text_table import aligned
 
 def write(decisions: Decisions) -> None:
     """Write the files of the run folder."""
-    folder = decisions.folder
+    folder = decisions.options.folder
     folder.mkdir(parents=True, exist_ok=True)
     decisions.model_config.to_json_file(folder / "config.json")
     (folder / "accelerate.yaml").write_text(decisions.launch_yaml, encoding="utf-8")
@@ -23,7 +23,7 @@ def write(decisions: Decisions) -> None:
 def render(decisions: Decisions) -> str:
     """What the command prints: the decisions and the one command."""
     start = "Start it" if decisions.has_text else f"Start it, with your text for {NO_TEXT}"
-    written = f"Written to {decisions.folder} (README.md says more). {start}:"
+    written = f"Written to {decisions.options.folder} (README.md says more). {start}:"
     return "\n".join([*aligned(table(decisions)), "", written, "", f"  {decisions.launch_command}"])
 
 

@@ -100,7 +100,7 @@ def render_readme(decisions: Decisions) -> str:
         launch=decisions.launch_command,
         how_to_start=_how_to_start(decisions),
         degree=decisions.sequence_degree,
-        verify=shlex.join(["longctx", "verify", str(decisions.folder)]),
+        verify=shlex.join(["longctx", "verify", str(decisions.options.folder)]),
         table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table(decisions)),
         logits=size_text(decisions.tokens_per_gpu * settings.batch_size * facts.vocab_size * 4),
         loading=_loading(decisions),

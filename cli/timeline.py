@@ -4,10 +4,10 @@ timeline_boxes.py says what is where and in which colour. matplotlib is loaded a
 """
 
 from collections.abc import Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longctx_patch.cli.pictures import check_picture
 from longctx_patch.cli.timeline_boxes import (
     COMPUTE_STYLES,
     IDLE,
@@ -41,27 +41,11 @@ FAINT_INK, RULE = "#5C5C5C", "#E3E3E3"
 
 def check_drawable(path: Path, num_ranks: int) -> None:
     """Raise ValueError for a picture that `draw` could not make."""
-    if path.suffix.lower() not in ENDINGS:
-        stem = "schedule" if path.stem in ("", *ENDINGS) else path.stem
-        png = path.parent / f"{stem}.png"
-        raise ValueError(
-            f"--out {str(path)!r}: the ending chooses the format, one of {', '.join(ENDINGS)}. "
-            f"Use --out {str(png)!r}."
-        )
-    if not path.parent.is_dir():
-        raise ValueError(
-            f"--out {str(path)!r}: there is no folder {str(path.parent)!r}, and none is made. "
-            "Make it first, or give another folder."
-        )
+    check_picture("--out", path, ENDINGS)
     if num_ranks > MAX_RANKS:
         raise ValueError(
             f"--out with --ranks {num_ranks}: a picture has a row for each rank, and more than "
             f"{MAX_RANKS} can't be read. Use --ranks {MAX_RANKS} or fewer, or --json without --out."
-        )
-    if find_spec("matplotlib") is None:
-        raise ValueError(
-            f"--out {str(path)!r}: pictures are drawn with matplotlib, which is not installed. "
-            "Run: pip install longctx-patch[draw]"
         )
 
 

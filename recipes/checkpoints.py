@@ -139,7 +139,8 @@ def save_checkpoint(
     with _one_process_is_fine():
         writer = _Writer(folder / "state", thread_count=WRITERS)
         dcp.save(_tensors(state), storage_writer=writer, no_dist=not _distributed())
-    torch.save(_random_states(), folder / f"random_{accelerator.process_index}.pt")
+    random = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+    torch.save(random, folder / f"random_{accelerator.process_index}.pt")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         torch.save(state.scheduler.state_dict(), folder / "scheduler.pt")
@@ -171,7 +172,10 @@ def load_checkpoint(accelerator: Any, state: TrainState, folder: Path) -> None:
     state.scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
     random = folder / f"random_{accelerator.process_index}.pt"
     if random.exists():
-        _set_random_states(torch.load(random, weights_only=True))
+        states = torch.load(random, weights_only=True)
+        torch.set_rng_state(states["cpu"])
+        if states["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(states["cuda"])
     state.step = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["step"]
 
 
@@ -226,16 +230,6 @@ def _without_frozen(weights: dict[str, Any], model: Any) -> dict[str, Any]:
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """torch's optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def _random_states() -> dict[str, Any]:
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if states["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 @contextlib.contextmanager

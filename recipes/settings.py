@@ -144,7 +144,7 @@ class Settings(Parallelism, _Task):
                 "which don't see each other either. Choose one: --pack wastes less on padding."
             )
         for name in ("rope", "dtype", "fused_layers", "scheduler"):
-            self._check_choice(name)
+            require_choice(name, getattr(self, name), get_args(FIELD_TYPES[name]))
         for name in ("lora_rank", "max_steps", "batch_size", "gradient_accumulation_steps"):
             self._check_at_least(name, 1)
         for name in ("warmup_steps", "save_every", "max_grad_norm", "learning_rate"):
@@ -168,9 +168,6 @@ class Settings(Parallelism, _Task):
         values = {field: getattr(self, SHORT_NAMES.get(field, field)) for field in CONFIG_FIELDS}
         values["layout"] = None if self.layout == "auto" else self.layout
         return LongContextConfig(**values)
-
-    def _check_choice(self, name: str) -> None:
-        require_choice(name, getattr(self, name), get_args(FIELD_TYPES[name]))
 
     def _check_at_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:

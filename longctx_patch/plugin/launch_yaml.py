@@ -42,7 +42,8 @@ def accelerate_yaml(
     _check(num_processes, sequence_degree, num_machines, fsdp, cpu, mixed_precision, states_on_host)
     settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": _distributed_type(num_processes, fsdp),
+        # CPU_NOTE says why not MULTI_CPU; make_accelerator takes the CPU where no GPU is visible.
+        "distributed_type": "FSDP" if fsdp else "NO" if num_processes == 1 else "MULTI_GPU",
         "num_machines": num_machines,
         "num_processes": num_processes,
         "machine_rank": 0,
@@ -100,13 +101,6 @@ def _check(
         )
     if mixed_precision not in ("no", "bf16", "fp16"):
         raise ValueError(f"mixed_precision={mixed_precision!r}: choose no, bf16 or fp16.")
-
-
-def _distributed_type(num_processes: int, fsdp: bool) -> str:
-    if num_processes == 1 and not fsdp:
-        return "NO"
-    # CPU_NOTE says why not MULTI_CPU; make_accelerator takes the CPU where no GPU is visible.
-    return "FSDP" if fsdp else "MULTI_GPU"
 
 
 def _device_settings(num_processes: int, cpu: bool) -> dict[str, Any]:

@@ -25,14 +25,9 @@ from longctx_patch.predict.attention.costs import Prediction, Workload, predict
 from tests.cli.conftest import Run
 
 SCHEMA = {
-    "plan": str,
-    "ranks": int,
-    "direction": str,
-    "idle_fraction": float,
-    "makespan_s": float,
-    "exposed_communication_s": float,
-    "bytes_sent_per_rank": list,
-    "messages_per_rank": list,
+    **{"plan": str, "direction": str, "ranks": int},
+    **dict.fromkeys(("idle_fraction", "makespan_s", "exposed_communication_s"), float),
+    **dict.fromkeys(("bytes_sent_per_rank", "messages_per_rank"), list),
 }
 
 
@@ -107,12 +102,7 @@ def test_summary_for_people(run: Run) -> None:
     assert result.stderr == ""
     assert result.stdout.startswith("distflash forward over 8 ranks (contiguous tokens)")
     assert "131,072 tokens, 32 / 8 heads of 128, bfloat16, h100 with flash_attn_4" in result.stdout
-    for part in (
-        "makespan",
-        "ms  lost to messages: waiting, and kernels slower",
-        "MiB",
-    ):
-        assert part in result.stdout
+    assert "ms  lost to messages: waiting, and kernels slower" in result.stdout
     assert "Work is split unevenly (11.1% imbalance). Waiting in practice: " in result.stdout
     packed = run("schedule", "--plan", "auto", "--ranks", 4, "--document-tokens", "2K").stdout
     assert "imbalance" not in packed  # its ranks don't go step by step

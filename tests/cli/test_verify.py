@@ -16,18 +16,9 @@ from longctx_patch.cli import verify
 from tests.cli.conftest import Run
 
 SCHEMA = {
-    "family": str,
-    "mask": str,
-    "plan": str,
-    "ulysses": int,
-    "ring": int,
-    "layout": str,
-    "loss_rel_err": float,
-    "logits_rel_err": float,
-    "grad_rel_err": float,
-    "grad_norm_rel_err": float,
-    "messages": int,
-    "bytes": int,
+    **dict.fromkeys(("family", "mask", "plan", "layout"), str),
+    **dict.fromkeys(("ulysses", "ring", "messages", "bytes"), int),
+    **dict.fromkeys(("loss_rel_err", "logits_rel_err", "grad_rel_err", "grad_norm_rel_err"), float),
 }
 
 # For the server that forks the ranks: Python imports `sitecustomize` by itself. The command's own

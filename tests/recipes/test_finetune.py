@@ -59,7 +59,12 @@ def test_metrics_have_a_line_per_step_and_the_loss_falls(
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
 
 
-def test_full_model_loads_without_us_and_its_config_says_nothing_of_us(run: Run) -> None:
+def test_full_model_loads_without_us_and_its_config_says_nothing_of_us(
+    run: Run, config_file: Path
+) -> None:
+    """Its embeddings are tied, and saved once."""
+    tied = json.loads(config_file.read_text()) | {"tie_word_embeddings": True}
+    config_file.write_text(json.dumps(tied))
     flags = ("--full", "--rope", "yarn", "--checkpoint", "attention")
     final = run("out", *flags, **{"seq-len": 256, "save-every": 4}) / "final"
     text = (final / "config.json").read_text()
@@ -72,6 +77,7 @@ def test_full_model_loads_without_us_and_its_config_says_nothing_of_us(run: Run)
     )
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, checkpoint.state_dict()[name])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     tokens = AutoTokenizer.from_pretrained(final)("12 times 15 is", return_tensors="pt")
     assert model.generate(**tokens, max_new_tokens=3, do_sample=False).shape[1] == 17
 
@@ -156,14 +162,6 @@ def test_an_adapters_frozen_weights_keep_the_models_dtype(
     )
     config = LlamaConfig(dtype=named)
     assert models.with_dtype(settings, config, on_cpu=on_cpu).dtype == found
-
-
-def test_tied_embeddings_are_saved_once(run: Run, config_file: Path) -> None:
-    config = json.loads(config_file.read_text())
-    config_file.write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    final = run("out", "--full", **{"max-steps": 2}) / "final"
-    model = AutoModelForCausalLM.from_pretrained(final)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,6 @@ from longctx_patch.recipes.settings import SHORT_NAMES, Settings, parse_settings
 NEEDED = ["--model", "m", "--text", "a.txt", "b", "--seq-len", "64", "--output", "out"]
 
 
-def test_defaults_and_flags() -> None:
-    settings = parse_settings([*NEEDED, "--rope", "yarn", "--ring", "2", "--lora"])
-    assert (settings.model, settings.text, settings.seq_len) == ("m", ["a.txt", "b"], 64)
-    assert settings.rope == "yarn"
-    assert settings.uses_lora
-    assert settings.sequence_parallelism().sequence_degree == 2
-
-
 def test_packed_rows_are_placed_balanced_unless_a_layout_is_asked_for() -> None:
     for flags, wanted in (([], "balanced"), (["--layout", "zigzag"], "zigzag")):
         settings = parse_settings([*NEEDED, "--pack", "--ring", "2", *flags])
