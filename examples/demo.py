@@ -47,6 +47,16 @@ MODEL = {
     "pad_token_id": 257,
     "tie_word_embeddings": True,
 }
+PRETRAIN = [
+    *("--full", "--model", "model/config.json", "--text", "train.jsonl"),
+    *("--seq-len", str(SHORT), "--batch-size", "16", "--max-steps", str(PRETRAIN_STEPS)),
+    *("--learning-rate", "4e-3", "--warmup-steps", "20"),
+]
+FINETUNE = [
+    *("--model", "pretrain/final", "--text", "train.jsonl", "--lora", "--lora-rank", "16"),
+    *("--seq-len", str(LONG), "--rope", "yarn", "--max-steps", str(FINETUNE_STEPS)),
+    *("--batch-size", "2", "--learning-rate", "2e-3", "--warmup-steps", "2"),
+]
 
 
 class DemoError(Exception):
@@ -65,11 +75,11 @@ def main() -> None:
     (folder / "model" / "config.json").write_text(json.dumps(MODEL, indent=2))
 
     print(f"\n1. Pretrain at {SHORT} tokens, one process")
-    recipe("pretrain", folder, pretrain_flags(), processes=1)
+    recipe("pretrain", folder, PRETRAIN, processes=1)
     print(f"\n2. LoRA at {LONG} tokens with YaRN, each sequence over two processes")
-    recipe("two", folder, [*finetune_flags(), "--ring", "2"], processes=2)
+    recipe("two", folder, [*FINETUNE, "--ring", "2"], processes=2)
     print("\n3. The same in one process")
-    recipe("one", folder, finetune_flags(), processes=1)
+    recipe("one", folder, FINETUNE, processes=1)
 
     error = compare(folder / "two", folder / "one")
     before, after = held_out_losses(folder)
@@ -110,22 +120,6 @@ def write_corpus(folder: Path) -> None:
         lines = (json.dumps({"text": text}) + "\n" for text in texts)
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
         print(f"{name}: {len(texts)} files, {sum(map(len, texts)):,} characters of {library}")
-
-
-def pretrain_flags() -> list[str]:
-    return [
-        *("--full", "--model", "model/config.json", "--text", "train.jsonl"),
-        *("--seq-len", str(SHORT), "--batch-size", "16", "--max-steps", str(PRETRAIN_STEPS)),
-        *("--learning-rate", "4e-3", "--warmup-steps", "20"),
-    ]
-
-
-def finetune_flags() -> list[str]:
-    return [
-        *("--model", "pretrain/final", "--text", "train.jsonl", "--lora", "--lora-rank", "16"),
-        *("--seq-len", str(LONG), "--rope", "yarn", "--max-steps", str(FINETUNE_STEPS)),
-        *("--batch-size", "2", "--learning-rate", "2e-3", "--warmup-steps", "2"),
-    ]
 
 
 def recipe(name: str, folder: Path, flags: list[str], *, processes: int) -> None:

@@ -184,7 +184,7 @@ def build_data(settings: Settings, tokenizer: Any) -> Data:
             one_document_per_row=settings.one_document_per_row,
         )
     order = texts.RowOrder(
-        rows,
+        rows=rows,
         seq_lengths=packed and packed.seq_lengths,
         replicas=replicas,
         batch_size=settings.batch_size,

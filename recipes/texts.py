@@ -8,7 +8,9 @@ All tokens are held in memory, 4 bytes each.
 import glob
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,7 @@ def digest(rows: Sequence[np.ndarray], seq_lengths: Sequence[Sequence[int]] | No
     return content.hexdigest()[:16]
 
 
+@dataclass(kw_only=True)
 class RowOrder:
     """Which rows each replica takes in each forward: shuffled anew in every pass over the data.
 
@@ -97,23 +100,13 @@ class RowOrder:
     lengths of the documents in each row, if rows are packed.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[np.ndarray],
-        *,
-        seq_lengths: Sequence[list[int]] | None = None,
-        replicas: int,
-        batch_size: int,
-        accumulation: int,
-        seed: int,
-    ) -> None:
-        self.rows = rows
-        self.seq_lengths = seq_lengths
-        self.replicas = replicas
-        self.batch_size = batch_size
-        self.accumulation = accumulation
-        self.seed = seed
-        self._shuffled: tuple[int, np.ndarray] | None = None
+    rows: Sequence[np.ndarray]
+    seq_lengths: Sequence[list[int]] | None = None
+    replicas: int
+    batch_size: int
+    accumulation: int
+    seed: int
+    _shuffled: tuple[int, np.ndarray] | None = field(default=None, init=False)
 
     @property
     def rows_per_step(self) -> int:
@@ -152,7 +145,8 @@ def _files_of(source: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = [file for file in path.rglob("*") if _visible(file.relative_to(path))]
+        hidden = re.compile(r"(^|/)\.")
+        files = [f for f in path.rglob("*") if not hidden.search(f.relative_to(path).as_posix())]
     else:
         files = [Path(name) for name in glob.glob(source, recursive=True)]
     files = sorted(file for file in files if file.is_file())
@@ -172,10 +166,6 @@ def _read_text(file: Path) -> str:
             f"{file} is no UTF-8 text ({error.reason} at byte {error.start}). Leave it out, for "
             "example with a glob: --text 'folder/**/*.txt'"
         ) from error
-
-
-def _visible(relative: Path) -> bool:
-    return not any(part.startswith(".") for part in relative.parts)
 
 
 def _jsonl_documents(file: Path, text_field: str) -> Iterator[str]:

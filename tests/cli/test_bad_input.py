@@ -103,15 +103,12 @@ def test_patch_refuses(
         ('{"input_ids": [1, 2]}', "These rows are tokenised already, and the recipe tokenises"),
     ],
 )
-@pytest.mark.parametrize("in_folder", [False, True])
 def test_patch_says_what_to_do_with_rows_that_hold_no_text(
-    run: Run, config: WriteConfig, tmp_path: Path, record: str, advice: str, in_folder: bool
+    run: Run, config: WriteConfig, tmp_path: Path, record: str, advice: str
 ) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "rows.jsonl").write_text(record)
-    data = folder if in_folder else folder / "rows.jsonl"
-    assert advice in refuse_patch(run, tmp_path, config(), "--data", data)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "rows.jsonl").write_text(record)
+    assert advice in refuse_patch(run, tmp_path, config(), "--data", tmp_path / "data")
 
 
 def test_patch_refuses_models_that_are_not_there(

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,17 +244,6 @@ def test_bars_of_a_small_model_are_seen_and_explained(config: WriteConfig) -> No
     assert axes.get_xlim()[1] < 1.5 * widest
     assert axes.get_xlabel().startswith("MiB of one GPU, of which 129 GiB may be taken")
     assert "layer: the layer that is being computed" in axes.get_legend_handles_labels()[1]
-
-
-def test_without_matplotlib_it_says_so(
-    run: Run, llama_8b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    png = tmp_path / "memory.png"
-    result = run("plan", llama_8b, "--gpus", "H200", "--seq-len", "4K", "--png", png)
-    assert result.exit_code == 1
-    assert "pip install longctx-patch[draw]" in result.stderr
-    assert not png.exists()
 
 
 def test_constants_that_need_no_torch_are_the_planners() -> None:

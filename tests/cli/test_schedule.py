@@ -234,10 +234,6 @@ ZIGZAG = ["--plan", "zigzag", "--ranks", 8]
         (["--plan", "zigzag"], ["--ranks"]),
         ([*ZIGZAG, "--seq-len", 0], ["--seq-len", "'0': give a whole number of tokens, 1 to"]),
         (
-            [*ZIGZAG, "--heads", 12, "--kv-heads", 8],
-            ["num_heads=12, num_kv_heads=8", "group evenly", "Use a divisor of num_heads"],
-        ),
-        (
             [*ZIGZAG, "--ulysses", 3],
             ["--ulysses 3 with --ranks 8", "must divide", "1 or 2 or 4 or 8"],
         ),

@@ -24,3 +24,11 @@ def text_file(tmp_path: Path) -> Path:
     lines = (f"{number} times {number + 3} is {number * (number + 3)}.\n" for number in range(999))
     path.write_text("".join(lines)[:5000])
     return path
+
+
+def write_documents(folder: Path, *lengths: int) -> Path:
+    """A file of documents of so many bytes, each of a letter of its own."""
+    texts = (chr(97 + number) * length for number, length in enumerate(lengths))
+    path = folder / "documents.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path

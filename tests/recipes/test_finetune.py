@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings
+from tests.recipes.conftest import write_documents
 
 KEYS = {
     *("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second"),
@@ -87,10 +88,7 @@ def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(
 ) -> None:
     """transformers alone gives the loss of step 2, two packed rows a forward, for the model saved
     after step 1. One document is too long."""
-    lengths = (3, 50, 17, 150, 31, 8, 40, 2, 59)
-    documents = [chr(97 + n) * length for n, length in enumerate(lengths)]
-    run.text = tmp_path / "documents.jsonl"
-    run.text.write_text("\n".join(json.dumps({"text": text}) for text in documents))
+    run.text = write_documents(tmp_path, 3, 50, 17, 150, 31, 8, 40, 2, 59)
     flags = ("--full", "--pack", "--batch-size", "2", "--save-every", "1")
     out = run("out", *flags, **{"max-steps": 2})
     # With an eos token each, 369 tokens: 151 of them become 64, 64 and 23.
@@ -186,21 +184,6 @@ def test_a_resumed_run_repeats_the_whole_one_to_the_last_bit(run: Run, flags: li
     assert (parts / "final" / weights).read_bytes() == (whole / "final" / weights).read_bytes()
 
 
-def test_accumulation_and_batch_size_divide_the_same_step(run: Run, tmp_path: Path) -> None:
-    """The loss is the mean over all tokens of a step, also where micro batches differ in theirs."""
-    lengths = (3, 50, 17, 64, 31, 8, 40, 2, 59)
-    documents = [json.dumps({"text": chr(97 + n) * length}) for n, length in enumerate(lengths)]
-    run.text = tmp_path / "documents.jsonl"
-    run.text.write_text("\n".join(documents))
-    whole = numbers(run("whole", "--one-document-per-row", **{"batch-size": 4}))
-    assert len({line[4] for line in whole}) > 1  # steps with different numbers of tokens
-    for batch_size, accumulation in ((1, 4), (2, 2)):
-        division = {"batch-size": batch_size, "gradient-accumulation-steps": accumulation}
-        parts = numbers(run(f"{batch_size}", "--one-document-per-row", **division))
-        for ours, theirs in zip(parts, whole, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-5)
-
-
 def test_resuming_something_else_is_refused(run: Run) -> None:
     run("out", **{"save-every": 2, "batch-size": 2})
     same = {"save-every": 2, "batch-size": 2}
@@ -216,13 +199,19 @@ def test_resuming_something_else_is_refused(run: Run) -> None:
         run("other", "--resume")
 
 
-def test_a_constant_schedule_may_be_extended_and_rows_divided_anew(run: Run) -> None:
-    """Four rows a step stay four rows a step; the losses go on as in one run."""
-    flags = ("--scheduler", "constant", "--save-every", "2")
-    out = run("out", *flags, "--batch-size", "4")
-    whole = numbers(run("whole", *flags, "--batch-size", "4", **{"max-steps": 6}))
-    divided = {"batch-size": 2, "gradient-accumulation-steps": 2, "max-steps": 6}
-    run("out", *flags, "--resume", **divided)
+def test_a_constant_schedule_may_be_extended_and_rows_divided_anew(
+    run: Run, tmp_path: Path
+) -> None:
+    """Four rows a step stay four rows a step; the losses go on as in one run. The loss is the mean
+    over all tokens of a step, also where micro batches differ in theirs."""
+    run.text = write_documents(tmp_path, 3, 50, 17, 64, 31, 8, 40, 2, 59)
+    flags = ("--scheduler", "constant", "--save-every", "2", "--one-document-per-row")
+    whole = numbers(run("whole", *flags, "--batch-size", "4", **{"max-steps": 8}))
+    assert len({line[4] for line in whole}) > 1  # steps with different numbers of tokens
+    for batch_size, accumulation, steps in ((4, 1, 2), (2, 2, 5), (1, 4, 8)):
+        divided = {"batch-size": batch_size, "gradient-accumulation-steps": accumulation}
+        more = ("--resume",) if steps > 2 else ()
+        out = run("out", *flags, *more, **divided, **{"max-steps": steps})
     for ours, theirs in zip(numbers(out), whole, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 

@@ -1,6 +1,5 @@
 """Processes started by `accelerate launch`, as a user does it, against one process."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from longctx_patch.recipes import finetune
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.metrics import read_metrics
 from tests.launching import run_module
+from tests.recipes.conftest import write_documents
 
 
 @pytest.mark.timeout(600)
@@ -20,13 +20,11 @@ def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
     config_file: Path, tmp_path: Path
 ) -> None:
     """Replicas hold different numbers of tokens, and the shards of short rows may hold none."""
-    lengths = (3, 50, 17, 64, 31, 2, 40, 8, 59, 97)
-    lines = [json.dumps({"text": chr(97 + n) * length}) for n, length in enumerate(lengths)]
-    (tmp_path / "documents.jsonl").write_text("\n".join(lines))
+    text = write_documents(tmp_path, 3, 50, 17, 64, 31, 2, 40, 8, 59, 97)
     (tmp_path / "four.yaml").write_text(
         accelerate_yaml(4, 2, fsdp=False, cpu=True, mixed_precision="no")
     )
-    flags = ["--model", str(config_file), "--text", str(tmp_path / "documents.jsonl"), "--rope"]
+    flags = ["--model", str(config_file), "--text", str(text), "--rope"]
     flags += ["yarn", "--one-document-per-row", "--seq-len", "97", "--max-steps", "4"]
     flags += ["--gradient-accumulation-steps", "2", "--learning-rate", "1e-2", "--save-every", "2"]
     finetune.main([*flags, "--batch-size", "2", "--output", str(tmp_path / "one")])
