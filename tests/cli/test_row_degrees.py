@@ -15,7 +15,7 @@ LLAMA_8B = {
     "head_dim": 128,
     "max_position_embeddings": 131072,
 }
-ASKED = {
+ASKED: dict[tuple[object, ...], tuple[int, int]] = {
     ("--ulysses", 2): (2, 2),
     ("--ring", 2): (2, 2),
     ("--sequence-degree", 4, "--ring", 1): (4, 1),
