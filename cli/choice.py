@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from longctx_patch.names import did_you_mean
+from longctx_patch.rules.names import did_you_mean
 
 
 class Choice(click.Choice[str]):

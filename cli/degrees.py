@@ -12,7 +12,7 @@ from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.machines import Hardware
 from longctx_patch.predict.run.cluster import MOST_GPUS
 from longctx_patch.recipes.settings import Settings
-from longctx_patch.world import require_whole_groups
+from longctx_patch.rules.world import require_whole_groups
 
 
 def asked_degrees(

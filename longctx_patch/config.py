@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, names_that_keep_attention
-from longctx_patch.names import require_choice
 from longctx_patch.plans.generators.table import PLANS, PlanRecord
 from longctx_patch.predict.machines import HardwareName
+from longctx_patch.rules.names import require_choice
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout, LayoutName, length_multiple
 from longctx_patch.sequence.placement import place

@@ -21,7 +21,7 @@ from transformers import HfArgumentParser
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
-from longctx_patch.names import did_you_mean, require_choice
+from longctx_patch.rules.names import did_you_mean, require_choice
 
 RopeName = Literal["none", "linear", "dynamic", "yarn"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "longctx_patch"
 # From the ground up; rooms of one floor don't know each other. A file that lies in the package
 # itself is a room of its own; its `__init__` offers all that rooms below it hold.
 FLOORS = (
-    ("names", "world"),
+    ("rules",),
     ("sequence", "transport", "memory"),
     ("plans", "kernels"),
     ("plans/generators", "plans/verify", "kernels/backends", "loss"),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.kernels import AgreedKernels
+from longctx_patch.rules.world import require_whole_groups
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout
 from longctx_patch.transport import (
@@ -23,7 +24,6 @@ from longctx_patch.transport import (
     VirtualTransport,
 )
 from longctx_patch.transport.meeting import Meeting, SequenceParallelismError, digest, meet, table
-from longctx_patch.world import require_whole_groups
 
 
 class WorldPlace(NamedTuple):

@@ -15,7 +15,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig
-from longctx_patch.world import require_whole_groups
+from longctx_patch.rules.world import require_whole_groups
 
 # torchrun and `accelerate launch` first, then the MPI launchers that Accelerate understands.
 _WORLD_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from longctx_patch.world import require_whole_groups
+from longctx_patch.rules.world import require_whole_groups
 
 # The user, who alone knows it, replaces it. The launcher refuses such a name at once and shows it;
 # a name that might exist it would look up for minutes.

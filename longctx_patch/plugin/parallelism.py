@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from accelerate import ParallelismConfig
 
-from longctx_patch.world import require_whole_groups
+from longctx_patch.rules.world import require_whole_groups
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from longctx_patch.names import require_choice
+from longctx_patch.rules.names import require_choice
 
 if TYPE_CHECKING:  # the methods with tensors load torch: plans and predictions need none
     import torch

@@ -29,7 +29,7 @@ from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.hf.model.supported import ROUTER
 from longctx_patch.kernels.installed import Package, runs_triton
-from longctx_patch.names import require_choice
+from longctx_patch.rules.names import require_choice
 
 FusedLayersName = Literal["auto", "liger", "compile", "none"]
 

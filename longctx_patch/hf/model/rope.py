@@ -12,7 +12,7 @@ import copy
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.names import require_choice
+from longctx_patch.rules.names import require_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

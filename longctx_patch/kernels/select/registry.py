@@ -20,7 +20,7 @@ from longctx_patch.kernels.backends.flex import FlexKernel
 from longctx_patch.kernels.backends.torch_cpu import TorchCpuKernel
 from longctx_patch.kernels.backends.torch_flash import TORCH_FLASH
 from longctx_patch.kernels.base import Kernel, KernelRequest, dtype_name
-from longctx_patch.names import require_choice
+from longctx_patch.rules.names import require_choice
 
 
 class Record(NamedTuple):

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from longctx_patch.names import require_choice
 from longctx_patch.plans.generators.allgather import allgather
 from longctx_patch.plans.generators.burst import burst_backward
 from longctx_patch.plans.generators.direct_ring import direct_ring
@@ -20,6 +19,7 @@ from longctx_patch.plans.generators.ring import ring
 from longctx_patch.plans.pieces import piece_table
 from longctx_patch.plans.schedule import Schedule, Stage
 from longctx_patch.plans.types import Direction
+from longctx_patch.rules.names import require_choice
 from longctx_patch.sequence.layout import Layout, LayoutName
 from longctx_patch.sequence.masks import Mask
 

@@ -7,7 +7,7 @@ import pytest
 from longctx_patch import LongContextConfig, make_sequence_group
 from longctx_patch.cli.degrees import asked_degrees
 from longctx_patch.plugin import SequenceParallelismConfig, accelerate_yaml, make_accelerator
-from longctx_patch.world import require_whole_groups
+from longctx_patch.rules.world import require_whole_groups
 
 FOUR = LongContextConfig(ulysses_degree=2, ring_degree=2)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from longctx_patch.names import did_you_mean, require_choice
+from longctx_patch.rules.names import did_you_mean, require_choice
 
 PLANS = ("ring", "zigzag", "zigzag_direct", "double_ring")
 
