@@ -14,7 +14,7 @@ from typing import Any
 
 from longctx_patch.choose.degrees import Way
 from longctx_patch.choose.search import Result
-from longctx_patch.cli.degrees import asked_degrees, choose_degrees
+from longctx_patch.cli.degree_options import asked_degrees, choose_degrees
 from longctx_patch.cli.prediction import cluster_of, prediction
 from longctx_patch.cli.run_checks import check_out, check_text, check_weights
 from longctx_patch.config import LongContextConfig

@@ -31,7 +31,7 @@ STEP_TOKENS = 1024
 """The longest row is searched for in multiples of these."""
 MOST_TOKENS = 2**30
 LONG = 2**20
-"""A first guess at how long they are."""
+"""The first guess at the longest row that fits, in tokens."""
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ class Cost(NamedTuple):
 
 def preferred(costs: Mapping[Key, Cost]) -> Key:
     """The candidate that the rule takes; of equal ones the first."""
-    slowest = min(cost.seconds for cost in costs.values()) * (1 + TIE)
-    tied = {key: cost for key, cost in costs.items() if cost.seconds <= slowest}
+    limit = min(cost.seconds for cost in costs.values()) * (1 + TIE)
+    tied = {key: cost for key, cost in costs.items() if cost.seconds <= limit}
     return min(
         tied,
         key=lambda key: (-tied[key].ulysses_degree, tied[key].sent_bytes, tied[key].buffer_bytes),

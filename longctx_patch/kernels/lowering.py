@@ -86,9 +86,10 @@ def _zones(piece: Piece, band: Band) -> _Zones:
 def _wide_windows(piece: Piece, band: Band) -> Iterator[Part]:
     """A band with more rows than columns, cut into windows with no more rows than columns.
 
-    FlashAttention takes a bound of as many columns as there are for none, and a missing right bound
-    for that many columns. In a piece with more rows than columns such bounds can bind. Between the
-    rows where a bound begins or ends to bind, columns are as many as rows or more.
+    FlashAttention treats a bound as wide as the number of columns as no bound at all, and a missing
+    right bound as one of that width. In a piece with more rows than columns such bounds can
+    bind. Between the rows where a bound begins or ends to bind, columns are as many as rows or
+    more.
     """
     zones = _zones(piece, band)
     for start, stop in ((0, zones.first), (zones.first, zones.last), (zones.last, piece.q.size)):

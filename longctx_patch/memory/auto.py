@@ -5,8 +5,8 @@ at a time: first as many as fit from `offload` to `attention`, then as many as f
 
 **Which layers climb.** The last ones. Backward frees them first, so among all choices of k layers
 the last k overlap least with what else is alive. While a layer is recomputed, it holds its
-activations when those of the last layers are gone already. And what is needed again first would
-hardly have left the device.
+activations when those of the last layers are gone already. Offloading the last layers would save
+little too: backward needs them before they have left the device.
 
 **How many climb.** A layer that climbs adds `extra` bytes, for no longer than its activations live.
 If passes peaked at `peak` bytes, passes with more climbs peak at most at `peak` plus the sum of
@@ -87,8 +87,8 @@ class AutoPolicy:
         self._ceiling = 2 * len(kinds)
         self._is_under_way = False
         self._retries = self._failures = 0
-        """Counts of the meter: retries when the last pass ended, or began alone; failures when the
-        last pass began."""
+        """The meter's number of retries at the end of the last pass (at its start, if it has not
+        ended), and its number of failures at the start of the last pass."""
         self.policies = after_climbs(self._climbs, len(kinds))
         self._allocated: list[int] = []
         self._may_reach = 0.0

@@ -155,10 +155,10 @@ class HostCopies:
     def _refusal(self, num_bytes: int, room: HostRoom, processes: int) -> str:
         of = f" of {processes} processes" if processes > 1 else ""
         return (
-            f"checkpoint='offload': {_gib(num_bytes)} more{of} are to leave the GPU, next to "
-            f"{_gib(self.num_bytes)} that have; the host has {_gib(room.available)} left, and "
-            f"{_gib(room.reserve)} stay free. Share the sequence between more machines, take "
-            "fewer processes for each, or checkpoint='attention'."
+            f"checkpoint='offload': the layers{of} need {_gib(num_bytes)} of host memory more, "
+            f"next to {_gib(self.num_bytes)} in use. The host has {_gib(room.available)} left, of "
+            f"which {_gib(room.reserve)} must stay free. Share the sequence between more machines, "
+            "start fewer processes on each, or use checkpoint='attention'."
         )
 
 

@@ -41,7 +41,10 @@ class Policy:
     """Attention's output and lse are kept, so that the recompute runs neither attention's kernel
     nor its communication. `attention_kept` says for which share of the tokens."""
     on_host: bool = False
-    """What the layer keeps lies in pinned host memory until backward."""
+    """What the layer keeps (its input, and attention's output and lse) is copied to pinned host
+    memory during forward, and comes back in backward while the layer after it is computed
+    (`longctx_patch.memory.offload`). Where the host has no room, a policy for all layers raises
+    HostMemoryFull; one that chooses by layer keeps the rest on the device."""
     action: str = ""
     """What layers do under it, as the predicate of a sentence."""
     summary: str

@@ -5,9 +5,9 @@ Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head
 
 from torch import Tensor
 
+from longctx_patch.engine.autograd import check_shards, distributed_attention
 from longctx_patch.engine.call import CallShape
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.engine.operator import check_shards, distributed_attention
 from longctx_patch.kernels import Score
 from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.sequence.documents import Documents

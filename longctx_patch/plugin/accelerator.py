@@ -159,8 +159,9 @@ def _num_processes() -> int:
         raise ValueError(
             f"the launcher announced {announced} processes (WORLD_SIZE), but the state set up "
             f"before make_accelerator has {seen}. Call make_accelerator before anything else of "
-            "Accelerate (TrainingArguments and PartialState are too), and start the script with "
-            "`accelerate launch` or torchrun, which export RANK, LOCAL_RANK and WORLD_SIZE."
+            "Accelerate (TrainingArguments and PartialState make its state too), and start the "
+            "script with `accelerate launch` or torchrun, which export RANK, LOCAL_RANK and "
+            "WORLD_SIZE."
         )
     return announced
 

@@ -15,7 +15,7 @@ HardwareName = Literal["h200", "h100", "a100", "a100-40"]
 GIB = 2**30
 
 _FEW_QUERIES = 256
-"""Fewer queries than these take a kernel as long as so many: short documents don't fill its tiles.
+"""A kernel takes as long for fewer queries as for this many: short documents don't fill its tiles.
 Fitted to a row of 300 documents on 4 H200."""
 
 

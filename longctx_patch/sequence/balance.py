@@ -17,8 +17,8 @@ def balanced(documents: Documents, num_ranks: int) -> Layout:
     """A layout of `num_ranks` ranks with equal shares of the tokens and of the allowed pairs.
 
     Shares of tokens differ by one at most, and not at all where `num_ranks` divides their number.
-    Shares of pairs are within `LIMIT` of the mean: with whole documents, except the few that fit
-    nowhere, where that can be; else with the fewest chunks for which such a layout was found. Where
+    Shares of pairs are within `LIMIT` of the mean. If possible, documents stay whole, except the
+    few that fit nowhere; otherwise the layout has the fewest chunks for which one was found. Where
     none was found (ranks hold hardly any tokens), the best candidate is returned. A row of one
     document is placed as `zigzag` does, exactly so on fewer than 100 ranks.
 

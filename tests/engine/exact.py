@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longctx_patch import LongContextConfig, attention, run_virtual_ranks, virtual_group
+from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.engine.operator import distributed_attention
 from longctx_patch.engine.selective import selection_of
 from longctx_patch.engine.traffic import predicted_traffic
 from longctx_patch.kernels import Score

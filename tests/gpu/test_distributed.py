@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, make_sequence_group, patch
+from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.engine.operator import distributed_attention
 from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.generators.table import PLANS
 from tests.engine.exact import Case, causal_row, config_of, inputs, one_rank

@@ -116,7 +116,7 @@ def test_a_full_host_is_refused_with_its_numbers() -> None:
     host.room = lambda: room_for(12)
     kept.keep(torch.ones(3))
     host.room = lambda: room_for(11)
-    with pytest.raises(HostMemoryFull, match=r"0\.00 GiB more are to leave the GPU.*'attention'"):
+    with pytest.raises(HostMemoryFull, match=r"need 0\.00 GiB of host memory more.*'attention'"):
         kept.keep(torch.ones(3))
 
 
@@ -150,7 +150,7 @@ def test_what_all_layers_would_take_is_refused_after_the_first(
         if fits:
             assert host.begin()
         else:
-            with pytest.raises(HostMemoryFull, match="more of 2 processes are to leave the GPU"):
+            with pytest.raises(HostMemoryFull, match="the layers of 2 processes need"):
                 host.begin()
         assert get().tolist() == [1.0] * 3
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.engine.operator import distributed_attention
 from longctx_patch.engine.selective import selection_of
 from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short

@@ -93,7 +93,7 @@ class LayerCheckpoints:
         self._num_tokens = 0
         self._run_rehearsed: Callable[..., Any] | None = None
         self._is_evaluation = False
-        """Whether the sharded pass under way is none of training."""
+        """Whether the sharded pass that is running is one of evaluation."""
         self._reserved_bytes = 0
         self._trained: tuple[bool, ...] = ()
 

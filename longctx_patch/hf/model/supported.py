@@ -2,7 +2,8 @@
 
 A family is supported when all its mixing of tokens goes through transformers' attention registry,
 its positions come from `position_ids`, and tests/hf/model/test_checks.py compares it with
-stock eager attention. Imports nothing of ours, neither torch nor transformers.
+stock eager attention. This file imports no other module of the project, no torch and no
+transformers.
 """
 
 from collections.abc import Mapping

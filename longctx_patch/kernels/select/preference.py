@@ -54,7 +54,7 @@ def measured_order(names: Sequence[str], measured: Mapping[str, Measured]) -> tu
 def measurable(request: KernelRequest, names: Sequence[str] | None = None) -> list[str]:
     """The kernels among `names`, or all, that are worth measuring and can do what is asked."""
     kernels = available(deterministic=request.deterministic)
-    worth_it = {record.kernel.name for record in RECORDS if record.is_measured}
+    worth_it = {record.kernel.name for record in RECORDS if record.is_probed}
     return [
         name
         for name in (usual_order(request) if names is None else names)

@@ -27,7 +27,7 @@ class Record(NamedTuple):
     """What the choice of a kernel needs to know of one."""
 
     kernel: Kernel
-    is_measured: bool = False
+    is_probed: bool = False
     """It can be the fastest on a GPU. FlexAttention takes long to compile and the others are slow,
     so they are only taken where none of the measured ones can."""
     by_name_only: bool = False
@@ -36,11 +36,11 @@ class Record(NamedTuple):
 
 # The one that is usually fastest comes first (docs/reference/kernels.md).
 RECORDS = (
-    Record(FLASH_ATTN_4, is_measured=True),
-    Record(FLASH_ATTN_3, is_measured=True),
-    Record(CudnnKernel(), is_measured=True),
-    Record(TORCH_FLASH, is_measured=True),
-    Record(FLASH_ATTN_2, is_measured=True),
+    Record(FLASH_ATTN_4, is_probed=True),
+    Record(FLASH_ATTN_3, is_probed=True),
+    Record(CudnnKernel(), is_probed=True),
+    Record(TORCH_FLASH, is_probed=True),
+    Record(FLASH_ATTN_2, is_probed=True),
     Record(FlexKernel()),
     Record(TorchCpuKernel()),
     Record(DenseKernel("torch_eager", None)),
@@ -67,9 +67,7 @@ def usual_order(request: KernelRequest) -> tuple[str, ...]:
     """
     records = [record for record in RECORDS if not record.by_name_only]
     if request.pieces:
-        records.sort(
-            key=lambda r: (not r.is_measured, r.is_measured and not r.kernel.traits.segments)
-        )
+        records.sort(key=lambda r: (not r.is_probed, r.is_probed and not r.kernel.traits.segments))
     return tuple(record.kernel.name for record in records)
 
 

@@ -43,7 +43,7 @@ def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:
     per_node = hardware.gpus_per_node
     if count < 1 or (count > per_node and count % per_node):
         raise ValueError(
-            f"--gpus {text!r}: {count} GPUs are no number of whole machines of {per_node}. Use 1 "
+            f"--gpus {text!r}: {count} GPUs don't fill machines of {per_node} GPUs each. Use 1 "
             f"to {per_node}, or a multiple of {per_node}."
         )
     if count > MOST_GPUS:

@@ -138,7 +138,7 @@ def backward_that_failed_first(rank: int) -> None:
     """What was sent until then is less than was planned, which is no fault of attention's."""
     it = patched()
     loss = it.loss()
-    broken = mock.patch("longctx_patch.engine.operator.usp_backward", side_effect=MemoryError)
+    broken = mock.patch("longctx_patch.engine.autograd.usp_backward", side_effect=MemoryError)
     with broken, pytest.raises(MemoryError):
         loss.backward()
     it.steps(2)
