@@ -20,7 +20,8 @@ def run_launched(fn: Callable[..., Any], num_processes: int, *args: Any) -> list
 def _child(
     rank: int, fn: Callable[..., Any], num_processes: int, port: int, args: tuple[Any, ...]
 ) -> Any:
-    dist.destroy_process_group()  # the harness's; it meets the others in Accelerate's at the end
+    dist.barrier()  # a rank that left the harness's group now would break others' connecting
+    dist.destroy_process_group()  # at the end the harness meets the others in Accelerate's
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
