@@ -62,7 +62,12 @@ class VerifyOptions:
     type=Choice(get_args(LayoutName)),
     help="Layout [zigzag, contiguous; balanced too if packed].",
 )
-@click.option("--dtype", type=Choice(["float32", "float64"]), default="float32")
+@click.option(
+    "--dtype",
+    type=Choice(["float32", "float64"]),
+    default="float32",
+    help="What all is computed in [float32].",
+)
 @click.option("--seq-len", type=click.IntRange(3), help="Tokens of a row [127, a prime].")
 @click.option("--checkpoint", type=Choice(list(POLICIES)), help="Policy [none].")
 @click.option("--packed", is_flag=True, help="Rows of several documents [as the run has them].")
