@@ -36,11 +36,11 @@ from longctx_patch.hf.preflight import preflight
 from longctx_patch.loss.law import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import checkpoints, models, texts
+from longctx_patch.recipes.bars import ProgressBar
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
 from longctx_patch.recipes.packed import PackedText, pack_documents
-from longctx_patch.recipes.progress import ProgressBar
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
 
 

@@ -12,7 +12,7 @@ from enum import IntEnum
 from hashlib import blake2b
 from typing import NoReturn
 
-from longctx_patch.transport.base import Transport
+from longctx_patch.transport.protocol import Transport
 
 _WIDTH = 16
 

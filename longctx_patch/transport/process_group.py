@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch.transport.base import Done, Message, Pending
 from longctx_patch.transport.counters import Counters
+from longctx_patch.transport.protocol import Done, Message, Pending
 
 
 class _Requests:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from longctx_patch.transport.base import Done, Message, Pending
 from longctx_patch.transport.counters import Counters
+from longctx_patch.transport.protocol import Done, Message, Pending
 
 
 @dataclass

@@ -17,8 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from longctx_patch.transport.base import Message, Pending
 from longctx_patch.transport.counters import Counters
+from longctx_patch.transport.protocol import Message, Pending
 
 T = TypeVar("T")
 _Address = tuple[tuple[int, ...], int, int]

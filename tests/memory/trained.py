@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from longctx_patch import LongContextConfig, PatchHandle, SequenceShardCollator, patch
 from longctx_patch.engine.call import CallShape
-from longctx_patch.engine.traffic import predicted_traffic
+from longctx_patch.engine.planned_traffic import predicted_traffic
 from longctx_patch.memory.offload import HostCopies
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.memory.run_layer import run_layer

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from longctx_patch.engine.call import AttentionCall
 from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.engine.planned_traffic import predicted_traffic
 from longctx_patch.engine.selective import selection_of
-from longctx_patch.engine.traffic import predicted_traffic
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
