@@ -77,7 +77,7 @@ def make_accelerator(
         accelerator_kwargs["fsdp_plugin"] = _exact_fsdp_plugin(accelerator_kwargs)
     if not cpu:
         let_segments_grow()
-    accelerator = Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
+    accelerator = _Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
     _check_ours(accelerator, parallelism)
     _share_cores(accelerator)
     return accelerator
@@ -91,20 +91,26 @@ def states_on_host(accelerator: Accelerator) -> bool:
     return plugin is not None and isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
-def close_accelerator(accelerator: Accelerator) -> None:
-    """End training on every process together. Collective; the last call of a script.
+class _Accelerator(Accelerator):
+    def end_training(self) -> None:
+        close_accelerator(self)
 
-    It ends the trackers too; `accelerator.end_training()` may have been called before it.
+
+def close_accelerator(accelerator: Accelerator) -> None:
+    """End training and the trackers on all processes together. Collective; a script's last call.
+
+    `accelerator.end_training()` of an accelerator that `make_accelerator` made does the same, and
+    whichever is called second does nothing.
 
     Without this a gloo process sometimes aborts after its work is done ("terminate called without
-    an active exception", about one run in ten with torch 2.13), and the launcher reports failure:
-    a process may leave while its peer still talks to it, and the mesh keeps process groups alive
-    into the interpreter's exit.
+    an active exception") and the launcher reports failure: the thread that ran the last collective
+    still frees its tensors, for which it needs Python, while the interpreter ends. After a barrier,
+    which has no tensors, and without the mesh, which keeps process groups alive, none is left.
     """
     has_group = accelerator.num_processes == 1 or torch.distributed.is_initialized()
-    if has_group:  # otherwise `accelerator.end_training()` was called before
+    if has_group:
         accelerator.wait_for_everyone()
-        accelerator.end_training()
+        Accelerator.end_training(accelerator)
     if accelerator.parallelism_config is not None:
         accelerator.parallelism_config.device_mesh = None
     accelerator.state.device_mesh = None

@@ -135,9 +135,11 @@ def _run_rank(
             timeout=timedelta(seconds=remaining_s + 30.0),
         )
         result = pickle.dumps(function(rank, *args))
-        dist.barrier()
+        if dist.is_initialized():  # `function` may have ended it by itself
+            dist.barrier()
         _write(folder / f"{rank}.result", result)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except BaseException:
         _write(folder / f"{rank}.error", traceback.format_exc().encode())
         raise SystemExit(1) from None

@@ -1,18 +1,22 @@
 """`longctx verify`: right where the engine is right, wrong where it is broken on purpose."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import indent
+from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
 from longctx_patch import LongContextConfig
 from longctx_patch.cli import verify
+from longctx_patch.engine.accumulate import SoftmaxMerge
+from longctx_patch.sequence.layout import Layout
+from longctx_patch.transport import Counters
+from longctx_patch.verification import proof
+from longctx_patch.verification.processes import run_processes
+from longctx_patch.verification.proof import run_rank
 from tests.cli.conftest import Run
 
 SCHEMA = {
@@ -21,26 +25,26 @@ SCHEMA = {
     **dict.fromkeys(("loss_rel_err", "logits_rel_err", "grad_rel_err", "grad_norm_rel_err"), float),
 }
 
-# For the server that forks the ranks: Python imports `sitecustomize` by itself. The command's own
-# process, which computes the reference, is not affected.
-IN_RANKS = "import sys\nif 'forkserver' in ' '.join(sys.orig_argv):\n"
-BREAKAGES = {
-    "merge": """
-from longctx_patch.engine.accumulate import SoftmaxMerge
-right = SoftmaxMerge.result
-SoftmaxMerge.result = lambda self: (right(self)[0], right(self)[1] * 1.001)
-""",
-    "positions": """
-import torch
-from longctx_patch.sequence.layout import Layout
-Layout.positions = lambda self, rank, device=None: torch.arange(self.sizes[rank], device=device)
-""",
-    "traffic": """
-from longctx_patch.transport import Counters
-right = Counters.sent
-Counters.sent = lambda self, num_bytes: right(self, num_bytes + 1)
-""",
-}
+
+def break_merge() -> None:
+    right = SoftmaxMerge.result
+    SoftmaxMerge.result = lambda self: (right(self)[0], right(self)[1] * 1.001)  # type: ignore[method-assign]
+
+
+def break_positions() -> None:
+    Layout.positions = lambda self, rank, device=None: torch.arange(  # type: ignore[method-assign]
+        self.sizes[rank], device=device
+    )
+
+
+def break_traffic() -> None:
+    right = Counters.sent
+    Counters.sent = lambda self, num_bytes: right(self, num_bytes + 1)  # type: ignore[method-assign]
+
+
+def broken_rank(rank: int, break_engine: Callable[[], None], *job: Any) -> Any:
+    break_engine()
+    return run_rank(rank, *job)
 
 
 def test_every_way_over_two_processes_as_json(run: Run, config: Callable[..., Path]) -> None:
@@ -102,21 +106,24 @@ def test_one_process_sends_nothing(run: Run, config: Callable[..., Path]) -> Non
     assert (case["family"], case["mask"]) == ("Llama 1 to 3", "stock attention")
 
 
-@pytest.mark.parametrize("part", BREAKAGES)
-def test_a_broken_engine_is_found(config: Callable[..., Path], tmp_path: Path, part: str) -> None:
-    (tmp_path / "sitecustomize.py").write_text(IN_RANKS + indent(BREAKAGES[part], "    "))
-    words = ("verify", config(), "--nproc", "2", "--ring", "2", "--layout", "contiguous", "--json")
-    result = subprocess.run(
-        [sys.executable, "-c", "from longctx_patch.cli.main import main; main()", *words],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=250,
-    )
-    assert result.returncode == 1
+@pytest.mark.parametrize("break_engine", [break_merge, break_positions, break_traffic])
+def test_a_broken_engine_is_found(
+    run: Run,
+    config: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    break_engine: Callable[[], None],
+) -> None:
+    """The ranks alone are broken, not this process, which computes the reference."""
+
+    def run_broken(_: object, num_ranks: int, *job: Any, timeout_s: float) -> list[Any]:
+        return run_processes(broken_rank, num_ranks, break_engine, *job, timeout_s=timeout_s)
+
+    monkeypatch.setattr(proof, "run_processes", run_broken)
+    result = run("verify", config(), "--nproc", 2, "--ring", 2, "--layout", "contiguous", "--json")
+    assert result.exit_code == 1
     answer = json.loads(result.stdout)
     assert answer["ok"] is False
-    if part == "traffic":  # the first training step counts for itself
+    if break_engine is break_traffic:  # the first training step counts for itself
         assert answer["cases"] == []
         assert "sequence parallelism did not run as planned" in answer["error"]
         return

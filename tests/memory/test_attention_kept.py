@@ -64,11 +64,19 @@ def test_host_memory_falls_with_the_share() -> None:
     assert held == {1.0: inputs + results, 0.5: inputs + results // 2, 0.0: inputs}
 
 
+KEPT: dict[tuple[int, int], list[tuple[Any, float]]] = {
+    (4, 1): [("offload", 0.25)],
+    (1, 4): [("attention", 0.5)],
+    (2, 2): [("attention", 0.5), ("offload", 0.25), ("auto", 0.5)],
+}
+"""Policies, and the share of attention that each keeps, by the degrees of Ulysses and ring."""
+
+
 def check_on_four_ranks(rank: int) -> None:
-    for u, r in ((4, 1), (1, 4), (2, 2)):
+    for (u, r), ways in KEPT.items():
         degrees: dict[str, Any] = {"ulysses_degree": u, "ring_degree": r, "layout": "striped"}
         wanted = Trained(tiny_model(), checkpoint="none", **degrees).step()
-        for policy, share in (("attention", 0.5), ("offload", 0.25), ("auto", 0.5)):
+        for policy, share in ways:
             it = Trained(tiny_model(), checkpoint=policy, attention_kept=share, **degrees)
             # The second step checks what the first backward sent against the plans.
             for _ in range(2):

@@ -264,7 +264,7 @@ def test_the_allocator_is_set_before_cuda_starts(
 
     monkeypatch.setattr(accelerator, "_gpu_wanted", lambda: on_gpu)
     monkeypatch.setattr(accelerator, "let_segments_grow", lambda: calls.append("set"))
-    monkeypatch.setattr(accelerator, "Accelerator", start)
+    monkeypatch.setattr(accelerator, "_Accelerator", start)
     with pytest.raises(Started):
         make_accelerator(LongContextConfig())
     assert calls == ["set"] * on_gpu

@@ -35,7 +35,7 @@ acc = make_accelerator(LongContextConfig(ring_degree=2))
 ranks = acc.gather(torch.tensor([acc.process_index], device=acc.device)).tolist()
 acc.print("world", acc.num_processes, acc.device.type, ranks, acc.mixed_precision)
 acc.end_training()
-close_accelerator(acc)  # what has ended already is no error
+close_accelerator(acc)  # has nothing left to do
 """
 
 

@@ -3,22 +3,38 @@
 import re
 import runpy
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from tests.launching import run_module
+from tests.plugin.launched import run_launched
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("flags", [[], ["--packed"]])
-def test_two_processes_train_as_one(flags: list[str], tmp_path: Path) -> None:
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """It compares losses by itself."""
     words = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    said = run_module(tmp_path, *words, str(EXAMPLES / "import_and_patch.py"), *flags)
+    said = run_module(tmp_path, *words, str(EXAMPLES / "import_and_patch.py"))
     assert "2 processes, losses" in said
+
+
+def run_packed_example() -> str:
+    """What it prints."""
+    sys.argv = ["import_and_patch.py", "--packed"]
+    with redirect_stdout(StringIO()) as said:
+        runpy.run_path(str(EXAMPLES / "import_and_patch.py"), run_name="__main__")
+    return said.getvalue()
+
+
+def test_two_processes_train_on_packed_rows_as_one() -> None:
+    said, nothing = run_launched(run_packed_example, 2)
+    assert "2 processes, losses" in said
+    assert nothing == ""
 
 
 def test_masks_are_dense_attention_and_send_less(capsys: pytest.CaptureFixture[str]) -> None:
