@@ -1,6 +1,7 @@
 """Run a function on several processes of this machine, with a hard time limit."""
 
 import faulthandler
+import gc
 import os
 import pickle
 import sys
@@ -119,6 +120,7 @@ def _run_rank(
     deadline: float,
     backend: str,
 ) -> None:
+    gc.freeze()  # modules that were loaded before the fork are no garbage
     os.dup2(2, 1)  # stdout belongs to the parent, who may be writing JSON to it
     torch.set_num_threads(1)
     if backend == "nccl":
