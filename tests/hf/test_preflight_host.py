@@ -65,8 +65,8 @@ LARGE_LOSS: dict[str, Any] = {"loss": "logits", "vocab_size": 1500}
 @pytest.mark.parametrize(
     ("layers", "settings"),
     [
-        *((layers, {}) for layers in (0, 0.5, 1, 1.5, 2.5, 4.5, LAYERS)),
-        *((layers, LARGE_LOSS) for layers in (LAYERS - 1, LAYERS - 0.5, LAYERS)),
+        *((layers, {}) for layers in (0, 0.5, 1.5, 4.5, LAYERS)),
+        *((layers, LARGE_LOSS) for layers in (LAYERS - 0.5, LAYERS)),
     ],
 )
 def test_what_has_no_room_on_the_host_is_expected_to_stay(
@@ -86,7 +86,7 @@ def test_what_has_no_room_on_the_host_is_expected_to_stay(
     assert found <= peak * 1.12
 
 
-@pytest.mark.parametrize("capacity", [1.9, 2.1, 2.3])
+@pytest.mark.parametrize("capacity", [1.9, 2.3])
 def test_a_host_that_was_full_may_have_room_later(host: Host, capacity: float) -> None:
     most = int(capacity * expected(host, layers=20))
     host.total_bytes = int(3.2 * LAYER_BYTES)

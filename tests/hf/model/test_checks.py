@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from longctx_patch import LongContextConfig, UnsupportedModelError, patch
 from longctx_patch.hf.model.checks import FAMILIES, TABLE, check_model_config
@@ -15,6 +16,11 @@ from tests.hf.steps import TOLERANCE, Rows, Step, collated, complaints, sharded_
 from tests.hf.tiny import WINDOW, featured_config, featured_model, gradients, tiny_config
 from tests.hf.tiny import token_rows as whole_rows
 from tests.reference import relative_error
+
+CLASSES = {
+    family: MODEL_FOR_CAUSAL_LM_MAPPING[type(featured_config(family))] for family in FAMILIES
+}
+"""Loaded while tests are collected: what ranks are forked from then loads them once for all."""
 
 LENGTH = 43
 """A prime; on four ranks a window of 7 crosses from each chunk into the one before."""
@@ -77,7 +83,9 @@ def test_the_tiny_models_have_what_the_table_says(family: str) -> None:
     assert bool(facts.softcap) == ("softcap" in features)
     assert bool(facts.experts) == ("router loss" in features)
     assert hasattr(config, "router_aux_loss_coef") == ("router loss" in features)
-    sinks = [p for name, p in featured_model(family).named_parameters() if name.endswith("sinks")]
+    model = featured_model(family)
+    assert type(model) is CLASSES[family]
+    sinks = [p for name, p in model.named_parameters() if name.endswith("sinks")]
     assert bool(sinks) == ("sinks" in features)
     assert all(bool((sink != 0).all()) for sink in sinks)
 
