@@ -1,4 +1,4 @@
-"""Hypothesis tries the same examples in each run, so a change alone decides whether tests pass.
+"""Hypothesis tries the same examples in each run, so only a change of code changes a result.
 
 To search further: `pytest --hypothesis-profile=default tests/test_masks.py`.
 """
@@ -20,13 +20,13 @@ if torch.cuda.is_available():
 
 
 def pytest_collection_finish() -> None:
-    """Modules live to the end: what collects garbage needn't go through their million objects."""
+    """Modules live to the end, so garbage collection need not visit their million objects."""
     gc.freeze()
 
 
 @pytest.fixture
 def aot_eager() -> Iterator[None]:
-    """Traced and differentiated as ever, but no code is generated, which would take minutes."""
+    """torch.compile traces and differentiates but generates no code, which would take minutes."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.compiler.set_stance("default", force_backend="aot_eager")

@@ -1,4 +1,4 @@
-"""Growth of work without a clock: how many Python functions a call runs, itself included."""
+"""Measures work without a clock: how many Python functions a call runs, itself included."""
 
 import sys
 from collections.abc import Callable

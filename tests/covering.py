@@ -1,4 +1,4 @@
-"""Few cases of a large grid: every pair of values of two axes occurs, not every combination."""
+"""Pairwise coverage of a large grid: every pair of values of two axes occurs in some case."""
 
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def covering(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combinations, one value of each axis, in which any two values of two axes meet.
+    """Combinations (one value of each axis) in which any two values of two axes meet.
 
     Each next combination is the one that adds most pairs, the first such in the grid's order.
     """

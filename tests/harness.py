@@ -1,4 +1,4 @@
-"""Distributed tests run on processes of this machine; a hang ends with each rank's trace."""
+"""Distributed tests run in processes of this machine; a hang ends with each rank's traceback."""
 
 import socket
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def run_distributed(
     timeout_s: float = 120.0,
     backend: str = "gloo",
 ) -> list[Any]:
-    """`run_processes` with a limit that suits a test."""
+    """`run_processes` with a time limit that suits a test."""
     return run_processes(function, world_size, *args, timeout_s=timeout_s, backend=backend)
 
 

@@ -1,4 +1,4 @@
-"""The benchmark scripts, tiny and on CPU: they run, and their figures are what they say."""
+"""The benchmark scripts run on CPU with tiny sizes, and their figures are what they claim to be."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""attention.py: candidates, shares of the ideal, and the problems."""
+"""attention.py: its candidates, its problems, and the shares of the ideal that it reports."""
 
 from pathlib import Path
 from typing import Any

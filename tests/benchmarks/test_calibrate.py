@@ -1,4 +1,4 @@
-"""calibrate.py over two processes on the CPU, and its fits."""
+"""calibrate.py over two processes on the CPU, and the lines that it fits."""
 
 import json
 from pathlib import Path

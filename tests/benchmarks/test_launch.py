@@ -1,4 +1,4 @@
-"""What the scripts share: options, reports, and jobs that end alone."""
+"""What the scripts share: options, reports, and jobs that end without help."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def test_a_job_that_hangs_or_fails_ends_alone(tmp_path: Path) -> None:
 
 
 def test_every_job_has_segments_that_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers' too, as `make_accelerator` sets them for ours."""
+    """Peers' jobs get the allocator setting too, which `make_accelerator` makes for ours."""
     assert launch.ALLOCATOR == SETTING
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nassert os.environ['PYTORCH_ALLOC_CONF'] == sys.argv[1]")

@@ -48,7 +48,7 @@ TINY = {
 
 def run_step_of_two(rank: int, settings: dict[str, Any]) -> None:
     os.environ |= {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group is there already
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the group exists already
     Ours.close = lambda self: None  # type: ignore[method-assign]  # the harness ends the group
     run_step(rank, 2, settings)
 
@@ -83,7 +83,7 @@ def test_a_step_of_ours_over_two_processes(tmp_path: Path) -> None:
     assert len(timed["losses"]) == 2 + 2
     assert max(timed["check"]["differences"].values()) < 1e-4
     assert len(timed["check"]["differences"]) == 1 + 2 * 2
-    # A loss that is not the one that the others have is reported, and no time.
+    # A system whose loss differs from the expected one is reported without a time.
     assert (wrong["status"], wrong["num_tokens"]) == ("wrong", 48)
     assert "seconds" not in wrong
     assert "ours 9" in wrong["reason"]
@@ -142,7 +142,7 @@ def test_options_of_systems_are_never_taken_for_others(options: dict[str, Any], 
 
 
 def test_a_floor_without_any_kernel_says_why() -> None:
-    """On the CPU, that of cuDNN."""
+    """On the CPU cuDNN, the only kernel allowed, can't run."""
     device = torch.device("cpu")
     job = operators.Job(device, 0, 1, {"ideal_kernels": ["cudnn"]})
     settings = {"shape": asdict(Shape())}
@@ -161,7 +161,7 @@ def test_packages_of_one_system() -> None:
 
 
 def test_floor_and_flops_of_the_llama_shape() -> None:
-    """Figures that a step at 131,072 tokens of four H200 was held against."""
+    """A measured step of 131,072 tokens on four H200 was compared with these figures."""
     shape = Shape()
     assert shape.linear_weights == 8 * 218_103_808 + 128256 * 4096
     assert shape.step_flops(131072) / 2.56 / 4 * 1e-12 == pytest.approx(505, rel=0.01)

@@ -1,4 +1,4 @@
-"""step_profile.py: every instant of a step has one part."""
+"""step_profile.py: every instant of a step belongs to exactly one part."""
 
 from typing import Any
 
@@ -49,12 +49,12 @@ def test_ranges_say_what_names_do_not() -> None:
 
 
 def test_every_instant_of_a_step_has_one_part() -> None:
-    """Communication counts where nothing computes; what is outside the step doesn't."""
+    """Communication counts only where nothing computes; time outside the step doesn't count."""
     activities = [
         Activity("flash_fwd", -5, 10),  # begins before the step
-        Activity("ncclDevKernel_SendRecv", 5, 30),  # 10 hidden, 5 under the matmul: 10 exposed
+        Activity("ncclDevKernel_SendRecv", 5, 30),  # exposed 10 to 20 and 25 to 28
         Activity("nvjet", 20, 25),
-        Activity("ncclDevKernel_AllGather", 28, 34),  # FSDP is named first: 28 to 34
+        Activity("ncclDevKernel_AllGather", 28, 34),  # FSDP takes precedence: 28 to 34
         Activity("flash_bwd", 40, 60),
         Activity("vectorized_elementwise", 50, 65),  # 60 to 65 alone
         Activity("cross_entropy", 90, 120),  # ends after the step

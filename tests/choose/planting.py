@@ -1,4 +1,4 @@
-"""Predictions that a test makes up, in place of the cost model's."""
+"""Predictions that a test makes up replace those of the cost model."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,7 @@ from longctx_patch.predict.run import step_time
 
 @contextmanager
 def planted(seconds: Callable[[Setting, Direction], float]) -> Iterator[None]:
-    """Within, everything that chooses believes that a setting takes so long."""
+    """Inside this context `seconds` is what every chooser predicts for a setting."""
 
     def believed(
         setting: Setting, direction: Direction, workload: Workload, hardware: Hardware

@@ -1,4 +1,4 @@
-"""Comparisons: what is chosen is what the chooser takes, and every other row says why not."""
+"""Comparisons mark what the chooser takes as chosen, and every other row says why it isn't."""
 
 from dataclasses import replace
 from itertools import product
@@ -79,7 +79,7 @@ def test_what_is_chosen_is_what_the_chooser_takes(workload: Workload, ranks: int
 
 
 def test_ulysses_over_all_ranks_of_a_node_wins_a_tie() -> None:
-    """On 4 H200, 2 x 2 took 3 % longer, which the model does not see."""
+    """The cost model predicts the same for 2 x 2, which took 3 % longer on 4 H200."""
     comparison = compare(WORKLOAD, H200, 4)
     assert {row.prediction.plan for row in comparison.rows if row.chosen} == {"ulysses"}
     assert "as fast, but with Ulysses over fewer ranks" in str(comparison)

@@ -1,4 +1,4 @@
-"""Degrees that the cost model takes, against what was fastest on 4 H200."""
+"""The degrees that the cost model takes are those that were fastest on 4 H200."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_the_way_follows_what_the_mask_leaves(workload: Workload, way: Way) -> N
 
 
 def test_the_layers_of_a_model_count_together() -> None:
-    """Full attention takes most of the time, and its shards have to be balanced."""
+    """Costs of the layers add up; full attention takes most of them and needs balanced shards."""
     costs = costs_of_ways({masked(None): 12, WORKLOAD: 12}, H200, 4)
     assert preferred(costs) == ULYSSES
     assert {way.layout for way in costs} == {None}
@@ -93,7 +93,7 @@ def test_without_a_prediction_as_much_ulysses_as_fits_wins(
 
 
 def test_the_placement_of_the_config_counts() -> None:
-    """Where a share of attention is kept, tokens are striped and every rank needs all others'."""
+    """Where a share of attention is kept, tokens are striped: each rank needs all others' keys."""
     config = LongContextConfig(checkpoint="attention", attention_kept=0.5)
     for workload in (masked(64), masked(None)):
         plain = costs_of_ways({workload: 1}, H200, 4)
@@ -106,7 +106,7 @@ def test_the_placement_of_the_config_counts() -> None:
 @pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("mean", [2048, 131072])
 def test_waves_are_predicted_as_they_run(num_tokens: int, window: int | None, mean: int) -> None:
-    """A mask's pairs decide, alike for all rows that have about as many."""
+    """A call runs the waves that are predicted, by the number of pairs of its mask."""
     documents = Documents.typical(num_tokens, mean)
     config = LongContextConfig(ulysses_degree=8, hardware="h200")
     mask = documents_mask(documents, window=window)

@@ -1,4 +1,4 @@
-"""What a config runs: the plans that it names, and those that the cost model takes for `auto`."""
+"""A config runs the plan that it names; for `auto` it runs what the cost model takes."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""`auto` is what the cost model finds fastest, wherever a call, a run or a table is made.
+"""`auto` is what the cost model finds fastest, for a call, for a run and in every table.
 
 Predictions are planted so that each candidate in turn is the fastest.
 """
@@ -42,7 +42,7 @@ WINNERS = [
 
 
 def on_one_rank(config: LongContextConfig, make: Callable[[Any], Any]) -> Any:
-    """What a rank of a group makes; all ranks make the same."""
+    """What `make` returns on each rank of a group, which has to be the same on all."""
     found = run_virtual_ranks(config.sequence_degree, lambda t: make(virtual_group(t, config)))
     assert all(other == found[0] for other in found)
     return found[0]
@@ -68,7 +68,7 @@ def of_a_run(config: LongContextConfig) -> Setting:
 
 
 def printed(*words: object) -> dict[str, Any]:
-    """What `longctx schedule` says of small heads on H200."""
+    """What `longctx schedule` reports for small heads on H200."""
     sizes = ("--seq-len", TOKENS, "--heads", HEADS, "--kv-heads", HEADS, "--hardware", "h200")
     command = ["schedule", *map(str, (*words, *sizes)), "--json"]
     result = CliRunner().invoke(main, command, catch_exceptions=False)
@@ -125,6 +125,6 @@ def test_the_fastest_number_of_waves_runs(waves: int, monkeypatch: pytest.Monkey
         found = printed("--plan", "ulysses", "--ranks", 4)
     assert [len(call.waves) for call in calls] == [waves] * 4
     assert set(found["messages_per_rank"]) == {2 * 3 * waves}
-    # q, k and v go out together, out and lse come back.
+    # q, k and v are sent together; out and lse come back.
     sent = {call.group.counters.messages for call in calls}
     assert sent == {3 * 3 * waves}

@@ -1,4 +1,4 @@
-"""What is tried, in which order, what fits, and how long rows can be."""
+"""Which candidates the search tries and ranks first, which fit, and how long rows can be."""
 
 import math
 from dataclasses import replace
@@ -31,8 +31,8 @@ def test_the_fastest_that_fit_come_first_then_the_nearest_to_fitting() -> None:
     speeds = [result.tokens_per_second_per_gpu for result in results if result.fits]
     assert all(speed >= later * 0.97 for speed, later in pairwise(speeds))
     assert max(speeds) <= speeds[0] * 1.03
-    # Of those that are as fast, those whose states stay on the GPUs, and of these the
-    # one that takes least of the host.
+    # Among equally fast candidates, those whose states stay on the GPUs come first, and
+    # among these the one that takes the least host memory.
     alike = [round(math.log(speed) / TIE) for speed in speeds]
     first = results[: alike.count(alike[0])]
     assert len(first) > 2
@@ -59,7 +59,7 @@ def test_rows_and_numbers_of_gpus_may_be_odd(gpus: str, tokens: int) -> None:
 
 
 def with_climbs(result: Result, climbs: int) -> float:
-    """Peak of a candidate under `auto`, if so many layers climbed."""
+    """Predicted peak of a candidate under `auto` after this number of climbs."""
     job, candidate = result.job, result.candidate
     policies = after_climbs(climbs, job.shape.num_layers)
     degree = candidate.sequence_degree
@@ -136,7 +136,7 @@ def test_a_small_host_shortens_rows() -> None:
 
 
 def test_the_nearest_to_fitting_is_so_in_all_that_it_takes() -> None:
-    """All would fit on a GPU; the host is too small while loading, and for offloaded layers."""
+    """GPU memory suffices here; the host is too small for loading and for offloaded layers."""
     results = search(llama_job("4xH200", 2**20, host_gib=50))
     assert not any(result.fits for result in results)
     short = [result.shortfall for result in results]
@@ -145,7 +145,7 @@ def test_the_nearest_to_fitting_is_so_in_all_that_it_takes() -> None:
     assert results[0].host_bytes < results[-1].host_bytes
     text = render(results, longest(results[0].job))
     assert "What would fit:\n  a host with more memory (--host-gib): rows of up to 4," in text
-    assert "--lora" not in text.split("What would fit:")[1]  # loading takes as much
+    assert "--lora" not in text.split("What would fit:")[1]  # loading with it takes as much
 
 
 def test_other_weights_and_gpus_are_offered_for_a_row_too_long() -> None:
@@ -169,7 +169,7 @@ def test_what_never_fits_says_so() -> None:
 
 
 def test_the_work_grows_with_the_ways_to_share_a_row_not_with_gpus() -> None:
-    """Four times the GPUs have two more numbers of them that can share a row."""
+    """With four times the GPUs, only two more sequence degrees are possible."""
 
     def simulations(gpus: str) -> int:
         for cache in (costs.predict, plans.decide, plans.best_waves):

@@ -16,7 +16,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run() -> Run:
-    """`longctx` with these words; a bug is raised here, not swallowed."""
+    """Runs `longctx` with these words; an unexpected exception is raised, not swallowed."""
 
     def invoke(*words: object) -> Result:
         result = CliRunner().invoke(main, [str(word) for word in words])
@@ -43,6 +43,6 @@ def config(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
-    path = tmp_path / "some text.txt"  # with a space: paths in commands must be quoted
+    path = tmp_path / "some text.txt"  # it has a space, so commands must quote the path
     path.write_text("".join(f"{n} times {n + 3} is {n * (n + 3)}.\n" for n in range(400)))
     return path

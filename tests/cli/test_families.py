@@ -1,4 +1,4 @@
-"""`longctx families` prints the table of support, and those of docs are its."""
+"""`longctx families` prints the table of support, and the docs have the same table."""
 
 import json
 import subprocess

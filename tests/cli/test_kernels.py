@@ -1,4 +1,4 @@
-"""`longctx kernels`: what is listed, where the figures are from, and what is missing."""
+"""`longctx kernels` lists kernels, where their figures are from, and what is missing."""
 
 import json
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Pretend a GPU on which kernels were measured; whether each command measured anew."""
+    """Pretend a GPU with measured kernels; the list says which commands measured anew."""
     asked: list[bool] = []
 
     def measured(request: Any, *, anew: bool) -> Mapping[str, Measured]:

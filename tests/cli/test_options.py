@@ -1,4 +1,4 @@
-"""Help, version and wrong usage; that no option is new unseen, the page of the reference tests."""
+"""Help, version and wrong usage. tests/docs compares the options with the reference page."""
 
 from tests.cli.conftest import Run
 

@@ -1,4 +1,4 @@
-"""`longctx patch`, then exactly what its README says."""
+"""`longctx patch`, then exactly the commands in the README that it writes."""
 
 import re
 import shlex
@@ -49,7 +49,7 @@ def test_the_run_folder_trains_and_verifies(
 
     readme = (folder / "README.md").read_text()
     assert "| attention | 2 layers of window 20 | documents of a row don't see" in readme
-    assert "66 tokens per CPU process" in readme  # 131, one more to divide it by 2
+    assert "66 tokens per CPU process" in readme  # 132 / 2: 131 tokens and one of padding
     assert "Rows are packed" in readme
     assert "with `--resume`, added to its own command" in readme
 
@@ -154,7 +154,7 @@ def test_a_job_of_two_nodes_without_text(
     assert launch["num_processes"] == 16
     readme = (folder / "README.md").read_text()
     assert "ulysses 2 x ring 8" in readme
-    assert "64 tokens per GPU" in readme  # 1,000 padded to a multiple of 2 x 16, for zigzag
+    assert "64 tokens per GPU" in readme  # zigzag pads 1,000 to a multiple of 2 x 16
     assert "--machine_rank N" in readme
     assert commands(folder)[0].endswith("--text TEXT_FILE_OR_FOLDER")
     found = ["--settings", str(folder / "finetune.yaml"), "--text", "a.txt"]

@@ -1,4 +1,4 @@
-"""`longctx patch --gpus 4xH200`: what is predicted goes into the run folder, or refuses it."""
+"""`longctx patch --gpus 4xH200` writes its prediction into the run folder, or refuses the run."""
 
 import re
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def test_the_folder_says_what_is_predicted(run: Run, config: Write, tmp_path: Pa
 
 
 def test_what_will_not_fit_is_refused(run: Run, config: Write, tmp_path: Path) -> None:
-    """The row is too long for the GPU; or float32 weights are too large for one, and moving them to
-    the host is the advice; or the policy keeps too much, and another is the advice."""
+    """Three runs are refused: a row too long for the GPU; float32 states too large for one GPU,
+    with the advice to move them to the host; a policy that keeps too much, with another advised."""
     model = config(**LLAMA_8B | {"max_position_embeddings": 2**23})
     code, output = patch(run, model, tmp_path / "run", "1xH200", "--seq-len", 2**22, "--full")
     assert code == 1

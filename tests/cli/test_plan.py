@@ -31,7 +31,7 @@ COMPONENTS = {
 
 @pytest.fixture
 def llama_8b(config: WriteConfig) -> Path:
-    """Its config.json."""
+    """The config.json of Llama-3.1-8B."""
     return config(**LLAMA_8B)
 
 
@@ -114,7 +114,7 @@ def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
     more = best("--rank", 64)["components_gib"]["optimizer"]
     assert more == pytest.approx(4 * lora["components_gib"]["optimizer"])
     narrow = best("--load-in-4bit")
-    # Most of 8 billion weights in half a byte, on each GPU, against two bytes shared by four.
+    # Each GPU holds all weights, most of them in half a byte; in bfloat16 four GPUs share them.
     assert narrow["components_gib"]["weights"] == pytest.approx(5.5, abs=0.3)
     assert narrow["flags"].startswith("--lora --rank 16 --load-in-4bit ")
     assert narrow["fsdp"] == 1
@@ -142,7 +142,7 @@ def test_weights_are_loaded_as_the_config_says(run: Run, config: WriteConfig) ->
 
 
 def test_families_without_ligers_kernels_have_stock_layers(run: Run, config: WriteConfig) -> None:
-    """The family has the sizes of Llama here."""
+    """Without Liger's kernels for a family, the plan is that of `--stock-layers`."""
     path = config(**LLAMA_8B, model_type="ernie4_5")
     words = (path, "--gpus", "4xH200", "--seq-len", "128K")
     assert planned(run, *words) == planned(run, *words, "--stock-layers")

@@ -1,4 +1,4 @@
-"""`longctx patch` chooses degrees by what rows hold: packed documents, layers with a window."""
+"""`longctx patch` chooses degrees for packed documents and for layers with a window."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_what_is_asked_for_stays(
 
 
 def test_text_that_cannot_be_read(chosen: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    """One record has no text; the recipe will say so."""
+    """Where a record has no text, a typical length is assumed; the recipe raises the error."""
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "x"}\n{"content": "x"}\n')
@@ -115,4 +115,4 @@ def test_few_documents_stand_for_a_full_row(
     text.write_text('{"text": "%s"}\n' % ("x" * 999) * 3)
     found = chosen("--pack", "--data", text)
     assert (found["ulysses"], found["ring"]) == (1, 4)
-    assert "for rows of 131 documents" in found["why"]  # each with its end
+    assert "for rows of 131 documents" in found["why"]  # each document and its end token

@@ -35,7 +35,7 @@ def explained_s(kind: str, degrees: tuple[int, int]) -> float:
 
 
 def planned_s(run: Run, model: Path, gpus: str) -> tuple[float, tuple[int, int]]:
-    """Seconds of a layer of all GPUs' best candidate that keeps attention, and its degrees."""
+    """Of the best candidate over all GPUs that keeps attention: seconds of a layer, degrees."""
     found = json.loads(run("plan", model, "--gpus", gpus, "--seq-len", TOKENS, "--json").stdout)
     every = [c for c in found["candidates"] if f"{c['sp']}x" in gpus and c["attention_kept"] == 1]
     best = next(c for c in every if c["checkpoint"] == "attention")

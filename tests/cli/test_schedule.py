@@ -32,14 +32,14 @@ SCHEMA = {
 
 
 def ask(run: Run, *words: object) -> Any:
-    """What `longctx schedule WORDS --json` prints, which is JSON and nothing else."""
+    """What `longctx schedule WORDS --json` prints: JSON and nothing else."""
     result = run("schedule", *words, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
 def refuse(run: Run, *words: object) -> str:
-    """The message of a refused question."""
+    """The error message of `longctx schedule WORDS`, which refuses them."""
     result = run("schedule", *words)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -178,7 +178,7 @@ def test_picture_shows_every_span_where_it_belongs() -> None:
         drawn = sum(shown[rank, style.colour] for style in (OWN, OTHER_KEYS, HELPER))
         assert drawn == pytest.approx(1e3 * sum(s.stop_s - s.start_s for s in spans))
         assert shown[rank, OWN.colour] > 0
-        # Rank 0 helps rank 3, then it and rank 1 have nothing to do in the last step.
+        # Rank 0 helps rank 3; ranks 0 and 1 have nothing to do in the last step.
         assert (shown[rank, HELPER.colour] > 0) == (rank == 0)
         if rank < 2:
             assert shown[rank, IDLE.colour] > 0.15 * 1e3 * forward.makespan_s
@@ -195,7 +195,7 @@ def test_picture_shows_every_span_where_it_belongs() -> None:
 @pytest.mark.parametrize(
     ("plan", "ranks", "ulysses"),
     [
-        ("double_ring", 16, None),  # messages within and between nodes at once
+        ("double_ring", 16, None),  # it has messages within and between nodes at once
         ("distflash_balanced", 8, None),
         ("allgather", 4, None),
         ("zigzag", 16, 2),

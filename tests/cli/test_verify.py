@@ -1,4 +1,4 @@
-"""`longctx verify`: right where the engine is right, wrong where it is broken on purpose."""
+"""`longctx verify` passes where the engine is right and fails where it is broken on purpose."""
 
 import json
 from collections.abc import Callable
@@ -113,7 +113,7 @@ def test_a_broken_engine_is_found(
     monkeypatch: pytest.MonkeyPatch,
     break_engine: Callable[[], None],
 ) -> None:
-    """The ranks alone are broken, not this process, which computes the reference."""
+    """Only the ranks' engine is broken; this process, which computes the reference, is not."""
 
     def run_broken(_: object, num_ranks: int, *job: Any, timeout_s: float) -> list[Any]:
         return run_processes(broken_rank, num_ranks, break_engine, *job, timeout_s=timeout_s)
@@ -123,7 +123,7 @@ def test_a_broken_engine_is_found(
     assert result.exit_code == 1
     answer = json.loads(result.stdout)
     assert answer["ok"] is False
-    if break_engine is break_traffic:  # the first training step counts for itself
+    if break_engine is break_traffic:  # the check of the first step raises
         assert answer["cases"] == []
         assert "sequence parallelism did not run as planned" in answer["error"]
         return

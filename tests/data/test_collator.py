@@ -50,7 +50,7 @@ def put_together(
     ]
     ((length, _, *lengths),) = batches[0]["longctx_shard"].tolist()
     assert all(torch.equal(b["longctx_shard"], batches[0]["longctx_shard"]) for b in batches)
-    assert len({batch["input_ids"].shape for batch in batches}) == 1  # as many tokens each
+    assert len({batch["input_ids"].shape for batch in batches}) == 1  # equal shards
     documents = Documents.of_row(tuple(lengths), length)
     layout = place(
         config.placement_of(documents),
@@ -66,7 +66,7 @@ def put_together(
     return whole, documents
 
 
-# Of 24 tokens over 3 ranks, 8 each where they are contiguous.
+# Document lengths of 24 tokens over 3 ranks, which hold 8 each in the contiguous layout.
 BOUNDARIES = {
     "on a rank's edge": [8, 16],
     "before it": [7, 17],

@@ -1,4 +1,4 @@
-"""Packing: every document once and whole, rows no longer than allowed, little padding."""
+"""Packing puts every document whole into one row, within the row length, with little padding."""
 
 import random
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def test_best_fit_places_each_length_once(lengths: list[int], capacity: int) -> 
 
 
 def test_best_fit_prefers_the_bin_with_least_room() -> None:
-    # 6 leaves room for 4 and 7 for 3; the 3 goes where it fills the bin.
+    # The 3 goes beside the 7, where it fills the bin, and not beside the 6.
     assert best_fit([6, 7, 3], 10) == ((0,), (1, 2))
     assert best_fit([], 10) == ()
 
@@ -165,7 +165,7 @@ def test_a_data_loader_gives_every_row_once(num_workers: int) -> None:
 
 
 def test_several_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A DataLoader that fails in its workers takes seconds to end them, so this stands in for one.
+    # A DataLoader takes seconds to end failed workers, so this object stands in for one.
     worker = SimpleNamespace(id=0, num_workers=2)
     monkeypatch.setattr("longctx_patch.data.packing.get_worker_info", lambda: worker)
     with pytest.raises(ValueError, match=r"num_workers=2: .*Use num_workers=0 or 1"):

@@ -24,7 +24,7 @@ def prose(page: Path) -> str:
 
 
 def code(page: Path) -> Iterator[str]:
-    """What is written as code outside of Python: spans, and lines of commands."""
+    """Code outside of Python blocks: spans, and lines of commands."""
     yield from re.findall(r"`([^`\n]+)`", prose(page))
     for block in blocks(page, ""):
         yield from re.sub(r"\\\n\s*", " ", block).splitlines()

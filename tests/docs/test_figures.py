@@ -1,4 +1,4 @@
-"""Every measured number in README and the guides is bound to what was measured."""
+"""Every measured number in README and the guides comes from a recorded measurement."""
 
 import re
 import tomllib

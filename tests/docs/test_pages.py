@@ -27,13 +27,13 @@ OTHER_PROGRAMS = {
     *("--standalone", "--nproc_per_node", "--no-build-isolation"),
     *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"),
 }
-"""Options of accelerate, torchrun, pip and Slurm, and the recipe's for its file."""
+"""Options of accelerate, torchrun, pip and Slurm, and the recipe's option for its file."""
 by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 @functools.cache
 def options_of(command: str) -> set[str]:
-    """Options of one of our commands; for "" those of all, of the recipe and the benchmarks."""
+    """Options of one `longctx` command; for "" all options that pages may name."""
     assert isinstance(longctx, click.Group)
     if command:
         parameters = longctx.commands[command].params

@@ -1,4 +1,4 @@
-"""The generated pages are those that the code makes, and scripts in README and guides run."""
+"""The generated pages are up to date, and the scripts in README and guides run."""
 
 import re
 import runpy

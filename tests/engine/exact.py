@@ -1,4 +1,4 @@
-"""Attention on the ranks of a group against dense attention, and its traffic against its plans."""
+"""Compares attention on the ranks of a group with dense attention, and its traffic with plans."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,13 +26,13 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def causal_row(num_tokens: int) -> Masked:
-    """One document, of which each token sees all before it."""
+    """One document in which each token sees itself and all before it."""
     table = np.tri(num_tokens, dtype=np.bool_)
     return Masked("causal", Documents.one(num_tokens), None, None, table)
 
 
 def config_of(plan: Any, layout: Any, ulysses: int, ring: int) -> LongContextConfig:
-    """A config that names a plan and a layout; a double ring has two ranks on a node, or one."""
+    """A config that names a plan and a layout; a double ring has two ranks per node, or one."""
     per_node = (2 if ring % 2 == 0 and ring > 2 else 1) if plan == "double_ring" else None
     return LongContextConfig(
         ulysses_degree=ulysses,
@@ -55,13 +55,13 @@ class Case(NamedTuple):
     sinks: bool = False
     softcap: float | None = None
     share: float | None = None
-    """The share of the tokens whose results are kept for a recompute; None: there is none."""
+    """The share of the tokens whose results are kept for a recompute; None: no recompute."""
     head_dim: int = 8
     device: str = "cpu"
 
 
 class Found(NamedTuple):
-    """What one rank has in the end."""
+    """The results, the traffic and the plans' traffic of one rank."""
 
     tensors: dict[str, Tensor]
     sent: Traffic
@@ -71,7 +71,7 @@ class Found(NamedTuple):
 
 
 def inputs(case: Case) -> list[Tensor]:
-    """q, k, v, dout of the whole sequence and a sink for each head, alike wherever made."""
+    """q, k, v, dout of the whole sequence and a sink per head: the same on every rank."""
     length, (heads, kv_heads) = case.masked.documents.num_tokens, case.heads
     generator = torch.Generator(case.device).manual_seed(100 * length + heads)
 
@@ -81,7 +81,7 @@ def inputs(case: Case) -> list[Tensor]:
     of_tokens = [
         normal(case.batch, length, n, case.head_dim) for n in (heads, kv_heads, kv_heads, heads)
     ]
-    # Their gradient is a sum over ranks, and so in float32.
+    # The gradient of sinks is a sum over ranks, so sinks are in float32.
     return [*of_tokens, normal(heads, dtype=torch.promote_types(case.dtype, torch.float32))]
 
 
@@ -122,7 +122,7 @@ def one_rank(group: SequenceGroup, case: Case) -> Found:
 def _replayed(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, share: float
 ) -> tuple[Tensor, int]:
-    """(out, rows times heads that were kept), in a region whose recompute takes what was kept."""
+    """(out, rows times heads that were kept) of attention in a checkpointed region."""
     frames: list[Frame] = []
 
     def contexts() -> Any:
@@ -143,7 +143,7 @@ def _replayed(
 
 
 def _planned(call: AttentionCall, share: float | None) -> Traffic:
-    """What the plans say that forward, a recompute if there is one, and backward send."""
+    """The traffic of forward, of a recompute if there is one, and of backward, by the plans."""
     traffic = predicted_traffic(call)
     if share is None:
         return traffic.forward + traffic.backward
@@ -154,7 +154,7 @@ def _planned(call: AttentionCall, share: float | None) -> Traffic:
 
 
 def assert_exact(case: Case, ranks: Sequence[Found] | None = None) -> Sequence[Found]:
-    """Compare with dense attention what ranks found, virtual ones unless some are given."""
+    """Compare the results of `ranks` (default: run virtual ranks) with dense attention."""
     if ranks is None:
         ranks = run_virtual_ranks(
             case.config.sequence_degree, lambda t: one_rank(virtual_group(t, case.config), case)

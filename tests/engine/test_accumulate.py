@@ -19,7 +19,7 @@ def row_sum(*shape: int) -> RowSum:
 
 
 def test_large_lse_does_not_overflow() -> None:
-    """Merging by log(1 + exp(x)) gave infinite weights here (a known fault of ring attention)."""
+    """log(1 + exp(x)) would give infinite weights here, a known fault of ring attention codes."""
     merge = merge_of(1, 2, 1, 1)
     rows = Interval(0, 2)
     merge.add(rows, (torch.tensor([1000.0, -1000.0]).view(1, 2, 1), torch.ones(1, 2, 1, 1)))
@@ -53,7 +53,7 @@ ROWS, MOST_PARTS = 11, 6
 
 @st.composite
 def row_runs(draw: st.DrawFn) -> list[Interval]:
-    """The rows of parts: each has any rows or all, the first one too."""
+    """The rows of several parts; every part, the first too, has some rows or all."""
     edges = st.integers(0, ROWS)
     some = st.tuples(edges, edges).map(lambda ends: Interval(min(ends), max(ends)))
     everything = st.just(Interval(0, ROWS))
@@ -93,7 +93,7 @@ def test_rows_of_one_part_keep_their_bits_and_others_are_rounded_once(
 
 
 def test_many_runs_become_one() -> None:
-    """Documents that share a kernel call come as runs of their own, in any order."""
+    """Rows that arrive one by one in any order, as documents of one call do, end as one part."""
     rows = 40
     merge, total = merge_of(1, rows, 1, 2, dtype=torch.bfloat16), row_sum(1, rows, 1, 2)
     ones = torch.ones(1, rows, 1, 2, dtype=torch.bfloat16)
@@ -124,7 +124,7 @@ def test_the_first_part_is_given_back_once_most_rows_have_several() -> None:
 
 
 def test_totals_end_where_the_first_part_is() -> None:
-    """No memory beside it but that of the rows that have two parts."""
+    """The result is the first part's memory; only rows that have two parts take more."""
     whole = (1, 6, 2, 4)
     merge, total = merge_of(*whole, dtype=torch.bfloat16), row_sum(*whole)
     out, grad = (torch.ones(whole, dtype=torch.bfloat16) for _ in range(2))
@@ -163,5 +163,5 @@ def test_sums_are_wide() -> None:
     total.add(Interval(0, 2), (torch.full_like(like, 256),))
     for _ in range(4):
         total.add(Interval(0, 1), (torch.ones(1, 1, 1, 1, dtype=torch.bfloat16),))
-    # bfloat16 has no 257: summed in bfloat16 the ones would be lost one by one.
+    # bfloat16 can't represent 257, so sums in bfloat16 would lose every one of the ones.
     assert total.result()[0].flatten().tolist() == [260.0, 256.0]

@@ -1,4 +1,4 @@
-"""Backward from row dots in place of `out`."""
+"""Backward gets row dots of dout and out (delta) in place of `out`."""
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ def test_delta_survives_tiny_gradients(size: float, dtype: torch.dtype) -> None:
 
 
 def test_delta_in_place_of_out_is_as_accurate() -> None:
-    """Kernels compute delta from out; the shortest out with that delta has no larger error."""
+    """Delta from the shortest out that has it is as accurate as delta from the true out."""
     generator = torch.Generator().manual_seed(0)
     dout, out = torch.randn(2, 1, 2048, 4, 64, generator=generator)
     dout = dout.bfloat16()
-    dout[:, 0] = 0  # a row without gradient has delta 0 whatever its out
+    dout[:, 0] = 0  # a row without gradient has delta 0, whatever its out is
     delta = (dout.double() * out.double()).sum(-1)
     found = row_dots(dout, out_with_row_dots(dout, delta.float()))
     rounded = row_dots(dout, out.bfloat16())

@@ -1,4 +1,4 @@
-"""Packing heads for ranks: every part where it belongs, in few copies, of any layout and dtype."""
+"""Packing heads for ranks puts every part in its place, in few copies, in any layout and dtype."""
 
 import pytest
 import torch
@@ -12,12 +12,12 @@ ROWS = 5
 
 
 def numbers(batch: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """`[B, L, heads, D]`, every entry another."""
+    """`[B, L, heads, D]`, with a different number in every entry."""
     return torch.arange(batch * ROWS * heads * dim).view(batch, ROWS, heads, dim).to(dtype)
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values as a part of a wider tensor, as fused projections give them."""
+    """The same values as a slice of a wider tensor, which is what fused projections return."""
     return torch.cat([tensor, torch.zeros_like(tensor[:, :, :1])], 2)[:, :, :-1]
 
 
@@ -57,7 +57,7 @@ def test_packed_as_one_by_one_and_back(batch: int, heads: int, kv_heads: int, de
 @pytest.mark.parametrize("dim", [1, 3, 8, 20])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_every_width_and_alignment(dtype: torch.dtype, dim: int, offset: int) -> None:
-    """Copied in wider numbers where those fit."""
+    """Copies, in wider numbers where size and alignment allow, are exact in both directions."""
     memory = torch.empty(offset + ROWS * 6 * dim, dtype=dtype)
     tensor = memory[offset:].view(1, ROWS, 6, dim).copy_(numbers(1, 6, dim, torch.float32) % 251)
     cuts = ((Interval(0, 2), Interval(2, 4), Interval(4, 6)),)

@@ -1,4 +1,4 @@
-"""Every kind of mask under every plan against dense attention, on virtual ranks."""
+"""Every kind of mask under every plan equals dense attention, on virtual ranks."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_every_mask_without_a_ring(name: str, ulysses: int) -> None:
 
 @pytest.mark.parametrize("kernel", ["torch_cpu", "torch_eager"])
 def test_ranks_with_whole_documents_send_nothing(kernel: str) -> None:
-    """One kernel takes all of a rank's documents in a call, the other does not."""
+    """Of the two kernels one takes all documents of a rank in one call, the other can't."""
     row, tokens = Documents((6, 10) * 4, 64), np.arange(64)
     document = np.repeat(np.arange(8), row.lengths)
     table = (tokens[:, None] >= tokens) & (document[:, None] == document)
@@ -69,7 +69,7 @@ def test_ranks_with_whole_documents_send_nothing(kernel: str) -> None:
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_of_padding_alone_see_nothing(sinks: bool) -> None:
-    """One rank holds nothing else."""
+    """Padding sees nothing, also on the last rank, which holds only padding."""
     table = np.zeros((12, 12), dtype=np.bool_)
     table[:2, :2] = [[True, False], [True, True]]
     table[2, 2] = True

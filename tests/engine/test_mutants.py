@@ -1,4 +1,4 @@
-"""Plans with one random fault: what the verifier lets through is exact all the same."""
+"""Plans with one random change: those that the verifier accepts are exact all the same."""
 
 from collections import Counter
 from dataclasses import replace
@@ -115,7 +115,7 @@ def test_what_the_verifier_passes_is_exact(num_ranks: int, monkeypatch: pytest.M
 
 
 def plans_of(case: Case) -> dict[Direction, Plan]:
-    """What the ranks run, unless it is changed."""
+    """The plans that the ranks run if none is changed."""
     row, heads = case.masked.documents, case.heads[1]
     setting = decide(case.config, Workload(num_tokens=row.num_tokens, num_kv_heads=heads))
     return {d: setting.schedule(d, row, causal(row.num_tokens), heads).plan() for d in Direction}

@@ -70,7 +70,7 @@ def test_virtual_ranks_equal_dense(
     dtype: torch.dtype,
     run: dict[str, Any],
 ) -> None:
-    """They do whatever the waves, and where results are kept for a recompute."""
+    """Results are exact for any number of waves, also where they are kept for a recompute."""
     kept = dict(run)
     config = replace(config_of("auto", layout, *degrees), ulysses_waves=kept.pop("waves"))
     assert_exact(Case(config, causal_row(length), heads, dtype, **kept))
@@ -253,7 +253,7 @@ def test_more_ulysses_ranks_than_heads_are_refused() -> None:
 
 
 def test_sinks_of_the_caller_stay_as_they_are() -> None:
-    """The row has one token, whose lse has the sinks' own shape."""
+    """In a row of one token lse has the shape of the sinks and must not share their memory."""
     group = make_sequence_group(LongContextConfig())
     q, k, v = torch.randn(3, 1, 1, 2, 4).unbind(0)
     sinks = torch.tensor([0.5, -1.0], requires_grad=True)

@@ -1,4 +1,4 @@
-"""What ranks hold of results: packets that go on, and how much is copied."""
+"""Partial results that a rank holds: packets are sent on, and little is copied."""
 
 import pytest
 import torch

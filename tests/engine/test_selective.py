@@ -1,4 +1,4 @@
-"""Attention's results kept for some tokens only: exact on gradients, and nothing else computed."""
+"""Keeping attention's results for some tokens: gradients are exact, only the rest is computed."""
 
 from typing import Any
 

@@ -22,5 +22,5 @@ def test_every_head_is_computed_once(heads: int, kv_heads: int, degree: int, mos
 def test_waves_are_of_whole_key_value_heads_where_there_are_enough() -> None:
     waves = HeadSplit(32, 8, 4).in_waves(2)
     assert [cut.size for wave in waves for cut in wave.key_value] == [1] * 8
-    alone = HeadSplit(28, 4, 4).in_waves(2)  # one key-value head a rank: it goes with both waves
+    alone = HeadSplit(28, 4, 4).in_waves(2)  # each rank's one key-value head is in both waves
     assert [cut.size for wave in alone for cut in wave.query] == [3] * 4 + [4] * 4

@@ -1,6 +1,6 @@
 """NCCL: the operator and whole models in bfloat16, judged against float64.
 
-Distribution may not cost accuracy: every error is at most twice that of the plain kernel, or of the
+Distribution must not cost accuracy: every error is at most twice that of the plain kernel, or the
 plain model, on one GPU.
 """
 
@@ -55,7 +55,7 @@ def on_gpu(config: LongContextConfig, masked: Masked, **fields: Any) -> Case:
 
 
 def whole_results(group: SequenceGroup, case: Case) -> dict[str, Tensor]:
-    """out and gradients put together from all ranks, which have sent what their plans say."""
+    """Gather out and gradients of all ranks; check that each sent what its plans say."""
     group.counters.reset()
     found = one_rank(group, case)
     assert found.sent == found.planned, group.config
@@ -70,7 +70,7 @@ def whole_results(group: SequenceGroup, case: Case) -> dict[str, Tensor]:
 
 
 def gather(shard: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    """Shards of all ranks; NCCL gathers equal sizes, so they are padded on the way."""
+    """Shards of all ranks; NCCL gathers equal sizes, so shards are padded for the transfer."""
     padded = torch.zeros(len(shard), max(sizes), *shard.shape[2:], dtype=shard.dtype, device=DEVICE)
     padded[:, : shard.shape[1]] = shard
     everyone = [torch.empty_like(padded) for _ in sizes]
@@ -101,12 +101,12 @@ def assert_as_accurate(group: SequenceGroup, alone: SequenceGroup, case: Case, k
 
 
 def with_kernel(group: SequenceGroup, kernel: str) -> SequenceGroup:
-    """The same processes with another kernel; a new group for each would use up NCCL's handles."""
+    """The group with another kernel; a new group for each kernel would use up NCCL's handles."""
     return replace(group, config=replace(group.config, kernel=kernel))
 
 
 def check_the_host_runs_ahead(rank: int, world_size: int) -> None:
-    """No step of any plan waits for the device."""
+    """Forward and backward of every plan return before the device has done them."""
     for plan in PLANS:
         config = config_of(plan, None, 1, world_size)
         group = make_sequence_group(config)
@@ -124,7 +124,7 @@ def check_the_host_runs_ahead(rank: int, world_size: int) -> None:
             out, _ = distributed_attention(*inputs, None, call)
             torch.autograd.grad(out, inputs, dout)
 
-        forward_and_backward()  # what happens once: communicators, kernels, memory
+        forward_and_backward()  # sets up communicators, kernels and memory
         torch.cuda.synchronize()
         done = torch.cuda.Event()
         torch.cuda._sleep(4_000_000_000)  # clock cycles: about two seconds
@@ -151,7 +151,7 @@ def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tupl
 
 
 def check_models(rank: int, world_size: int) -> None:
-    """Models are as accurate as on one GPU."""
+    """Models over several GPUs are as accurate as on one."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
     rows = token_rows(509)
     ids = torch.tensor([row["input_ids"] for row in rows], device="cuda")

@@ -1,4 +1,4 @@
-"""Fused layers in bfloat16: no further from float64 than twice what stock layers are."""
+"""Fused layers in bfloat16: their error against float64 is at most twice that of stock layers."""
 
 from typing import Any
 
@@ -21,13 +21,13 @@ LENGTH = 301
 
 @pytest.fixture(autouse=True)
 def rotary_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put back after each test: Liger's stays in the modeling file."""
+    """Restore the stock function after each test: Liger's would stay in the modeling file."""
     for home in (modeling_llama, modeling_qwen3):
         monkeypatch.setattr(home, "apply_rotary_pos_emb", home.apply_rotary_pos_emb)
 
 
 def outcome(family: str, dtype: torch.dtype, how: FusedLayersName) -> tuple[Tensor, Tensor]:
-    """(loss, all gradients in one) of weights that are bfloat16's, whatever they are kept in."""
+    """(loss, all gradients in one tensor); weights are rounded to bfloat16 for every dtype."""
     model: Any = tiny_model(family, dtype=torch.bfloat16).to(DEVICE)
     if dtype == torch.float64:
         wide: Any = tiny_model(family, dtype=dtype).to(DEVICE)
@@ -41,7 +41,7 @@ def outcome(family: str, dtype: torch.dtype, how: FusedLayersName) -> tuple[Tens
 
 @pytest.mark.parametrize("checkpoint", ["none", "attention", "offload"])
 def test_steps_leave_nothing_behind(checkpoint: Any) -> None:
-    """Heads are rotated for which Liger Kernel would choose another kernel by itself."""
+    """Memory stays constant, with a head dim for which Liger Kernel prefers another kernel."""
     pytest.importorskip("liger_kernel")
     model: Any = tiny_model(hidden_size=512, num_attention_heads=4, dtype=torch.bfloat16)
     assert model.config.head_dim == 128
@@ -62,7 +62,7 @@ def numbers(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("part", ["mlp", "input_layernorm", "rope"])
 def test_rows_of_more_numbers_than_32_bits_count(part: str) -> None:
-    """Parts of a layer, forward and backward, at tokens before and after that number."""
+    """Each part of a layer is right at tokens before and after 2**31 numbers, both ways."""
     pytest.importorskip("liger_kernel")
     width, inner, head_dim = 4096, 16384, 128
     model: Any = tiny_model(
@@ -82,7 +82,7 @@ def test_rows_of_more_numbers_than_32_bits_count(part: str) -> None:
             return getattr(model.model.layers[0], part)(x)
         heads = x.unflatten(2, (-1, head_dim)).transpose(1, 2)
         angles = model.model.rotary_emb(x, positions[None])
-        # It works in place, on what a linear layer gave; k is as q.
+        # Rotation works in place, on the output of a linear layer; k equals q here.
         rotated, _ = modeling_llama.apply_rotary_pos_emb(heads.clone(), heads.clone(), *angles)
         return rotated.transpose(1, 2).flatten(2)
 
@@ -97,7 +97,7 @@ def test_rows_of_more_numbers_than_32_bits_count(part: str) -> None:
 def with_gradient(run: Any, x: Tensor, dout: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
     out = run(x, positions)
-    # Liger's norm and rotary embedding write their gradient where they got theirs.
+    # Liger's norm and rotary embedding overwrite dout with their gradient.
     return out.detach(), torch.autograd.grad(out, x, dout.clone())[0]
 
 

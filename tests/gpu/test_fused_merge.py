@@ -1,4 +1,4 @@
-"""The merge in one pass: as near to float64 as torch's operators, with nothing held beside it."""
+"""The merge in one pass: at most twice the error of torch's operators, and no extra memory."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def spec(dim: int) -> TensorSpec:
 
 
 def some_part(rows: Interval, dim: int, dtype: torch.dtype, seed: int) -> Part:
-    """Views of larger tensors; one head has rows without a key, another some far larger lse."""
+    """Views of larger tensors; head 0 has rows that see no key, head 1 some far larger lse."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     shape = (BATCH, rows.size, HEADS + 1, 2 * dim)
     out = torch.randn(shape, generator=generator, device=DEVICE).to(dtype)[:, :, 1:, :dim]
@@ -48,7 +48,7 @@ def merged(parts: list[Part], dim: int) -> tuple[Tensor, Tensor]:
 
 
 def softmax_of(parts: list[Part], dim: int) -> tuple[Tensor, Tensor]:
-    """(out_BLHD, lse_BHL) in float64: the parts weighed by the softmax of their lse."""
+    """(out_BLHD, lse_BHL) in float64: the parts weighted by the softmax of their lse."""
     lse_NBHL = torch.full((len(parts), BATCH, HEADS, LENGTH), -torch.inf, device=DEVICE).double()
     out_NBLHD = torch.zeros(len(parts), *spec(dim).shape, device=DEVICE).double()
     for index, (rows, (lse_BLH, out)) in enumerate(parts):
@@ -71,7 +71,7 @@ def softmax_of(parts: list[Part], dim: int) -> tuple[Tensor, Tensor]:
 def test_error_is_at_most_twice_that_of_several_passes(
     rows: list[Interval], dtype: torch.dtype, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def parts() -> list[Part]:  # anew each time: they may be written to
+    def parts() -> list[Part]:  # made anew for each merge, which may write to them
         return [some_part(part_rows, dim, dtype, seed) for seed, part_rows in enumerate(rows)]
 
     assert fits_one_pass(DEVICE, torch.float32, *parts())
@@ -110,7 +110,7 @@ def test_takes_the_memory_of_rows_with_several_parts_alone() -> None:
     merge.add(half, (lse[:, :2048], part[:, :2048]))
     merge.add(Interval(1024, 4096), (lse[:, 1024:], part[:, 1024:]))
     merge.add(half, (lse[:, :2048], part[:, :2048]))
-    # Of all rows, the first half: in float32.
+    # Only the first half of the rows has a float32 sum.
     assert torch.cuda.max_memory_allocated() - before == (4 * part.numel() + lse.nbytes) // 2
     _, out = merge.result()
     assert torch.equal(out, part)

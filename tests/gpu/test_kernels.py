@@ -1,4 +1,4 @@
-"""CUDA kernels against float64, and what a distributed plan asks of them."""
+"""CUDA kernels agree with float64 and do what a distributed plan asks of them."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.gpu
 PACKAGED = ["flash_attn_4", "flash_attn_3", "flash_attn_2"]
 FAST = ["torch_flash", "cudnn", *PACKAGED]
 KERNELS = [*FAST, "torch_eager"]
-# bfloat16 has 8 bits: rounding inputs of softmax, out and gradients gives a few of its 2^-9.
+# bfloat16 has 8 bits: rounding of softmax inputs, out and gradients gives a few times 2^-9.
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 SCORE = Score(0.125)
 CAPPED = Score(0.125, softcap=1.5)
@@ -62,7 +62,7 @@ def usable(name: str, **changes: Any) -> Kernel:
 
 @pytest.mark.parametrize("name", FAST)
 def test_row_slices_and_a_global_lse(name: str) -> None:
-    """Slices of rows are not contiguous with a batch of two; block gradients add up."""
+    """Gradients of blocks, from the global lse, add up; slices of rows are not contiguous."""
     kernel = usable(name)
     q, k, v, dout = problem(256, 256, (8, 2), torch.bfloat16, dim=64, device="cuda")[:4]
     everything = Segments((256,), (256,), FULL_WINDOW)
@@ -86,8 +86,8 @@ def test_row_slices_and_a_global_lse(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAST)
 def test_layouts_of_out_and_dout(name: str) -> None:
-    """torch keeps cuDNN's graphs by the layout of q, k and v only: gradients were wrong by a third
-    where out came in another layout than in an earlier call of the same shape."""
+    """torch caches cuDNN's graphs by the layout of q, k and v only: gradients were wrong by a third
+    where out had another layout than in an earlier call of the same shape."""
     kernel = usable(name)
     segments = Segments((256,), (256,), CAUSAL_WINDOW)
     given = problem(256, 256, (8, 2), torch.bfloat16, dim=64, device="cuda")
@@ -116,7 +116,7 @@ class Trial(NamedTuple):
 
 
 def check_segments(kernel: Kernel, trial: Trial) -> None:
-    """Forward over some keys; their share of the gradients, with other keys and a sink."""
+    """Check forward over some keys, and their gradients where other keys and a sink count too."""
     _, case, score, dtype, dim, heads = trial
     segments = SEGMENTS[case]
     given = problem(sum(segments.q), sum(segments.kv), heads, dtype, dim=dim, device="cuda")
@@ -133,7 +133,7 @@ KINDS = (
 
 
 def trials() -> Iterator[Trial]:
-    """All cases, which take turns with the kinds of tensors; softcap, head dims, and float32."""
+    """All cases, with the kinds of tensors in turn; then softcap, other head dims and float32."""
     for name, (number, case) in product(KERNELS, enumerate(SEGMENTS)):
         if takes(available()[name], SEGMENTS[case], SCORE):
             dtype, dim, heads = KINDS[number % len(KINDS)]
@@ -161,7 +161,7 @@ def test_segments_windows_and_tables(trial: Trial) -> None:
 @pytest.mark.parametrize("name", [*KERNELS, "flex"])
 @pytest.mark.parametrize("case", ["causal", "windows of documents", "documents"])
 def test_deterministic_gradients_are_bitwise_equal(name: str, case: str) -> None:
-    """Many keys for each query, so that sums over blocks could fall out in any order."""
+    """Segments are so long that sums over blocks could be made in any order."""
     kernel = usable(name, deterministic=True)
     segments = SEGMENTS[case]
     segments = segments._replace(
@@ -199,7 +199,7 @@ def test_all_kernels_here_are_right_and_timed(changes: dict[str, bool]) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("case", PIECES)
 def test_calls_add_up(name: str, case: str) -> None:
-    """Pieces as windows, or as squares in both directions where a kernel has no windows."""
+    """Pieces become windows, or squares in both directions where a kernel has no windows."""
     given = partial(problem, heads=(8, 2), dtype=torch.bfloat16, dim=64, device="cuda")
     check_calls(usable(name), PIECES[case], SCORE, given, 1e-2)
 
@@ -217,9 +217,9 @@ RUNS = [case for case, segments in SEGMENTS.items() if not isinstance(segments.r
 
 
 def test_flex_compiles_once_for_all_runs() -> None:
-    """Lengths, windows, numbers of documents and scales are data, not code.
+    """Lengths, windows, numbers of documents and scales are data, not code: nothing is recompiled.
 
-    torch compiles squares, up to whole blocks, apart from what has more columns than rows.
+    torch compiles two graphs: one for squares (in whole blocks), one for more columns than rows.
     """
     from torch._dynamo.utils import counters
 

@@ -1,4 +1,4 @@
-"""The chunked linear cross-entropy on CUDA: its error, its memory, and that nothing is awaited."""
+"""The chunked linear cross-entropy on CUDA: its error and memory; the host awaits nothing."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 TOKENS, WIDTH, WORDS = 4096, 256, 32000
 CHUNK_BYTES = 16 * 2**20
-"""Of 524 MB for all logits in float32."""
+"""All logits in float32 would take 524 MB."""
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +41,7 @@ def has_at_most_twice_the_error(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> None:
-    """`leaves`: hidden, weight and perhaps bias."""
+    """Compare with full logits in float64; `leaves` are hidden, weight and perhaps bias."""
 
     def through_full_logits(given: list[Tensor]) -> list[Tensor]:
         bias = given[2] if len(given) > 2 else None
@@ -69,7 +69,7 @@ VARIANTS = [{}, {"softcap": 4.0}, {"scale": 0.3, "bias": True}, {"softcap": 4.0,
 def test_error_is_at_most_twice_that_of_full_logits(
     dtype: torch.dtype, variant: dict[str, Any]
 ) -> None:
-    """A bias of -inf takes every seventh word away, none of which is a label."""
+    """This holds too where a bias of -inf removes every seventh word (none is a label)."""
     options = dict(variant)
     *leaves, labels = inputs(dtype)
     if options.pop("bias", False):
@@ -96,7 +96,7 @@ def test_chunks_of_one_token_and_any_number_of_words(dtype: torch.dtype, num_wor
 
 
 ROWS = [(1, 1.0), (7, 1.0), (4096, 1.0), (4097, 1e4), (128_259, 1.0), (128_259, 1e4)]
-"""Words, and the size of logits."""
+"""Numbers of words, and sizes of the logits."""
 
 
 @pytest.mark.parametrize(("num_words", "size"), ROWS)
@@ -105,7 +105,7 @@ ROWS = [(1, 1.0), (7, 1.0), (4096, 1.0), (4097, 1e4), (128_259, 1.0), (128_259, 
 def test_rows_have_the_error_of_rounding(
     dtype: torch.dtype, softcap: float | None, num_words: int, size: float
 ) -> None:
-    """The kernel itself, on logits that are given. The second row has no label, the last is NaN."""
+    """The fused kernel alone on given logits; rows 1 and 3 have no label, and row 3 is NaN."""
     from longctx_patch.loss.fused_softmax import softmax_losses
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -130,7 +130,7 @@ def test_rows_have_the_error_of_rounding(
     assert not grads[[1, 3]].any()
     distance = (grads[:3] - wanted[:3]).norm()
     of_rounding = (wanted[:3].to(dtype) - wanted[:3]).norm()
-    # Where most logits are capped, little is left of the gradients, and of that most digits.
+    # Where most logits are capped, gradients are tiny and only their first digits are right.
     is_capped = softcap is not None and size > softcap
     allowed = 1e-4 * wanted[:3].norm() if is_capped else 2e-6 * (1 + wanted[:3].norm())
     assert distance <= 2 * of_rounding + allowed
@@ -156,7 +156,7 @@ def test_without_gradients_there_is_the_same_loss() -> None:
 def test_a_chunk_takes_the_memory_of_its_logits_alone(
     dtype: torch.dtype, softcap: float | None
 ) -> None:
-    """The weight is frozen, whose gradient would hide what a chunk takes."""
+    """The weight is frozen, because its gradient would hide what a chunk takes."""
     hidden, weight, labels = inputs(dtype)
     weight.requires_grad_(False)
     linear_cross_entropy(hidden, weight, labels, softcap=softcap, chunk_bytes=CHUNK_BYTES)

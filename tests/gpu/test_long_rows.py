@@ -34,7 +34,7 @@ def wanted(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
 
 
 def run_both(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
-    """(out, dq, dk, dv) where every query sees every key, or a skip where the kernel isn't here."""
+    """(out, dq, dk, dv) where every query sees every key; skips where the kernel is missing."""
     kernel = available()[name]
     request = KernelRequest("cuda", torch.bfloat16, DIM, num_heads=HEADS, num_kv_heads=KV_HEADS)
     reason = kernel.refuses(request)
@@ -51,7 +51,7 @@ def run_both(name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("parts", [1, 4])
 def test_long_queries(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many queries of few keys; gradients of keys come from the last queries alone."""
+    """Many queries of few keys: dout is 0 but for the last queries, at which results are right."""
     monkeypatch.setattr(run, "num_head_parts", lambda q, k: parts)
     q = tensors(LONG, HEADS, 0)
     k, v = (tensors(SHORT, KV_HEADS, seed) for seed in (1, 2))

@@ -1,6 +1,6 @@
 """NCCL: every kind of mask in bfloat16, judged against float64.
 
-Distribution may not cost accuracy: every error is at most twice that of the same kernel over the
+Distribution must not cost accuracy: every error is at most twice that of the same kernel over the
 whole sequence on one GPU.
 """
 
@@ -34,7 +34,7 @@ def check_masks(rank: int, world_size: int) -> None:
     for config in configs:
         group = make_sequence_group(config)
         for masked in masks_of(LENGTH):
-            # cuDNN makes a graph for every new shape, which takes long.
+            # cuDNN builds a graph for every new shape, which is slow.
             kernels = ("torch_flash", "cudnn") if config is configs[0] else ("torch_flash",)
             for kernel in kernels:
                 if masked.mask is None or not masked.mask.has_tiles:
@@ -44,7 +44,7 @@ def check_masks(rank: int, world_size: int) -> None:
 
 
 def check_flex(rank: int, world_size: int) -> None:
-    """Each kind of piece is compiled for many seconds, so there is one config."""
+    """FlexAttention under one config only: each kind of piece takes many seconds to compile."""
     alone = make_sequence_group(LongContextConfig())
     group = make_sequence_group(LongContextConfig(ring_degree=world_size, layout="contiguous"))
     for masked in masks_of(LENGTH):

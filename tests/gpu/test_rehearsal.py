@@ -1,4 +1,4 @@
-"""`auto` that begins with what a rehearsal found, on memory that is limited for the test."""
+"""`auto` begins with what a rehearsal found, on GPU memory that the test limits."""
 
 import gc
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def all_memory_again() -> Iterator[None]:
 
 class Run(trained.Run):
     def __init__(self, checkpoint: CheckpointPolicy) -> None:
-        gc.collect()  # models of runs before this one
+        gc.collect()  # frees the models of earlier runs
         torch.cuda.empty_cache()
         model: Any = tiny_model(
             num_hidden_layers=LAYERS,
@@ -47,7 +47,7 @@ class Run(trained.Run):
         return torch.cuda.memory_stats(DEVICE)["num_alloc_retries"]
 
     def steps(self) -> tuple[list[tuple[LayerPolicy, ...]], list[int], Tensor]:
-        """(policies of each, peak bytes of each, losses)"""
+        """(policies, peak bytes, losses) of the steps."""
         policies, peaks, losses = [], [], []
         for _ in range(STEPS):
             torch.cuda.reset_peak_memory_stats()
@@ -62,7 +62,7 @@ class Run(trained.Run):
 
 
 def capacity_of(run: Run, num_bytes: float) -> int:
-    """Leave so much to this process."""
+    """Limit this process to `num_bytes` of the GPU; its capacity then, in bytes."""
     total = torch.cuda.get_device_properties(DEVICE).total_memory
     torch.cuda.set_per_process_memory_fraction(num_bytes / total)
     meter = run.handle._checkpoints.find_meter(DEVICE)
@@ -71,7 +71,7 @@ def capacity_of(run: Run, num_bytes: float) -> int:
 
 
 def test_layers_climb_from_the_first_pass_on() -> None:
-    """More of them later where it takes less than was expected: that was a bound."""
+    """More layers climb later where a pass takes less than expected, which is an upper bound."""
     least = Run("offload")
     expected = {"offload": least.rehearse().expected_bytes}
     plain = least.steps()
@@ -90,7 +90,7 @@ def test_layers_climb_from_the_first_pass_on() -> None:
         retries = run.num_retries
         policies, peaks, losses = run.steps()
         torch.cuda.set_per_process_memory_fraction(1.0)
-        # Nothing is measured: the last layer is no sample, and all climb from the first step on.
+        # No pass measures with a whole last layer as its sample: layers climb from step 1 on.
         rungs = [[LADDER.index(policy) for policy in of_step] for of_step in policies]
         assert all(sorted(of_step) == of_step for of_step in rungs)
         assert sum(rungs[0]) >= 1
@@ -102,7 +102,7 @@ def test_layers_climb_from_the_first_pass_on() -> None:
         bound = expected["offload"] + sum(known.extra_bytes[-1])
         assert expected["offload"] * 0.99 <= known.peak_bytes <= bound * 1.01
         assert torch.equal(losses[0], plain[2][0])
-        # Kernels add gradients of queries in any order.
+        # Kernels sum the gradients of queries in no fixed order.
         torch.testing.assert_close(losses, plain[2], rtol=1e-2, atol=0)
         del run
 

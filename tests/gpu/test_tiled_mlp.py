@@ -26,7 +26,7 @@ def outcome(
     policy: CheckpointPolicy = "attention",
     autocast: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, all gradients in one) of weights that are bfloat16's, whatever they are kept in."""
+    """(loss, all gradients in one tensor); weights are rounded to bfloat16 for every dtype."""
     narrow = tiny_model(dtype=torch.bfloat16)
     model: Any = tiny_model(dtype=dtype)
     model.load_state_dict(narrow.state_dict())
@@ -60,13 +60,13 @@ def test_a_short_row_needs_no_tiles() -> None:
 
 @pytest.mark.parametrize("policy", ["none", "attention"])
 def test_dropout_of_adapters_has_the_gradient_of_its_loss(policy: CheckpointPolicy) -> None:
-    """Against a difference of losses under the same random numbers, which CUDA draws."""
+    """The gradient equals a difference of losses under the same random numbers from CUDA."""
     torch.manual_seed(1)
     options = LoraConfig(
         r=2, target_modules=["gate_proj"], init_lora_weights=False, lora_dropout=0.4
     )
     model: Any = get_peft_model(tiny_model(dtype=torch.float64), options)
-    for parameter in model.parameters():  # buffers of rotary embeddings stay as they are
+    for parameter in model.parameters():  # but not the buffers of rotary embeddings
         parameter.data = parameter.data.double()
     it = Trained(model.to(DEVICE).train(), length=LENGTH, checkpoint=policy, mlp_tiles=4)
     weight = next(p for name, p in model.named_parameters() if "lora_B" in name)

@@ -1,4 +1,4 @@
-"""A CPU that is like a GPU with a host beside it: what is offloaded counts as the host's."""
+"""The CPU stands in for a GPU with a host: offloaded bytes count as the host's."""
 
 import weakref
 from typing import Any
@@ -14,7 +14,7 @@ from tests.memory.live_bytes import LiveBytes
 
 
 class Host:
-    """Memory that layers may offload to."""
+    """Host memory that layers may offload to."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -44,7 +44,7 @@ class Host:
 
 
 class DeviceBytes(LiveBytes):
-    """All but the host's."""
+    """A meter of all live bytes except those on the host."""
 
     def __init__(self, host: Host, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)

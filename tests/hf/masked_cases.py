@@ -1,4 +1,4 @@
-"""The batches of packed rows that masked models are compared on, by the number of ranks."""
+"""The cases of packed rows on which masked models are compared, by the number of ranks."""
 
 from itertools import product
 
@@ -7,14 +7,14 @@ from longctx_patch.sequence.layout import LayoutName
 from tests.hf.masked_models import MASKS, Case, Pack
 
 SHARE = 12
-"""Tokens of a rank in most rows here."""
+"""Tokens of a rank in most of these rows."""
 LAYOUTS: tuple[LayoutName | None, ...] = (None, "zigzag", "contiguous")
 POLICIES: tuple[CheckpointPolicy, ...] = ("full", "none", "attention", "none")
 TRAINED = ("llama", "qwen2", "gpt_oss")
 
 
 def packs_of(num_ranks: int) -> dict[str, Case]:
-    """Rows of `SHARE` tokens a rank, with what is awkward about each."""
+    """Rows of `SHARE` tokens per rank, each awkward in its own way."""
     n, share = num_ranks * SHARE, SHARE
     middle = (share,) * (num_ranks - 2)
     made = {
@@ -29,7 +29,7 @@ def packs_of(num_ranks: int) -> dict[str, Case]:
 
 
 def cases_of(ulysses: int, ring: int) -> list[Case]:
-    """Each row once; models, placements and policies in turn, others on other numbers of ranks."""
+    """Each row once, with models, placements and policies in turn, by the number of ranks."""
     turns = enumerate(packs_of(ulysses * ring).values(), start=ulysses + ring)
     return [
         case._replace(
@@ -44,8 +44,8 @@ def cases_of(ulysses: int, ring: int) -> list[Case]:
 
 
 def mask_cases(ulysses: int, ring: int) -> list[Case]:
-    """One document, one with padding, and packed ones, under every mask; the models in turn, two of
-    which have windows."""
+    """A row of one document, one with padding, and a packed one, under every mask; the models take
+    turns, and two of them have windows."""
     rows: list[tuple[Pack, int]] = [((48,), 0), ((41,), 48), ((3, 20, 1, 19), 48)]
     return [
         Case(
@@ -62,8 +62,8 @@ def mask_cases(ulysses: int, ring: int) -> list[Case]:
 
 
 def window_cases(ring: int) -> list[Case]:
-    """Windows between a shard and a row, one that leaves out a single pair, of a whole document,
-    and longer than every document. The last token has no label: its pairs change nothing."""
+    """Windows of one token, of about a shard, of all but a single pair of a document, of a whole
+    document, and longer. The last token has no label, so its pairs change nothing."""
     n = ring * SHARE
     windows = {"mistral": (1, SHARE, SHARE + 5, n - 2), "qwen2": (SHARE + 5, n - 2, n, n + 5)}
     row = (4, SHARE + 3, n - SHARE - 9, 2)

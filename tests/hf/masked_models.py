@@ -1,4 +1,4 @@
-"""Patched models under masks and windows over packed rows, against stock eager attention.
+"""Patched models under masks and windows over packed rows, compared with stock eager attention.
 
 The reference runs every document alone, in one process, through the unpatched model: a packed row
 has the sum of their losses and gradients. Other masks reach the stock model as a ready-made 4-D
@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", {}),
     "mistral": ("mistral", {}),
 }
-"""Without a window, with one in one layer, with sinks too, and with one in every layer."""
+"""No window; a window in one layer; that and sinks; a window in every layer."""
 
 
 class Case(NamedTuple):
@@ -87,11 +87,11 @@ def make_model(name: str, window: int = WINDOW) -> Any:
     return featured_model(family, **overrides)
 
 
-# Masks over a padded row, each with the pairs (query, key) that it allows by definition.
+# Masks over a padded row, each with the table of the (query, key) pairs that it allows.
 
 
 def is_seen(row: Ints, column: Ints) -> Table:
-    """About half of the blocks, those on the diagonal always, so that every token sees itself."""
+    """About half of the blocks; always those on the diagonal, so that every token sees itself."""
     return ((row * 3 + column * 5) % 7 < 3) | (row == column)
 
 
@@ -121,7 +121,7 @@ def table_of(mask: str, num_tokens: int) -> Table:
     return MASKS[mask][1](*queries_and_keys(num_tokens))
 
 
-# One process: every document alone, through the stock model.
+# The reference in one process: every document alone, through the stock model.
 
 
 def document_ids(lengths: Sequence[int]) -> list[list[int]]:
@@ -132,13 +132,13 @@ def document_ids(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def additive(table: Table) -> Tensor:
-    """`[1, 1, queries, keys]`: 0 where a key is seen."""
+    """`[1, 1, queries, keys]`: 0 where a query sees the key."""
     seen = torch.from_numpy(table)
     return torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None]
 
 
 def stock_mask(model: Any, table: Table, window: int) -> Tensor | dict[str, Tensor]:
-    """For models with kinds of layers, a mask for each kind; windows reach back only."""
+    """The 4-D mask, or one for each kind of layer that the model has; windows only reach back."""
     q, k = queries_and_keys(len(table))
     full, sliding = additive(table), additive(table & (q - k < window))
     if model.config.model_type == "llama":
@@ -152,7 +152,7 @@ def stock_mask(model: Any, table: Table, window: int) -> Tensor | dict[str, Tens
 def documents_alone(
     name: str, lengths: Pack, window: int, mask: str | None, num_tokens: int
 ) -> Step:
-    """The loss of all documents over the number of labels, and its gradients."""
+    """The summed loss of all documents divided by the number of labels, and its gradients."""
     model = make_model(name, window)
     table = None if mask is None else table_of(mask, num_tokens)
     count, total, start = sum(length - 1 for length in lengths), torch.zeros(()), 0
@@ -169,12 +169,12 @@ def documents_alone(
 
 
 def wanted(case: Case) -> Step:
-    # A mask depends on the padded length; without one it is all the same.
+    # Only masks depend on the padded length.
     num_tokens = case.num_tokens if case.mask else 0
     return documents_alone(case.model, case.lengths, case.window, case.mask, num_tokens)
 
 
-# Several processes: the packed rows.
+# Several processes with the packed rows.
 
 
 def packed_rows(packs: Sequence[Pack]) -> Rows:
@@ -196,8 +196,8 @@ def packed_step(case: Case, model: Any, handle: PatchHandle) -> Step:
 
 
 def run_cases(rank: int, cases: Sequence[Case]) -> list[Step]:
-    """Models that are patched alike are patched once. Only the first rank's steps are compared:
-    means are the same everywhere."""
+    """Run the cases; equal models are patched once. Only rank 0 returns steps, since means over
+    ranks are the same on each."""
     patched: dict[tuple[Any, ...], tuple[Any, PatchHandle]] = {}
     steps = []
     for case in cases:

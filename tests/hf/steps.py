@@ -1,4 +1,4 @@
-"""A training step of one process, or of all ranks together, and how two steps differ."""
+"""A training step of one process or of all ranks together, and the comparison of two steps."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ def collated(handle: PatchHandle, rows: Rows, **options: Any) -> dict[str, Tenso
 
 
 def sharded_step(model: Any, batch: dict[str, Any]) -> Step:
-    """What all ranks together compute, on every rank."""
+    """The step of all ranks together: mean loss and gradients, the same on every rank."""
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
@@ -36,7 +36,7 @@ def sharded_step(model: Any, batch: dict[str, Any]) -> Step:
 
 
 def over_ranks(loss: Tensor, model: Any) -> Step:
-    """The means over all ranks, in one message."""
+    """The mean loss and gradients over all ranks, reduced in one message."""
     grads = gradients(model)
     if not dist.is_initialized():
         return Step(loss.detach(), grads)
@@ -52,7 +52,7 @@ def over_ranks(loss: Tensor, model: Any) -> Step:
 
 
 def complaints(found: Step, wanted: Step, where: object) -> list[str]:
-    """How a step differs from the one that is wanted, in words; empty if it does not."""
+    """How a step differs from the wanted one, in words; empty if it does not."""
     if found.grads.keys() != wanted.grads.keys():
         return [f"{where}: gradients of other parameters"]
     errors = {name: relative_error(found.grads[name], grad) for name, grad in wanted.grads.items()}

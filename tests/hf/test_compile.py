@@ -1,4 +1,4 @@
-"""Compiled layers of a patched model: nothing of the engine is traced, and nothing changes."""
+"""Compiled layers of a patched model: the engine is not traced, and no result changes."""
 
 from torch import Tensor
 from torch._dynamo.utils import counters

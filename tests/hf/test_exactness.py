@@ -1,4 +1,4 @@
-"""Patched models over processes against the unpatched model in one process."""
+"""Patched models over processes equal the unpatched model in one process."""
 
 from dataclasses import replace
 from itertools import product
@@ -18,14 +18,14 @@ from tests.harness import run_distributed
 from tests.hf.steps import Rows, Step, collated, complaints, over_ranks
 from tests.hf.tiny import FAMILIES, gradients, tiny_config, tiny_model, token_rows
 
-# A prime length, and one shorter than the number of chunks: some ranks hold only padding.
+# Prime lengths; 3 is less than the number of chunks, so some ranks hold only padding.
 SHAPES = [(31, "float32"), (3, "float32"), (13, "float64")]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_family_equals_one_process(world_size: int) -> None:
-    """Loss, logits and gradients, and what each rank sends against its plans, in every way to cut
-    a sequence; tests/cli/test_verify.py shows that `verify` finds what is wrong."""
+    """Loss, logits, gradients and traffic are right in every way to cut a sequence; that `verify`
+    would find an error is shown in tests/cli/test_verify.py."""
     configs = [replace(config, ulysses_waves=2) for config in all_configs(world_size)]
     for number, (length, dtype) in enumerate(SHAPES, start=world_size):
         model_config = tiny_config(FAMILIES[number % len(FAMILIES)])
@@ -35,7 +35,8 @@ def test_every_family_equals_one_process(world_size: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_degree_one_is_bitwise_stock(family: str) -> None:
-    """The chunked loss, of the same numbers, rounds in another order: test_lm_head.py."""
+    """Loss, logits and gradients are bitwise equal. The chunked loss, which rounds in another
+    order, is tested in test_lm_head.py."""
     stock = tiny_model(family)
     ids = torch.tensor([row["input_ids"] for row in token_rows(31)])
     wanted = stock(input_ids=ids, labels=ids)
@@ -53,7 +54,7 @@ def test_degree_one_is_bitwise_stock(family: str) -> None:
 
 
 def check_loss_law(rank: int) -> Step:
-    """Two replicas of two shards; three micro batches; labels only where one shard sees them."""
+    """A step of two replicas of two shards, with three micro batches and uneven labels."""
     model = tiny_model()
     config = LongContextConfig(ring_degree=2, layout="contiguous")
     handle = patch(model, config)
@@ -71,7 +72,7 @@ def check_loss_law(rank: int) -> Step:
 
 
 def uneven_rows(micro: int, replica: int) -> Rows:
-    """Replica 0 has few labels, all in the first half; replica 1 none in its second batch."""
+    """Replica 0 has labels only in its first shard; replica 1 has none in its second batch."""
     rows = token_rows(16 + 2 * micro, num_rows=1, seed=10 * micro + replica)
     for row in rows:
         ids = row["input_ids"]

@@ -1,5 +1,5 @@
-"""Packed rows, windows and other masks in patched models on 1, 3 and 4 ranks, against stock eager;
-and that a fault would show: the rows are awkward, the masks and windows matter."""
+"""Packed rows, windows and other masks in patched models on 1, 3 and 4 ranks equal stock eager. A
+fault would show, because the rows are awkward and the masks and windows matter."""
 
 from collections import Counter
 from itertools import product
@@ -27,8 +27,8 @@ def test_ranks_equal_the_documents_alone(num_ranks: int) -> None:
 
 
 def test_the_cases_have_what_is_awkward() -> None:
-    """Boundaries on, one before and one after an edge of a rank, in every placement; whole ranks
-    of padding; documents beyond a share; every policy."""
+    """The cases have boundaries on, one before and one after a rank's edge in every placement,
+    ranks with only padding, documents longer than a share, and every policy."""
     seen: Counter[tuple[str, int]] = Counter()
     for case in [case for cases in CASES.values() for case in cases if case.ring > 1]:
         config, row = case.config, case.documents
@@ -50,7 +50,7 @@ def test_the_cases_have_what_is_awkward() -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_masks_matter(mask: str) -> None:
-    """Else comparing with them would show nothing."""
+    """Each mask changes the loss, so comparisons under it mean something."""
     plain, masked = (documents_alone("llama", (48,), WINDOW, name, 48) for name in (None, mask))
     assert relative_error(masked.loss, plain.loss) > 100 * TOLERANCE
 

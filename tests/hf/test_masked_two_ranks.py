@@ -28,7 +28,7 @@ from tests.hf.masked_models import (
 from tests.hf.steps import Rows, Step, collated, complaints, sharded_step
 from tests.hf.tiny import WINDOW, gradients
 
-# Several rows that are not packed: one mask for all of them.
+# Several rows that are not packed have one mask for all of them.
 
 
 def whole_rows(lengths: Pack) -> Rows:
@@ -44,14 +44,14 @@ def unpacked_step(config: LongContextConfig, lengths: Pack, mask: str) -> Step:
 
 
 def check_unpacked(rank: int) -> list[tuple[Pack, str, Step]]:
-    """Rows of equal length under masks that see ahead, of any length under those that don't."""
+    """Rows of equal length if the mask lets tokens see later ones, else of any length."""
     config = LongContextConfig(ring_degree=2)
     cases = [((24, 24), "both ways"), ((24, 24), "prefix"), ((24, 17), "blocks")]
     return [(lengths, mask, unpacked_step(config, lengths, mask)) for lengths, mask in cases]
 
 
 def rows_alone(lengths: Pack, mask: str) -> Step:
-    """Each row from the first token of the mask on."""
+    """The reference: each row alone, under the top left corner of the mask."""
     model = make_model("llama")
     table, total = table_of(mask, max(lengths)), torch.zeros(())
     for ids in document_ids(lengths):
@@ -67,7 +67,7 @@ def rows_alone(lengths: Pack, mask: str) -> Step:
 
 
 def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
-    """With a plain patched model; each is on every rank and before anything is sent."""
+    """A model patched without a mask refuses on every rank, before anything is sent."""
     packed = collated(handle, packed_rows(((3, 9, 1, 11),)))
     layout = handle.group.layout(int(packed["longctx_shard"][0, 0]))
     whole_positions = layout.positions(handle.group_rank)[None]
@@ -93,11 +93,11 @@ def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
         with pytest.raises(ValueError, match=message):
             model(**packed | changed)
         assert handle.counters.messages == 0
-    # The lengths of documents are compared too: another cut of the same tokens.
+    # Ranks compare the lengths of documents too; here the same tokens are cut differently.
     other = collated(handle, packed_rows(((3, 9, 1, 11) if rank else (3, 10, 11),)))
     with pytest.raises(ValueError, match="must hold shards of the same batch"):
         model(**other)
-    model(**packed).loss.backward()  # still works
+    model(**packed).loss.backward()  # the model still works
     model(**packed | {"position_ids": None}).loss.backward()
 
 
@@ -123,7 +123,7 @@ def refused_masks(config: LongContextConfig, rank: int) -> None:
 
 
 def dropout_after_patch(config: LongContextConfig) -> None:
-    """Nothing looks at the modules again, but what a layer asks for is never dropped."""
+    """Dropout that a module gets after the patch is refused when its layer asks for it."""
     model = make_model("qwen2")
     handle = patch(model, config)
     model.model.layers[1].self_attn.attention_dropout = 0.1
@@ -133,7 +133,8 @@ def dropout_after_patch(config: LongContextConfig) -> None:
 
 
 def adapter_that_prepends(config: LongContextConfig) -> None:
-    """After the patch: the batch no longer is the collator's. Before it: test_patching.py."""
+    """A prefix adapter added after the patch changes the batch, which is refused. An adapter added
+    before is tested in test_patching.py."""
     prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     handle = patch(make_model("llama"), config)
     adapted = get_peft_model(handle.model, prefix)
@@ -154,11 +155,11 @@ def check_refusals(rank: int) -> None:
     adapter_that_prepends(config)
 
 
-# Both, and the packed rows.
+# Unpacked rows, refusals and the packed rows in one start.
 
 
 def check_two_ranks(rank: int) -> tuple[list[Step], list[tuple[Pack, str, Step]]]:
-    """All that two processes are asked for, since starting them takes longest."""
+    """All checks on two ranks, in one start of the processes, which takes longest."""
     check_refusals(rank)
     return run_cases(rank, CASES[2]), check_unpacked(rank)
 

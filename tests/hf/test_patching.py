@@ -1,4 +1,4 @@
-"""Patching binds one model, refuses what it can't do before changing anything, and comes off."""
+"""Patching binds one model, refuses what it can't do before any change, and can be undone."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_unpatch_restores_the_model(family: str, implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_generate_is_the_stock_path(implementation: str) -> None:
-    """Left padding included: without our mask function transformers would drop the padding mask."""
+    """This includes left padding, whose mask transformers would drop without our function."""
     ids = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
 
@@ -122,7 +122,7 @@ def test_a_loss_function_of_the_users_own_is_refused() -> None:
 
 def test_dropout_that_only_the_modules_have_is_refused() -> None:
     model = tiny_model(attention_dropout=0.1)
-    model.config.attention_dropout = 0.0  # too late: the modules copied it when they were made
+    model.config.attention_dropout = 0.0  # too late: the modules have copied 0.1
     with pytest.raises(UnsupportedModelError, match=r"attention_dropout=0\.1"):
         patch(model, ALONE)
 
@@ -175,7 +175,7 @@ def of_two_ranks() -> tuple[Any, PatchHandle, dict[str, Tensor]]:
 
 
 def check_refused_on_every_rank(rank: int) -> None:
-    """Before anything is sent."""
+    """Wrong batches are refused on every rank, before anything is sent."""
     model, handle, good = of_two_ranks()
     short = {"input_ids": good["input_ids"][:, : 1 - rank]}
     short["longctx_shard"] = torch.tensor([[1, 0]] * 2)
@@ -203,7 +203,7 @@ def check_refused_on_every_rank(rank: int) -> None:
 
 
 def check_ranks_that_differ(rank: int) -> None:
-    """What one rank alone does is an error on both."""
+    """What only one rank does wrong, or does differently, is an error on both."""
     model, _, good = of_two_ranks()
     for key, value, message in (
         ("attention_mask", torch.zeros(2, 8), "other masks go to patch"),
@@ -234,14 +234,14 @@ def check_configs_that_differ(rank: int) -> None:
 
 
 def check_two_models(rank: int) -> None:
-    """Two models in one process, patched differently; and the first unpatched under the second."""
+    """Two models of one process are patched differently, and unpatching one leaves the other."""
     first, second = tiny_model(), tiny_model("qwen2")
     ring = patch(first, LongContextConfig(ring_degree=2))
     ulysses = patch(second, LongContextConfig(ulysses_degree=2, ulysses_waves=2))
     for model, handle in ((first, ring), (second, ulysses)):
         model(**collated(handle, token_rows(16))).loss.backward()
-    # Forward and backward of two layers: a ring of two sends 1 + 2 messages, and each of two waves
-    # of heads an all-to-all before and after.
+    # In each of two layers, a ring of two sends 1 message forward and 2 backward. Ulysses makes an
+    # all-to-all before and after attention, forward and backward, for each of two waves.
     assert (ring.counters.messages, ulysses.counters.messages) == (6, 16)
     ring.unpatch()
     ids = torch.tensor([token_rows(16)[0]["input_ids"]])

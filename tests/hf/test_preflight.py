@@ -1,4 +1,4 @@
-"""A rehearsal with three layers says what all layers take, and leaves no trace."""
+"""A rehearsal with three layers predicts the memory of all layers and leaves no trace."""
 
 import gc
 import warnings
@@ -29,7 +29,7 @@ def test_what_is_expected_is_what_a_step_takes(policy: LayerPolicy) -> None:
         before = [dict(vars(layer)) for layer in run.model.get_decoder().layers]
         found = run.rehearse()
         assert [dict(vars(layer)) for layer in run.model.get_decoder().layers] == before
-        run.train()  # which makes the optimizer's states
+        run.train()  # the first step makes the optimizer's states
         meter.reset_peak()
         run.loss().backward()
         peak = meter.peak()
@@ -41,8 +41,8 @@ def test_what_is_expected_is_what_a_step_takes(policy: LayerPolicy) -> None:
 
 @pytest.mark.parametrize("capacity", [1.0, 1.15, 1.3, 1.6, 2.5])
 def test_auto_begins_as_measuring_would_have_ended(capacity: float) -> None:
-    """The first pass after a rehearsal has the policies that passes without one come to, and never
-    takes more than there is. `capacity` in what a step takes that keeps the least."""
+    """The first pass after a rehearsal has the policies that passes without one end with, and no
+    pass exceeds the capacity. `capacity` is in units of the step that keeps the least."""
     policies: dict[bool, list[tuple[LayerPolicy, ...]]] = {True: [], False: []}
     with LiveBytes(PLENTY) as meter:
         run = Run(meter, checkpoint="attention")
@@ -59,14 +59,14 @@ def test_auto_begins_as_measuring_would_have_ended(capacity: float) -> None:
                 policies[rehearses].append(run.handle.checkpointing.policies)
                 assert meter.peak() <= meter.capacity_bytes
     whole = [found.count("none") for found in policies[True]]
-    assert whole[0] <= whole[-1] <= whole[0] + 1  # what was seen allows one more than a bound did
+    assert whole[0] <= whole[-1] <= whole[0] + 1  # measuring may allow one more than the bound
     assert policies[True][-1] == policies[False][-1]
     if capacity == 2.5:
         assert whole[0] == LAYERS > policies[False][0].count("none")
 
 
 def test_it_leaves_no_trace() -> None:
-    """Random numbers, gradients, and the check of the first step."""
+    """Losses, random numbers, gradients and the check of the first step are as without it."""
     losses = {}
     for rehearses in (False, True):
         torch.manual_seed(3)
@@ -74,7 +74,7 @@ def test_it_leaves_no_trace() -> None:
             run = Run(meter, checkpoint="auto")
             if rehearses:
                 found = run.rehearse()
-                assert found.policy == "attention"  # the memory of a CPU is the host's
+                assert found.policy == "attention"  # a CPU has no host to offload to
                 assert "take at least" in str(found)
                 assert "'attention'; this is the least, and 'auto' uses what is left)" in str(found)
                 assert all(parameter.grad is None for parameter in run.model.parameters())
@@ -116,7 +116,7 @@ def test_what_fits_without_gaps_only_is_warned_of() -> None:
 
 
 def test_a_rehearsal_out_of_memory_holds_nothing() -> None:
-    """The error may be alive, as in a notebook, where one tries again with less."""
+    """Nothing stays allocated while the error is alive, as in a notebook, where users retry."""
     with LiveBytes(PLENTY) as meter:
         run = Run(meter, checkpoint="none")
         before = meter.allocated()
@@ -170,7 +170,7 @@ def test_wrong_moments_are_refused(spoil: Any, says: str) -> None:
 
 @pytest.mark.parametrize("policy", ["attention", "auto"])
 def test_a_pass_without_gradients_keeps_nothing(policy: CheckpointPolicy) -> None:
-    """Such as a reference's, before the one that is trained."""
+    """A pass under no_grad before the trained one, for a reference say, doesn't count."""
     expected = []
     for has_reference in (False, True):
         with LiveBytes(PLENTY) as meter:
@@ -202,10 +202,10 @@ def test_only_one_pass_through_the_layers_is_rehearsed(
 
 
 def check_on_two_ranks(rank: int) -> None:
-    """Sharded by FSDP2 over the ranks that share the sequence; one of them has less memory."""
+    """A model under FSDP2 over the ranks of a sequence is refused where one rank lacks memory."""
     losses = []
     for capacity in (None, PLENTY, 0):
-        # Not entered: FSDP2 doesn't work below it, and the numbers don't matter here.
+        # The meter isn't entered: FSDP2 can't run inside it, and bytes don't matter here.
         meter = LiveBytes(PLENTY if capacity is None or rank == 0 else capacity)
         run = Run(meter, shards=True, ulysses_degree=2, checkpoint="attention")
         if capacity:
@@ -219,14 +219,14 @@ def check_on_two_ranks(rank: int) -> None:
 
 
 def check_auto_on_two_ranks(rank: int) -> None:
-    """One of them has memory for the least only, and both begin with that."""
+    """One rank has memory only for the least policies, and both ranks begin with these."""
     losses, policies = [], []
     for rehearses in (False, True):
         with LiveBytes(PLENTY) as meter:
             run = Run(meter, ring_degree=2, checkpoint="auto")
             if rehearses:
                 found = run.rehearse()
-                # As measured on this rank, so that it fits all the same.
+                # Rank 0 has just the memory that its rehearsal expects.
                 meter.capacity_bytes = PLENTY if rank else int(found.expected_bytes / (1 - MARGIN))
             losses.append(torch.stack([run.train() for _ in range(2)]))
             policies.append(run.handle.checkpointing.policies)

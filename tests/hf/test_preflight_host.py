@@ -1,4 +1,4 @@
-"""Rehearsals under `auto` where layers can be offloaded: what is known, and when it holds."""
+"""Rehearsals under `auto` where layers can be offloaded to a host of limited memory."""
 
 import gc
 import warnings
@@ -21,14 +21,14 @@ LAYER_BYTES = LENGTH * 528
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     gc.collect()
-    warnings.simplefilter("ignore")  # that the host is full
+    warnings.simplefilter("ignore")  # the warning that the host is full
     host = Host(PLENTY)
     host.stand_in(monkeypatch)
     return host
 
 
 class Run(trained.Run):
-    """Measured in shares of the capacity."""
+    """A run whose peak memory is given as a share of the capacity."""
 
     def __init__(
         self, meter: LiveBytes, *, layers: int = LAYERS, vocab_size: int = VOCABULARY, **config: Any
@@ -50,7 +50,7 @@ def expected(host: Host, checkpoint: str = "auto", **config: Any) -> int:
 
 @pytest.mark.parametrize("loss", ["logits", "chunked"])
 def test_what_the_least_fits_into_is_not_refused(host: Host, loss: str) -> None:
-    """The layer that the rehearsal leaves whole is none that `auto` has to."""
+    """A rehearsal leaves one layer whole; `auto` need not, so that layer isn't counted."""
     settings: dict[str, Any] = {"loss": loss, "vocab_size": 1500}
     offloaded = expected(host, "offload", **settings)
     with DeviceBytes(host, int(1.03 * offloaded)) as meter:
@@ -72,13 +72,13 @@ LARGE_LOSS: dict[str, Any] = {"loss": "logits", "vocab_size": 1500}
 def test_what_has_no_room_on_the_host_is_expected_to_stay(
     host: Host, layers: float, settings: dict[str, Any]
 ) -> None:
-    """The last layer leaves only where there is room for all."""
+    """Layers without room on the host count on the GPU; the last layer is the first to stay."""
     host.total_bytes = int(layers * LAYER_BYTES)
     found = expected(host, **settings)
     gc.collect()
     with DeviceBytes(host, 1) as meter:
         run = Run(meter, checkpoint="auto", **settings)
-        for _ in range(2):  # what was measured, and the least that can be done
+        for _ in range(2):  # the pass that measures, and the one with the least policies
             run.share_of_a_step()
         peak = run.share_of_a_step() * meter.capacity()
     assert set(run.letters) == {"o"}

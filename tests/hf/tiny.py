@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from longctx_patch.verification.shrink import keep_float64
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Dense, causal and without a window: what most tests run over."""
+"""Dense, causal families without a window, over which most tests run."""
 VOCABULARY = 97
 WINDOW = 7
 
@@ -93,7 +93,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "exaone4": _ALTERNATING,
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
 }
-"""What a family has beside causal attention, small enough to matter in rows of some 30 tokens."""
+"""Features of a family beside causal attention, small enough to matter in rows of 30 tokens."""
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
@@ -111,7 +111,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
 
 
 def featured_config(family: str, **overrides: Any) -> Any:
-    """With a window, softcap, experts and more where the family has them; eager attention."""
+    """A tiny config with the window, softcap, experts and more of its family; eager attention."""
     values = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     values |= {"head_dim": 16, "attn_implementation": "eager"}
     return tiny_config(family, **values | _FEATURES.get(family, {}) | overrides)
@@ -120,7 +120,7 @@ def featured_config(family: str, **overrides: Any) -> Any:
 def tiny_model(
     family: str = "llama", *, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> PreTrainedModel:
-    """The same weights wherever it is called, in training mode."""
+    """A model in training mode with the same weights in every process."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=dtype)
     if dtype == torch.float64:
@@ -129,8 +129,8 @@ def tiny_model(
 
 
 def featured_model(family: str, **overrides: Any) -> PreTrainedModel:
-    """The same weights wherever it is called, none of them as a fresh model has it: norms are not
-    at 1, biases and sinks not at 0, and scores are large enough for a softcap to bend them."""
+    """A model with the same weights in every process. Unlike a fresh model's, norms aren't 1,
+    biases and sinks aren't 0, and scores are so large that a softcap changes them."""
     torch.manual_seed(0)
     config = featured_config(family, **overrides)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -155,7 +155,7 @@ def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def mean_over_ranks(tensor: Tensor) -> Tensor:
-    """What DDP makes of a gradient; collective where there are several processes."""
+    """The mean over all processes, as DDP reduces gradients; collective if there are several."""
     if not dist.is_initialized():
         return tensor
     tensor = tensor.clone()

@@ -1,4 +1,4 @@
-"""A small patched model with an optimizer, to rehearse and to train."""
+"""A small patched model with an optimizer, for rehearsals and training."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class Run(Trained):
         shards: bool = False,
         **options: Any,
     ) -> None:
-        """`shards`: FSDP2 over all ranks."""
+        """`shards`: wrap the model by FSDP2 over all ranks."""
         model = model or tiny_model(num_hidden_layers=LAYERS)
         super().__init__(model, meter=meter, checkpoint=checkpoint, **options)
         if shards:

@@ -1,4 +1,4 @@
-"""First training steps of a patched model on two ranks, and how the check of them ends."""
+"""First training steps of a patched model on two ranks, and the outcome of their check."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +20,7 @@ class Patched(Trained):
     """A patched model on two ranks."""
 
     def steps(self, count: int) -> None:
-        """Gradients add up, as in accumulation."""
+        """Forward and backward `count` times; gradients add up."""
         for _ in range(count):
             self.loss().backward()
 
@@ -43,8 +43,8 @@ def patched(
 
 
 def with_adapter(model: Any, lora: LoraConfig) -> Any:
-    """Wrap a model. The second factor of its adapters begins at 1: at 0, where it usually does, the
-    first would have no gradient."""
+    """Wrap a model by PEFT. The second factor of its adapters begins at 1; at 0, the usual value,
+    the first factor would have no gradient."""
     model = get_peft_model(model, lora)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

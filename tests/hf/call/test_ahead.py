@@ -52,7 +52,7 @@ def test_what_goes_wrong_is_raised_with_its_batch() -> None:
 
 
 def plans_made_in_steps(rank: int) -> list[int]:
-    """How many plans each step had to make by itself."""
+    """How many plans each step made in the main thread, not beside it."""
     in_steps = [0]
     schedule = Setting.schedule
 
@@ -77,6 +77,6 @@ def plans_made_in_steps(rank: int) -> list[int]:
 
 
 def test_packed_steps_find_their_plans_made() -> None:
-    """But for the first, which shows what layers the model has, and the one planned beside it."""
+    """They do from the third step on: only the first step shows which layers there are."""
     for made in run_distributed(plans_made_in_steps, 2):
         assert made == [2, 2, 0, 0]

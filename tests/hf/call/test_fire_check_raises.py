@@ -20,12 +20,12 @@ BOTH, SECOND = (0, 1), (1,)
 
 
 def skips_attention(module: nn.Module) -> None:
-    """As a patch of another library might: the layer runs, and tokens are not mixed."""
+    """Replace attention as another library's patch might: the layer runs, tokens don't mix."""
     module.forward = lambda hidden_states, *args, **kwargs: (hidden_states, None)
 
 
 def attends_locally(module: nn.Module) -> None:
-    """Within this rank's shard, with a loss that looks plausible."""
+    """Replace attention by one within this rank's shard; the loss still looks plausible."""
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         return torch.cumsum(hidden_states, 1), None
@@ -58,7 +58,7 @@ def other_implementation(rank: int, name: str, where: tuple[int, ...]) -> None:
 
 
 def sends_unseen(rank: int, where: tuple[int, ...]) -> None:
-    """Counters that do not see what is sent prove nothing."""
+    """The group counts in other counters than the transport, so nothing seems to be sent."""
     it = patched()
     if rank in where:
         object.__setattr__(it.handle.group, "counters", Counters())
@@ -66,7 +66,7 @@ def sends_unseen(rank: int, where: tuple[int, ...]) -> None:
 
 
 def backward_elsewhere(rank: int, where: tuple[int, ...]) -> None:
-    """Forward as planned, backward with a message more."""
+    """Forward sends what is planned, backward seems to send one message more."""
     it = patched()
     loss = it.loss()
     if rank in where:
@@ -76,7 +76,7 @@ def backward_elsewhere(rank: int, where: tuple[int, ...]) -> None:
 
 
 def refused_batch_first(rank: int) -> None:
-    """A batch that was refused is no step: the check is of the next one."""
+    """A refused batch is no step: the check is of the step after it."""
     it = patched()
     batch = it.collate(token_rows(LENGTH))
     with pytest.raises(ValueError, match="sparse=True with a sharded batch"):
@@ -86,7 +86,7 @@ def refused_batch_first(rank: int) -> None:
 
 
 def forward_that_failed_first(rank: int) -> None:
-    """Nor is one that ended in an error, out of memory say."""
+    """A forward that ended in an error (out of memory, say) is no step either."""
     it = patched()
     layer = it.handle.model.model.layers[1]
 
@@ -134,7 +134,7 @@ def run_hanging(rank: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
-    """What each rank says of each scenario, from one start of the processes."""
+    """The outcome of each scenario on each rank; processes start once for all."""
     return run_distributed(run_wrong, 2, timeout_s=90)
 
 
@@ -150,7 +150,7 @@ def test_what_is_wrong_raises_on_every_rank(name: str, outcomes: list[dict[str, 
 
 
 def test_a_replacement_on_one_rank_raises_on_both() -> None:
-    """The other rank waits for keys that are never sent, unless something tells it."""
+    """The other rank is told, instead of waiting for keys that are never sent."""
     for rank, found in enumerate(run_distributed(run_hanging, 2, timeout_s=30)):
         for name, says in found.items():
             assert says.startswith("sequence parallelism did not run"), f"{name}, {rank}: {says}"
@@ -167,7 +167,7 @@ def first_step_alone(attend: Callable[[nn.Module], None] | None = None) -> Patch
 
 
 def test_one_rank_with_packed_rows_is_checked_too() -> None:
-    """There attention must keep documents apart, though nothing is sent."""
+    """Over one rank nothing is sent, but attention must keep documents apart, which is checked."""
     handle = first_step_alone()
     assert handle.first_step is not None
     assert handle.first_step.masks == "window 7, 2 documents, sinks + causal, 2 documents, sinks"

@@ -25,7 +25,7 @@ def lora_on(*modules: str, layer: int | None = None) -> LoraConfig:
     )
 
 
-# Two steps, because backward is checked when the next forward begins.
+# Scenarios take two steps, because backward is checked when the next forward begins.
 
 
 def plain(
@@ -44,8 +44,8 @@ def adapter_after_patch() -> None:
 
 
 def trained_alone(part: str, policy: CheckpointPolicy) -> None:
-    """Train the upper layer: the lower one has no backward at all. Train the MLPs: the first
-    attention needs no backward, but recomputing its layer runs it again. Or train the head."""
+    """Train only `part`. With the upper layer, the lower one has no backward. With the MLPs, the
+    first attention needs no backward, but recomputing its layer runs its forward again."""
     it = patched(policy=policy)
     for name, parameter in it.model.named_parameters():
         parameter.requires_grad_(part in name)
@@ -91,7 +91,7 @@ def evaluation_first_and_between() -> None:
 
 
 def counters_reset_between_steps() -> None:
-    """`handle.counters.reset()` is public, and used to count one step."""
+    """Users call `handle.counters.reset()` to count one step."""
     it = patched()
     for _ in range(3):
         it.handle.counters.reset()
@@ -99,7 +99,7 @@ def counters_reset_between_steps() -> None:
 
 
 def under_autocast() -> None:
-    """Messages are in the dtype that attention got."""
+    """Under autocast messages are in the dtype of attention's inputs."""
     it = patched()
     for _ in range(2):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -122,7 +122,7 @@ def patched_again() -> None:
 
 
 def one_rank_evaluates_whole_rows(rank: int) -> None:
-    """Stock forward passes send nothing, so one rank may do them while the other waits."""
+    """Forward passes of whole rows send nothing, so one rank may run them alone."""
     it = patched()
     it.steps(1)
     if rank == 0:
@@ -135,7 +135,7 @@ def one_rank_evaluates_whole_rows(rank: int) -> None:
 
 
 def backward_that_failed_first(rank: int) -> None:
-    """What was sent until then is less than was planned, which is no fault of attention's."""
+    """A backward that failed sent less than planned; this isn't blamed on attention."""
     it = patched()
     loss = it.loss()
     broken = mock.patch("longctx_patch.engine.autograd.usp_backward", side_effect=MemoryError)
@@ -189,7 +189,7 @@ def run_stock_alone(rank: int) -> str:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
-    """What each rank says of each scenario, from one start of the processes."""
+    """The outcome of each scenario on each rank; processes start once for all."""
     return run_distributed(run_fine, 2, timeout_s=90)
 
 

@@ -1,4 +1,4 @@
-"""The load-balancing loss of experts over shards is that of one process over whole rows."""
+"""The load-balancing loss of experts over shards equals that of one process over whole rows."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def padding_mask(length: int) -> Tensor:
 def test_whole_logits_in_global_order_with_the_gradient_of_one_process(
     num_ranks: int, length: int
 ) -> None:
-    """Shares are uneven, and from 5 ranks on some hold only padding of every row but the first."""
+    """Shards are uneven; from 5 ranks on some hold only padding of all rows but the first."""
     torch.manual_seed(0)
     layers = [torch.randn(3, length, EXPERTS, requires_grad=True) for _ in range(LAYERS)]
     mask = padding_mask(length)
@@ -69,7 +69,7 @@ def test_whole_logits_in_global_order_with_the_gradient_of_one_process(
     for loss, _ in results:
         assert relative_error(loss, wanted.detach()) < TOLERANCE
     for number, layer in enumerate(layers):
-        # The mean over ranks of zero everywhere but at the owner: a share of what it holds.
+        # Only the owner's gradient isn't zero, so the mean over ranks is 1 / num_ranks of it.
         shards = [grads[number] / num_ranks for _, grads in results]
         assert layer.grad is not None
         assert relative_error(layout.unshard(shards, 1), layer.grad) < TOLERANCE
@@ -83,7 +83,7 @@ def rows() -> list[dict[str, list[int]]]:
 
 
 def model_of(family: str, in_config: bool) -> Any:
-    """The balancing loss counts as much as the other."""
+    """The balancing loss has as much weight as the token loss."""
     return featured_model(family, router_aux_loss_coef=1.0, output_router_logits=in_config)
 
 
@@ -119,7 +119,7 @@ def check_model(
     in_config: bool,
     wanted: tuple[Tensor, Tensor, dict[str, Tensor]],
 ) -> None:
-    """Evaluate, train, and go back to stock; asked for in the model's config or in the call."""
+    """Evaluate, train, unpatch; the config or the call (`in_config`) asks for router logits."""
     wanted_loss, wanted_aux, wanted_grads = wanted
     model = model_of(family, in_config)
     handle = patch(model, config)

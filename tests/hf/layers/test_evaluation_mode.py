@@ -43,7 +43,7 @@ def test_a_loss_with_gradients_is_refused_until_the_model_trains(config: dict[st
 
 
 def test_passes_that_nobody_goes_backward_from_are_allowed() -> None:
-    """A reward model's, say: without labels, or of a model that trains nothing."""
+    """Scoring without labels (as a reward model does), and a model with frozen parameters."""
     model, batch = patched(checkpoint="full")
     scores = model(**unlabelled(batch)).logits
     assert scores.requires_grad

@@ -1,4 +1,4 @@
-"""Compiled parts of layers under every recompute, FSDP2 and adapters; what Liger Kernel may do."""
+"""Compiled parts of layers under every policy, FSDP2 and adapters; what Liger Kernel changes."""
 
 import os
 from typing import Any
@@ -29,8 +29,8 @@ LENGTHS = (31, 37, 41, 29)
 
 
 def trained(how: fused_layers.FusedLayersName) -> tuple[list[Gradients], int]:
-    """Steps over rows of ever new lengths and under ever new policies, and the graphs made after
-    the second of them."""
+    """(steps, each over a row of a new length under new policies; graphs compiled after the second
+    step)."""
     model = tiny_model(num_hidden_layers=LAYERS)
     fuse_layers(model, how)
     it = Trained(model, checkpoint="auto")
@@ -47,21 +47,21 @@ def trained(how: fused_layers.FusedLayersName) -> tuple[list[Gradients], int]:
 
 @pytest.mark.usefixtures("aot_eager")
 def test_compiled_layers_are_exact_and_compiled_for_two_lengths_only() -> None:
-    """A layer compiled as a whole, checkpointing inside, was not compiled at all."""
+    """Parts of layers are compiled; whole layers with checkpointing inside were never compiled."""
     wanted, no_graphs = trained("none")
     assert no_graphs == counters["stats"]["unique_graphs"] == 0
     found, late_graphs = trained("compile")
     assert late_graphs == 0
     for mine, stock in zip(found, wanted, strict=True):
         assert_near(mine, stock, 1e-5)
-    # Four parts, attention in two; of one length, of any, and of whole rows once it is unpatched.
+    # Five graphs (four parts, attention in two) at most thrice: one length, any, whole rows.
     assert 0 < counters["stats"]["unique_graphs"] < 3 * 5
     assert not counters["unimplemented"], "a limit on recompiling was not met"
     assert all("torch.compiler.disable" in reason for reason in counters["graph_break"])
 
 
 def adapted_and_sharded(how: fused_layers.FusedLayersName) -> Gradients:
-    """A LoRA model under FSDP2, its sequence over both ranks; patched first, then fused."""
+    """A LoRA model under FSDP2, patched first, then fused; both ranks share the sequence."""
     model = tiny_model()
     torch.manual_seed(1)
     it = Trained(get_peft_model(model, adapter()), ulysses_degree=2, checkpoint="attention")
@@ -95,7 +95,7 @@ def test_experts_are_not_compiled() -> None:
 
 @pytest.fixture
 def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What it was asked for, and what it does to the modeling file of Llama."""
+    """Pretend that Liger Kernel is installed and changes Llama's module; the options it got."""
     asked: dict[str, Any] = {}
 
     def apply(model: Any, options: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(liger, "apply_liger_kernel", apply)
     monkeypatch.setattr(Package, "problem", lambda package: None)
     monkeypatch.setattr(fused_layers, "runs_triton", lambda: True)
-    monkeypatch.setenv("LIGER_KERNEL_IMPL_ROPE", "of this test")  # so that it is put back
+    monkeypatch.setenv("LIGER_KERNEL_IMPL_ROPE", "of this test")  # restored at the end
     monkeypatch.delenv("LIGER_KERNEL_IMPL_ROPE")
     return asked
 
@@ -116,7 +116,7 @@ def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_liger_changes_one_model_and_the_rotary_embedding_on_gpus(
     liger_is_installed: dict[str, Any],
 ) -> None:
-    """Liger Kernel also puts its own classes where transformers builds models from."""
+    """Liger Kernel also replaces classes of the modeling file, which `fuse_layers` restores."""
     stock = {name: getattr(modeling_llama, name) for name in ("LlamaMLP", "LlamaRMSNorm")}
     ids = torch.arange(9)[None]
     wanted = tiny_model()(input_ids=ids).logits
@@ -161,7 +161,7 @@ def test_auto() -> None:
 
 
 def test_auto_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or with an old one, or where Triton can't compile its kernels."""
+    """`auto` leaves layers as they are without Triton, without the package, or with an old one."""
     assert choose_fused_layers("auto", tiny_model(), "cuda").why.startswith(
         "Liger Kernel needs Tri"
     )
@@ -177,7 +177,7 @@ def test_auto_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_liger_on_a_class_of_ones_own(liger_is_installed: dict[str, Any]) -> None:
-    """Remote code may derive its class from a family's."""
+    """Remote code whose class derives from a family's is fused like the family."""
 
     class LlamaForCausalLM(modeling_llama.LlamaForCausalLM):
         pass

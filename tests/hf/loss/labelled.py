@@ -1,4 +1,4 @@
-"""The batch on which the loss inside the head is compared with that from full logits."""
+"""The batch on which the loss inside the head is compared with the loss from full logits."""
 
 from torch import Tensor
 

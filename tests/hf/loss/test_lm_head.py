@@ -1,5 +1,5 @@
-"""The loss inside the head equals that from full logits, for every family and head; where it can't
-be there, full logits are used."""
+"""The loss inside the head equals that from full logits, for every family and head. A head that
+can't compute the loss returns full logits."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -27,8 +27,8 @@ from tests.reference import relative_error
 
 @contextmanager
 def seen_by(head: nn.Module) -> Iterator[list[int]]:
-    """Dimensions of what a head returns; by a hook on all modules, since one on the head counts as
-    somebody who may change it."""
+    """The number of dimensions of each output of a head: 0 for a loss, 3 for logits. The hook is on
+    all modules, because a hook on the head would switch the loss inside it off."""
     dims: list[int] = []
 
     def look(module: nn.Module, _: Any, out: Any) -> None:
@@ -97,7 +97,7 @@ def test_what_the_family_does_to_logits_matters_and_stays(family: str) -> None:
 
 
 class OtherLinear(nn.Linear):
-    """As quantised heads are: a linear layer that computes in its own way."""
+    """A linear layer that computes in its own way, as quantised heads do."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return 2 * super().forward(hidden)
@@ -133,7 +133,7 @@ HEADS: dict[str, tuple[Callable[[], Any], bool]] = {
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_kind_of_head(kind: str) -> None:
-    """Heads that can't hold the loss return logits to it."""
+    """Heads that can't compute the loss inside return full logits; both losses are equal."""
     build, is_chunked = HEADS[kind]
     torch.manual_seed(0)
     model = build()
@@ -149,7 +149,7 @@ def test_every_kind_of_head(kind: str) -> None:
     "options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}]
 )
 def test_a_head_that_is_wrapped_after_the_patch(options: dict[str, Any]) -> None:
-    """A wrapper holds the bound module, or a copy of it: neither may run the loss inside."""
+    """Neither the patched head inside a wrapper nor a copy of it runs the loss inside."""
 
     def trained(loss: LossName) -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_a_head_that_is_wrapped_after_the_patch(options: dict[str, Any]) -> None
             r=4, init_lora_weights=False, **{"target_modules": ["q_proj"], **options}
         )
         model: Any = get_peft_model(handle.model, adapter).train()
-        with torch.no_grad():  # a head of its own, which the one it was copied from is not
+        with torch.no_grad():  # the copied head differs from the original
             for name, parameter in model.named_parameters():
                 if "modules_to_save" in name:
                     parameter.mul_(-1)
@@ -168,7 +168,7 @@ def test_a_head_that_is_wrapped_after_the_patch(options: dict[str, Any]) -> None
 
 
 def test_a_head_that_was_copied_while_patched_is_patched_again() -> None:
-    """As PEFT's modules_to_save leaves it after a merge."""
+    """PEFT's modules_to_save leaves such a head after a merge."""
     model = tiny_model()
     handle = patch(model, LongContextConfig())
     model.lm_head = copy.deepcopy(model.lm_head)
@@ -193,7 +193,7 @@ BFLOAT16_OUT = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
 
 
 def fsdp_step(tied: bool, loss: LossName, policy: MixedPrecisionPolicy | None) -> dict[str, Tensor]:
-    """`policy`: of the head by itself; None: the head belongs to the whole model."""
+    """`policy`: the head is a unit of FSDP2 with this policy; None: it belongs to the model's."""
     model: Any = tiny_model(tie_word_embeddings=tied)
     handle = patch(model, LongContextConfig(ring_degree=2, loss=loss))
     for layer in model.model.layers:

@@ -1,5 +1,5 @@
-"""Passes of a model with the loss inside its head: all without labels are stock, and what would go
-past the loss or change its logits is refused or takes full logits."""
+"""Passes of a model with the loss inside its head: those without labels are stock; those that would
+bypass the loss or change its logits are refused or use full logits."""
 
 import copy
 from types import MethodType
@@ -28,7 +28,7 @@ def test_patched_models_are_not_copied() -> None:
 
 
 def test_a_loss_that_the_model_makes_by_itself_is_refused() -> None:
-    """As Liger Kernel's fused loss does, whose forward calls neither the head nor the loss."""
+    """Liger Kernel's fused loss is one: its forward calls neither the head nor our loss."""
     for loss in ("chunked", "logits"):
         model: Any = tiny_model().train()
         handle = patch(model, LongContextConfig(loss=loss))
@@ -49,7 +49,7 @@ def test_a_loss_that_the_model_makes_by_itself_is_refused() -> None:
 
 
 def test_other_passes_are_stock() -> None:
-    """Without labels, of whole rows, and generating, also of the head alone."""
+    """Passes without labels, of whole rows, of the head alone and of `generate` are stock."""
     stock, model = tiny_model(), tiny_model()
     handle = patch(model, LongContextConfig())
     batch = collated(handle)
@@ -114,12 +114,12 @@ def test_a_failed_pass_leaves_nothing_open() -> None:
 
 
 def test_a_forward_that_is_called_past_its_hooks_takes_full_logits() -> None:
-    """As wrappers of other libraries may do."""
+    """Wrappers of other libraries may call `model.forward`, which skips hooks."""
     model = tiny_model()
     handle = patch(model, LongContextConfig())
     batch = collated(handle)
     wanted = model(**batch).loss
-    for share in (1.0, 0.5):  # nothing is kept from the first to the second
+    for share in (1.0, 0.5):  # the second pass doesn't reuse the first one's count
         out = model.forward(**batch, num_valid_tokens=int((LENGTH - 1 + LENGTH - 8) / share))
         assert out.logits.shape == (*batch["labels"].shape, VOCABULARY)
         assert relative_error(out.loss, share * wanted) < TOLERANCE
@@ -127,7 +127,7 @@ def test_a_forward_that_is_called_past_its_hooks_takes_full_logits() -> None:
 
 @pytest.mark.parametrize("loss", ["chunked", "logits"])
 def test_what_can_not_be_right(loss: LossName) -> None:
-    """Other labels that can't be right are in test_shard_loss.py."""
+    """`logits_to_keep` with labels, and labels outside the vocabulary, are refused."""
     model = tiny_model()
     batch: dict[str, Any] = collated(patch(model, LongContextConfig(loss=loss)))
     for kept, says in ((2, "logits_to_keep=2"), (torch.tensor([0, 1]), r"logits_to_keep=tensor")):

@@ -1,4 +1,4 @@
-"""Refusals and losses of a patched model that need more than one rank to go wrong."""
+"""Losses and refusals of a patched model that can only go wrong on several ranks."""
 
 from typing import Any
 
@@ -24,14 +24,14 @@ def batches() -> list[Rows]:
 
 
 def stock_step(model: Any) -> float:
-    """Token losses over all batches; each batch's router loss by its share of the tokens."""
+    """The mean token loss over all batches, plus router losses weighted by tokens."""
     counts = [length - 1 for length in LENGTHS]
     total = 0.0
     for (row,), count in zip(batches(), counts, strict=True):
         ids = torch.tensor([row["input_ids"]])
         out = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
         share = count / sum(counts)
-        loss = share * out.loss  # the mean over its tokens, and its router loss
+        loss = share * out.loss  # out.loss includes the router loss
         loss.backward()
         total += loss.item()
     return total
@@ -42,7 +42,7 @@ def check_accumulation(rank: int, num_ranks: int) -> None:
     loss_alone = stock_step(reference)
     patched: Any = featured_model("qwen3_moe", router_aux_loss_coef=0.25)
     handle = patch(patched, LongContextConfig(ring_degree=num_ranks))
-    patched.router_aux_loss_coef = 1.0  # set late, as by a schedule
+    patched.router_aux_loss_coef = 1.0  # set after the patch, as a schedule does
     micro = [collated(handle, rows) for rows in batches()]
     count = count_valid_tokens(micro)
     total = torch.zeros(())
@@ -58,7 +58,7 @@ def check_accumulation(rank: int, num_ranks: int) -> None:
 
 
 def check_labels_of_one_rank(rank: int, num_ranks: int) -> None:
-    """Rank 0 alone has labels that can't be right: both ranks raise, and rank 0 says why."""
+    """Only rank 0 has impossible labels: both ranks raise, and rank 0 says why."""
     model = tiny_model()
     handle = patch(model, LongContextConfig(ring_degree=num_ranks))
     batch = collated(handle, token_rows(24))
@@ -71,9 +71,9 @@ def check_labels_of_one_rank(rank: int, num_ranks: int) -> None:
 
     both = ("labels", "shift_labels")
     bad: list[tuple[dict[str, Any], str]] = [
-        # As if a token that only this rank holds had been masked.
+        # Somebody masked a token that only this rank holds.
         (with_first(-100, "labels"), "labels differ from shift_labels"),
-        # As if its tokenizer had more words than the model.
+        # The tokenizer of this rank has more words than the model.
         (with_first(VOCABULARY, *both), f"label {VOCABULARY}: labels are from 0"),
         ({"labels": batch["labels"].tolist()}, "labels are a list"),
         ({name: batch[name][:, 1:] for name in both}, "each token of the shard"),
@@ -106,7 +106,7 @@ def check_passes_without_labels(rank: int, num_ranks: int) -> None:
 
 
 def check_a_mask_that_fails(rank: int, num_ranks: int) -> None:
-    """It is asked once for each length; what it raises on one rank is heard on both."""
+    """A mask function is called once for each length; its error on one rank is raised on both."""
     asked: list[int] = []
 
     def factory(num_tokens: int) -> Any:
@@ -129,7 +129,7 @@ def check_a_mask_that_fails(rank: int, num_ranks: int) -> None:
 
 
 def check_evaluation_of_replicas(rank: int, num_ranks: int) -> None:
-    """With the count of all tokens it is the loss law; without, each replica is by itself."""
+    """With `num_valid_tokens` the loss law holds; without, each replica evaluates by itself."""
     model = tiny_model()
     handle = patch(model, LongContextConfig())
     batch = collated(handle, batches()[rank])

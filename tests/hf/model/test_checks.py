@@ -20,14 +20,14 @@ from tests.reference import relative_error
 CLASSES = {
     family: MODEL_FOR_CAUSAL_LM_MAPPING[type(featured_config(family))] for family in FAMILIES
 }
-"""Loaded while tests are collected: what ranks are forked from then loads them once for all."""
+"""Loaded at collection, so that the process from which ranks are forked loads them once."""
 
 LENGTH = 43
-"""A prime; on four ranks a window of 7 crosses from each chunk into the one before."""
+"""A prime; on four ranks a window of 7 reaches from each chunk into the one before."""
 
 
 def token_rows() -> Rows:
-    """The second row is shorter, so that one rank or more hold padding."""
+    """Two rows, of which the second is shorter, so that some ranks hold padding."""
     first, second = whole_rows(LENGTH)
     return [first, {"input_ids": second["input_ids"][: LENGTH - 14]}]
 
@@ -45,7 +45,7 @@ def one_process(family: str) -> Step:
 
 
 def train_families(rank: int, num_ranks: int) -> dict[str, Step]:
-    """Ulysses, ring and both in turn; a family with Ulysses on 2 ranks has a ring of 3."""
+    """A step of every family, with Ulysses, ring and both in turn, by the number of ranks."""
     pairs = [(u, r) for u, r in product(range(1, num_ranks + 1), repeat=2) if u * r == num_ranks]
     steps = {}
     for number, family in enumerate(FAMILIES, start=num_ranks):

@@ -1,4 +1,4 @@
-"""Frequencies of the scaled configs against transformers' own, and what is refused."""
+"""Scaled configs give the frequencies of transformers' own RoPE functions; others are refused."""
 
 import copy
 from typing import Any
@@ -66,9 +66,9 @@ def test_frozen_dynamic_has_transformers_dynamic_frequencies_at_that_length(
     assert torch.equal(frequencies(scaled), theirs)
     frozen = scale_rope(dynamic, kind="dynamic", target_length=length)
     assert frozen.rope_parameters == scaled.rope_parameters
-    shorter = scale_rope(dynamic, kind="dynamic", target_length=64)  # default RoPE up to there
+    shorter = scale_rope(dynamic, kind="dynamic", target_length=64)  # RoPE is default up to 64
     assert shorter.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
-    # And through a forward, where transformers takes the length from the positions.
+    # A forward of transformers, which takes the length from the positions, gives the same.
     embedding, positions = LlamaRotaryEmbedding(dynamic), torch.arange(length)[None]
     theirs_cos, _ = embedding(torch.zeros(1), positions)
     ours_cos, _ = LlamaRotaryEmbedding(scaled)(torch.zeros(1), positions)
@@ -94,7 +94,7 @@ def test_a_larger_factor_reaches_further() -> None:
 def test_a_config_that_reaches_it_passes_unchanged() -> None:
     assert scale_rope(llama(), kind="none", target_length=128).to_dict() == llama().to_dict()
     yarn = scale_rope(llama(), kind="yarn", target_length=1024)
-    published = copy.deepcopy(yarn)  # with the original length, as Qwen2.5's
+    published = copy.deepcopy(yarn)  # it states the original length, as Qwen2.5's configs do
     published.max_position_embeddings = 128
     assert reachable_length(published) == 1024
     for kind in ("none", "yarn"):
