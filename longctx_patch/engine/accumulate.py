@@ -1,7 +1,7 @@
 """Totals of partial results, in float32 or wider: each contribution is rounded once at most.
 
-Rows that have one part only stay as they came, bit for bit. In a packed row most rows do, and
-totals of all would cost more than the exchange of the few keys that travel.
+Rows with a single part keep it as it came, bit for bit. In a packed row most rows have one part,
+and summing all rows would cost more than the exchange of the few keys that travel.
 """
 
 from abc import ABC, abstractmethod
@@ -42,24 +42,24 @@ class Part(NamedTuple):
         return self.tensors[-1].dtype
 
     def cut(self, rows: Interval) -> "Part":
-        """A view of some of its rows."""
+        """A view of some of this part's rows."""
         if rows == self.rows:
             return self
         here = slice(rows.start - self.rows.start, rows.stop - self.rows.start)
         return Part(rows, tuple(tensor[:, here] for tensor in self.tensors))
 
     def copy_(self, other: "Part") -> None:
-        """Take the numbers of another one of the same rows."""
+        """Copy the numbers of another part of the same rows."""
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             mine.copy_(theirs)
 
 
 MOST_AT_ONCE = 16
-"""A part is added to at most this many runs of rows one by one; else all rows become one run."""
+"""If a new part overlaps more than this many held parts, all rows become one total first."""
 
 
 class RowTotals(ABC):
-    """Totals of parts that cover ranges of rows. Parts are kept, and may be written to."""
+    """Totals of parts that cover ranges of rows. Added tensors are kept and may be written to."""
 
     def __init__(self, specs: Sequence[TensorSpec], device: torch.device) -> None:
         """`specs`: those of the total's tensors, rows along dim 1."""
@@ -69,12 +69,12 @@ class RowTotals(ABC):
         self._wide = sum_dtype(self._dtype)
         self._all_rows = Interval(0, specs[-1].shape[1])
         self._held: list[Part] = []
-        """Disjoint rows in their order, each one part as it came or the wide total of several."""
+        """Parts of disjoint rows, in row order: each as it came, or the wide total of several."""
         self._home: Part | None = None
-        """The first part, where it has all rows and still holds most of them: in the end the totals
-        of the others are written there too."""
+        """The first part, if it had all rows and still holds most of them. In the end the totals of
+        the other rows are written into its memory too."""
         self._at_home = 0
-        """How many rows it still holds."""
+        """How many rows `_home` still holds."""
 
     @abstractmethod
     def _joined(self, old: Part, new: Part) -> Part:
@@ -85,7 +85,7 @@ class RowTotals(ABC):
         return self._whole(self._dtype).tensors
 
     def total(self) -> tuple[Tensor, ...]:
-        """The total as it stands, which other totals can add."""
+        """The total as it stands, for other totals to add."""
         return self.result()
 
     def is_in(self, tensors: Sequence[Tensor]) -> bool:
@@ -93,7 +93,7 @@ class RowTotals(ABC):
         return len(self._held) == 1 and all(map(is_, self._held[0].tensors, tensors))
 
     def write_to(self, tensors: tuple[Tensor, ...]) -> None:
-        """Put the total into other memory, in its dtype."""
+        """Write the total to `tensors`, in their dtype."""
         whole = Part(self._all_rows, tensors)
         if sum(part.rows.size for part in self._held) < self._all_rows.size:
             self._clear(whole)
@@ -116,7 +116,7 @@ class RowTotals(ABC):
             self._leave_home()
 
     def _with(self, held: list[Part], new: Part) -> Iterator[Part]:
-        """What takes the place of the held parts that share rows with a new one."""
+        """The parts that replace the `held` ones, all of which share rows with `new`."""
         at = new.rows.start
         for old in held:
             both = old.rows.intersect(new.rows)
@@ -135,12 +135,12 @@ class RowTotals(ABC):
             yield new.cut(Interval(at, new.rows.stop))
 
     def _those_in(self, rows: Interval) -> tuple[int, int]:
-        """The range of the held parts that share rows with these."""
+        """The index range of the held parts that share rows with `rows`."""
         first = bisect_right(self._held, rows.start, key=lambda part: part.rows.stop)
         return first, bisect_left(self._held, rows.stop, first, key=lambda part: part.rows.start)
 
     def _leave_home(self) -> None:
-        """Give the first part's memory back: what is held there is copied."""
+        """Copy what is held in the first part's memory, so that the memory can be freed."""
         self._home = None
         self._held = [
             part if part.dtype == self._wide else self._copied(part, part.dtype)
@@ -161,13 +161,13 @@ class RowTotals(ABC):
         return whole
 
     def _copied(self, part: Part, dtype: torch.dtype) -> Part:
-        """Its numbers in memory of their own."""
+        """A copy of a part, in memory of its own."""
         copy = self._empty(part.rows, dtype)
         copy.copy_(part)
         return copy
 
     def _empty(self, rows: Interval, dtype: torch.dtype) -> Part:
-        """Memory for some rows; the lse, whose dtype is wide, stays so."""
+        """Uninitialised memory for some rows; the lse is wide whatever `dtype` is."""
         tensors = []
         for spec in self.specs:
             batch, _, heads, *dim = spec.shape
@@ -178,7 +178,7 @@ class RowTotals(ABC):
         return Part(rows, tuple(tensors))
 
     def _clear(self, part: Part) -> None:
-        """Fill it with what rows without any part have."""
+        """Fill a part with the values of rows that nothing was added to."""
         for tensor in part.tensors:
             tensor.zero_()
 
@@ -212,8 +212,8 @@ class SoftmaxMerge(RowTotals):
 def merge_in_place(total: Part, new: Part) -> None:
     """Merge a part into the same rows of a total, by torch's own operators.
 
-    A row without any key has lse -inf, and weighs 0 also where both sides have none and their
-    difference is NaN. NaN from elsewhere stays.
+    A new row without any key has lse -inf and weighs 0, even if the total's row has no key either
+    and the difference is NaN. NaN from the inputs stays.
     """
     # The difference of two lse is exact where it matters, so the weights add up to one however
     # large lse is; exp(lse - logaddexp) would carry the rounding of the sum into both.

@@ -5,8 +5,8 @@ Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head
 The operator runs a forward plan, saves (q, k, v, out, lse) and runs a backward plan. Ulysses, if
 any, exchanges heads for tokens around the plan, so that the product of the two is USP (Fang and
 Zhao 2024). Inside a checkpointed region that keeps attention, the recompute takes (out, lse) from
-the frame, and neither the kernel nor communication runs again; if it keeps a share of the tokens
-only, both run for the others.
+the frame, and neither the kernel nor communication runs again; if the region keeps only a share of
+the tokens, both run again for the others.
 """
 
 import math
@@ -35,8 +35,8 @@ def distributed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Run a call and return (out_BLHD, lse_BHL); shapes are not checked.
 
-    Without `call.returns_lse`, lse under Ulysses stays where it was computed: it is of this rank's
-    heads and all tokens of its Ulysses group.
+    Without `call.returns_lse`, lse under Ulysses is as it was computed: of this rank's heads and
+    all tokens of its Ulysses group.
     """
     if q.is_cuda and q.requires_grad and isinstance(call.group.everyone, VirtualTransport):
         raise ValueError(
@@ -58,8 +58,8 @@ class _DistributedAttention(torch.autograd.Function):
         ctx.call = call
         frame = current_frame()
         selection = None if frame is None else selection_of(call, frame.share)
-        # Checkpointing drops what the first forward saves and wants the recompute to save the same
-        # shapes; a recompute that runs nothing again has only this rank's tokens.
+        # Checkpointing wants the recompute to save the same shapes as the first forward, whose
+        # tensors it drops. A recompute that runs nothing again has only this rank's tokens.
         ctx.local = frame is not None and selection is None
         with torch.autocast(q.device.type, enabled=False):  # kernels choose their dtypes
             if frame is None:
@@ -87,7 +87,7 @@ class _DistributedAttention(torch.autograd.Function):
 def _kept_whole(
     frame: Frame, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """(out, lse, lse to return): they are computed and kept, or taken as they were kept."""
+    """(out, lse, lse to return): computed and kept at first, taken from the frame in a replay."""
     if frame.replaying:
         return frame.take()
     saved, out, returned_lse = usp_forward(call, q, k, v, sinks)
@@ -186,7 +186,7 @@ def check_shards(
     group: SequenceGroup,
     mask_problem: str | None,
 ) -> None:
-    """Compare across ranks before anything is sent that could hang; raise on every rank or none."""
+    """Check the arguments of all ranks before an exchange can hang; raise on every rank or none."""
     problem = _shape_problem(q, k, v) or mask_problem
     problem = problem or _value_problem(q, sinks, num_tokens, documents, mask, score)
     if problem is not None:

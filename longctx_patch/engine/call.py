@@ -25,9 +25,9 @@ from longctx_patch.sequence.masks import Mask
 def make_plan(
     setting: Setting, direction: Direction, documents: Documents, mask: Mask, num_kv_heads: int
 ) -> Plan:
-    """The plan of the ring part, over `ring_degree` ranks and all tokens, proved right.
+    """The verified plan of the ring part, over `ring_degree` ranks and all tokens.
 
-    The proof takes milliseconds (0.4 s for 64 ranks), once for each row of other documents.
+    Verification takes milliseconds (0.4 s for 64 ranks), once for each new list of documents.
     """
     plan = setting.schedule(direction, documents, mask, num_kv_heads).plan()
     verify_plan(plan)
@@ -61,16 +61,16 @@ class AttentionCall:
 
     group: SequenceGroup
     documents: Documents
-    """Decide the placement of tokens."""
+    """The row's documents, which decide the placement of tokens."""
     mask: Mask
     score: Score
     shape: CallShape
     setting: Setting
     """Plans and waves; degrees and placement are those of the group."""
     returns_lse: bool = False
-    """Whether lse is wanted for this rank's tokens; under Ulysses it travels with out then."""
+    """Whether lse is wanted for this rank's tokens; under Ulysses it then travels with out."""
 
-    # What is made once for a call is no field of it, so that `replace` makes it anew.
+    # What is made once per call is cached and not a field, so that `replace` starts without it.
 
     @cached_property
     def _plans(self) -> dict[tuple[Direction, int], Plan]:
@@ -78,12 +78,12 @@ class AttentionCall:
 
     @cached_property
     def selections(self) -> dict[float, Any]:
-        """What `longctx_patch.engine.selective` has made of this call, by share of the tokens."""
+        """The selections of `longctx_patch.engine.selective`, by share of the tokens kept."""
         return {}
 
     @cached_property
     def waves(self) -> "tuple[HeadWave, ...]":
-        """The heads, in the parts in which Ulysses exchanges them; one without a Ulysses part."""
+        """The heads, in the parts that Ulysses exchanges one by one; one part without Ulysses."""
         shape, ulysses = self.shape, self.group.ulysses
         split = HeadSplit(shape.num_heads, shape.num_kv_heads, ulysses.num_ranks)
         return tuple(HeadWave(self, part) for part in split.in_waves(self.setting.ulysses_waves))
@@ -117,7 +117,7 @@ class AttentionCall:
     def prepare(self, directions: Iterable[Direction] = tuple(Direction)) -> None:
         """Make plans and kernel calls of these directions before they are needed.
 
-        It asks no other rank, so calls are left out where the ranks haven't agreed on a kernel yet.
+        Nothing is communicated, so calls are left out if the ranks haven't agreed on a kernel yet.
         """
         kernel = self.group.kernels.known(self.group.config.kernel, self._request)
         for wave, direction in product(self.waves, directions):
@@ -131,7 +131,7 @@ class AttentionCall:
         return Executor(self.group.ring, self.group.ring_results, self.kernel(), self.score)
 
     def kernel(self) -> Kernel:
-        """What all ranks of the group compute with: collective on GPUs, for the first such call.
+        """The kernel of all ranks of the group. On GPUs the first call of a kind is collective.
 
         Raises ValueError where no kernel can do what the mask and the score ask for.
         """

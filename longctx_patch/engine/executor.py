@@ -29,7 +29,7 @@ class Executor:
     transport: Transport
     """Carries inputs."""
     results_transport: Transport
-    """Carries results: of a group of its own, so that keys don't queue behind gradients."""
+    """Carries results, in a group of its own, so that keys don't queue behind gradients."""
     kernel: Kernel
     score: Score
 
@@ -72,7 +72,7 @@ class Executor:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq_BLHD, dk_BLGD, dv_BLGD) of this rank's shard; `out` and `lse` are forward's.
 
-        `keys_as_summed`: dk and dv in the dtype of their sums, for a sum that goes on from there.
+        `keys_as_summed`: keep dk and dv in the dtype of their sums, for a caller that adds more.
         """
         alone = only_call(plan, self.transport.group_rank, self.kernel.traits)
         if alone is not None:
@@ -125,8 +125,8 @@ class Executor:
     def _begin_with_sinks(
         self, plan: Plan, q: Tensor, sinks: Tensor, num_kv_heads: int, partials: Partials
     ) -> None:
-        """A sink is a key with a logit and no value: what is merged starts from it."""
-        # Memory of its own, since results are merged into it.
+        """Start the merge from the sinks: a sink is a key with a logit and no value."""
+        # lse needs memory of its own, since results are merged into it.
         lse_BLH = sinks.to(sum_dtype(q.dtype)).expand(q.shape[:3])
         lse_BLH = lse_BLH.clone(memory_format=torch.contiguous_format)
         for part in range(plan.num_head_groups):
@@ -179,7 +179,7 @@ class Executor:
 def kernel_calls(
     plan: Plan, rank: int, traits: Traits
 ) -> tuple[tuple[tuple[Work, tuple[Call, ...]], ...], ...]:
-    """A rank's works in each step, and the calls that compute them with such a kernel."""
+    """A rank's works in each step, with the calls that compute them on a kernel of these traits."""
     return tuple(
         tuple((work, calls_of(work.pieces, traits)) for work in step.works)
         for step in plan.rank_steps[rank]
@@ -188,9 +188,9 @@ def kernel_calls(
 
 @lru_cache(maxsize=128)
 def only_call(plan: Plan, rank: int, traits: Traits) -> Call | None:
-    """The call that is all a rank has to do, over all its rows; None if there is more to it.
+    """The one call that does all of a rank's work, over all its rows; None if there is none.
 
-    It needs no bookkeeping, which would take the host longer than a small block takes the GPU.
+    Such a call skips the bookkeeping, which takes the host longer than a small block takes the GPU.
     """
     if any(step.sends or step.receives for step in plan.rank_steps[rank]):
         return None
@@ -240,9 +240,9 @@ def row_dots(dout_BLHD: Tensor, out_BLHD: Tensor) -> Tensor:
 def out_with_row_dots(dout_BLHD: Tensor, delta_BLH: Tensor) -> Tensor:
     """An `out` whose row dots with dout are delta, for kernels that take out and not delta.
 
-    Backward uses out in rowsum(dout * out) only, so delta travels in its place, 1 / D of the
-    bytes. The shortest such out is delta * dout / |dout|^2; being the shortest, it is rounded to
-    the dtype of the model with no larger error than the true one.
+    Backward uses out only in rowsum(dout * out), so delta travels in place of out, with 1 / D of
+    the numbers. The shortest such out is delta * dout / |dout|^2; being the shortest, it is rounded
+    to the dtype of the model with no larger error than the true one.
     """
     wide = dout_BLHD.to(delta_BLH.dtype)
     # Divided by the largest entry first: the square of a tiny gradient would underflow.

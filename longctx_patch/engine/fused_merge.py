@@ -4,8 +4,8 @@ Per number of the total it reads both parts and writes once: 10 bytes for a bflo
 a float32 total in place, 8 for two bfloat16 parts. PyTorch's own operators take several passes,
 since a part is converted, or zeros are filled in, before anything is merged.
 
-Triton is imported here, so this module is imported only where it is used (`accumulate.py`). One
-program computes a number, in a fixed order: the same inputs give the same bits.
+Triton is imported here, so this module is imported only where it is used (`accumulate.py`). Each
+number is computed by one program in a fixed order, so the same inputs give the same bits.
 """
 
 import torch
@@ -20,14 +20,14 @@ Part = tuple[Interval, tuple[Tensor, ...]]
 has D contiguous, lse is float32; other strides are free."""
 
 _NUMBERS_PER_PROGRAM = 2048
-"""Numbers of out: 16 for each of 128 threads, which keeps enough reads on their way."""
+"""Numbers of out: 16 for each of 128 threads, which keeps enough reads in flight."""
 
 
 def merge(total: Part, old: Part, new: Part) -> None:
     """Write the merge of `old` and `new` to all rows of `total`, in float32.
 
-    A row that neither part has becomes 0 and -inf. The memory of `total` may be that of the same
-    rows of a part, if dtype and strides are the same too.
+    A row that neither part has gets out 0 and lse -inf. The memory of `total` may be that of the
+    same rows of a part, if dtype and strides are the same too.
     """
     rows, (_, out_BLHD) = total
     batch, _, heads, dim = out_BLHD.shape
@@ -61,8 +61,8 @@ def _weighed(a: tl.tensor, x: tl.tensor, b: tl.tensor, y: tl.tensor) -> tuple[tl
     return lse, out
 
 
-# The alignment of out says how wide memory can be accessed. All else that changes from call to call
-# must not have the kernel compiled anew.
+# Triton may specialise on the alignment of out, which decides how wide memory accesses are. Other
+# arguments that change from call to call must not have the kernel compiled again.
 @triton.jit(
     do_not_specialize=[
         f"{part}_{name}"
@@ -123,7 +123,7 @@ def _merge(
     x = tl.load(a_out[:, None] + col, in_old[:, None] & in_row, 0.0).to(tl.float32)
     y = tl.load(b_out[:, None] + col, in_new[:, None] & in_row, 0.0).to(tl.float32)
     lse, out = _weighed(a, x, b, y)
-    # Threads may share what they read: all have read it before one writes over it.
+    # Threads may read the same numbers, which `total` may overwrite: all read before one writes.
     tl.debug_barrier()
     to_lse = total_lse + batch * total_lse_b + (row - total_start) * total_lse_l
     to_out = total_out + batch * total_b + (row - total_start) * total_l + head * total_h

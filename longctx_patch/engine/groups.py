@@ -59,14 +59,14 @@ class SequenceGroup:
         return self.ring.group_rank * self.ulysses.num_ranks + self.ulysses.group_rank
 
     def close(self) -> None:
-        """Give the process groups back. Collective; the group is of no use afterwards."""
+        """Destroy the process groups. Collective; the group can't be used afterwards."""
         transports = (self.everyone, self.ring, self.ring_results, self.ulysses)
         for transport in {id(t): t for t in transports}.values():
             if isinstance(transport, ProcessGroupTransport):
                 transport.close()
 
     def layout(self, row: int | Documents) -> Layout:
-        """Where the ranks have the tokens of a row, which its documents or its length stand for."""
+        """Which rank has which tokens of a row, given as its documents or its length."""
         return self.config.layout_of(Documents.one(row) if isinstance(row, int) else row)
 
     def require_shards(
@@ -81,14 +81,14 @@ class SequenceGroup:
         whole: str,
         fix: str,
     ) -> list[tuple[int, ...]]:
-        """Every rank's `numbers`, by rank, where all hold shards of one row. Collective.
+        """Check that all ranks hold shards of one row; return each one's `numbers`. Collective.
 
         Args:
-            local_tokens: how many tokens this rank holds; ranks differ as the layout says.
+            local_tokens: how many tokens this rank holds; it must be what the layout says.
             held: what must be the same on all ranks, in words.
             problem: why this rank refuses what it holds (see `meet`).
             whole: what the ranks must hold shards of, in words.
-            fix: what to do where they don't.
+            fix: what to do if they don't, in words.
 
         Raises:
             ValueError: on every rank, with a table of what each one holds.
@@ -142,7 +142,7 @@ def make_sequence_group(config: LongContextConfig) -> SequenceGroup:
 
 
 def _check_same_config(config: LongContextConfig) -> None:
-    """Ranks with different degrees or plans would wait for each other in different places."""
+    """Raise if configs differ between ranks, which would then wait for each other forever."""
     if _world()[1] == 1:
         return
     assert dist.group.WORLD is not None
@@ -186,8 +186,8 @@ def _my_transport(groups: torch.Tensor, counters: Counters) -> Transport:
 
 
 def _group_options() -> Any:
-    """On NCCL, transfers go first where they and attention's kernel compete for multiprocessors:
-    they need few of them, and what they bring is waited for."""
+    """On NCCL, transfers take priority over attention's kernels for multiprocessors: they need few,
+    and other work waits for what they bring."""
     if "nccl" not in dist.get_backend():
         return None
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

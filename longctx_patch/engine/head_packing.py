@@ -1,10 +1,10 @@
 """Copies between tensors with all heads and one buffer in which each rank's heads are together.
 
 One strided copy serves all ranks whose heads are equally many and equally far apart: for even
-splits it is one kernel for each tensor, however many ranks there are. Copies are made in the widest
-numbers that both sides consist of, since such a copy costs by the number. Where heads go is worked
-out once for all tensors that lie alike: a GPU computes short rows in less time than the host takes
-for that.
+splits that is one kernel per tensor, however many ranks there are. Tensors are copied as the widest
+dtype that their alignment allows, since a copy costs by the number of elements. Where heads go is
+cached for tensors of one memory layout: for short rows, working it out takes the host longer than
+attention takes the GPU.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def pack(tensors: Sequence[Tensor], cuts: tuple[HeadCuts, ...]) -> tuple[Tensor,
 
 
 def unpack(buffer: Tensor, totals: Sequence[HeadTotal], cuts: tuple[HeadCuts, ...]) -> None:
-    """Fill the heads in `cuts` of each total from a buffer as `pack` would have made it."""
+    """Fill the heads in `cuts` of each total from a buffer in the form that `pack` makes."""
     forms = tuple(_form(tensor, is_copied=not is_sum) for tensor, is_sum in totals)
     for copy in _copies(cuts, forms, _form(buffer)):
         tensor, is_sum = totals[copy.tensor]
@@ -57,7 +57,7 @@ def unpack(buffer: Tensor, totals: Sequence[HeadTotal], cuts: tuple[HeadCuts, ..
         if not is_sum:
             mine.copy_(packed)
             continue
-        for of_rank, arrived in zip(mine, packed, strict=True):  # they may have the same heads
+        for of_rank, arrived in zip(mine, packed, strict=True):  # ranks may share heads
             of_rank += arrived
 
 
@@ -83,7 +83,7 @@ class _Form(NamedTuple):
 
     @property
     def unit_bytes(self) -> int:
-        """The largest power of two that divides where the tensor and each of its rows begin."""
+        """The largest power of two that divides the addresses of the tensor and of its rows."""
         if self.strides[-1] != 1:
             return 1
         numbers = reduce(or_, self.strides[:-1], self.shape[-1] | self.offset)
@@ -153,23 +153,23 @@ def _copies(
 
 
 def _wide(form: _Form, buffer: _Form) -> torch.dtype | None:
-    """The widest numbers that both are made of; None: those they have."""
+    """The widest dtype that both can be viewed as; None: their own."""
     if not form.is_copied or form.dtype != buffer.dtype:
         return None
-    # The buffer's rows are heads, as long as the tensor's.
+    # In the buffer a row is the D numbers of one head, as in the tensor.
     unit = min(form.unit_bytes, buffer._replace(shape=form.shape[-1:]).unit_bytes)
     wider = (x for x in _WIDE if unit >= x.itemsize > form.dtype.itemsize)
     return next(wider, None)
 
 
 def _in_units(strides: tuple[int, ...], numbers: int) -> tuple[int, ...]:
-    """Strides of wider numbers, side by side along the last dim."""
+    """Strides counted in wider numbers, which are contiguous along the last dim."""
     *others, last = strides
     return (*(stride // numbers for stride in others), last)
 
 
 def _regular_runs(cuts: tuple[HeadCuts, ...]) -> list[Interval]:
-    """The ranks, in as few runs as are regular in every tensor."""
+    """The ranks, in as few runs as are evenly spaced in every tensor."""
     ranks = list(zip(*cuts, strict=True))
     steps = [None, *(_steps(*pair) for pair in pairwise(ranks))]
     runs = [Interval(0, 1)]

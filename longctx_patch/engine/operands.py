@@ -23,7 +23,7 @@ class Held(NamedTuple):
 
 
 def pick_rows(tensors: Iterable[Tensor], held: Rows, intervals: Iterable[Interval]) -> list[Tensor]:
-    """The rows in these intervals of tensors that hold some rows along dim 1."""
+    """The rows in `intervals`, from tensors that hold the rows `held` along dim 1."""
     places = [held.place(run) for run in adjoined(intervals)]
     assert None not in places, f"rows {intervals} of {held}"
     if len(places) == 1 and (place := places[0]) is not None:
@@ -33,7 +33,7 @@ def pick_rows(tensors: Iterable[Tensor], held: Rows, intervals: Iterable[Interva
 
 
 def adjoined(intervals: Iterable[Interval]) -> list[Interval]:
-    """Intervals that follow each other without a gap as one, in the order given."""
+    """The intervals in the order given; those that follow each other without a gap are joined."""
     runs: list[Interval] = []
     for interval in intervals:
         if runs and runs[-1].stop == interval.start:
@@ -59,7 +59,7 @@ class Inputs:
         self._gathered: tuple[Share, Held] | None = None
 
     def find(self, block: Block) -> Held:
-        """Where these rows are; the plan has been checked to have brought them."""
+        """The tensors that hold a block's rows; the plan was checked to have brought them here."""
         if block.owner == self._rank:
             tensors = self._own_heads(block.operand, block.heads)
             return Held(tensors, Rows.first(tensors[0].shape[1]))
@@ -92,7 +92,7 @@ class Inputs:
         return packet.buffer
 
     def land(self) -> None:
-        """What has arrived can be found from now on."""
+        """Let `find` see what has arrived."""
         self._buffers |= self._arriving
         self._arriving.clear()
 

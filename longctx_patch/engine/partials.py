@@ -33,14 +33,14 @@ class Partial:
             self.totals.add(place, placed)
 
     def adopt(self, packet: Packet) -> None:
-        """Start from a packet that covers all rows, and is ours to write to."""
+        """Start from a packet that covers all rows and may be written to."""
         self.add(self.rows.runs, packet.tensors)
         self._arrived = packet
 
     def packet(self, operand: Operand) -> Packet:
         """The bytes to send."""
         specs = [_wire_spec(spec, operand) for spec in self.totals.specs]
-        # A sum that came as a packet and was added to in place goes on as that packet.
+        # A sum that arrived as a packet and was added to in place is sent on as that packet.
         if (
             self._arrived is not None
             and self.totals.is_in(self._arrived.tensors)
@@ -66,7 +66,7 @@ class Partials:
     def __init__(
         self, rank: int, num_kv_heads: int, like: Mapping[Operand, tuple[Tensor, ...]]
     ) -> None:
-        """`like`: for each kind of result the rank's own tensors whose shapes it has."""
+        """`like`: for each kind of result, this rank's own tensors that have its shapes."""
         self._rank = rank
         self._num_kv_heads = num_kv_heads
         self._like = like
@@ -75,7 +75,7 @@ class Partials:
 
     def add(self, key: ResultKey, runs: Sequence[Interval], parts: tuple[Tensor, ...]) -> None:
         """Add results for `runs` of the owner's rows, which the parts hold one after another."""
-        # This rank's own results are of all its rows from the start: most works fill them.
+        # This rank's own results cover all its rows from the start, since most works fill them.
         own = key.owner == self._rank
         rows = self._own_rows(key.kind) if own else Rows.of(runs)
         held = self._held.get(key)
@@ -86,7 +86,7 @@ class Partials:
     def own(self, kind: Operand, num_groups: int, *, as_summed: bool = False) -> tuple[Tensor, ...]:
         """This rank's results, its groups of heads side by side; zeros where nothing was added.
 
-        `as_summed`: in the dtype of the sums where there are any, for a sum that goes on."""
+        `as_summed`: keep the dtype of the sums where there are any, for a caller that adds more."""
         groups = []
         for index in range(num_groups):
             key = ResultKey(kind, self._rank, Share(index, num_groups))
@@ -158,8 +158,8 @@ def _key(block: Block) -> ResultKey:
 def _placed(
     rows: Rows, runs: Sequence[Interval], parts: tuple[Tensor, ...]
 ) -> Iterator[tuple[Interval, tuple[Tensor, ...]]]:
-    """(place among the held `rows`, that part of the tensors) for each run; runs that follow each
-    other there are one."""
+    """For each run: (its place among the held `rows`, its part of the tensors). Runs that are
+    adjacent there are joined."""
     places = [rows.place(run) for run in runs]
     assert None not in places, f"rows {runs} of {rows}"
     joined = adjoined(place for place in places if place is not None)

@@ -15,7 +15,7 @@ class CallTraffic(NamedTuple):
     forward: Traffic
     backward: Traffic
     backward_after_replay: Traffic
-    """Where the recompute replayed (out, lse): Ulysses exchanges q, k, v and out once more."""
+    """Backward after a recompute replayed (out, lse): Ulysses exchanges q, k, v and out again."""
 
 
 def predicted_traffic(call: AttentionCall) -> CallTraffic:

@@ -1,13 +1,13 @@
 """Keep attention's results for the tokens that cost most to compute again, and for no others.
 
-Under a causal mask a token costs as much as it has tokens before it. So of each document the last
-tokens are kept: with a share x of a row's tokens, the recompute of the others takes (1 - x)^2 of
-attention's forward pass and keeps 1 - x of its results' memory free (sequence-level selective
-checkpointing; BurstEngine, Sun et al. 2025). Half the memory is a quarter of the work.
+Under a causal mask the cost of a token grows with the number of tokens before it, so the last
+tokens of each document are kept. If these are a share x of the row, recomputing the others takes
+(1 - x)^2 of attention's forward pass and saves 1 - x of its results' memory (sequence-level
+selective checkpointing; BurstEngine, Sun et al. 2025). Half the memory is a quarter of the work.
 
-Rows are selected where attention has computed them: under Ulysses those are all tokens of the
-group for some heads, so that ranks keep equally much however tokens are placed. Ring ranks do with
-a layout that spreads a document's end over all of them, as `striped` does.
+Each rank selects among the rows that it has computed. Under Ulysses these are all tokens of the
+group, for some heads, so ranks keep equal amounts wherever tokens are placed. Ring ranks do so only
+with a layout that spreads a document's end over all of them, as `striped` does.
 """
 
 from bisect import bisect_left
@@ -42,7 +42,7 @@ class Selection:
 
     call: AttentionCall
     cut: int
-    """Tokens are kept from this place in their document on."""
+    """The position in each document from which on tokens are kept."""
 
     @cached_property
     def early(self) -> AttentionCall:
@@ -69,7 +69,7 @@ class Selection:
         lse.index_copy_(2, rows, kept.lse)
 
     def _rows_on(self, device: torch.device) -> Tensor:
-        """Copied there once: a copy waits for the device."""
+        """`_rows` on a device, copied once, because a copy waits for the device."""
         if device not in self._copies:
             self._copies[device] = self._rows.to(device)
         return self._copies[device]
@@ -89,7 +89,7 @@ class Selection:
 def selection_of(call: AttentionCall, share: float) -> Selection | None:
     """The selection of at most a share of the row's tokens, made once for a call.
 
-    None where that is all of them."""
+    None if that share is all tokens."""
     if share not in call.selections:
         cut = first_kept(call.documents, share)
         call.selections[share] = Selection(call, cut) if cut else None
@@ -98,7 +98,7 @@ def selection_of(call: AttentionCall, share: float) -> Selection | None:
 
 
 def first_kept(documents: Documents, share: float) -> int:
-    """The place in documents from which on at most a share of all tokens lie.
+    """The first position in documents such that at most a share of all tokens are there or later.
 
     Example:
         >>> first_kept(Documents((6, 2), 8), 0.25)
@@ -113,7 +113,7 @@ def first_kept(documents: Documents, share: float) -> int:
 
 
 def rows_before(documents: Documents, place: int) -> Mask:
-    """The first tokens of each document see everything, the others nothing."""
+    """A mask: the first `place` tokens of each document see everything, the others nothing."""
     everything = Interval(0, documents.num_tokens)
     edges = zip(documents.edges, documents.edges[1:], strict=False)
     rows = [Interval(start, min(start + place, stop)) for start, stop in edges]

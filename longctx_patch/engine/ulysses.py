@@ -1,8 +1,9 @@
 """DeepSpeed-Ulysses: exchange heads for tokens around a plan over fewer ranks (Jacobs et al. 2023).
 
-Before attention every rank of a Ulysses group holds some tokens of all heads, inside it all tokens
-of some heads. Key-value heads fewer than ranks are sent to every rank whose query heads need them,
-and their gradients are summed in float32 where they came from. Query heads need not divide evenly.
+Before attention every rank of a Ulysses group holds all heads of some tokens; during attention it
+holds some heads of all tokens. If there are fewer key-value heads than ranks, each is sent to every
+rank whose query heads need it, and its gradients are summed in float32 on the ranks it came from.
+Query heads need not divide evenly.
 
 Heads don't depend on each other, so they are exchanged in waves: those of one wave travel while
 another is computed.
@@ -34,7 +35,7 @@ class Resharder(NamedTuple):
     """How many tokens each rank has before the exchange."""
 
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingHeads":
-        """Begin to exchange `[B, L_local, all heads, D]` each for some heads of all tokens."""
+        """Begin to exchange tensors `[B, L_local, all heads, D]` for some heads of all tokens."""
         rank = self.transport.group_rank
         batch, _, _, dim = tensors[0].shape
         widths = [self.split.of(kind)[rank].size for kind in heads]
@@ -43,14 +44,14 @@ class Resharder(NamedTuple):
         return ArrivingHeads(self._all_to_all(send, sizes, shapes), widths)
 
     def to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[Heads]) -> "ArrivingTokens":
-        """Begin the way back: exchange what `to_heads` brings for parts of all heads."""
+        """Begin the way back: exchange what `to_heads` brings for all heads of some tokens."""
         rank = self.transport.group_rank
         whole = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 2)
         batch, _, _, dim = whole.shape
         cuts = tuple(self.split.of(kind) for kind in heads)
         widths = [sum(cut.size for cut in mine) for mine in zip(*cuts, strict=True)]
         shapes = [(batch, self.sizes[rank], width, dim) for width in widths]
-        # In one row, the tokens of each rank lie side by side already.
+        # In a batch of one row, the tokens of each rank are contiguous already.
         send = whole.reshape(-1)
         if batch > 1:
             send = torch.cat([part.flatten() for part in whole.split(self.sizes, 1)])
@@ -97,7 +98,7 @@ class ArrivingHeads(NamedTuple):
         """Wait, and return `[B, L of the group, heads, D]` for each tensor."""
         received, shapes = self.arriving.wait(), self.arriving.shapes
         batch, _, heads, dim = shapes[0]
-        # In one row, the tokens of the ranks lie side by side as they came.
+        # In a batch of one row, the tokens of all ranks are in order as they arrived.
         whole = received.view(1, -1, heads, dim)
         if batch > 1:
             parts = received.split([prod(shape) for shape in shapes])
@@ -116,9 +117,9 @@ class ArrivingTokens(NamedTuple):
 def join_waves(waves: Sequence[Sequence[ArrivingTokens]]) -> list[Tensor]:
     """`[B, L, all heads, D]` of each tensor, from the exchanges that each wave comes back in.
 
-    What several ranks or waves have of one head (key-value gradients) is summed in float32. A wave
-    is put in its place when it has come, while those after it travel; all are waited for in the
-    order in which they were posted.
+    Heads that several ranks or waves have (key-value gradients) are summed in float32. A wave is
+    unpacked when it has arrived, while later ones travel; all are waited for in the order in which
+    they were posted.
     """
     totals = [_empty_totals(exchange) for exchange in zip(*waves, strict=True)]
     for wave in waves:
@@ -132,7 +133,7 @@ def join_waves(waves: Sequence[Sequence[ArrivingTokens]]) -> list[Tensor]:
 
 
 def _empty_totals(waves: Sequence[ArrivingTokens]) -> list[HeadTotal]:
-    """Memory for all heads of each tensor of an exchange, which every wave has one of."""
+    """Memory for all heads of each tensor of one exchange, which `waves` gives for every wave."""
     like, (batch, rows, _, dim) = waves[0].arriving.received, waves[0].arriving.shapes[0]
     totals = []
     for of_waves in zip(*(wave.cuts for wave in waves), strict=True):

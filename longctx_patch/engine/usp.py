@@ -1,8 +1,9 @@
 """Forward and backward of one rank: Ulysses' exchanges around a plan.
 
-Their product is USP (Fang and Zhao 2024). Heads go in waves: all exchanges of heads for tokens are
-posted first, each wave is computed when it has come, and goes back while the next one is computed.
-The first wave's way in and the last one's way back are what is left to wait for.
+Ulysses around a ring plan is USP (Fang and Zhao 2024). Heads go in waves: all exchanges of heads
+for tokens are posted first; each wave is computed once it has arrived, and its results travel back
+while the next wave is computed. Only the first wave's way in and the last one's way back are left
+to wait for.
 
 Legend: B batch, L tokens of this rank, S tokens of its Ulysses group, H query heads, G key-value
 heads, D head dim.
@@ -23,15 +24,15 @@ from longctx_patch.plans.head_split import QKV, Heads
 
 
 class Saved(NamedTuple):
-    """What backward needs: the tensors of a wave as its plan saw them, or of this rank's tokens."""
+    """What backward needs: a wave's tensors as its plan saw them, or all heads of own tokens."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor
     lse: Tensor
-    """`[B, heads, S]`, for the heads that this rank computes; so it is too where the other tensors
-    are `[B, L, ...]` of all heads."""
+    """`[B, heads, S]` for the heads that this rank computes, even where the other tensors are
+    `[B, L, ...]` of all heads."""
 
 
 class ForwardResult(NamedTuple):
@@ -68,7 +69,7 @@ def usp_forward(
         part = _compute_forward(wave, executor, inputs.wait(), sinks)
         if complete is not None:
             complete(number, part)
-        # lse is a column of every head, so it travels like one.
+        # lse has one number per head and token, so it travels as heads of dim 1.
         results = [part.out, part.lse.transpose(1, 2)[..., None]]
         saved.append(part)
         leaving.append(
@@ -98,7 +99,7 @@ def usp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """This rank's gradients: (dq_BLHD, dk_BLGD, dv_BLGD, dsinks_H).
 
-    `local`: `saved` has this rank's tokens, and is exchanged once more.
+    `local`: `saved` has all heads of this rank's tokens, so it is exchanged once more.
     """
     executor = call.executor
     dsinks = None if sinks is None else torch.zeros_like(sinks)
@@ -136,7 +137,7 @@ def _exchange_for_backward(
 ) -> list[ArrivingHeads]:
     """Begin to exchange dout, and (q, k, v) and out too where only this rank's tokens were saved.
 
-    They travel one by one, since kernels want out and dout contiguous.
+    out and dout each travel alone, since kernels want them contiguous.
     """
     query = [Heads.QUERY]
     exchanges = []

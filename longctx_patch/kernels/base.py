@@ -49,12 +49,12 @@ class Segments(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What a kernel takes as it is; all take one segment that is full, or causal and square."""
+    """What a kernel takes besides one segment that is full, or causal and square, as all do."""
 
     segments: bool
     """It takes more than one segment, of any lengths."""
     windows: bool
-    """It takes any window, also where n is less than m."""
+    """It takes any window, even where n is less than m."""
     tiles: bool
     """It takes a table of bits."""
     softcap: bool
@@ -66,7 +66,8 @@ EVERYTHING = Traits(segments=True, windows=True, tiles=True, softcap=True)
 class KernelRequest(NamedTuple):
     """What a kernel must be able to compute, the same on every rank of a group.
 
-    The first fields and `deterministic` decide which kernels can, the others which is the fastest.
+    The fields up to `tiles`, and `deterministic`, decide which kernels can compute it; the others
+    decide which kernel is fastest.
     """
 
     device_type: str
@@ -99,7 +100,7 @@ class Domain(NamedTuple):
     least_gpu: tuple[int, int] | None = None
     """The lowest compute capability that it runs on; None: the kernel asks for no GPU."""
     below_gpu: int | None = None
-    """The first major version of the compute capability that it does not run on, if any."""
+    """The first major version of the compute capability that it no longer runs on, if any."""
 
 
 class BackwardInputs(NamedTuple):

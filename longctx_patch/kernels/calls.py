@@ -30,7 +30,7 @@ class Call(NamedTuple):
 def calls_of(pieces: tuple[Piece, ...], traits: Traits) -> tuple[Call, ...]:
     """The calls that a kernel with these traits needs for disjoint pieces.
 
-    Takes time in proportion to the parts, apart from sorting them.
+    The time is linear in the number of parts, apart from sorting them.
     """
     parts = [part for piece in pieces for part in parts_of(piece, traits)]
     if traits.segments and traits.windows:
@@ -54,9 +54,9 @@ def _kind(part: Part, traits: Traits) -> Hashable:
 
 
 def _widened(parts: list[Part]) -> list[Part]:
-    """Parts too small for a bound to bind take the bounds of others, and so share their call.
+    """Give parts in which a bound can't bind the bounds of other parts, to share a call with them.
 
-    Under a sliding window these are the documents shorter than it, and those of one token. In a
+    Under a sliding window these are documents shorter than the window, or of one token. In a
     segment of n rows and m columns, `1 - m <= j - (i + m - n) <= n - 1` for every pair.
     """
     lefts: dict[int | None, int | None] = {}
@@ -70,7 +70,7 @@ def _widened(parts: list[Part]) -> list[Part]:
 def _with_bounds_of(part: Part, lefts: dict[int | None, int | None]) -> Part:
     """`lefts`: for each right bound the largest left one, or None where there is none."""
     rule = part.rule
-    if isinstance(rule, Tile) or part.q.size > part.kv.size:  # windows have no more rows
+    if isinstance(rule, Tile) or part.q.size > part.kv.size:  # a window needs n <= m
         return part
     right = 0 if rule.right is None and part.q.size == 1 and 0 in lefts else rule.right
     left = lefts[right] if rule.left is None else rule.left

@@ -18,7 +18,8 @@ import torch
 def lacks_gpu(least: tuple[int, int], below: int | None = None) -> str | None:
     """Why this machine's GPU won't do, or None.
 
-    It has to have compute capability `least` or higher and, with `below`, a lower major version.
+    The GPU needs compute capability `least` or higher and a major version lower than `below`, if
+    that is given.
     """
     wanted = f"{least[0]}.{least[1]}" + (" or higher" if below is None else f" to {below - 1}.x")
     try:
@@ -59,7 +60,7 @@ class Package:
     distribution: str
     module: str
     least: str
-    """The oldest version whose functions are called as we call them."""
+    """The oldest version whose functions have the signatures that are used here."""
     install: str
     """The command that installs it."""
 
@@ -76,7 +77,7 @@ class Package:
             return None
 
     def problem(self) -> str | None:
-        """Why it can't be used, with what to type, or None. Imports it, unless it is too old."""
+        """Why it can't be used and what to type, or None. Imports the module if it's new enough."""
         from packaging.version import Version
 
         found = self.version

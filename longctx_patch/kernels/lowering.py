@@ -1,7 +1,7 @@
 """Cut a piece of a mask into parts that a kernel can compute.
 
-A band of n rows and m columns has up to three zones of rows. Only one bound binds in the first and
-the last one, where rows see from the first column on, or up to the last one; between them both
+A band of n rows and m columns has up to three zones of rows. In the first and the last zone only
+one bound binds: rows see from the first column on, or up to the last column. Between them both
 bounds bind, or none:
 
     high only   xx......      low only above that:  xxxx....    what the bounds do: rows up to
@@ -12,7 +12,7 @@ bounds bind, or none:
 
 Pieces are tight: the first and last row and column have an allowed pair. The last row has one in
 the last column or before, the first column one in the first row or below, so `low <= m - n` and
-`low <= 0`; likewise `high >= m - n` and `high >= 0`. So as windows no bound is negative.
+`low <= 0`; likewise `high >= m - n` and `high >= 0`. So no bound of a window is negative.
 """
 
 from collections.abc import Iterator
@@ -87,9 +87,8 @@ def _wide_windows(piece: Piece, band: Band) -> Iterator[Part]:
     """A band with more rows than columns, cut into windows with no more rows than columns.
 
     FlashAttention treats a bound as wide as the number of columns as no bound at all, and a missing
-    right bound as one of that width. In a piece with more rows than columns such bounds can
-    bind. Between the rows where a bound begins or ends to bind, columns are as many as rows or
-    more.
+    right bound as one of that width. In a piece with more rows than columns such bounds can bind.
+    Cut where a bound begins or ceases to bind, each part is full or has no more rows than columns.
     """
     zones = _zones(piece, band)
     for start, stop in ((0, zones.first), (zones.first, zones.last), (zones.last, piece.q.size)):
@@ -123,8 +122,8 @@ def _both_bounds(
 ) -> Iterator[Part]:
     """Rows that all see `high - low + 1` columns, one further right in each.
 
-    In one row less than that, they are an anticausal square and, right of it, a causal one; fewer
-    rows leave a rectangle between the two.
+    `high - low` of these rows are an anticausal square and, to its right, a causal one; fewer rows
+    leave a rectangle between the two.
     """
     if low == high:
         for row in range(first, last):

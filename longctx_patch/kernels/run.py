@@ -1,8 +1,8 @@
 """Run one kernel call on packed rows: `call.q` one after another, and `call.kv` likewise.
 
-Kernels sum dq in float32, for all the heads that they are given. Where that takes much of the GPU's
-memory they are given some heads after the other: heads don't depend on each other, and rows so long
-fill the GPU with one.
+Kernels sum dq in float32 for all heads that they are given. Where that would take much of the GPU's
+memory, they are given a few heads at a time: heads don't depend on each other, and on such long
+rows a single head fills the GPU.
 """
 
 import torch
@@ -15,7 +15,7 @@ from longctx_patch.sequence.layout import Interval, even_cuts
 SHARE = 1 / 16
 """The share of the GPU's memory that dq in float32 may take."""
 MOST_NUMBERS = 2**31 - 1
-"""The most numbers of q in a call: cuDNN's backward was wrong for 3.2 * 10^9 (9.19 on H200)."""
+"""The most numbers of q in a call: the backward of cuDNN 9.19 was wrong for 3.2 * 10^9 on H200."""
 
 
 def run_forward(

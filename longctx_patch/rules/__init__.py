@@ -1,1 +1,1 @@
-"""Rules that every room words alike: names that exist, and degrees that fit the processes."""
+"""Rules whose errors all parts word alike: names that exist, degrees that fit the processes."""

@@ -1,4 +1,4 @@
-"""The rule that ties degrees to the processes of a job: they make up whole sequence groups."""
+"""The rule that ties degrees to a job: its processes make up whole sequence groups."""
 
 
 def require_whole_groups(

@@ -25,7 +25,7 @@ class Counters:
                 self.sent(size)
 
     def sent_ever(self) -> tuple[int, int]:
-        """(messages, bytes) since the beginning, whoever has reset the totals."""
+        """(messages, bytes) since the beginning, including what `reset` cleared."""
         return self._messages_before + self.messages, self._bytes_before + self.bytes
 
     def reset(self) -> None:

@@ -1,10 +1,10 @@
 """Where ranks compare what they hold, before anything is sent that could hang.
 
 All meetings look alike on the wire: equally many numbers, of which the first says which meeting it
-is. So ranks that stand at different points of a program find it out, instead of waiting for each
-other or taking one thing for another. A rank that refuses its own input comes to the meeting all
-the same and says so; then all ranks raise, with its reason. Counters count no meeting: it is
-control, not data.
+is. So ranks at different points of a program notice it, instead of waiting for each other or
+mistaking one meeting for another. A rank that refuses its own input still comes to the meeting and
+says so; then all ranks raise, with its reason. Meetings are control, not data, so counters leave
+them out.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Meeting(IntEnum):
     CONFIG = 7
 
 
-_REFUSALS = (ValueError, SequenceParallelismError)  # the graver one counts
+_REFUSALS = (ValueError, SequenceParallelismError)  # the later one is graver
 
 
 def meet(
@@ -54,7 +54,7 @@ def meet(
     """Every rank's numbers, by rank. Collective over `everyone`.
 
     Args:
-        numbers: as many on every rank, 14 at most, each of 64 bits.
+        numbers: equally many on every rank, 14 at most, each of 64 bits.
         problem: why this rank refuses to go on.
 
     Raises:

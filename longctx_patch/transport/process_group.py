@@ -80,7 +80,7 @@ class ProcessGroupTransport:
         return [tuple(row) for row in torch.stack(everyone).tolist()]
 
     def all_gather(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        # Of equal sizes, because gloo takes no others.
+        # Padded to equal sizes, because gloo takes no others.
         padded = mine.new_zeros(max(sizes), *mine.shape[1:])
         padded[: len(mine)] = mine
         everyone = [torch.empty_like(padded) for _ in range(self.num_ranks)]

@@ -50,14 +50,14 @@ class Transport(Protocol):
         ...
 
     def all_gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
-        """Every rank's numbers, by rank; each gives as many. Control is not counted, only data."""
+        """Every rank's numbers, by rank; all give equally many. Control messages aren't counted."""
         ...
 
     def all_gather(self, mine: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, by rank; its own may be `mine` itself.
 
         Along dim 0 rank `i` has `sizes[i]`, which may be zero; other dims and the dtype are alike.
-        Not counted: plans of attention, which say what is counted, know nothing of it.
+        Not counted, because the plans that counters are compared with don't contain it.
         """
         ...
 

@@ -1,1 +1,1 @@
-"""One kernel a file: thin adapters to attention kernels that others keep."""
+"""One kernel per file: thin adapters to attention kernels that other projects maintain."""

@@ -1,6 +1,7 @@
-"""cuDNN's flash attention through torch. It takes GQA as it is and a merged out and lse.
+"""cuDNN's flash attention through torch. It takes GQA without repeated heads, and a merged out and
+lse.
 
-torch does not hand its deterministic switch on to cuDNN's backward, so there is no such backward.
+torch does not pass its deterministic switch to cuDNN, so there is no deterministic backward.
 """
 
 import torch

@@ -5,9 +5,9 @@
   of mask, segments or none, and softcap; and once more for blocks of a single tile, but not for any
   other length.
 * flash-attn 3 is for Hopper and is built from source. Its Python functions have changed their
-  arguments, its torch ops have not, so those are called.
-* flash-attn 2 is what torch's own flash op is too, which has no softcap (`torch_flash`). Most
-  platforms have to compile it from source.
+  arguments, its torch ops have not, so the ops are called.
+* flash-attn 2 is also what torch's own flash op runs, though without softcap (`torch_flash`). On
+  most platforms the package has to be compiled from source.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Functions(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """What packages differ in when their functions are called."""
+    """How calls of one package's functions differ from those of other packages."""
 
     functions: Callable[[Any, bool], Functions]
     """The functions of the package's module; the flag says whether rows are packed."""
@@ -126,7 +126,7 @@ class FlashAttnKernel:
 
 
 def _writing(write: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """A backward that is given tensors to write gradients to, as one that returns them.
+    """Turn a backward that writes gradients to given tensors into one that returns them.
 
     What such a function returns has changed between versions; what it writes to has not.
     """
@@ -204,7 +204,7 @@ FLASH_ATTN_2 = FlashAttnKernel(
 FLASH_ATTN_3 = FlashAttnKernel(
     name="flash_attn_3",
     # Builds before September 2025 drop the deterministic flag (flash-attention #1766, #1893), and
-    # their version is that of later ones.
+    # have the same version as later builds.
     domain=Domain(
         "cuda", _HALF, max_head_dim=256, deterministic=False, least_gpu=(9, 0), below_gpu=10
     ),
@@ -219,7 +219,7 @@ FLASH_ATTN_3 = FlashAttnKernel(
 )
 FLASH_ATTN_4 = FlashAttnKernel(
     name="flash_attn_4",
-    # 8.x has no backward, 12.x neither softcap nor order.
+    # It has no backward on 8.x, and neither softcap nor a deterministic backward on 12.x.
     domain=Domain("cuda", _HALF, max_head_dim=256, least_gpu=(9, 0), below_gpu=12),
     signature=Signature(
         _functions_of_4, no_bound=None, no_softcap=None, forward=(("return_lse", True),)

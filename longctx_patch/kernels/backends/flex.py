@@ -33,7 +33,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any, Score], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class FlexKernel:
-    """One algorithm; what computes a block can be replaced, to try the rest without a GPU."""
+    """One algorithm; `attend`, which computes a block, can be replaced to test without a GPU."""
 
     attend: Attend | None = None
     """None: FlexAttention."""
@@ -118,8 +118,8 @@ def _flex(
     q_BHLD: Tensor, k_BGMD: Tensor, v_BGMD: Tensor, mask: Any, score: Score
 ) -> tuple[Tensor, Tensor]:
     numbers = _numbers(score, q_BHLD.device)
-    # One for each combination of: square or not, batch of one or more, runs or table, softcap or
-    # not, dtype and heads. torch gives up after 8 unless told otherwise.
+    # There is a compilation for each combination of: square or not, batch of one or more, runs or
+    # table, softcap or not, dtype and heads. torch gives up after 8 unless told otherwise.
     with torch._dynamo.config.patch(recompile_limit=64):
         return _compiled()(q_BHLD, k_BGMD, v_BGMD, mask, numbers.scale, numbers.softcap)
 
@@ -165,5 +165,5 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
         assert aux.lse is not None
         return out, aux.lse
 
-    # Without fullgraph a mask too many would silently run uncompiled, in quadratic memory.
+    # Without fullgraph, masks beyond the limit would silently run uncompiled, in quadratic memory.
     return torch.compile(attend, dynamic=True, fullgraph=True)

@@ -1,7 +1,7 @@
 """Segments as FlexAttention's block masks, in closed form.
 
-Every row of a window sees one run of columns, so two numbers for each row say it all, for any
-lengths and bounds: the same compiled kernel reads them from tensors.
+Every row of a window sees one run of columns, so two numbers per row describe any lengths and
+bounds. One compiled kernel reads them from tensors.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def padded_size(size: int) -> int:
-    """`size` in whole blocks, two at least: one block alone would be compiled for itself."""
+    """`size` rounded up to whole blocks, at least two: one block would be compiled separately."""
     return max(2, -(-size // _BLOCK)) * _BLOCK
 
 
@@ -79,7 +79,7 @@ def _runs(
 def _blocks_of_runs(
     first: NDArray[np.int64], last: NDArray[np.int64], columns: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Blocks `[row, column]` that may have an allowed pair, and those that have no other."""
+    """Blocks `[row, column]` that may have an allowed pair, and those with no hidden pair."""
     start = np.arange(0, columns, _BLOCK)
     stop = start + _BLOCK - 1
     by_block = first.reshape(-1, _BLOCK), last.reshape(-1, _BLOCK)

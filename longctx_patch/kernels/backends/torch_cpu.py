@@ -1,4 +1,5 @@
-"""torch's flash attention on the CPU. It takes GQA as it is, tables, and a merged out and lse."""
+"""torch's flash attention on the CPU. It takes GQA without repeated heads, tables, and a merged
+out and lse."""
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class TorchCpuKernel:
 
 
 def _added(segments: Segments, q_BLHD: Tensor) -> Tensor | None:
-    """A table as what is added to the scores: 0, or minus infinity where hidden."""
+    """A table as a bias added to the scores: 0, or minus infinity where a pair is hidden."""
     if not isinstance(segments.rule, Tile):
         return None
     hidden_LM = torch.from_numpy(~segments.rule.bits)

@@ -1,6 +1,6 @@
-"""torch's own flash attention on CUDA (FlashAttention-2, or 3 and 4 where torch was told to).
+"""torch's own flash attention on CUDA (FlashAttention-2, or 3 or 4 where torch is told so).
 
-Its ops are put behind functions that are called as those of the packages are.
+Its ops are wrapped in functions that are called like those of the packages.
 """
 
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ def _lengths(
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """The op has no argument for it: it asks torch for the whole process, and warn-only is no."""
+    """Set torch's switch for the whole process, which the op reads; warn-only counts as off."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if not wanted or (before and not warn_only):

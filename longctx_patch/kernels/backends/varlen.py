@@ -1,7 +1,7 @@
-"""How segments are handed to FlashAttention's kernels, which all agree on it.
+"""How segments are handed to FlashAttention's kernels, in a form that all of them take.
 
-One segment is told by the shapes, and rows of the batch stay apart. Several go to the form for
-variable lengths, where the rows of the batch are segments too.
+A single segment is given by the tensors' shapes, with the batch as a dimension. Several segments
+go to the functions for variable lengths, where each row of the batch adds its own segments.
 """
 
 from functools import lru_cache
@@ -16,7 +16,7 @@ from longctx_patch.sequence.regions import Tile
 
 
 class Lengths(NamedTuple):
-    """What the kernels are told of the segments; of a single one they are told the size only."""
+    """What kernels are told about the segments; for a single segment only its size."""
 
     cumulative_q: Tensor | None
     cumulative_kv: Tensor | None

@@ -1,4 +1,4 @@
-"""All ranks of a group compute with the same kernel: the first of rank 0's that all can run."""
+"""All ranks of a group compute with one kernel: the first in rank 0's order that all can run."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ class AgreedKernels:
         return tuple(sorted({kernel.name for kernel in self._kernels.values()}))
 
     def known(self, name: str, request: KernelRequest) -> Kernel | None:
-        """The kernel, found without asking anybody; None: the ranks have to agree first.
+        """The kernel, found without communication; None: the ranks have to agree first.
 
         Raises ValueError as `choose_kernel` does.
         """
@@ -36,9 +36,9 @@ class AgreedKernels:
         return self._kernels.get((name, wanted))
 
     def agree(self, name: str, request: KernelRequest, everyone: Transport) -> Kernel:
-        """Collective over `everyone` the first time that something is asked on GPUs.
+        """The kernel of all ranks. Collective over `everyone` for new requests on GPUs.
 
-        Raises ValueError on every rank where no kernel can do it on all of them.
+        Raises ValueError on every rank if no kernel can compute the request on all of them.
         """
         kernel = self.known(name, request)
         if kernel is None:

@@ -1,4 +1,4 @@
-"""A file keeps what was measured on this machine, so that it is measured once."""
+"""A file that keeps what was measured on this machine, so that it is measured once."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import torch
 from longctx_patch.kernels.base import KernelRequest, dtype_name
 from longctx_patch.kernels.select.probe import Measured
 
-_METHOD = "probe 2"  # another number where measurements of older versions no longer hold
+_METHOD = "probe 2"  # raise the number when measurements of older versions no longer hold
 
 
 def default_path() -> Path:
@@ -44,7 +44,8 @@ def machine_label(package_versions: Mapping[str, str | None]) -> str:
 class ProbeCache:
     """One JSON file: machine -> request -> kernel -> what it did.
 
-    A file that can't be read or understood counts as empty, and one that can't be written is not.
+    A file that can't be read or understood counts as empty; if it can't be written, nothing is kept
+    on disk.
     """
 
     path: Path
@@ -58,7 +59,7 @@ class ProbeCache:
             return {}
 
     def write(self, request: KernelRequest, measured: Mapping[str, Measured]) -> None:
-        """Add to the file, which is replaced at once: others never read half of it."""
+        """Add to the file, which is replaced atomically: others never read half of it."""
         rows = {
             name: {"seconds": {c: list(s) for c, s in one.seconds.items()}, "problem": one.problem}
             for name, one in measured.items()

@@ -27,8 +27,8 @@ def preferred(
     """The order in which to try the kernels that `name` stands for, and which not to try.
 
     On GPUs the kernels that accept the request are checked and timed once for each rounded request
-    and machine, a named one too. With `deterministic` time decides nothing: the fastest kernel may
-    be another one in the next run.
+    and machine, even a kernel that was named. With `deterministic` time decides nothing, since
+    another kernel may be fastest in the next run.
     """
     names = candidates(name, request)
     mine = measurable(request, names) if request.device_type == "cuda" else []
@@ -65,7 +65,7 @@ def measurable(request: KernelRequest, names: Sequence[str] | None = None) -> li
 def measured_here(
     names: list[str], request: KernelRequest, cache: ProbeCache, measure: Measure = measure
 ) -> Mapping[str, Measured]:
-    """What the file says of these kernels, which are measured now if it lacks one."""
+    """What the cache says of these kernels; all are measured now if it lacks one."""
     known = cache.read(request)
     if names and not known.keys() >= set(names):
         kernels = available(deterministic=request.deterministic)
@@ -75,7 +75,7 @@ def measured_here(
 
 
 def machine_cache() -> ProbeCache:
-    """The file of this user, for the machine as it is."""
+    """This user's cache, for this machine and the software now installed on it."""
     return ProbeCache(default_path(), machine_label(package_versions()))
 
 

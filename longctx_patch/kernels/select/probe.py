@@ -1,8 +1,8 @@
 """Measures how fast each kernel computes one block here, and whether it computes it right.
 
-A block stands for all blocks of a request: of plain causal masks one on the diagonal and one beside
-it, of masks with many pieces a row of documents. Rates in FLOP/s count two products in forward and
-five in backward, of allowed pairs only (FlashAttention-2, section 4.1).
+A few blocks stand for all blocks of a request: for plain causal masks one on the diagonal and one
+beside it, for masks of many pieces a row of documents. Rates in FLOP/s count two products in
+forward and five in backward, of allowed pairs only (FlashAttention-2, section 4.1).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -36,7 +36,7 @@ Stopwatch = Callable[[Callable[[], object]], float]
 
 _MOST_ROWS, _FEWEST_ROWS, _MOST_HEADS = 8192, 1024, 32
 _SOFTCAP = 50.0  # Gemma 2's
-_LONGER, _MOST_WAIT_S = 3.0, 0.05  # than the CPU took once
+_LONGER, _MOST_WAIT_S = 3.0, 0.05  # the GPU's wait, as a multiple of the CPU's time and at most
 _CYCLES_PER_S = 2e9  # no GPU's clock is much faster
 # Rounding gives about 3e-3 in bfloat16 and 4e-4 in float16; a wrong mask or scale gives 0.1 to 1.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -59,8 +59,8 @@ class Measured:
 def rounded(request: KernelRequest) -> KernelRequest:
     """The request whose measurement stands for this one.
 
-    Few of them are told apart, since each is measured and agreed on once: the number of rows goes
-    to a power of two, the number of heads is capped, and their ratio stays.
+    Each rounded request is measured and agreed on once, so few are told apart: rows are rounded up
+    to a power of two, and heads are capped, with the ratio of query to key-value heads kept.
     """
     rows = _FEWEST_ROWS
     while rows < min(request.num_rows, _MOST_ROWS):
@@ -77,9 +77,9 @@ def measure(
     device: torch.device | str = "cuda",
     stopwatch: Stopwatch | None = None,
 ) -> dict[str, Measured]:
-    """Check and time kernels that accept the request, by name; takes the GPU alone for a while.
+    """Check and time kernels that accept the request, by name; nothing else should use the GPU.
 
-    A kernel that raises, but for want of memory, has that as its problem.
+    What a kernel raises becomes its problem, except lack of memory, which is raised.
     """
     stopwatch = stopwatch or gpu_seconds
     with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
@@ -105,7 +105,7 @@ def _measured(
             }
         )
     except torch.OutOfMemoryError:
-        raise  # says nothing of the kernel
+        raise  # lack of memory says nothing about the kernel
     except Exception as error:  # whatever a kernel raises on this machine
         return Measured({}, f"failed ({type(error).__name__}: {error})")
 
@@ -185,7 +185,7 @@ def wrong_numbers(kernel: Kernel, request: KernelRequest, device: torch.device |
 
 
 def _checks(kernel: Kernel, request: KernelRequest) -> dict[str, Segments]:
-    """Blocks of more than one tile of any kernel, whole tiles and not."""
+    """Blocks of several tiles of any kernel; some end inside a tile."""
     if not request.pieces:
         return {
             "causal": Segments((320,), (320,), CAUSAL_WINDOW),
@@ -233,7 +233,7 @@ def _score(request: KernelRequest) -> Score:
 def _random(
     request: KernelRequest, batch: int, rows: int, columns: int, device: torch.device | str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dout, from a generator of their own: training draws the numbers it always draws."""
+    """q, k, v, dout, from a separate generator, so that training's random numbers stay the same."""
     generator = torch.Generator(device).manual_seed(rows)
     heads, kv_heads = request.num_heads, request.num_kv_heads
     shapes = [(rows, heads), (columns, kv_heads), (columns, kv_heads), (rows, heads)]
@@ -252,9 +252,9 @@ def _random(
 def gpu_seconds(run: Callable[[], object], repeats: int = 5) -> float:
     """The median of a few runs, after two that compile and warm up; of the GPU's time alone.
 
-    A block of a few heads takes the GPU less time than the CPU needs to start it, which in training
-    starts it while other work is done. So an NVIDIA GPU waits before each run, until the CPU is
-    through with it.
+    A block of a few heads takes the GPU less time than the CPU needs to launch it. In training the
+    CPU launches it while the GPU does other work, so here an NVIDIA GPU waits before each run until
+    the CPU has launched all of it.
     """
     run()
     torch.cuda.synchronize()
@@ -264,7 +264,7 @@ def gpu_seconds(run: Callable[[], object], repeats: int = 5) -> float:
     times = []
     for _ in range(repeats):
         started, stopped = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if torch.version.hip is None:  # there a cycle is another time
+        if torch.version.hip is None:  # on AMD a cycle is another time
             torch.cuda._sleep(int(wait_s * _CYCLES_PER_S))
         started.record()
         run()

@@ -28,8 +28,8 @@ class Record(NamedTuple):
 
     kernel: Kernel
     is_probed: bool = False
-    """It can be the fastest on a GPU. FlexAttention takes long to compile and the others are slow,
-    so they are only taken where none of the measured ones can."""
+    """It can be the fastest on a GPU, so it is measured. FlexAttention takes long to compile and
+    the others are slow, so these are taken only where no measured kernel can compute."""
     by_name_only: bool = False
     """`auto` never takes it."""
 
@@ -63,7 +63,7 @@ def available(*, deterministic: bool = False) -> Mapping[str, Kernel]:
 def usual_order(request: KernelRequest) -> tuple[str, ...]:
     """Names of the kernels that `auto` may take, the one that is usually fastest first.
 
-    Masks of many pieces are better off with packed segments than with one segment a call (cuDNN).
+    Masks of many pieces run faster as packed segments than as one segment per call (cuDNN).
     """
     records = [record for record in RECORDS if not record.by_name_only]
     if request.pieces:
@@ -79,9 +79,9 @@ def candidates(name: str, request: KernelRequest) -> tuple[str, ...]:
 
 @cache
 def choose_kernel(name: str, request: KernelRequest) -> Kernel:
-    """The named kernel, or for `auto` the first of the usual order, that can do what is asked.
+    """The named kernel, or for `auto` the first in the usual order, that can do what is asked.
 
-    Raises ValueError with what is asked and each kernel's reason where none can.
+    Raises ValueError, with what is asked and each kernel's reason, if none can.
     """
     kernels = available(deterministic=request.deterministic)
     names = candidates(name, request)
