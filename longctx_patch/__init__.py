@@ -1,8 +1,8 @@
 """Train Hugging Face models on very long sequences, with the numbers one GPU would give.
 
-Names load at first use, so importing the package costs nothing. `attention` and what it needs want
-torch alone; `patch` and what belongs to it also want transformers. `longctx_patch.masks` is the
-module of the functions that make a `Mask`.
+Names load at first use, so importing the package costs nothing. `attention` and its dependencies
+need torch alone; `patch` and all that belongs to it also need transformers. `longctx_patch.masks`
+is a module: its functions make a `Mask`.
 """
 
 from importlib import import_module

@@ -39,15 +39,15 @@ class LongContextConfig:
     plan: str = "auto"
     """Schedule of the ring part (`longctx_patch.plans`). `auto`: the cost model takes one of the
     plans made for the layout (`longctx_patch.explain` says which and why), or `halo` where the mask
-    leaves blocks out, as packed documents do. Layers with a sliding window always run `halo`, which
-    sends only what is inside the window."""
+    leaves blocks out, as that of packed documents does. Layers with a sliding window always run
+    `halo`, which sends only what is inside the window."""
 
     backward_plan: str = "auto"
     """Schedule of backward, which must be made for the same layout. `auto` takes the plan of
     forward; where that is `auto` too, the cost model decides."""
 
     ranks_per_node: int | None = None
-    """Number of ring ranks on one machine, which `double_ring` needs and `auto` may have. Ranks are
+    """Number of ring ranks on one machine, which `double_ring` needs and `auto` can use. Ranks are
     numbered machine by machine. None: `auto` takes as many as the hardware's nodes have."""
 
     hardware: HardwareName = "h100"
@@ -58,26 +58,26 @@ class LongContextConfig:
     names."""
 
     deterministic: bool = False
-    """Whether attention and its plans compute bitwise the same in two runs on the same GPUs.
-    Kernels whose backward can't sum in a fixed order are refused, and none is chosen by a
+    """Whether attention and its plans give bitwise equal results in two runs on the same GPUs.
+    Kernels whose backward can't sum in a fixed order are refused, and no kernel is chosen by
     measurement."""
 
     checkpoint: CheckpointPolicy = "none"
     """`none`: keep all activations; `full`: recompute each layer, attention included;
     `attention`: recompute each layer but keep attention's output and lse, so that the recompute
-    runs neither its kernel nor its communication (DISTFLASHATTN, section 3.3); `offload`: the same,
-    with what each layer keeps in pinned host memory until backward; `auto`: by layer, `none` in as
-    many of the last ones as the GPU's memory takes, `attention` in the others, and `offload` in the
-    first if need be, measured in the first steps (`longctx_patch.memory.auto`; on CPU `attention`
-    in all)."""
+    runs neither its kernel nor its communication (DISTFLASHATTN, section 3.3); `offload`: as
+    `attention`, but what a layer keeps is in pinned host memory until backward; `auto`: measures
+    memory in the first steps, then takes `none` for as many of the last layers as the GPU has room
+    for, `attention` for the others, and `offload` for the first ones if need be
+    (`longctx_patch.memory.auto`; on CPU `attention` for all)."""
 
     attention_kept: float = 1.0
     """Share of a row's tokens, from 0 to 1, whose output and lse a layer keeps under `attention`,
-    `offload` and `auto`. Kept are the last tokens of each document, which cost most to compute
-    again. Backward computes the others again, which takes (1 - share)^2 of attention's forward pass
-    and its communication (BurstEngine, sequence-level selective checkpointing; see
-    `longctx_patch.engine.selective`). Below 1, `layout` is `striped` unless it is given or the plan
-    is made for others alone: it spreads documents, so that ring ranks keep equally much."""
+    `offload` and `auto`. These are the last tokens of each document, which cost most to compute
+    again. Backward recomputes attention of the others, which takes (1 - share)^2 of its forward
+    pass and its communication (BurstEngine, sequence-level selective checkpointing; see
+    `longctx_patch.engine.selective`). Below 1, `layout` defaults to `striped` if the plans allow
+    it: this layout spreads documents, so that all ring ranks keep equally much."""
 
     mlp_tiles: int | None = None
     """Each decoder layer's MLP runs over this many tiles of a rank's tokens, one after the other,
@@ -85,13 +85,13 @@ class LongContextConfig:
     (`longctx_patch.memory.tiled_mlp`). 1: the MLP runs over all tokens at once, and `checkpoint`
     says what is kept for backward. None: on CUDA, the fewest tiles whose intermediates fit into
     1/16 of the GPU's memory; elsewhere 1. Layers with experts stay whole; a number above 1 is
-    refused where all layers have them."""
+    refused where all layers have experts."""
 
     loss: LossName = "chunked"
     """How a sharded pass with labels computes its loss. `chunked`: from a part of the tokens at a
-    time, so that no rank ever holds all its logits; `out.logits` is None then, and the loss goes
-    backward once. `logits`: from full logits, which `out.logits` returns. A pass without labels
-    returns logits under both."""
+    time, so that no rank ever holds all its logits; `out.logits` is None then, and the loss can go
+    backward only once. `logits`: from full logits, which `out.logits` returns. A pass without
+    labels returns logits under both."""
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -173,7 +173,7 @@ class LongContextConfig:
 
     @property
     def placement(self) -> LayoutName:
-        """The layout of rows with one document, where `layout` is None too."""
+        """The layout of rows with one document: `layout`, or its default."""
         fitting = PLANS[self.plan].layouts if self.plan in PLANS else ("zigzag", "striped")
         all_fit = [fitting, *(plan.layouts for plan in self._named_plans)]
         spreads = self.attention_kept < 1 and all("striped" in layouts for layouts in all_fit)
@@ -181,9 +181,9 @@ class LongContextConfig:
 
     @property
     def packed_placement(self) -> LayoutName:
-        """The layout of rows with several documents, where `layout` is None too."""
+        """The layout of rows with several documents: `layout`, or its default."""
         if self.attention_kept < 1 and self.placement == "striped":
-            return "striped"  # the ends of long documents, which are kept, would be on few ranks
+            return "striped"  # `balanced` would put the kept ends of long documents on few ranks
         fits = all("balanced" in plan.layouts for plan in self._named_plans)
         return "balanced" if self.layout is None and fits else self.placement
 
@@ -192,7 +192,7 @@ class LongContextConfig:
         return self.placement if documents.is_one else self.packed_placement
 
     def layout_of(self, documents: Documents) -> Layout:
-        """Where all ranks of the group have the tokens of a row."""
+        """Which tokens of a row each rank of the group holds."""
         name = self.placement_of(documents)
         return place(name, documents, ring=self.ring_degree, ulysses=self.ulysses_degree)
 

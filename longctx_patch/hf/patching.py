@@ -35,7 +35,7 @@ Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
 @dataclass
 class PatchHandle:
-    """A patched model; `unpatch` makes it what it was."""
+    """A patched model; `unpatch` restores it."""
 
     model: PreTrainedModel
     _calls: DecoderCalls = field(repr=False)
@@ -48,7 +48,7 @@ class PatchHandle:
 
     @property
     def mask(self) -> MaskFactory | None:
-        """The function that was given to `patch`, asked once for each length."""
+        """The function that was given to `patch`, with its results cached by length."""
         return self._calls.mask
 
     @property
@@ -76,18 +76,19 @@ class PatchHandle:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of the attention kernels taken on GPUs so far, of which `kernel="auto"` chooses by
-        what it measures; none on the CPU."""
+        """Names of the attention kernels that ran on GPUs so far (`kernel="auto"` chooses among
+        them by measurement); none on the CPU."""
         return self.group.kernels.names
 
     @property
     def mlp_tiles(self) -> tuple[int, ...]:
-        """Tiles in which each layer's MLP ran last, first layer to last; 1 for experts."""
+        """Number of tiles in which the MLP of each layer, in order, last ran; 1 for experts."""
         return tiles_of_layers(self.model)
 
     def reserve_host(self, num_bytes: int) -> None:
-        """Leave free so much host memory, beside what layers offload: what this process takes later
-        for other things, such as an optimizer's states under FSDP2's CPU offload. 0 once it has."""
+        """Keep `num_bytes` of host memory free of offloaded tensors, for what this process
+        allocates later, such as optimizer states under FSDP2's CPU offload. Pass 0 once it has done
+        so."""
         self._checkpoints.reserve_host(num_bytes)
 
     @property
@@ -96,11 +97,11 @@ class PatchHandle:
         return self.group.counters
 
     def plan_ahead(self, batches: Iterable[Batch], *, depth: int = 1) -> Iterator[Batch]:
-        """Yield the same batches, and make the plans of each beside the step before it.
+        """Yield the same batches, and make the plans of each during the step before it.
 
-        Packed rows need new plans with every batch. Iterate over `handle.plan_ahead(loader)` and
-        they are ready when the batch is, once a first step has shown what layers the model has.
-        `depth`: how many batches to be ahead; those of a step where gradients accumulate.
+        Packed rows need new plans with every batch. Iterate over `handle.plan_ahead(loader)`, and
+        the plans are ready with the batch, once a first step has shown which layers the model has.
+        `depth`: how many batches to be ahead; where gradients accumulate, the batches of a step.
 
         Example:
             >>> for batch in handle.plan_ahead(loader):  # doctest: +SKIP
@@ -116,9 +117,9 @@ class PatchHandle:
             self._calls.make_plans(batch[SHARD_KEY])
 
     def unpatch(self) -> None:
-        """Restore attention implementation, loss, hooks, MLPs and checkpointing. Once only.
+        """Restore attention implementation, loss, hooks, MLPs and checkpointing. Call it once.
 
-        Every process calls it: the process groups of the patch are given back.
+        Every process calls it, since it closes the process groups of the patch.
         """
         if not self._undo:
             raise ValueError("this model is unpatched already; patch(model, config) gives a handle")
@@ -135,11 +136,11 @@ def patch(
     does that) and before DDP, FSDP or torch.compile wrap the model. Adapters may be added before
     or after.
 
-    A sharded batch gives what belongs to this rank: `out.loss` is its share of the loss (average it
-    over the ranks to report it), and `out.logits` are of its tokens, in the order of its shard.
-    With labels there are no logits, since they would fill the memory; leave out labels, or use
-    `loss="logits"`, to have them. Gradients are right once they are averaged over all ranks, which
-    DDP and FSDP do; go backward once, or use `loss="logits"`.
+    The outputs for a sharded batch are those of this rank: `out.loss` is its share of the loss
+    (average it over the ranks to report it), and `out.logits` are of its tokens, in the order of
+    its shard. With labels there are no logits, since they would fill the memory; leave out labels,
+    or use `loss="logits"`, to get them. Gradients are right once they are averaged over all ranks,
+    which DDP and FSDP do. A loss can go backward once; more often with `loss="logits"`.
 
     Args:
         model: for causal language modelling, of a family that `longctx families` lists as
@@ -149,7 +150,7 @@ def patch(
         mask: for other than causal attention, a function from the length of a padded row to its
             `Mask` (`longctx_patch.masks` has block-sparse ones, prefixes and more). Documents and
             sliding windows restrict it further (a window only looks back: later keys that the mask
-            allows stay). Whole rows, and so `generate`, are refused then.
+            allows stay visible). With a mask, whole rows, and so `generate`, are refused.
 
     The first training step proves that attention crossed the ranks as planned, or raises
     `SequenceParallelismError`.
@@ -157,7 +158,7 @@ def patch(
     Raises:
         UnsupportedModelError: the model has something that would silently go wrong.
         ValueError: the degrees don't fit the world, or the model is patched already.
-        The model is unchanged then.
+        In both cases the model is unchanged.
 
     Example:
         >>> handle = patch(model, LongContextConfig(ulysses_degree=2, ring_degree=2))
@@ -190,7 +191,7 @@ def _unbound_handle(
     checkpoints = LayerCheckpoints(base, config.checkpoint, config.attention_kept)
     calls = DecoderCalls(
         group=group,
-        # Made once for each length: the function may look at every pair.
+        # Cached by length, since the function may look at every pair of tokens.
         mask=None if mask is None else lru_cache(maxsize=8)(mask),
         first_step=FirstStep(base, group, checkpoints),
         checkpoints=checkpoints,

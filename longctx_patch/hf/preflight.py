@@ -1,18 +1,18 @@
-"""Will a step fit? This is found out with three layers of the true shape, before the first step.
+"""Tell before the first step whether it fits into memory, from three layers of the true shape.
 
-The whole model's forward and backward run on a real batch, but of the decoder's layers only the
-last three run; hidden states pass by the others. What this step was seen to need says what a step
-with all layers needs:
+The whole model's forward and backward run on a real batch, but only the decoder's last three layers
+compute; the others return their input. What this step needed tells what a step with all layers
+needs:
 
     loss      peak until backward comes to the layers   + other layers x what one keeps + optimizer
     backward  peak from there on                        + other layers x what one keeps + optimizer
     its end   the same + gradients of the other layers                                  + optimizer
 
-The largest must not exceed what this process may allocate. Under `checkpoint="auto"` all layers but
-the last are offloaded for it, which is the least that `auto` can do. The last one keeps everything,
-and what it keeps beyond the least is taken off the sum. So `auto` knows before the first step what
-each of its choices takes. A rehearsal costs three layers of a step; weights, gradients and random
-numbers are afterwards what they were before. FSDP2 gathers only the layers that run.
+The largest sum must not exceed what this process may allocate. Under `checkpoint="auto"` all these
+layers but the last are offloaded, which takes least memory of what `auto` can choose. The last one
+keeps everything, and the difference is subtracted from the sum. So `auto` knows before the first
+step what each of its choices takes. A rehearsal costs three layers of a step, and leaves weights,
+gradients and random numbers as they were. FSDP2 gathers only the layers that run.
 """
 
 import warnings
@@ -54,9 +54,9 @@ class Preflight:
     kept_bytes: int
     """What one layer keeps for backward under the policy."""
     loss_bytes: int
-    """Peak until backward comes to the layers."""
+    """Peak until backward reaches the layers."""
     backward_bytes: int
-    """Peak from there on."""
+    """Peak once backward has reached the layers."""
     capacity_bytes: int
     """What this process may allocate."""
 
@@ -92,23 +92,25 @@ def preflight(
     within its `no_sync()`, since layers that are left out have no gradients to wait for.
 
     Args:
-        loss_of: runs the forward pass of a batch of the greatest length, as training does. Where
-            training goes forward several times before a backward, leave preflight out.
+        loss_of: runs the forward pass of a batch of the greatest length, as training does. Leave
+            preflight out where training runs several forward passes before one backward.
         backward: what training calls with the loss, such as `accelerator.backward`.
-        has_optimizer_states: whether a run that goes on has them already. Otherwise AdamW's two
-            states of each trained weight are added.
+        has_optimizer_states: whether the states are allocated already, as in a run that goes on.
+            Otherwise AdamW's two states of each trained weight are added.
 
     Warns if a step fits but leaves no room for gaps between tensors, where the allocator's segments
     are of fixed size.
 
     Returns:
-        What was found on this rank. None where nothing can be said: on CPU, where torch counts no
-        memory, for layers that are not alike, and for models of no more layers than are rehearsed.
+        What was found on this rank. None where nothing can be predicted: on CPU, where torch counts
+        no memory; for layers that are not alike; and for models with at most as many layers as are
+        rehearsed.
 
     Raises:
         WillNotFit: on every rank of the sequence group, if a step does not fit on one of them; or
             on a rank where the rehearsal itself is out of memory.
-        ValueError: this is no moment for it.
+        ValueError: the model is unpatched or not training, nothing of it is trained, or parameters
+            have gradients or gradient hooks; or `loss_of` does not run one forward pass.
     """
     checkpoints = handle._checkpoints
     trained = [parameter for parameter in handle.model.parameters() if parameter.requires_grad]

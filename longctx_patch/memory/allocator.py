@@ -1,8 +1,8 @@
-"""How torch's CUDA allocator takes memory from the device: in segments of fixed size, or growing.
+"""How torch's CUDA allocator takes memory: in segments of fixed size, or in segments that grow.
 
 Tensors of a long row have a few sizes, up to some GiB, and live for as long as a layer or a whole
-pass. In segments of fixed size, what is left between them is lost to larger ones: on an H200 with
-Llama-3.1-8B's layers and rows of 131,072 tokens, a pass was out of memory with a fifth of it free.
+pass. In segments of fixed size, the gaps between them are lost to larger ones: on an H200 with
+Llama-3.1-8B's layers and rows of 131,072 tokens, a pass ran out of memory with a fifth of it free.
 Segments that grow (`expandable_segments:True`) are joined and given back in parts.
 """
 
@@ -17,7 +17,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 def let_segments_grow() -> None:
     """Set `PYTORCH_ALLOC_CONF` for this process, unless the allocator is configured already.
 
-    Call it before CUDA starts, where torch reads the variable; later it does nothing.
+    Call it before CUDA starts, when torch reads the variable; later it does nothing.
     """
     if torch.cuda.is_initialized() or any(os.environ.get(name) for name in VARIABLES):
         return

@@ -3,34 +3,36 @@
 Every layer begins on the lowest rung of `LADDER`, which takes least memory. Layers climb one rung
 at a time: first as many as fit from `offload` to `attention`, then as many as fit to `none`.
 
-**Which layers climb.** The last ones. Backward frees them first, so among all choices of k layers
-the last k overlap least with what else is alive. While a layer is recomputed, it holds its
-activations when those of the last layers are gone already. Offloading the last layers would save
-little too: backward needs them before they have left the device.
+**Which layers climb.** The last ones. Backward frees their activations first, so among all choices
+of k layers those of the last k overlap least with what else is alive: they are gone already when an
+earlier layer is recomputed and holds its own. Offloading the last layers would save little too:
+backward needs their tensors before these have left the device.
 
 **How many climb.** A layer that climbs adds `extra` bytes, for no longer than its activations live.
 If passes peaked at `peak` bytes, passes with more climbs peak at most at `peak` plus the sum of
 their extras, wherever the peak was: in the loss, in the first layers of backward, or where
-gradients pile up at its end. What rests now and did not rest when the peak was measured (the
-optimizer's states after its first step) comes on top, so no step of the optimizer has to be seen:
+gradients pile up at its end. Memory that is held between passes ("resting") now but was not when
+the peak was measured, such as the optimizer's states after its first step, comes on top, so no step
+of the optimizer has to be observed:
 
     peak + (resting now - resting then) + sum of extras <= (1 - MARGIN) * capacity
 
 **Measuring.** The first training pass measures, and so does the first pass of each new greatest
 number of tokens. In it the last layer of each kind is on the highest rung, and all layers are
 metered. The others keep attention until they have taken half of the margin, and are offloaded from
-there on, so that measuring needs no more memory of the device than there has to be; of the host it
-may need all that may be taken. From the next pass on, layers climb, and each pass compares again
-what was measured with what there is. The bound is loose where the peak is not in the layers; a pass
-with more climbs shows this, and more layers follow. A rehearsal measures too (`AutoPolicy.know`),
-so that layers climb in the first pass already.
+there on, so that measuring needs as little device memory as possible; it may take all the host
+memory that may be taken. From the next pass on, layers climb, and each pass compares anew what was
+measured with what is available. The bound is loose where the peak is not in the layers; a pass with
+more climbs shows this, and more layers follow. A rehearsal measures too (`AutoPolicy.know`), so
+that layers climb in the first pass already.
 
-Where passes come near to the capacity, the allocator may have to give back in each pass what it
-keeps for later, since tensors lie in pieces. This costs more than a layer's recompute, so two such
-passes among the last eight count as if all of the capacity was used.
+Where passes come near to the capacity, fragmentation may force the allocator to release its cached
+memory in each pass. This costs more than a layer's recompute, so two such passes among the last
+eight count as if all of the capacity was used.
 
 The peak is that of forward and backward. The optimizer's own peak is the same whatever is
-recomputed, since activations are freed by then. Shorter passes run as the longest one does.
+recomputed, since activations are freed by then. Shorter passes run under the policies of the
+longest one.
 """
 
 import weakref
@@ -57,8 +59,8 @@ from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.memory.run_layer import run_layer
 
 MEASURE = -1
-"""In place of a number of climbs: this pass measures. It is less than any number, so the least of
-what ranks propose is right for all of them."""
+"""Proposed in place of a number of climbs by a rank that has to measure. It is less than any such
+number, so the least of all proposals makes every rank measure."""
 
 
 class AutoPolicy:
@@ -97,7 +99,7 @@ class AutoPolicy:
         self._num_tokens = 0
         self._window = Window(0, 0)
         self._num_passes = 0
-        # Weak: a loss that is thrown away takes its pass along.
+        # Weak references: a loss that is dropped without backward takes its pass along.
         self._open: weakref.WeakSet[Pass] = weakref.WeakSet()
 
     @property
@@ -115,7 +117,7 @@ class AutoPolicy:
     def know(self, num_tokens: int, found: "Rehearsed") -> None:
         """Take what a rehearsal found in place of a first pass that measures.
 
-        It is what a pass of `num_tokens` takes whose backward comes before another's forward.
+        It holds for a pass of `num_tokens` tokens whose backward comes before the next forward.
         """
         num_layers = len(self._kinds)
         self._num_tokens, self._extra = num_tokens, (found.extra_bytes,) * num_layers
@@ -131,7 +133,7 @@ class AutoPolicy:
         if num_tokens > self._num_tokens or not self._extra:
             return MEASURE
         if self._open:
-            return self._climbs  # a forward before the backward of another: both as decided
+            return self._climbs  # another pass awaits its backward: both run as decided
         rest = self._meter.allocated()
         capacity = self._meter.fillable(max(rest, self._window.rest_bytes))
         self._learn_from_the_interrupted(capacity)
@@ -170,7 +172,7 @@ class AutoPolicy:
                 expected = self._expected_bytes(rest) + (more or -less)
                 self._start_window(expected, max(rest, self._window.rest_bytes))
         if num_tokens == self._num_tokens and not self._window.is_observed and not self._open:
-            self._meter.reset_peak()  # so that it is the pass's own that shows, not an evaluation's
+            self._meter.reset_peak()  # so that the peak is this pass's, not an evaluation's
         self._num_passes += 1
         self._is_under_way = True
         self._failures = self._meter.failures()
@@ -191,7 +193,7 @@ class AutoPolicy:
         out = self._run(layer, forward, *args)
         if len(self._allocated) == len(self._kinds):
             self._allocated.append(self._meter.allocated())
-            # What a layer leaves behind when the next one begins: its input may go only then.
+            # Kept bytes are counted when the next layer begins: the input may be freed only then.
             kept = [after - before for before, after in pairwise(self._allocated)]
             self._extra = measured_extra(self._kinds, kept, self.policies)
             self._is_measuring = False
@@ -204,7 +206,7 @@ class AutoPolicy:
     def end(self, this: Pass) -> None:
         """Note that the backward of a pass is over; called again for a second backward."""
         self._is_under_way = False
-        # One that began earlier and is still alive is an output that somebody just keeps.
+        # A pass that began earlier and is still alive is an output kept without backward.
         self._open = weakref.WeakSet(p for p in self._open if p.number > this.number)
         window, peak = this.window, self._meter.peak()
         retries_before, self._retries = self._retries, self._meter.retries()
@@ -214,7 +216,7 @@ class AutoPolicy:
         is_longest = this.num_tokens == self._num_tokens
         if is_longest and not window.is_observed:
             window.peak_bytes, window.rest_bytes, window.is_observed = peak, this.rest_bytes, True
-        # An earlier peak that is not a pass's, the optimizer's say, would hide this one.
+        # An earlier peak outside of passes, such as the optimizer's, would hide this one.
         elif peak > this.peak_before_bytes or peak <= window.peak_bytes:
             if not is_longest and peak > window.peak_bytes:
                 peak = max(peak, self._expected_bytes(this.rest_bytes))
@@ -226,7 +228,7 @@ class AutoPolicy:
             window.peak_bytes = max(window.peak_bytes, full)
 
     def _learn_from_the_interrupted(self, capacity: int) -> None:
-        """Count a pass that never ended: if it came near to the capacity, it was out of memory."""
+        """Count a pass that never ended: if it came near the capacity, it ran out of memory."""
         peak = self._meter.peak()
         if self._meter.failures() > self._failures:
             peak = max(peak, capacity)
@@ -237,9 +239,9 @@ class AutoPolicy:
             self._meter.reset_peak()
 
     def _must_leave(self, layer: int) -> bool:
-        """Whether the pass that measures offloads a layer, because nothing is known yet.
+        """Whether the pass that measures offloads a layer, because it has taken the memory it may.
 
-        Ranks may differ in this, since they send the same in both cases.
+        Ranks may differ in this, since they send the same messages in both cases.
         """
         if self._host is None or self._is_sample(layer):
             return False
@@ -261,8 +263,8 @@ class AutoPolicy:
     def _most_climbs(self, fits: Callable[[int, int], bool]) -> int:
         """The greatest number of climbs that fits, and at least the fewest there may be.
 
-        `fits` is asked with the bytes that layers would keep less and more than now. Where a number
-        of climbs does not fit, no greater one does.
+        `fits(less, more)` gets the bytes that layers would keep less and more than now. Where a
+        number of climbs does not fit, no greater one does.
         """
         num_layers = len(self._kinds)
         climbs = range(self._fewest_climbs + 1, 2 * num_layers + 1)
@@ -277,7 +279,7 @@ class AutoPolicy:
     ) -> tuple[int, int]:
         """Bytes that layers which step down keep less, and that layers which climb keep more.
 
-        Both are summed over all passes that are alive. The one does not make up for the other: the
+        Both are summed over all passes that are alive. Savings don't offset additions, since the
         peak may be where a layer that steps down is recomputed. So what climbing layers add is a
         bound, and what the others save shows in the next pass.
         """

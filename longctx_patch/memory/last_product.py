@@ -1,13 +1,13 @@
 """Run an MLP again for its gradients, without its last matrix product.
 
-Backward of a tile runs the MLP again for what its operations keep. What the MLP returns is not part
-of that, so where it returns the result of a linear layer as it is, this result need not be
+Backward of a tile runs the MLP again for the tensors that its operations save. The MLP's result is
+not among them, so where it is the unchanged result of a linear layer, that product need not be
 computed: a third of the work of gate, up and down. (torch's checkpoint likewise ends a recompute
 with the last tensor that was kept.)
 
-A tensor of the result's shape, without memory of its own, stands in for the result. Nobody may look
-at it. So this is for a layer that is nothing but a linear one (`is_plain`), in an MLP whose code is
-known, and whoever runs the MLP compares what it returned with what stood in (`left_out`).
+A tensor of the result's shape, without memory of its own, stands in for the result. Its values must
+not be read. So the layer must be nothing but a linear one (`is_plain`) in an MLP whose code is
+known, and the caller checks that the MLP returned the tensor that stood in (`left_out`).
 """
 
 from collections.abc import Iterator
@@ -46,8 +46,8 @@ def is_plain(linear: object) -> bool:
 def left_out(linear: nn.Linear | None) -> Iterator[list[Tensor]]:
     """Within the context, tensors of the right shape and dtype stand in for the layer's results.
 
-    They have the results' gradients. The list that is yielded grows by each of them. Other threads,
-    which may be evaluating the same model, get the results themselves.
+    Gradients pass through them as through the results. Each is appended to the list that is
+    yielded. Other threads, which may be evaluating the same model, get the results themselves.
     """
     stood_in: list[Tensor] = []
     if linear is None:

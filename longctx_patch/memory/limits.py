@@ -1,10 +1,9 @@
-"""How much of a memory may be filled, and by what; numbers that the planner counts with too."""
+"""Which shares of a memory may be filled, and by what; the planner uses these numbers too."""
 
 MARGIN = 0.06
-"""Share of a device's capacity that `auto` leaves free: for what the allocator can't use because it
-is in pieces, for passes that need more than those measured (other documents, experts with more
-tokens), and for libraries that allocate for themselves. Layers step down when half of it is
-used."""
+"""Share of a device's capacity that `auto` leaves free: for fragments that the allocator can't use,
+for passes that need more than those measured (other documents, experts with more tokens), and for
+libraries that allocate for themselves. Layers step down when half of the margin is used."""
 
 RESERVE = 0.05
 """Share of the machine's host memory that is left to other programs."""

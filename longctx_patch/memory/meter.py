@@ -16,14 +16,14 @@ class Meter(Protocol):
         ...
 
     def peak(self) -> int:
-        """The most bytes that were taken at once since the process began or someone reset the peak:
-        by tensors, or by copies under way of tensors that are gone."""
+        """The most bytes in use at once since the process began or the peak was reset: by tensors,
+        or by freed tensors whose copies are still under way."""
         ...
 
     def reset_peak(self) -> None: ...
 
     def capacity(self) -> int:
-        """Bytes that this process may allocate in all, beside what others hold on the device."""
+        """Bytes that this process may allocate in all, given what others hold on the device."""
         ...
 
     def fillable(self, rest_bytes: int) -> int:
@@ -32,18 +32,18 @@ class Meter(Protocol):
         ...
 
     def retries(self) -> int:
-        """How often the allocator found no memory so far, waited for the device, gave back all that
-        it kept for later, and tried again."""
+        """How often so far the allocator found no memory, waited for the device, released its
+        cache, and tried again."""
         ...
 
     def failures(self) -> int:
-        """How often it found no memory then either, and raised an error."""
+        """How often the allocator found no memory in this retry either, and raised an error."""
         ...
 
 
 FIXED_SEGMENTS_FILL = 0.7
-"""Share that tensors can fill where segments don't grow. Runs were out of memory when tensors held
-0.72 of what those that stay (weights and optimizer states) had left."""
+"""Share of the memory left by weights and optimizer states that other tensors can fill where
+segments don't grow. Runs went out of memory when these held 0.72 of it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class CudaMeter:
 
     device: torch.device
     fill: float = 1.0
-    """Share of the memory that tensors which stay leave, for tensors that come and go."""
+    """Share of the memory left by permanent tensors that temporary ones can fill."""
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device)

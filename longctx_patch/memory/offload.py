@@ -1,20 +1,21 @@
-"""What layers keep for backward, on the host: copied out while forward goes on, and back in time.
+"""Keep layers' tensors for backward on the host: copied out during forward, and back in time.
 
-A layer's tensors leave on a stream of their own as soon as they exist. When the layer's
-forward is over, the device waits until they are gone; in wide models they are by then, since the
+A layer's tensors are copied out on a separate stream as soon as they exist. When the layer's
+forward is over, the device waits for these copies; in wide models they are done by then, since the
 MLP takes longer. So their memory is free for the next layer however far the host is ahead of the
-device; freed without that wait, those of many layers would stay until the host sees that they are
-gone. In backward, the first of a layer's tensors that is asked for brings the others back too, and
-those of the layer before it, which is the next to be asked for: they travel while this layer is
+device. Without that wait, the tensors of many layers would stay until the host sees that their
+copies are done. In backward, the first request for one of a layer's tensors brings back all of
+them, and those of the layer before it, which backward needs next: they travel while this layer is
 computed.
 
 Host memory is pinned, and later passes use it again. More is taken only while `RESERVE` of the
 machine's memory stays free, which all processes of the machine share.
 
-Where a layer's tensors are large (`AHEAD`), the next ones don't come before they are asked for. A
-layer of such long rows is computed for a minute, and the memory saved makes longer rows possible.
+Where a layer's tensors are larger than `AHEAD`, they come back only when they are asked for. The
+wait matters little, since a layer of such long rows takes a minute to compute, and the memory saved
+makes longer rows possible.
 
-On CPU the copies are made too, at once, though they save nothing there.
+On CPU the copies are made too, synchronously, though they save nothing there.
 """
 
 import math
@@ -38,7 +39,7 @@ class HostMemoryFull(RuntimeError):
 
 
 class HostRoom(NamedTuple):
-    """Bytes that this process may still take, and how many of them have to stay free."""
+    """Bytes of host memory that are available, and how many of them have to stay free."""
 
     available: int
     reserve: int
@@ -93,9 +94,9 @@ class HostCopies:
         return kept
 
     def take_out(self, tensor: Tensor, place: int) -> "_OnHost | None":
-        """Copy a tensor out; None without room.
+        """Copy a tensor to the host; None if it has no room there.
 
-        `place` is its number in its layer: tensors of one place are alike in size.
+        `place` is the tensor's number in its layer: tensors of one place are alike in size.
         """
         slot = self._slot(tensor.nbytes, place)
         if slot is None:
@@ -116,7 +117,7 @@ class HostCopies:
             slot = free.pop()
             if slot.memory.nbytes >= num_bytes:
                 return slot
-            self.num_bytes -= slot.memory.nbytes  # of a shorter row: one for this length instead
+            self.num_bytes -= slot.memory.nbytes  # of a shorter row, so it is replaced
             del slot
         if not self._has_room(num_bytes):
             return None
@@ -194,7 +195,7 @@ class Kept:
         return get
 
     def leave(self) -> None:
-        """Free the device's memory for what comes next, as the layer's forward is over."""
+        """Free the device's memory for the next layer, once this one's forward is over."""
         for held in self._held:
             held.leave()
 
@@ -203,7 +204,7 @@ class Kept:
         return sum(held.on_host.nbytes for held in self._held)
 
     def _bring_back(self) -> None:
-        """Bring all tensors back, once. What a second backward asks for comes back by itself."""
+        """Bring all tensors back, once. In a second backward each comes back when asked for."""
         if not self._was_asked_for:
             self._was_asked_for = True
             for held in self._held:
@@ -213,15 +214,15 @@ class Kept:
 class _Slot:
     """Host memory, and the last copy from or to it.
 
-    CUDA itself pins it, because torch's pinned memory comes in powers of two and is never given
-    back.
+    The memory is pinned through CUDA, because torch's pinned memory comes in powers of two and is
+    never given back.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
         self.last_copy = _LastCopy()
         if pinned:
-            self.memory.zero_()  # makes its pages on all cores; pinning would on one
+            self.memory.zero_()  # creates its pages on all cores; pinning would do so on one
             address = self.memory.data_ptr()
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
             weakref.finalize(self.memory, _unpin, address, self.last_copy).atexit = False
@@ -238,10 +239,10 @@ def _unpin(address: int, last_copy: _LastCopy) -> None:
 
 
 class _OnHost:
-    """One tensor on the host. Its slot is free again once nobody can ask for it any more.
+    """One tensor on the host. Its slot is free again once this object is gone.
 
-    What a copy reads or writes on the device is held here until `_wait`. Whoever gets that memory
-    afterwards, on the stream that it was made on, comes after the copy.
+    The device tensor that a copy reads or writes is held here until `_wait`. Work that gets its
+    memory afterwards, on the stream that the tensor was made on, comes after the copy.
     """
 
     def __init__(self, host: HostCopies, slot: _Slot, tensor: Tensor) -> None:
@@ -260,12 +261,12 @@ class _OnHost:
     def bring_back(self) -> None:
         self.leave()
         if self._back is None:
-            with torch.cuda.stream(self._stream):  # that of the graph, whoever asks
+            with torch.cuda.stream(self._stream):  # the graph's stream, whoever asks
                 self._back = self._host.bring_back(self)
 
     def get(self) -> Tensor:
-        """The tensor on the device, for the stream that the layer runs on. It is not held here any
-        more, so that it can be freed."""
+        """The tensor on the device, ready for the layer's stream. It is no longer held here, so
+        that it can be freed."""
         self.bring_back()
         self._wait()
         back, self._back = self._back, None
@@ -277,7 +278,7 @@ class _OnHost:
             self._stream.wait_event(self.slot.last_copy.event)
 
     def __del__(self) -> None:
-        if self._leaving is not None or self._back is not None:  # given up with its graph
+        if self._leaving is not None or self._back is not None:  # its graph was dropped
             self._wait()
 
 

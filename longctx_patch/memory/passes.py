@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from longctx_patch.memory.ladder import Extra
 
 RECENT, SHORT = 8, 2
-"""So many passes are looked back at, and so many of them are too many in which the allocator had to
-try again. A single one may have come between two arrangements of its memory."""
+"""Memory is short if the allocator had to try again in `SHORT` or more of the last `RECENT` passes.
+A single one may come from a change in how its memory is laid out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +25,17 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """What a pass through all layers takes, as some of them have shown that are all alike."""
+    """What a pass through all layers takes, as a few of them have shown; all are alike."""
 
     extra_bytes: Extra
     """What each layer keeps on each rung."""
     host_layers: int
     """The number of layers for which the host has room."""
     peak_bytes: int
-    """Peak with the last layer on the highest rung, and of the layers before it as many on the
-    lowest as the host has room for, the others on the middle one."""
+    """Peak with the last layer on the highest rung, as many of the first layers on the lowest as
+    the host has room for, and the others on the middle one."""
     rest_bytes: int
-    """Bytes that are allocated when a pass begins that peaks so."""
+    """Bytes that are allocated when such a pass begins."""
 
 
 @dataclass(eq=False)
@@ -54,13 +54,13 @@ class Window:
     """The passes since policies changed."""
 
     peak_bytes: int
-    """The expected peak, until a peak was observed."""
+    """The expected peak until one was observed, the observed one from then on."""
     rest_bytes: int
-    """The most that was allocated when the passes began that showed the peak."""
+    """The most that was allocated at the start of the passes that showed the peak."""
     is_observed: bool = False
     """Whether the backward of a longest pass was seen."""
     is_rehearsed: bool = False
-    """Whether a rehearsal stands for that."""
+    """Whether a rehearsal gave the peak instead."""
     at_once: int = 1
     """Passes whose activations are alive at the same time; extras count for each."""
     recent: tuple[bool, ...] = ()

@@ -1,7 +1,7 @@
 """What a decoder layer keeps for backward: one record for each checkpoint policy.
 
-The config's check, the planner, the command line and the first step's check read these records and
-compare no names. To add a policy, add its names and its record here, and teach
+The config's check, the planner, the command line and the first step's check read these records
+instead of comparing names. To add a policy, add its names and its record here, and teach
 `longctx_patch.memory.run_layer` to run it if its fields say something new.
 
 Keeping attention costs B * L * H * D numbers of the model's dtype and B * H * L numbers of float32
@@ -29,7 +29,7 @@ CheckpointPolicy = Literal["none", "full", "attention", "offload", "auto"]
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """What layers keep under one policy. Where a policy chooses by layer, its flags say what a
-    layer of it may do."""
+    layer under it may do."""
 
     name: CheckpointPolicy
     rungs: tuple[LayerPolicy, ...]
@@ -113,7 +113,7 @@ def names_that_keep_attention() -> list[str]:
 
 
 def count_on_host(policies: Iterable[LayerPolicy]) -> int:
-    """How many of these layers keep what they keep on the host."""
+    """How many of these layers offload to the host what they keep."""
     return sum(POLICIES[policy].on_host for policy in policies)
 
 

@@ -23,7 +23,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draws within the context begin with this state; later draws are as if there were none."""
+        """Draws within the context begin with this state; later draws are unaffected by them."""
         before = RandomState.now(self.device)
         self._set()
         try:

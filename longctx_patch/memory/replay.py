@@ -4,7 +4,7 @@ The pair of context managers that `checkpoint_contexts` returns is what torch's 
 checkpoint takes as `context_fn`. While recording, attention keeps (out, lse) in a frame; while
 replaying it takes them back, and neither its kernel nor its communication runs again. This is the
 rematerialisation-aware checkpointing of DISTFLASHATTN (section 3.3) without moving the boundaries
-of the checkpointed layers. A frame may ask for a share of the tokens only
+of the checkpointed layers. A frame may keep the results of a share of the tokens only
 (`longctx_patch.engine.selective`).
 """
 
@@ -39,7 +39,7 @@ class Frame:
     def keep(self, *results: Tensor) -> None:
         # Detached: the returned tensors carry the graph, and the graph carries this frame.
         stored: dict[tuple[object, ...], Getter] = {}
-        for tensor in results:  # some are the same: they are stored once
+        for tensor in results:  # a tensor that comes twice is stored once
             if _place(tensor) not in stored:
                 stored[_place(tensor)] = self.store(tensor.detach())
         self.kept.append(tuple(stored[_place(tensor)] for tensor in results))

@@ -23,8 +23,8 @@ def run_layer(
     """Return `forward(*args)` of one layer, whose first argument is its hidden states.
 
     The layer's backward follows the policy that its forward ran under. `host` is needed by policies
-    that keep tensors on the host. `share` says for how many of the tokens, from 0 to 1, policies
-    that keep attention keep it.
+    that keep tensors on the host. `share`, from 0 to 1, is the part of the tokens whose attention
+    is kept by policies that keep it.
     """
     record = POLICIES[policy]
     if not record.recomputes_layer:
@@ -43,19 +43,19 @@ def run_layer(
 def _checkpoint(
     keep: Callable[[Tensor], Getter], share: float, forward: Callable[..., Any], *args: Any
 ) -> Any:
-    if not share:  # torch.compile takes no context of ours
+    if not share:  # torch.compile does not accept our contexts
         return checkpoint(forward, *args, use_reentrant=False)
     contexts = partial(checkpoint_contexts, keep, share)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
 
 
 def _inputs_on_host(hidden: Tensor, keep: Callable[[Tensor], Getter]) -> saved_tensors_hooks:
-    """Hooks for the inputs of a region that torch's checkpoint saves; inside, it has its own hooks.
+    """Hooks for the inputs that torch's checkpoint saves; inside the region it has its own hooks.
 
     Only the hidden states go to the host, since all layers share their other inputs.
     """
 
-    place, shape = hidden.data_ptr(), hidden.shape  # the tensor itself would stay as long as pack
+    place, shape = hidden.data_ptr(), hidden.shape  # `pack` must not hold the tensor itself
 
     def pack(tensor: Tensor) -> Tensor | Getter:
         is_hidden = tensor.data_ptr() == place and tensor.shape == shape

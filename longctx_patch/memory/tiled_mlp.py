@@ -7,9 +7,9 @@ takes its gradients, and goes on to the next one. This is TiledMLP of ALST (Arct
 Training, arXiv 2506.13996, section on sequence tiling), after the blockwise feed-forward of
 Blockwise Parallel Transformer (Liu & Abbeel 2023, arXiv 2305.19370).
 
-Unlike there, parameters are inputs of one autograd function. Each gets one gradient in a backward
-pass, summed over tiles before anybody sees it, so hooks, DDP, FSDP2 and gradient accumulation find
-what the whole MLP would give them.
+Unlike in ALST, parameters are inputs of one autograd function. Each gets one gradient in a backward
+pass, already summed over tiles, so hooks, DDP, FSDP2 and gradient accumulation find what the whole
+MLP would give them.
 
 B rows, L tokens, D hidden size.
 """
@@ -37,7 +37,7 @@ def run_tiled(
     num_tiles: int,
     last: nn.Linear | None = None,
 ) -> Tensor:
-    """Compute `forward(hidden)` by tiles of equal size, up to a token.
+    """Compute `forward(hidden)` in tiles whose sizes differ by one token at most.
 
     The result and its gradients are those of `forward(hidden)` up to rounding, since matrix
     products of fewer rows may be summed in another order. With one tile it is `forward(hidden)`
@@ -45,27 +45,29 @@ def run_tiled(
 
     Gradients of parameters are summed over tiles in float32 or wider, and rounded to the dtype of
     the parameter at the end; those of one tile come in that dtype. While a module's backward runs,
-    the sum takes 4 bytes for each of its trained numbers beside the gradients of a tile. Parameters
-    without `requires_grad` (quantised weights under LoRA, say) take part and cost nothing.
+    the sum takes 4 bytes for each of its trained numbers, besides the gradients of a tile.
+    Parameters without `requires_grad` (quantised weights under LoRA, say) take part and cost
+    nothing.
 
     Backward computes tiles under the autocast of forward, and draws dropout's random numbers again
-    from the state that forward began with. They differ from the numbers that a single tile draws.
+    from the state that forward began with. These numbers differ from those that a single tile
+    draws.
 
     Args:
         forward: what `module` computes token by token: `[B, n, D] -> [B, n, E]`. It runs twice for
-            each tile, and if it looks at several tokens or counts calls, it sees tiles.
+            each tile, and sees only that tile's tokens.
         module: the module whose parameters `forward` uses. They are looked up during this call,
             since FSDP2 swaps them.
         hidden: `[B, L, D]`, any float dtype.
         num_tiles: how many tiles; at most L are made.
         last: a layer of `module` whose result `forward` returns without looking at it, so that
             backward need not compute it. Where `forward` returns something else, backward notices
-            it and begins anew with the layer as it is.
+            this and starts again with the layer itself.
 
     Raises:
         RuntimeError: in backward, if parameters have changed since forward, as for any operation of
-            torch, and if `forward` depends on something trained that `module` does not hold: its
-            gradient would be lost.
+            torch, or if `forward` depends on a trained tensor outside of `module`, whose gradient
+            would be lost.
     """
     num_tiles = min(num_tiles, hidden.shape[-2])
     if num_tiles <= 1:
@@ -80,16 +82,16 @@ def run_tiled(
 
 
 class _Keep(torch.autograd.Function):
-    """The hidden states as they are, kept for the function after it.
+    """Returns the hidden states as they are, and saves them for `_Tiles`.
 
-    torch's checkpoint ends a recompute with the last tensor that was kept in forward. A function
-    keeps its tensors once it has run; in one of its own they are kept before the tiles run, and
-    where nothing of the layer is needed after its MLP, the recompute leaves the MLP out.
+    torch's checkpoint ends a recompute with the last tensor that was saved in forward. A function's
+    tensors are saved once it has run. A function of its own saves these before the tiles run, so
+    where backward needs nothing after the layer's MLP, the recompute leaves the MLP out.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *trained: Tensor) -> Tensor:
-        # `trained`: for `hidden` without gradient, or it would not be kept.
+        # `trained` makes torch save `hidden` where that needs no gradient itself.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden)
         ctx.num_trained = len(trained)
@@ -106,7 +108,7 @@ class _Tiles(torch.autograd.Function):
         ctx: Any, kept: Tensor, mlp: "_TiledMlp", wants_hidden: bool, *trained: Tensor
     ) -> Tensor:
         ctx.keeper, ctx.wants_hidden = kept.grad_fn, wants_hidden
-        # Not saved as hidden states are: a recompute would have to come as far as here for them.
+        # Not by save_for_backward: a recompute would have to run up to here for them.
         ctx.trained, ctx.versions = trained, [tensor._version for tensor in trained]
         ctx.mlp, ctx.random = mlp, RandomState.now(kept.device)
         return mlp.run(kept)
@@ -119,8 +121,8 @@ class _Tiles(torch.autograd.Function):
                 "a parameter of an MLP in tiles was changed in place between forward and backward, "
                 "so its gradient would be another one. Go backward before optimizer.step()."
             )
-        (hidden,) = ctx.keeper.saved_tensors  # once: torch's checkpoint gives them once
-        # Others than the parameters, whose hooks would run for each tile.
+        (hidden,) = ctx.keeper.saved_tensors  # read once: torch's checkpoint gives them only once
+        # Not the parameters themselves, whose hooks would run for each tile.
         stand_ins = [
             nn.Parameter(parameter.detach(), requires_grad=is_wanted)
             for parameter, is_wanted in zip(ctx.trained, ctx.needs_input_grad[3:], strict=True)
@@ -130,7 +132,7 @@ class _Tiles(torch.autograd.Function):
             with ctx.random.replayed(), _in_place_of(mlp.module, ctx.trained, stand_ins):
                 return mlp.gradients(hidden, grad, ctx.wants_hidden, stand_ins)
 
-        # Hooks may have come since forward.
+        # Hooks may have been added since forward.
         mlp = ctx.mlp if is_plain(ctx.mlp.last) else replace(ctx.mlp, last=None)
         try:
             grad_hidden, grads = run_again(mlp)
@@ -144,10 +146,10 @@ class _ResultIsUsedError(Exception):
 
 
 def _autocast_now(device_type: str) -> Callable[[], torch.autocast]:
-    """Make contexts like the present autocast, which autograd's threads don't have by themselves.
+    """A function that makes contexts like the present autocast, which autograd's threads lack.
 
-    Weights cast for a tile are not for others: forward casts them without gradients, and in
-    backward they belong to a graph that is gone after the tile.
+    Tiles can't share cast weights, so their cache is off: forward casts them without gradients, and
+    in backward they belong to a graph that is gone after the tile.
     """
     return partial(
         torch.autocast,
