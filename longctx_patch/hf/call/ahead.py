@@ -1,8 +1,8 @@
 """Make the plans of the next batch while the model trains on this one.
 
-Packed rows have documents of their own, so every batch has plans of its own: milliseconds of the
-CPU for a long row, in which the device would wait. What is made here lands in the caches that the
-forward pass looks into.
+Every batch of packed rows has other documents and so needs new plans. For a long row they take
+milliseconds of the CPU, while the device would wait. Plans made here land in the caches that the
+forward pass reads.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ def ahead(
 ) -> Iterator[Batch]:
     """The batches in order; `prepare` runs for each in a thread, `depth` batches ahead.
 
-    What it raises is raised where its batch would come.
+    An error in `prepare` is raised in place of its batch.
     """
     if depth < 1:
         raise ValueError(f"depth={depth}: plans are made 1 batch ahead or more.")

@@ -1,4 +1,4 @@
-"""The arguments that a patched decoder gets for a sharded, or a stock, forward pass."""
+"""The arguments that a patched decoder gets for a sharded or a stock forward pass."""
 
 import zlib
 from dataclasses import dataclass, field
@@ -33,17 +33,17 @@ class _Batch(NamedTuple):
     """`[B, L]` ids, or `[B, L, hidden]` embeddings."""
     row: ShardedRow
     positions: Tensor
-    """`[1, L]`: where the layout says that this rank's tokens are in their documents."""
+    """`[1, L]`: positions of this rank's tokens in their documents, by the layout."""
     routed: bool
     """Whether the pass returns router logits."""
     mask: Mask | None
     problem: str | None
-    """Why this rank can't compute with it, in words."""
+    """Why this rank can't compute with the batch, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderCalls:
-    """Makes of each call of a patched decoder a sharded or a stock forward pass."""
+    """Turns each call of a patched decoder into a sharded or a stock forward pass."""
 
     group: SequenceGroup
     mask: MaskFactory | None
@@ -68,8 +68,8 @@ class DecoderCalls:
         return kwargs | self._begin_sharded(decoder, shard, batch, kwargs.get("num_valid_tokens"))
 
     def make_plans(self, shard: Tensor) -> None:
-        """Make the plans of a batch that is to come. One that can't be used is left alone: its
-        forward pass says so, on all ranks."""
+        """Make the plans of a batch that is to come. A batch that can't be used is skipped: its
+        forward pass raises the error, on all ranks."""
         row = ShardedRow.read(shard)
         mask, problem = self._mask(row, row.problem)
         if problem is None:
@@ -117,7 +117,7 @@ class DecoderCalls:
     def _begin_sharded(
         self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any
     ) -> Arguments:
-        """What the decoder is given besides, once all ranks have agreed to compute."""
+        """Further arguments of the decoder, once all ranks have agreed to compute."""
         documents = batch.row.documents
         rows = self.group.require_shards(
             Meeting.BATCH,
@@ -153,7 +153,7 @@ class DecoderCalls:
         }
 
     def _problem(self, batch: _Batch) -> ValueError | SequenceParallelismError | None:
-        """What this rank alone knows to be wrong, with attention so far or with its batch."""
+        """What is wrong on this rank, with attention in earlier passes or with its batch."""
         misfire = self.first_step.misfire()
         if misfire is not None:
             return SequenceParallelismError(misfire)

@@ -1,10 +1,10 @@
 """Proof, on the first training step, that attention crossed the ranks.
 
-Patches of other libraries have failed silently: a dispatch key rewritten, a hook that no longer
-fires, and every rank trains on attention within its own shard, with losses that look plausible. So
-on the first sharded training step ranks meet before every attention layer, each layer must have run
-its plan once, and what was sent must be what the plans predict, to the byte. Backward is checked
-when the next sharded pass begins.
+Patches of other libraries have failed silently: after a rewritten dispatch key or a hook that no
+longer fires, every rank trains on attention within its own shard, and losses look plausible. So on
+the first sharded training step ranks meet before every attention layer, each layer must run its
+plan once, and the traffic must be what the plans predict, to the byte. Backward is checked when the
+next sharded pass begins.
 """
 
 from collections import Counter
@@ -48,7 +48,7 @@ class FireCheck:
         policies: Sequence[LayerPolicy],
         share: float,
     ) -> None:
-        """`share`: of the tokens, whose attention is kept by layers that keep it."""
+        """`share` is the part of the tokens whose attention is kept by layers that keep it."""
         self.has_run_forward = False
         self._policies = policies
         self._share = share
@@ -64,7 +64,7 @@ class FireCheck:
 
     @property
     def masks(self) -> str:
-        """Who sees whom, of all kinds of layers that ran."""
+        """Who sees whom, in each kind of layer that ran."""
         return " + ".join(dict.fromkeys(self._masks))
 
     def layer_begins(self, module: nn.Module) -> None:
@@ -81,7 +81,7 @@ class FireCheck:
         *,
         has_sinks: bool,
     ) -> None:
-        """Note a layer's call with queries `[B, L, H, D]`, and its backward when it comes."""
+        """Count a layer's call with queries `[B, L, H, D]`, and its backward when that runs."""
         layer = self._numbers[id(module)]
         self._runs[layer] += 1
         if layer in self._traffic:  # a recompute: its backward is that of the first run
@@ -96,7 +96,7 @@ class FireCheck:
             q.register_hook(lambda _: self._finished.update([layer]))
 
     def check_forward(self) -> None:
-        """After the decoder's forward pass; collective, raises on every rank if on one."""
+        """Check the forward pass when it is over. Collective: all ranks raise if one does."""
         problem = self._missing_layers()
         problem = problem or self._wrong_traffic("forward", self.planned_forward())
         self._meet(_END, problem)
@@ -104,7 +104,8 @@ class FireCheck:
         self._before = self._sent()
 
     def backward_problem(self) -> str | None:
-        """When the next forward pass begins; a step without a whole backward proves nothing."""
+        """What was wrong with backward, asked when the next forward pass begins; None if nothing. A
+        step without a whole backward proves nothing."""
         if not self._backward or self._was_interrupted():
             return None
         return self._wrong_traffic("backward", self.planned_backward())
@@ -120,7 +121,7 @@ class FireCheck:
     def planned_backward(self) -> Traffic:
         """What this rank sends for the layers that have run backward or been recomputed.
 
-        Layers below all that is trained have neither.
+        Layers below all trained parameters have neither.
         """
         planned = Traffic()
         for layer, traffic in self._traffic.items():
@@ -161,7 +162,7 @@ class FireCheck:
         return Traffic(*self._group.counters.sent_ever())
 
     def _meet(self, place: int, problem: str | None = None) -> None:
-        """Raise on every rank unless all are at one place, and none has a problem."""
+        """Raise on every rank unless all are at the same place and none has a problem."""
         wrong = None if problem is None else SequenceParallelismError(problem)
         places = [at for (at,) in meet(self._group.everyone, Meeting.LAYER, (place,), wrong)]
         if set(places) != {place}:
@@ -174,7 +175,7 @@ class FireCheck:
 
 @dataclass
 class FirstStep:
-    """When the first training step of a model is checked, and what came out."""
+    """When the first training step of a model is checked, and the result."""
 
     model: PreTrainedModel
     group: SequenceGroup
@@ -198,7 +199,8 @@ class FirstStep:
         return self.check
 
     def misfire(self) -> str | None:
-        """What went wrong since: another attention, or another traffic in the first backward."""
+        """What went wrong since the first step: the model's attention was replaced, or the first
+        backward sent other traffic than planned."""
         found = transformers_api.attention_implementation(self.model)
         if found not in transformers_api.NAME_OVER_STOCK.values():
             return f"the model's attention is {found!r} now"

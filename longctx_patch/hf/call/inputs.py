@@ -1,4 +1,4 @@
-"""What a sharded batch may bring along: everything else would silently be dropped."""
+"""Which options a sharded batch may have: any other would be dropped silently, so it is refused."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def check_whole_rows(group: SequenceGroup, kwargs: dict[str, Any]) -> None:
-    """Without longctx_shard the batch should be whole rows; positions can tell that it is not."""
+    """Refuse a batch without longctx_shard whose positions show that it is not whole rows."""
     given = kwargs.get("position_ids")
     padded = kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None
     if group.num_ranks == 1 or given is None or padded:
@@ -47,7 +47,7 @@ def wants_router_logits(decoder: nn.Module, kwargs: dict[str, Any]) -> bool:
 def input_problem(
     kwargs: dict[str, Any], positions: Tensor, wants_router_logits: bool
 ) -> str | None:
-    """What this rank can't compute with, in words; `positions` are the layout's, `[1, L]`."""
+    """What this rank can't compute with, in words; `positions` `[1, L]` are the layout's."""
     return (
         _count_problem(kwargs.get("num_items_in_batch"), kwargs.get("num_valid_tokens"))
         or _mask_problem(kwargs, wants_router_logits)
@@ -96,7 +96,7 @@ def _mask_problem(kwargs: dict[str, Any], wants_router_logits: bool) -> str | No
 
 
 def _position_problem(given: Tensor | None, positions: Tensor) -> str | None:
-    """A shard counted from 0 would rotate its keys wrongly, and train all the same."""
+    """Positions that start at 0 in each shard would rotate keys wrongly without an error."""
     if given is None or _same_positions(given, positions):
         return None
     return (

@@ -2,8 +2,8 @@
 
 transformers' `load_balancing_loss_func` multiplies two means over tokens, for each expert: how
 often it was chosen, and its probability (Switch Transformer, eq. 4 to 6,
-https://huggingface.co/papers/2101.03961). A mean of the products of shards is another number, so
-each rank hands it the router logits of all tokens and computes the same loss.
+https://huggingface.co/papers/2101.03961). The mean over shards of their products is another number,
+so each rank passes it the router logits of all tokens and computes the same loss.
 
 B rows, L tokens of this rank, E experts.
 """
@@ -26,20 +26,20 @@ def whole_router_logits(
 ) -> tuple[Tensor, ...]:
     """Router logits of whole sequences, in place of those of this rank's tokens.
 
-    Collective: every rank of the group calls it, with as many layers. Forward gathers the logits of
-    each layer on every rank; backward sends nothing.
+    Collective: every rank of the group calls it, with the same number of layers. Forward gathers
+    the logits of each layer on every rank; backward sends nothing.
 
-    This rank's own logits have the gradient of `longctx_patch.loss.law.own_part`, those of other
-    ranks have none here.
+    This rank's own logits get the gradient of `longctx_patch.loss.law.own_part`; those of other
+    ranks get none here.
 
     Args:
-        router_logits: `[B * L, E]` of each layer, any float dtype.
+        router_logits: `[B * L, E]` for each layer, any float dtype.
         group: the ranks that share the sequences.
         layout: where their tokens are.
         real_lengths: tokens of each row before its padding, the same on every rank.
 
     Returns:
-        `[sum of real_lengths, E]` of each layer: row after row, tokens in global order.
+        `[sum of real_lengths, E]` for each layer: row after row, tokens in global order.
     """
     is_real_BN = torch.arange(layout.num_tokens) < torch.tensor(real_lengths)[:, None]
     real = is_real_BN.flatten().nonzero()[:, 0]

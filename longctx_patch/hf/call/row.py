@@ -1,4 +1,4 @@
-"""What a batch says of its rows, and the mask that a user's function makes for them."""
+"""What a batch says about its rows, and the mask that a user's function makes for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ MaskFactory = Callable[[int], Mask]
 
 @dataclass(frozen=True)
 class ShardedRow:
-    """What `longctx_shard` says of a batch."""
+    """What `longctx_shard` says about a batch."""
 
     documents: Documents
     """The documents of the row (every row of the batch has the same)."""
@@ -44,11 +44,11 @@ class ShardedRow:
 
 
 def made_mask(factory: MaskFactory, row: ShardedRow) -> tuple[Mask | None, str | None]:
-    """(mask, problem) of what the user's function gives for a row."""
+    """(mask that the user's function makes for a row, problem in words); one of them is None."""
     num_tokens = row.documents.num_tokens
     try:
         mask = factory(num_tokens)
-    except Exception as error:  # on one rank perhaps: the others must hear of it, not wait
+    except Exception as error:  # it may fail on one rank: the others must learn of it, not wait
         return None, f"the mask function failed for {num_tokens} tokens: {error!r}"
     if not isinstance(mask, Mask) or mask.num_tokens != num_tokens:
         is_mask = isinstance(mask, Mask)

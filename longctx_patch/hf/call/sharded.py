@@ -21,7 +21,7 @@ from longctx_patch.sequence.masks import Mask
 
 
 class LayerKind(NamedTuple):
-    """What decides a layer's attention call, besides the row."""
+    """What determines a layer's attention call, besides the row."""
 
     score: Score
     window: int | None
@@ -31,8 +31,8 @@ class LayerKind(NamedTuple):
 class ShardedCall:
     """Travels with one forward pass, from the decoder to each of its attention layers.
 
-    Not a dataclass: FSDP looks for tensors in the fields of those that layers are given, and plans
-    have many.
+    Not a dataclass: FSDP searches the fields of dataclasses that layers are given for tensors, and
+    plans have many fields.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ShardedCall:
         self.real_lengths = real_lengths
         """Tokens of each row of the batch without its padding."""
         self.seen = seen
-        """Kinds of layers that have run, for whoever makes plans ahead."""
+        """Kinds of layers that have run; plans made ahead are for these."""
         self.fire_check: FireCheck | None = None
         self._calls: dict[LayerKind, AttentionCall] = {}
 
@@ -70,7 +70,7 @@ class ShardedCall:
         return self._calls[kind]
 
     def make_plans(self) -> None:
-        """Plans of both directions for all kinds of layers that have been seen."""
+        """Make the plans of both directions for all kinds of layers that have been seen."""
         batch, share = len(self.real_lengths), self.group.config.attention_kept
         for kind in tuple(self.seen):
             call = self.attention(kind._replace(shape=kind.shape._replace(batch=batch)))
@@ -95,12 +95,12 @@ def sharded_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: `[B, H, L, D]` in, `[B, L, H, D]` out.
 
-    What a caller passes to the model was checked before the decoder ran; what a layer adds by
-    itself is checked here, alike on every rank.
+    Options that a caller passes to the model were checked before the decoder ran; those that a
+    layer adds by itself are checked here, with the same result on every rank.
     """
     _check_layer(module, value.shape[3] == query.shape[3], dropout, options)
     if torch.is_autocast_enabled(query.device.type):
-        # Stock attention functions are on autocast's list; rotary embeddings leave q, k in float32.
+        # Autocast casts for stock attention functions; rotary embeddings leave q, k in float32.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -127,7 +127,7 @@ def sharded_attention(
 def _check_layer(
     module: nn.Module, alike_head_dims: bool, dropout: float, options: Mapping[str, Any]
 ) -> None:
-    """Refuse what a layer asks for that would be dropped."""
+    """Refuse options of a layer that would be dropped."""
     asked = {"dropout": dropout} if dropout else {}
     asked |= {
         name: value

@@ -61,16 +61,16 @@ GRADIENTS_IN_EVALUATION = (
 Passes that nobody goes backward from stay allowed, with gradients enabled too."""
 
 MOST_KINDS = 3
-"""A model with more kinds of layers (adapters of different ranks, say) is taken to have one."""
+"""A model with more kinds of layers (adapters of different ranks, say) is treated as having one."""
 
 
 class LayerCheckpoints:
     """Runs each decoder layer of a model under a policy of its own.
 
     Policies change as a training pass begins and at no other time; a graph that exists already
-    keeps those it was made under. All ranks of a group must run the same ones: what backward sends
-    depends on them. Data-parallel replicas need not, since the collectives of DDP and FSDP2 belong
-    to layers and gradients, whatever is recomputed.
+    keeps the policies it was made under. All ranks of a group must run the same policies, since
+    what backward sends depends on them. Data-parallel replicas need not, since the collectives of
+    DDP and FSDP2 are the same whatever is recomputed.
     """
 
     def __init__(
@@ -105,13 +105,14 @@ class LayerCheckpoints:
     def _kinds(self) -> list[object]:
         """One entry for each layer, equal for layers that keep equally much."""
         kinds: list[object] = [_kind(layer) for layer in self._layers]
-        # One layer of each kind is whole while it is measured, so that many are not told apart.
+        # Measuring keeps one layer of each kind whole, so many kinds would take too much memory.
         return kinds if len(set(kinds)) <= MOST_KINDS else [None] * len(kinds)
 
     def to_rehearse(self, num_layers: int, device: torch.device) -> tuple[LayerPolicy, ...]:
         """Policies under which the last layers show what all layers take.
 
-        Under `auto` they are the cheapest in memory, and for the last layer the cheapest in time.
+        Under `auto` this is the policy cheapest in memory, and for the last layer the one cheapest
+        in time.
         """
         *_, highest = self._policy.rungs
         return (*[self._lowest(device)] * (num_layers - 1), highest)
@@ -119,11 +120,11 @@ class LayerCheckpoints:
     def know(self, device: torch.device, found: Rehearsed) -> None:
         """Give `auto` what a rehearsal has just found, so that it need not measure.
 
-        What it has measured already is better, and stays.
+        What `auto` has measured itself is better, and stays.
         """
         if self._auto is not None and self._auto.use is not None:
             return
-        self._auto = None  # it may have been interrupted
+        self._auto = None  # its first pass may have been interrupted
         auto = self._auto_on(device)
         if auto is not None:
             auto.know(self._num_tokens, found)
@@ -131,22 +132,23 @@ class LayerCheckpoints:
     def host_to_rehearse(self, device: torch.device) -> HostCopies:
         """The host memory for a rehearsal.
 
-        A run needs no new room for what it holds already. Under `auto` the rehearsal has memory of
-        its own, to tell what it keeps from what the run keeps.
+        A run needs no new room for host memory that it holds already. Under `auto` the rehearsal
+        has host memory of its own, so that what it keeps is counted apart from what the run keeps.
         """
         if self._policy.chooses_by_layer or self._host is None:
             return self.new_host(device)
         return self._host
 
     def new_host(self, device: torch.device) -> HostCopies:
-        """Host memory for what layers offload. Under `auto`, what has no room there stays."""
+        """Host memory for what layers offload. Under `auto`, tensors without room there stay on the
+        device."""
         must_leave = not self._policy.chooses_by_layer
         host = HostCopies(device, must_leave=must_leave, num_layers=len(self._layers))
         host.reserved_bytes = self._reserved_bytes
         return host
 
     def reserve_host(self, num_bytes: int) -> None:
-        """Let offloaded layers leave `num_bytes` of the host's memory free."""
+        """Make offloaded layers leave `num_bytes` of the host's memory free."""
         self._reserved_bytes = num_bytes
         if self._host is not None:
             self._host.reserved_bytes = num_bytes
@@ -157,7 +159,7 @@ class LayerCheckpoints:
 
     @contextmanager
     def rehearsed(self, run: Callable[..., Any]) -> Iterator[None]:
-        """Within the context, `run(layer, forward, *args)` runs layers, and nothing is decided."""
+        """Within the context, `run(layer, forward, *args)` runs layers; `auto` decides nothing."""
         give_back = transformers_api.checkpoint_layers(self._model, self._run)
         self._run_rehearsed = run
         try:
@@ -190,10 +192,10 @@ class LayerCheckpoints:
     def propose(self, decoder: nn.Module, tokens: Tensor, row_length: int) -> int:
         """What `AutoPolicy.propose` says on this rank of the pass that begins; 0 without `auto`.
 
-        `tokens` are this rank's, of rows that have `row_length` tokens over all ranks: what must be
-        the same on all ranks is taken from what they agree on.
+        `tokens` are this rank's, of rows that have `row_length` tokens over all ranks: the number
+        of tokens must be the same on every rank, so it is computed from `row_length`.
         """
-        self._pass = None  # one whose forward was interrupted holds nothing any more
+        self._pass = None  # a pass whose forward was interrupted holds nothing any more
         self._is_evaluation = not decoder.training
         if not self._trains(decoder):
             return 0
@@ -211,7 +213,7 @@ class LayerCheckpoints:
     def end(self, decoder: nn.Module, hidden: Tensor) -> None:
         """Note that the decoder's forward is over. A training pass is over when its backward is.
 
-        A sharded pass in evaluation mode has no backward: it raises ValueError there.
+        Backward of a sharded pass in evaluation mode raises ValueError.
         """
         is_evaluation, self._is_evaluation = self._is_evaluation, False
         if is_evaluation and hidden.requires_grad:
@@ -222,7 +224,7 @@ class LayerCheckpoints:
             return
 
         def backward_begins(_: Tensor) -> None:
-            # As DDP and FSDP do it, to come after the last gradient.
+            # Queued, as in DDP and FSDP, to run after the last gradient.
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: auto.end(this))
 
@@ -267,8 +269,8 @@ def _refuse_backward(_: Tensor) -> None:
 
 
 def _without_meter(policy: Policy) -> LayerPolicy:
-    """What each layer does where memory is not counted. The memory of a CPU is the host's, so that
-    a layer there is given no rung on the host if it can have another."""
+    """The policy of each layer where memory is not counted. A CPU's memory is the host's, so a
+    layer there offloads only if the policy has no other rung."""
     return next((rung for rung in policy.rungs if not POLICIES[rung].on_host), policy.rungs[0])
 
 

@@ -11,7 +11,7 @@ There are two ways. Each works before or after `patch`, and `unpatch` leaves wha
 
     fuse_layers(model, choose_fused_layers("auto", model, "cuda").how)
 
-The numbers are those of the stock layers up to rounding.
+Results equal those of the stock layers up to rounding.
 """
 
 import os
@@ -40,8 +40,8 @@ LIGER_FAMILIES = {
     **dict.fromkeys(("smollm3", "granite", "glm4", "exaone4"), _SILU),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GELU),
 }
-"""Families that Liger Kernel 0.8.5 has kernels for, and the activations that these compute,
-whatever the model's own is."""
+"""Families that Liger Kernel 0.8.5 has kernels for, and the activations that these kernels compute,
+whatever the model's config says."""
 
 _ROPE = "apply_rotary_pos_emb"
 _ACTIVATIONS = ("act_fn", "activation_fn")
@@ -51,11 +51,12 @@ _LIGER_CHOICES = (
     "LIGER_KERNEL_IMPL",
     "LIGER_KERNEL_BACKEND",
 )
-"""Variables that say whose rotary embedding Liger takes; the first goes before the others."""
+"""Variables that choose the implementation of Liger's rotary embedding; the first overrides the
+others."""
 _TRITON = "nvidia-triton"
 """With CUTLASS's DSL installed, which flash-attn 4 brings along, Liger Kernel 0.8.5 would take a
 rotary embedding that keeps the cos and sin of up to eight steps, 4 KiB a token of 128-wide heads.
-By its own figures that one is as fast as Triton's on H200."""
+By Liger's own figures it is as fast as Triton's on H200."""
 _LIGER = Package(
     distribution="liger-kernel",
     module="liger_kernel.transformers",
@@ -109,17 +110,17 @@ def fuse_layers(model: nn.Module, how: FusedLayersName) -> None:
             for `auto`.
 
     `liger` gives the model's RMSNorm and MLP modules a forward of their own. The rotary embedding
-    is a function that transformers has once for a family: on CUDA, *every* model of that family in
+    is one function for a whole family in transformers: on CUDA, *every* model of that family in
     this process uses Liger's from then on, with the same numbers to within rounding. It can't be
-    taken back. That Liger takes Triton's kernel for it is set in the environment
-    (LIGER_KERNEL_IMPL_ROPE), unless you have chosen there yourself, by this variable or for all.
-    Liger's kernels want the model on a GPU.
+    taken back. Liger is set to Triton's kernel for it by the environment variable
+    LIGER_KERNEL_IMPL_ROPE, unless you have set this one or another of Liger's choices. Liger's
+    kernels need the model on a GPU.
 
-    `compile` compiles at the first step (minutes on a GPU) and once more when a second length
-    comes, then for all lengths; likewise for evaluation. Layers share what was compiled, so that
-    their number does not matter. Past `torch._dynamo.config.recompile_limit` (8) variants of a
-    part, torch warns and runs it uncompiled. Attention itself and experts are not compiled. A
-    copy of the model (`copy.deepcopy`) is not compiled: call this on the copy.
+    `compile` compiles at the first step (minutes on a GPU) and once more, for all lengths, when a
+    second length comes; likewise for evaluation. Layers share what was compiled, so that their
+    number does not matter. Past `torch._dynamo.config.recompile_limit` (8) variants of a part,
+    torch warns and runs it uncompiled. Attention itself and experts are not compiled. A copy of the
+    model (`copy.deepcopy`) is not compiled: call this on the copy.
 
     Raises:
         UnsupportedModelError: `liger` for a family, or an activation, that it has no kernels for.
@@ -195,11 +196,11 @@ def _use_liger(model: PreTrainedModel) -> None:
     # The loss is the patched model's, in chunks; Liger's would replace the model's forward.
     losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
     try:
-        with without_tiles(model):  # it gives MLPs another forward, which tiles are then made of
+        with without_tiles(model):  # Liger replaces the MLPs' forward, which tiles then run
             apply_liger_kernel(model, losses | ({"swiglu": False} if _has_experts(model) else {}))
         fused_rope = getattr(home, _ROPE)
     finally:
-        # It also replaces classes of the family: models that are built later are to be stock.
+        # Liger also replaces classes of the family: models that are built later must be stock.
         vars(home).update(stock)
     stock_rope = stock[_ROPE]
     if fused_rope is not stock_rope and not isinstance(stock_rope, _RopeByDevice):

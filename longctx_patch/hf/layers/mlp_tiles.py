@@ -1,9 +1,9 @@
 """The MLPs of one patched model, run over tiles of its tokens.
 
-Each module gets a forward of its own and stays in its place. So names of parameters, adapters and
-what FSDP2 has wrapped are as before, and hooks on the module see all tokens. Layers with experts
-stay whole. Tiles would change no result, since experts are chosen for each token; but hooks inside
-these layers collect router logits, and backward would collect them a second time.
+Each module gets its own forward and stays in its place. So names of parameters, adapters and
+FSDP2's wrapping are as before, and hooks on the module see all tokens. Layers with experts stay
+whole. Tiles would change no result, since experts are chosen for each token; but hooks inside these
+layers collect router logits, and backward would collect them a second time.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ from longctx_patch.memory.meter import total_bytes
 from longctx_patch.memory.tiled_mlp import run_tiled
 
 MLP_CODE = ("transformers.models.", "liger_kernel.")
-"""Where MLPs are written that don't look at what their down projection gives."""
+"""Packages whose MLPs return the result of their down projection as it is."""
 
 FindBytes = Callable[[torch.device], int | None]
 
@@ -36,7 +36,7 @@ def bind_mlps(
 ) -> Callable[[], None]:
     """Run the MLPs of a model by tiles; return a function that undoes it.
 
-    `asked` is the number of tiles. With None, `tiles_that_fit` says it for the memory that
+    `asked` is the number of tiles. With None, `tiles_that_fit` computes it for the memory that
     `find_bytes` finds on the device. Ranks need not agree on it, since an MLP sends nothing.
     """
     if asked == 1:
@@ -77,12 +77,12 @@ def without_tiles(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(eq=False)
 class TiledForward:
-    """Takes the place of a module's forward. It holds nothing else of the model, whose modules may
-    be copied."""
+    """Takes the place of a module's forward. It refers to no other module of the model, since
+    modules may be copied."""
 
     module: nn.Module
     below: Callable[..., Any] | None
-    """The instance's own forward, as Liger Kernel gives it one; None: its class's."""
+    """The instance's own forward, such as Liger Kernel sets; None: its class's."""
     asked: int | None
     intermediate_size: int
     find_bytes: FindBytes
@@ -90,7 +90,7 @@ class TiledForward:
     """The number of tiles in the last call."""
     _compiled: dict[Callable[..., Any], Callable[..., Any]] = field(default_factory=dict)
 
-    # Its autograd function is not for tracing; what runs for a tile is compiled by itself.
+    # The autograd function can't be traced; what runs for a tile is compiled by itself.
     @torch.compiler.disable
     def __call__(self, hidden: Tensor) -> Tensor:
         self.num_tiles = self._number(hidden)
@@ -146,8 +146,8 @@ class TiledForward:
 
 
 def _is_known(forward: object) -> bool:
-    """Whether a function or method was written in `MLP_CODE`. A wrapper has the names of what it
-    wraps, and is not."""
+    """Whether a function or method was written in `MLP_CODE`. A wrapper carries the names of what
+    it wraps, and does not count."""
     function = getattr(forward, "__func__", forward)
     return (
         isinstance(function, FunctionType)

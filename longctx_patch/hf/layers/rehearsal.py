@@ -29,11 +29,11 @@ class Seen(NamedTuple):
     """What the step with few layers took."""
 
     loss_peak: int
-    """Peak until backward came to the layers."""
+    """Peak until backward reached the layers."""
     layers_peak: int
-    """Peak from there on."""
+    """Peak from then on."""
     gradient_bytes: int
-    """Gradients that there were at the end."""
+    """Bytes of the gradients at the end."""
 
 
 class Rehearsal:
@@ -56,17 +56,17 @@ class Rehearsal:
         backward: Callable[[Tensor], object],
         trained: Sequence[nn.Parameter],
     ) -> Seen:
-        """Go forward and backward; random numbers and gradients are afterwards as they were.
+        """Run forward and backward; random numbers and gradients are afterwards as they were.
 
-        Raises WillNotFit if even these layers are out of memory, and ValueError unless `loss_of`
-        goes forward through them once.
+        Raises WillNotFit if even these layers run out of memory, and ValueError unless `loss_of`
+        runs forward through them once.
         """
         random = RandomState.now(self.host.device)
         try:
             with random.replayed(), self._checkpoints.rehearsed(self.run):
                 return self._step(loss_of, backward, trained)
         except torch.OutOfMemoryError as error:
-            clear_frames(error.__traceback__)  # or they hold the step while the error is shown
+            clear_frames(error.__traceback__)  # else they hold the step while the error is shown
             few = f"{NUM_LAYERS} of {self.num_layers} layers do not fit"
             raise WillNotFit(f"{few}: {error}") from error
         finally:
@@ -98,10 +98,10 @@ class Rehearsal:
         )
 
     def run(self, layer: int, forward: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        """One layer's forward, in place of the one that training has."""
+        """Run one layer's forward, or pass its input on if the layer is left out."""
         if layer < self._first:
             return args[0]
-        if not torch.is_grad_enabled():  # of a reference, say: nothing is kept
+        if not torch.is_grad_enabled():  # a reference model's, say: nothing is kept
             return forward(*args)
         self._before.append(self._meter.allocated())
         on_host = self.host.num_bytes
@@ -124,13 +124,13 @@ class Rehearsal:
 
     @property
     def kept_bytes(self) -> int:
-        """What a layer keeps, its output included: measured from the second of the layers to the
-        last, because FSDP still has a buffer of the embeddings when the first one begins."""
+        """What a layer keeps, its output included. Measured on the second of the three layers,
+        because FSDP still has a buffer of the embeddings when the first one begins."""
         return max(0, self._before[2] - self._before[1])
 
     @property
     def stayed_bytes(self) -> int:
-        """What a layer was to offload and kept, because the host had no room."""
+        """Bytes that a layer should have offloaded but kept, because the host had no room."""
         return self.kept_bytes if self.host.is_full else 0
 
     @property
@@ -153,33 +153,33 @@ class Rehearsal:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeStep:
-    """What a step with all layers is expected to take, by what was seen of one with few."""
+    """What a step with all layers is expected to take, judged by the step with few."""
 
     rehearsal: Rehearsal
     seen: Seen
     host_layers: int
     """The number of layers for which the host has room."""
     trained_bytes: int
-    """Weights that are trained."""
+    """Bytes of the weights that are trained."""
     state_bytes: int
-    """Optimizer states that are still to come."""
+    """Bytes of optimizer states that are not allocated yet."""
 
     @property
     def loss_bytes(self) -> int:
-        """Peak until backward comes to the layers, with the last layer on the lowest rung."""
+        """Peak until backward reaches the layers, with the last layer on the lowest rung."""
         return (
             self.seen.loss_peak - self._last_layer_bytes + self._kept_by_others + self.state_bytes
         )
 
     @property
     def backward_bytes(self) -> int:
-        """Peak from there on."""
+        """Peak once backward has reached the layers."""
         gradients_to_come = max(0, self.trained_bytes - self.seen.gradient_bytes)
         more = max(self._kept_by_others, gradients_to_come)
         return self.seen.layers_peak + more + self.state_bytes
 
     def known(self, allocated_bytes: int) -> Rehearsed:
-        """What `auto` need not measure any more, if tensors hold `allocated_bytes` now."""
+        """What `auto` then need not measure, given that tensors hold `allocated_bytes` now."""
         return Rehearsed(
             extra_bytes=self.rehearsal.extra_bytes,
             host_layers=self.host_layers,
@@ -197,8 +197,8 @@ class WholeStep:
     def _kept_by_others(self) -> int:
         """What the layers that were not rehearsed keep on the device.
 
-        What has no room on the host stays there. The last layer is counted apart, and what stayed
-        in the rehearsal was seen.
+        What has no room on the host stays there. The last layer is counted elsewhere, and what
+        stayed on the device in the rehearsal is in its peak already.
         """
         rehearsal = self.rehearsal
         without_room = max(0, rehearsal.num_layers - 1 - self.host_layers)

@@ -4,13 +4,13 @@ A causal LM's forward runs `logits = self.lm_head(hidden)`, perhaps a softcap or
 `self.loss_function(logits, labels, ...)`. Under FSDP2 the head's whole weight exists only while
 the head itself runs, so that is where the loss is computed: in a sharded pass with labels, the head
 of a patched model returns the sum of the token losses in place of logits. What the forward then
-does to it is dropped (`LogitsRule` says what that is, and the loss has it already), and ShardLoss
-makes this rank's loss of the sum. Every other pass runs the stock head.
+does to the sum has no effect, since the loss has applied it already (`LogitsRule`), and ShardLoss
+turns the sum into this rank's loss. Every other pass runs the stock head.
 
 A head that is not a plain `nn.Linear`, has a forward hook, or is no longer the module that was
 bound (PEFT wraps it to train it by LoRA or as a whole: `modules_to_save`), runs as it is: the loss
-then comes from full logits, just as exact. Under `loss="chunked"` they are dropped from the outputs
-all the same.
+then comes from full logits, and is as exact. Under `loss="chunked"` these logits are still dropped
+from the outputs.
 """
 
 import inspect
@@ -67,27 +67,27 @@ _OTHER_LOSS = (
 def _open(loss: ShardLoss, given: Mapping[str, Any], keeps_logits: bool) -> None:
     """Open the loss of a sharded pass with these arguments, if it has labels."""
     labels, shift_labels = given.get("labels"), given.get("shift_labels")
-    # In training shift_labels alone are a mistake, which is refused on all ranks.
+    # In training, shift_labels without labels are a mistake, which is refused on all ranks.
     if labels is None and (shift_labels is None or not loss.is_training):
         return
     tokens, kept = _token_shape(given), given.get("logits_to_keep", 0)
     loss.current = current = loss.accepted(labels, shift_labels, tokens, kept)
     if not keeps_logits and current.num_labels < current.shift_labels.numel():
-        # Here, where the device was waited for anyway, and not in the middle of the pass.
+        # Looked up here, where the host has waited for the device anyway, not within the pass.
         current.rows = (current.shift_labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
 
 
 def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
     """Let the head compute the loss of passes that are open; return a function that undoes it.
 
-    The instance gets a forward of its own, as a method: a copy of the module has a copy of the
-    method, which then is not the head that is bound.
+    The instance gets its own forward, as a method. A copy of the module gets a copy of the method,
+    which sees that its module is not the bound head.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return lambda: None
     own = vars(head).get("forward")
-    if own is not None and own.__module__ != __name__:  # ours may be left in a copy by PEFT
+    if own is not None and own.__module__ != __name__:  # PEFT may have copied our own
         return lambda: None
     rule = FAMILIES[model.config.model_type].logits
 
@@ -119,7 +119,7 @@ def _token_shape(given: Mapping[str, Any]) -> torch.Size | None:
 
 
 def _has_hooks_on_logits(head: nn.Module) -> bool:
-    """Whether somebody looks at what the head returns, and may change it; FSDP changes no value."""
+    """Whether a hook may change what the head returns; FSDP's hooks change no value."""
     hooks = (getattr(hook, "func", hook) for hook in head._forward_hooks.values())
     return any(not str(hook.__module__).startswith("torch.distributed.") for hook in hooks)
 
@@ -127,7 +127,7 @@ def _has_hooks_on_logits(head: nn.Module) -> bool:
 def _token_sum(
     head: nn.Linear, hidden: Tensor, current: LossPass, softcap: float | None, scale: float
 ) -> Tensor:
-    """Over tokens that have a label; the others are left out of the matrix products."""
+    """The sum of losses of tokens that have a label; matrix products leave out the others."""
     if hidden.shape[:-1] != current.shift_labels.shape:
         raise ValueError(
             f"labels {list(current.shift_labels.shape)} for hidden states of "

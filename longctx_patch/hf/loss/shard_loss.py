@@ -26,12 +26,12 @@ class LossPass:
     group_labels: int
     """Tokens of all ranks of the group that have a loss."""
     rows: Tensor | None = None
-    """Which of the `B * L` tokens have a loss, for whoever drops the others. None if nobody looked
-    it up, or if all have one."""
+    """Indices of those of the `B * L` tokens that have a loss, to drop the others. None if they
+    were not looked up, or if all tokens have one."""
     token_sum: Tensor | None = None
     """The sum of this rank's token losses, once the head has computed it."""
     sum_is_handed_on: bool = False
-    """Whether the model's forward hands to the loss what the head returns, unchanged."""
+    """Whether the model's forward passes what the head returns to the loss unchanged."""
     logits: Any = None
     """What the model's forward uses as logits, and returns."""
 
@@ -39,8 +39,9 @@ class LossPass:
 class ShardLoss:
     """What transformers calls as `model.loss_function`.
 
-    A mixture of experts adds `router_aux_loss_coef` times its router's loss afterwards. Over the
-    batches of a step these add up to their mean by tokens, so each counts by its share of them.
+    A mixture of experts adds `router_aux_loss_coef` times its router's loss afterwards. Each batch
+    counts by its share of the step's tokens, so that over a step these losses add up to their mean
+    weighted by tokens.
     """
 
     def __init__(self, model: PreTrainedModel, group: SequenceGroup) -> None:
@@ -52,7 +53,7 @@ class ShardLoss:
         self._group = group
         self._stock = model.loss_function
         self._coefficient: float | None = None
-        """The model's own, while the pass under way has another."""
+        """The model's own coefficient, while the pass under way has a scaled one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardLoss":
         raise ValueError(
@@ -85,7 +86,7 @@ class ShardLoss:
     ) -> Tensor:
         """The loss law; options that would change a stock loss were refused with the decoder's
         inputs. `num_valid_tokens` counts the whole step over all processes."""
-        # There is none where the model's forward was called past its hooks.
+        # No pass is open where the model's forward was called without its hooks.
         current = self.current or self.accepted(labels, shift_labels)
         current.logits = logits
         scale = scale_of(
@@ -115,8 +116,8 @@ class ShardLoss:
     ) -> LossPass:
         """A pass over a shard with labels; collective over the group.
 
-        Raises on every rank if one has labels that can't be right, before anything is computed.
-        `tokens`: the shape `[B, L]` of what the labels are for, where it is known.
+        Raises on every rank if one has impossible labels, before anything is computed. `tokens`:
+        the shape `[B, L]` of what the labels are for, where it is known.
         """
         problem = _shape_problem(labels, shift_labels, tokens)
         num_labels = 0
@@ -148,13 +149,13 @@ class ShardLoss:
 
     @property
     def _num_words(self) -> int:
-        """How many words the head knows."""
+        """Size of the head's vocabulary."""
         head = self._model.get_output_embeddings()
         return getattr(head, "out_features", self._model.config.vocab_size)
 
     def _count_router_loss(self, share: float) -> None:
         """Scale the router's coefficient until the pass is closed. It is read anew in each pass,
-        since whoever trains may change it."""
+        since users may change it."""
         if self._coefficient is None:
             self._coefficient = self._model.router_aux_loss_coef
         self._model.router_aux_loss_coef = self._coefficient * share
@@ -166,7 +167,7 @@ def _would_have_gradients(model: PreTrainedModel) -> bool:
 
 
 def _check_nothing_came_between(current: LossPass, logits: Tensor) -> None:
-    """Logits that the model changes in a way that the table doesn't know have another loss.
+    """Refuse logits that the model changes in a way that the table doesn't know.
 
     FSDP's `output_dtype` may have cast what the head returned, which changes no loss.
     """

@@ -1,7 +1,6 @@
-"""Which models can be patched: the table of support, and what a config or modules can have that
-would silently go wrong all the same.
+"""Which models can be patched: those in the table of support, without options that would go wrong.
 
-Reading it needs neither torch nor transformers.
+Importing this needs neither torch nor transformers.
 """
 
 from collections.abc import Callable
@@ -108,7 +107,7 @@ def _window(model_config: Any, config: "LongContextConfig") -> str | None:
 
 
 def _unread_options(model_config: Any, config: "LongContextConfig") -> str | None:
-    """What the config asks for, but transformers' code of this family does not do."""
+    """An option that the config sets, but transformers' code of this family ignores."""
     features = FAMILIES[model_config.model_type].features
     options = {"attn_logit_softcapping": SOFTCAP, "attention_sinks": SINKS, "sinks": SINKS}
     for option, feature in options.items():

@@ -1,6 +1,6 @@
-"""What is read of a model's config, once: sizes, kinds of layers, windows, experts.
+"""What the project reads from a model's config: sizes, kinds of layers, windows, experts.
 
-Reading needs neither torch nor transformers; any object with a config's attributes will do.
+This needs neither torch nor transformers; any object with a config's attributes will do.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class LayerFacts(NamedTuple):
     kind: str
     """`full_attention`, `sliding_attention`, or another kind by transformers' name."""
     window: int | None
-    """How many keys a token sees at most, its own included; None: all before it."""
+    """How many keys a token sees at most, its own included; None: all keys up to its own."""
     rope: Any
     """The layer's entry in `no_rope_layers`, None where the config has none."""
     is_dense: bool
@@ -36,7 +36,7 @@ class ModelFacts:
     vocab_size: int
     layers: tuple[LayerFacts, ...]
     softcap: float | None
-    """The bound of attention's scores, as in Gemma 2; None: they have none."""
+    """The bound of attention's scores, as in Gemma 2; None: no bound."""
     experts: str | None
     """The option that gives the number of experts, such as `num_experts=8`; None: no experts."""
 
@@ -61,7 +61,7 @@ class ModelFacts:
         return [layer.window for layer in self.layers]
 
     def windows_in(self, num_tokens: int) -> list[int | None]:
-        """The window of each layer, None too where a row of `num_tokens` is not longer than it."""
+        """The window of each layer; None also where a row of `num_tokens` fits into the window."""
         return [w if w and w < num_tokens else None for w in self.windows]
 
 
@@ -83,7 +83,7 @@ def _layer(config: Any, number: int) -> LayerFacts:
 
 
 def _is_dense(config: Any, layer: int) -> bool:
-    """Qwen's mixtures of experts can have ordinary layers, by name or every few layers."""
+    """Qwen's mixtures of experts can have ordinary layers: those named, or all but every n-th."""
     return (
         _experts(config) is None
         or layer in (_given(config, "mlp_only_layers") or ())

@@ -18,8 +18,8 @@ _SIZES = (
 def load_model_config(model: str) -> "PreTrainedConfig":
     """The config of `model` as it is published.
 
-    Raises ValueError where there is none, with what to give instead, and UnsupportedModelError
-    for a model type that transformers does not know.
+    Raises ValueError where there is none, and UnsupportedModelError for a model type that
+    transformers does not know.
     """
     from transformers import AutoConfig
 
@@ -33,7 +33,7 @@ def load_model_config(model: str) -> "PreTrainedConfig":
             f"model {model!r} has no model_type that transformers knows "
             f"({str(error).splitlines()[0]}): longctx-patch supports {', '.join(FAMILIES)}."
         ) from error
-    except Exception as error:  # whatever a config's class makes of values that can't be
+    except Exception as error:  # config classes raise anything for impossible values
         said = str(error).splitlines()[0]
         raise ValueError(
             f"model {model!r}: its config can't be used ({said}). Give a valid config.json."

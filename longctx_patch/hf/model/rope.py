@@ -1,11 +1,11 @@
 """RoPE scaling for long contexts, written into a copy of a transformers config.
 
-Every kind becomes a fixed set of frequencies. That matters for sequence parallelism: transformers'
-own "dynamic" type recomputes its frequencies in each forward from the largest position that the
-process sees (`modeling_rope_utils.dynamic_rope_update`: `seq_len = position_ids.max() + 1`), so
-ranks holding different parts of one sequence would rotate by different angles, silently.
-`scale_rope` therefore freezes "dynamic" at the target length, where it is an ordinary RoPE with a
-larger base.
+Every kind of scaling becomes a fixed set of frequencies. That matters for sequence parallelism:
+transformers' own "dynamic" type recomputes its frequencies in each forward from the largest
+position that the process sees (`modeling_rope_utils.dynamic_rope_update`: `seq_len =
+position_ids.max() + 1`), so ranks holding different parts of one sequence would rotate by different
+angles, silently. `scale_rope` therefore freezes "dynamic" at the target length, where it is an
+ordinary RoPE with a larger base.
 """
 
 import copy
@@ -29,7 +29,7 @@ def scale_rope(
 ) -> "PreTrainedConfig":
     """Return a copy of `model_config` whose RoPE reaches `target_length`; the given one is kept.
 
-    With M the length that the model has now and L the target:
+    With M the model's present length (`max_position_embeddings`) and L the target:
 
     * `linear`: all frequencies divided by `factor` (default L / M).
     * `yarn`: `factor` (default L / M) with `original_max_position_embeddings` M
@@ -44,9 +44,9 @@ def scale_rope(
     `max_position_embeddings` becomes L (or `factor * M` where a larger factor was asked for).
     A config that already carries this kind and reaches L comes back unchanged.
 
-    Raises ValueError for a model without RoPE, scaling RoPE per layer type, RoPE already scaled by
-    another kind, a target that needs scaling (`none`) or does not (the others), or too small a
-    factor.
+    Raises ValueError for a model without RoPE, RoPE per layer type that would be scaled, RoPE
+    already scaled by another kind, a target that needs scaling (`none`) or does not (the others),
+    or too small a factor.
 
     >>> from transformers import LlamaConfig
     >>> scale_rope(LlamaConfig(), kind="yarn", target_length=8192).rope_parameters["factor"]
@@ -105,7 +105,7 @@ def _check_arguments(kind: str, target_length: int, factor: float | None) -> Non
 
 
 def _current_rope(model_config: "PreTrainedConfig", kind: str) -> dict[str, Any]:
-    """RoPE of all layers; where kinds of layers differ and nothing is scaled, of any of them."""
+    """RoPE of all layers; where kinds of layers differ and `kind` is `none`, that of one kind."""
     rope = getattr(model_config, "rope_parameters", None)
     length = getattr(model_config, "max_position_embeddings", None)
     if not rope or not length:

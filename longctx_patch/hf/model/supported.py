@@ -21,7 +21,7 @@ class LogitsRule:
     operation: Literal["softcap", "multiply", "divide"]
     """`softcap` is c * tanh(logits / c), left out where the number is None."""
     holder: Literal["config", "model"]
-    """Whose attribute the number is."""
+    """The object that has the number as an attribute."""
     attribute: str
 
 
@@ -198,7 +198,7 @@ TABLE = (
         },
     ),
 )
-"""Supported families first, then refused ones, those of one reason together."""
+"""Supported families first, then refused ones, grouped by reason."""
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for family in TABLE if family.refusal is None}

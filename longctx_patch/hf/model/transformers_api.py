@@ -1,4 +1,4 @@
-"""What the patch assumes about transformers' insides, in one file.
+"""What the patch assumes about transformers' internals, in one file.
 
 Used: the public attention and mask registries, the decoder's keyword arguments (which transformers
 hands through to every attention function), `loss_function`, and the attributes by which
@@ -34,7 +34,7 @@ NAME_OVER_STOCK = {
     "flash_attention_4": "longctx_patch_over_fa4",
 }
 
-# What transformers hands to every attention function and causal attention has no use for, beside
+# Options that transformers passes to every attention function but causal attention ignores, besides
 # the arguments that the decoder itself reads.
 HARMLESS_OPTIONS = frozenset(
     {"output_hidden_states", "output_router_logits", "return_dict", "shift_labels", "use_cache"}
@@ -43,7 +43,7 @@ DECODER_ARGUMENTS = frozenset(
     {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"}
 )
 
-# What decoders and layers hand to attention functions by themselves and attention has no use for.
+# Options that decoders and layers add for attention functions but attention ignores.
 LAYER_OPTIONS = frozenset({"output_attentions", "cache_position"})
 
 _EAGER = "eager_attention_forward"
@@ -53,7 +53,7 @@ CALL_KEY = "longctx_call"
 
 
 def check_version() -> None:
-    """Raise ImportError outside the range this file was checked with."""
+    """Raise ImportError for versions below OLDEST, or from NEWEST on."""
     found = Version(transformers.__version__)
     if not OLDEST <= Version(found.base_version) < NEWEST:
         raise ImportError(
@@ -131,7 +131,7 @@ def register(sharded_attention: AttentionFunction) -> None:
     in one process can be patched differently.
     """
     for stock, name in NAME_OVER_STOCK.items():
-        # A compiled layer calls it as it is: its plans, caches and messages are not for tracing.
+        # A compiled layer calls the function untraced: plans, caches and messages can't be traced.
         function = torch.compiler.disable(functools.partial(_dispatch, sharded_attention, stock))
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, functools.partial(_stock_mask, stock))
@@ -157,7 +157,7 @@ def _dispatch(
     call = kwargs.pop(CALL_KEY)
     if call is not None:
         return sharded_attention(module, query, key, value, call=call, **kwargs)
-    # A model's own eager function lives beside its attention class; FSDP derives from that.
+    # A model's eager function is beside its attention class; under FSDP, beside a base of that.
     homes = (sys.modules[cls.__module__] for cls in type(module).__mro__)
     eager = next((home.eager_attention_forward for home in homes if hasattr(home, _EAGER)), None)
     function = ALL_ATTENTION_FUNCTIONS.get_interface(stock, eager)
@@ -165,14 +165,14 @@ def _dispatch(
 
 
 def _stock_mask(stock: str, *args: Any, **kwargs: Any) -> Any:
-    """Reached outside sharded calls only; those bring a ready-made mask (`no_mask`)."""
+    """Called for stock passes only; sharded calls bring a ready-made mask (`no_mask`)."""
     return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, **kwargs)
 
 
 def no_mask(batch: int, device: torch.device) -> Tensor:
     """What a sharded call passes as attention mask.
 
-    transformers returns a 4-D mask untouched. Without one it would look at the position ids of a
+    transformers returns a 4-D mask untouched. Without one it would read the position ids of a
     shard, take their gaps for packed documents and build a dense mask.
     """
     return torch.empty((batch, 1, 0, 0), dtype=torch.bool, device=device)
@@ -192,9 +192,9 @@ def dense_mlps(model: PreTrainedModel) -> list[nn.Module | None]:
 def checkpoint_layers(model: PreTrainedModel, run: Callable[..., Any]) -> Callable[[], None]:
     """While training, the forward of decoder layer `i` runs as `run(i, forward, *args)`.
 
-    Neither backward nor a recompute comes back to `run`: what it does for a layer holds until the
-    layer's backward is over. Up to 5.17 at least `forward` includes the layer's hooks, in 5.23 the
-    hooks are outside. Returns a function that restores what was there before.
+    Neither backward nor a recompute calls `run` again: what `run` does for a layer holds until the
+    layer's backward is over. In transformers 5.17 `forward` includes the layer's hooks, in 5.23 it
+    does not. Returns a function that restores what was there before.
     """
     layers = decoder_layers(model)
     keys = ("gradient_checkpointing", "_gradient_checkpointing_func")
