@@ -18,15 +18,16 @@ from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.sequence.documents import Documents
 
 SHARD_KEY = "longctx_shard"
-"""`[B, 2 + n]` int64: length of the padded row, a checksum of all of it, and the lengths of its
-documents, filled up with zeros."""
+"""Key of an int64 tensor `[B, 2 + n]`: length of the padded row, a checksum of the whole row, and
+the lengths of its documents (at most n), filled up with zeros."""
 
 
 class SequenceShardCollator:
     """Pads rows to one length, shifts labels, and returns this rank's tokens.
 
-    Packed rows become one: all documents of all rows one after another, so that a batch has one
-    mask. Attention, positions and labels stay within documents, and the loss is the sum over them.
+    Packed rows are joined into one: all documents of all rows one after another, so that a batch
+    has one mask. Attention, positions and labels stay within documents, and the loss is the sum
+    over them.
 
     Args:
         config: the same on every rank.
@@ -35,18 +36,18 @@ class SequenceShardCollator:
         pad_token_id: fills rows on the right. Padding has no label and, attention being causal, no
             influence on the tokens before it.
         pad_to_length: pad every batch to at least this many tokens (default: its longest row).
-        packed: join rows of one document each too, instead of padding them to the longest.
+        packed: also join rows of one document each, instead of padding them to the longest.
 
     A row is a mapping with `input_ids` and, optionally, `labels` of the same length (unshifted,
-    -100 for tokens without loss), and `seq_lengths`: the lengths of the documents it is packed of
+    -100 for tokens without loss), and `seq_lengths`: the lengths of the documents packed in it
     (`pack_rows` and TRL give them). An `attention_mask` may only mark padding on the right, which
     is then dropped and padded anew.
 
     Returns:
         A batch of int64 tensors. `input_ids`, `position_ids`, `labels` and `shift_labels` are
         `[B, tokens of this rank]`, with B = 1 for packed rows; positions count from the start of
-        each document. Both label tensors are the shifted ones (transformers wants `labels` to be
-        there and uses `shift_labels`). `longctx_shard` is read by the patched model.
+        each document. Both label tensors are shifted (transformers requires `labels` and uses
+        `shift_labels`). `longctx_shard` is read by the patched model.
 
     Example:
         >>> collate = SequenceShardCollator(LongContextConfig(), group_rank=0, pad_token_id=0)
@@ -103,7 +104,7 @@ class SequenceShardCollator:
 
 
 def _describe(rows: Sequence[Row], length: int, input_ids: Tensor, labels: Tensor) -> Tensor:
-    """`SHARD_KEY`'s tensor."""
+    """The tensor under `SHARD_KEY`."""
     checksums = [
         zlib.crc32(ids.numpy().tobytes() + row.numpy().tobytes())
         for ids, row in zip(input_ids, labels, strict=True)

@@ -1,10 +1,9 @@
 """Packing of documents into rows of a given length, with as little padding as possible.
 
 `pack_rows` goes once over tokenised rows and yields packed ones for `SequenceShardCollator`, which
-keeps attention, positions and labels within documents. `best_fit` is the packing itself.
+keeps attention, positions and labels within documents. `best_fit` is the packing algorithm.
 
-Everything follows from the rows and the arguments: ranks that are given the same rows in the same
-order pack them the same.
+Packing is deterministic: ranks that are given the same rows in the same order pack them alike.
 """
 
 from bisect import bisect_left, insort
@@ -24,7 +23,7 @@ class PackedRow(TypedDict):
     """Documents one after another, without padding."""
 
     input_ids: Tensor
-    """int64 `[tokens]`, `seq_len` at most."""
+    """int64 `[tokens]`, at most `seq_len` of them."""
     labels: Tensor
     """int64 `[tokens]`, unshifted: the collator shifts labels within each document."""
     seq_lengths: list[int]
@@ -43,17 +42,18 @@ def pack_rows(
     Args:
         rows: mappings as the collator takes them (`input_ids`, optional `labels`, an optional
             `attention_mask` that marks padding on the right, which is dropped), of one document
-            each, or of those that `seq_lengths` names. A list, a dataset, or, for one pass, an
-            iterator. The same rows on every rank of a sequence group.
-        seq_len: tokens of a packed row at most. Give it to the collator as `pad_to_length` where
-            all batches should have one length.
-        buffer_rows: how many packed rows' worth of documents to choose from: more of them pack
-            tighter, need more memory, and take documents further from their place in the stream.
+            each, or of the documents whose lengths `seq_lengths` gives. They come as a list, a
+            dataset, or, for one pass, an iterator, and are the same on every rank of a sequence
+            group.
+        seq_len: most tokens of a packed row. Give it to the collator as `pad_to_length` where all
+            batches should have one length.
+        buffer_rows: how many packed rows' worth of documents to choose from. A larger buffer packs
+            tighter, needs more memory, and moves documents further from their place in the stream.
         too_long: what to do with a document longer than `seq_len`: an error, or split it into
             documents of `seq_len` tokens. Attention does not cross such a cut, and the first token
-            after it is nobody's label.
+            after it is no token's label.
 
-    Raises ValueError for bad arguments at once, and for bad rows when it comes to them.
+    Raises ValueError for bad arguments at once, and for bad rows when iteration reaches them.
 
     Example:
         >>> packed = pack_rows([{"input_ids": [1] * n} for n in (3, 4, 5)], seq_len=8)
@@ -69,12 +69,12 @@ def pack_rows(
 
 
 class PackedRows(IterableDataset[PackedRow]):
-    """Packed rows, made while they are iterated over; see `pack_rows`, which makes it.
+    """Packed rows, made while they are iterated over; `pack_rows` creates this data set.
 
-    The counts are those of the pass that began last, up to the row it has come to.
+    The counts are those of the latest pass, up to its current row.
 
     In a `DataLoader` use `num_workers` 0 or 1: each worker would pack all rows, so several are
-    refused. One packs beside the training step; the counts then stay in that worker.
+    refused. One worker packs during the training step; the counts then stay in that worker.
     """
 
     num_rows: int
@@ -82,7 +82,7 @@ class PackedRows(IterableDataset[PackedRow]):
     num_tokens: int
     """Tokens in them."""
     num_documents: int
-    """Documents in them, pieces of split ones each."""
+    """Documents in them; each piece of a split document counts."""
     num_split: int
     """Documents that were longer than a row and have been split."""
     num_empty: int
@@ -208,7 +208,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ..
     """Bins of at most `capacity`: each length, longest first, goes where it leaves least room.
 
     Best-fit decreasing (Johnson et al. 1974), which needs at most 11/9 of the fewest bins, plus a
-    few. A search takes the logarithm of the number of different rooms, so millions are fine.
+    few. Finding a bin takes the logarithm of the number of distinct rooms (what bins have left), so
+    millions of lengths are fine.
 
     Returns:
         The indices of the lengths in each bin, ascending; bins in the order of their first index.
@@ -223,8 +224,8 @@ def best_fit(lengths: Sequence[int], capacity: int) -> tuple[tuple[int, ...], ..
                 f"lie in 1..{capacity}. Drop what is empty; split what is longer."
             )
     bins: list[list[int]] = []
-    bins_with: dict[int, list[int]] = {}  # by room: the bins that have just so much left
-    rooms: list[int] = []  # the keys of it, ascending
+    bins_with: dict[int, list[int]] = {}  # by room: the bins that have exactly this much left
+    rooms: list[int] = []  # keys of `bins_with`, ascending
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         place = bisect_left(rooms, lengths[index])
         if place == len(rooms):

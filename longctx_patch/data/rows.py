@@ -80,7 +80,7 @@ def parse_row(row: Mapping[str, Any], number: int) -> Row:
 
 
 def _lengths(row: Mapping[str, Any], number: int, real: int) -> tuple[int, ...]:
-    """Lengths of the documents of a row that has so many real tokens."""
+    """Lengths of the documents of a row that has `real` tokens without padding."""
     given = row.get("seq_lengths")
     if given is None:
         return (real,) if real else ()

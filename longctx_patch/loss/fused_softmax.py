@@ -1,10 +1,10 @@
 """Cross-entropy of rows of float32 logits, and its gradient in their memory: one Triton kernel.
 
-A program has a row. It reads the logits once for the maximum and the sum of their exponentials,
-both at the same time (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3), and again for the
-gradient, which overwrites them (Liger Kernel, arXiv 2410.10989, section 3.2): 10 bytes of memory
-traffic per logit for a gradient of 2 bytes, and no second buffer. Scale and softcap are computed on
-the way, each time anew.
+Each program handles one row. It reads the logits once for the maximum and the sum of their
+exponentials, both at the same time (Milakov and Gimelshein, arXiv 1805.02867, algorithm 3), and
+again for the gradient, which overwrites them (Liger Kernel, arXiv 2410.10989, section 3.2): 10
+bytes of memory traffic per logit for a gradient of 2 bytes, and no second buffer. Scale and softcap
+are applied in both reads.
 
 Importing this needs triton, so it is imported where it is used.
 """
@@ -18,7 +18,7 @@ from triton.language.extra import libdevice
 from longctx_patch.loss.law import IGNORE_INDEX
 
 BLOCK = tl.constexpr(4096)
-"""Logits that a program holds at once, 16 of a thread."""
+"""Logits that a program holds at once, 16 per thread."""
 NUM_WARPS = 8
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 IGNORED = tl.constexpr(IGNORE_INDEX)
@@ -32,24 +32,24 @@ def softmax_losses(
     scale: float,
     grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`[C]` float32 losses, and their `[C, V]` gradients by `scale * logits`.
+    """`[C]` float32 losses, and their `[C, V]` gradients with respect to `scale * logits`.
 
-    The gradients lie in the memory of the logits, which are lost: with a `grad_dtype` of 2 bytes,
-    in the first half of each row of 4 bytes a number, with a row stride of 2 * V. Rows of
-    `IGNORE_INDEX` have a loss and gradients of zero, whatever their logits are. A wrong label ends
-    in the device's own assertion.
+    The gradients overwrite the logits. With a `grad_dtype` of 2 bytes they fill the first half of
+    each row, whose logits have 4 bytes, with a row stride of 2 * V. Rows of `IGNORE_INDEX` have a
+    loss and gradients of zero, whatever their logits are. A wrong label triggers the device's own
+    assertion.
 
     Args:
         logits_CV: contiguous, float32, before scale and softcap.
         labels_C: int64.
         softcap: c of c * tanh(logits / c), after the scale.
-        scale: of logits.
-        grad_dtype: float32, bfloat16 or float16; None: no gradient, and the logits stay.
+        scale: factor of the logits.
+        grad_dtype: float32, bfloat16 or float16; None: no gradient, and the logits are kept.
     """
     assert logits_CV.is_contiguous()
     assert logits_CV.dtype == torch.float32
     num_rows, num_words = logits_CV.shape
-    # The kernel could read these itself; gather has the assertion that labels are words.
+    # The kernel could read these itself; gather asserts that labels are in the vocabulary.
     chosen_C = logits_CV.gather(1, labels_C.where(labels_C != IGNORE_INDEX, 0)[:, None])
     losses_C = logits_CV.new_empty(num_rows)
     grad_CV = logits_CV if grad_dtype is None else logits_CV.view(grad_dtype)[:, :num_words]
@@ -91,8 +91,8 @@ def _softmax_row(
     is_valid = label != IGNORED
     columns = tl.arange(0, BLOCK)
 
-    # Each lane of the block has a maximum and a sum of its own until the end of the row. A finite
-    # first maximum lets logits of -inf add nothing; a row of nothing else is NaN, as in torch.
+    # Each lane of the block has its own maximum and sum until the end of the row. As the first
+    # maximum is finite, logits of -inf add nothing; a row of -inf alone gives NaN, as in torch.
     largest = tl.full([BLOCK], LOWEST, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_words, BLOCK):
@@ -121,8 +121,8 @@ def _softmax_row(
                 tanh = logits / cap
                 grads *= 1 - tanh * tanh
             grads = tl.where(is_valid, grads, 0.0)
-            # Gradient i lies on logit i, or on logit i / 2: never beyond what this block and those
-            # before it have read, but another thread may have yet to read it.
+            # Gradient i lies on logit i, or on logit i / 2: never beyond what this block and
+            # earlier ones load, but another thread may not have loaded its logits yet.
             tl.debug_barrier()
             tl.store(grads_ptr + words, grads.to(grads_ptr.dtype.element_ty), words < num_words)
 
@@ -136,7 +136,7 @@ def _row_logits(
     cap: tl.tensor,
     HAS_CAP: tl.constexpr,
 ) -> tl.tensor:
-    """With scale and softcap; -inf beyond the last word."""
+    """Logits with scale and softcap; -inf beyond the last word."""
     is_word = words < num_words
     logits = _capped(tl.load(row_ptr + words, is_word, 0.0), inner, cap, HAS_CAP)
     return tl.where(is_word, logits, float("-inf"))

@@ -5,8 +5,9 @@ accumulation steps) and gradients averaged over `W` ranks, each rank's loss is
 
     W / N * (sum of the losses of its own tokens)
 
-so that the mean over ranks is the loss one process would have, and so is the averaged gradient.
-A rank without a valid token contributes an exact zero, and so does a step without any.
+so that the mean over ranks is the loss that one process would have, and the averaged gradient is
+its gradient. A rank without a valid token contributes an exact zero, and so does a step without
+any.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,19 +41,19 @@ class Scale:
         return token_sum / count * self.num_averaged_ranks
 
     def router_share(self, *, group_labels: int, group_ranks: int) -> float:
-        """The factor of a router's loss, which each rank of a group computes over all its tokens.
+        """The factor of a router's loss, which each rank computes over all tokens of its group.
 
-        Over the batches of a step these losses add up to their mean, weighted by valid tokens.
+        With it, these losses add up over a step's batches to their mean, weighted by valid tokens.
         """
         replicas = self.num_averaged_ranks / group_ranks
         return replicas * group_labels / max(1, int(self.num_valid_tokens))
 
 
 def own_part(tensor: Tensor, num_ranks: int) -> Tensor:
-    """A rank's own finite part of what all ranks of a group compute one and the same loss from.
+    """This rank's own finite part of the tensor from which all ranks of a group compute one loss.
 
-    Its value stays, and its gradient is multiplied by `num_ranks`: every other rank has none for
-    it, so the mean over ranks is the gradient of one process.
+    The value is unchanged, and its gradient is multiplied by `num_ranks`. The other ranks have no
+    gradient for this part, so the mean over ranks is the gradient of one process.
     """
     constant = tensor.detach()
     return constant + num_ranks * (tensor - constant)
@@ -68,11 +69,11 @@ def scale_of(
 ) -> Scale:
     """The scale of a pass over a shard; collective in training without `num_valid_tokens`.
 
-    In evaluation without it each sequence group counts for itself: the mean over its ranks is the
-    loss of its batch, and replicas may have different numbers of batches.
+    In evaluation without `num_valid_tokens` each sequence group counts for itself: the mean over
+    its ranks is the loss of its batch, and replicas may have different numbers of batches.
 
     Args:
-        shift_labels: this rank's labels, on the device where the count travels.
+        shift_labels: this rank's labels, on the device where the count is reduced.
         group_labels: valid tokens of the sequence group in this pass.
         group_ranks: how many ranks share the sequence.
         num_valid_tokens: valid tokens of the whole step over all processes, if the caller knows.
@@ -120,7 +121,7 @@ def count_valid_tokens(
     """N of a step with several micro batches: their valid `shift_labels` over all processes.
 
     Collective: every process calls it once a step with its own batches from the collator.
-    `device` is where the count travels (default: the labels', with NCCL this process's GPU).
+    `device` is where the count is reduced (default: the labels', with NCCL this process's GPU).
     """
     batches = [batches] if isinstance(batches, Mapping) else list(batches)
     for batch in batches:

@@ -1,10 +1,10 @@
 """Cross-entropy of a linear layer's outputs that are never all held at once.
 
 At 32,768 tokens and 128,256 words the logits take 16 GiB in float32, their gradient as much again.
-Here a chunk of tokens at a time gets its logits, and from them at once the gradients of what went
-in, which are small: this is the chunked loss of Liger Kernel (arXiv 2410.10989, section 3.2); cut
-cross-entropy (arXiv 2411.09009) takes the idea down into one kernel. Three matrix products in all,
-as many as with full logits; no product is computed twice. What lies between them is one Triton
+Here the logits of one chunk of tokens at a time are made, and at once turned into gradients of the
+inputs, which are small: this is the chunked loss of Liger Kernel (arXiv 2410.10989, section 3.2);
+cut cross-entropy (arXiv 2411.09009) takes the idea down into one kernel. There are three matrix
+products in all, as many as with full logits; none is computed twice. Between them runs one Triton
 kernel on NVIDIA GPUs (`fused_softmax.py`), and torch's operations elsewhere.
 
 torch >= 2.13 has `F.linear_cross_entropy`. It is not used: it has no softcap and no scale, which
@@ -24,7 +24,8 @@ from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.wide_products import add_wide_product, wide_product
 
 CHUNK_BYTES = 2 * 2**30
-"""Float32 logits of a chunk: at 128,256 words those of 4,185 tokens, which keep a GPU busy."""
+"""Bytes of a chunk's float32 logits: at 128,256 words those of 4,185 tokens, which keep a GPU
+busy."""
 
 
 def linear_cross_entropy(
@@ -41,35 +42,35 @@ def linear_cross_entropy(
 
     A scalar, float32 (float64 for float64), whose gradients are ready when it returns. Backward
     multiplies them in place by the gradient of the sum, once: going backward a second time is a
-    RuntimeError. What needs no gradient gets none, and with gradients disabled there is only the
-    sum. The same inputs give the same bits.
+    RuntimeError. Inputs that need no gradient get none, and with gradients disabled only the sum is
+    computed. The same inputs give the same bits.
 
     The work goes over chunks of equal size, each of as many tokens as keep its logits below
-    `chunk_bytes` in float32 (one token at least). That is all the memory of a chunk with the fused
-    kernel, whose gradients overwrite the logits. Elsewhere a chunk takes twice that, and with a
-    softcap in 16 bits two and a half times. The gradient of `weight` is summed over chunks in
-    float32, which is held until backward. A bfloat16 or float16 matrix product gives float32 logits
-    on CUDA, and is rounded first elsewhere, as `nn.Linear` is.
+    `chunk_bytes` in float32 (one token at least). With the fused kernel a chunk takes no more
+    memory, since gradients overwrite the logits. Elsewhere it takes twice that, and with a softcap
+    in 16 bits two and a half times. The gradient of `weight` is summed over chunks in float32,
+    which is held until backward. A bfloat16 or float16 matrix product gives float32 logits on CUDA,
+    and is rounded first elsewhere, as `nn.Linear` is.
 
-    Per logit, with bfloat16 on CUDA, these passes over memory: the product writes 4 bytes, the
-    kernel reads 4 twice and writes 2, the two products of the gradients read 2 each: 18 bytes,
-    against 3 multiply-adds for each number of a token's hidden state. A bias adds a pass of 8. With
-    torch's operations they are 30, and a pass of 8 for a bias, one for a scale, seven for a
-    softcap.
+    Memory traffic per logit, with bfloat16 on CUDA: the product writes 4 bytes, the kernel reads 4
+    twice and writes 2, the two products of the gradients read 2 each. That is 18 bytes, against 3
+    multiply-adds for each number of a token's hidden state. A bias adds a pass of 8 bytes. With
+    torch's operations the traffic is 30 bytes, and a bias adds one pass of 8, a scale one, and a
+    softcap seven.
 
     Args:
         hidden: `[..., D]`, any float dtype; under autocast, products run in its dtype.
         weight: `[V, D]`.
-        labels: `[...]` int64; rows of `IGNORE_INDEX` count nothing and have no gradient, but cost
-            as much as others. Drop them before the call if there are many.
+        labels: `[...]` int64; rows of `IGNORE_INDEX` add no loss and have no gradient, but cost as
+            much as others. Drop them before the call if there are many.
         bias: `[V]`.
         softcap: c of c * tanh(logits / c) (Gemma 2), after the scale.
-        scale: of logits, bias included.
-        chunk_bytes: float32 logits of a chunk.
+        scale: factor of the logits, bias included.
+        chunk_bytes: most bytes of a chunk's float32 logits.
 
     Raises:
-        ValueError: shapes that don't fit; on CPU, labels that are no word. On other devices a
-            wrong label ends in the device's own assertion, since looking would wait for it.
+        ValueError: shapes that don't fit; on CPU, labels outside the vocabulary. On other devices a
+            wrong label triggers the device's own assertion, since a check would wait for it.
 
     Example:
         >>> hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8)
@@ -89,7 +90,7 @@ def linear_cross_entropy(
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Gradients by hidden, weight and bias; the last two in float32 or wider."""
+"""Gradients with respect to hidden, weight and bias; the last two in float32 or wider."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -123,7 +124,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Head:
-    """What happens to logits, and how the work is cut: N tokens, C of them in a chunk."""
+    """What happens to logits, and how the work is divided: N tokens, C of them in a chunk."""
 
     dtype: torch.dtype
     """The dtype of the matrix products."""
@@ -131,7 +132,7 @@ class _Head:
     scale: float
     chunk_bytes: int
     fused: bool
-    """Whether one kernel makes losses and gradients of logits."""
+    """Whether one kernel computes losses and gradients from logits."""
 
     def walk(
         self,
@@ -141,9 +142,9 @@ class _Head:
         labels_N: Tensor,
         wanted: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Gradients]:
-        """The sum of the losses, and its gradients by the scaled logits' inputs.
+        """The sum of the losses, and its gradients without the factor `scale` (see backward).
 
-        `wanted`: whether hidden, weight and bias need one.
+        `wanted`: whether hidden, weight and bias need a gradient.
         """
         wide = torch.promote_types(self.dtype, torch.float32)
         wants_hidden, wants_weight, wants_bias = wanted
@@ -192,7 +193,7 @@ class _Head:
         labels_C: Tensor,
         with_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Losses of a chunk's rows, and gradients by scaled logits in the dtype of the products."""
+        """Losses of a chunk's rows, and gradients of scaled logits in the dtype of the products."""
         logits_CV = wide_product(hidden_CD, factors_VD.t())
         if bias is not None:
             logits_CV += bias
@@ -227,9 +228,10 @@ class _Head:
             logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def _gradient_of_logits(self, logs_CV: Tensor, words_C1: Tensor, logs_C1: Tensor) -> Tensor:
-        """softmax - one_hot, by logits after the softcap; may overwrite `logs_CV`.
+        """softmax - one_hot: the gradient of logits after the softcap; may overwrite `logs_CV`.
 
-        In the dtype of the products, but wide where a softcap's slope is still to come.
+        Its dtype is that of the products, but float32 or wider if a softcap's slope is yet to be
+        multiplied in.
         """
         if self.softcap is not None or self.dtype == logs_CV.dtype:
             grad_CV = logs_CV.exp_()
@@ -246,7 +248,7 @@ def _add_gradients(
     factors_VD: Tensor,
     is_valid_C: Tensor,
 ) -> None:
-    """Add a chunk's gradients. The small factors and products leave out rows without a label."""
+    """Add a chunk's gradients. Rows without a label are zeroed in small factors and products."""
     grad_hidden, grad_weight, grad_bias = grads
     is_valid_C1 = is_valid_C[:, None]
     if grad_hidden is not None:
@@ -258,7 +260,7 @@ def _add_gradients(
 
 
 def fits_fused(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether the fused kernel takes the logits of such products, which are float32 then."""
+    """Whether the fused kernel takes logits of products in this dtype; they are float32 then."""
     return device_type == "cuda" and dtype != torch.float64
 
 

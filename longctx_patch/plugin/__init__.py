@@ -1,4 +1,4 @@
-"""Sequence parallelism inside Accelerate: its mesh, its launcher's world, its YAML."""
+"""Sequence parallelism inside Accelerate: device mesh, checks of the world, launch YAML."""
 
 from longctx_patch.plugin.accelerator import (
     close_accelerator,

@@ -30,9 +30,9 @@ def make_accelerator(
 ) -> Accelerator:
     """The Accelerator for `config`, over all the processes that the launcher started.
 
-    Call it on every process, before any other Accelerator. Without sizes, the ranks that are left
-    beside the sequence axis shard parameters under FSDP2 and hold copies otherwise. Batches are
-    never dispatched from rank 0: the ranks of a sequence group would get different rows. A
+    Call it on every process, before any other Accelerator. Without sizes, the ranks beside the
+    sequence axis shard parameters under FSDP2 and hold copies of the model otherwise. Batches are
+    never dispatched from rank 0, since the ranks of a sequence group would get different rows. A
     prepared DataLoader gives the same rows to all ranks of a sequence group and other rows to each
     group; `longctx_patch.world_place(config)` says which group this process is in. Where there is
     no NVIDIA GPU the processes talk through gloo on the CPU.
@@ -40,8 +40,8 @@ def make_accelerator(
     A prepared scheduler steps once per `scheduler.step()`; Accelerate's default, once per process,
     would end a schedule too early.
 
-    Under FSDP2 with mixed precision, gradients are reduced in float32 and outputs, the loss among
-    them, keep their dtype; Accelerate's default would round both to the low precision. Give your
+    Under FSDP2 with mixed precision, gradients are reduced in float32, and outputs, such as the
+    loss, keep their dtype; Accelerate's default would round both to the low precision. Give your
     own `fsdp_plugin` to decide otherwise. torch's CUDA allocator is set to segments that grow,
     unless `PYTORCH_ALLOC_CONF` says otherwise.
 
@@ -97,15 +97,15 @@ class _Accelerator(Accelerator):
 
 
 def close_accelerator(accelerator: Accelerator) -> None:
-    """End training and the trackers on all processes together. Collective; a script's last call.
+    """End training and the trackers on all processes together. Collective; call it last.
 
-    `accelerator.end_training()` of an accelerator that `make_accelerator` made does the same, and
-    whichever is called second does nothing.
+    `accelerator.end_training()` of an accelerator from `make_accelerator` does the same; the second
+    of two such calls does nothing.
 
     Without this a gloo process sometimes aborts after its work is done ("terminate called without
     an active exception") and the launcher reports failure: the thread that ran the last collective
-    still frees its tensors, for which it needs Python, while the interpreter ends. After a barrier,
-    which has no tensors, and without the mesh, which keeps process groups alive, none is left.
+    needs Python to free its tensors while the interpreter ends. So a barrier, which has no tensors,
+    comes last, and the mesh, which keeps process groups alive, is dropped: no such thread is left.
     """
     has_group = accelerator.num_processes == 1 or torch.distributed.is_initialized()
     if has_group:
@@ -132,7 +132,8 @@ def _refuse_other_engines(kwargs: dict[str, Any]) -> None:
 
 
 def _refuse_accumulation(kwargs: dict[str, Any]) -> None:
-    """Accelerate would divide the loss by its steps; ours is a share of all tokens already."""
+    """Refuse accumulation by Accelerate, which divides the loss by its steps; our loss is a share
+    of all tokens already."""
     plugin = kwargs.get("gradient_accumulation_plugin")
     launched = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"))
     steps = plugin.num_steps if plugin else kwargs.get("gradient_accumulation_steps", launched)
@@ -146,7 +147,7 @@ def _refuse_accumulation(kwargs: dict[str, Any]) -> None:
 
 
 def _step_schedulers_once(kwargs: dict[str, Any]) -> None:
-    """Set `step_scheduler_with_optimizer`, under which a scheduler steps once per process."""
+    """Set `step_scheduler_with_optimizer=False`; with True a scheduler steps once per process."""
     if kwargs.setdefault("step_scheduler_with_optimizer", False):
         raise ValueError(
             "step_scheduler_with_optimizer=True: a prepared scheduler would step once per process, "
@@ -282,8 +283,8 @@ def _check_ours(accelerator: Accelerator, parallelism: SequenceParallelismConfig
 
 
 def _share_cores(accelerator: Accelerator) -> None:
-    """Give each process its share of the machine's cores where the optimizer steps on them:
-    torchrun leaves it one. A number of threads that somebody has set stays."""
+    """Give each process its share of the machine's cores if its optimizer steps on the CPU:
+    torchrun leaves it one. A number of threads that was set otherwise is kept."""
     processes = os.environ.get("LOCAL_WORLD_SIZE")
     if states_on_host(accelerator) and processes is not None and torch.get_num_threads() == 1:
         torch.set_num_threads(max(1, num_cores() // int(processes)))

@@ -4,8 +4,8 @@ from typing import Any
 
 from longctx_patch.rules.world import require_whole_groups
 
-# The user, who alone knows it, replaces it. The launcher refuses such a name at once and shows it;
-# a name that might exist it would look up for minutes.
+# A placeholder that the user replaces. The launcher rejects such a name at once and shows it; it
+# would spend minutes looking up a name that might exist.
 MAIN_PROCESS_IP = "<main_process_ip is the name or address of machine 0>"
 CPU_NOTE = """\
 # Several processes on the CPU: distributed_type MULTI_GPU starts as many as num_processes says
@@ -27,9 +27,9 @@ def accelerate_yaml(
 
     With `fsdp` parameters are sharded over all ranks (FSDP2), otherwise each rank holds the model.
     A single process gains from FSDP2 too: float32 master weights, and adapters that are computed in
-    the low precision without autocast's copies. With `states_on_host` too, parameters, gradients
-    and the optimizer are in host memory, and the optimizer steps there. With `cpu` the processes
-    run on the CPU even where there is a GPU.
+    the low precision without autocast's copies. With `states_on_host` as well, parameters,
+    gradients and the optimizer are in host memory, and the optimizer steps there. With `cpu` the
+    processes run on the CPU even where there is a GPU.
 
     Raises:
         ValueError: degrees that do not fit the processes, or FSDP where it cannot work.

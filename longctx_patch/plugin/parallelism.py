@@ -5,7 +5,7 @@ of an axis of that name (data_loader.py, prepare_data_loader). But `cp_enabled` 
 where it is True, `Accelerator.prepare` installs torch's own context parallelism, which allows
 FSDP2 and plain causal attention only.
 
-Ranks order: dp_replicate, dp_shard, cp (innermost), so that one sequence stays on one machine.
+Ranks are ordered dp_replicate, dp_shard, cp (innermost), so that a sequence stays on one machine.
 """
 
 import os
@@ -32,11 +32,11 @@ class SequenceParallelismConfig(ParallelismConfig):
     """SP x FSDP2, SP x HSDP, SP x DDP or SP alone, for `Accelerator(parallelism_config=...)`.
 
     `cp_size` is the sequence degree. The product of the sizes is the number of processes.
-    Parameters are sharded over dp_shard x cp under FSDP2 and copied on every rank otherwise; the
-    gradient is averaged over all ranks either way, which is what the loss law counts on.
+    Under FSDP2 parameters are sharded over dp_shard x cp; otherwise every rank holds a copy.
+    Gradients are averaged over all ranks either way, as the loss law assumes.
 
-    A size left out is read from PARALLELISM_CONFIG_* as in the base class, which
-    `accelerate launch` fills from YAML.
+    A size left out is read from PARALLELISM_CONFIG_* as in the base class; `accelerate launch` sets
+    these variables from YAML.
 
     Raises:
         ValueError: a size below 1, or `tp_size` or `sp_size` above 1.
@@ -47,13 +47,14 @@ class SequenceParallelismConfig(ParallelismConfig):
     """
 
     dp_replicate_size: int | None = None
-    """Groups of ranks that hold copies of the model. The other sizes are the base class's."""
+    """Number of data-parallel groups that hold a copy of the model each. The other sizes are the
+    base class's."""
 
     def __post_init__(self) -> None:
         self._fill_sizes_from_environment()
         replicate = self.dp_replicate_size
         # The base class refuses cp with copies and no shards (SP x DDP), as its own context
-        # parallelism needs FSDP2. Ours does not, so it sees that size last.
+        # parallelism needs FSDP2. Ours does not, so this size is set after its check.
         self.dp_replicate_size = 1
         super().__post_init__()
         self._set_size("dp_replicate", replicate)

@@ -1,4 +1,4 @@
-"""Proof that a patched model gives one process's numbers: on CPU, without weights or network."""
+"""Proof that a patched model computes what one process would, on CPU without weights or network."""
 
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, all_configs
 from longctx_patch.verification.processes import ProcessesFailedError, run_processes

@@ -1,4 +1,4 @@
-"""What is verified, and what came out."""
+"""The cases that are verified, and their results."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -36,7 +36,7 @@ def all_configs(
 
 
 def plan_name(config: LongContextConfig, *, packed: bool = False) -> str:
-    """What a config runs in layers with full attention, in one word or two."""
+    """Name of what a config runs in layers with full attention, such as `ulysses+zigzag`."""
     ring: str = config.plan
     if ring == "auto":
         ring = SPARSE_PLAN if packed else config.placement
@@ -70,7 +70,7 @@ class CaseResult(Errors):
 
     family: str
     mask: str
-    """Who sees whom in each kind of layer: `causal`, `window 23`, ..."""
+    """Mask of each kind of layer: `causal`, `window 23`, ..."""
     plan: str
     ulysses: int
     ring: int
@@ -81,7 +81,7 @@ class CaseResult(Errors):
     predicted_messages: int
     predicted_bytes: int
     traffic_as_predicted: bool
-    """On every rank, not only in the sum."""
+    """Whether they are equal on every rank, not only in the sum."""
     ok: bool
 
 

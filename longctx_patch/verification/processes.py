@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 GRACE_S = 1.0
-"""After one rank failed, the time that its waiting peers get to write their own traces."""
+"""Seconds that waiting ranks get to write their own traces after one rank failed."""
 
 SLOW_TO_LOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp", "accelerate", "peft")
-"""Modules that take seconds, as do transformers' `modeling_...`."""
+"""Modules that take seconds to import, as do transformers' `modeling_...`."""
 
 
 class ProcessesFailedError(RuntimeError):
@@ -37,12 +37,12 @@ def run_processes(
 ) -> list[Any]:
     """Results of `function(rank, *args)` by rank.
 
-    `function` is at module level and runs with torch.distributed initialised on loopback and one
-    thread; with `backend="nccl"` each rank has the GPU of its number. Arguments and result are
-    pickled. What it prints goes to stderr.
+    `function` must be at module level. It runs with one thread and with torch.distributed
+    initialised on loopback; with `backend="nccl"` each rank uses the GPU of its number. Arguments
+    and result are pickled. What the function prints goes to stderr.
 
     Raises:
-        ProcessesFailedError: all processes are killed then.
+        ProcessesFailedError: a rank raised or time ran out. All processes are killed.
 
     Example:
         >>> run_processes(pow, 2, 3, timeout_s=60)  # doctest: +SKIP
@@ -75,10 +75,10 @@ def run_processes(
 
 
 def _context(backend: str) -> Any:
-    """How processes start: where it is safe, with the slow modules loaded that the parent has.
+    """How processes start: where it is safe, from a fork server with the parent's slow modules.
 
-    A fork server loads them once, for this call and later ones, where each spawned process takes
-    seconds. CUDA doesn't outlive a fork, nor do the libraries of macOS.
+    The server imports them once, for this call and later ones; each spawned process would take
+    seconds for it. CUDA does not survive a fork, nor do the libraries of macOS.
     """
     if backend == "nccl" or sys.platform != "linux":
         return mp.get_context("spawn")
@@ -89,7 +89,7 @@ def _context(backend: str) -> Any:
 
 
 def _wait(processes: list[Any], deadline: float) -> bool:
-    """Wait until all have ended, one has failed or the limit has passed; True if it passed."""
+    """Wait until all have ended, one has failed or the limit has passed; True if the limit has."""
     while any(process.is_alive() for process in processes):
         if any(process.exitcode not in (None, 0) for process in processes):
             time.sleep(GRACE_S)
@@ -120,24 +120,24 @@ def _run_rank(
     deadline: float,
     backend: str,
 ) -> None:
-    gc.freeze()  # modules that were loaded before the fork are no garbage
+    gc.freeze()  # keeps modules loaded before the fork out of collections
     os.dup2(2, 1)  # stdout belongs to the parent, who may be writing JSON to it
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     stack = (folder / f"{rank}.stack").open("w")
-    remaining_s = max(deadline - time.time(), 1.0)  # imports have taken some of it
+    remaining_s = max(deadline - time.time(), 1.0)  # imports have taken some of the limit
     faulthandler.dump_traceback_later(0.9 * remaining_s, file=stack)
     try:
         dist.init_process_group(
             backend,
-            init_method=(folder / "meeting").as_uri(),  # a port could be taken meanwhile
+            init_method=(folder / "meeting").as_uri(),  # a port could be taken by another process
             rank=rank,
             world_size=num_processes,
             timeout=timedelta(seconds=remaining_s + 30.0),
         )
         result = pickle.dumps(function(rank, *args))
-        if dist.is_initialized():  # `function` may have ended it by itself
+        if dist.is_initialized():  # `function` may have destroyed the group itself
             dist.barrier()
         _write(folder / f"{rank}.result", result)
         if dist.is_initialized():
@@ -148,7 +148,7 @@ def _run_rank(
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: the process may be killed at any time."""
+    """Write the file whole or not at all: the process may be killed at any time."""
     part = path.with_suffix(".part")
     part.write_bytes(content)
     part.rename(path)

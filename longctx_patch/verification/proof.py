@@ -1,4 +1,4 @@
-"""Compare patched processes with one that is not patched.
+"""Compare processes with a patched model to one process with the stock model.
 
 The calling process runs the small model with stock attention once; then one set of processes runs
 every case from the same weights and rows, through the public patch, collator and loss.
@@ -40,7 +40,7 @@ SEQ_LEN = 127
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What a rank reports of a case."""
+    """What a rank reports about a case."""
 
     errors: Errors
     mask: str
@@ -60,17 +60,18 @@ def verify(
     """Train one step of a shrunken model under each config and compare it with one process.
 
     Args:
-        model_config: transformers config of the model; nothing else of it is needed.
-        configs: what to verify, all of one `sequence_degree`, which is the number of processes.
-            Kernels for GPUs are replaced by the CPU's.
-        dtype: float32 or float64, which decides the tolerance.
+        model_config: transformers config of the model; weights are not needed.
+        configs: what to verify, all with the same `sequence_degree`, which is the number of
+            processes. GPU kernels are replaced by the CPU's.
+        dtype: float32 or float64; it decides the tolerance.
         seq_len: tokens of the longer of the two rows.
-        packed: cut the rows into documents, each of which the one process runs by itself.
+        packed: cut the rows into documents, each of which the reference process runs by itself.
         timeout_s: hard limit, after which all processes are killed.
 
     Raises:
-        UnsupportedModelError, ValueError: for what can't be patched, before anything is started.
-        ProcessesFailedError: with each rank's trace.
+        UnsupportedModelError, ValueError: the model, a config or an argument is refused, before
+            anything is started.
+        ProcessesFailedError: a rank failed or time ran out; the text holds each rank's trace.
 
     Example:
         >>> report = verify(LlamaConfig(), all_configs(2))  # doctest: +SKIP
@@ -145,10 +146,10 @@ def _run_case(
     collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
     batch = collate(rows)
     documents = ShardedRow.read(batch[SHARD_KEY]).documents
-    with torch.no_grad():  # a pass with labels may have no logits
+    with torch.no_grad():  # a pass with labels may return no logits
         unlabelled = {name: value for name, value in batch.items() if "labels" not in name}
         logits_error = _logits_error(handle, documents, model(**unlabelled).logits, rows, reference)
-    handle.counters.reset()  # what is compared with the plans is the training step
+    handle.counters.reset()  # only the training step is compared with the plans
     loss = model(**batch).loss
     loss.backward()
     step = handle.first_step
@@ -176,7 +177,7 @@ def _on_cpu(config: LongContextConfig) -> LongContextConfig:
 
 
 def _mean_over_ranks(value: Tensor | None) -> Tensor:
-    """What DDP makes of a gradient."""
+    """The mean over ranks, as DDP takes it of a gradient."""
     assert value is not None
     total = value.detach().clone()
     dist.all_reduce(total)
@@ -199,7 +200,7 @@ def _logits_error(
 
 
 def _worst_gradient(grads: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
-    """(parameter, relative error) of the worst one; NaN counts as worst."""
+    """(parameter, relative error) with the largest error; NaN counts as the largest."""
     errors = {name: relative_error(grads[name], expected[name]) for name in expected}
     worst = max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
     return worst, errors[worst]

@@ -19,7 +19,7 @@ Rows = list[dict[str, list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What one unpatched process computes. Gradients and logits in the model's dtype."""
+    """What one unpatched process computes; gradients and logits are in the model's dtype."""
 
     loss: float
     logits_NV: Tensor
@@ -31,7 +31,7 @@ def make_rows(vocab_size: int, seq_len: int, *, packed: bool = False) -> Rows:
     """Two rows of random tokens: one without loss in its first part, as after a long prompt (so
     some ranks hold no label of it), and a shorter one, which gets padded.
 
-    `packed`: of several documents, of one token up to most of a row.
+    `packed`: each row has several documents, of one token up to most of the row.
     """
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab_size, (2, seq_len), generator=generator).tolist()
@@ -73,7 +73,7 @@ def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute as the ranks do: sums that are cut for threads round differently."""
+    """Compute with one thread, as the ranks do: sums split over threads round differently."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -91,7 +91,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(rows: Rows) -> Iterator[_Batch]:
-    """Plain rows together, padded; each document of packed rows by itself."""
+    """Plain rows as one padded batch; each document of packed rows as its own batch."""
     if not any("seq_lengths" in row for row in rows):
         yield _padded([(row["input_ids"], row.get("labels", row["input_ids"])) for row in rows])
         return
@@ -144,6 +144,6 @@ def _router_loss(model: Any, outputs: Sequence[Any], batches: Sequence[_Batch]) 
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm of what is expected, in float64."""
+    """Norm of the difference divided by the norm of `expected`, in float64."""
     difference = (actual.double() - expected.double()).norm()
     return float(difference / expected.double().norm())

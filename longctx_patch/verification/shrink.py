@@ -1,4 +1,4 @@
-"""A small model that has everything of a large one that matters for cutting its sequence.
+"""A small model that keeps all features of a large one that matter for cutting its sequence.
 
 Kept: family, number of query and key-value heads, RoPE settings, norms, biases, tied embeddings,
 each kind of layer in the model's order, softcap, sinks, routing to experts, shared experts.
@@ -35,9 +35,9 @@ WIDTHS = {
     "vocab_size": VOCAB_SIZE,
 }
 WIDE_AS_HEADS = ("helium", "olmoe")
-"""Families whose output projection or norms take all heads together for the hidden size."""
+"""Families whose output projection or norms need heads * head_dim to be the hidden size."""
 SPREAD = 0.15
-"""Standard deviation of the weights: large enough for attention that is far from uniform."""
+"""Standard deviation of the weights, large enough that attention is far from uniform."""
 
 
 def shrink_config(model_config: Any) -> Any:
@@ -63,14 +63,14 @@ def shrink_config(model_config: Any) -> Any:
 
 
 def _chosen_layers(layers: Sequence[LayerFacts]) -> list[int]:
-    """The first layer of each kind, and more of the first ones if that is less than two."""
+    """The first layer of each kind, and one more layer if there is only one kind."""
     firsts = sorted({layer: layers.index(layer) for layer in layers}.values())
     others = [number for number in range(len(layers)) if number not in firsts]
     return sorted(firsts + others[: max(0, NUM_LAYERS - len(firsts))])
 
 
 def _keep_layers(small: Any, layers: Sequence[LayerFacts]) -> None:
-    """Make the model some layers of itself; a model of one layer gets a second one like it."""
+    """Keep some of the model's layers; a model of one layer gets a second one like it."""
     chosen = _chosen_layers(layers)
     dense = [new for new, old in enumerate(chosen) if layers[old].is_dense]
     chosen = chosen * NUM_LAYERS if len(chosen) == 1 else chosen
@@ -83,7 +83,7 @@ def _keep_layers(small: Any, layers: Sequence[LayerFacts]) -> None:
 
 
 def _keep_score_scale(small: Any, head_dim: int) -> None:
-    """Keep the ratio of a scale of its own to `head_dim ** -0.5`."""
+    """Keep the ratio of the model's own score scale, if it has one, to `head_dim ** -0.5`."""
     if getattr(small, "query_pre_attn_scalar", None) is not None:
         small.query_pre_attn_scalar = round(small.query_pre_attn_scalar * HEAD_DIM / head_dim)
     if getattr(small, "attention_multiplier", None) is not None:
@@ -99,9 +99,9 @@ def _lower(small: Any, name: str, value: float) -> None:
 def build_small_model(
     small_config: Any, dtype: torch.dtype, *, attn_implementation: str = "eager"
 ) -> Any:
-    """The model on CPU in training mode, with stock attention and weights that a seed decides.
+    """The model on CPU in training mode, with stock attention and weights from a fixed seed.
 
-    Every weight is drawn, also norms, biases and sinks that a fresh model has at 1 and 0, so that
+    Every weight is drawn, even norms, biases and sinks, which are 1 or 0 in a fresh model, so that
     no gradient is trivially right. In float64 nothing rounds to float32.
     """
     from transformers import AutoModelForCausalLM
@@ -144,7 +144,7 @@ def _in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _WithoutFloat32(TorchFunctionMode):
-    """What would make a float64 tensor float32 leaves it float64."""
+    """Operations that would cast a float64 tensor to float32 leave it in float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
