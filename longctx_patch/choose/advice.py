@@ -1,4 +1,4 @@
-"""What a run that is under way was predicted to take, and what to change where that is too much."""
+"""What a running job was predicted to take, and what to change where that is too much."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def cluster_here(
 
 
 def advice(used: Result) -> str:
-    """Flags with which this row is predicted to fit on these GPUs, or how long one would be."""
+    """Flags with which this row is predicted to fit on these GPUs, or the longest row that fits."""
     job, now = used.job, used.candidate
     fitting = [result for result in search(job) if result.fits]
     same_degree = [r for r in fitting if r.candidate.sequence_degree == now.sequence_degree]
@@ -40,7 +40,7 @@ def advice(used: Result) -> str:
 
 
 def ways_out(job: Job) -> list[str]:
-    """What would make a row fit for which no candidate does: other GPUs, weights or rows."""
+    """What would make a row fit that no candidate fits: an adapter, another dtype, host or GPUs."""
     cluster, others = job.cluster, {}
     if not job.lora:
         others["--lora, an adapter in place of every weight"] = replace(job, lora=True)
@@ -60,7 +60,8 @@ def ways_out(job: Job) -> list[str]:
 
 
 def flags(result: Result) -> str:
-    """The options of `longctx patch`. The recipe has all but the last, which is the launcher's."""
+    """The options of `longctx patch`. The recipe has them too, except for the launcher's
+    `--states-on-host`."""
     candidate, job = result.candidate, result.job
     what = f"--lora --rank {job.lora_rank}" if job.lora else "--full"
     what += " --load-in-4bit" if job.dtype == "nf4" else f" --dtype {job.dtype}"

@@ -51,7 +51,7 @@ def explain(
     workload: Workload,
     directions: Sequence[Direction] = tuple(Direction),
 ) -> Comparison:
-    """What a config runs, beside all that its degrees, layout and hardware allow.
+    """What a config runs, beside all plans that its degrees, layout and hardware allow.
 
     With `plan="auto"` the chosen rows are those that the cost model takes.
     """
@@ -137,7 +137,7 @@ def _rows(asked: _Question, others: Sequence[Setting], direction: Direction) -> 
 
 
 def _key(setting: Setting, direction: Direction) -> tuple[object, ...]:
-    """What tells candidates of one direction apart; without a ring all layouts are one."""
+    """What tells candidates of one direction apart; without a ring the layout doesn't."""
     layout = setting.layout if setting.ring_degree > 1 else None
     return setting.ulysses_degree, layout, setting.name(direction)
 
@@ -166,7 +166,7 @@ def _why_not(candidate: _Candidate, winner: _Candidate, allowed: frozenset[int] 
 
 
 def _why_slower(candidate: _Candidate, winner: _Candidate) -> str:
-    """The part of the GPUs' time that grew most, and what is sent where that is much more."""
+    """The part of the GPUs' time that grew most, and what is sent if that is much more."""
     mine, best = candidate.prediction, winner.prediction
     waits_s = mine.waiting_fraction * mine.makespan_s - best.waiting_fraction * best.makespan_s
     extra_s = {

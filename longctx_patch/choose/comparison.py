@@ -59,7 +59,7 @@ class Comparison:
             return []
         ulysses, ranks = chosen[0].ulysses_degree, chosen[0].ranks
         fields = [f"ulysses_degree={ulysses}", f"ring_degree={ranks // ulysses}"]
-        if ulysses < ranks and chosen[0].layout != "balanced":  # else it is packed rows' own
+        if ulysses < ranks and chosen[0].layout != "balanced":  # the default of packed rows
             fields.append(f"layout={chosen[0].layout!r}")
         if ulysses < ranks and chosen[0].plan != SPARSE_PLAN:  # which `auto` takes by itself
             names = {Direction.FORWARD: "plan", Direction.BACKWARD: "backward_plan"}

@@ -1,9 +1,9 @@
 """Decide how ranks share the attention of a row: Ulysses and ring degrees, and the layout.
 
 Inside a node Ulysses is as fast as anything for plainly causal rows. Where documents or a window
-leave most pairs out there is little to compute, so it counts what is sent: Ulysses sends all heads
-of all tokens whatever the mask, a ring what somebody sees, which is nothing where documents stay
-whole on their ranks.
+leave most pairs out there is little to compute, so the bytes sent decide: Ulysses sends all heads
+of all tokens whatever the mask; a ring sends only what another rank sees, which is nothing where
+documents stay whole on their ranks.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Way(NamedTuple):
     ulysses: int
     ring: int
     layout: LayoutName | None = None
-    """None: what a config has by itself."""
+    """None: the config's own."""
 
     def applied_to(self, config: LongContextConfig) -> LongContextConfig:
         """The config with these degrees, and this layout if there is one."""
@@ -36,7 +36,7 @@ class Way(NamedTuple):
 
 
 def ways(degree: int, *, num_kv_heads: int, gpus_per_node: int) -> list[Way]:
-    """Every product of Ulysses in a node, that sends no key-value head twice, and a ring."""
+    """Every product of a ring and a Ulysses inside a node that sends no key-value head twice."""
     return [
         Way(ulysses, degree // ulysses)
         for ulysses in range(1, degree + 1)
@@ -69,14 +69,14 @@ def costs_of_ways(
     """Predicted cost of attention, forward and backward, for each way to share a row.
 
     Args:
-        layers: how many layers there are of each kind; all have the same heads. Kinds that differ
-            in the documents of the row are shares of a layer.
-        hardware: with as many GPUs in a node as there are.
+        layers: how many layers there are of each kind; all have the same heads. For kinds that
+            differ in the row's documents, counts are fractions of a layer.
+        hardware: the machine; its `gpus_per_node` are the GPUs of a node that the job has.
         degree: ranks that share a row.
         config: everything but degrees.
 
-    `contiguous` shards are tried where windows leave all the same to do: where rows aren't packed,
-    no layer sees all of its row, and the config would have `zigzag`.
+    `contiguous` shards are tried where windows give all ranks equal work: rows aren't packed, every
+    layer has a window, and the config would have `zigzag`.
     """
     (num_kv_heads,) = {kind.num_kv_heads for kind in layers}
     found = ways(degree, num_kv_heads=num_kv_heads, gpus_per_node=hardware.gpus_per_node)

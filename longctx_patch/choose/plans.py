@@ -15,7 +15,7 @@ from longctx_patch.sequence.layout import LayoutName
 
 MOST_WAVES = 2
 """Ulysses exchanges heads in at most this many waves unless more are asked for: three and more were
-no faster wherever it was measured."""
+no faster in any measurement."""
 
 
 @lru_cache(maxsize=1024)
@@ -27,7 +27,7 @@ def decide(
     placement: LayoutName | None = None,
     is_causal: bool | None = None,
 ) -> Setting:
-    """The setting that a config runs: what it names stays, what is `auto` the cost model decides.
+    """The setting that a config runs: what it names stays, and the cost model decides the rest.
 
     A mask that is not plain causal leaves blocks out, and `auto` takes the plan that sends only
     what is needed.
@@ -100,8 +100,8 @@ def decide_waves(
 def best_waves(setting: Setting, workload: Workload, hardware: Hardware) -> int:
     """The number of waves in which forward and backward together are fastest.
 
-    A wave hides messages and costs the CPU, so small blocks go in one. Documents count by how many
-    pairs they leave only: rows differ, and each would be simulated.
+    Waves hide messages but cost CPU time, so small blocks go in one wave. Documents count only by
+    the number of pairs that they leave; otherwise each new row would be simulated.
     """
     if setting.ulysses_degree == 1:
         return 1
@@ -121,7 +121,7 @@ def serves(plan: str, direction: Direction) -> bool:
 
 
 def settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]:
-    """What `auto` may choose from: the plans of the config's layout; without a ring all are one."""
+    """What `auto` may choose from: the plans of the config's layout, or one if there is no ring."""
     per_node = _ring_ranks_in_node(config, hardware)
     asked = (config.plan, config.backward_plan)
     plans: Iterable[str] = [
@@ -154,5 +154,5 @@ def ring_ranks_in_node(ulysses_degree: int, hardware: Hardware) -> int:
 
 
 def has_full_nodes(ring_degree: int, per_node: int) -> bool:
-    """Whether the double ring has two rings to turn."""
+    """Whether ring ranks fill several nodes, so that a double ring has both its rings."""
     return 1 < per_node < ring_degree and ring_degree % per_node == 0

@@ -28,7 +28,7 @@ from longctx_patch.predict.run.step_time import Attention, StepTime, predict_att
 CONTEXT_BYTES = 2.5 * GIB
 """What CUDA, NCCL and kernels take of a GPU's memory for themselves."""
 STEP_TOKENS = 1024
-"""The longest row is searched for in multiples of these."""
+"""The longest row is searched for in multiples of this."""
 MOST_TOKENS = 2**30
 LONG = 2**20
 """The first guess at the longest row that fits, in tokens."""
@@ -53,7 +53,7 @@ class Result:
 
     @property
     def shortfall(self) -> float:
-        """What it needs as a share of what there is, of a GPU or a host; at 1 and less it fits."""
+        """Memory needed as a share of usable memory, of a GPU or a host; it fits at 1 or less."""
         shares = [self.memory.total / usable_bytes(self.job)]
         if self.job.cluster.host_bytes is not None:
             most = max(self.host_bytes, _loading_bytes(self.job))
@@ -71,7 +71,7 @@ class Result:
 
     @property
     def mfu(self) -> float:
-        """The share of the data sheet's peak that a causal row without recompute reaches."""
+        """FLOP/s of causal rows, without recompute, as a share of the data sheet's peak."""
         cluster, flops = self.job.cluster, self.job.step_flops * self.rows_at_once
         return flops / self.time.total / cluster.num_gpus / cluster.hardware.peak_flops
 
@@ -85,11 +85,11 @@ def search(job: Job) -> list[Result]:
 def longest(job: Job) -> int:
     """Tokens of the longest row for which a candidate fits; 0 where none does.
 
-    Found by halving: what a candidate takes grows with the row. A row shared by all GPUs takes
-    least, of a GPU and of a host.
+    Found by bisection, since what a candidate takes grows with the row. Rows are shared by all
+    GPUs, which takes the least memory of a GPU and of a host.
     """
-    # How all GPUs share it is decided at a long row and once more at the one found, not at each:
-    # simulating every way takes longest here.
+    # How the GPUs share a row is decided for a long row and once more for the one found, not for
+    # each that is tried, because simulating every way takes most of the time here.
     way = _best_way(replace(job, seq_len=LONG), job.cluster.num_gpus)
     tokens = _longest(job, way)
     if not tokens:
@@ -118,8 +118,8 @@ def usable_bytes(job: Job) -> float:
 
 
 def _order(result: Result) -> tuple[float, ...]:
-    """Sorts results: of those as fast, states on the GPUs come first, then those that take least of
-    the host, then the shortest step."""
+    """The sort key. Among equally fast results, those with states on the GPUs come first, then
+    those that take the least of the host, then those with the shortest step."""
     if result.fits:
         speed = -round(math.log(result.tokens_per_second_per_gpu) / TIE)
         states_leave = result.candidate.offload_states
@@ -175,8 +175,8 @@ def _of_way(job: Job, way: Way) -> Iterator[Result]:
 
 
 def _shares(policy: Policy) -> tuple[float, ...]:
-    """Shares of the tokens whose attention is kept that are tried with a policy. Keeping none of it
-    is worth a try where the layers' inputs leave the GPU."""
+    """The shares of tokens with kept attention that are tried with a policy. Keeping none is worth
+    a try where the layers' inputs go to the host."""
     if not policy.keeps_attention:
         return (1.0,)
     return (1.0, 0.5, 0.0) if policy.on_host else (1.0, 0.5)
@@ -193,8 +193,8 @@ def result_of(
     offload_states: bool = False,
     policies: tuple[LayerPolicy, ...] | None = None,
 ) -> Result:
-    """What one configuration takes. Under `auto` as many layers climb, as in `memory/auto.py`, as
-    fit; or they have had these `policies`, one for each layer (else ValueError)."""
+    """What one configuration takes. Under `auto`, as in `memory/auto.py`, as many layers climb as
+    fit, unless `policies` are given. Raises ValueError if these aren't one for each layer."""
     setting = setting_of(job, ulysses, ring, attention_kept)
     num_layers, attention = job.shape.num_layers, predict_attention(job, setting)
     if policies is not None and len(policies) != num_layers:
@@ -267,7 +267,7 @@ def _reason(job: Job, memory: Components, on_host: float) -> str | None:
 
 
 def _loading_bytes(job: Job) -> float:
-    """What loading takes of a host: every process loads the whole model, but not one of 4 bits."""
+    """Host memory that loading takes: every process loads the whole model, unless it has 4 bits."""
     return 0.0 if job.dtype == "nf4" else loaded_bytes(job) * job.cluster.gpus_per_node
 
 

@@ -1,17 +1,17 @@
 """Which of several candidates is taken: the one rule by which degrees, plans and layouts win.
 
-The fastest wins. The model tells candidates within `TIE` of it no better than chance, so among
-those the rule takes what measurements favoured:
+The fastest wins. The cost model can't order candidates within `TIE` of the fastest better than
+chance, so among those the rule takes what measurements favoured:
 
-- The largest Ulysses degree. On 4 H200, 131,072 causal tokens, 2 x 2 was predicted to take 1.0 %
-  longer than Ulysses over all four, and took 3 % longer: each kernel call of a ring is smaller, and
-  messages compete with it for the device.
+- The largest Ulysses degree. On 4 H200 with 131,072 causal tokens, 2 x 2 was predicted to take
+  1.0 % longer than Ulysses over all four, and took 3 % longer: each kernel call of a ring is
+  smaller, and messages compete with it for the device.
 - Under equal degrees the fewest bytes, since bytes that are hidden today are the first to show on a
-  slower link. There `allgather` was predicted to take 1.2 % less time than a zigzag ring, and took
-  2.3 % more.
+  slower link. On the same machine `allgather` was predicted to take 1.2 % less time than a zigzag
+  ring, and took 2.3 % more.
 - Then the smallest buffers.
 
-Without a prediction all candidates are as fast as each other, and the same rule decides.
+Without a prediction all candidates count as equally fast, and the same rule decides.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 from longctx_patch.predict.attention.costs import Prediction
 
 TIE = 0.015
-"""What is slower than the fastest by at most this share counts as being as fast."""
+"""Candidates that are slower than the fastest by at most this share count as equally fast."""
 
 Key = TypeVar("Key")
 
@@ -47,7 +47,7 @@ class Cost(NamedTuple):
 
 
 def preferred(costs: Mapping[Key, Cost]) -> Key:
-    """The candidate that the rule takes; of equal ones the first."""
+    """The candidate that the rule takes; the first if several are equal."""
     limit = min(cost.seconds for cost in costs.values()) * (1 + TIE)
     tied = {key: cost for key, cost in costs.items() if cost.seconds <= limit}
     return min(

@@ -42,8 +42,8 @@ def attention(
         group: from `make_sequence_group(config)`, or `virtual_group` in one process.
         num_tokens: length of the whole sequence; default: L times the number of ranks.
         documents: those of a packed row, the same for all B rows: tokens attend within their own.
-        window: the last `window` keys only, the token itself included. Keys after the token, where
-            a `mask` lets it see some, stay.
+        window: each token sees the last `window` keys only, itself included. Later keys that a
+            `mask` allows stay.
         mask: any `longctx_patch.Mask` over the whole sequence, in place of the causal one;
             `documents` and `window` restrict it further.
         sinks: `[H]`, differentiable: a logit of each head that joins the softmax of every row and
@@ -85,6 +85,6 @@ def _allowed(mask: Mask | None, row: Documents, window: int | None) -> tuple[Mas
 
 
 def _row(q: Tensor, group: SequenceGroup, num_tokens: int | None) -> Documents:
-    """One document over all tokens. What is wrong with a shape, `check_shards` says."""
+    """One document over all tokens; `check_shards` reports what is wrong with a shape."""
     length = q.shape[1] if q.ndim > 1 else 0
     return Documents.one(length * group.num_ranks if num_tokens is None else num_tokens)

@@ -25,7 +25,7 @@ def decided_call(
     """The call that a group runs for a row.
 
     The group's config names plans and waves, or leaves them to the cost model. A layer with a
-    window (`is_windowed`) runs the plan that sends what is inside the window only, whatever plan
+    window (`is_windowed`) runs the plan that sends only what is inside the window, whatever plan
     the config names.
     """
     workload = Workload(

@@ -1,8 +1,8 @@
-"""Take pieces apart into what every kernel computes, and join what needs one call only.
+"""Cut pieces into forms that kernels compute, and join pieces that one call can compute.
 
 The pieces of a plan are full rectangles, causal squares, anticausal squares (row `i` sees the
-columns from `i` on), bands with two bounds (a window), and tables. Kernels that know no windows
-take the rest apart by themselves (`kernels.calls`).
+columns from `i` on), bands with two bounds (a window), and tables. For kernels without windows,
+`kernels.lowering` cuts bands further.
 """
 
 from bisect import bisect_left, bisect_right
@@ -19,7 +19,7 @@ def simple_parts(piece: Piece) -> list[Piece]:
         return [piece]
     low, high = piece.rule
     if high == 0 and low is None and piece.q.stop - piece.q.start == piece.kv.stop - piece.kv.start:
-        return [piece]  # a whole document: the commonest
+        return [piece]  # a whole document: the most common
     if low is None and high is not None:
         parts = _below(piece, high)
     elif low is not None and high is None:

@@ -23,8 +23,8 @@ NOTHING = 0
 
 
 class PieceTable:
-    """The pieces of all pairs of ranks under one layout and mask, numbered by kind, and the sets of
-    rows that they use, numbered too.
+    """The pieces of all pairs of ranks under one layout and mask, numbered by kind, and numbers for
+    the sets of rows that they use.
 
     A long causal sequence over thousands of ranks has millions of pairs but three kinds: before,
     on, and after the diagonal.
@@ -207,8 +207,8 @@ def pair_pieces(layout: Layout, mask: Mask) -> dict[tuple[int, int], Pieces]:
 def gathered_pieces(layout: Layout, mask: Mask, q_owner: int) -> Pieces:
     """Pieces of one rank's queries (slots) against all keys (tokens), joined across runs of rows.
 
-    Rows of several runs that see the same keys are one call, so each key of another rank is met
-    by one call only, and its gradient is rounded once.
+    Rows of several runs that see the same keys are one call. So only one call computes with each
+    key of another rank, and the key's gradient is rounded once.
     """
     everything = Interval(0, layout.num_tokens)
     pieces = [
@@ -239,7 +239,7 @@ def by_owner(work: Work, layout: Layout) -> list[Work]:
 
 
 def _tables_by_owner(piece: Piece, layout: Layout) -> list[Piece]:
-    """A table cut by the owners of its columns: without one's rows and columns that are empty."""
+    """A table cut by the owners of its columns; parts lose their empty rows and columns."""
     if not isinstance(piece.rule, Tile):
         return [piece]
     parts = (piece.cut(piece.q, tokens) for _, _, tokens in layout.places(piece.kv))

@@ -43,7 +43,7 @@ class Works(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Messages that carry the same operand, an entry each."""
+    """Messages that carry the same operand; arrays have an entry for each."""
 
     operand: Operand
     source: Ints
@@ -92,7 +92,7 @@ class Schedule:
         return self.pieces.layout.num_ranks
 
     def plan(self) -> Plan:
-        """The same schedule as steps, all held at once: for ranks that are not too many."""
+        """The same schedule as steps, all in memory at once: for moderate numbers of ranks."""
         steps = tuple(
             Step(
                 tuple(transfer for moves in stage.moves for transfer in self._transfers(moves)),

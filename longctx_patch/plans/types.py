@@ -71,7 +71,7 @@ class Operand(Enum):
 
     @property
     def partial(self) -> "Operand":
-        """Which partial result a transfer moves: sums and single contributions are one."""
+        """Which partial result a transfer moves, whether as a sum or a single contribution."""
         return {Operand.DQ_SUM: Operand.DQ, Operand.DKV_SUM: Operand.DKV}.get(self, self)
 
 

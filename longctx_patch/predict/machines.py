@@ -15,23 +15,23 @@ HardwareName = Literal["h200", "h100", "a100", "a100-40"]
 GIB = 2**30
 
 _FEW_QUERIES = 256
-"""A kernel takes as long for fewer queries as for this many: short documents don't fill its tiles.
+"""Fewer queries than this take a kernel as long as this many: short documents don't fill tiles.
 Fitted to a row of 300 documents on 4 H200."""
 
 
 @dataclass(frozen=True)
 class KernelRate:
-    """Time of an attention kernel call: a start, and FLOPs at a rate that grows with the keys."""
+    """Time of an attention kernel call: a fixed time, and FLOPs at a rate that grows with keys."""
 
     peak_flops: float
     """FLOP/s that long blocks reach."""
     half_tokens: float
-    """Keys at which a block reaches half of that."""
+    """Number of keys at which a block reaches half of `peak_flops`."""
     fixed_s: float
     """Seconds of the smallest call."""
 
     def seconds(self, flops: float, num_keys: float) -> float:
-        """Seconds of a block without the start."""
+        """Seconds of a block without `fixed_s`."""
         return flops / self.peak_flops * (1 + self.half_tokens / num_keys)
 
 
@@ -77,7 +77,7 @@ class Hardware:
     matmul_flops: float
     """FLOP/s of large bfloat16 matrix products."""
     peak_flops: float
-    """FLOP/s of the data sheet, dense bfloat16: the whole that MFU is a share of."""
+    """FLOP/s of the data sheet, dense bfloat16; MFU is a share of this."""
     copy_bandwidth: float
     """Bytes per second that element-wise passes reach, counting what must be read and written."""
     add_bandwidth: float
@@ -96,7 +96,7 @@ class Hardware:
     host_exchange_s: float
     """Seconds of the CPU for one batch of messages: packing, posting, waiting."""
     host_message_s: float
-    """Seconds of the CPU for each message in it."""
+    """Seconds of the CPU for each message in a batch."""
     host_wave_s: float
     """Seconds of the CPU for one of Ulysses' waves: packing, two all-to-alls, putting together."""
     host_out_bandwidth: float
@@ -161,10 +161,10 @@ _FLASH_ATTN_2 = KernelRates(
 )
 
 # The H200's memory, links and host are rounded from benchmarks/calibrate.py on 4 GPUs of a host
-# (torch 2.11, CUDA 13.0, NCCL). Its matrix products: those of the layers ran at 694 TFLOP/s and
-# that of the head at 661 within a step of 131,072 tokens on 4 GPUs; host links with all four
-# copying. The H100 (SXM) has 0.7 of the memory's bandwidth. The A100's memory, links and matrix
-# products are scaled by data sheets.
+# (torch 2.11, CUDA 13.0, NCCL). Within a step of 131,072 tokens on 4 GPUs, the layers' matrix
+# products ran at 694 TFLOP/s and the head's at 661. Host links were measured with all four GPUs
+# copying. The H100 (SXM) has 0.7 of the H200's memory bandwidth. The A100's memory, links and
+# matrix products are scaled by data sheets.
 _H200 = Hardware(
     name="h200",
     memory_bytes=139.8 * GIB,
@@ -223,7 +223,7 @@ _OTHER_KERNELS: Mapping[str, tuple[KernelRates, ...]] = MappingProxyType(
 
 
 def with_kernel(hardware: Hardware, kernel: str) -> Hardware:
-    """The same machine with the rates of another kernel, to compare with what that one took.
+    """The same machine with the rates of another kernel, to compare with measurements of that one.
 
     Raises ValueError where there are no rates of this kernel.
     """

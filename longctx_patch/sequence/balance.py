@@ -2,8 +2,9 @@
 
 Attention within documents costs a token as many pairs as it has keys, so runs of equal length cost
 unequal time: a rank with a piece of a long document works while the others wait. Keys travel where
-a document spans ranks, so `balanced` keeps documents whole, or cuts the longest alone, where no
-rank is late for it (`whole_documents`). Otherwise it cuts the row into chunks (`chunked_layouts`).
+a document spans ranks, so `balanced` keeps documents whole, or cuts only the longest, if that
+leaves ranks balanced (`whole_documents`). Otherwise it cuts the row into chunks
+(`chunked_layouts`).
 """
 
 from longctx_patch.sequence.chunks import chunked_layouts
@@ -22,9 +23,9 @@ def balanced(documents: Documents, num_ranks: int) -> Layout:
     none was found (ranks hold hardly any tokens), the best candidate is returned. A row of one
     document is placed as `zigzag` does, exactly so on fewer than 100 ranks.
 
-    Each rank's intervals are in the order of the tokens, and ranks in the order of their first. The
-    result depends on the arguments alone, so every rank finds the same. For Ulysses, split it
-    (`Layout.split_each`): those ranks share the pairs of their ring rank by heads.
+    Each rank's intervals are in the order of the tokens, and ranks in the order of their first
+    tokens. The result depends on the arguments alone, so every rank finds the same. For Ulysses,
+    split the layout (`Layout.split_each`): Ulysses ranks share their ring rank's pairs by heads.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}: a layout has 1 rank or more.")
@@ -41,8 +42,8 @@ def balanced(documents: Documents, num_ranks: int) -> Layout:
 
 
 def _shares_of_a_whole_document(documents: Documents, num_ranks: int) -> list[float]:
-    """The limits worth trying on the pairs of a document that stays whole, as multiples of a rank's
-    share. None for a row of one document, which zigzag places."""
+    """Limits to try on the pairs of a document that stays whole, as multiples of a rank's share; []
+    for a row of one document, which zigzag places."""
     pairs = [pairs_of(length) for length in documents.lengths]
     if len(pairs) < 2:
         return []

@@ -30,9 +30,9 @@ def _swapped(pairs: Ints, num_ranks: int) -> Ints:
     """The rank of each chunk, given the chunks' pairs: ranks take consecutive chunks, then the rank
     with the most pairs swaps chunks until no swap helps.
 
-    Each time the two chunks are swapped that help most. Ranks keep their number of chunks, and both
-    end up below what the worst one had, so the sum of squared loads falls and no assignment comes
-    twice. Neighbours that nobody had to swap stay together, and most of their keys at home.
+    Each swap is the one that helps most. Ranks keep their number of chunks, and both ranks end up
+    below what the worst one had, so the sum of squared loads falls and no assignment comes twice.
+    Neighbouring chunks that were not swapped stay on one rank, and so do most of their keys.
     """
     rank_of = np.repeat(np.arange(num_ranks), len(pairs) // num_ranks)
     loads = pairs.reshape(num_ranks, -1).sum(axis=1)
@@ -40,7 +40,7 @@ def _swapped(pairs: Ints, num_ranks: int) -> Ints:
         worst = int(loads.argmax())
         mine, others = np.flatnonzero(rank_of == worst), np.flatnonzero(rank_of != worst)
         mine = mine[np.argsort(pairs[mine], kind="stable")]
-        # Both ranks end up equal where my chunk is larger by half of what the ranks differ.
+        # Both ranks end up equal if the chunk given is larger by half of their difference.
         wanted = pairs[others] + (loads[worst] - loads[rank_of[others]]) // 2
         between = (pairs[mine][1:] + pairs[mine][:-1]) // 2
         nearest = mine[np.searchsorted(between, wanted)]

@@ -35,8 +35,8 @@ class Documents:
 
     @classmethod
     def of_row(cls, lengths: tuple[int, ...], num_tokens: int) -> "Documents":
-        """The documents of a padded row. One by itself takes the padding with it: causal attention
-        never sees padding, and all rows of one length then have one mask."""
+        """The documents of a padded row. A single document includes the padding: causal attention
+        never sees padding, and all rows of one length then share a mask."""
         return cls(lengths, num_tokens) if len(lengths) > 1 else cls.one(num_tokens)
 
     @classmethod

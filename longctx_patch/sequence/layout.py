@@ -67,7 +67,7 @@ class Rows:
 
     @classmethod
     def of(cls, intervals: Iterable[Interval]) -> "Rows":
-        """The rows of any of the intervals."""
+        """The rows that are in any of the intervals."""
         runs: list[Interval] = []
         for interval in sorted(set(intervals)):
             if runs and interval.start <= runs[-1].stop:
@@ -170,7 +170,7 @@ class Layout:
         return found
 
     def run_with(self, *tokens: Interval) -> tuple[int, int] | None:
-        """(rank, slot - token) of the run without gaps that holds all of them, if one does."""
+        """(rank, slot - token) of the gapless run that holds all `tokens`; None if none does."""
         held, slots, rank = self._runs[bisect_right(self._stops, tokens[0].start)]
         for interval in tokens:
             if interval.start < held.start or held.stop < interval.stop:
@@ -265,8 +265,8 @@ def make_layout(name: LayoutName, num_tokens: int, *, ring: int, ulysses: int = 
 def length_multiple(name: LayoutName, *, ring: int, ulysses: int = 1) -> int:
     """Lengths that are a multiple of this give every rank the same number of tokens.
 
-    Zigzag cuts two runs of one length for each rank. Balanced rows need half as much: their chunks
-    get their lengths once it is known whose they are, so that each rank's add up to its share.
+    Zigzag cuts two runs of one length for each rank. Balanced rows need half as much: chunks get
+    their lengths once they are assigned to ranks, so that those of each rank add up to its share.
     """
     return (2 if name == "zigzag" and ring > 1 else 1) * ring * ulysses
 

@@ -71,7 +71,7 @@ class Mask:
         return sum(piece.area for piece in self.regions)
 
     def has_region(self, piece: Piece) -> bool:
-        """Whether a piece, in tokens, is a region as it is."""
+        """Whether a piece, in tokens, is exactly one of the regions."""
         return piece in self._region_set
 
     @cached_property
@@ -84,7 +84,7 @@ class Mask:
         return self.regions[first : self._first_region_from(q.stop)]
 
     def pieces(self, q: Interval, kv: Interval) -> list[Piece]:
-        """What is allowed of two intervals of tokens; rows and columns count their members."""
+        """The allowed pairs of two intervals of tokens; rows and columns count their members."""
         found = []
         for region in self.overlapping(q):
             rows, columns = q.members_in(region.q), kv.members_in(region.kv)
@@ -95,7 +95,7 @@ class Mask:
         return found
 
     def area_in(self, q: Interval, kv: Interval, piece: Piece) -> int:
-        """How many of a piece's pairs are allowed; it counts the members of the intervals."""
+        """How many of a piece's pairs are allowed; the piece counts the members of `q` and `kv`."""
         found = (intersect(part, piece) for part in self.pieces(q, kv))
         return sum(part.area for part in found if part is not None)
 
@@ -148,7 +148,7 @@ class Mask:
 
 
 def mask_of(num_tokens: int, regions: Iterable[Piece], name: str = "mask") -> Mask:
-    """A mask of these regions, in order."""
+    """A mask of these regions, given in any order."""
     return Mask(num_tokens, tuple(sorted(regions, key=lambda piece: (piece.q, piece.kv))), name)
 
 
@@ -188,7 +188,7 @@ def documents_mask(
 
 
 def within(documents: Documents, window: int | None) -> Mask:
-    """Everything inside documents, or the last `window` keys and those after the token."""
+    """Everything inside documents; with a window only the last `window` keys and all later ones."""
     low = None if window is None else window_band(window).low
     regions = _in_each(documents, Band(low, None))
     return Mask(documents.num_tokens, regions, f"{len(regions)} documents")
@@ -252,7 +252,7 @@ def function_mask(
     """Whatever a function of (query token, key token) allows; empty blocks cost nothing.
 
     `allowed` is called with broadcastable arrays `[b, 1]` and `[1, m]` and returns `[b, m]`. Every
-    pair is asked once, so give long sequences as `block_sparse` where that can say it.
+    pair is evaluated, so use `block_sparse` for long sequences where it can express the mask.
     """
     if block_size < 1:
         raise ValueError(f"block_size={block_size}: blocks have one token or more.")

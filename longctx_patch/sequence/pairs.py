@@ -18,7 +18,7 @@ LIMIT = 0.05
 longer than this share of the attention over many short documents."""
 
 GOAL = 0.01
-"""Imbalance at which nothing more is tried, because evener shares would not repay their bytes."""
+"""Imbalance at which nothing more is tried: more even shares would not repay their bytes."""
 
 
 def pairs_of(length: int) -> int:

@@ -2,7 +2,7 @@
 
 A rule is a band along the diagonal, or a table with a bit for each pair. Bands are closed under
 cutting, so whatever part of a region a rank computes is a region again: a document cut by the edge
-of a rank, a window of which one end is elsewhere.
+of a rank, or a window whose other end is on another rank.
 """
 
 from typing import NamedTuple
@@ -81,10 +81,10 @@ class Piece(NamedTuple):
         return seen if low is None else seen - _pairs_up_to(low - 1, rows, columns)
 
     def at(self, q: Interval, kv: Interval) -> "Piece | None":
-        """The part in some rows and columns, which count from 0 in what it returns.
+        """The part in some rows and columns; in the result these count from 0.
 
-        `q` and `kv` lie in those of the piece and have the same step (a step above 1 is a striped
-        placement's). Rows and columns without an allowed pair are dropped; None: all of them.
+        `q` and `kv` lie in those of the piece and have the same step (above 1 in a striped
+        placement). Rows and columns without an allowed pair are dropped; None if none is left.
         """
         row, column = q.start - self.q.start, kv.start - self.kv.start
         step = q.step if q.size > 1 else kv.step
@@ -107,13 +107,13 @@ class Piece(NamedTuple):
         return Piece(self.q.shift(row), self.kv.shift(column), self.rule)
 
     def cut(self, q: Interval, kv: Interval) -> "Piece | None":
-        """The part in some of its own rows and columns, at the same place; None: nothing of it."""
+        """The part in some of its own rows and columns, at the same place; None if it is empty."""
         q, kv = self.q.intersect(q), self.kv.intersect(kv)
         part = self.at(q, kv) if q.size and kv.size else None
         return part and part.moved(q.start, kv.start)
 
     def bits(self) -> NDArray[np.bool_]:
-        """All pairs of the rectangle, for small ones."""
+        """The whole rectangle as a table; for small rectangles."""
         if isinstance(self.rule, Tile):
             return self.rule.bits
         return band_bits(self.q.size, self.kv.size, self.rule)
@@ -198,7 +198,7 @@ def _table(piece: Piece, q: Interval, kv: Interval) -> NDArray[np.bool_]:
 
 
 def last_ahead(piece: Piece) -> int:
-    """The most that a key is after its query."""
+    """How far a key is after its query, at most."""
     offset = piece.kv.start - piece.q.start
     if isinstance(piece.rule, Tile):
         rows, columns = np.nonzero(piece.rule.bits)
@@ -208,7 +208,7 @@ def last_ahead(piece: Piece) -> int:
 
 
 def numbers_of(piece: Piece) -> tuple[int, ...]:
-    """A piece but for the bits of a table."""
+    """A piece as integers, without the bits of a table."""
     rule = (-1, -1) if isinstance(piece.rule, Tile) else piece.rule
     low, high = (_NO_BOUND if bound is None else bound for bound in rule)
     return (*piece.q, *piece.kv, low, high)

@@ -1,17 +1,17 @@
-"""Placement of a packed row by whole documents: ranks then need next to nothing of each other.
+"""Placement of a packed row by whole documents: ranks then exchange next to nothing.
 
 The longest document comes first, and each goes to the rank with the fewest pairs among those that
 have room for it. Long ones spread over the ranks and short ones even them out: the greedy rule for
 jobs on machines (Graham 1969), where each machine has room for its share of the tokens.
 
 The shortest documents fill up each rank's share to the last token: some of them add up to it (a
-subset sum, by dynamic programming over bits). Where none do, the documents left over are cut.
+subset sum, by dynamic programming over bits). If none do, the documents left over are cut.
 
 A document that would keep one rank busy for longer than the others can be cut beforehand, into
 pieces of equal pairs that are placed like documents: its keys travel, those of others don't.
 
-Each rank computes the placement by itself, so everything is in whole numbers: sums of floats are
-rounded differently by different CPUs.
+Each rank computes the placement by itself, so all arithmetic is in whole numbers: different CPUs
+round sums of floats differently.
 """
 
 from collections.abc import Iterable
@@ -54,9 +54,9 @@ def whole_documents(documents: Documents, num_ranks: int, most_share: float = in
     A document is cut beforehand if it has more pairs than `most_share` times a rank's share. Others
     are mostly whole where each rank gets several and their lengths have no common divisor.
 
-    Shares of pairs are as even as the documents allow: one that is longer than the others together
-    leaves ranks without work. Intervals are in the order of the tokens, and ranks in the order of
-    their first.
+    Shares of pairs are as even as the documents allow: a document that is longer than the others
+    together leaves ranks without work. Intervals are in the order of the tokens, and ranks in the
+    order of their first tokens.
     """
     pieces = _pieces(documents, most_share * sum(map(pairs_of, documents.lengths)) / num_ranks)
     padding = Interval(documents.edges[-1], documents.num_tokens)

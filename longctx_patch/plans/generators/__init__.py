@@ -1,1 +1,1 @@
-"""One schedule of distributed attention a file, and the table that names them."""
+"""One schedule of distributed attention per file, and the table that names them."""

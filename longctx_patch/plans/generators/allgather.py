@@ -69,9 +69,9 @@ def _scatter(pieces: PieceTable) -> tuple[Moves, ...]:
 
 
 def _several(pieces: PieceTable, rank: Ints, owner: Ints) -> NDArray[np.bool_]:
-    """Whether several pieces of the gathered keys add to one gradient of a pair."""
+    """For each pair, whether several pieces of the gathered keys may add to one key's gradient."""
     several = np.zeros((len(pieces.sizes),) * 2, dtype=np.bool_)
-    if not pieces.mask.is_causal:  # there every key of another rank is met once
+    if not pieces.mask.is_causal:  # if causal, one piece has each key of another rank
         kinds = pieces.gathered(np.arange(len(pieces.sizes)))
         for q_owner, kind in enumerate(kinds.tolist()):
             work = Work(q_owner, q_owner, EVERYONE, pieces.of_kind(kind))

@@ -1,7 +1,7 @@
 """Schedules in which every block goes straight from its owner to whoever computes with it.
 
-Inputs travel one step before they are used and results one step after, so each transfer has the
-length of one step to hide in. A generator only says who computes what when.
+Inputs travel one step before they are used and results one step after, so each transfer can hide
+behind one step of computation. A generator only says who computes what in which step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from longctx_patch.plans.types import Direction, Operand
 
 
 def direct(schedule: Schedule, steps: Iterator[Sequence[Works]]) -> Iterator[Stage]:
-    """The stages that compute the works of each of `steps`. The first step's must be local.
+    """The stages that compute the works of `steps`. Those of the first step use local inputs only.
 
     Steps in which the mask leaves nothing to compute are dropped.
     """

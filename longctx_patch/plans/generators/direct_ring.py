@@ -4,8 +4,8 @@ Over zigzag shards a rank before the owner in the ring needs only the owner's fr
 contiguous shards nothing at all, so the ring sends a quarter or a half of its bytes for nothing.
 Each contribution to dK and dV goes home by itself, rounded once and in the dtype of the model.
 
-Of documents and windows little is needed of each rank. What is so little that nobody has to wait
-for it comes all at once, since each exchange takes the CPU longer than the GPU.
+Under documents and windows little is needed from each rank. Steps that need so little that no rank
+has to wait for it share one exchange, since each exchange takes the CPU longer than the GPU.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from longctx_patch.plans.pieces import PieceTable
 from longctx_patch.plans.schedule import Schedule, Stage, Works
 
 AT_ONCE = 0.25
-"""Most rows of several ranks that arrive at one rank in a step, as a share of its own rows. As many
-may leave it, since their gradients come home at once."""
+"""Ring steps are merged as long as at most this share of a rank's own rows arrives at the rank, and
+at most this share leaves it, since gradients of the rows that leave come home together."""
 
 
 def direct_ring(schedule: Schedule) -> Iterator[Stage]:

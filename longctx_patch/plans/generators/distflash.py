@@ -1,14 +1,14 @@
 """DISTFLASHATTN: owners and helpers over contiguous shards (Li et al. 2024, section 3.1).
 
-In step `t` rank `p >= t` attends to the keys of rank `p - t`. Under a causal mask the ranks before
-have nothing left of their own; rank `p < t` helps the rank at distance `P - t`, computes its
-queries against the helper's own keys, and sends the result home. There are floor(P / 2) + 1 steps.
+In step `t` rank `p >= t` attends to the keys of rank `p - t`. Under a causal mask rank `p < t` has
+no work of its own left, so it helps rank `p - t + P`: it computes that rank's queries against its
+own keys and sends the result home. There are floor(P / 2) + 1 steps.
 
-Odd P has no idle time. For even P the last step is short of work: its pairs are at distance P / 2
+For odd P nobody idles. For even P the last step is short of work: its pairs are at distance P / 2
 from both sides. As published the helpers idle there, 1 / (P + 1) of all time. `balanced` cuts the
 rows of those queries in two halves, one for the owner and one for the helper, and nobody idles.
 
-Where a mask lets queries see later keys, those ranks have work of their own, as in a ring.
+Where a mask lets queries see later keys, ranks `p < t` have work of their own too, as in a ring.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def distflash(schedule: Schedule, *, balanced: bool) -> Iterator[Stage]:
 
 
 def _step(pieces: PieceTable, step: int, balanced: bool) -> list[Works]:
-    """What owners compute, and what helpers compute for others and, of later keys, themselves."""
+    """What owners compute, and what helpers compute for others and, over later keys, themselves."""
     ranks = np.arange(len(pieces.sizes))
     owners, helpers = ranks[ranks >= step], ranks[ranks < step]
     across = helpers - step + len(ranks)  # the ranks at the same distance, around the end
@@ -44,13 +44,13 @@ def _step(pieces: PieceTable, step: int, balanced: bool) -> list[Works]:
         if 2 * step == len(ranks):
             lanes = _halves(pieces, *lanes) if balanced else lanes[:1]
     if pieces.mask.sees_ahead and step:
-        # Keys after the queries: causal masks have none, and then the helpers have time.
+        # Helpers' own queries against later keys, of which causal masks allow none.
         lanes.append(_works(pieces, helpers, helpers, across))
     return lanes
 
 
 def _halves(pieces: PieceTable, own: Works, helped: Works) -> list[Works]:
-    """Pairs at half the way around, which are both ends': each computes one half of the rows."""
+    """Share the pairs at distance P / 2: owner and helper each compute one half of the rows."""
     return [
         own._replace(kind=pieces.change(own.kind, _back_rows)),
         helped._replace(kind=pieces.change(helped.kind, _front_rows)),

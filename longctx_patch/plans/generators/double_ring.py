@@ -6,8 +6,9 @@ sends its block to the rank of the same place in the next node, for the next win
 crosses each link between nodes once, with a whole window to do so, where a flat ring pushes every
 block through the one link at the node's edge.
 
-Backward sums dK and dV of an owner around the inner ring, ends at the rank of the owner's place,
-and sends one block home: (nodes - 1) blocks per rank cross, in each direction.
+In backward an owner's dK and dV are summed around the inner ring. The sum ends at the rank with the
+owner's place in its node, which sends it home: (nodes - 1) blocks per rank cross between nodes, in
+each direction.
 """
 
 from collections.abc import Iterator
@@ -62,7 +63,8 @@ class _Rings:
 
     def backward_stages(self) -> Iterator[Stage]:
         nobody = np.zeros(self.num_ranks, dtype=bool)
-        # By owner, whether a sum has begun in this window: at the ranks of other places, at any.
+        # By owner, whether a sum has begun in this window: `visited` at ranks of other places in
+        # the node, `met` at any rank.
         visited = met = met_before = nobody
         for step in range(self.num_ranks + 2):
             first_of_window = step % self.per_node == 0

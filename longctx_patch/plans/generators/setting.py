@@ -1,4 +1,4 @@
-"""How an attention call runs, decided: what the chooser hands to the engine and to predictions."""
+"""How an attention call runs: what the chooser decides for the engine and for predictions."""
 
 from dataclasses import dataclass, replace
 
@@ -33,7 +33,7 @@ class Setting:
         return self.backward_plan
 
     def name(self, direction: Direction) -> str:
-        """The plan of a direction for people: `ulysses` where no ring is left."""
+        """The plan of a direction as reports name it: `ulysses` where there is no ring."""
         is_ulysses = self.ring_degree == 1 < self.ulysses_degree
         return "ulysses" if is_ulysses else self.plan_of(direction)
 

@@ -1,4 +1,4 @@
-"""Every schedule by its name: one record each, which whoever asks about a plan reads.
+"""Every schedule by its name: one record each, from which all else learns about a plan.
 
 To add a schedule, write its generator and add its record here. A generator yields the stages of a
 `Schedule`: who computes whose queries against whose keys in which step (`Works`), and who sends
@@ -30,7 +30,7 @@ class PlanRecord:
 
     generate: Callable[[Schedule], Iterator[Stage]]
     layouts: tuple[LayoutName, ...]
-    """Placements of tokens for which it is balanced, or at all defined; its own comes first."""
+    """Placements for which it is balanced, or defined at all; the usual one comes first."""
     directions: tuple[Direction, ...] = tuple(Direction)
     """Directions that it has; `plan_for` says what runs in the other one."""
     needs_full_nodes: bool = False
@@ -75,13 +75,13 @@ PLANS: Mapping[str, PlanRecord] = MappingProxyType(_RECORDS)
 would do, the first is taken."""
 
 (SPARSE_PLAN,) = (name for name, record in PLANS.items() if record.is_sparse)
-"""What layers with a window run, and what `auto` takes for masks that leave blocks out."""
+"""The plan that layers with a window run, and that `auto` takes if a mask leaves blocks out."""
 
 
 def plan_for(name: str, direction: Direction, layout: LayoutName) -> str:
     """The plan that runs in `direction` where `name` was asked for.
 
-    A plan that lacks the direction leaves it to the first that is made for the layout: its ring.
+    A plan that lacks the direction leaves it to the first plan for the layout, which is a ring.
     """
     if name not in PLANS or direction in PLANS[name].directions:
         return name

@@ -1,4 +1,4 @@
-"""Prove a plan right before it runs: form, coverage, progress, and a walk through its steps."""
+"""Prove a plan correct before it runs: form, coverage, progress, and a walk through its steps."""
 
 from longctx_patch.plans.verify.walk import PlanError, PlanReport, verify_plan
 

@@ -42,7 +42,7 @@ def _check_pairs(plan: Plan, pieces: PiecesOfPairs) -> list[str]:
             if _allowed_area(plan, piece, q_owner, kv_owner) != piece.area
         ]
         complaints += [f"{where}: {a} and {b} overlap" for a, b in _overlapping(here)]
-    # What is allowed, computed once, and as much as the mask allows is all that it allows.
+    # The computed pairs are allowed and distinct: if they are as many as allowed, none is missing.
     computed = sum(piece.area for here in pieces.values() for piece in here)
     if computed != plan.mask.area:
         complaints.append(f"{computed} pairs computed of {plan.mask.area} allowed, namely")
@@ -75,7 +75,7 @@ def _allowed_area(plan: Plan, piece: Piece, q_owner: int, kv_owner: int) -> int:
     if len(rows) == len(columns) == 1 and plan.mask.has_region(
         Piece(rows[0][0], columns[0][0], piece.rule)
     ):
-        return piece.area  # as most documents of a long row, which are all on one rank
+        return piece.area  # so for most documents of a long row, which are on one rank
     return sum(
         plan.mask.area_in(q_tokens, kv_tokens, part)
         for q_tokens, q_slots in rows

@@ -1,10 +1,10 @@
-"""Prove a plan right before it runs: a symbolic walk through its steps, no device, no processes.
+"""Prove a plan correct before it runs: a symbolic walk through its steps, without any process.
 
 Ranks, rows and heads exist and pieces are what kernels compute (`form.py`). Every allowed (query,
 key) pair is computed exactly once (`coverage.py`). The walk here checks that a rank uses and sends
 only what it holds, that no buffer is overwritten in a step that still reads it, that each
-contribution is rounded once at most, and that every partial result is at its owner at the end. And
-the ranks' programs, side by side, all come to their end (`progress.py`). `verify_plan` raises
+contribution is rounded once at most, and that every partial result is at its owner at the end.
+Last, the ranks' programs, side by side, all come to their end (`progress.py`). `verify_plan` raises
 `PlanError` with all complaints, each starting with the name of the broken rule.
 """
 
@@ -77,7 +77,7 @@ class _Walk:
         self.plan = plan
         self.complaints: list[str] = []
         self.buffers: dict[tuple[int, int], Block] = {}
-        # (rank, block but for its rows) -> buffers of that rank that hold such rows
+        # (rank, block without its rows) -> buffers of that rank that hold rows of the block
         self.holders: dict[tuple[int, Block], set[int]] = {}
         # (rank, result, owner, heads) -> the partial result at that rank
         self.partials: dict[tuple[int, Operand, int, Share], _Partial] = {}
@@ -189,7 +189,7 @@ class _Walk:
 
 
 class _Partial(NamedTuple):
-    """A partial result: its rows that were added to, and how often each was at most."""
+    """A partial result: the rows that were added to, and the most contributions to one row."""
 
     rows: Rows
     calls: int
@@ -199,5 +199,5 @@ class _Partial(NamedTuple):
 
 
 def _rowless(block: Block) -> Block:
-    """The block without its rows: blocks that differ in rows alone are found by it."""
+    """The block without its rows, as a key that blocks share which differ in rows alone."""
     return block._replace(rows=Rows(()))

@@ -16,7 +16,7 @@ from longctx_patch.sequence.regions import Piece, Rule
 
 Floats = NDArray[np.floating]
 
-# Bytes per element of q that element-wise operations one after another read and write in float32.
+# Bytes per element of q that sequences of element-wise operations in float32 read and write.
 _ROW_DOTS_BYTES = 28.0  # delta = rowsum(dout * out), where queries travel in backward
 _SURROGATE_BYTES = 32.0  # an out with that delta, for kernels that don't take delta
 
@@ -56,9 +56,9 @@ class Charges:
     def adding_seconds(self, works: Works, is_first: NDArray[np.bool_]) -> Floats:
         """Seconds to add each work's results to totals: read the result, read and write the total.
 
-        The first result of a row becomes the total as it is, and costs nothing: among a rank's own
-        results where the work `is_first`, and always among its results for others, which are added
-        where they land.
+        The first result of a row becomes the total as it is and costs nothing. A rank's own rows
+        have their first result where the work `is_first`. Rows of others always count as first,
+        because their results are added where they land.
         """
         per_q, per_kv = self._elements(works.heads)
         elements = per_q * self.query_rows_added(works, is_first)
@@ -91,7 +91,7 @@ class Charges:
         return np.where(first_is_free, self.pieces.measure(works.kind, later), every)
 
     def preparing_seconds(self, works: Works) -> Floats:
-        """Seconds before the kernels: an `out` is made for queries that came, keys are gathered."""
+        """Seconds to make an `out` for queries that came and to gather keys, before the kernels."""
         per_q, _ = self._elements(works.heads)
         moved = np.zeros(len(works.rank))
         if self.direction is Direction.BACKWARD:
@@ -119,7 +119,7 @@ class Charges:
         return sizes * (1 + 2 * ratio) / self._adding_bandwidth
 
     def delta_seconds(self) -> Floats:
-        """Seconds for each rank to compute delta of its own rows: queries take it along."""
+        """Seconds for each rank to compute delta of its own rows, which travels with queries."""
         per_row = self.shape.batch * self.shape.num_heads * self.shape.head_dim
         return self.pieces.sizes * (_ROW_DOTS_BYTES * per_row / self.hardware.copy_bandwidth)
 

@@ -1,7 +1,7 @@
-"""Which messages are copied together before they leave, over the stages of a schedule.
+"""Which messages a rank must copy into a buffer before it sends them, stage by stage.
 
-A rank copies a block of its own once, however often it sends it, and passes on what came from
-others. A single result is copied; a sum that arrived goes on in the packet it came in.
+A rank copies a block of its own once, however often it sends the block, and passes blocks of others
+on uncopied. A single contribution is copied; a sum that arrived goes on in the packet it came in.
 """
 
 import numpy as np

@@ -22,7 +22,7 @@ from longctx_patch.sequence.layout import even_cuts
 from longctx_patch.sequence.masks import Mask, documents_mask
 from longctx_patch.sequence.placement import place
 
-_MOST_TOKENS, _MOST_BYTES = 2**40, 2**60  # what 64-bit sums over steps and ranks bear
+_MOST_TOKENS, _MOST_BYTES = 2**40, 2**60  # so that 64-bit sums over steps and ranks don't overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +76,9 @@ class Workload:
 
 
 def window_like(mask: Mask) -> int | None:
-    """A power of two that leaves about as many pairs as a mask; None where it leaves most.
+    """A window that leaves about as many pairs as a mask; None where the mask leaves most.
 
-    Few values, so that what is decided by it is decided once for many rows of documents.
+    It is a power of two, so that one decision serves many rows of documents.
     """
     keys = mask.area / mask.num_tokens
     return 2 ** round(log2(max(1.0, keys))) if 4 * keys < mask.num_tokens else None
@@ -96,8 +96,8 @@ class Prediction:
     makespan_s: float
     idle_fraction: float
     """Imbalance: share of rank-time without work, if only attention's FLOPs counted and each step
-    took as long as its busiest rank. The ranks of a `halo` plan don't go step by step, and it says
-    nothing of them."""
+    took as long as its busiest rank. It says nothing about a `halo` plan, whose ranks don't go step
+    by step."""
     kernel_s: float
     """Mean of the ranks' seconds in attention's kernels."""
     copy_s: float
@@ -109,7 +109,7 @@ class Prediction:
     bytes_sent_per_rank: tuple[int, ...]
     messages_per_rank: tuple[int, ...]
     peak_buffer_bytes: int
-    """What the rank that holds most has beside its own tensors and results."""
+    """Bytes that the rank that holds most has beside its own tensors and results."""
     timeline: tuple[Span, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def predict(
     before, after = (
         _all_to_all(part, setting, hardware, len(waves), computed_s) for part in exchanges
     )
-    # The CPU runs ahead of the device unless it takes longer for everything.
+    # The CPU runs ahead of the device unless it takes longer in total.
     on_device_s = before.total_s + slowest.makespan_s + after.total_s
     exchanges_s = len(waves) * hardware.host_wave_s if setting.ulysses_degree > 1 else 0.0
     on_host_s = slowest.host_s + exchanges_s
@@ -238,8 +238,8 @@ def _exchanges(
 
 
 def _widest_exchange(setting: Setting, workload: Workload, waves: Sequence[HeadSplit]) -> int:
-    """Bytes of the largest of all ranks' buffers in the exchange of queries, keys and values in all
-    waves, with what a rank sends to itself. One of this size is alive beside what it brings."""
+    """Bytes of the largest rank's buffer for the exchange of queries, keys and values of all waves,
+    with what a rank sends to itself. One such buffer is alive beside the tensors that it brings."""
     degree = setting.ulysses_degree
     if degree == 1:
         return 0
@@ -247,7 +247,7 @@ def _widest_exchange(setting: Setting, workload: Workload, waves: Sequence[HeadS
         sum(split.of(kind)[rank].size for split in waves for kind in QKV) for rank in range(degree)
     ]
     tokens = -(-workload.num_tokens // (setting.ring_degree * degree))
-    # Its tokens of all ranks' heads, or all ranks' tokens of its own.
+    # A rank's own tokens with all ranks' heads, or all ranks' tokens with its own heads.
     widest = max(sum(heads), degree * max(heads))
     return workload.batch * tokens * widest * workload.head_dim * workload.itemsize_bytes
 
@@ -287,7 +287,7 @@ class _Exchange(NamedTuple):
     """Seconds that all-to-alls add."""
 
     travel_s: float
-    """What is not hidden behind computation."""
+    """Seconds of travel that computation does not hide."""
     copy_s: float
     """Seconds of packing and putting together."""
 

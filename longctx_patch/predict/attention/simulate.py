@@ -1,9 +1,9 @@
-"""Play a schedule on a machine that exists on paper: when each rank computes, sends and waits.
+"""Simulate a schedule on a machine: when each rank computes, sends and waits.
 
-Every rank has a clock for its device and one for the CPU that feeds it. In a stage it copies what
-it sends together (`copies.py`), computes while the messages travel, and goes on when both are
-done. A message starts when both ends have reached its stage, and takes as long as the fuller of the
-two ends needs for all that it sends or receives in the stage over that kind of link.
+Every rank has a clock for its device and one for the CPU that feeds it. In a stage a rank packs
+what it sends (`copies.py`), computes while the messages travel, and goes on when both are done. A
+message starts when both ends have reached its stage, and takes as long as the busier of the two
+ends needs for all that it sends or receives in the stage over that kind of link.
 
 The arrays are those of the schedule, so a ring of 4,096 ranks takes seconds (an all-gather, whose
 messages go from everyone to everyone, half a minute).
@@ -41,7 +41,7 @@ class Simulation:
 
     makespan_s: float
     host_s: float
-    """What the CPU of the busiest rank takes to start it all, which goes on beside the device."""
+    """Seconds that the busiest rank's CPU takes to launch everything, in parallel to the device."""
     idle_fraction: float
     """Share of rank-time without work, if a step took as long as its busiest rank's area."""
     kernel_s: float
@@ -53,7 +53,7 @@ class Simulation:
     bytes_sent: tuple[int, ...]
     messages: tuple[int, ...]
     peak_buffer_bytes: int
-    """Blocks of others and results under way, of the rank that holds most."""
+    """Bytes of others' blocks and of results under way, on the rank that holds most."""
     spans: tuple[Span, ...] = ()
 
 
@@ -99,7 +99,7 @@ class _Player:
         # By group of heads: the ranks that have a total of their own to add to.
         self.has_total: dict[Share, NDArray[np.bool_]] = {}
         self.summed_rows = np.zeros(self.num_ranks)
-        """Rows of each rank's queries that have several results, or a bound above their number."""
+        """Number of each rank's query rows that have several results, or an upper bound of it."""
         self.busiest_area = self.total_area = 0.0
 
     def play(self, stage: Stage) -> None:
@@ -179,10 +179,11 @@ class _Player:
         return done
 
     def _disturbed(self, lanes: tuple[Moves, ...], sizes: list[Floats]) -> Floats:
-        """Seconds for which messages would keep each rank busy inside its node.
+        """Seconds for which each rank's messages would keep its link busy inside its node.
 
-        Moving bytes takes multiprocessors and memory from the kernel beside it. That was measured
-        inside a node, and is charged by the byte: a slower link disturbs longer but less.
+        Moving bytes takes multiprocessors and memory bandwidth from the kernel that runs meanwhile.
+        That was measured inside a node and is charged by the byte: a slower link disturbs the
+        kernel longer but less.
         """
         leaving = self._sum_by([moves.source for moves in lanes], sizes)
         entering = self._sum_by([moves.destination for moves in lanes], sizes)

@@ -33,7 +33,7 @@ class Job:
     """Whether norms, rotary embeddings and SwiGLU are Liger Kernel's, which recipes take where it
     is installed."""
     clips: bool = True
-    """Whether gradients are clipped to a norm, as in the recipe. On the host this takes time."""
+    """Whether gradients are clipped to a norm, as in the recipe; on the host this takes time."""
 
     def __post_init__(self) -> None:
         if self.dtype == "nf4" and (self.fsdp or not self.lora):
@@ -60,7 +60,7 @@ class Job:
 
     @property
     def step_flops(self) -> float:
-        """FLOPs of a row, forward and backward, without recompute; none for frozen gradients."""
+        """FLOPs of a row, forward and backward, without recompute and frozen weights' gradients."""
         flops = self.shape.step_flops(self.seq_len)
         frozen = self.shape.linear_weights if self.lora else 0
         return flops - 2.0 * frozen * self.seq_len

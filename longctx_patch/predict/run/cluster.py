@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from longctx_patch.predict.machines import GIB, MACHINES, Hardware
 
 MOST_GPUS = 512
-"""More than these take minutes to simulate."""
+"""More GPUs would take minutes to simulate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Cluster:
 
 
 def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:
-    """`4xH200`, or `H200` for one. Raises ValueError for others.
+    """`4xH200`, or `H200` for one. Raises ValueError for anything else.
 
     Example:
         >>> parse_cluster("8xh100").num_gpus

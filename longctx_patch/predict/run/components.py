@@ -1,16 +1,17 @@
 """Bytes of a training step on one GPU and its host, by component, predicted.
 
-Sizes of what autograd keeps are counted on the code that runs: with Liger Kernel's operators a
+The tensors that autograd keeps were counted in the code that runs. With Liger Kernel's operators a
 layer keeps for each token seven tensors of the hidden size (its input, two norms' outputs, the
 residual in between, q, and attention's output, under Ulysses twice: as heads for attention, as
-tokens for the product after it), k and v, three of the MLP's, lse, and one number of each norm. On
-H200s `checkpoint="auto"` metered 147,592 bytes for Llama-3.1-8B's layer under Ulysses, which is
-what this gives.
+tokens for the product after it), k and v, three of the MLP's size, lse, and one number per norm. On
+H200s `checkpoint="auto"` measured 147,592 bytes per token for a layer of Llama-3.1-8B under
+Ulysses, which is what this module gives.
 
 A step has three moments at which it can peak, and the largest is the prediction:
 
 - **loss**: everything kept is alive, and the head works on a chunk of logits;
-- **backward of the last layer**: all others' are still kept, and this one is whole;
+- **backward of the last layer**: the other layers' tensors are still kept, and this layer has all
+  of its own;
 - **backward of the first layer**: all gradients are there.
 """
 
@@ -57,7 +58,7 @@ class LayerBytes:
     mlp: float
     """Kept by the MLP's inner tensors."""
     results: float
-    """Attention's output and lse, which a layer keeps that is recomputed without attention."""
+    """Attention's output and lse, kept by a layer that is recomputed except for attention."""
     input: float
     """The layer's input."""
     passing: float
@@ -65,7 +66,7 @@ class LayerBytes:
 
     @property
     def whole(self) -> float:
-        """What a layer keeps of which nothing is recomputed."""
+        """What a layer keeps if nothing of it is recomputed."""
         return self.attention + self.mlp
 
 
@@ -76,10 +77,10 @@ def layer_bytes(job: Job, candidate: Candidate) -> LayerBytes:
     query = BF16 * shape.num_heads * shape.head_dim
     kv = BF16 * shape.num_kv_heads * shape.head_dim
     lse = FP32 * shape.num_heads
-    # Each norm keeps its input; attention and the MLP theirs, which where nothing is normed after
-    # them are other norms' outputs, and else the sums that go into them.
+    # Each norm keeps its input, and attention and the MLP keep theirs: outputs of norms or, in
+    # models that norm after attention and the MLP, the sums that go into them.
     in_norms = shape.num_norms * hidden + (query + kv if shape.has_head_norms else 0)
-    # Ulysses has attention's output as heads, too.
+    # Under Ulysses, attention's output is kept as heads, too.
     results = (2 if candidate.ulysses > 1 else 1) * query
     attention = min(shape.num_norms, 2) * hidden + in_norms + query + 2 * kv + results + lse
     attention += FP32 * shape.num_norms
@@ -87,13 +88,14 @@ def layer_bytes(job: Job, candidate: Candidate) -> LayerBytes:
     mlp = shape.num_mlp_products * inner
     passing = inner + hidden
     if not job.fused_layers:
-        # Norms keep their input in float32 in place of the model's dtype and their output once
-        # more before the weight; silu keeps its result, and gives gradients beside what came in.
+        # Norms keep their input in float32 in place of the model's dtype, and also their output
+        # before the weight. silu keeps its result; its gradient is beside the one that came in.
         attention += FP32 // BF16 * in_norms
         mlp += inner * (shape.num_mlp_products - 2)
         passing += inner * (shape.num_mlp_products - 2)
     if job.lora:
-        # Adapters keep the inputs of their layers, which are there already, and small ones between.
+        # Adapters keep the inputs of their layers, which are there already, and tensors of their
+        # rank in between.
         attention += 7 * BF16 * job.lora_rank
         if not job.fsdp:
             # Adapters are float32: each converts its input, which autocast makes bfloat16 again.
@@ -104,7 +106,7 @@ def layer_bytes(job: Job, candidate: Candidate) -> LayerBytes:
         mlp=mlp if mlp_tiles == 1 else 0.0,
         results=query + lse,
         input=hidden,
-        # The gradients of an MLP's input and output are whole though its inner tensors are tiles.
+        # Gradients of an MLP's input and output are whole even if its inner tensors are tiled.
         passing=passing if mlp_tiles == 1 else 2 * hidden + (mlp + passing) / mlp_tiles,
     )
 
@@ -152,10 +154,10 @@ def host_bytes(job: Job, candidate: Candidate, tokens: float) -> float:
 
 
 def states(job: Job) -> tuple[float, float, float]:
-    """(weights, gradients, optimizer): bytes that rest for one GPU, on it or on its host.
+    """(weights, gradients, optimizer): bytes that one GPU's part takes, there or on the host.
 
-    FSDP2 with mixed precision keeps what is trained in float32 and all else as it was loaded;
-    without it the model is trained as it was loaded, whole in each process. Adapters are float32.
+    FSDP2 with mixed precision keeps what is trained in float32 and all else as it was loaded.
+    Without FSDP2 each process trains the whole model as it was loaded. Adapters are float32.
     """
     ranks, trained = job.num_shards, job.trained_weights
     width = FP32 if job.fsdp or job.lora or job.dtype == "float32" else BF16
@@ -175,7 +177,7 @@ def loaded_bytes(job: Job) -> float:
 
 
 def _states_on_gpu(job: Job, candidate: Candidate) -> tuple[float, float, float]:
-    """What of `states` is on the GPU."""
+    """The part of `states` that is on the GPU."""
     return (0.0, 0.0, 0.0) if candidate.offload_states else states(job)
 
 
@@ -210,9 +212,9 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     weights, _, optimizer = _states_on_gpu(job, candidate)
     chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
     head = 0 if job.lora else FP32 * shape.head_weights
-    # FSDP holds what it gathered into beside the weights until the next gathering.
+    # FSDP holds the buffer of its last gathering, beside the weights, until the next one.
     buffer: float = BF16 * shape.head_weights if job.fsdp else 0
-    # Autocast forgets copies of trained weights as forward ends, those of frozen ones at once.
+    # Autocast drops copies of trained weights when forward ends, those of frozen weights at once.
     alive = shape.num_layers - (count_recomputed(candidate.policies) if job.lora else 0)
     buffer += _cast(job, alive, shape.head_weights)
     return Components(
@@ -256,7 +258,7 @@ def _backward(
     if in_mlp and candidate.mlp_tiles > 1 and not job.lora:
         # The MLP's gradients are summed over tiles in float32; those of attention come later.
         here = float(FP32 * shape.num_mlp_products * shape.down_weights)
-    # As at the loss: what FSDP gathered into stays until the next gathering.
+    # As at the loss, FSDP holds the buffer of its last gathering.
     buffer = BF16 * shape.layer_weights if job.fsdp else 0
     return Components(
         weights=weights + _gathered(job, 2 if is_last_layer else 1) + buffer + _cast(job, alive, 0),
@@ -271,8 +273,8 @@ def _backward(
 
 
 def _attention_gradients(job: Job, candidate: Candidate, tokens: float) -> float:
-    """Bytes for each token in backward of attention: gradients of out, q, k and v, dq once in
-    float32. Where ranks share a row, q travels once more."""
+    """Bytes for each token in backward of attention: gradients of out, q, k and v, and dq once more
+    in float32. Where ranks share a row, a tensor of q's size travels besides."""
     query = job.shape.num_heads * job.shape.head_dim
     kv = job.shape.num_kv_heads * job.shape.head_dim
     kv_heads = max(1, job.shape.num_kv_heads // candidate.ulysses)
@@ -283,5 +285,5 @@ def _attention_gradients(job: Job, candidate: Candidate, tokens: float) -> float
 
 
 def _share(weights: int, job: Job) -> float:
-    """The share that so many weights are of those trained; none of an adapter's."""
+    """`weights` as a share of the trained weights; 0 under an adapter."""
     return min(1.0, weights / job.trained_weights) if not job.lora else 0.0

@@ -28,7 +28,7 @@ class ModelShape:
     down_weights: int
     """Weights of the MLP's last product, which a recompute leaves out: nobody reads its result."""
     num_mlp_products: int
-    """How many products of the MLP are as large as that: 3 with a gate, 2 without."""
+    """How many matrix products of that size the MLP has: 3 with a gate, 2 without."""
     linear_sides: int
     """Inputs and outputs of a layer's matrix products: the weights of an adapter of rank 1."""
     num_norms: int
@@ -51,7 +51,7 @@ class ModelShape:
 
     def step_flops(self, num_tokens: int) -> float:
         """FLOPs of one causal row, forward and backward, without recompute: 6 for each linear
-        weight and token, 6 for each layer, pair of tokens and number of a token's heads."""
+        weight and token, and 6 * num_layers * num_tokens^2 * num_heads * head_dim for attention."""
         attention = self.num_layers * num_tokens**2 * self.num_heads * self.head_dim
         return 6.0 * (self.linear_weights * num_tokens + attention)
 
@@ -66,7 +66,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
             "checkpoint='auto', which measures."
         )
     layer, num_outside = _one_layer(config)
-    # Not all weights with two dimensions: Cohere's norms of heads have such.
+    # Two dimensions don't tell a linear weight: Cohere's norms of heads have two as well.
     linear = [part.weight for part in layer.modules() if hasattr(part, "in_features")]
     norms = [key for key, part in layer.named_modules() if "norm" in type(part).__name__.lower()]
     head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]
@@ -95,7 +95,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
 
 
 def _one_layer(config: Any) -> tuple[Any, int]:
-    """(a decoder layer without memory, how many weights there are outside of layers)."""
+    """(a decoder layer on the meta device, how many weights there are outside of layers)."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,8 +1,8 @@
 """Seconds of a training step, by part, predicted.
 
 Attention comes from the simulation of its plan (`longctx_patch.predict.attention.costs`). Matrix
-products run at the rate that they reach inside of a step, everything between them at the
-bandwidth of memory. What FSDP moves hides behind layers, but its copies and the last reduction.
+products run at the rate that they reach inside of a step, everything between them at the bandwidth
+of memory. FSDP's messages hide behind layers; its copies and its last reduction don't.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ ELEMENTWISE_SHARE = 0.77
 """Share of the bandwidth of copies that norms, rotary embeddings, SwiGLU and residuals reach: 49 ms
 of a step of 131,072 tokens and 8 layers of Llama-3.1-8B on 4 H200."""
 UNFUSED = 3.0
-"""How many times as many bytes move where each of these is several of torch's operations."""
+"""The factor by which more bytes move where each of these is several of torch's operations."""
 LOSS_BYTES = 10
 """Bytes that the softmax and its gradient move for each logit."""
 FSDP_BYTES = 24
@@ -29,16 +29,16 @@ ADAMW_BYTES = 56
 HOST_ADAMW_BYTES = 28
 """Bytes that AdamW reads and writes for each weight on the host."""
 HOST_ADAMW_BYTES_PER_S = 110e9
-"""What torch's fused AdamW reaches for each GPU, on 16 cores of a host with one H200."""
+"""Bytes per second of torch's fused AdamW for each GPU, on 16 cores of a host with one H200."""
 HOST_CLIP_BYTES_PER_S = 8e9
-"""What clipping of float32 gradients reaches there."""
+"""Bytes per second of clipping float32 gradients on that host."""
 IDLE_S = 7e-3
 """Seconds of a step without work: the optimizer's start, the loss's way to the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime(Parts):
-    """Seconds of a step; each instant counts to one part."""
+    """Seconds of a step; each instant counts in one part only."""
 
     attention: float
     linear: float
@@ -46,7 +46,7 @@ class StepTime(Parts):
     loss: float
     fsdp: float
     offload: float
-    """What layers don't hide of the copies to and from the host."""
+    """Copies to and from the host that layers don't hide."""
     optimizer: float
     idle: float = IDLE_S
 
@@ -60,7 +60,7 @@ class Attention:
 
     @property
     def buffer_bytes(self) -> int:
-        """Blocks of other ranks and results under way, at most, of the rank that holds most."""
+        """Most bytes of others' blocks and of results under way, on the rank that holds most."""
         return max(self.forward.peak_buffer_bytes, self.backward.peak_buffer_bytes)
 
 
@@ -79,7 +79,7 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     # FLOPs for each weight: two forward, two for the input's gradient, two more if it is trained.
     each = 4 if job.lora else 6
     recomputed = again * (shape.layer_linear_weights - shape.down_weights)
-    if candidate.mlp_tiles > 1:  # in whole layers too, backward runs a tile's MLP again
+    if candidate.mlp_tiles > 1:  # backward runs each tile's MLP again, in whole layers too
         recomputed += (shape.num_layers - again) * (shape.num_mlp_products - 1) * shape.down_weights
         if job.lora:  # with what comes after the last product
             recomputed += shape.num_layers * shape.down_weights
@@ -114,8 +114,8 @@ def _elementwise_bytes(job: Job) -> float:
 
 
 def _fsdp_seconds(job: Job, compute_s: float) -> float:
-    """Seconds of FSDP that nothing hides: copies, the last reduction, and what matrix products are
-    too short for."""
+    """Seconds of FSDP that nothing hides: copies, the last reduction, and messages beyond the time
+    of matrix products."""
     ranks, machine, shape = job.cluster.num_gpus, job.cluster.hardware, job.shape
     if not job.fsdp:
         return 0.0
@@ -131,7 +131,7 @@ def _fsdp_seconds(job: Job, compute_s: float) -> float:
 
 
 def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: float) -> float:
-    """Seconds of copies to and from the host that layers of `layer_s` forward don't hide."""
+    """Seconds of host copies that layers don't hide; `layer_s` is the time of a layer's forward."""
     machine, offloaded = job.cluster.hardware, count_on_host(candidate.policies)
     num_bytes = tokens * checkpoint_bytes(candidate, layer_bytes(job, candidate))
     out_s, in_s = num_bytes / machine.host_out_bandwidth, num_bytes / machine.host_in_bandwidth
