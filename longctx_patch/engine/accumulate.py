@@ -107,15 +107,15 @@ class RowTotals(ABC):
         new = Part(rows, tensors)
         if not self._held and rows == self._all_rows and new.dtype != self._wide:
             self._home, self._at_home = new, rows.size
-        first, last = self._those_in(rows)
+        first, last = self._overlapping(rows)
         if last - first > MOST_AT_ONCE:
             self._held, self._home = [self._whole(self._wide)], None
             first, last = 0, 1
-        self._held[first:last] = list(self._with(self._held[first:last], new))
+        self._held[first:last] = list(self._replacements(self._held[first:last], new))
         if self._home is not None and 2 * self._at_home < self._all_rows.size:
-            self._leave_home()
+            self._free_home()
 
-    def _with(self, held: list[Part], new: Part) -> Iterator[Part]:
+    def _replacements(self, held: list[Part], new: Part) -> Iterator[Part]:
         """The parts that replace the `held` ones, all of which share rows with `new`."""
         at = new.rows.start
         for old in held:
@@ -134,12 +134,12 @@ class RowTotals(ABC):
         if at < new.rows.stop:
             yield new.cut(Interval(at, new.rows.stop))
 
-    def _those_in(self, rows: Interval) -> tuple[int, int]:
+    def _overlapping(self, rows: Interval) -> tuple[int, int]:
         """The index range of the held parts that share rows with `rows`."""
         first = bisect_right(self._held, rows.start, key=lambda part: part.rows.stop)
         return first, bisect_left(self._held, rows.stop, first, key=lambda part: part.rows.start)
 
-    def _leave_home(self) -> None:
+    def _free_home(self) -> None:
         """Copy what is held in the first part's memory, so that the memory can be freed."""
         self._home = None
         self._held = [

@@ -152,7 +152,7 @@ def _compute_forward(
 ) -> Saved:
     q, k, v = qkv
     mine = None if sinks is None else sinks[wave.heads]
-    out, lse = executor.forward(wave.plan(Direction.FORWARD), q, *_matched(wave, k, v), mine)
+    out, lse = executor.forward(wave.plan(Direction.FORWARD), q, *_repeat_heads(wave, k, v), mine)
     return Saved(q, k, v, out, lse)
 
 
@@ -163,9 +163,9 @@ def _compute_backward(
     q, k, v, out, lse = part
     plan = wave.plan(Direction.BACKWARD)
     dq, dk, dv = executor.backward(
-        plan, dout, q, *_matched(wave, k, v), out, lse, keys_as_summed=wave.kv_runs is not None
+        plan, dout, q, *_repeat_heads(wave, k, v), out, lse, keys_as_summed=wave.kv_runs is not None
     )
-    return [dq, _unmatched(wave, dk).to(k.dtype), _unmatched(wave, dv).to(v.dtype)]
+    return [dq, _sum_repeated(wave, dk).to(k.dtype), _sum_repeated(wave, dv).to(v.dtype)]
 
 
 def _sink_gradient(sinks: Tensor, dout: Tensor, part: Saved) -> Tensor:
@@ -174,7 +174,7 @@ def _sink_gradient(sinks: Tensor, dout: Tensor, part: Saved) -> Tensor:
     return -(p_BHL * row_dots(dout, part.out).transpose(1, 2)).sum((0, 2)).to(sinks.dtype)
 
 
-def _matched(wave: HeadWave, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _repeat_heads(wave: HeadWave, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat key-value heads where this rank's query heads don't group evenly over them."""
     runs = wave.kv_runs
     if runs is None:
@@ -187,7 +187,7 @@ def _matched(wave: HeadWave, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return repeated(k), repeated(v)
 
 
-def _unmatched(wave: HeadWave, grad: Tensor) -> Tensor:
+def _sum_repeated(wave: HeadWave, grad: Tensor) -> Tensor:
     """Sum the gradients of repeated heads, in float32 or wider and in a fixed order."""
     runs = wave.kv_runs
     if runs is None:

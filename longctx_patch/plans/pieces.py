@@ -107,7 +107,7 @@ class PieceTable:
     @cached_property
     def _kind_by_order(self) -> Ints | None:
         """The kinds of queries before, at and after the keys, where this order alone decides."""
-        if not self.mask.is_causal or not _alike(self.layout):
+        if not self.mask.is_causal or not _is_uniform(self.layout):
             return None
         pairs = ((0, 1), (0, 0), (1, 0))
         found = [slot_pieces(self.layout, self.mask, *pair) for pair in pairs]
@@ -145,7 +145,7 @@ def _measure(
     return found[numbers]
 
 
-def _alike(layout: Layout) -> bool:
+def _is_uniform(layout: Layout) -> bool:
     """Whether all ranks have runs of the same sizes, placed in the same way.
 
     Which of two ranks comes first then says everything about their pair: each run's starts rise or

@@ -27,19 +27,19 @@ def direct(schedule: Schedule, steps: Iterator[Sequence[Works]]) -> Iterator[Sta
     found = (tuple(lane.where(lane.kind != NOTHING) for lane in works) for works in steps)
     before: tuple[Works, ...] = ()
     now = next(found)
-    busy = filter(_any, found)
+    busy = filter(_has_works, found)
     after = next(busy, ())
     assert not inputs(pieces, now, direction, 0), "nothing can arrive before the first step"
     for step in count():
         moves = (*inputs(pieces, after, direction, step), *results(pieces, before, direction))
-        if moves or _any(now):
+        if moves or _has_works(now):
             yield Stage(moves, now)
         before, now, after = now, after, next(busy, ())
         if not (before or now):
             return
 
 
-def _any(works: Sequence[Works]) -> bool:
+def _has_works(works: Sequence[Works]) -> bool:
     return any(len(lane.rank) for lane in works)
 
 
