@@ -1,4 +1,4 @@
-"""The attention operator over the GPUs of one machine, ours and others', as a share of the ideal.
+"""Time attention operators over the GPUs of one machine, ours and others', against the ideal.
 
     python benchmarks/attention.py --out results/                          # everything, 4 GPUs
     python benchmarks/attention.py --out results/ --tokens 131072 --masks packed --peers ideal ours
@@ -47,7 +47,7 @@ TOKENS = (16384, 65536, 131072)
 
 
 def make_problems(arguments: argparse.Namespace) -> list[Problem]:
-    """Causal ones of all sizes; packed and with a window at the largest, with the first heads."""
+    """Causal problems of all sizes; packed and windowed ones at the largest, with first heads."""
     head_pairs = [_heads(text) for text in arguments.heads]
     longest = max(arguments.tokens)
     shapes = list(product(head_pairs, arguments.tokens)) if "causal" in arguments.masks else []
@@ -74,7 +74,7 @@ def _problem(tokens: int, heads: int, kv_heads: int, head_dim: int) -> Problem:
 
 
 PASSED_ON = ("only", "configs", "kernels", "plans", "ideal_kernels", "iterations", "check_tokens")
-"""Options that the processes of a launch get as they are."""
+"""Options that are passed on unchanged to the processes of a launch."""
 
 
 def run_peer(
@@ -85,7 +85,7 @@ def run_peer(
     before: Sequence[Row],
     limit_s: float,
 ) -> list[Row]:
-    """The rows of the candidates of one peer, and a row for how the launch itself went wrong."""
+    """The rows of one peer's candidates, and one more if the launch itself failed."""
     settings = {
         "peer": peer,
         "problems": [asdict(problem) for problem in problems],
@@ -101,7 +101,7 @@ def run_peer(
 def fastest_ideals(rows: Sequence[Row], problems: Sequence[Problem]) -> dict[int, str]:
     """The kernel of the fastest ideal of each problem, by the problem's number."""
     ideals = [row for row in rows if row["peer"] == "ideal" and is_ok(row)]
-    ideals.sort(key=lambda row: -row["seconds"])  # the fastest last, which is kept
+    ideals.sort(key=lambda row: -row["seconds"])  # the fastest last: the dict keeps the last
     return {row["problem"]: row["candidate"] for row in ideals}
 
 
@@ -134,7 +134,7 @@ def _with_ideal(
         seconds = ideal
     row["tflops_per_s_per_gpu"] = problem.flops / num_ranks / seconds * 1e-12
     fastest = ideals.get((number, FASTEST))
-    if "ideal_beside_s" in row:  # measured by turns with the candidate, where clocks were its own
+    if "ideal_beside_s" in row:  # measured in turn with the candidate, so at the same clocks
         beside = row["ideal_beside_s"] * share_of(problem, num_ranks)
         fastest = fastest * beside / ideal if fastest and ideal else fastest
         ideal = beside
@@ -157,7 +157,7 @@ def with_predictions(rows: Sequence[Row], problems: Sequence[Problem], where: Ro
 
 
 def predicted_seconds(row: Row, problem: Problem, hardware: HardwareName) -> float:
-    """Forward and backward of one of ours by the cost model."""
+    """Seconds of forward and backward that the cost model predicts for a row of ours."""
     config = replace(config_of(row["candidate"]), hardware=hardware)
     workload = Workload(
         num_tokens=problem.num_tokens,
@@ -190,7 +190,7 @@ COLUMNS = (
 
 
 def by_speed(rows: Sequence[Row]) -> list[Row]:
-    """The fastest first, then what was not timed."""
+    """The fastest rows first, rows that were not timed last."""
     return sorted(rows, key=lambda row: (row["status"] != "ok", row.get("seconds", 0.0)))
 
 
@@ -270,7 +270,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     problems = make_problems(arguments)
     launch = partial(run_peer, problems, arguments)
     report = partial(write_report, problems, arguments)
-    peers = sorted(arguments.peers, key=lambda peer: peer != "ideal")  # what others are judged by
+    peers = sorted(arguments.peers, key=lambda peer: peer != "ideal")  # others are compared with it
     run_all("attention", peers, launch, report, arguments)
 
 

@@ -48,8 +48,8 @@ SHARDS_SEED = 1
 ENOUGH_S = 0.5
 LEAST_ITERATIONS = 2
 TURNS = 3
-BOTH_OVER_FORWARD = 4  # about what forward and backward take, by FLOPs 3.5
-MOST_OVER_PLAIN = 2.0  # of the error of the kernel alone
+BOTH_OVER_FORWARD = 4  # time of forward and backward over forward, about; 3.5 by FLOPs
+MOST_OVER_PLAIN = 2.0  # largest allowed error, over that of the kernel alone
 
 
 def gradients(prepared: Prepared, shards: Shards) -> tuple[Tensor, ...]:
@@ -64,18 +64,18 @@ class Check(NamedTuple):
 
     mine: dict[str, Difference]
     plain: dict[str, Difference] | None
-    """The same of its kernel in one process, where this machine has it."""
+    """The differences of its kernel in one process, if this machine has the kernel."""
 
     @property
     def error_over_plain(self) -> float | None:
-        """The largest ratio over the results; None: this machine lacks the kernel."""
+        """The largest ratio of errors over the results; None if this machine lacks the kernel."""
         if self.plain is None:
             return None
         return max(self.mine[name].whole / self.plain[name].whole for name in RESULTS)
 
 
 def check(prepared: Prepared, problem: Problem, kernel: str | None, device: torch.device) -> Check:
-    """Compare with dense attention on a small problem. Collective."""
+    """Compare a candidate with dense attention on a small problem. Collective."""
     whole, right = dense_results(problem, device)
     shards = Shards(*(x[:, prepared.positions].contiguous() for x in whole))
     with prepared.scope():
@@ -89,7 +89,7 @@ def check(prepared: Prepared, problem: Problem, kernel: str | None, device: torc
 
 
 def _worst_rank(mine: Sequence[Tensor], right: Sequence[Tensor]) -> dict[str, Difference]:
-    """The differences of the rank that is furthest off, by result. Collective."""
+    """For each result, the largest differences of any rank. Collective."""
     pairs = zip(RESULTS, mine, right, strict=True)
     ranks = everyone({name: tuple(difference(x.detach(), y)) for name, x, y in pairs})
     # amax(), unlike max(), takes NaN for the largest.
@@ -103,7 +103,7 @@ def _worst_rank(mine: Sequence[Tensor], right: Sequence[Tensor]) -> dict[str, Di
 def plain_results(kernel: str, problem: Problem, device: torch.device) -> tuple[Tensor, ...] | None:
     """(out, dq, dk, dv) of all tokens by one kernel in this process alone. Collective.
 
-    None where this machine doesn't have it.
+    None if this machine doesn't have the kernel.
     """
     if not is_here(kernel, problem, device):
         return None
@@ -114,7 +114,7 @@ def plain_results(kernel: str, problem: Problem, device: torch.device) -> tuple[
 
 
 def is_here(kernel: str, problem: Problem, device: torch.device) -> bool:
-    """Whether this machine has a kernel of this name, for such heads."""
+    """Whether this machine has a kernel of this name that takes the problem's heads."""
     found = available().get(kernel)
     request = KernelRequest(device.type, dtype_on(device), problem.head_dim)
     return found is not None and found.refuses(request) is None
@@ -129,7 +129,7 @@ def is_right(found: dict[str, Difference], dtype: torch.dtype) -> bool:
 
 
 def is_as_exact(found: Check, dtype: torch.dtype) -> bool:
-    """Whether no result is further off than twice what the kernel alone is, rounding aside."""
+    """Whether no error is more than twice that of the kernel alone, plus rounding."""
     if found.plain is None:
         return True
     rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -140,7 +140,7 @@ def is_as_exact(found: Check, dtype: torch.dtype) -> bool:
 
 
 class Turn(NamedTuple):
-    """A candidate or its ideal, which are timed by turns."""
+    """A candidate or its ideal, which are timed in turn."""
 
     prepared: Prepared
     shards: Shards
@@ -149,7 +149,7 @@ class Turn(NamedTuple):
 def timed_by_turns(turns: Sequence[Turn], clock: Clock) -> tuple[Timing, list[Timing]]:
     """(forward of the first, forward and backward of each). Collective.
 
-    They take turns, since clocks fall as GPUs get warm: by more than what is to be told apart.
+    They take turns, since clocks fall as GPUs get warm, by more than the differences of interest.
     """
     first = turns[0]
     with first.prepared.scope(), torch.no_grad():
@@ -187,7 +187,7 @@ def ideal_turn(kernel: str, problem: Problem, job: Job) -> Turn | None:
 
 
 def about_a_second(call: Callable[[], object], clock: Clock) -> Timing:
-    """The clock's iterations, or fewer of a call that takes long. Collective."""
+    """Time as many calls as the clock says, or fewer if a call takes long. Collective."""
     first = replace(clock, iterations=1).device_time(call)
     return replace(clock, iterations=_fitting(first.seconds, clock), warm_up_calls=0).device_time(
         call
@@ -210,9 +210,9 @@ def measure(
     clock: Clock,
     checks: Checks,
 ) -> Row:
-    """A row: timed only if its results are right, beside its kernel's ideal. Collective.
+    """A candidate's row: timed only if its results are right, in turn with its ideal. Collective.
 
-    `fastest`: the kernel of whoever chooses by itself.
+    `fastest` is the kernel whose ideal is taken for candidates that choose their kernel themselves.
     """
     whole, problem = problem, candidate.problem_of(problem)
     checked = small(problem, job.settings["check_tokens"])
@@ -241,7 +241,7 @@ def measure(
             row["ideal_beside_s"] = best[0].seconds
     except NotCovered as reason:
         return {"status": "not covered", "reason": str(reason)}
-    except Exception as error:  # of a peer's code, whatever it may be: the next one goes on
+    except Exception as error:  # a peer's code may raise anything: the next candidate goes on
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:500]}
     finally:
         gc.collect()

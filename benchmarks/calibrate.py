@@ -1,4 +1,4 @@
-"""Measure what a cost model of distributed attention needs to know of a machine.
+"""Measure what the cost model of distributed attention needs to know of a machine.
 
     python benchmarks/calibrate.py --out rates.json                        # one GPU, or a CPU
     torchrun --nproc_per_node 4 benchmarks/calibrate.py --out rates.json   # also the links
@@ -62,14 +62,14 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ColdClock(Clock):
-    """Device times are of single calls, not of one straight after the other."""
+    """Times single calls on the device, not calls straight after each other."""
 
     filler: Tensor
     """On CUDA, clearing it keeps the device busy while the host enqueues a call, so that device
     times hold no host time; and it leaves a cold L2 cache."""
 
     def device_time(self, call: Callable[[], object]) -> Timing:
-        """Time each call from when the device could begin until it is done."""
+        """Time each call from when the device is free to begin it until it is done."""
         self.warm_up(call)
         if not self.on_cuda:
             return self.host_time(call)
@@ -97,7 +97,7 @@ class Fit(NamedTuple):
 
 
 def fit(amounts: Mapping[str, Floats], seconds: Floats) -> Fit:
-    """Least squares of the relative errors, over the sets of amounts whose slopes are positive."""
+    """Least squares of the relative errors: the best over sets of amounts without slopes < 0."""
     best, least = Fit({}, np.inf), np.inf
     for names in (set_ for n in range(len(amounts)) for set_ in combinations(amounts, n + 1)):
         scales = [amounts[name].max() for name in names]
@@ -128,7 +128,7 @@ class KernelCall(NamedTuple):
 
 
 def kernel_calls(sizes: Sequence[int]) -> list[KernelCall]:
-    """Causal and full squares of all sizes; of every second size also both half rectangles."""
+    """Causal and full squares of all sizes; for every second size also both half rectangles."""
     blocks = [(size, size, causal) for size in sizes for causal in (True, False)]
     blocks += [(size, size // 2, False) for size in sizes[::2]]
     blocks += [(size // 2, size, False) for size in sizes[::2]]
@@ -182,7 +182,7 @@ def fit_kernel(flops: Floats, keys: Floats, seconds: Floats) -> Row:
 
 
 class BytesCall(NamedTuple):
-    """A call whose time follows `bytes`: read and written by it, or sent by each rank."""
+    """A call whose time depends on `bytes`: those it reads and writes, or those each rank sends."""
 
     kind: str
     bytes: int
@@ -190,7 +190,7 @@ class BytesCall(NamedTuple):
 
 
 def measure_bytes(calls: Iterable[BytesCall], clock: Clock) -> list[Row]:
-    """A lazy `calls` makes its tensors one size at a time."""
+    """Time each call. A lazy `calls` makes its tensors one size at a time."""
     return [
         {"kind": kind, "bytes": num_bytes} | clock.device_time(call)._asdict()
         for kind, num_bytes, call in calls
@@ -214,8 +214,8 @@ def memory_passes(sizes: Sequence[int], clock: Clock) -> Iterator[BytesCall]:
     """Sums of partial results, and packing; bytes are those of one ideal pass.
 
     For each element a sum reads the part in the model's dtype, reads the float32 total and writes
-    it (bfloat16: 2 + 4 + 4); packing reads and writes the model's dtype. The lse is left out: it is
-    a 1 / D of the rest.
+    it (bfloat16: 2 + 4 + 4); packing reads and writes the model's dtype. The lse is left out, since
+    it is 1 / D of the rest.
     """
     heads, _ = HEADS[0]
     for rows in sizes:
@@ -244,14 +244,14 @@ def ring_hop(transport: Transport, num_bytes: int, device: torch.device) -> Call
 
 
 def waited(post: Callable[[], Pending]) -> Callable[[], None]:
-    """The exchange with its wait."""
+    """A call that posts the exchange and waits for it."""
     return lambda: post().wait()
 
 
 def measure_overlap(
     kernel: Kernel, transport: Transport, rows: int, num_bytes: int, clock: Clock
 ) -> Row:
-    """How much of a ring hop under a full forward kernel is not hidden: 0 all is, 1 nothing."""
+    """The share of a ring hop's time that a full forward kernel beside it does not hide."""
     post = ring_hop(transport, num_bytes, clock.device)
     attend = prepared(kernel, KernelCall(rows, rows, False, *HEADS[0]), clock)["forward"]
 

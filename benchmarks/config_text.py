@@ -10,7 +10,7 @@ NAMES = {"ulysses": "ulysses_degree", "ring": "ring_degree"}
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """Values that look like numbers or booleans are such.
+    """Options by name; values that look like numbers or booleans become such.
 
     Example:
         >>> options_of("ulysses=4,checkpoint=auto")
@@ -44,7 +44,7 @@ def config_of(text: str) -> LongContextConfig:
 
 
 def name_of(fields: Mapping[str, Any]) -> str:
-    """The text that gives these fields, degrees of 1 left out."""
+    """The text that `options_of` reads as these fields; degrees of 1 are left out."""
     short = {full: name for name, full in NAMES.items()}
     named = {short.get(name, name): value for name, value in fields.items()}
     kept = {

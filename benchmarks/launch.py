@@ -1,6 +1,6 @@
 """Start the processes of one job on this machine, and end them when their time is up.
 
-A job that hangs or crashes ends alone: whoever starts several, one after the other, goes on.
+A job that hangs or crashes does not end the script that started it, which goes on with the next.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ALLOCATOR = "expandable_segments:True"  # what `make_accelerator` sets: for peers too
-GRACE_S = 10.0  # for the other processes, once one has failed
+GRACE_S = 10.0  # time for the other processes to end, once one has failed
 POLL_S = 0.1
 
 
@@ -24,11 +24,11 @@ class Ending(NamedTuple):
 
     seconds: float
     problem: str | None
-    """None: every process ended well. Otherwise what happened, with the last line of its log."""
+    """None if no process failed. Otherwise what happened, with the last line of its log."""
 
 
 def end_with_children() -> None:
-    """End the jobs too where this process is asked to end (SIGTERM, as `timeout` sends it)."""
+    """Make SIGTERM, which `timeout` sends, end this process's jobs too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
@@ -127,8 +127,8 @@ def _wait(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """The process and its children, also those that it has left behind."""
-    with suppress(ProcessLookupError, PermissionError):  # where nobody of the group is left
+    """Kill a process and its children, also those that outlived it."""
+    with suppress(ProcessLookupError, PermissionError):  # if no process of the group is left
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

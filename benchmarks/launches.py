@@ -47,9 +47,9 @@ def run_launch(
     limit_s: float,
     packages: str | None = None,
 ) -> tuple[list[Row], Ending]:
-    """(rows that the launch `name` of `script` wrote, how it ended); says so too.
+    """(rows that the launch `name` of `script` wrote, how it ended); prints how it ended too.
 
-    The script gets a file with `settings`, which also says where its rows go.
+    The script gets a file with `settings`, which also names the file for its rows.
     """
     lines, job = (arguments.out / f"{name}.{ending}" for ending in ("lines", "job.json"))
     lines.unlink(missing_ok=True)
@@ -73,8 +73,8 @@ def run_all(
     """Start one launch for each name, and print the report at the end.
 
     Args:
-        subject: with it the names of all files in the folder `--out` begin.
-        launch: gives new rows, from a name, its number, the rows before it and a limit in seconds.
+        subject: the beginning of the names of all files in the folder `--out`.
+        launch: makes new rows from a name, its number, the rows so far and a limit in seconds.
         report: writes all rows so far, measured on a machine, to files.
     """
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def run_all(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for number, name in enumerate(names):
         rows += launch(name, number, rows, budget.limit_s(arguments.limit_s))
-        # After each, so that an interruption leaves those that were done before it.
+        # Written after each launch, so that an interruption loses none of the rows before it.
         report(rows, machine(device))
         for lines in arguments.out.glob(f"{subject}.*.lines"):
             lines.unlink()

@@ -1,7 +1,7 @@
 """What the benchmark scripts share: a process's start and end, clocks, and who measured what.
 
 Python puts a script's folder on its path, so `from measure import ...` works in the scripts here.
-Every function that is called collective is to be called by all ranks of the job.
+A function whose docstring says "Collective" must be called by all ranks of the job.
 """
 
 import importlib.metadata
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 class Timing(NamedTuple):
-    """How long one of several calls took, on the slowest rank."""
+    """How long a call took, over several calls, on the slowest rank."""
 
     seconds: float
     """Median."""
@@ -78,11 +78,11 @@ class Clock:
         return slowest([start.elapsed_time(stop) * 1e-3 for start, stop in pairwise(events)])
 
     def host_time(self, call: Callable[[], object]) -> Timing:
-        """Time issuing a warm call to an idle device; on CPU that is all of the call."""
+        """Time the launch of a warm call on an idle device; on CPU that is the whole call."""
         return slowest([self._host_s(call) for _ in range(self.iterations)])
 
     def meet(self) -> None:
-        """Wait until every rank is here and its device idle."""
+        """Wait until every rank is here and its device is idle."""
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
         self.line_up()
@@ -90,7 +90,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
     def line_up(self) -> None:
-        """Ranks go on together: on CUDA their devices, not the hosts, wait for each other."""
+        """Let ranks go on together: on CUDA their devices wait for each other, the hosts don't."""
         if dist.is_initialized():
             dist.all_reduce(torch.zeros(1, device=self.device))
 

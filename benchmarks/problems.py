@@ -1,4 +1,4 @@
-"""The attention that operators are measured on, and what its result is.
+"""The attention problems that operators are measured on, and their right results.
 
 Legend: B batch (1), L tokens of one rank, N all tokens, H query heads, G key-value heads, D head
 dim.
@@ -16,7 +16,7 @@ from torch import Tensor
 MaskName = Literal["causal", "packed", "window"]
 RESULTS = ("out", "dq", "dk", "dv")
 SHARPNESS = 3.0  # standard deviation of the logits
-SPREAD = 1.0  # of the logarithm of document lengths
+SPREAD = 1.0  # standard deviation of the logarithm of document lengths
 AREA_ROW_MULTIPLE = 256
 CHECK_DOCUMENTS = 7
 
@@ -30,7 +30,7 @@ class Problem:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
-    """The last `window` keys, the token itself included."""
+    """Each token sees the last `window` keys, itself included; None: all before it."""
     lengths: tuple[int, ...] | None = None
     """The lengths of documents that don't see each other; None: one document."""
 
@@ -88,8 +88,8 @@ def small(problem: Problem, num_tokens: int) -> Problem:
 def ideal_row(problem: Problem, num_ranks: int) -> Problem:
     """What one rank would compute if all shared the work evenly and nothing had to be sent.
 
-    All tokens and a part of the heads, as one causal row. Of documents or a window, a causal row
-    of (nearly) the same area, since kernels are fastest on one: `share_of` says how near.
+    That is a part of the heads over all tokens, as one causal row. For documents or a window it is
+    a causal row of nearly the same area, on which kernels are fastest; `share_of` has the ratio.
     """
     heads, kv_heads = problem.num_heads // num_ranks, max(1, problem.num_kv_heads // num_ranks)
     if heads * num_ranks != problem.num_heads or heads % kv_heads:
@@ -126,8 +126,8 @@ class Shards(NamedTuple):
 def random_shards(problem: Problem, num_tokens: int, device: torch.device, seed: int) -> Shards:
     """Random queries, keys, values and gradients of `num_tokens` tokens for a problem's heads.
 
-    Queries are scaled so that a few keys dominate each row: under flat attention the outputs of
-    late tokens are means of thousands of values, near zero whatever was computed.
+    Queries are scaled so that a few keys dominate each row. Otherwise the outputs of late tokens
+    would be means of thousands of values, near zero even if computed wrongly.
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -149,13 +149,13 @@ class Results(NamedTuple):
 
 @lru_cache(maxsize=8)
 def dense_results(problem: Problem, device: torch.device) -> tuple[Shards, Results]:
-    """Whole tensors, the same on every rank, and in float64 what attention makes of them."""
+    """Whole tensors, the same on every rank, and the results of attention on them in float64."""
     whole = random_shards(problem, problem.num_tokens, device, seed=0)
     q, k, v, dout = (x[0].transpose(0, 1).double() for x in whole)  # [heads, N, D]
     scale, group = problem.head_dim**-0.5, problem.num_heads // problem.num_kv_heads
     allowed_NN = _allowed(problem, device)
     out, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
-    for head in range(problem.num_heads):  # one at a time, for their tables are large
+    for head in range(problem.num_heads):  # one at a time, since a head's scores are [N, N]
         kv = head // group
         scores_NN = (q[head] @ k[kv].T * scale).masked_fill_(~allowed_NN, -torch.inf)
         p_NN = scores_NN.softmax(-1)
@@ -188,7 +188,8 @@ class Difference(NamedTuple):
     whole: float
     """Norm of the difference over the norm of the result."""
     worst_token: float
-    """The largest of any token, over that token's norm and the tokens' mean one together."""
+    """The largest, over tokens, of the norm of the difference over the sum of that token's norm and
+    the root mean square of all tokens' norms."""
 
 
 def difference(mine_BLHD: Tensor, right_BLHD: Tensor) -> Difference:
@@ -202,6 +203,6 @@ def difference(mine_BLHD: Tensor, right_BLHD: Tensor) -> Difference:
 
 
 TOLERANCES = {
-    torch.bfloat16: Difference(2e-2, 5e-2),  # some times what rounding does
+    torch.bfloat16: Difference(2e-2, 5e-2),  # a few times the error of rounding
     torch.float32: Difference(1e-5, 1e-4),
 }

@@ -15,7 +15,7 @@ class Column(NamedTuple):
 
     title: str
     of: Callable[[Row], object]
-    """What to print of a row; None prints nothing."""
+    """Takes a row, returns what to print in the cell; None prints nothing."""
 
 
 class Bars(NamedTuple):
@@ -91,7 +91,7 @@ def hardware(machine: Row, num_processes: int) -> str:
 
 
 def heading(title: str, machine: Row) -> str:
-    """A title in Markdown, with what was run where."""
+    """A title in Markdown, with versions, date and command."""
     versions = {name: machine[name] for name in ("torch", "cuda", "nccl", "cudnn")}
     versions |= machine["versions"]
     said = ", ".join(f"{name} {version}" for name, version in versions.items() if version)

@@ -1,4 +1,4 @@
-"""A training step over long rows on the GPUs of one machine: ours, others, and the floor.
+"""Time a training step over long rows on the GPUs of one machine: ours, others, and the floor.
 
     python benchmarks/step.py --out results/                               # everything, 4 GPUs
     python benchmarks/step.py --out results/ --tokens 131072 --systems ours:ulysses=4 alst --profile
@@ -59,7 +59,7 @@ PEERS = (
 
 
 def default_systems(num_gpus: int) -> tuple[str, ...]:
-    """Ours first: its losses are what the others' are compared with."""
+    """Systems to run; ours come first, since the others' losses are compared with theirs."""
     if num_gpus == 1:
         return ONE_GPU
     ours = [f"ours:ulysses={num_gpus},checkpoint={policy}" for policy in ("auto", "attention")]
@@ -69,13 +69,13 @@ def default_systems(num_gpus: int) -> tuple[str, ...]:
 
 
 PASSED_ON = ("steps", "check_tokens", "floor_kernels")
-"""Options that the processes of a launch get as they are."""
+"""Options that are passed on unchanged to the processes of a launch."""
 
 
 def run_system(
     arguments: argparse.Namespace, system: str, turn: int, before: Sequence[Row], limit_s: float
 ) -> list[Row]:
-    """The rows of one launch, and a row for how it went wrong."""
+    """The rows of one launch, and one more if the launch failed."""
     system, packages = without_packages(system)
     settings = {
         "system": system,
@@ -103,7 +103,7 @@ def without_packages(system: str) -> tuple[str, str | None]:
 
 
 def first_losses(rows: Sequence[Row]) -> dict[int, float]:
-    """The first loss of the first of ours that was timed, by length."""
+    """By length, the first loss of the first of our systems that was timed."""
     found: dict[int, float] = {}
     for row in rows:
         if row["system"].startswith("ours") and is_ok(row):
@@ -112,7 +112,7 @@ def first_losses(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """Rows with their share of the floor and their speed against the best of the others'."""
+    """Rows with their share of the floor, and their speed over that of the best other system."""
     floors = {r["num_tokens"]: r["seconds"] for r in rows if r["system"] == FLOOR and is_ok(r)}
     best: dict[int, float] = {}
     for row in rows:

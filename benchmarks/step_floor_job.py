@@ -1,9 +1,9 @@
 """One launch of step.py: how fast kernels alone are here, and the step that they would allow.
 
-The floor of a step: attention of every layer at the rate of one causal kernel over all tokens with
-a rank's part of the heads, matrix products at the rate of a large one, forward and backward,
-nothing recomputed, and all else hidden behind them. Measured on all GPUs at once, and for as long
-as it takes them to get warm.
+The floor of a step has attention of every layer at the rate of one causal kernel over all tokens
+with a rank's part of the heads, matrix products at the rate of a large one, forward and backward,
+nothing recomputed, and all else hidden behind them. Rates are measured on all GPUs at once, and for
+as long as it takes them to get warm.
 """
 
 import json

@@ -23,7 +23,7 @@ from systems import Job, NotCovered, Shape, System
 from systems.model import checked_names, make_model, one_process, random_row
 
 OUT_OF_MEMORY = "out of memory"
-LOSS_TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}  # relative; bfloat16 there, float32 here
+LOSS_TOLERANCE = {"cuda": 2e-2, "cpu": 1e-4}  # relative; bfloat16 on CUDA, float32 on CPU
 GRADIENT_TOLERANCE = {"cuda": 5e-2, "cpu": 1e-3}
 
 
@@ -34,7 +34,7 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 
 
 def compare(system: System, row: torch.Tensor, expected: dict[str, float]) -> Row:
-    """One whole step on a small row, and how far it is from what one process gives. Collective."""
+    """Make one step on a small row, and compare its numbers with one process. Collective."""
     system.load(row)
     loss = system.loss()
     system.backward(loss)
@@ -122,14 +122,14 @@ def rates(timing: Timing, num_tokens: int, job: Job) -> Row:
 
 
 def peak_bytes(device: torch.device) -> tuple[int, int]:
-    """(allocated, reserved) since the counters were last reset; nothing is counted on the CPU."""
+    """(allocated, reserved) peaks since the counters were last reset; zeros on the CPU."""
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
 def largest(peaks: Sequence[tuple[int, int]]) -> Row:
-    """The peaks of all timed steps, on the rank with most. Collective."""
+    """The largest peaks of all timed steps and ranks. Collective."""
     ranks = [peak for mine in everyone(list(peaks)) for peak in mine]
     allocated, reserved = (max(values) for values in zip(*ranks, strict=True))
     return {"peak_allocated_gib": allocated / 2**30, "peak_reserved_gib": reserved / 2**30}
@@ -149,7 +149,7 @@ def build(job: Job, settings: dict[str, Any]) -> tuple[System, Row]:
 
 
 def run(job: Job, settings: dict[str, Any]) -> None:
-    """Append a row for each length, or one for all of them where none can be run."""
+    """Append a row for each length, or one for all lengths if the system isn't covered or right."""
 
     def say(row: Row) -> None:
         if job.rank == 0:

@@ -1,7 +1,7 @@
 """Where the time of a training step goes: a table by part, from what ran on one GPU.
 
 Every instant of the step belongs to one part. Computing comes first: communication counts only
-while nothing else runs, which is what better overlap could win.
+while nothing else runs. This is the time that better overlap could save.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch import nn
 STEP = "benchmark step"
 IDLE = "idle"
 COMMUNICATION = "exposed communication"
-# Where several run at once, the first named here has the time.
+# While several parts run at once, the time counts for the first of them in this order.
 PARTS = (
     "attention backward",
     "attention forward",
@@ -77,7 +77,7 @@ def _any(words: Iterable[str], text: str) -> bool:
 def microseconds_by_part(
     activities: Sequence[Activity], start_us: float, stop_us: float
 ) -> dict[str, float]:
-    """How long each part has the step, from `start_us` to `stop_us`; they sum up to all of it."""
+    """The time of each part from `start_us` to `stop_us`; the parts add up to the whole step."""
     edges = []
     for activity in activities:
         begin, end = max(activity.start_us, start_us), min(activity.stop_us, stop_us)
@@ -113,10 +113,10 @@ def activities_of(trace: dict[str, Any]) -> tuple[list[Activity], float, float]:
 
 
 def _with_ranges(events: Sequence[dict[str, Any]]) -> list[Activity]:
-    """The kernels of one stream with the ranges that they lie in."""
+    """The kernels of one stream, each with the ranges that contain it."""
     found: list[Activity] = []
     open_ranges: list[dict[str, Any]] = []
-    # A range comes before a kernel that starts with it.
+    # A range is sorted before a kernel that starts at the same time.
     for event in sorted(events, key=lambda e: (e["ts"], e.get("cat") != "gpu_user_annotation")):
         if event.get("cat") == "gpu_user_annotation":
             open_ranges.append(event)
@@ -130,9 +130,9 @@ def _with_ranges(events: Sequence[dict[str, Any]]) -> list[Activity]:
 
 @contextmanager
 def named(module: nn.Module, name: str) -> Iterator[None]:
-    """What `module.forward` starts is in a `record_function` range of this name.
+    """Record what `module.forward` starts in a `record_function` range of this name.
 
-    Not by hooks: the head of a patched model makes full logits for whoever looks at them.
+    This takes no hooks, since with hooks the head of a patched model would make full logits.
     """
     forward, own = module.forward, vars(module).get("forward")
 
@@ -153,10 +153,10 @@ def named(module: nn.Module, name: str) -> Iterator[None]:
 def profiled(step: Callable[[], object], model: nn.Module, device: torch.device) -> Row | None:
     """One step's milliseconds by part on rank 0; None without a GPU.
 
-    Collective: every rank runs two steps, of which the second counts, and all are recorded, so that
-    none waits for another that is slower for it. `by_rank` has the milliseconds of each, `kernels`
-    those of rank 0 that take most time, to judge the table by. What the model's head runs forward
-    counts as loss: a chunked loss computes its gradients there.
+    Collective: every rank runs two steps, of which the second counts. All ranks are recorded, since
+    one that is slowed down by recording would make the others wait. `by_rank` has each rank's
+    milliseconds, `kernels` the kernels of rank 0 that take most time, to judge the table by. What
+    the model's head runs in forward counts as loss: a chunked loss computes its gradients there.
     """
     if device.type != "cuda":
         for _ in range(2):

@@ -1,1 +1,1 @@
-"""The command line `longctx`. What it does lives in longctx_patch, for scripts to use too."""
+"""The command line `longctx`. The work is done in longctx_patch, which scripts can use too."""

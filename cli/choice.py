@@ -1,4 +1,4 @@
-"""An option that takes one of some names."""
+"""An option that takes one of several names."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from longctx_patch.rules.names import did_you_mean
 
 
 class Choice(click.Choice[str]):
-    """One of some names; another one is refused with the nearest."""
+    """One of several names; any other name is refused, with the nearest of them."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         try:

@@ -83,7 +83,7 @@ def _weights(decisions: Decisions) -> tuple[str, str]:
     settings = decisions.settings
     if settings.load_in_4bit:
         return "4 bits (NF4)", "--load-in-4bit: frozen, a whole copy in each process"
-    # FSDP2 with mixed precision makes float32 of what is trained.
+    # Under FSDP2 with mixed precision, trained weights are kept in float32.
     is_narrow = settings.dtype != "float32" and (settings.uses_lora or not decisions.options.fsdp)
     dtype, width = (settings.dtype, 2) if is_narrow else ("float32", 4)
     whole = decisions.num_parameters * width

@@ -44,7 +44,7 @@ NO_TEXT = "TEXT_FILE_OR_FOLDER"
 
 @dataclass(frozen=True, kw_only=True)
 class PatchOptions:
-    """The options of `longctx patch`, as click reads them; None where nothing was said."""
+    """The options of `longctx patch`, as click reads them; None for options not given."""
 
     out: Path
     seq_len: int
@@ -97,7 +97,7 @@ class PatchOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """All that the files and the summary are made of."""
+    """Everything from which the files and the summary are made."""
 
     options: PatchOptions
     settings: Settings
@@ -202,7 +202,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
 def _chosen(
     options: PatchOptions, settings: Settings, config: Any, degree: int, cluster: Cluster | None
 ) -> tuple[Way, str]:
-    """The degrees that the cost model takes for the model's layers and what its rows hold."""
+    """The degrees that the cost model takes for the model's layers and its rows' documents."""
     kind = MACHINES[settings.hardware] if cluster is None else cluster.hardware
     return choose_degrees(
         settings,

@@ -1,4 +1,4 @@
-"""Degrees of `longctx patch`: what options ask for is checked, all else the chooser decides."""
+"""Degrees of `longctx patch`: those that options name are checked, others are chosen."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ def asked_degrees(
     ulysses: int | None = None,
     ring: int | None = None,
 ) -> tuple[int, Way | None]:
-    """Ranks that share a row, all unless options say so, and how if they say that.
+    """(How many ranks share a row, by default all; the degrees, None if no option names one).
 
-    Raises ValueError for degrees that don't multiply to each other or to the number of ranks.
+    Raises ValueError if the degrees' product isn't the sequence degree or doesn't divide the ranks.
 
     Example:
         >>> asked_degrees(num_ranks=16, ring=2)
@@ -75,10 +75,10 @@ def choose_degrees(
     *,
     has_text: bool,
 ) -> tuple[Way, str]:
-    """The way in which `degree` ranks share a row, and why; the degrees of `settings` don't matter.
+    """The way in which `degree` ranks share a row, and why; the degrees of `settings` are ignored.
 
-    `hardware` is None for CPUs, of which nothing is predicted. With `has_text` there is text that
-    says how long documents are.
+    `hardware` is None for CPUs, for which nothing is predicted. With `has_text`, the lengths of
+    documents are taken from the text that `settings` names.
     """
     if degree == 1:
         return Way(1, 1), "one rank per sequence, so nothing is cut"
@@ -117,7 +117,7 @@ def _layers(seq_len: int, facts: ModelFacts, rows: RowSample) -> Counter[Workloa
 
 
 def _times(costs: Mapping[Way, Cost], num_layers: int) -> str:
-    """A layer's time in the way that is taken, and in the two fastest others."""
+    """A layer's time with the way that is taken, and with the two fastest others."""
     best = preferred(costs)
     others = sorted(costs.keys() - {best}, key=lambda way: costs[way].seconds)
     text = ", ".join(

@@ -30,11 +30,11 @@ DOCUMENTED: Figures = {
     "cudnn": {"causal": Rates(589, 528), "full": Rates(613, 530)},
     "torch_flash": {"causal": Rates(337, 320), "full": Rates(350, 318)},
 }
-_AREA = {"causal": 0.5, "full": 1.0}  # of a block
+_AREA = {"causal": 0.5, "full": 1.0}  # share of a block's pairs that is computed
 
 
 Row = dict[str, Any]
-"""What there is to say of one kernel, as `--json` prints it."""
+"""All facts about one kernel, as `--json` prints them."""
 
 
 @click.command("kernels")
@@ -112,7 +112,7 @@ def _measured(request: "KernelRequest", *, anew: bool) -> Mapping[str, "Measured
 
 
 def _auto(device_type: str, measured: Mapping[str, "Measured"]) -> str:
-    """The kernel that `auto` takes here for a causal mask; without a measurement, usually takes."""
+    """The kernel that `auto` takes here for a causal mask: as measured, else in the usual order."""
     from longctx_patch.kernels import available
     from longctx_patch.kernels.select.preference import measured_order
     from longctx_patch.kernels.select.registry import usual_order
@@ -163,7 +163,7 @@ def _row(
 
 
 def _missing(kernel: "Kernel") -> str | None:
-    """Why it can't be used; on a machine without a GPU also the package that would be needed."""
+    """Why a kernel can't be used; on a machine without a GPU also the package that it needs."""
     reason = kernel.refuses(typical_request(kernel.domain.device_type or "cpu"))
     package = _package(kernel)
     if reason is None or package is None or package.version is not None:

@@ -17,7 +17,7 @@ class ClearErrors(click.Group):
     """Shows what a user can fix (ValueError) as one message, without a traceback; exit code 1."""
 
     def invoke(self, context: click.Context) -> Any:
-        # Where it is installed it warns of a missing kernel on CPUs, whether it is used or not.
+        # bitsandbytes, if installed, warns of a missing CPU kernel even if nothing uses it.
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         try:
             return super().invoke(context)

@@ -1,4 +1,4 @@
-"""`longctx plan`: what fits on which GPUs, how fast, and with what memory; needs neither."""
+"""`longctx plan`: what fits on which GPUs, how fast and with how much memory; needs no GPU."""
 
 import dataclasses
 import json
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 KINDS = ", ".join(get_args(HardwareName))
 SHORT_ROW = 1024
-"""Tokens of the row that says why not even short ones fit."""
+"""Tokens of a short row: where no row fits, the report says why not even this one does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The options of `longctx plan`, as click reads them; None where nothing was said."""
+    """The options of `longctx plan`, as click reads them; None for options not given."""
 
     gpus: str
     seq_len: int | None
@@ -63,7 +63,7 @@ class PlanOptions:
         from longctx_patch.predict.run.shape import shape_of
         from longctx_patch.recipes.models import weights_dtype
 
-        # The planner counts any 16 bits as bfloat16.
+        # The planner counts every dtype of 16 bits as bfloat16.
         kept = weights_dtype(config, frozen=self.lora)
         usual: WeightsDtype = "float32" if kept == "float32" else "bfloat16"
         return Job(

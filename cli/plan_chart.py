@@ -10,7 +10,7 @@ from longctx_patch.predict.machines import GIB
 
 BARS = 12
 SMALL = 0.2
-"""Bars are drawn beside what may be taken unless the longest is shorter than this share of it."""
+"""The line of the memory that may be taken is drawn if the longest bar is over this share of it."""
 
 
 def draw(results: Sequence[Result], path: Path) -> None:

@@ -28,7 +28,7 @@ COMPONENTS = {
     "communication": "what arrives and leaves",
     "logits": "a chunk of the loss",
 }
-"""Words for the parts of memory whose names don't say it."""
+"""Explanations of those memory components whose names don't say enough."""
 _HEADER = (
     *("sp (ulysses x ring)", "plan", "checkpoint", "tiles", "peak GiB", "host GiB"),
     *("s/step", "rows", "tokens/s/GPU", "MFU"),
@@ -129,7 +129,7 @@ def _candidate(result: Result) -> dict[str, Any]:
 
 
 def _offload(result: Result) -> str:
-    """What of the training is in host memory."""
+    """Which parts of the training are in host memory."""
     parts = ["checkpoints"] if count_on_host(result.candidate.policies) else []
     parts += ["states"] if result.candidate.offload_states else []
     return " and ".join(parts) or "none"

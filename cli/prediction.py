@@ -14,9 +14,9 @@ from longctx_patch.recipes.settings import Settings
 def cluster_of(
     gpus: str, num_gpus: int, nodes: int, *, host_gib: float | None, cpu: bool
 ) -> Cluster | None:
-    """The GPUs that --gpus names, spread evenly over so many machines; None where it names no kind.
+    """The GPUs that --gpus names, spread evenly over `nodes` machines; None if it names no kind.
 
-    Raises ValueError for more GPUs than a machine has, and for a host's memory where nothing is
+    Raises ValueError for more GPUs than a machine has, and for a `host_gib` where nothing is
     predicted that could be compared with it.
     """
     if gpus.isdigit() or cpu:

@@ -1,4 +1,4 @@
-"""How long the documents of a run's rows are, from the first of its text."""
+"""How long the documents of a run's rows are, estimated from the first documents of its text."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -13,20 +13,20 @@ from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.documents import Documents
 
 TYPICAL_TOKENS = 2048
-"""Tokens of a document where no text says how long they are."""
+"""Tokens of a document, assumed where no text says how long documents are."""
 MOST_DOCUMENTS, MOST_TOKENS = 512, 2**20
-"""No more of the text is looked at."""
+"""At most so much of the text is read."""
 NUM_ROWS, PACKED_ROWS = 2, 4
-"""Rows that are looked at, of those that are packed."""
+"""About how many rows the sample has, and from how many packed rows they are taken."""
 PIECE = 2**17
-"""Characters that are tokenised at once: of a long document only the first matter."""
+"""Characters tokenised at a time: of a long document only the first `seq_len` tokens matter."""
 
 
 class RowSample(NamedTuple):
     """Some rows of a run."""
 
     lengths: list[tuple[int, ...]]
-    """The lengths of each row's documents; none for rows that are not packed."""
+    """The lengths of each row's documents; an empty tuple for a row that is not packed."""
     assumed: str = ""
     """Why lengths were assumed, if the text did not say."""
 
@@ -37,7 +37,7 @@ class RowSample(NamedTuple):
 
 
 def sample_rows(settings: Settings, *, has_text: bool) -> RowSample:
-    """Full rows of documents as long as the first of the text."""
+    """Full rows, packed from documents that are as long as the first ones of the text."""
     if not settings.pack:
         return RowSample([()])
     why = "--data would tell"
@@ -54,7 +54,7 @@ def sample_rows(settings: Settings, *, has_text: bool) -> RowSample:
 
 
 def _first_lengths(settings: Settings) -> Iterator[int]:
-    """Tokens of each of the first documents, a row's at most."""
+    """The number of tokens of each of the first documents, at most a row's."""
     tokenizer, total = models.load_tokenizer(settings), 0
     most = min(settings.seq_len, MOST_TOKENS)
     documents = texts.read_documents(settings.text, settings.text_field)
@@ -71,9 +71,9 @@ def _first_lengths(settings: Settings) -> Iterator[int]:
 
 
 def _packed(lengths: list[int], seq_len: int) -> list[tuple[int, ...]]:
-    """Some rows that the recipe would make of documents as long, again and again."""
+    """Some of the rows that the recipe would pack from documents of these lengths, repeated."""
     times = ceil(PACKED_ROWS * seq_len / sum(lengths))
     documents = ({"input_ids": np.zeros(n, np.int32)} for n in times * lengths)
     rows = [tuple(row["seq_lengths"]) for row in pack_rows(documents, seq_len)]
-    full = rows[:-1] or rows  # the last one has what is left
+    full = rows[:-1] or rows  # the last row may not be full
     return full[:: ceil(len(full) / NUM_ROWS)]

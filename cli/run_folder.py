@@ -28,7 +28,7 @@ def render(decisions: Decisions) -> str:
 
 
 def _settings_yaml(decisions: Decisions) -> str:
-    # --full, added to the command later, decides on a dtype of its own.
+    # `auto` stays, so that --full, if added to the command later, chooses its own dtype.
     values = dataclasses.asdict(decisions.settings) | {"dtype": decisions.options.dtype or "auto"}
     if not decisions.has_text:
         values["text"] = []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from longctx_patch.predict.machines import Hardware
 
 ULYSSES = "ulysses"
-"""All ranks exchange heads and none is left for a ring; not a plan of the ring part."""
+"""A value of --plan in which all ranks exchange heads, without a ring; it is not in PLANS."""
 
 DIRECTIONS = ("forward", "backward")
 HEADS = {"heads": 32, "kv_heads": 8, "head_dim": 128}
@@ -41,7 +41,7 @@ def _number(name: str, help: str, **options: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """The options of `longctx schedule`, as click reads them; None where nothing was said."""
+    """The options of `longctx schedule`, as click reads them; None for options not given."""
 
     plan: str | None
     compare: bool
@@ -208,7 +208,7 @@ def read_hardware(name: HardwareName, ranks_per_node: int | None) -> "Hardware":
 
 
 def _inner_ring(plan: str, ring: int, ulysses: int, hardware: "Hardware") -> int:
-    """Ring ranks of a machine, in which Ulysses ranks are consecutive."""
+    """The number of ring ranks of a machine; Ulysses ranks are consecutive in it."""
     per_node = hardware.gpus_per_node
     if per_node % ulysses == 0 and ring % (per_node // ulysses) == 0:
         return per_node // ulysses

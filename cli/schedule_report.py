@@ -46,10 +46,10 @@ def render(prediction: Prediction, caption: str) -> str:
 
 
 def balance_text(prediction: Prediction) -> str:
-    """How evenly work is split, and how long GPUs wait all the same.
+    """How evenly work is split, and how long GPUs wait in practice.
 
-    Ranks of a plan that sends what somebody sees only don't go step by step, so that their
-    imbalance by steps says nothing.
+    Ranks of SPARSE_PLAN, which sends only what some query sees, don't go step by step, so that an
+    imbalance by steps would say nothing of them.
     """
     waiting = f"Waiting in practice: {prediction.waiting_fraction:.1%} of the GPUs' time."
     if prediction.plan == SPARSE_PLAN:

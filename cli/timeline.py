@@ -34,7 +34,7 @@ WIDTH_INCHES = 11.0
 DPI = 110
 TOP_INCHES, BOTTOM_INCHES = 1.22, 0.55
 LEFT, RIGHT = 0.8 / WIDTH_INCHES, 1 - 0.25 / WIDTH_INCHES
-"""Edges of the rows, in parts of the width."""
+"""Edges of the rows, as shares of the picture's width."""
 LABEL_POINTS = 7.0
 FAINT_INK, RULE = "#5C5C5C", "#E3E3E3"
 
@@ -53,7 +53,7 @@ def draw(prediction: "Prediction", path: Path, *, caption: str) -> None:
     """Write the picture of a prediction made `with_timeline`; `caption` says what was assumed."""
     import matplotlib
 
-    # Read when a figure is made and again when it is written.
+    # matplotlib reads these when a figure is made, and again when it is written.
     with matplotlib.rc_context({"font.family": "DejaVu Sans", "hatch.linewidth": 0.7}):
         make_figure(prediction, caption).savefig(path, dpi=DPI)
 
@@ -69,7 +69,7 @@ def make_figure(prediction: "Prediction", caption: str) -> "Figure":
     axes = figure.subplots(gridspec_kw=edges | {"top": 1 - TOP_INCHES / height})
     _draw_rows(axes, prediction)
     compute, transfers = compute_boxes(prediction), transfer_boxes(prediction)
-    points = 72 * WIDTH_INCHES * (RIGHT - LEFT) / (1e3 * prediction.makespan_s)  # of a millisecond
+    points = 72 * WIDTH_INCHES * (RIGHT - LEFT) / (1e3 * prediction.makespan_s)  # per millisecond
     idle = [gap for gap in idle_boxes(compute, prediction) if gap.width_ms * points > 4]
     _draw_boxes(axes, [*compute, *transfers, *idle], points)
     _draw_labels(axes, compute, points)
@@ -98,7 +98,7 @@ def _draw_rows(axes: "Axes", prediction: "Prediction") -> None:
 
 
 def _draw_boxes(axes: "Axes", boxes: Iterable[Box], points: float) -> None:
-    """Draw boxes as one collection, which is much faster than one by one; hatch those of idling."""
+    """Draw boxes as one collection, which is much faster than one by one; hatch idle boxes."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -113,7 +113,7 @@ def _draw_boxes(axes: "Axes", boxes: Iterable[Box], points: float) -> None:
 
 
 def _look(style: Style, *, wide: bool = True) -> dict[str, Any]:
-    """How a box is drawn. A white outline parts neighbours; it would hide a box of a few pixels."""
+    """How a box is drawn. A white outline separates neighbours, but would hide a narrow box."""
     if style is IDLE:
         return {"facecolor": IDLE.colour, "edgecolor": IDLE.ink, "hatch": "/////", "linewidth": 0}
     outline = ("white", 0.7) if wide else (style.colour, 0.2)
@@ -179,5 +179,5 @@ def _draw_legend(
 
 
 def _from_top(figure: "Figure", inches: float) -> float:
-    """The place of a line so many inches from the top, as a part of the figure's height."""
+    """The height of a line `inches` below the top, as a share of the figure's height."""
     return 1 - inches / figure.get_figheight()

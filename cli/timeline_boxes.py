@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from longctx_patch.predict.attention.simulate import Span
 
 COMPUTE_LANE = (0.09, 0.56)
-"""Top and height, in parts of a rank's row."""
+"""Top and height, as shares of a rank's row."""
 TRANSFER_LANE = (0.69, 0.21)
 INK = "#1A1A1A"
 
@@ -52,7 +52,7 @@ TRANSFER_STYLES = {
 
 
 class Box(NamedTuple):
-    """A block on the page: milliseconds, and rows of ranks."""
+    """A box of the picture: horizontally in milliseconds, vertically in rows, one for each rank."""
 
     rank: int
     start_ms: float
@@ -139,7 +139,7 @@ def _hull(group: list[Box]) -> Box:
 
 
 def _parted(group: list[Box]) -> Iterator[Box]:
-    """Give each style of a group a part of the height of its own."""
+    """Give each style of a group its own part of the height."""
     styles = sorted({box.style for box in group})
     for box in group:
         height = box.height / len(styles)

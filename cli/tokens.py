@@ -8,7 +8,7 @@ import click
 MOST_TOKENS = 2**30
 UNITS = {"k": 2**10, "m": 2**20}
 NUMBER = r"(-?(?:\d[\d_]*|\d{1,3}(?:,\d{3})+)(?:\.\d+)?) ?([km]?)"
-"""A comma is one of thousands; 1,5M is not taken for 15M."""
+"""A comma separates thousands: 1,5M is refused, not read as 15M."""
 
 
 class Tokens(click.ParamType[int]):

@@ -35,7 +35,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """The options of `longctx verify`, as click reads them; None where nothing was said."""
+    """The options of `longctx verify`, as click reads them; None for options not given."""
 
     nproc: int | None = None
     ulysses: int | None = None
@@ -48,7 +48,7 @@ class VerifyOptions:
 
     @property
     def asked_ranks(self) -> int | None:
-        """The product of the degrees that were named; None without any."""
+        """The product of the degrees that were given; None if none was."""
         return (self.ulysses or 1) * (self.ring or 1) if self.ulysses or self.ring else None
 
 
@@ -111,7 +111,7 @@ def run(target: str, options: VerifyOptions) -> "Report":
 
 
 def load_target(target: str) -> Target:
-    """A run folder is one that holds the recipe's settings."""
+    """Load the model's config; a folder that holds the recipe's settings is a run folder."""
     from longctx_patch.hf.model.load import load_model_config
 
     folder = Path(target)
@@ -131,7 +131,7 @@ def load_target(target: str) -> Target:
 def choose_configs(
     found: Target, options: VerifyOptions, *, packed: bool
 ) -> list[LongContextConfig]:
-    """A run's own way to cut rows, or the degrees asked for or else every pair, in each layout."""
+    """The run's own config, or in each layout the degrees asked for, or else every pair of them."""
     from longctx_patch.verification import all_configs
 
     run = found.run
@@ -155,7 +155,7 @@ def choose_configs(
 
 
 def asked_degrees(options: VerifyOptions, num_ranks: int) -> tuple[int, int]:
-    """Ulysses and ring degree over `num_ranks`, where one of them is named at least."""
+    """Ulysses and ring degree over `num_ranks`, if at least one of them was given."""
     ulysses, ring, product = options.ulysses, options.ring, options.asked_ranks or 1
     if num_ranks % product or (ulysses and ring and product != num_ranks):
         given = {"--ulysses": ulysses, "--ring": ring}

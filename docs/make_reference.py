@@ -73,7 +73,7 @@ def config() -> Iterator[str]:
 
 
 def kind_of(annotation: Any) -> str:
-    """A field's type; choices as they are typed in Python."""
+    """A field's type; choices are written as in Python."""
     if get_origin(annotation) is Literal:
         return ", ".join(repr(choice) for choice in get_args(annotation))
     if get_args(annotation):
@@ -121,14 +121,14 @@ def entry(name: str, value: Any) -> Iterator[str]:
 
 
 def is_made_by_users(cls: type) -> bool:
-    """Whether somebody calls the class; the library alone makes exceptions and handles."""
+    """Whether users call the class; exceptions and handles are made by the library only."""
     if issubclass(cls, Exception) or cls is LongContextConfig:
         return False
     return not any(name.startswith("_") for name in inspect.signature(cls).parameters)
 
 
 def documented(value: Any) -> str:
-    """The docstring; none where a dataclass or a NamedTuple made one up."""
+    """The docstring; empty where a dataclass or a NamedTuple generated one."""
     text = inspect.getdoc(value) or ""
     return "" if text.startswith(f"{getattr(value, '__name__', '')}(") else text
 

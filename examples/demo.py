@@ -60,13 +60,13 @@ FINETUNE = [
 
 
 class DemoError(Exception):
-    """Something that the demo promises did not happen."""
+    """The demo did not show what it promises."""
 
 
 def main() -> None:
     started = time.monotonic()
     disable_progress_bar()
-    # peft asks transformers for a property by its old name, which no user could change.
+    # peft reads a property of transformers by its old name; users can't do anything about it.
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
     folder = output_folder(sys.argv[1:])
     print(f"demo: everything is written to {folder}")
@@ -154,7 +154,7 @@ def compare(ours: Path, reference: Path) -> float:
 
 
 def held_out_losses(folder: Path) -> tuple[float, float]:
-    """Loss on the files kept aside, before and after, by transformers and peft alone."""
+    """Loss on the files kept aside, before and after tuning, by transformers and peft alone."""
     final = folder / "two" / "final"
     config = AutoConfig.from_pretrained(final)  # carries the YaRN change
     base = AutoModelForCausalLM.from_pretrained(folder / "pretrain" / "final", config=config)

@@ -3,10 +3,10 @@
     torchrun --nproc_per_node 2 examples/import_and_patch.py     # two CPU processes, or two GPUs
     torchrun --nproc_per_node 2 examples/import_and_patch.py --packed
 
-A tiny Llama learns one row of 1,021 tokens, or rows of 512 that are packed of many documents, which
-don't see each other. Before patching, the loss of the first row is that of its documents, one by
-one, as transformers computes it; the patched model must give the same for the whole row, cut over
-any number of processes.
+A tiny Llama learns one row of 1,021 tokens or, with `--packed`, rows of 512 tokens that are packed
+from many documents, which don't see each other. Before patching, transformers computes the loss of
+the first row's documents one by one. The patched model must give the same loss for the whole row,
+cut over any number of processes.
 """
 
 import os
@@ -33,7 +33,7 @@ TINY = LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-# Any lengths will do: those of packed documents are 1 to 205.
+# Any lengths will do; packed documents have 1 to 205 tokens.
 LENGTHS = [1 + 131 * n % 211 for n in range(30)] if "--packed" in sys.argv else [1021]
 DOCUMENTS = [
     {"input_ids": [(7 * t + t * t // 5 + n) % TINY.vocab_size for t in range(length)]}
@@ -61,7 +61,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
-    # Each row has documents, so plans, of its own: made beside the step before it.
+    # Each row has other documents and so other plans, which are made during the step before it.
     for batch in handle.plan_ahead(collate([row]) for row in rows * (5 // len(rows) or 1)):
         # This process's share of the mean over all tokens.
         loss = model(**send_to_device(batch, accelerator.device)).loss
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def loss_of_documents(model: LlamaForCausalLM, documents: tuple[torch.Tensor, ...]) -> float:
-    """The mean over all tokens that have a next one in their document, by transformers alone."""
+    """The mean loss of all tokens with a next token in their document, by transformers alone."""
     learnt = [ids[None] for ids in documents if len(ids) > 1]
     sums = [model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1) for ids in learnt]
     return sum(sums) / sum(ids.shape[1] - 1 for ids in learnt)

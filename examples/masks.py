@@ -1,8 +1,8 @@
-"""Masks: the operator alone, over four virtual ranks in one process, against dense attention.
+"""Masks: compare the operator, over four virtual ranks in one process, with dense attention.
 
     python examples/masks.py
 
-A rank gets only the keys that its queries see: the bytes say how sparse each mask is.
+A rank gets only the keys that its queries see, so the printed bytes show how sparse each mask is.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
 """Checkpoints that a run resumes from exactly, and models that plain transformers and peft load.
 
 `output/checkpoints/step_000010/` holds `model/` (loadable), `state/` (trained weights and
-optimizer, by torch.distributed.checkpoint: any world can read it), scheduler, random states and
-`run.json`, which is written last and makes the checkpoint complete. Several machines need one
-shared output folder.
+optimizer, by torch.distributed.checkpoint: any number of processes can read it), scheduler, random
+states and `run.json`, which is written last and makes the checkpoint complete. Several machines
+need one shared output folder.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ together; loading the adapter alone would take the base model's own RoPE.
 
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
-    """What changes while training and has to be brought back."""
+    """What changes while training and has to be restored."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -68,7 +68,8 @@ class TrainState:
 
 
 def fingerprint(settings: Settings, order: RowOrder, processes: int) -> dict[str, Any]:
-    """What a resumed run must share with the run that it continues, and the world of that run."""
+    """What a resumed run must share with the run that it continues (`exact`), and that run's world:
+    its processes and how they share rows."""
     values = dataclasses.asdict(settings)
     return {
         "exact": {
@@ -81,7 +82,7 @@ def fingerprint(settings: Settings, order: RowOrder, processes: int) -> dict[str
 
 
 def check_output(settings: Settings) -> Path | None:
-    """Refuse an output folder that holds files, or one without checkpoint for `resume`.
+    """Refuse an output folder that holds files or, with `resume`, one without a checkpoint.
 
     Returns the checkpoint to go on from, None for a new run. Changes nothing.
     """
@@ -103,7 +104,7 @@ def check_output(settings: Settings) -> Path | None:
 
 
 def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
-    """Refuse to resume where the numbers would differ from those of the run that was begun."""
+    """Refuse to resume where the numbers would differ from those of an uninterrupted run."""
     then = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["fingerprint"]
     free = {"max_steps"} if now["exact"]["scheduler"].startswith("constant") else set()
     # If the version that began the run had no such setting, it ran with the default.
@@ -150,7 +151,7 @@ def save_checkpoint(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer, but errors of its threads are raised: a full disk would go unnoticed."""
+    """torch's writer, but errors of its threads are raised; else a full disk would go unnoticed."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         done = super().write_data(plan, planner)
@@ -182,12 +183,12 @@ def load_checkpoint(accelerator: Any, state: TrainState, folder: Path) -> None:
 def export_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path, *, seed: int) -> None:
     """Save the adapter or the model, its config and tokenizer; every process calls this.
 
-    `seed` is the run's, from which the base model of an adapter may have its weights.
+    `seed` is the run's: an adapter's base model may have random weights that were made from it.
     """
     inner = accelerator.unwrap_model(model)
     adapter = hasattr(inner, "peft_config")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
-    weights = get_model_state_dict(model, options=options)  # whole on rank 0, collective
+    weights = get_model_state_dict(model, options=options)  # collective; only rank 0 gets them
     weights = _without_frozen(weights, model)
     if accelerator.is_main_process:
         extra = {"save_embedding_layers": False} if adapter else {}
@@ -221,7 +222,7 @@ def _tensors(state: TrainState) -> dict[str, Any]:
 
 
 def _without_frozen(weights: dict[str, Any], model: Any) -> dict[str, Any]:
-    """The weights without those of frozen modules: quantised ones keep scales under their names."""
+    """Drop frozen weights, with the scales that quantised ones keep under their names."""
     parameters = model.named_parameters()
     frozen = tuple(f"{n.removeprefix('module.')}." for n, p in parameters if not p.requires_grad)
     return {name: value for name, value in weights.items() if not name.startswith(frozen)}
@@ -234,7 +235,7 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 
 @contextlib.contextmanager
 def _one_process_is_fine() -> Iterator[None]:
-    """torch warns of a single process even where `no_dist` says that it is meant."""
+    """Silence torch's warning of a single process, which `no_dist` already announces."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled", category=UserWarning

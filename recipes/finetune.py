@@ -89,7 +89,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     handle = patch(model, settings.sequence_parallelism())
     state = build_state(settings, accelerator, model)
 
-    # Nothing was written so far: whatever was refused above has left no trace.
+    # Nothing was written so far, so a refusal above leaves no files behind.
     output = Path(settings.output)
     accelerator.wait_for_everyone()
     output.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def train_steps(
     writes = accelerator.is_main_process
     metrics = MetricsFile(Path(settings.output), writes=writes, first_step=state.step)
     bar = ProgressBar(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")
-    # The plans of a step's batches are made beside the step before it.
+    # The plans of a step's batches are made during the step before it.
     ahead = handle.plan_ahead(
         micro_batches(data, range(state.step, settings.max_steps)),
         depth=settings.gradient_accumulation_steps,
@@ -130,7 +130,7 @@ def train_steps(
     while state.step < settings.max_steps:
         batches = list(islice(ahead, settings.gradient_accumulation_steps))
         values = train_step(settings, accelerator, state, batches)
-        handle.reserve_host(0)  # the optimizer has its states
+        handle.reserve_host(0)  # the optimizer has made its states
         kept = {
             "layers_not_recomputed": handle.checkpointing.num_whole_layers,
             "layers_offloaded": handle.checkpointing.num_offloaded_layers,
@@ -198,7 +198,7 @@ def build_data(settings: Settings, tokenizer: Any) -> Data:
             tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         ),
         packed=settings.pack,
-        # The rows of a forward become one, always of one length, so that memory is used again.
+        # The rows of a forward become one row, always of the same length, so that memory is reused.
         pad_to_length=settings.seq_len * settings.batch_size if settings.pack else 0,
     )
     return Data(order, collator, replica, packed)
@@ -212,16 +212,16 @@ def micro_batches(data: Data, steps: range) -> Iterator[dict[str, torch.Tensor]]
 
 
 def build_state(settings: Settings, accelerator: Any, model: Any) -> checkpoints.TrainState:
-    """Optimizer and scheduler over what is trained, and the model wrapped for this world."""
+    """The optimizer of the trained weights, its scheduler, and the model wrapped for this world."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         trained,
         lr=settings.learning_rate,
         weight_decay=settings.weight_decay,
-        # The fused kernel saves the copies of all weights that torch's default makes.
+        # torch's default makes copies of all weights, which the fused kernel doesn't need.
         fused=accelerator.device.type == "cuda",
     )
-    # It is not prepared by accelerate: a checkpoint holds its own state.
+    # The scheduler is not prepared by Accelerate: checkpoints save torch's own state of it.
     scheduler = get_scheduler(
         settings.scheduler,
         optimizer,
@@ -235,7 +235,7 @@ def build_state(settings: Settings, accelerator: Any, model: Any) -> checkpoints
 def check_memory(
     accelerator: Any, state: checkpoints.TrainState, handle: PatchHandle, data: Data
 ) -> None:
-    """Rehearse a step with three layers on a GPU, and say what a whole one is expected to take."""
+    """Rehearse a step with three layers on a GPU, and print the memory predicted for all layers."""
     batch = next(micro_batches(data, range(state.step, state.step + 1)))
     batch = {name: value.to(accelerator.device) for name, value in batch.items()}
     tokens = count_valid_tokens([batch])
@@ -300,7 +300,8 @@ def train_step(
 def gradients_stay_local(
     accelerator: Any, model: Any, *, until_last: bool
 ) -> AbstractContextManager[Any]:
-    """Skip DDP's all-reduce before the last micro batch; FSDP2 would keep whole gradients."""
+    """Skip DDP's all-reduce before the last micro batch. Not under FSDP2, which would then keep
+    unsharded gradients."""
     if until_last and not accelerator.is_fsdp2:
         return accelerator.no_sync(model)
     return nullcontext()

@@ -1,4 +1,4 @@
-"""How the recipe is started, and how it ends where it refuses to."""
+"""Checks how the recipe was started, and ends it with one message where it refuses a run."""
 
 import json
 import os
@@ -14,15 +14,15 @@ import yaml
 from longctx_patch.recipes.memory_report import OutOfMemory
 
 SECONDS_AFTER_RANK_0 = 5.0
-"""Other processes wait so long before they repeat a refusal; if rank 0 of their machine refused,
-the launcher has ended them by then."""
+"""How long other processes wait before they repeat a refusal. If rank 0 of their machine refused
+too, the launcher ends them before, so the message appears once."""
 
 
 def check_launcher(settings_file: Path | None) -> None:
-    """Refuse a run folder without the launcher that reads the accelerate.yaml in it.
+    """Refuse a run folder that was not started by the launcher that reads its accelerate.yaml.
 
-    FSDP2 and mixed precision stand in that file alone: torchrun or srun would train copies of the
-    model in float32 and say nothing.
+    FSDP2 and mixed precision stand in that file only: under torchrun or srun, the run would
+    silently train whole copies of the model in float32.
     """
     launch_file = settings_file and settings_file.parent / "accelerate.yaml"
     if not launch_file or not launch_file.is_file():
@@ -55,7 +55,7 @@ def one_message(program: str) -> Iterator[None]:
 
 
 def _say(message: str) -> None:
-    """Print what every process of a machine may have to say once, and hand it to the launcher."""
+    """Print a message that every process of a machine may have, and hand it to the launcher."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SECONDS_AFTER_RANK_0)
     print(message, file=sys.stderr, flush=True)

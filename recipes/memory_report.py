@@ -36,7 +36,7 @@ def explained(settings: Settings, config: Any, accelerator: Any) -> Iterator[Non
 
 
 def out_of_memory(said: str, settings: Settings, config: Any, accelerator: Any) -> OutOfMemory:
-    """An error with the first line of what was `said`, memory used and predicted, and a change."""
+    """An error with the first line of `said`, the memory used and predicted, and what to change."""
     device, num_gpus = accelerator.device, accelerator.num_processes
     total = torch.cuda.get_device_properties(device).total_memory
     now, most = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
@@ -69,7 +69,7 @@ def out_of_memory(said: str, settings: Settings, config: Any, accelerator: Any) 
 
 
 def _for_the_recipe(text: str) -> str:
-    """The advice with the recipe's flags; the launcher's YAML says where states are."""
+    """The advice in the recipe's flags. Where states are is set in the launcher's YAML instead."""
     text = text.replace("--rank", "--lora-rank")
     return text.replace(" --states-on-host", " and fsdp_offload_params: true in accelerate.yaml")
 

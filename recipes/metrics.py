@@ -13,7 +13,7 @@ class MetricsFile:
     """Appends steps to `metrics.jsonl`; does nothing in processes that should not write."""
 
     def __init__(self, folder: Path, *, writes: bool, first_step: int) -> None:
-        """Steps after `first_step` are dropped from an existing file: they will be run again."""
+        """Lines of later steps than `first_step` are removed: these steps will be run again."""
         self._path = folder / METRICS_FILE if writes else None
         if self._path is not None and self._path.exists():
             kept = [line for line in read_metrics(folder) if line["step"] <= first_step]

@@ -46,8 +46,8 @@ def load_config(settings: Settings) -> PreTrainedConfig:
 def weights_dtype(config: PreTrainedConfig, *, frozen: bool, on_cpu: bool = False) -> DtypeName:
     """The dtype that weights are loaded in where none was asked for.
 
-    Frozen weights on a GPU keep the dtype that the model's config names. What is trained is float32
-    in the optimizer, and the CPU computes in float32.
+    Frozen weights on a GPU keep the dtype that the model's config names. All others are float32,
+    in which the optimizer holds trained weights, and in which the CPU computes.
     """
     name = str(getattr(config, "dtype", None)).removeprefix("torch.")
     keeps = frozen and not on_cpu and name in ("bfloat16", "float16")
@@ -55,7 +55,7 @@ def weights_dtype(config: PreTrainedConfig, *, frozen: bool, on_cpu: bool = Fals
 
 
 def with_dtype(settings: Settings, config: PreTrainedConfig, *, on_cpu: bool) -> Settings:
-    """The settings with `dtype: auto` decided; weights of 4 bits are computed in bfloat16."""
+    """The settings with `dtype: auto` resolved; weights of 4 bits are computed with in bfloat16."""
     if settings.dtype != "auto":
         return settings
     found = weights_dtype(config, frozen=settings.uses_lora, on_cpu=on_cpu)
@@ -88,7 +88,8 @@ def load_model(
 ) -> PreTrainedModel:
     """The model in `settings.dtype`; random weights follow torch's current seed.
 
-    It is on the CPU. Weights of 4 bits are on `device`, where they are made while they are loaded.
+    The model is on the CPU, but weights of 4 bits are on `device`, where they are quantised while
+    loading.
     """
     dtype = getattr(torch, settings.dtype)
     if is_bare_config(settings.model):
@@ -165,7 +166,7 @@ def add_lora(model: PreTrainedModel, settings: Settings) -> Any:
         target_modules="all-linear" if everything else settings.lora_targets,
     )
     with warnings.catch_warnings():
-        # peft asks transformers for a property by its old name, which no user could change.
+        # peft reads a property of transformers by its old name; users can't do anything about it.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
         return get_peft_model(model, adapter)
 
@@ -184,7 +185,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def check_head(config: PreTrainedConfig) -> None:
-    """Refuse a checkpoint of another kind of model: its head would be one of random weights."""
+    """Refuse a checkpoint without a language-model head, which would get random weights."""
     names = config.architectures or []
     if names and not any("CausalLM" in name for name in names):
         raise ValueError(

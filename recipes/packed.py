@@ -1,4 +1,4 @@
-"""Documents packed into rows, in which none sees another."""
+"""Documents packed into rows; documents of a row don't see each other."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from .texts import NO_TEXT, tokens_of
 
 
 class PackedText(NamedTuple):
-    """Rows of several documents, and what came of packing them."""
+    """Rows of several documents, and how well they are filled."""
 
     rows: list[np.ndarray]
     """int32 tokens, of `seq_len` at most."""
@@ -26,8 +26,8 @@ def pack_documents(documents: Iterable[str], tokenizer: Any, *, seq_len: int) ->
     """Fill rows of `seq_len` tokens, best fit first; each document is closed by the eos token.
 
     A document longer than a row is cut into documents of `seq_len` tokens and a rest. They don't
-    see each other, and nobody learns the first token after a cut. A row that has nothing to learn
-    (the rest of such a document, of one token, that fitted nowhere) is left out.
+    see each other, and the first token after a cut is not predicted. A row in which nothing is
+    predicted (a rest of one token that fitted into no other row) is left out.
 
     Every process computes the same rows. Raises ValueError without any text.
     """

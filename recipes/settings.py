@@ -1,9 +1,9 @@
 """Settings of the fine-tuning recipe: one frozen dataclass, filled from a YAML file and from flags.
 
 A key of the YAML file is the name of a field, a flag is the same name with dashes
-(`max_steps: 100`, `--max-steps 100`); a flag wins over the file, `--full` over its `lora` too, and
-the other way round. Relative paths are taken from the current directory. Checks that need nothing
-but the values are made here.
+(`max_steps: 100`, `--max-steps 100`). A flag overrides the file; `--full` also overrides `lora` in
+the file, and `--lora` overrides `full`. Relative paths are taken from the current directory. Checks
+that need only the values are made here.
 """
 
 # ruff: noqa: RUF009  # setting() returns a dataclasses.field, which ruff cannot see
@@ -54,7 +54,7 @@ def _parallelism_settings() -> Iterator[tuple[str, Any, Any]]:
     kinds = get_type_hints(LongContextConfig)
     for field in dataclasses.fields(LongContextConfig):
         name, kind = SHORT_NAMES.get(field.name, field.name), kinds[field.name]
-        # LongContextConfig says which names exist, and names the nearest.
+        # Strings, since LongContextConfig itself refuses unknown names, with the nearest one.
         is_name = any(get_origin(part) is Literal for part in (kind, *get_args(kind)))
         help_text = texts[field.name].replace("%", "%%")
         default = OTHER_DEFAULTS.get(name, field.default)
@@ -235,7 +235,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
 
 
 def _typed(path: Path, key: str, value: Any, wanted: Any) -> Any:
-    """`value` as the field's type: YAML 1.1 reads 1e-4 as a string and a lone path as no list."""
+    """`value` as the field's type: YAML 1.1 reads 1e-4 as a string, and one path isn't a list."""
     kinds = [kind for kind in get_args(wanted) if kind is not type(None)]
     if get_origin(wanted) is list:
         return [str(item) for item in value] if isinstance(value, list) else [str(value)]

@@ -1,7 +1,7 @@
-"""Text becomes rows of tokens, and each step takes some of them.
+"""Makes rows of tokens from text, and says which of them each step takes.
 
 Everything here is a pure function of the files and the settings: every process computes the same
-rows, and the rows of a step follow from its number alone, so that a run can go on anywhere.
+rows, and the rows of a step follow from its number alone, so that a run can resume at any step.
 All tokens are held in memory, 4 bytes each.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 Row = dict[str, list[int]]
 
 TABLE_FILES = {".parquet": "parquet", ".arrow": "arrow"}
-"""Files of tables, and the builder of the package datasets that reads them."""
+"""Endings of table files, and the builder of the package datasets that reads each."""
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 
 NO_TEXT = "no text found: the sources of text hold only empty documents."

@@ -1,4 +1,4 @@
-"""Attention over ranks as ours and others provide it: what `attention_job.py` times.
+"""Operators for attention over ranks, ours and others', which `attention_job.py` times.
 
 A module here has `candidates(job)`. Importing it must need nothing but torch and this project:
 the package that it wraps is imported inside.
@@ -19,7 +19,7 @@ FASTEST = "the fastest kernel"
 
 
 class NotCovered(Exception):
-    """A candidate doesn't compute this problem; says why."""
+    """A candidate doesn't compute this problem; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Prepared:
     positions: Tensor
     """int64 `[L]`: which tokens of the sequence this rank holds."""
     run: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(q_BLHD, k_BLGD, v_BLGD) of these tokens to out_BLHD, differentiable."""
+    """Maps (q_BLHD, k_BLGD, v_BLGD) of these tokens to out_BLHD, differentiably."""
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered around forward and backward."""
 
@@ -68,13 +68,13 @@ class Candidate:
 
 
 def contiguous(problem: Problem, job: Job) -> Tensor:
-    """Positions of this rank's tokens, where ranks hold one run each."""
+    """Positions of this rank's tokens, if each rank holds one run of tokens."""
     length = problem.num_tokens // job.num_ranks
     return torch.arange(job.rank * length, (job.rank + 1) * length, device=job.device)
 
 
 def zigzag(problem: Problem, job: Job) -> Tensor:
-    """Positions where each rank holds a chunk from the start and one from the end."""
+    """Positions of this rank's tokens, if each has a chunk from the start and one from the end."""
     chunks = torch.arange(problem.num_tokens, device=job.device).chunk(2 * job.num_ranks)
     return torch.cat([chunks[job.rank], chunks[2 * job.num_ranks - 1 - job.rank]])
 
@@ -86,7 +86,7 @@ def edges_of(problem: Problem, job: Job) -> Tensor:
 
 
 def window_of(problem: Problem) -> tuple[int, int]:
-    """The window in FlashAttention's words, which don't count the token itself."""
+    """The window as FlashAttention counts it, without the token itself."""
     return (-1, -1) if problem.window is None else (problem.window - 1, 0)
 
 

@@ -45,7 +45,7 @@ def _prepare(job: Job, masks: tuple[str, ...], core: Core | None, problem: Probl
     kv_heads, ranks = problem.num_kv_heads, job.num_ranks
     if problem.num_heads % ranks or (kv_heads % ranks and ranks % kv_heads):
         raise NotCovered(f"{problem.num_heads}/{kv_heads} heads over {ranks} ranks")
-    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")  # nothing of it is compiled here
+    os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")  # none of DeepSpeed's ops is compiled here
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
@@ -74,12 +74,12 @@ def _prepare(job: Job, masks: tuple[str, ...], core: Core | None, problem: Probl
 def _sdpa(
     backend: SDPBackend, module: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Do what transformers' sdpa function comes down to without a mask: out `[B, N, H, D]`."""
+    """Compute what transformers' sdpa function does without a mask: out `[B, N, H, D]`."""
     return causal_attention(q, k, v, backend).transpose(1, 2).contiguous(), None
 
 
 def _flash(problem: Problem, job: Job) -> Core:
-    """Make what transformers' flash_attention_2 comes down to with known document boundaries."""
+    """Make a function that does what transformers' flash_attention_2 does for known documents."""
     from operators.flash_attn_2_over_torch import install
 
     install()

@@ -1,10 +1,9 @@
-"""Stands in for the package flash-attn 2 where it isn't installed, for the peers that import it.
+"""Replaces the package flash-attn 2 where it isn't installed, for the peers that import it.
 
 torch ships the same FlashAttention-2 kernels as ops (`aten::_flash_attention_forward`), so peers
-run without building the package. What differs: the package writes gradients into given tensors, the
-ops return new ones, so each backward costs a copy of dq, dk and dv more (1 to 2 % of a block of
-16,384 tokens on an H200). On CPU, for trying the scripts and for tests, plain torch computes the
-same.
+run without building the package. The package writes gradients into given tensors, but the ops
+return new ones, so each backward copies dq, dk and dv once more (1 to 2 % of a block of 16,384
+tokens on an H200). On CPU, for trying the scripts and for tests, plain torch computes the same.
 
 Only what ring-flash-attn 0.1.8, yunchang 0.6.4, `operators/alst.py` and tests use is here.
 """
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-VERSION = "2.8.3"  # whose signatures these are
+VERSION = "2.8.3"  # the version whose signatures these are
 _LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 _RULE = (
     "dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, "
@@ -33,8 +32,8 @@ _UNUSED = "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False"
 def install() -> str:
     """Make `import flash_attn` work; returns which one it is.
 
-    The package itself is taken where it is installed. flash-attn 4 has the same top-level name and
-    none of these functions: it is hidden from this process then.
+    The package itself is taken where it is installed. Otherwise an installed flash-attn 4, which
+    has the same top-level name but none of these functions, is hidden from this process.
     """
     if "flash_attn" not in sys.modules and _package_is_there():
         import flash_attn
@@ -76,7 +75,7 @@ def function(name: str, parameters: str, run: Callable[..., Any]) -> Callable[..
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor, None, None]:
-    """(out like q, lse, nothing, nothing): `[B, H, L]` or, of packed rows, `[H, tokens]`."""
+    """(out like q, lse, None, None); lse is `[B, H, L]` or, for packed rows, `[H, tokens]`."""
     from longctx_patch.kernels.backends.torch_flash import flash_forward
 
     if q.is_cuda:
@@ -156,7 +155,7 @@ def _plain_kernel() -> Any:
 
 
 def _readable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The ops read the last dim as contiguous, as the package sees to."""
+    """Make last dims contiguous, as the ops need and the package does by itself."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)
 
 

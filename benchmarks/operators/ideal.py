@@ -1,6 +1,6 @@
 """One kernel on one rank's part of the work, on all GPUs at once, with nothing sent.
 
-Clocks drop when all GPUs are busy, so one GPU alone would be too good an ideal.
+Clocks drop when all GPUs are busy, so a kernel that runs on one GPU alone would be too fast.
 """
 
 from functools import partial

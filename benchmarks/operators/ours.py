@@ -65,7 +65,7 @@ def grid(num_ranks: int, plans: Sequence[str], kernel: str) -> Iterator[dict[str
 
 def _candidate(text: str, job: Job) -> Candidate:
     config = config_of(text)
-    # Made at its first use, for most of a grid may be filtered out.
+    # Made at first use, since most of a grid may be filtered out.
     group = cache(partial(make_sequence_group, config))
 
     def close() -> None:

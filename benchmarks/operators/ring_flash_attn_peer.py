@@ -21,7 +21,7 @@ from operators import (
 )
 from operators.flash_attn_2_over_torch import install
 
-STRIDES = (1, 4)  # key-value heads that are gathered at once; 1 is what its README uses
+STRIDES = (1, 4)  # key-value heads that are gathered at once; the package's README uses 1
 
 
 def candidates(job: Job) -> list[Candidate]:

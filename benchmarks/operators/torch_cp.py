@@ -1,8 +1,8 @@
 """torch's context parallelism (a ring over head-tail chunks), set up as Accelerate does.
 
 It works by replacing `torch.nn.functional.scaled_dot_product_attention` by name while its context
-is open: the function has to be looked up at each call. A reference taken beforehand stays the local
-attention, which looks like four times the ideal speed. CUDA only.
+is open, so the function has to be looked up at each call. A reference that was taken before stays
+local attention, which looks like four times the ideal speed. CUDA only.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ ROTATIONS = ("allgather", "alltoall")
 
 
 def candidates(job: Job) -> list[Candidate]:
-    """Both rotations with both kernels that it takes."""
+    """Both rotations, each with both kernels that torch's context parallelism takes."""
     return [
         Candidate(f"{rotation}, {kernel}", kernel, partial(_prepare, job, rotation, kernel))
         for rotation, kernel in product(ROTATIONS, KERNELS)

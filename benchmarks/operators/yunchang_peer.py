@@ -18,7 +18,7 @@ KERNELS = {"FA": "torch_flash", "FA3": "flash_attn_3"}
 
 
 def candidates(job: Job) -> list[Candidate]:
-    # The ring of one comes last: its backward sends to itself, which not every backend does.
+    # A ring of one comes last: in its backward a rank sends to itself, which some backends can't.
     degrees = [
         (ulysses, job.num_ranks // ulysses)
         for ulysses in range(1, job.num_ranks + 1)
@@ -71,7 +71,7 @@ def _groups(yunchang: Any, ulysses: int, ring: int, rank: int, num_ranks: int) -
 
 
 def _set_groups(yunchang: Any, ulysses: int, ring: int, job: Job) -> None:
-    """It looks its groups up in a singleton."""
+    """Put the groups into the singleton in which yunchang looks them up."""
     from yunchang.globals import PROCESS_GROUP
 
     groups = _groups(yunchang, ulysses, ring, job.rank, job.num_ranks)

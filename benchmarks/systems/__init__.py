@@ -1,4 +1,4 @@
-"""Training steps over long rows as ours and others do them: what `step_job.py` times.
+"""Systems that make training steps over long rows, ours and others', timed by `step_job.py`.
 
 A module here has `build(job, model, options)`, which returns a `System`. Importing it must need
 nothing but torch, transformers, Accelerate and this project: other packages are imported inside.
@@ -21,7 +21,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "module.")
 
 
 class NotCovered(Exception):
-    """A system can't run this; says why."""
+    """A system can't run this; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class System(Protocol):
     warm_up_steps: int
 
     def load(self, row: Tensor) -> None:
-        """The row `[1, N]` of the steps to come, whole and the same on every rank."""
+        """Take the row `[1, N]` for the next steps, which is whole and the same on every rank."""
         ...
 
     def loss(self) -> Tensor:
@@ -96,7 +96,7 @@ class System(Protocol):
         ...
 
     def update(self) -> None:
-        """The optimizer's step, and gradients cleared."""
+        """Make the optimizer's step, and clear the gradients."""
         ...
 
     def details(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class System(Protocol):
 
 
 class TorchTrained:
-    """The part of a system whose gradients are where torch keeps them."""
+    """Gradient norm and update for systems whose gradients are in `parameter.grad`."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -137,7 +137,7 @@ def mean_loss(logits: Tensor, labels: Tensor, num_tokens: int, num_ranks: int) -
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers have put before and into it."""
+    """A parameter's name without the prefixes and infixes of wrappers."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -161,9 +161,9 @@ def make_optimizer(parameters: Iterable[nn.Parameter], device: torch.device) -> 
 
 
 def take(options: dict[str, Any], **choices: tuple[Any, ...]) -> dict[str, Any]:
-    """Options by name, each one of its choices, of which the first is the default.
+    """Options by name. Each must be one of its choices, of which the first is the default.
 
-    Raises ValueError for others, which would be timed as something else than what was asked for.
+    Raises ValueError for others; else something would be timed that was not asked for.
     """
     unknown = sorted(options.keys() - choices.keys())
     if unknown:

@@ -50,7 +50,7 @@ class AccelerateContextParallel(TorchTrained):
         self._row = row
 
     def loss(self) -> Tensor:
-        """Opens the context that `backward` closes: attention has to be replaced in both."""
+        """Open the context that `backward` closes, since attention has to be replaced in both."""
         ids, labels = self._row.clone(), next_tokens(self._row)
         num_tokens = ids.shape[1]
         positions = torch.arange(num_tokens, device=ids.device)[None]
@@ -71,7 +71,7 @@ class AccelerateContextParallel(TorchTrained):
 
     @contextmanager
     def _cut(self, *whole: Tensor) -> Iterator[None]:
-        """Tensors `[1, N]` are cut in place, and stay so."""
+        """Cut tensors `[1, N]` in place; they stay cut."""
         with self._accelerator.maybe_context_parallel(
             buffers=list(whole), buffer_seq_dims=[1] * len(whole), no_restore_buffers=set(whole)
         ):

@@ -31,7 +31,7 @@ class Alst:
     warm_up_steps = 2
 
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
-        # Nothing of it is compiled here, so the toolkit's version doesn't matter.
+        # None of DeepSpeed's ops is compiled here, so the toolkit's version doesn't matter.
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
         self._job, self._loss_kind = job, options["loss"]
         use_options(model, self._loss_kind, liger=options["liger"])
@@ -65,7 +65,7 @@ class Alst:
         return output.loss * self._job.num_ranks
 
     def backward(self, loss: Tensor) -> None:
-        # accelerator.backward would step at once, and gradients would be gone.
+        # accelerator.backward would also step the optimizer, and gradients would be gone.
         self.model.backward(loss)
 
     def gradient_norm(self, name: str) -> float:

@@ -1,4 +1,4 @@
-"""The model that all systems train: a Llama with random weights, alike in every process."""
+"""The model that all systems train: a Llama with random weights, the same in every process."""
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ def random_row(num_tokens: int, shape: Shape, device: torch.device) -> Tensor:
 
 def checkpoint_layers(model: PreTrainedModel, *, offload: bool = False) -> None:
     """transformers' own checkpointing of every layer; `offload` keeps their inputs on the host."""
-    # Renamed in transformers 5.23.
+    # The method has this name since transformers 5.23.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False}, offload=offload)
 
@@ -67,7 +67,7 @@ def use_options(model: nn.Module, loss: str, *, liger: bool) -> None:
 
 
 def checked_names(shape: Shape) -> list[str]:
-    """Parameters whose gradients tell right attention from wrong: of the first and last layer."""
+    """Parameters of the first and last layer whose gradients show whether attention is right."""
     layers = sorted({0, shape.num_layers - 1})
     return [f"model.layers.{layer}.{part}" for layer in layers for part in CHECKED_PARTS]
 

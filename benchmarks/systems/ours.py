@@ -30,7 +30,7 @@ class Ours(TorchTrained):
         self._device = job.device
         layers, reshards = options.pop("layers", "none"), options.pop("reshard", True)
         config = LongContextConfig(**{NAMES.get(key, key): x for key, x in options.items()})
-        # What layers keep is measured in the first steps before it is decided.
+        # Such a policy measures in the first steps, and decides after them.
         self.warm_up_steps = 4 if POLICIES[config.checkpoint].chooses_by_layer else 2
         if config.sequence_degree != job.num_ranks:
             raise ValueError(

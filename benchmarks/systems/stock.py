@@ -41,7 +41,7 @@ class Stock(TorchTrained):
         self.optimizer = make_optimizer(model.parameters(), job.device)
 
     def _attention(self) -> AbstractContextManager[Any]:
-        """Around backward too, where layers run again."""
+        """Choose torch's attention kernel; entered around backward too, where layers run again."""
         return sdpa_kernel(KERNELS[self._kernel]) if self._kernel in KERNELS else nullcontext()
 
     def load(self, row: Tensor) -> None:
