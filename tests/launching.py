@@ -1,4 +1,4 @@
-"""Programs started as a user starts them, in an environment that says nothing of a launch."""
+"""Programs are started as a user starts them, in an environment without a launcher's variables."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ OURS = ("ACCELERATE_", "PARALLELISM_")
 
 
 def run_module(folder: Path, *words: str) -> str:
-    """What `python -m WORDS` in `folder` prints, on CPUs; a failure shows its last words."""
+    """What `python -m WORDS` in `folder` prints, on CPUs; a failure shows the end of its output."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     done = subprocess.run(
         [sys.executable, "-m", *words],

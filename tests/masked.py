@@ -15,7 +15,7 @@ Table = NDArray[np.bool_]
 
 
 class Masked(NamedTuple):
-    """Arguments of `attention` and the pairs that they allow."""
+    """Arguments of `attention` and the table of the pairs that they allow."""
 
     name: str
     documents: Documents
@@ -25,7 +25,7 @@ class Masked(NamedTuple):
 
 
 def masks_of(num_tokens: int) -> Iterator[Masked]:
-    """Documents end at, before and after the edges of quarters; also one-token ones and padding."""
+    """Every kind of mask. Documents end at and near the edges of quarters; some have one token."""
     n, quarter = num_tokens, num_tokens // 4
     one = Documents.one(n)
     lengths = (quarter - 1, 1, 1, n // 2, 1, 3)

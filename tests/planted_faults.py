@@ -1,4 +1,4 @@
-"""Plant one fault in a room at a time, and see that a test of that room notices: `make faults`.
+"""Plant one fault in a room at a time; a test of that room has to notice it (`make faults`).
 
 A fault is put into the checkout itself, since processes that tests start import it from there, and
 is taken out again whatever happens. Ends with 1 if a fault was not noticed.
@@ -101,7 +101,7 @@ FAULTS = (
 
 @contextmanager
 def planted(fault: Fault) -> Iterator[None]:
-    """The checkout with the fault in it."""
+    """Keep the fault in the checkout inside this context."""
     file = ROOT / fault.file
     right = file.read_text(encoding="utf-8")
     assert right.count(fault.right) >= 1, f"{fault.file} no longer has {fault.right!r}"

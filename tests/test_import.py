@@ -1,4 +1,4 @@
-"""Importing costs nothing and needs nothing."""
+"""Importing the package loads no library and needs none of the optional ones."""
 
 import subprocess
 import sys

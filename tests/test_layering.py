@@ -1,4 +1,4 @@
-"""A room imports rooms of lower floors only, and the modules of a room form no circle.
+"""A room imports rooms of lower floors only, and the imports within a room have no cycle.
 
 A room is a folder: its own modules, without those of folders below it.
 """
@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "longctx_patch"
 
-# From the ground up; rooms of one floor don't know each other. A file that lies in the package
-# itself is a room of its own; its `__init__` offers all that rooms below it hold.
+# From the lowest floor up; rooms of one floor don't import each other. A file of the package itself
+# is a room of its own; `__init__` exports public names of all rooms below it.
 FLOORS = (
     ("rules",),
     ("sequence", "transport", "memory"),
@@ -81,7 +81,7 @@ def test_every_folder_has_a_floor() -> None:
 def test_rooms_import_lower_floors_only(name: str) -> None:
     path = MODULES[name]
     if path.name == "__init__.py":
-        return  # offers what the room holds, and is no part of it
+        return  # exports names of the room and is no part of it
     floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
     room = room_of(path)
     for other in imports_of(path):
@@ -96,4 +96,4 @@ def test_no_circle_inside_a_room() -> None:
         if path.name != "__init__.py":
             others = imports_of(path) - {name}
             graph[name] = {o for o in others if MODULES[o].name != "__init__.py"}
-    tuple(TopologicalSorter(graph).static_order())  # raises CycleError with the modules in it
+    tuple(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules

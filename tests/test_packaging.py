@@ -1,4 +1,4 @@
-"""What an installation brings: the moved folders under our name, and nothing beside it."""
+"""What an installation contains: the moved folders under the package's name, and nothing else."""
 
 import importlib.metadata
 import re
@@ -68,7 +68,7 @@ def test_console_script() -> None:
 
 
 def test_moved_folders_import_under_our_name_only(tmp_path: Path) -> None:
-    """From outside the checkout, as an installed user: an editable install must map them too."""
+    """Outside the checkout `cli` and `recipes` are in the package, in editable installs too."""
     code = (
         "import importlib.util as u, longctx_patch.cli, longctx_patch.recipes; "
         "assert u.find_spec('cli') is None and u.find_spec('recipes') is None"
@@ -87,7 +87,7 @@ def test_bounds_of_what_is_required() -> None:
         if "extra" not in line
     }
     asked_for = {"torch", "transformers", "accelerate", "peft", "click"}
-    # They come with the five, but are imported here too.
+    # The five depend on these, but the package imports them too.
     imported = {"numpy", "packaging", "psutil", "PyYAML", "tokenizers", "tqdm"}
     assert set(plain) == asked_for | imported
     assert plain["torch"] == ">=2.11"

@@ -1,4 +1,4 @@
-"""The config of a byte-level Llama that has seen 64 tokens, as its config.json holds it."""
+"""The config.json of a tiny byte-level Llama with an original length of 64 tokens."""
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,4 +1,4 @@
-"""What kernels are tried on: small, and scaled to sizes of more than one tile of a GPU's kernel."""
+"""Segments and pieces on which kernels are tried, and larger ones for the tiles of GPU kernels."""
 
 from itertools import pairwise
 
@@ -73,7 +73,7 @@ PIECES = {
 
 
 def larger_segments(segments: Segments, factor: int) -> Segments:
-    """The same kind of case with lengths and bounds times `factor`; what is 1 or 0 stays."""
+    """The same kind of case with lengths and bounds times `factor`; 0 and lengths of 1 stay."""
     q, kv = (
         tuple(n if n == 1 else n * factor for n in lengths) for lengths in (segments.q, segments.kv)
     )

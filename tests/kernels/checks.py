@@ -1,4 +1,4 @@
-"""A kernel, alone and through the calls of pieces, against a whole table."""
+"""Compare a kernel, alone and through the calls of pieces, with attention over a whole table."""
 
 import math
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def takes(kernel: Kernel, segments: Segments, score: Score) -> bool:
 
 
 def check(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], bound: float) -> None:
-    """Shapes, and every part's relative error."""
+    """Check shapes and the relative error of every tensor."""
     assert [part.shape for part in found] == [right.shape for right in wanted]
     errors = [relative_error(part, right) for part, right in zip(found, wanted, strict=True)]
     assert max(errors) < bound, errors
@@ -62,7 +62,7 @@ def check_calls(
     make: Callable[[int, int], Problem],
     bound: float,
 ) -> None:
-    """Outputs of all calls merged by their lse, and the sum of their gradients, with a sink."""
+    """Check the outputs of all calls, merged by lse, and the sums of their gradients."""
     size = max(piece.q.stop for piece in pieces), max(piece.kv.stop for piece in pieces)
     table = np.zeros(size, dtype=np.bool_)
     for piece in pieces:

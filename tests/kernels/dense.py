@@ -16,7 +16,7 @@ from longctx_patch.sequence.regions import Tile
 
 
 class Problem(NamedTuple):
-    """`[2, tokens, heads, dim]`."""
+    """The inputs, `[2, tokens, heads, dim]`, and a sink for each head."""
 
     q: Tensor
     k: Tensor
@@ -67,7 +67,7 @@ def problem(
 
 @lru_cache
 def table_of(segments: Segments) -> Tensor:
-    """Bits of the packed rows and columns, pair by pair from the definitions."""
+    """The table of packed rows and columns, filled pair by pair from the definitions."""
     table = np.zeros((sum(segments.q), sum(segments.kv)), dtype=np.bool_)
     row = column = 0
     for n, m in zip(segments.q, segments.kv, strict=True):
@@ -87,7 +87,7 @@ def _allows(segments: Segments, i: int, j: int, n: int, m: int) -> bool:
 
 
 def answer(problem: Problem, table_LM: Tensor, score: Score) -> Answer:
-    """Gradients reach the queries through the given keys only: those of others see a copy."""
+    """The exact results. dq comes from the given keys only: others are scored by a copy of q."""
     q, k, v, other_q, other_k, other_v, sink_H = (
         x.detach().double()
         for x in (*problem[:3], problem.q, problem.other_k, problem.other_v, problem.sink_H)

@@ -55,7 +55,7 @@ FA4_BACKWARD = (
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> None:
-    """What all packages ask of the tensors and their lengths."""
+    """Assert what all packages require of the tensors and their lengths."""
     assert q.dtype == k.dtype == v.dtype
     assert q.dtype in (torch.bfloat16, torch.float16)
     assert all(x.stride(-1) == 1 for x in (q, k, v))
@@ -87,7 +87,7 @@ def _lengths(edges: Tensor, longest: int, x_THD: Tensor) -> list[int]:
 
 
 def check_results(dout: Tensor, out: Tensor, softmax_lse: Tensor, q: Tensor) -> None:
-    """What all packages ask of what backward is given of forward."""
+    """Assert what all packages require of dout and of forward's results in backward."""
     assert dout.dtype == out.dtype == q.dtype
     assert dout.shape == out.shape == q.shape
     assert dout.stride(-1) == out.stride(-1) == 1
@@ -98,7 +98,7 @@ def check_results(dout: Tensor, out: Tensor, softmax_lse: Tensor, q: Tensor) -> 
 
 
 def forward(**given: Any) -> tuple[Any, ...]:
-    """The stand-in's, with the packages' demands; absent bounds are -1."""
+    """The stand-in's forward under the packages' requirements; absent bounds are -1."""
     assert type(given["window_size_left"]) is type(given["window_size_right"]) is int
     check_inputs(**given)
     assert given.get("num_splits", 1) == 1
@@ -106,7 +106,7 @@ def forward(**given: Any) -> tuple[Any, ...]:
 
 
 def backward(**given: Any) -> tuple[Tensor, ...]:
-    """The stand-in's likewise: (dq, dk, dv)."""
+    """The stand-in's backward under the packages' requirements: (dq, dk, dv)."""
     check_inputs(**given)
     check_results(*(given[name] for name in ("dout", "out", "softmax_lse", "q")))
     assert isinstance(given["softcap"], float)
@@ -114,7 +114,7 @@ def backward(**given: Any) -> tuple[Tensor, ...]:
 
 
 def write(dq: Tensor, dk: Tensor, dv: Tensor, **given: Any) -> Tensor:
-    """Gradients go where the caller wants them."""
+    """Write the gradients into the buffers that the caller gave."""
     for buffer, grad in zip((dq, dk, dv), backward(**given), strict=True):
         assert buffer.shape == grad.shape
         assert buffer.is_contiguous()
@@ -125,7 +125,7 @@ def write(dq: Tensor, dk: Tensor, dv: Tensor, **given: Any) -> Tensor:
 
 @dataclass
 class Calls:
-    """What was called, and which `deterministic` it was told."""
+    """The names of the functions called, and the values of `deterministic` they got."""
 
     names: list[str] = field(default_factory=list)
     deterministic: list[bool] = field(default_factory=list)
@@ -188,7 +188,7 @@ def _put(
     module: Any, name: str, parameters: str | None, run: Callable[..., Any], calls: Calls | None
 ) -> None:
     run = (calls or Calls()).noted(name, run)
-    if parameters is None:  # those of flash-attn 2
+    if parameters is None:  # the parameters of flash-attn 2
         signature = stand_in.FUNCTIONS[name].__signature__  # type: ignore[attr-defined]
         parameters = str(signature).strip("()")
     setattr(module, name, stand_in.function(name, parameters, run))
@@ -200,7 +200,7 @@ def _with_bounds(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _over_schema(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` with the arguments of an op, by name, and defaults for those that are left out."""
+    """`run`, called with an op's arguments by name and the schema's defaults for the rest."""
     arguments = torch._C.parse_schema(f"flash_attn_3::{schema}").arguments
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -213,7 +213,7 @@ def _over_schema(schema: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class LoadedPackage(Package):
-    """A package that is always there."""
+    """A package that counts as installed."""
 
     content: Any = field(default=None, compare=False)
 
@@ -229,7 +229,7 @@ def loaded(content: Any) -> LoadedPackage:
 
 
 def fake_kernels() -> dict[str, Kernel]:
-    """The adapters over these functions; flash_attn_3 works within `flash_attn_3_ops`."""
+    """The adapters over these functions; flash_attn_3 needs `flash_attn_3_ops` around it."""
     return {
         "flash_attn_4": replace(FLASH_ATTN_4, package=loaded(flash_attn_4())),
         "flash_attn_3": replace(FLASH_ATTN_3, package=loaded(None)),

@@ -1,4 +1,4 @@
-"""Calls cover the pieces' pairs once, whatever a kernel takes as it is."""
+"""Calls compute every pair of the pieces once, for every set of traits of a kernel."""
 
 from itertools import product
 
@@ -26,7 +26,7 @@ PLAIN, SEGMENTS, WINDOWS, BOTH = ALL_TRAITS
 
 @st.composite
 def bands(draw: st.DrawFn) -> Piece:
-    """A tight piece of any band."""
+    """A piece of any band, cut to the rows and columns that the band uses."""
     rows, columns = draw(st.integers(1, 14)), draw(st.integers(1, 14))
     bound = st.none() | st.integers(-16, 16)
     band = Band(draw(bound), draw(bound))
@@ -51,7 +51,7 @@ def packed(lengths: list[int]) -> Documents:
 
 
 def beside_each_other(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Moved to columns of their own; their rows stay where they are, and may be the same."""
+    """The pieces moved to columns of their own; they keep their rows, which may overlap."""
     moved, column = [], 0
     for piece in pieces:
         moved.append(piece.moved(0, column))
@@ -60,11 +60,11 @@ def beside_each_other(pieces: list[Piece]) -> tuple[Piece, ...]:
 
 
 def counts(calls: tuple[Call, ...], size: tuple[int, int]) -> NDArray[np.int64]:
-    """How often each pair is computed."""
+    """How often the calls compute each pair."""
     found = np.zeros(size, dtype=np.int64)
     for call in calls:
         table = table_of(call.segments).numpy()
-        if call.flipped:  # of equally large segments, which keep their places
+        if call.flipped:  # segments are equally large and stay where they are
             table = in_place(call, table)
         rows = np.concatenate([np.arange(*i) for i in call.q])
         columns = np.concatenate([np.arange(*i) for i in call.kv])
@@ -73,7 +73,7 @@ def counts(calls: tuple[Call, ...], size: tuple[int, int]) -> NDArray[np.int64]:
 
 
 def in_place(call: Call, table: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Each segment's square, flipped both ways."""
+    """The table with each segment's square flipped in rows and columns."""
     found, row, column = np.zeros_like(table), 0, 0
     for n, m in zip(call.segments.q, call.segments.kv, strict=True):
         square = table[row : row + n, column : column + m]
@@ -90,7 +90,7 @@ def wanted(pieces: tuple[Piece, ...], size: tuple[int, int]) -> NDArray[np.int64
 
 
 def check_form(call: Call, traits: Traits) -> None:
-    """What the interface promises of a call."""
+    """Assert what the interface of kernels promises of a call."""
     lengths_q, lengths_kv, rule = call.segments
     assert lengths_q == tuple(i.size for i in call.q)
     assert lengths_kv == tuple(i.size for i in call.kv)
@@ -127,7 +127,7 @@ def piece(rows: int, columns: int, low: int | None, high: int | None) -> Piece:
 
 
 def test_a_window_is_counted_from_the_last_pair() -> None:
-    """The last 4 keys with the token itself, of a document whose first 3 keys are elsewhere."""
+    """Each of 7 queries sees 4 of 10 keys, the last being its own: the window is (3, 0)."""
     (call,) = calls_of((piece(7, 10, 0, 3),), BOTH)
     assert call.segments.rule == Window(3, 0)
     (call,) = calls_of((piece(5, 5, 0, None),), BOTH)
@@ -151,7 +151,7 @@ def test_equal_documents_share_a_call_of_one_segment() -> None:
 
 
 def test_a_lowered_window_is_two_calls_and_what_is_left() -> None:
-    """17 rows are 3 x 5 and a rest of 2; the first five rows see all columns before them."""
+    """A band of 17 rows becomes triangles of 5, and triangles and a rectangle for the last 2."""
     calls = calls_of((piece(17, 17, -5, 0),), PLAIN)
     found = {(call.segments, call.flipped) for call in calls}
     assert found == {
@@ -194,7 +194,7 @@ def test_plain_causal_squares_stay_whole() -> None:
 
 @pytest.mark.parametrize("traits", ALL_TRAITS)
 def test_work_grows_with_the_documents_and_not_with_their_pairs(traits: Traits) -> None:
-    """Four times the documents take four times the work; a search over pairs takes 16 times."""
+    """Four times the documents take four times the work; a search over pairs would take 16."""
     few, many = (
         documents_mask(packed([100 + n % 37 for n in range(count)]), window=64).regions
         for count in (148, 592)

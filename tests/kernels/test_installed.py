@@ -1,4 +1,4 @@
-"""What a machine has that kernels need."""
+"""The check for a Triton that runs on this machine."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every kernel that runs on a CPU, against attention over a whole table in float64."""
+"""Every kernel that runs on a CPU agrees with attention over a whole table in float64."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -41,7 +41,7 @@ PLAIN = Score(0.3)
 def attend_densely(
     q_BHLD: Tensor, k_BGMD: Tensor, v_BGMD: Tensor, mask: Any, score: Score
 ) -> tuple[Tensor, Tensor]:
-    """What FlexAttention computes from a block mask, in torch's own words."""
+    """What FlexAttention computes from a block mask, in plain torch operations."""
     rows, columns = (torch.arange(x.shape[2]) for x in (q_BHLD, k_BGMD))
     bits_LM = mask.mask_mod(torch.tensor(0), torch.tensor(0), rows[:, None], columns[None])
     in_block_LM = mask.to_dense()[0, 0].bool().repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -84,12 +84,12 @@ HALF_FORMS = [((6, 2), torch.float16), ((4, 1), torch.bfloat16)]
 
 
 def forms_of(name: str) -> list[tuple[tuple[int, int], torch.dtype]]:
-    """How rows are cut is one question, what is computed with them another."""
+    """(heads, dtypes) to try; kernels that differ only in how they cut rows get one."""
     return FORMS[:1] if "," in name else HALF_FORMS if name in PACKAGED else FORMS
 
 
 def taken() -> Iterator[tuple[str, str, Score, tuple[int, int], torch.dtype]]:
-    """Each kernel with each case in one form, and each form and softcap with many of the cases."""
+    """Each kernel with each case in one form; forms and softcaps take turns over the cases."""
     for (name, kernel), (number, case) in product(KERNELS.items(), enumerate(SEGMENTS)):
         if "," in name and "many" in case:
             continue
@@ -104,7 +104,7 @@ def taken() -> Iterator[tuple[str, str, Score, tuple[int, int], torch.dtype]]:
 def test_against_a_whole_table(
     name: str, case: str, score: Score, heads: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """Forward over some keys; their share of the gradients, with other keys and a sink."""
+    """Forward over some keys is right, and so are gradients where other keys and a sink count."""
     kernel, segments = KERNELS[name], SEGMENTS[case]
     given = problem(sum(segments.q), sum(segments.kv), heads, dtype)
     want = answer(given, table_of(segments), score)
@@ -122,7 +122,7 @@ def test_against_a_whole_table(
     ],
 )
 def test_calls_add_up(name: str, case: str) -> None:
-    """What the executor does with the calls of a work: merge outputs by lse, add gradients."""
+    """Outputs of calls merged by lse, and gradients added, are exact, as the executor does it."""
     dtype = torch.float16 if name in PACKAGED else torch.float64
     given = partial(problem, heads=(6, 2), dtype=dtype)
     check_calls(KERNELS[name], PIECES[case], PLAIN, given, TOLERANCE[dtype])
@@ -139,7 +139,7 @@ def test_calls_add_up(name: str, case: str) -> None:
 def test_heads_after_each_other_add_up(
     name: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three key-value heads in two parts."""
+    """Three key-value heads that are computed in two parts give the same gradients."""
     monkeypatch.setattr(run, "num_head_parts", lambda q, k: 2)
     dtype = torch.float16 if name in PACKAGED else torch.float64
     given = partial(problem, heads=(6, 3), dtype=dtype)
@@ -165,7 +165,7 @@ def test_heads_go_together_while_dq_is_small() -> None:
 
 
 def test_a_long_window_in_chunks_takes_few_products() -> None:
-    """A chunk computes the columns it can see, not the whole segment."""
+    """A chunk of rows computes only the columns that it can see, not the whole segment."""
     kernel = DenseKernel("torch_eager", None, chunk_bytes=2**20)
     segments = Segments((8192,), (8192,), Window(31, 0))
     q = torch.zeros(1, 8192, 1, 8)
@@ -179,7 +179,7 @@ def test_a_long_window_in_chunks_takes_few_products() -> None:
 
 @pytest.mark.parametrize("case", SEGMENTS)
 def test_block_masks_are_those_of_torch(case: str) -> None:
-    """Blocks and table as `create_block_mask` makes them from the same function."""
+    """Blocks and table equal those that `create_block_mask` makes from the same function."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     segments = SEGMENTS[case]
@@ -197,7 +197,7 @@ def test_block_masks_are_those_of_torch(case: str) -> None:
 
 
 def test_cudnn_refuses_rows_whose_gradients_it_gets_wrong() -> None:
-    """One key-value head can't be taken apart. On a device without memory."""
+    """A single key-value head can't be cut, so cuDNN refuses. The meta device needs no memory."""
     q = torch.empty(1, 2**21, 8, 128, dtype=torch.bfloat16, device="meta")
     k, lse = q[:, :, :1], torch.empty(1, 8, 2**21, device="meta")
     segments = Segments((2**21,), (2**21,), CAUSAL_WINDOW)

@@ -1,4 +1,4 @@
-"""The chunked linear cross-entropy against F.cross_entropy on full logits in float64."""
+"""The chunked linear cross-entropy agrees with F.cross_entropy on full logits in float64."""
 
 import sys
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ class Inputs(NamedTuple):
 
 
 def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = False) -> Inputs:
-    """Some rows have no label."""
+    """Random inputs, in which some tokens have no label."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(*TOKENS, WIDTH), torch.randn(WORDS, WIDTH)
     labels = torch.randint(WORDS, TOKENS)
@@ -35,7 +35,7 @@ def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = False) -> Inputs:
 
 
 def leaves(given: Inputs, dtype: torch.dtype) -> Inputs:
-    """The same numbers in another dtype, whose gradients are wanted."""
+    """The same numbers in another dtype, as leaves that require gradients."""
     hidden, weight = (x.detach().to(dtype).requires_grad_() for x in given[:2])
     bias = None if given.bias is None else given.bias.detach().to(dtype).requires_grad_()
     return Inputs(hidden, weight, bias, given.labels)
@@ -50,7 +50,7 @@ def full_loss(given: Inputs, softcap: float | None, scale: float) -> Tensor:
 
 
 def gradients(loss: Tensor, given: Inputs) -> list[Tensor]:
-    (3 * loss).backward()  # the gradient of the sum is not 1
+    (3 * loss).backward()  # so that the gradient of the loss is not 1
     found = [leaf.grad for leaf in given[:3] if leaf is not None]
     assert all(grad is not None for grad in found)
     return [loss.detach(), *found]  # type: ignore[list-item]
@@ -69,7 +69,7 @@ VARIANTS = [
     {"bias": True, "softcap": 1.5, "scale": 0.7},
 ]
 CHUNKS = [1, 7, 51]
-"""Tokens of a chunk: one, chunks of unequal size, all at once."""
+"""Tokens of a chunk: one; 7, so that the last chunk is smaller; all at once."""
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ CHUNKS = [1, 7, 51]
 def test_loss_and_gradients(
     dtype: torch.dtype, variant: dict[str, Any], tokens_of_chunk: int
 ) -> None:
-    """In bfloat16 gradients have at most twice the error of those through full logits."""
+    """They agree with float64; in bfloat16 with at most twice the error of full logits."""
     softcap, scale = variant.get("softcap"), variant.get("scale", 1.0)
     given = inputs(dtype, bias="bias" in variant)
     loss = linear_cross_entropy(
@@ -116,7 +116,7 @@ def half_rows(
     scale: float,
     grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns what the fused kernel does, gradients in the first half of each row of logits."""
+    """The fused kernel's results; gradients are written into the first half of logits' rows."""
     scaled = (scale * logits_CV.double()).requires_grad_()
     with torch.enable_grad():
         capped = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
@@ -133,7 +133,7 @@ def half_rows(
 def test_around_the_fused_kernel(
     dtype: torch.dtype, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch's functions stand in for the kernel, which is tested in tests/gpu."""
+    """Results are right where torch stands in for the fused kernel (see tests/gpu)."""
     name = "longctx_patch.loss.fused_softmax"
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(softmax_losses=half_rows))
     monkeypatch.setattr(linear_loss, "fits_fused", lambda *_: True)
@@ -142,7 +142,7 @@ def test_around_the_fused_kernel(
 
 
 class Largest(TorchDispatchMode):
-    """Numbers of the largest tensor that any operation returns, and how many products there are."""
+    """Counts the elements of the largest tensor that an operation returns, and the products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_never_holds_all_logits(dtype: torch.dtype, softcap: float | None) -> None:
-    """Chunks of 4 of 64 tokens and 500 words; weights and hidden states are smaller than that."""
+    """The largest tensor is the logits of a chunk: 4 of 64 tokens times 500 words."""
     hidden = torch.randn(64, 2, dtype=dtype, requires_grad=True)
     weight = torch.randn(500, 2, dtype=dtype, requires_grad=True)
     with Largest() as largest:
@@ -207,7 +207,7 @@ def test_no_valid_label_is_an_exact_zero(num_tokens: int) -> None:
 
 
 def test_logits_that_are_far_apart() -> None:
-    """The softmax of a label underflows; its logarithm doesn't."""
+    """Loss and gradient are right where the softmax of a label underflows."""
     hidden = torch.tensor([[300.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]], requires_grad=True)
     loss = linear_cross_entropy(hidden, weight, torch.tensor([1]))

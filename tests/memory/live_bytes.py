@@ -1,4 +1,4 @@
-"""Meters for the CPU: of numbers that a test keeps, and of the storages that are alive."""
+"""Meters for the CPU: one of bytes that a test counts, one of the storages that are alive."""
 
 import weakref
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Counts:
-    """A `Meter` of bytes that somebody else counts."""
+    """A `Meter` whose bytes the test counts itself."""
 
     capacity_bytes: int
     now: int = 0
@@ -49,8 +49,7 @@ class Counts:
 
 
 class LiveBytes(Counts, TorchDispatchMode):
-    """Counts, while it is entered, bytes of all storages that operations have made and that are
-    still alive."""
+    """Counts the bytes of all living storages that operations made since it was entered."""
 
     def __init__(self, capacity_bytes: int = 0) -> None:
         TorchDispatchMode.__init__(self)

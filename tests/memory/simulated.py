@@ -1,4 +1,4 @@
-"""Training under `auto` on a machine whose memory is a sum: no tensors, no device."""
+"""Training under `auto` on a simulated machine: its memory is a sum, without tensors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,16 +15,16 @@ from tests.memory.live_bytes import Counts
 
 LAYERS = 8
 CHEAP, EXTRA = 2, 10
-"""Bytes for each token that a layer keeps under `attention`, and beyond it under `none`."""
+"""Bytes per token that a layer keeps under `attention`, and that `none` adds to them."""
 KEPT = {"offload": 0, "attention": CHEAP, "none": CHEAP + EXTRA}
 
 
 @dataclass
 class Machine(Counts):
     highest: int = 0
-    """The peak that nobody resets."""
+    """The peak since the start, which is never reset."""
     pieces: float = 0.0
-    """Share of the capacity that the allocator loses between tensors."""
+    """Share of the capacity that fragmentation takes."""
 
     def hold(self, num_bytes: int) -> None:
         super().hold(num_bytes)
@@ -40,16 +40,16 @@ class Machine(Counts):
 
 @dataclass
 class Training:
-    """Passes of a model with alike layers on one machine."""
+    """Passes of a model with equal layers on one machine."""
 
     machine: Machine
     auto: AutoPolicy
     loss_bytes: int = 0
-    """Held while the loss is computed, when all activations are alive."""
+    """Bytes held while the loss is computed, when all activations are alive."""
     gradient_bytes: int = 0
-    """Gradient of one layer, which stays from the first backward until `step`."""
+    """Bytes of one layer's gradients, which stay from the first backward until `step`."""
     gradients: int = 0
-    """Bytes of them that are alive."""
+    """Bytes of gradients that are alive."""
 
     @classmethod
     def on(cls, capacity: int, *, offloads: bool = False, **needs: int) -> "Training":
@@ -63,7 +63,7 @@ class Training:
         return self.auto.policies.count("none")
 
     def forward(self, tokens: int, *, others: int = MEASURE) -> Pass:
-        """`others`: what another rank proposes, if not to do as this one."""
+        """`others`: the number of climbs that another rank proposes (default: the same)."""
         proposed = self.auto.propose(tokens)
         this = self.auto.begin(tokens, proposed if others == MEASURE else min(proposed, others))
         for layer in range(LAYERS):
@@ -88,17 +88,17 @@ class Training:
         self.auto.end(this)
 
     def train(self, tokens: int = 10, *, others: int = MEASURE) -> int:
-        """One pass; the number of layers that were whole in it."""
+        """Run one pass; return how many layers were whole (`none`) in it."""
         self.backward(self.forward(tokens, others=others))
         return self.whole
 
     def step(self, states: int = 0) -> None:
-        """The optimizer's, which makes its states in the first."""
+        """The optimizer's step: makes states of this many bytes and frees gradients."""
         self.machine.hold(states - self.gradients)
         self.gradients = 0
 
 
 def capacity_for(whole: int, *, tokens: int = 10, besides: int = 100) -> int:
-    """A capacity that fits so many whole layers, and is a byte too small for one more."""
+    """A capacity for `whole` whole layers that is a byte too small for one more."""
     need = besides + tokens * (CHEAP * LAYERS + EXTRA * whole)
     return int((need + tokens * EXTRA - 1) / (1 - MARGIN)) - 1

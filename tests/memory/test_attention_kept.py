@@ -1,4 +1,4 @@
-"""Layers that keep attention of some tokens only: numbers of a patched model, memory, traffic."""
+"""Layers that keep attention of some tokens only: their results, memory and traffic."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_a_share_of_nothing_is_full() -> None:
 
 
 def test_memory_falls_with_the_share() -> None:
-    """It falls by what attention keeps: [B, L, H, D] of out and [B, H, L] of lse, in float32."""
+    """A share of 1 keeps out `[B, L, H, D]` and lse `[B, H, L]` in float32, 0.5 half of it."""
     peaks = {}
     for share in (1.0, 0.5, 0.0):
         with LiveBytes() as meter:

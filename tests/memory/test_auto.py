@@ -1,4 +1,4 @@
-"""How far `auto` lets layers climb, on a machine whose memory is a sum."""
+"""How far `auto` lets layers climb, on the simulated machine."""
 
 import random
 
@@ -15,7 +15,7 @@ def test_extra_of_each_kind_is_measured_on_one_of_it() -> None:
     kinds = ["dense", "experts", "experts", "dense", "experts", "alone"]
     kept = [90, 20, 22, 50, 80, 70]
     policies = ("attention", "attention", "attention", "none", "none", "none")
-    # The first dense layer holds what others don't, so it seems to keep more than a whole one.
+    # The first dense layer holds what others don't, so it seems to keep more than a whole layer.
     dense, experts, alone = Extra(90, 0), Extra(20, 60), Extra(0, 70)
     found = measured_extra(kinds, kept, policies)  # type: ignore[arg-type]
     assert found == (dense, experts, experts, dense, experts, alone)
@@ -45,13 +45,13 @@ def test_layers_climb_after_one_measured_pass_and_no_higher_than_fits() -> None:
 
 
 def test_with_a_host_layers_leave_where_attention_does_not_fit() -> None:
-    """Every number of climbs, on the machine that just has the memory for it."""
+    """`auto` ends with each number of climbs on the machine with just the memory for it."""
     tokens = 10
     costs = [tokens * CHEAP] * LAYERS + [tokens * EXTRA] * LAYERS
-    # From as much as the pass that measures needs. The first whole layer takes no more than its
-    # recompute did.
+    # The least is what the measuring pass needs. LAYERS climbs are left out, because the first
+    # whole layer takes no more than its recompute did.
     for climbs in (*range(4, LAYERS), *range(LAYERS + 1, 2 * LAYERS + 1)):
-        # One layer is recomputed at a time, whose memory the whole layers after it have left.
+        # One layer is recomputed at a time, in the memory that whole layers after it have freed.
         need = 100 + sum(costs[:climbs]) + (tokens * EXTRA if climbs <= LAYERS else 0)
         training = Training.on(int((need + CHEAP) / (1 - MARGIN)) + 1, offloads=True)
         for _ in range(8):
@@ -62,8 +62,8 @@ def test_with_a_host_layers_leave_where_attention_does_not_fit() -> None:
 
 
 def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
-    """The machine just has the memory for so many climbs. They are made in the second pass at the
-    latest, as far as the host has room for the other layers."""
+    """The machine has just the memory for `climbs`. They are made by the second pass, if the host
+    has room for the layers that stay offloaded."""
     tokens, states = 10, 40
     costs = [tokens * CHEAP] * LAYERS + [tokens * EXTRA] * LAYERS
     lowest = 100 + states + tokens * (CHEAP + EXTRA)  # the last layer, whole or recomputed
@@ -89,16 +89,16 @@ def test_what_a_rehearsal_knew_need_not_be_measured() -> None:
                 if step == 0:
                     training.step(states)
             assert training.machine.highest <= training.machine.capacity_bytes
-            # The bound takes the last layer's recompute for one more than there is.
+            # The bound counts the last layer's recompute once too often.
             assert found[0].count("offload") >= found[-1].count("offload") >= LAYERS - climbs
             assert set(found[1:]) == {after_climbs(climbs, LAYERS)}, (climbs, found)
             training.train(tokens + 1)
-            assert training.auto.policies[-1] == "none"  # longer: measured
+            assert training.auto.policies[-1] == "none"  # a longer row is measured
 
 
 @pytest.mark.parametrize("too_much", [0, 100, 200, 300])
 def test_a_rehearsal_that_was_too_careful_holds_for_one_pass(too_much: int) -> None:
-    """This is so too where the first pass has just the policies that were rehearsed."""
+    """From the second pass on the policies are right, even if the first has the rehearsed ones."""
     extra = Extra(10 * CHEAP, 10 * EXTRA)
     expected = 100 + LAYERS * 10 * CHEAP + 10 * EXTRA + too_much
     training = Training.on(capacity_for(4), offloads=True)
@@ -121,7 +121,7 @@ def test_the_pass_that_measures_takes_half_of_the_margin_and_what_it_must() -> N
 
 
 def test_layers_step_down_once_where_memory_is_lost_in_pieces() -> None:
-    """After two passes in which the allocator had to try again, and for good."""
+    """Layers step down after two passes in which the allocator had to retry, and stay there."""
     training = Training.on(capacity_for(5))
     training.machine.pieces = 0.2
     found, short = [], []
@@ -140,7 +140,7 @@ def test_layers_step_down_once_where_memory_is_lost_in_pieces() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_a_single_retry_changes_nothing(at_once: int) -> None:
-    """However often a pass that had it ends, and whatever others are open beside."""
+    """A retry counts once, even if its pass ends several times or other passes are open."""
     found = []
     for retries in (0, 1):
         training, whole = Training.on(capacity_for(5)), []
@@ -158,7 +158,7 @@ def test_a_single_retry_changes_nothing(at_once: int) -> None:
 
 
 def test_retries_of_every_other_pass_count() -> None:
-    """A micro-batch that meets the gradients of another has them, or the longer of two lengths."""
+    """Only every other pass retries: one that meets gradients, or the longer of two lengths."""
     for lengths in ((10, 10), (10, 7)):
         training = Training.on(capacity_for(5))
         training.train()
@@ -197,7 +197,7 @@ def test_retries_between_passes_are_not_theirs() -> None:
 
 @pytest.mark.parametrize("fill", [0.7, 1.0])
 def test_states_count_once_where_shorter_rows_meet_them(fill: float) -> None:
-    """The longest row of all was before the optimizer's first step."""
+    """The longest row came before the optimizer made its states, shorter rows after it."""
     training = Training.on(1600 if fill == 1.0 else 2100)
     training.machine.fill = fill
     assert [training.train(10) for _ in range(2)] == [1, LAYERS]
@@ -209,7 +209,7 @@ def test_states_count_once_where_shorter_rows_meet_them(fill: float) -> None:
 
 
 def test_what_stays_leaves_no_gaps() -> None:
-    """Where segments are of fixed size, only the memory beside it is filled less."""
+    """With segments of fixed size, gaps are expected only in memory that isn't held all along."""
     training = Training.on(1000)
     training.machine.fill = 0.7
     training.machine.hold(640)
@@ -221,7 +221,7 @@ def test_what_stays_leaves_no_gaps() -> None:
 
 
 def test_a_pass_that_was_out_of_memory_is_not_made_again() -> None:
-    """Wherever it was: in pieces, memory ends before the capacity does."""
+    """After a failed allocation fewer layers are whole; gaps can end memory below the capacity."""
     training = Training.on(capacity_for(5))
     training.train()
     training.forward(10)
@@ -259,7 +259,7 @@ def simulated(
     offloads: bool,
     **needs: int,
 ) -> tuple[Training, int]:
-    """After training on rows of these lengths, step by step, and the most memory it took."""
+    """Train on rows of these lengths, step by step; return the state and the highest memory."""
     training = Training.on(capacity, offloads=offloads, **needs)
     for number, lengths in enumerate(steps):
         for length in lengths:
@@ -282,7 +282,7 @@ def test_where_the_lowest_rung_fits_auto_fits_and_fills_the_rest(offloads: bool)
         accumulation = draw.randrange(1, 4)
         steps = [[draw.choice([6, 10]) for _ in range(accumulation)] for _ in range(5)]
         steps.append([10] * 6)
-        # Without memory to spare, what the passes that measure need.
+        # With a capacity of 0 this is what the measuring passes need.
         _, needed = simulated(0, steps, offloads=offloads, **needs)
         least = int(needed / (1 - MARGIN)) + 10 * CHEAP
         capacity = draw.randrange(least, 4 * needed)

@@ -1,5 +1,5 @@
-"""What `auto` learns from passes that are not all alike: of other lengths and loads, with others'
-peaks between them, failed, or without a backward."""
+"""What `auto` learns from unequal passes: of other lengths and loads, with foreign peaks between
+them, failed, or without a backward."""
 
 from longctx_patch.memory.auto import MEASURE
 from tests.memory.simulated import LAYERS, Training, capacity_for
@@ -16,7 +16,7 @@ def test_a_longer_row_measures_anew_and_shorter_ones_go_by_it() -> None:
 
 
 def test_shorter_rows_alone_show_no_room() -> None:
-    """After a change of policies, only a longest pass says what such passes need."""
+    """After a change of policies, only a pass of the longest row shows what such rows need."""
     training = Training.on(capacity_for(5))
     assert [training.train() for _ in range(2)] == [1, 5]
     training.train(1, others=LAYERS + 2)
@@ -29,7 +29,7 @@ def test_half_the_margin_is_left_to_passes_that_differ() -> None:
     training.train()
     training.train()
     peak = training.machine.peak()
-    training.machine.capacity_bytes = int(peak / 0.95)  # another process has taken some
+    training.machine.capacity_bytes = int(peak / 0.95)  # another process took memory
     assert training.train() == 5
     training.machine.capacity_bytes = int(peak / 0.98)
     assert training.train() == 4
@@ -55,11 +55,11 @@ def test_loads_that_change_from_pass_to_pass_settle_on_the_heavy_one() -> None:
 
 
 def test_a_pass_that_was_out_of_memory_counts() -> None:
-    """Whose step was skipped, and the next heavy one fits."""
+    """After a pass ran out of memory and its step was skipped, the next heavy pass fits."""
     training = Training.on(capacity_for(8))
     assert [training.train() for _ in range(3)] == [1, 8, 8]
     training.loss_bytes = 60
-    training.forward(10)  # no backward: what it held is given back
+    training.forward(10)  # without a backward; its memory is freed
     training.machine.top = training.machine.capacity_bytes
     training.machine.now = 100
     assert training.train() < 8
@@ -88,8 +88,8 @@ def test_two_forwards_before_a_backward_share_the_memory() -> None:
         training.backward(second)
         training.backward(first)
     assert found[0] == 1
-    assert found[1] == 0  # not before a backward was seen
-    assert found[2:] == [2, 2, 3, 3, 3, 3]  # what the first had whole counts as if both had
+    assert found[1] == 0  # a backward must be seen first
+    assert found[2:] == [2, 2, 3, 3, 3, 3]  # layers of the first count as if whole in both
     assert training.machine.highest <= capacity
 
 
@@ -105,7 +105,7 @@ def test_a_pass_without_backward_shows_nothing() -> None:
 
 
 def test_an_output_that_is_kept_holds_nothing_up() -> None:
-    """It may be a notebook's, whose first forward was a look at the model."""
+    """A notebook, say, keeps the output of a first forward; later passes are measured anyway."""
     training = Training.on(10_000)
     kept = training.forward(10)
     assert [training.train() for _ in range(3)] == [0, LAYERS, LAYERS]

@@ -58,7 +58,7 @@ def test_layers_that_stay_whole_cost_no_more_than_measured_and_least_if_last() -
 
 
 def capacity_beside(use: MemoryUse, layers: float) -> int:
-    """A capacity with room for so many layers more than were whole when `use` was measured."""
+    """A capacity with room for `layers` more whole layers than there were in `use`."""
     return int((use.peak_bytes + layers * use.extra_bytes[0].none) / (1 - MARGIN))
 
 
@@ -108,7 +108,7 @@ def test_whole_rows_evaluation_and_adapters() -> None:
 
 
 def test_training_other_parameters_is_measured_anew() -> None:
-    """Layers below all that is trained keep nothing."""
+    """Layers below all trained parameters keep nothing, so training those is measured anew."""
     with LiveBytes(PLENTY) as meter:
         model = deep_model()
         model.requires_grad_(False)
@@ -128,7 +128,7 @@ def test_training_other_parameters_is_measured_anew() -> None:
 
 
 def test_an_interrupted_forward_is_forgotten() -> None:
-    """Its pass must not count as one whose activations are alive."""
+    """A forward that raised must not count as a pass whose activations are alive."""
     with LiveBytes(PLENTY) as meter:
         it = Trained(deep_model(), meter=meter)
         it.step()
@@ -150,7 +150,7 @@ def fail(*_: object) -> None:
 
 
 def check_changes_between_passes() -> None:
-    """Two graphs alive at once, each under policies of its own; backward in either order."""
+    """Two graphs under different policies are alive at once; backward runs in either order."""
     whole: tuple[LayerPolicy, ...] = ("none", "none")
     for order in (1, -1):
         found = {}
@@ -186,7 +186,7 @@ def check_least_memory_of_the_group(rank: int) -> None:
 
 
 def check_replicas_may_differ(rank: int) -> None:
-    """FSDP2 gathers and reduces layer by layer, whatever is recomputed within."""
+    """FSDP2 gathers and reduces layer by layer, so replicas may recompute different layers."""
     wanted: Any = None
     for forced in ([last(0)] * 2, [last(LAYERS), last(0)], [last(2), last(3)]):
         it = Trained(deep_model(), forced=forced[rank])

@@ -1,4 +1,4 @@
-"""What the host has left, as control groups of both versions write it."""
+"""Free memory of the host, read from control groups of versions 1 and 2."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ PRODUCT = 2 * ROWS * LENGTH * INTERMEDIATE * SIZE
 
 class Mlp(nn.Module):
     def __init__(self, ends: Callable[["Mlp", Tensor], Tensor] | None = None) -> None:
-        """`ends`: what the MLP returns of its input, if it is not the down projection's result."""
+        """`ends`: the MLP's forward (default: it returns the result of the down projection)."""
         super().__init__()
         torch.manual_seed(0)
         self.gate = nn.Linear(SIZE, INTERMEDIATE)
@@ -39,7 +39,7 @@ class Mlp(nn.Module):
 
 
 def shifted_in_one_tile(mlp: Mlp, x: Tensor) -> Tensor:
-    """The tile with the last token is shifted, when others have gone backward already."""
+    """Shift only the tile with the last token; other tiles have had their backward by then."""
     return mlp.whole(x) + 1 if (x == 7.0).any() else mlp.whole(x)
 
 
@@ -81,14 +81,14 @@ def test_one_product_less_and_the_same_bits(frozen: tuple[str, ...], autocast: b
     ],
 )
 def test_where_a_tile_is_not_the_layers_result_nothing_is_left_out(ends: Any) -> None:
-    """Dropout too draws what it drew in forward."""
+    """Every product is computed again then, and dropout draws what it drew in forward."""
     mlp = Mlp(ends)
     assert_equal(step(mlp, mlp.down)[0], step(mlp, None)[0])
     assert "forward" not in vars(mlp.down)
 
 
 def test_a_result_that_is_written_to_is_an_error() -> None:
-    """The known code of MLPs does not do this."""
+    """An MLP that writes into the down projection's result raises; no known MLP does this."""
     mlp = Mlp(lambda mlp, x: mlp.whole(x).mul_(2))
     with pytest.raises(RuntimeError, match="modified inplace"):
         step(mlp, mlp.down)
@@ -170,7 +170,7 @@ def tiles(mlp: Any, below: Any = None) -> TiledForward:
 
 
 def test_code_is_known_by_where_it_was_written() -> None:
-    """A wrapper takes over the names of what it wraps; a subclass is somebody else's code."""
+    """Wrappers copy the names of what they wrap, and subclasses are unknown code: both are seen."""
     mlp: Any = tiny_model().get_decoder().layers[0].mlp
 
     @functools.wraps(mlp.forward)
@@ -182,7 +182,7 @@ def test_code_is_known_by_where_it_was_written() -> None:
             return super().forward(x)
 
     assert wrapper.__module__.startswith("transformers.models.")
-    # As Liger Kernel gives an MLP its method.
+    # Liger Kernel gives an MLP its method like this.
     home: dict[str, Any] = {"__name__": "liger_kernel.transformers.swiglu"}
     exec("def forward(self, x): return self.down_proj(x)", home)
     for below in (None, mlp.forward, home["forward"].__get__(mlp)):

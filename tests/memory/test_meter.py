@@ -1,4 +1,4 @@
-"""What torch's allocator says of a GPU, and `auto` by it."""
+"""What torch's allocator reports of a GPU, and how `auto` uses it."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ def test_of_segments_that_do_not_grow_less_is_filled(monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @needs_gpu
 def test_the_allocator_takes_the_setting() -> None:
-    """The process is a new one, in which CUDA has not started."""
+    """In a new process, before CUDA starts, `let_segments_grow` has effect."""
     script = (
         "import torch\n"
         "from longctx_patch.memory.allocator import let_segments_grow\n"
@@ -72,7 +72,7 @@ def test_retries_are_counted() -> None:
         room = meter.capacity() - meter.allocated()
         half = torch.empty(room * 5 // 8, dtype=torch.uint8, device="cuda")
         del half
-        # There is no room for it beside what is kept for later.
+        # The allocator has to free its cache to make room.
         whole = torch.empty(room * 7 // 8, dtype=torch.uint8, device="cuda")
         assert meter.allocated() >= whole.nbytes
         assert meter.retries() == before + 1
@@ -94,7 +94,7 @@ def test_bytes_are_those_of_tensors() -> None:
     assert meter.peak() >= before + 2**26
     meter.reset_peak()
     assert meter.peak() == before
-    # What the allocator keeps for later is still this process's to use.
+    # Memory in the allocator's cache still counts as this process's.
     assert abs(meter.capacity() - capacity) < 2**25
     assert capacity <= torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(0.25)
@@ -109,8 +109,8 @@ def test_bytes_are_those_of_tensors() -> None:
 def test_auto_offloads_the_first_layers_where_attention_does_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The gradients are those of `attention`, bitwise."""
-    length, layers = 2**16, 8  # long enough to compute while copies go
+    """The first layers are offloaded, and gradients are bitwise those of `attention`."""
+    length, layers = 2**16, 8  # long enough for compute to hide the copies
     grads = {}
     for checkpoint in ("attention", "auto"):
         model = tiny_model(
@@ -125,7 +125,7 @@ def test_auto_offloads_the_first_layers_where_attention_does_not_fit(
             use = it.handle.checkpointing.memory
             if number == 0 and use is not None:
                 extra = use.extra_bytes[0]
-                # What the last layer keeps on its higher rung is there in its recompute too.
+                # The recompute of the last layer holds the same bytes as its higher rung.
                 less = use.peak_bytes - layers // 2 * extra.attention
                 monkeypatch.setattr(CudaMeter, "capacity", lambda _, c=less: int(c / (1 - MARGIN)))
         found = it.handle.checkpointing

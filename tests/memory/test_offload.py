@@ -1,4 +1,4 @@
-"""What layers keep on the host: where it is, when it comes back, and that memory is used again."""
+"""Tensors that layers keep on the host: when they come back, and that memory is reused."""
 
 import gc
 from functools import partial
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Watched(HostCopies):
-    """Writes down which tensors, by their first number, come back and when."""
+    """Records in which order tensors (named by their first number) come back."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -54,7 +54,7 @@ def test_a_layer_comes_back_while_the_one_after_it_is_in_backward() -> None:
 
 @pytest.mark.parametrize(("most", "comes"), [(23, False), (24, True)])
 def test_large_layers_come_when_they_are_asked_for(most: int, comes: bool) -> None:
-    """A layer here has two tensors of 12 bytes."""
+    """A layer of two tensors of 12 bytes comes back ahead only if 24 bytes may."""
     host = Watched()
     host.most_ahead = most
     kept, getters = layers_of(host, 2)
@@ -80,7 +80,7 @@ def test_memory_is_used_again_once_nobody_can_ask_for_it() -> None:
 
 
 def test_a_longer_row_takes_the_place_of_a_shorter_one() -> None:
-    """Rows of every length in turn hold what the longest needs, not a set of buffers each."""
+    """Rows of many lengths in turn take the memory of the longest, not buffers of every length."""
     host = HostCopies(CPU)
     for length in (8, 5, 16, 3, 16, 24):
         kept = [host.begin() for _ in range(4)]
@@ -96,7 +96,7 @@ def test_a_longer_row_takes_the_place_of_a_shorter_one() -> None:
 
 
 def test_nothing_takes_no_memory() -> None:
-    """A rank may have none of the tokens whose attention is kept, and CUDA can't pin nothing."""
+    """A rank may hold no token whose attention is kept, and CUDA can't pin an empty buffer."""
     host = HostCopies(CPU)
     kept = host.begin()
     getters = [kept.keep(torch.empty(2, 0, 3)), kept.keep(torch.ones(3))]
@@ -121,7 +121,7 @@ def test_a_full_host_is_refused_with_its_numbers() -> None:
 
 
 def test_what_others_will_take_is_left_free() -> None:
-    """An optimizer's states, say, before and after it has made them."""
+    """Bytes that are reserved, for an optimizer's states say, stay free on the host."""
     model = tiny_model()
     handle = patch(model, LongContextConfig(checkpoint="offload"))
     handle.reserve_host(5)
@@ -139,12 +139,12 @@ def test_what_others_will_take_is_left_free() -> None:
 def test_what_all_layers_would_take_is_refused_after_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The layers of all processes of the machine count."""
+    """The layers of all processes of the machine count together."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for room, fits in ((2 * 3 * 12, True), (2 * 3 * 12 - 1, False)):
         host = HostCopies(CPU, num_layers=4)
         host.room = partial(room_for, room)
-        host.begin()  # of an evaluation, which keeps nothing
+        host.begin()  # an evaluation, which keeps nothing
         first = host.begin()
         get = first.keep(torch.ones(3))
         if fits:
@@ -174,7 +174,7 @@ def test_little_room_is_left_to_others() -> None:
 
 
 def test_a_layer_leaves_its_input_and_shares_the_others() -> None:
-    """Two inputs of one shape: the hidden states go to the host, what layers share stays."""
+    """The hidden states go to the host; a second input, which layers share, stays."""
     host, layer = HostCopies(CPU), nn.Linear(4, 4)
     hidden, shared = torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4)
 
@@ -191,8 +191,8 @@ def test_a_layer_leaves_its_input_and_shares_the_others() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_layers_leave_nothing_behind() -> None:
-    """Bitwise the gradients of `attention`, with the memory of two layers in place of all; and no
-    more that waits for a copy, though the host launches a step long before the GPU is through."""
+    """Gradients are bitwise those of `attention`, in the memory of a few layers. No memory waits
+    for a copy, though the host launches a step long before the GPU has done it."""
     peaks, grads, waiting = {}, {}, {}
     meter = CudaMeter(torch.device("cuda", 0))
     for policy in ("attention", "offload"):

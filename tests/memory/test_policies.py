@@ -1,4 +1,4 @@
-"""Each policy's name leads to what it says; none changes a number."""
+"""Each policy keeps what its name says, and none changes a number."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -33,14 +33,14 @@ from tests.memory.trained import (
 LAYERS, BATCH, LENGTH, HIDDEN, HEADS, KV_HEADS, DIM = 2, 2, 32, 64, 4, 2, 16
 INPUT = 4 * BATCH * LENGTH * HIDDEN
 RESULTS = 4 * BATCH * LENGTH * HEADS * (DIM + 1)
-"""Bytes that a layer keeps of its input, and of attention's output and lse, in float32."""
+"""Bytes in float32 of a layer's input, and of attention's output and lse."""
 
 
 class Means(NamedTuple):
-    """Bytes that a layer's policy means, said here once more and not read from its record."""
+    """Bytes that a policy keeps, written down here and not read from its record."""
 
     kept: int
-    """Bytes of a layer that stay on the device from forward to backward; of `none`, the fewest."""
+    """Bytes of a layer that stay on the device until backward; for `none` a lower bound."""
     on_host: int
     """Bytes of a layer in host memory."""
 
@@ -54,8 +54,8 @@ MEANS: dict[LayerPolicy, Means] = {
 
 
 def kept_bytes(policy: LayerPolicy) -> int:
-    """Bytes that a layer more keeps between forward and backward, beside host memory, which the
-    first step has taken."""
+    """Bytes that one more layer keeps on the device between forward and backward; host buffers
+    exist since the first step."""
     live = []
     for num_layers in (3, 4):
         model = tiny_model(num_hidden_layers=num_layers)
@@ -79,7 +79,7 @@ def test_a_name_leads_to_the_bytes_that_it_says(policy: LayerPolicy) -> None:
 
 
 def test_auto_leads_to_the_rungs_that_it_names() -> None:
-    """There is memory for all layers, then for none; then memory is not counted."""
+    """There is memory for all layers, then for none; then no meter counts it."""
     for capacity, layers in ((10**12, ("none", "none")), (0, ("attention", "attention"))):
         with LiveBytes(capacity) as meter:
             it = Trained(tiny_model(), meter=meter)
@@ -116,7 +116,7 @@ def test_a_share_of_attention_needs_a_policy_that_keeps_it() -> None:
 
 
 def check_degrees(rank: int) -> None:
-    """Numbers to the bit, messages to the byte; a kernel runs for each part of the heads."""
+    """Results are equal to the bit, messages to the byte; kernels run as often as policies say."""
     first: list[LayerPolicy] = ["none", "full", "none", "offload"]
     second: list[LayerPolicy] = ["none", "full", "attention", "full"]
     for u, r in ((1, 4), (2, 2), (4, 1)):
@@ -131,8 +131,8 @@ def check_degrees(rank: int) -> None:
             assert_equal(found, wanted := wanted or found)
             runs = sum(FORWARDS[policy] + 1 for policy in it.handle.checkpointing.policies)
             calls[runs].add(it.handle.counters.kernel_calls)
-            it.step()  # which compares what the first backward sent with the plans
-        # Of a zigzag layout, backward has as many kernel calls as forward.
+            it.step()  # compares the first backward's traffic with the plans
+        # In a zigzag layout backward has as many kernel calls as forward.
         once = min(calls[2 * LAYERS]) // (2 * LAYERS)
         assert once >= r
         assert calls == {runs: {runs * once} for runs in calls}
@@ -143,7 +143,7 @@ def test_over_four_ranks() -> None:
 
 
 def check_wrapped(rank: int) -> None:
-    """Each policy under adapters, FSDP2 or both."""
+    """Each policy gives the same results under adapters, FSDP2 or both."""
     for lora, fsdp in ((True, False), (False, True), (True, True)):
         plain: Gradients = {}
         wanted: Gradients = {}

@@ -37,7 +37,7 @@ def made(dtype: torch.dtype = torch.float32, **options: Any) -> Mlp:
 def made_input(
     length: int, *, rows: int = 2, dtype: torch.dtype = torch.float32, needs_grad: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states, and the gradient of what the MLP makes of them."""
+    """Hidden states, and the gradient of the MLP's output."""
     torch.manual_seed(1)
     hidden = torch.randn(rows, length, SIZE, dtype=torch.float64)
     grad = torch.randn(rows, length, SIZE, dtype=torch.float64)
@@ -143,12 +143,12 @@ def test_dropout_is_drawn_again_in_backward() -> None:
     hidden, grad = made_input(31)
 
     def in_pieces(hidden: Tensor) -> Tensor:
-        """The same tiles, and nothing computed twice."""
+        """The same tiles without a recompute."""
         cuts = [number * 31 // 4 for number in range(5)]
         return torch.cat([mlp(hidden[:, a:b]) for a, b in pairwise(cuts)], 1)
 
     def then_drawn(run: Callable[[Tensor], Tensor]) -> tuple[Gradients, Tensor]:
-        """A pass, and numbers that are drawn before and after its backward."""
+        """A pass, and random numbers drawn before and after its backward."""
         drawn: list[Tensor] = []
 
         def run_and_draw(hidden: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def test_backward_runs_under_the_autocast_of_forward(where: str) -> None:
 
 
 def test_autocast_does_not_remember_weights_without_gradients() -> None:
-    """Those that forward has cast, for an MLP that runs whole in the same context."""
+    """An MLP that runs whole in the same context gets gradients of all its weights."""
     mlp = made()
     hidden, grad = made_input(31)
     with torch.autocast("cpu", dtype=torch.bfloat16):

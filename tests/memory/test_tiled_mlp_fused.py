@@ -25,8 +25,8 @@ def deep_model() -> Any:
 @pytest.mark.usefixtures("aot_eager")
 @pytest.mark.parametrize(("parts", "patched_first"), [("all", True), ("mlps", False)])
 def test_compiled_mlps(patched_first: bool, parts: str) -> None:
-    """What is compiled is a tile, for all layers together: with gradients and without, of one
-    length and of any."""
+    """All layers share four graphs of a tile: with and without gradients, for one length and for
+    any."""
     wanted = [tiled(deep_model(), 1).step(length) for length in (31, 37, 41)]
     model = deep_model()
 
@@ -54,7 +54,7 @@ def test_compiled_mlps(patched_first: bool, parts: str) -> None:
 
 @pytest.mark.usefixtures("aot_eager")
 def test_dropout_is_not_compiled() -> None:
-    """Compiled code might draw other numbers for backward."""
+    """MLPs with dropout run uncompiled: compiled code might draw other numbers in backward."""
     found = []
     for is_compiled in (False, True):
         torch.manual_seed(1)
@@ -73,7 +73,7 @@ def test_dropout_is_not_compiled() -> None:
 def test_liger_kernel_before_or_after_patch(
     patched_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives MLPs a forward of their own, which stays when the patch goes."""
+    """Liger Kernel gives MLPs a forward of their own, which stays after `unpatch`."""
 
     def apply(model: Any, options: dict[str, Any]) -> None:
         for mlp in filter(None, dense_mlps(model)):

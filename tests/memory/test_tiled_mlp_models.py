@@ -1,5 +1,5 @@
-"""MLPs in tiles in patched models: every family, every policy, what is refused, and that the
-number follows the memory."""
+"""MLPs in tiles in patched models: every family, every policy, refusals, and the number of tiles,
+which follows the memory."""
 
 import copy
 from typing import Any, get_args
@@ -23,7 +23,7 @@ POLICIES = get_args(CheckpointPolicy)
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy(policy: CheckpointPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tile runs in forward and in its own backward, whatever else a layer computes again."""
+    """Under every policy a tile runs twice: in forward and in its own backward."""
     wanted, lengths = tiled(tiny_model(), 1).step(), []
     model = tiny_model()
     kind: Any = type(model.get_decoder().layers[0].mlp)
@@ -59,9 +59,9 @@ def test_two_forwards_before_one_backward_and_two_backwards_after_one_forward(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers with experts stay whole; the others are in tiles, and leave out their last product.
+    """Layers with experts stay whole; the others are in tiles and don't recompute the last product.
 
-    Only StarCoder2 computes it: it names it otherwise and may drop out some of its result.
+    Only StarCoder2 recomputes it: its down projection has another name, and dropout may follow.
     """
     found, flops, spared = [], [], 0
     for num_tiles, leaves_out in ((1, False), (3, True), (3, False)):
@@ -104,7 +104,7 @@ def test_a_number_for_experts_is_refused() -> None:
 
 
 def test_weights_that_are_no_parameters_are_refused() -> None:
-    """FSDP1 makes such weights of its flat parameter."""
+    """FSDP1 makes such weights: they are views of its flat parameter."""
     for num_tiles in (4, None):
         model = tiny_model()
         undo = bind_mlps(model, num_tiles, lambda _: 1600)
@@ -139,14 +139,14 @@ def test_whole_rows_generation_and_evaluation() -> None:
         assert it.handle.mlp_tiles == (4, 4)
         words = [each.model.generate(ids[:1, :9], max_new_tokens=5) for each in (plain, it)]
     assert torch.equal(*words)
-    assert it.handle.mlp_tiles == (1, 1)  # of one token
+    assert it.handle.mlp_tiles == (1, 1)  # decoding has one token
 
 
 def test_the_number_follows_the_memory() -> None:
     model = tiny_model()
-    per_token = 3 * 96 * 4  # in float32
+    per_token = 3 * 96 * 4  # bytes in float32
     undo = bind_mlps(model, None, lambda _: 16 * 10 * per_token)
-    for length, wanted in ((5, 1), (6, 2), (31, 7)):  # tokens of two rows
+    for length, wanted in ((5, 1), (6, 2), (31, 7)):  # two rows of this length
         ids = torch.zeros(2, length, dtype=torch.long)
         model(input_ids=ids)
         assert tiles_of_layers(model) == (wanted, wanted)

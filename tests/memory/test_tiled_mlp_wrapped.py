@@ -40,7 +40,7 @@ def test_adapters(before: bool) -> None:
 
 
 def test_an_mlp_that_is_trained_beside_adapters() -> None:
-    """PEFT trains a copy of it; the copy is in tiles too, and `unpatch` finds it."""
+    """PEFT trains a copy of the MLP; the copy is in tiles too, and `unpatch` finds it."""
     found = []
     for num_tiles in (1, 4):
         model = tiny_model()
@@ -57,12 +57,12 @@ def test_an_mlp_that_is_trained_beside_adapters() -> None:
 
 
 def sharded(num_tiles: int, rank: int, how: str, policy: CheckpointPolicy) -> Gradients:
-    """Gradients of two passes that add up, under FSDP2 or DDP; shards of different rows."""
+    """The sums of gradients of two passes, under FSDP2 or DDP; ranks have different rows."""
     if how == "adapters":
         it = adapted(num_tiles, before=True, policy=policy)
     else:
         it = tiled(tiny_model(), num_tiles, checkpoint=policy)
-    if num_tiles > 1:  # ranks need not agree on the number
+    if num_tiles > 1:  # ranks may have different numbers of tiles
         num_tiles += rank
         for mlp in dense_mlps(it.handle.model):
             mlp.forward.asked = num_tiles  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Patched models to train: under policies that are forced on layers, with a meter, in tiles."""
+"""Patched models to train: with policies forced on layers, with a meter, or with MLPs in tiles."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ Gradients = dict[str, Tensor]
 
 
 FORWARDS: dict[LayerPolicy, int] = {"none": 1, "full": 2, "attention": 1, "offload": 1}
-"""How often attention's forward runs in a step; said here once more, and not read from records."""
+"""How often attention's forward runs in a step, written down here and not read from records."""
 REPLAYS = ("attention", "offload")
 """Policies whose backward gets attention's results from forward."""
 
@@ -67,7 +67,7 @@ class Trained:
         forced: Sequence[LayerPolicy] = (),
         **config: Any,
     ) -> None:
-        """With a `meter` or `forced` policies it is `auto`, unless `config` names a policy."""
+        """With a `meter` or `forced` policies, `checkpoint` is `auto` unless `config` names one."""
         self.model, self.length, self.rows = model, length, rows
         policy: dict[str, Any] = {"checkpoint": "auto"} if forced or meter else {}
         self.handle: PatchHandle = patch(model, LongContextConfig(**policy | config))
@@ -97,7 +97,7 @@ class Trained:
         return self.model(**on_device, use_cache=False).loss
 
     def step(self, length: int | None = None, *, seed: int = 0) -> Gradients:
-        """Loss and gradients, which are gone from the model afterwards."""
+        """Loss and gradients of one pass; the model's gradients are cleared afterwards."""
         loss = self.loss(length, seed=seed)
         loss.backward()
         grads = gradients(self.model)
@@ -105,7 +105,7 @@ class Trained:
         return {"loss": loss.detach(), **grads}
 
     def peak(self, meter: LiveBytes) -> int:
-        """Bytes that a pass takes beyond those that rest."""
+        """Peak bytes of a pass beyond those allocated before it."""
         rest = meter.allocated()
         meter.reset_peak()
         self.loss().backward()
@@ -114,7 +114,7 @@ class Trained:
 
 
 def counted_step(it: Trained) -> Gradients:
-    """A step of a tiny model, whose messages must be those that its policies' names say."""
+    """A step of a tiny model; assert that its traffic is that of its layers' policies."""
     it.handle.counters.reset()
     found = it.step()
     shape = CallShape(2, 4, 2, 16, torch.float32, "cpu")
@@ -128,7 +128,7 @@ def counted_step(it: Trained) -> Gradients:
 
 
 class Flops(TorchDispatchMode):
-    """Counts those of all matrix products while it is entered."""
+    """Counts the FLOPs of all matrix products while it is entered."""
 
     total = 0
 
@@ -152,12 +152,12 @@ def adapter(**options: Any) -> LoraConfig:
 
 
 def averaged(grad: Tensor) -> Tensor:
-    """Mean over ranks, as FSDP2 has made it already."""
+    """Mean over ranks; FSDP2 has averaged its gradients already."""
     return grad.full_tensor() if isinstance(grad, DTensor) else mean_over_ranks(grad)
 
 
 def assert_equal(found: Gradients, wanted: Gradients) -> None:
-    """To the bit."""
+    """Assert equality to the bit."""
     assert found.keys() == wanted.keys()
     assert len(found) > 1
     for name, tensor in wanted.items():
@@ -165,7 +165,7 @@ def assert_equal(found: Gradients, wanted: Gradients) -> None:
 
 
 def assert_near(found: Gradients, wanted: Gradients, bound: float = 1e-6) -> None:
-    """To rounding, in the same dtypes."""
+    """Assert equality up to rounding, in the same dtypes."""
     assert found.keys() == wanted.keys()
     assert len(found) > 1
     for name, tensor in wanted.items():

@@ -53,7 +53,7 @@ def rows_of(draw: st.DrawFn, num_tokens: int) -> Documents:
 
 @st.composite
 def random_tables(draw: st.DrawFn, size: int) -> Table:
-    """Mostly empty, mostly full and in between."""
+    """Random tables, from mostly empty to mostly full."""
     seed, density = draw(st.integers(0, 999)), draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
     return np.random.default_rng(seed).random((size, size)) < density
 
@@ -91,7 +91,7 @@ def simple_masks(draw: st.DrawFn, n: int) -> Made:
 
 @st.composite
 def masks(draw: st.DrawFn, n: int) -> Made:
-    """One mask or what several of them allow together."""
+    """One mask, or the intersection of several."""
     mask, table = draw(simple_masks(n))
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         other, other_table = draw(simple_masks(n))
@@ -104,7 +104,7 @@ def masks(draw: st.DrawFn, n: int) -> Made:
 
 @st.composite
 def any_layouts(draw: st.DrawFn, n: int, num_ranks: int) -> Layout:
-    """Any runs of tokens in any order on any ranks, some of which may have none."""
+    """Layouts of any runs of tokens in any order on any ranks; ranks may be empty."""
     row = draw(rows_of(n))
     edges = [*row.edges, n] if row.edges[-1] < n else [*row.edges]
     runs = [Interval(a, b) for a, b in pairwise(edges)]
@@ -144,7 +144,7 @@ def make_plan(
 
 @st.composite
 def masked_plans(draw: st.DrawFn) -> Masked:
-    """Any mask under any plan on a layout it is made for; those that can, on any layout too."""
+    """Any mask under any plan on a layout made for it, or on any layout if the plan takes it."""
     n, num_ranks = draw(st.integers(1, MOST_TOKENS)), draw(st.integers(1, 6))
     mask, table = draw(masks(n))
     direction = draw(st.sampled_from(Direction))

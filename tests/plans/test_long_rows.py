@@ -1,4 +1,4 @@
-"""Plans of long rows of many documents are made with little work."""
+"""Making plans for long rows of many documents takes little work."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ def log_normal(num_tokens: int, count: int) -> Documents:
 
 
 def calls_to_plan(num_tokens: int, count: int) -> float:
-    """Python calls per document from the lengths of the documents to both verified plans."""
+    """Python calls per document to place a row and to make and verify both of its plans."""
     row = log_normal(num_tokens, count)
 
     def plan() -> None:

@@ -1,7 +1,7 @@
-"""Plans under masks of every kind, expanded pair by pair, broken and executed.
+"""Plans under masks of every kind are expanded pair by pair, broken, and executed.
 
-What a plan computes is read off its pieces and its layout alone and compared with a table that is
-written from the definition of each mask, so the code that cuts masks into pieces is not believed.
+What a plan computes is read only from its pieces and its layout, and compared with a table that is
+written from the definition of each mask, so the code that cuts masks into pieces is not trusted.
 """
 
 from dataclasses import replace
@@ -68,7 +68,7 @@ def test_every_allowed_pair_is_computed_once_and_no_other(made: Masked) -> None:
 
 
 def with_pieces(plan: Plan, step: int, work: int, pieces: tuple[Piece, ...]) -> Plan:
-    """The plan with other pieces of one work, which is dropped if it has none left."""
+    """The plan with other pieces in one work; a work without pieces is dropped."""
     steps, works = list(plan.steps), list(plan.steps[step].works)
     works[work : work + 1] = [works[work]._replace(pieces=pieces)] if pieces else []
     steps[step] = replace(steps[step], works=tuple(works))
@@ -94,7 +94,7 @@ def test_a_piece_that_is_missing_moved_or_computed_twice_is_rejected(
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(masked_plans(), st.data())
 def test_the_plan_of_another_mask_is_rejected(made: Masked, data: st.DataObject) -> None:
-    """Also where the other mask has one pair more or less."""
+    """The verifier rejects it, also if the masks differ in a single pair."""
     n = made.plan.layout.num_tokens
     other, table = data.draw(masks(n))
     plan = replace(made.plan, mask=other)
@@ -114,7 +114,7 @@ def test_the_plan_of_another_mask_is_rejected(made: Masked, data: st.DataObject)
 
 @st.composite
 def masked_calls(draw: st.DrawFn) -> Case:
-    """Any mask, documents and window together, under any plan, with and without Ulysses."""
+    """Calls with any mask, documents and window together, under any plan, also with Ulysses."""
     n, ring = draw(st.integers(1, 30)), draw(st.integers(1, 4))
     q, k = tokens(n)
     mask, table = draw(st.one_of(st.just((None, k <= q)), masks(n)))
@@ -142,8 +142,8 @@ def test_any_mask_under_any_plan_is_exact(call: Case) -> None:
 
 
 def test_gathered_tables_whose_keys_lie_on_several_ranks() -> None:
-    """The first rank's table has a hole at its own last key, the second rank's at its only one:
-    what backward sends home must have the rows that the plan says."""
+    """The first rank's table has a hole at its last own key, the second rank's at its only own key:
+    backward must send the rows of gradients that the plan says all the same."""
     table = np.array([[1, 0, 1], [0, 1, 0], [0, 1, 0]], dtype=np.bool_)
     mask = function_mask(3, lambda q, k: table[q, k])
     config = LongContextConfig(ring_degree=2, plan="allgather", layout="contiguous")

@@ -39,11 +39,11 @@ WINDOW = 777
 
 @pytest.mark.parametrize("num_tokens", [2**14, 2**17, 2**20])
 def test_a_window_costs_what_is_in_it_whatever_the_length(num_tokens: int) -> None:
-    """Each edge between ranks is crossed by the last W - 1 keys before it, and by nothing else."""
+    """Only the last W - 1 keys before an edge between ranks are sent across it."""
     row, before = Documents.one(num_tokens), WINDOW - 1
     mask = documents_mask(row, window=WINDOW)
     area = num_tokens * WINDOW - WINDOW * before // 2
-    # A zigzag rank holds two chunks; the fourth rank from the front both sides of the middle.
+    # A zigzag rank holds two chunks; the last rank holds both sides of the middle of the row.
     edges = {"contiguous": [1] * 7 + [0], "zigzag": [1] + [2] * 6 + [1]}
     for placement, sends in edges.items():
         layout = place(placement, row, ring=8)
@@ -76,7 +76,7 @@ def test_documents_that_end_at_the_edges_of_ranks_send_nothing(
 
 @pytest.mark.parametrize("placement", ["contiguous", "zigzag", "balanced"])
 def test_one_giant_document_sends_its_own_rows_alone(placement: LayoutName) -> None:
-    """Tiny documents are cut by no edge of a rank, so they stay at home."""
+    """Tiny documents lie whole on one rank, so their rows aren't sent."""
     tiny, giant = (8,) * 64, 1024 + 512
     row = Documents((*tiny, giant, *tiny), 1024 + giant)
     layout, mask = place(placement, row, ring=4), documents_mask(row)
@@ -116,7 +116,7 @@ def test_empty_blocks_are_neither_sent_nor_computed(
 
 
 def test_a_table_sends_nothing_outside_its_first_and_last_key() -> None:
-    """Blocks of any function are cut down to the rows and columns that are used."""
+    """Blocks of a mask function are trimmed to the rows and columns that have a pair."""
     n = 64
     mask = function_mask(n, lambda q, k: (q == 40) & ((k == 3) | (k == 5)), block_size=16)
     plan = halo(place("contiguous", Documents.one(n), ring=4), mask)
@@ -125,7 +125,7 @@ def test_a_table_sends_nothing_outside_its_first_and_last_key() -> None:
 
 
 def test_what_leaves_one_rank_for_many_does_not_come_home_at_once() -> None:
-    """All ranks see a block of the first one: a quarter of its rows may be under way in a step."""
+    """All ranks see one block of the first rank; a step moves at most a quarter of a shard."""
     num_ranks, shard, block = 16, 320, 32
     num_tokens = num_ranks * shard
     blocks = np.eye(num_tokens // block, dtype=bool)

@@ -1,6 +1,6 @@
 """Processes with the environment that `accelerate launch` gives its children.
 
-They set up torch.distributed themselves, through Accelerate: that is what these tests are about.
+The processes set up torch.distributed themselves, through Accelerate, which is under test.
 """
 
 import os
@@ -20,8 +20,8 @@ def run_launched(fn: Callable[..., Any], num_processes: int, *args: Any) -> list
 def _child(
     rank: int, fn: Callable[..., Any], num_processes: int, port: int, args: tuple[Any, ...]
 ) -> Any:
-    dist.barrier()  # a rank that left the harness's group now would break others' connecting
-    dist.destroy_process_group()  # at the end the harness meets the others in Accelerate's
+    dist.barrier()  # a rank that leaves the group early would break others' connections
+    dist.destroy_process_group()  # at its end the harness uses Accelerate's group
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -30,6 +30,6 @@ def _child(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # these tests are about the CPU, wherever they run
+        "CUDA_VISIBLE_DEVICES": "",  # these tests use the CPU on every machine
     }
     return fn(*args)

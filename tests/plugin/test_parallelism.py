@@ -28,7 +28,7 @@ LAUNCHERS = ("ACCELERATE_", "PARALLELISM_CONFIG_", "FSDP_")
 
 
 class Stream(IterableDataset[int]):
-    """Rows without a length: Accelerate would dispatch these from rank 0."""
+    """A dataset without a length, whose rows Accelerate would dispatch from rank 0."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(NUM_ROWS))
@@ -47,7 +47,7 @@ def _mean_gradient(acc: Accelerator) -> float:
 
 
 def _sharded_gradient(mesh: DeviceMesh, rank: int) -> tuple[list[float], int]:
-    """The same under FSDP2 over `mesh`, with the number of rows that this rank holds."""
+    """That gradient under FSDP2 over `mesh`, and the number of weight rows on this rank."""
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Linear(1, 8, bias=False)
@@ -106,7 +106,7 @@ def test_batches_are_equal_within_a_sequence_group_and_differ_between_replicas(
     ("kind", "expected"),
     [
         ("gradient", (0 + 1 + 4 + 9) / 4),
-        # FSDP2 shards over the sequence ranks, so that a rank holds 2 rows, or 4 of two copies
+        # FSDP2 shards 8 rows over 4 ranks (2 each), HSDP over 2 ranks in two copies (4 each)
         ("fsdp", ([3.5] * 8, 2)),
         ("hsdp", ([3.5] * 8, 4)),
         ("again", True),
@@ -115,7 +115,7 @@ def test_batches_are_equal_within_a_sequence_group_and_differ_between_replicas(
 def test_gradients_are_means_over_all_ranks(
     four_ranks: list[dict[str, Any]], kind: str, expected: object
 ) -> None:
-    """An accelerator may be asked for again, and keeps its mesh."""
+    """Gradients are means over all ranks; a second accelerator has the mesh of the first."""
     assert [r[kind] for r in four_ranks] == [expected] * 4
 
 
@@ -144,12 +144,12 @@ def test_sequence_parallelism_alone() -> None:
     assert run_launched(_sequence_alone, 2) == [expected] * 2
 
 
-# What follows needs no second process.
+# The tests below need one process.
 
 
 @pytest.fixture(autouse=True)
 def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without launcher, GPU and Accelerate state, before and after each test."""
+    """Run each test without launcher, GPU and Accelerate state, and leave none."""
     launched = ("RANK", "LOCAL_RANK", *accelerator._WORLD_VARIABLES)
     for name in [n for n in os.environ if n.startswith(LAUNCHERS) or n in launched]:
         monkeypatch.delenv(name)
@@ -208,7 +208,7 @@ DISPATCHED = DataLoaderConfiguration(dispatch_batches=True)
             r"FSDP on the CPU.*distributed_type: MULTI_GPU",
         ),
         (ONE, {"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED is on"),
-        # accelerator.backward would divide a loss that counts all tokens of the step already
+        # accelerator.backward would divide a loss that is already per token of the whole step
         (ONE, {"gradient_accumulation_steps": 4}, r"accumulation_steps=4: .*in the loop"),
         (ONE, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "accumulation_steps=2"),
         (ONE, {"step_scheduler_with_optimizer": True}, "once per process.* Leave it out"),
@@ -220,7 +220,7 @@ DISPATCHED = DataLoaderConfiguration(dispatch_batches=True)
 def test_refusals(
     config: LongContextConfig, given: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is in capitals is exported by the launcher, the rest are arguments."""
+    """Names in capitals are variables that the launcher exports; the others are arguments."""
     for name in filter(str.isupper, given):
         monkeypatch.setenv(name, given[name])
     with pytest.raises(ValueError, match=message):
@@ -306,7 +306,7 @@ def test_fsdp_reduces_in_float32_and_leaves_the_loss_alone(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     plugin = accelerator._exact_fsdp_plugin({})
-    plugin.set_mixed_precision("bf16")  # as Accelerate does, which must keep ours
+    plugin.set_mixed_precision("bf16")  # Accelerate does this, and must keep ours
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert policy.output_dtype is None

@@ -1,4 +1,4 @@
-"""Where FSDP2 keeps states, and the cores that the optimizer has there."""
+"""Whether FSDP2 keeps states on the host, and the cores that the optimizer gets there."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from longctx_patch.plugin import accelerator, states_on_host
 @pytest.mark.parametrize("is_fsdp2", [False, True])
 @pytest.mark.parametrize("moved", [False, True])
 def test_states_on_host(is_fsdp2: bool, moved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate reads it from what the launcher exports."""
+    """States are on the host only under FSDP2, if the launcher exports offloading."""
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", str(moved).lower())
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     assert isinstance(plugin.cpu_offload, CPUOffloadPolicy) is moved
@@ -29,8 +29,8 @@ def test_states_on_host(is_fsdp2: bool, moved: bool, monkeypatch: pytest.MonkeyP
 def test_processes_share_the_cores(
     threads: int, processes: str | None, found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """16 cores. A number of threads that somebody has set stays, and so does torch's own where
-    nobody says how many processes there are."""
+    """Processes share 16 cores. A number of threads that the user has set stays, and so does
+    torch's default where the number of processes is unknown."""
     monkeypatch.setattr(accelerator, "num_cores", lambda: 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     taken = [threads]

@@ -17,7 +17,7 @@ from tests.launching import run_module
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "accelerate"
 
-# file name -> num_processes, sequence_degree, dp_shard that must come out, other arguments
+# file name -> num_processes, sequence_degree, expected dp_shard, other arguments
 FILES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "cpu_2_processes.yaml": (2, 2, 1, {"cpu": True, "mixed_precision": "no"}),
     "one_gpu_states_on_host.yaml": (1, 1, 1, {"fsdp": True, "states_on_host": True}),
@@ -52,7 +52,7 @@ def test_every_file_is_listed() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_file_is_the_functions_output_under_a_comment(name: str) -> None:
-    """`accelerate launch` knows every key of it, too."""
+    """The file is the function's output under a comment; `accelerate launch` knows its keys."""
     text = (RECIPES / name).read_text(encoding="utf-8")
     num_processes, degree, _, others = FILES[name]
     written = accelerate_yaml(num_processes, degree, **{"fsdp": False} | others)
@@ -79,7 +79,7 @@ def test_what_the_launcher_exports_is_what_we_need(
     arguments = _launch_arguments(RECIPES / name)
     assert arguments.num_processes == num_processes
     assert arguments.multi_gpu is not fsdp
-    arguments.main_process_port = 0  # this test need not find the default port free
+    arguments.main_process_port = 0  # the default port may be taken
     exported = prepare_multi_gpu_env(arguments)
     for key in ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_"):
         for variable in [v for v in exported if v.startswith(key)]:
@@ -100,7 +100,7 @@ def test_what_the_launcher_exports_is_what_we_need(
 
 
 def test_two_machines_need_a_name_and_the_command_line_wins() -> None:
-    """The launcher refuses the name that stands in the file, before it waits for anybody."""
+    """The launcher refuses the placeholder in the file before it waits for other machines."""
     path = RECIPES / "two_nodes_16gpu_sp8_fsdp2.yaml"
     arguments = _launch_arguments(path, "--machine_rank", "1", "--main_process_ip", "127.0.0.1")
     assert (arguments.machine_rank, arguments.main_process_ip) == (1, "127.0.0.1")

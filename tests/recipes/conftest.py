@@ -1,4 +1,4 @@
-"""A tiny byte-level Llama and a text, made on the spot."""
+"""A tiny byte-level Llama's config and a text, written for each test."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.tiny_llama import TINY_LLAMA
 
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
-    """config.json of a model that has seen 64 tokens."""
+    """The config.json of a model with an original length of 64 tokens."""
     path = tmp_path / "tiny" / "config.json"
     path.parent.mkdir()
     path.write_text(json.dumps(TINY_LLAMA))
@@ -27,7 +27,7 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def write_documents(folder: Path, *lengths: int) -> Path:
-    """A file of documents of so many bytes, each of a letter of its own."""
+    """A file of documents with these numbers of bytes; each repeats a letter of its own."""
     texts = (chr(97 + number) * length for number, length in enumerate(lengths))
     path = folder / "documents.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))

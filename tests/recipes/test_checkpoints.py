@@ -38,7 +38,7 @@ def sharded_state(*, lora: bool) -> checkpoints.TrainState:
 
 
 def accelerator_of(rank: int) -> Any:
-    """What checkpoints needs of an Accelerator; the real one does not shard on the CPU."""
+    """The part of an Accelerator that checkpoints use; the real one can't shard on the CPU."""
     return SimpleNamespace(
         is_main_process=rank == 0,
         process_index=rank,
@@ -69,7 +69,7 @@ def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
 
 def load_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
     state = sharded_state(lora=lora)
-    step(state)  # whatever was there before is replaced
+    step(state)  # an older state there is replaced
     checkpoints.load_checkpoint(accelerator_of(rank), state, folder / "checkpoints/step_000002")
     assert state.step == 2
     return [step(state) for _ in range(3)]
@@ -114,7 +114,7 @@ def test_sharded_models_go_on_exactly_and_are_saved_whole(tmp_path: Path) -> Non
 def test_what_one_thread_could_not_write_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's writer prints the error of a thread and goes on."""
+    """torch's writer only prints the error of a thread; ours raises."""
     write = filesystem._write_item
 
     def fails_beside(*args: Any) -> Any:
@@ -130,7 +130,7 @@ def test_what_one_thread_could_not_write_is_no_checkpoint(
 
 
 def test_a_run_of_an_older_version_goes_on_in_its_world(tmp_path: Path) -> None:
-    """With dropout the world must be the same, as far as both versions have its settings."""
+    """With dropout the world must be the same, in the settings that both versions have."""
     exact = {"scheduler": "cosine", "lora_dropout": 0.1}
     now: dict[str, Any] = {"exact": exact, "world": {"processes": 2, "ulysses": 2}}
     then = {"exact": exact, "world": {"processes": 2, "ulysses": 2, "ulysses_waves": 2}}

@@ -17,14 +17,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.timeout(300)
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """It compares losses by itself."""
+    """The example compares losses by itself and exits with an error if they differ."""
     words = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     said = run_module(tmp_path, *words, str(EXAMPLES / "import_and_patch.py"))
     assert "2 processes, losses" in said
 
 
 def run_packed_example() -> str:
-    """What it prints."""
+    """What the example prints with --packed."""
     sys.argv = ["import_and_patch.py", "--packed"]
     with redirect_stdout(StringIO()) as said:
         runpy.run_path(str(EXAMPLES / "import_and_patch.py"), run_name="__main__")

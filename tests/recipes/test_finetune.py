@@ -1,4 +1,4 @@
-"""The recipe in this process: training, saving, loading with stock libraries, going on exactly."""
+"""The recipe in this process: training, saving, loading with stock libraries, resuming exactly."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def run(config_file: Path, text_file: Path, tmp_path: Path) -> Run:
 
 
 def numbers(output: Path) -> list[tuple[float, ...]]:
-    """What must be equal to the last bit between two runs of the same thing."""
+    """The numbers of each step, which must be bitwise equal in two equal runs."""
     return [
         (line["step"], line["loss"], line["grad_norm"], line["learning_rate"], line["tokens"])
         for line in read_metrics(output)
@@ -63,7 +63,7 @@ def test_metrics_have_a_line_per_step_and_the_loss_falls(
 def test_full_model_loads_without_us_and_its_config_says_nothing_of_us(
     run: Run, config_file: Path
 ) -> None:
-    """Its embeddings are tied, and saved once."""
+    """Stock libraries load the model, whose embeddings are tied and saved once."""
     tied = json.loads(config_file.read_text()) | {"tie_word_embeddings": True}
     config_file.write_text(json.dumps(tied))
     flags = ("--full", "--rope", "yarn", "--checkpoint", "attention")
@@ -86,8 +86,8 @@ def test_full_model_loads_without_us_and_its_config_says_nothing_of_us(
 def test_the_loss_of_packed_rows_is_that_of_their_documents_alone(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """transformers alone gives the loss of step 2, two packed rows a forward, for the model saved
-    after step 1. One document is too long."""
+    """Step 2, with two packed rows, has the loss that transformers computes from single documents
+    with the model saved after step 1. One document is longer than a row."""
     run.text = write_documents(tmp_path, 3, 50, 17, 150, 31, 8, 40, 2, 59)
     flags = ("--full", "--pack", "--batch-size", "2", "--save-every", "1")
     out = run("out", *flags, **{"max-steps": 2})
@@ -202,8 +202,8 @@ def test_resuming_something_else_is_refused(run: Run) -> None:
 def test_a_constant_schedule_may_be_extended_and_rows_divided_anew(
     run: Run, tmp_path: Path
 ) -> None:
-    """Four rows a step stay four rows a step; the losses go on as in one run. The loss is the mean
-    over all tokens of a step, also where micro batches differ in theirs."""
+    """With the same four rows per step, resumed runs have the losses of one run. A loss is the mean
+    over all tokens of a step, also where micro batches have unequal numbers of tokens."""
     run.text = write_documents(tmp_path, 3, 50, 17, 64, 31, 8, 40, 2, 59)
     flags = ("--scheduler", "constant", "--save-every", "2", "--one-document-per-row")
     whole = numbers(run("whole", *flags, "--batch-size", "4", **{"max-steps": 8}))

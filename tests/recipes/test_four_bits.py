@@ -1,4 +1,4 @@
-"""An adapter over frozen weights of 4 bits: the numbers of one process, a run, and refusals."""
+"""An adapter over frozen 4-bit weights: exact over two ranks, a run of the recipe, and refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ def settings(folder: Path, **values: Any) -> Settings:
 
 
 def adapted(folder: Path) -> Any:
-    """The model with an adapter of random factors, in float32 around its 4-bit weights: there an
-    error is larger than what another order of sums makes."""
+    """The model with an adapter of random factors, in float32 around its 4-bit weights, so that
+    errors stand out against another order of sums."""
     run = settings(folder)
     config = models.load_config(run)
     model = AutoModelForCausalLM.from_pretrained(

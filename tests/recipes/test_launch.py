@@ -20,7 +20,7 @@ from tests.recipes.conftest import write_documents
 def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
     config_file: Path, tmp_path: Path
 ) -> None:
-    """Replicas hold different numbers of tokens, and the shards of short rows may hold none."""
+    """This holds although replicas have unequal numbers of tokens and some shards have none."""
     text = write_documents(tmp_path, 3, 50, 17, 64, 31, 2, 40, 8, 59, 97)
     (tmp_path / "four.yaml").write_text(
         accelerate_yaml(4, 2, fsdp=False, cpu=True, mixed_precision="no")
@@ -34,7 +34,7 @@ def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
     sharded = [*flags, "--ulysses", "2", "--checkpoint", "attention"]
     said = run_module(tmp_path, *launch, *sharded, "--output", "four")
     assert said.count("| 0/4 [00:00<?, ?step/s]") == 1  # one process shows its progress
-    assert said.count("step/s") == 2  # here and at the end, in lines
+    assert said.count("step/s") == 2  # at the start and at the end, as lines
     assert "\r" not in said
     whole = read_metrics(tmp_path / "four")
     for our, their in zip(whole, read_metrics(tmp_path / "one"), strict=True):
@@ -56,7 +56,7 @@ def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
 def test_a_gpu_run_folder_without_its_launcher_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FSDP2 and bf16 stand in accelerate.yaml alone: copies in float32 would be trained."""
+    """Only accelerate.yaml sets FSDP2 and bf16; without it float32 copies would be trained."""
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     settings = tmp_path / "finetune.yaml"
@@ -77,7 +77,7 @@ def test_a_refusal_is_one_message_that_the_launcher_repeats(
 ) -> None:
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
-    for rank in ("0", "1"):  # the first ends the others before they say it again
+    for rank in ("0", "1"):  # rank 0 ends the others before they repeat it
         failure_file = tmp_path / f"{rank}.json"
         monkeypatch.setenv("LOCAL_RANK", rank)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(failure_file))

@@ -1,4 +1,4 @@
-"""The error of a run that is out of memory: predicted, used, and what to change."""
+"""The error of a run out of memory says what was predicted, what was used, what to change."""
 
 import re
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def on_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(config: Any = SHAPE, *, num_gpus: int = 4, **values: Any) -> str:
-    """The message of a run on so many GPUs that ran out of memory."""
+    """The message of a run on `num_gpus` GPUs that ran out of memory."""
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), num_processes=num_gpus, is_fsdp2=True, state=SimpleNamespace()
     )
@@ -73,7 +73,7 @@ def test_what_was_used_and_predicted_and_flags_that_fit() -> None:
 
 @pytest.mark.usefixtures("on_h200")
 def test_the_flags_are_the_recipes() -> None:
-    """It names the adapter's rank, and what the launcher's YAML decides as a line of it."""
+    """The advice parses as flags of the recipe; what the YAML decides is named as its line."""
     said = report(checkpoint="none", full=False, lora_rank=8, dtype="bfloat16").splitlines()[3]
     words = said.split("To change: ")[1].split(" is predicted")[0].split()
     required = ["--model", "m", "--output", "out", "--text", "t", "--seq-len", "8"]
@@ -117,7 +117,7 @@ def small_run(folder: Path) -> list[str]:
 
 
 def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A run with the rehearsal has the losses of a run without."""
+    """A run with a rehearsal has the losses of a run without."""
     found, losses, told = [], {}, []
     rehearse = finetune.preflight
 

@@ -19,7 +19,7 @@ def test_packed_rows_are_placed_balanced_unless_a_layout_is_asked_for() -> None:
 
 
 def test_flags_win_over_the_file_and_yaml_numbers_get_their_type(tmp_path: Path) -> None:
-    """YAML 1.1 reads 1e-4 as a string, which once ended in a multiplication of strings."""
+    """YAML 1.1 reads 1e-4 as a string, so numbers are converted to their field's type."""
     file = tmp_path / "finetune.yaml"
     file.write_text(
         "model: m\ntext: one.txt\nseq_len: 64\noutput: out\nlearning_rate: 1e-4\n"

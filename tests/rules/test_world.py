@@ -1,4 +1,4 @@
-"""Degrees fit the processes of a job: one rule, in one wording, wherever it is checked."""
+"""Degrees have to fit the processes of a job: every check has the same rule and wording."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ def test_six_processes_for_degree_four(
     check: Callable[[], object], given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
-    monkeypatch.setattr(PartialState, "_shared_state", {})  # what other tests have set up
+    monkeypatch.setattr(PartialState, "_shared_state", {})  # forget the state of other tests
     with pytest.raises(ValueError, match="must be a multiple of 4") as caught:
         check()
     text = str(caught.value)

@@ -1,4 +1,4 @@
-"""Balanced placement: equal tokens, equal pairs, few keys that travel."""
+"""Balanced placement gives ranks equal tokens and pairs, and few keys travel."""
 
 import random
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ def documents(max_tokens: int) -> st.SearchStrategy[Documents]:
 
 @st.composite
 def rows_and_layouts(draw: st.DrawFn) -> tuple[Documents, Layout]:
-    """A row, with any runs of its tokens in any order on any of three ranks."""
+    """A row, and a layout with any runs of its tokens in any order on three ranks."""
     row = draw(documents(100))
     inner = draw(st.lists(st.integers(0, row.num_tokens), max_size=6))
     ranks: list[list[Interval]] = [[], [], []]
@@ -70,7 +70,7 @@ def counted_imbalance(row: Documents, layout: Layout) -> float:
 
 
 def rows_that_travel(row: Documents, layout: Layout) -> int:
-    """Rows of keys that ranks need and don't hold: a document's tokens before their last query."""
+    """Rows of keys that ranks need and don't hold: of a document, those before their last query."""
     travelling = 0
     for start, stop in pairwise(row.edges):
         last: dict[int, int] = {}
@@ -88,7 +88,7 @@ def test_the_closed_form_counts_every_pair(case: tuple[Documents, Layout]) -> No
 
 @given(documents(400), st.integers(1, 9))
 def test_shares_are_even_and_pairs_never_worse_than_in_runs(row: Documents, num_ranks: int) -> None:
-    layout = balanced(row, num_ranks)  # that each token has one slot is checked by Layout
+    layout = balanced(row, num_ranks)  # Layout checks that each token has one slot
     assert (layout.num_tokens, layout.num_ranks) == (row.num_tokens, num_ranks)
     assert max(layout.sizes) - min(layout.sizes) <= (row.num_tokens % num_ranks > 0)
     assert list(layout.intervals) == sorted(layout.intervals)
@@ -116,7 +116,7 @@ CASES = [
     *[(all_equal(4099), 2), (all_equal(30_000), 3), (all_equal(131_072), 8)],
     *[(log_normal(4099), 4), (log_normal(30_000), 8), (log_normal(131_072), 3)],
     *[(giant_and_tiny(4099), 3), (giant_and_tiny(30_000), 2), (giant_and_tiny(131_072), 4)],
-    *[(log_normal(2039, count), 16) for count in (20, 60, 180)],  # no chunks divide it
+    *[(log_normal(2039, count), 16) for count in (20, 60, 180)],  # a prime length
 ]
 
 
@@ -134,8 +134,8 @@ def test_one_document_is_placed_as_zigzag_does(num_ranks: int) -> None:
 
 
 def test_work_is_bounded_where_no_swap_evens_out_many_ranks() -> None:
-    """Two lengths that no sum evens out: without limits on swaps and partners, several times more
-    calls are made."""
+    """No combination of these lengths is even; without limits on swaps and partners there would be
+    several times more calls."""
     draw = random.Random(6)
     lengths = tuple(draw.choices([4549, 4546, 1431], [1 / 4549, 1 / 4546, 1 / 1431], k=2000))
     row = Documents(lengths, sum(lengths) + -sum(lengths) % 32)
@@ -146,7 +146,7 @@ def test_work_is_bounded_where_no_swap_evens_out_many_ranks() -> None:
 @pytest.mark.parametrize(
     ("row", "num_ranks"),
     [
-        (Documents((64,) * 8, 512), 4),  # they fill the shares
+        (Documents((64,) * 8, 512), 4),  # documents fill the shares exactly
         *[(log_normal(131_072, sigma=sigma), n) for n, sigma in ((2, 0.5), (3, 1.0), (4, 0.5))],
     ],
 )
@@ -161,11 +161,11 @@ def test_no_keys_travel_where_documents_can_stay_whole(row: Documents, num_ranks
     [
         (log_normal(131_072, 64), 8),
         (log_normal(131_072, 300), 4),
-        (Documents((3542,) * 37, 131_072), 3),  # they fill no share
+        (Documents((3542,) * 37, 131_072), 3),  # no number of documents fills a share
     ],
 )
 def test_only_few_and_the_longest_documents_are_cut(row: Documents, num_ranks: int) -> None:
-    """Documents are cut where they would keep a rank busy for longer than its share."""
+    """Only documents are cut that would give a rank more than its share of pairs."""
     layout = balanced(row, num_ranks)
     ends = zip(row.lengths, pairwise(row.edges), strict=True)
     cut = [length for length, run in ends if layout.run_with(Interval(*run)) is None]
@@ -174,7 +174,7 @@ def test_only_few_and_the_longest_documents_are_cut(row: Documents, num_ranks: i
 
 
 def test_few_keys_travel_where_documents_are_cut() -> None:
-    """Fewer than half of those that travel where chunks are dealt out one by one."""
+    """Fewer than half as many keys travel as where chunks are dealt to ranks in turn."""
     row = log_normal(131_072)
     chunks = even_cuts(131_072, 8 * 32)
     dealt = Layout(tuple(tuple(chunks[rank::8]) for rank in range(8)))
@@ -194,7 +194,7 @@ def test_work_grows_with_documents_and_not_with_tokens() -> None:
 
 
 def integer_rows() -> Iterator[Documents]:
-    """Rows drawn without floats, of very unequal documents."""
+    """Rows of very unequal documents, drawn without floats so that they never change."""
     draw = random.Random(0)
     for count in (1, 2, 3, 7, 20, 60, 200):
         for power in (0, 1, 3, 6):
@@ -203,7 +203,7 @@ def integer_rows() -> Iterator[Documents]:
 
 
 def test_placements_are_those_that_runs_were_made_with() -> None:
-    """Another placement sends other bytes and takes other time: who changes it measures both."""
+    """Another placement changes bytes and times: measure both before you change this digest."""
     placed = [balanced(row, num_ranks) for row in integer_rows() for num_ranks in (1, 2, 3, 4, 8)]
     digest = sha1(repr([layout.intervals for layout in placed]).encode()).hexdigest()
     assert digest == "326b3830de6227d62ea1f54c9c3bf77f9f6507e6"

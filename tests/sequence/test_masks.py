@@ -1,4 +1,4 @@
-"""Masks against the dense table that their definition gives."""
+"""Masks equal the dense table that follows from their definition."""
 
 from collections.abc import Callable
 from typing import Any
@@ -76,7 +76,7 @@ def masks(draw: st.DrawFn) -> tuple[Mask, Table]:
 
 
 def table_of(pieces: list[Piece], shape: tuple[int, ...]) -> Table:
-    """The pairs of pieces, none of which may have a pair twice."""
+    """The table of the pieces' pairs; no pair may be in two pieces."""
     table = np.zeros(shape, dtype=np.bool_)
     for piece in pieces:
         bits, part = piece.bits(), table[slice(*piece.q), slice(*piece.kv)]

@@ -1,4 +1,4 @@
-"""Ranks that meet: what they get, and that they raise together."""
+"""Ranks that meet get each other's numbers, and raise errors together."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ MISFIRE = SequenceParallelismError("a layer ran twice")
 
 
 def said(run: Callable[[Transport], object], transport: Transport) -> tuple[str, str]:
-    """The type and the words of what this rank raises."""
+    """The type and the message of the error that this rank raises."""
     with pytest.raises((ValueError, SequenceParallelismError)) as caught:
         run(transport)
     return type(caught.value).__name__, str(caught.value)
@@ -48,7 +48,7 @@ def test_everyone_gets_everyones_numbers() -> None:
 
 
 def test_ranks_at_different_meetings_find_it_out() -> None:
-    """Also where one of them refuses its input, or brings more numbers than the others."""
+    """They do even if one of them refuses its input and brings more numbers than the others."""
 
     def run(transport: Transport) -> None:
         if transport.group_rank == 1:

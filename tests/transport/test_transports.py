@@ -16,7 +16,7 @@ from tests.harness import run_distributed
 
 
 def exercise(transport: Transport) -> None:
-    """A ring exchange in two messages a link, all-to-alls, numbers and tensors."""
+    """Check a ring exchange with two messages per link, all-to-alls, and gathers."""
     rank, num_ranks = transport.group_rank, transport.num_ranks
     after, before = (rank + 1) % num_ranks, (rank - 1) % num_ranks
     sends = [torch.full((4,), 10 * rank + i, dtype=torch.uint8) for i in range(2)]
@@ -39,7 +39,7 @@ def exercise(transport: Transport) -> None:
         assert received.tolist() == wanted
         others += [n for other, n in enumerate(send_sizes) if other != rank and n]
 
-    rows = [2 * other for other in range(num_ranks)]  # none on rank 0
+    rows = [2 * other for other in range(num_ranks)]  # rank 0 has none
     mine = torch.full((rows[rank], 3), rank + 0.5, dtype=torch.bfloat16)
     for other, tensor in enumerate(transport.all_gather(mine, rows)):
         assert torch.equal(tensor, torch.full((rows[other], 3), other + 0.5, dtype=mine.dtype))

@@ -1,4 +1,4 @@
-"""Processes that fail or hang, and what is shown of them."""
+"""Processes that fail or hang end, and their tracebacks are shown."""
 
 import time
 
@@ -40,7 +40,7 @@ def test_a_failing_rank_is_shown_and_does_not_leave_the_others_waiting() -> None
 
 
 def test_a_hang_ends_at_the_limit_with_its_stack() -> None:
-    run_processes(total, 2, 10, timeout_s=60)  # what processes start from is loaded then
+    run_processes(total, 2, 10, timeout_s=60)  # loads what later processes fork from
     with pytest.raises(ProcessesFailedError, match="limit of 6 s passed") as caught:
         run_processes(hang_on_one, 2, timeout_s=6)
     assert "in hang_on_one" in str(caught.value)

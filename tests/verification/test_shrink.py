@@ -1,4 +1,4 @@
-"""The small model that is verified has what the large one has, and all of it matters."""
+"""The small model that is verified has all features of the large one, and each matters."""
 
 import copy
 from typing import Any
@@ -26,11 +26,11 @@ from tests.reference import relative_error
 TOKENS = 127
 WITHOUT_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
 MATTERS = 1e-3
-"""A hundred times the tolerance of a verification."""
+"""A change of logits that counts: a hundred times the tolerance of a verification."""
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    """As transformers' defaults have it, which are those of a published model."""
+    """The config of transformers' defaults, which are those of a published model."""
     drawn = WITHOUT_DROPOUT if family == "seed_oss" else {}
     return AutoConfig.for_model(family, **drawn | changes)
 
@@ -137,7 +137,7 @@ def test_the_sinks_matter() -> None:
 
 
 class Roundings(TorchDispatchMode):
-    """Where something that is float64 becomes float32."""
+    """Records the operations that turn float64 into float32."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`deterministic=True`: kernels are told or refused, and two runs are bitwise equal."""
+"""`deterministic=True`: kernels get the flag or are refused, and two runs are bitwise equal."""
 
 from dataclasses import replace
 from functools import partial

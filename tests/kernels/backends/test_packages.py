@@ -1,4 +1,4 @@
-"""Kernels that come in packages: found without importing anything, refused with what to type."""
+"""Kernels of packages are found without imports; a refusal says what to type."""
 
 import subprocess
 import sys
@@ -88,7 +88,7 @@ def test_without_packages_the_reason_says_what_to_type(
 def test_a_module_named_cute_in_flash_attn_2_is_not_flash_attn_4(
     on_gpu: Callable[[int, int], None], install: Install
 ) -> None:
-    """Wheels of flash-attn 2.8 bring an early `flash_attn.cute`."""
+    """Wheels of flash-attn 2.8 contain an early `flash_attn.cute`."""
     on_gpu(9, 0)
     modules = {"flash_attn.cute.interface": None, "flash_attn.flash_attn_interface": flash_attn_2()}
     install({"flash-attn": "2.8.3"}, modules)

@@ -21,7 +21,7 @@ WRONG = "gives wrong numbers (dq of the causal block is off by 0.9)"
 
 @dataclass
 class Counted(SoloTransport):
-    """A rank that is alone, and how often it has met the others all the same."""
+    """A single rank that counts its collective meetings."""
 
     times: int = 0
 
@@ -31,7 +31,7 @@ class Counted(SoloTransport):
 
 
 def agree(*lacks: str, name: str = "auto", rank_0_prefers: str | None = None) -> list[str]:
-    """The name that each of two ranks takes, or its error; `lacks`: kernels that rank 1 has not."""
+    """The kernel that each of two ranks takes, or its error; rank 1 lacks the kernels `lacks`."""
 
     def on_one_rank(rank: VirtualTransport) -> str:
         order = candidates(name, CPU)

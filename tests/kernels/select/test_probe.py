@@ -1,4 +1,4 @@
-"""What is measured, that wrong kernels are found, and what is remembered of it."""
+"""The probe measures kernels, finds wrong ones, and remembers its results."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -43,7 +43,7 @@ class Clock:
 
 @dataclass
 class FakeKernel:
-    """A kernel that is right but for `spoil`, and takes a second a call and two for backward."""
+    """A kernel that is right but for `spoil`; forward takes one second, backward two."""
 
     name: str
     clock: Clock
@@ -84,13 +84,13 @@ def test_each_case_is_timed_both_ways() -> None:
 
 
 class FakeGpu:
-    """Runs what it is given in order; the CPU goes on meanwhile."""
+    """Runs work in order while the CPU goes on."""
 
     def __init__(self) -> None:
         self.cpu_s = self.gpu_s = 0.0
 
     def give(self, host_s: float, device_s: float) -> float:
-        """The time at which the work will be done."""
+        """Start work that takes these times; return when the GPU will have done it."""
         self.cpu_s += host_s
         self.gpu_s = max(self.gpu_s, self.cpu_s) + device_s
         return self.gpu_s
@@ -119,7 +119,7 @@ class FakeEvent:
 
 @pytest.mark.parametrize("device_s", [1e-4, 1e-2])
 def test_it_is_the_gpus_time_that_counts(device_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call has two kernels, which the CPU needs 2 ms to start, and a second the first time."""
+    """The call has two kernels, which the CPU starts in 2 ms, or in a second the first time."""
     gpu, calls = FakeGpu(), []
     monkeypatch.setattr("longctx_patch.kernels.select.probe.perf_counter", lambda: gpu.cpu_s)
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
@@ -255,7 +255,7 @@ def test_the_file_is_among_the_caches(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @dataclass
 class Measuring:
-    """Stands in for the measurement: it has findings, and counts how often it was asked."""
+    """Stands in for the measurement: returns given results and counts its calls."""
 
     found: dict[str, Measured]
     times: int = 0
@@ -267,7 +267,7 @@ class Measuring:
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend a machine on which three kernels can do what is asked."""
+    """Pretend a machine on which three kernels can run the request."""
     monkeypatch.setattr(
         preference_module,
         "measurable",

@@ -1,4 +1,4 @@
-"""Which kernel is chosen, and what the error says where there is none."""
+"""Which kernel is chosen, and what the error says where none can be."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_pieces_prefer_packed_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("feature", ["softcap", "tiles"])
 def test_a_feature_is_never_lost(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is chosen has it; a kernel that lacks it refuses it by name."""
+    """The chosen kernel has the feature, and kernels that lack it refuse the request."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         asked = {"softcap": feature == "softcap", "tiles": feature == "tiles"}

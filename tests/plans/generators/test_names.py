@@ -1,4 +1,4 @@
-"""Each plan's name does what its paper says: who computes what when, who sends what to whom.
+"""Each plan does what the paper of its name says: who computes and sends what in which step.
 
 Everything is written down from the papers, rank by rank, and nothing is taken from the generators:
 a name that stands for another schedule fails. P ranks, causal masks, `r - s` modulo P.
@@ -58,7 +58,7 @@ def plan_of(
 
 
 def ring_steps(num_ranks: int, *, sees_later: bool) -> Works:
-    """Rank r computes with the keys of rank r - s in step s; of later ranks where that is much."""
+    """Rank r computes with the keys of r - s in step s; without `sees_later` only if s <= r."""
     return [
         (s, r, r, (r - s) % num_ranks)
         for s in range(num_ranks)
@@ -68,7 +68,7 @@ def ring_steps(num_ranks: int, *, sees_later: bool) -> Works:
 
 
 def kv_hops(num_ranks: int) -> Sends:
-    """In each step but the last, every rank hands on the keys that it computes with."""
+    """In each step but the last, every rank sends the keys that it computes with to the next."""
     return [
         (s, r, (r + 1) % num_ranks, KV, (r - s) % num_ranks)
         for s in range(num_ranks - 1)
@@ -77,8 +77,8 @@ def kv_hops(num_ranks: int) -> Sends:
 
 
 def zigzag(num_ranks: int, direction: Direction) -> tuple[Works, Sends]:
-    """Ring Attention over zigzag or striped shards: backward, each sum follows its keys one step
-    behind, and its last hop, after the last step, is home."""
+    """Ring Attention over zigzag or striped shards. In backward each sum of dk and dv follows its
+    keys one step behind; its last hop, after the last step, reaches the owner."""
     sums = [
         (s, r, (r + 1) % num_ranks, DKV_SUM, (r - s + 1) % num_ranks)
         for s in range(2, num_ranks + 1)
@@ -97,8 +97,8 @@ def ring(num_ranks: int, direction: Direction) -> tuple[Works, Sends]:
 
 
 def zigzag_direct(num_ranks: int, direction: Direction) -> tuple[Works, Sends]:
-    """Keys come straight from their owner, one step before; their gradients go straight back, one
-    step after."""
+    """Owners send keys straight to the ranks that need them, one step before; these send the
+    gradients straight back, one step after."""
     works = ring_steps(num_ranks, sees_later=True)
     tiles = [tile for tile in works if tile[0] > 0]
     sends: Sends = [(s - 1, kv, r, KV, kv) for s, r, _, kv in tiles]
@@ -109,8 +109,8 @@ def zigzag_direct(num_ranks: int, direction: Direction) -> tuple[Works, Sends]:
 
 def helped(num_ranks: int, direction: Direction, *, last_is_shared: bool) -> tuple[Works, Sends]:
     """DISTFLASHATTN, section 3.1: rank p >= t computes with the keys of p - t; p < t helps rank
-    p - t + P with its own keys. At t = P / 2 that is one pair from both ends: the owner's alone, or
-    half the rows each."""
+    p - t + P with its own keys. At t = P / 2 both are the same pair of ranks: the owner of the
+    queries computes it alone, or (`last_is_shared`) each half of the rows."""
     works: Works = []
     for t in range(num_ranks // 2 + 1):
         for p in range(num_ranks):
@@ -130,8 +130,8 @@ def helped(num_ranks: int, direction: Direction, *, last_is_shared: bool) -> tup
 
 
 def burst(num_ranks: int, direction: Direction) -> tuple[Works, Sends]:
-    """BurstAttention: queries with all that backward needs of them go around, keys stay. Here each
-    dQ goes straight home, one step after."""
+    """BurstAttention: keys stay; queries go around with all that backward needs of them. In this
+    plan each dQ goes straight to its owner, one step after."""
     works = [(s, r, (r - s) % num_ranks, r) for s in range(num_ranks) for r in range(num_ranks)]
     hops = [(s, r, (r + 1) % num_ranks, Q_BACKWARD, q) for s, r, q, _ in works if s < num_ranks - 1]
     returns = [(s + 1, r, q, DQ, q) for s, r, q, _ in works if s]
@@ -139,9 +139,9 @@ def burst(num_ranks: int, direction: Direction) -> tuple[Works, Sends]:
 
 
 def double_ring(num_ranks: int, direction: Direction, per_node: int = 2) -> tuple[Works, Sends]:
-    """LoongTrain's double ring: in window w a node computes with the blocks of the node w before,
-    which go around inside. At its start each block crosses, once, to its place in the next node.
-    Sums of a window end at the place of their owner, and go home once its last hop is in."""
+    """LoongTrain's double ring: in window w a node computes with blocks of the node w before it,
+    which go around inside the node. At the start of a window each block is sent once, to its
+    place in the next node. Sums of a window end at their owner's place, then go to the owner."""
     nodes = num_ranks // per_node
 
     def rank(node: int, place: int) -> int:
@@ -165,8 +165,8 @@ def double_ring(num_ranks: int, direction: Direction, per_node: int = 2) -> tupl
 
 
 def allgather(num_ranks: int, direction: Direction) -> tuple[Works, Sends]:
-    """Llama 3, section 3.3: everybody's keys to everybody, a group of heads ahead; backward, the
-    gradients of a group go home one step after."""
+    """Llama 3, section 3.3: every rank sends its keys to all, one group of heads ahead. In backward
+    the gradients of a group go to their owners one step after."""
     others = [(a, b) for a in range(num_ranks) for b in range(num_ranks) if a != b]
     works: Works = []
     sends: Sends = []
@@ -249,8 +249,8 @@ def test_the_double_ring_of_other_nodes(
 def test_bytes_on_8_ranks(
     names: tuple[str, ...], direction: Direction, fixed: float, per_query_head: float, group: int
 ) -> None:
-    """The mean of the ranks, in units of one rank's keys, with `group` query heads for each
-    key-value head. There are so many tokens and dims that lse, delta and diagonals vanish."""
+    """Mean bytes sent per rank, in units of one rank's keys, with `group` query heads per key-value
+    head. Tokens and dims are so many that lse, delta and diagonals don't count."""
     tokens, head_dim = 512, 4096
     shape = AttentionShape(
         batch=1,
@@ -295,7 +295,7 @@ def test_names_that_no_plan_has_are_refused() -> None:
 
 
 def all_at_once(schedule: Schedule) -> Iterator[Stage]:
-    """A schedule of one exchange: all keys that a rank needs arrive while it computes its own."""
+    """A schedule of one exchange: all keys that a rank needs arrive while it uses its own."""
     steps = [ring_works(schedule.pieces, step) for step in range(schedule.num_ranks)]
     return direct(schedule, iter([steps[:1], steps[1:]]))
 

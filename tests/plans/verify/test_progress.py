@@ -1,4 +1,4 @@
-"""Each planted fault gives the complaint that names it; programs without one finish."""
+"""Each planted fault gives the complaint that names it; programs without a fault finish."""
 
 from random import Random
 
@@ -14,14 +14,14 @@ IDLE = RankStep((), (), ())
 
 
 def programs_of(name: str, num_ranks: int) -> Programs:
-    """The programs of backward."""
+    """The programs of backward under this plan."""
     layout, mask = zigzag(16 * num_ranks, num_ranks), causal(16 * num_ranks)
     plan = make_plan(name, layout, mask, Direction.BACKWARD)
     return [list(steps) for steps in plan.rank_steps]
 
 
 def message(source: int, destination: int, number: int = 0) -> Transfer:
-    """A message that differs from others of the link in its rows."""
+    """A message whose rows distinguish it from others of the link."""
     rows = Rows((Interval(number, number + 1),))
     return Transfer(source, destination, Block(Operand.KV, source, rows), 0)
 
@@ -61,7 +61,7 @@ def test_messages_swapped_within_a_step_are_named() -> None:
 
 
 def random_programs(random: Random) -> Programs:
-    """Three ranks with four steps; receives of some links are a step late."""
+    """Programs of three ranks with four steps; on some links receives are a step late."""
     links = [(a, b) for a in range(3) for b in range(3) if a != b]
     late = [link for link in links if random.random() < 0.25]
     programs = [[IDLE] * 5 for _ in range(3)]
@@ -75,7 +75,7 @@ def random_programs(random: Random) -> Programs:
 
 
 def all_finish(programs: Programs) -> bool:
-    """Whether all ranks come to their end, one going on after another until none can."""
+    """Whether all ranks finish if, one at a time, each advances as long as any can."""
     at = [0] * len(programs)
 
     def posted(rank: int, transfer: Transfer) -> bool:

@@ -1,4 +1,4 @@
-"""Break a right plan in each way that would give wrong numbers; the complaint names the rule."""
+"""A right plan is broken in each way that gives wrong numbers; the complaint names the rule."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -77,7 +77,7 @@ def see_the_future(step: Step) -> Step:
 
 
 def nothing_to_rank_0(step: Step) -> Step:
-    """Also not what the rank has no use for: gathered keys are put together from all."""
+    """The step without transfers to rank 0, even of keys that it doesn't use: it gathers all."""
     return replace(step, transfers=tuple(t for t in step.transfers if t.destination != 0))
 
 
@@ -134,7 +134,7 @@ def test_planted_faults_are_found(
 
 
 def test_a_result_goes_on_with_all_rows_it_came_with() -> None:
-    """Sent on with fewer rows than arrived, it would be a message of another size."""
+    """A result sent on with fewer rows than arrived would be a message of another size."""
     plan = made("burst", Direction.BACKWARD, striped(7, 3))
     number, home = next(
         (number, transfer)
@@ -155,7 +155,7 @@ def test_a_result_goes_on_with_all_rows_it_came_with() -> None:
 
 
 def test_gradients_sent_before_they_are_complete_stay_behind() -> None:
-    """A sum that leaves in the step that still adds to it leaves that part at the wrong rank."""
+    """If a sum is sent in a step that still adds to it, that addition stays at the wrong rank."""
     steps = list(BACKWARD.steps)
     early = [t for t in steps[2].transfers if t.buffer is None]
     steps[2] = replace(steps[2], transfers=tuple(t for t in steps[2].transfers if t not in early))

@@ -37,8 +37,8 @@ MEASURED_MS = {
 }
 
 
-# Of benchmarks/attention.py there, 131,072 tokens: medians of forward and backward together. Packed
-# rows have log-normal documents. Kernels are flash-attn 4's.
+# Medians of forward and backward together by benchmarks/attention.py on the same GPUs, in ms, with
+# flash-attn 4 at 131,072 tokens. Packed rows have log-normal documents.
 MASKED_MS = {
     ("halo", "balanced", 64): 7.52,
     ("ulysses", "balanced", 64): 10.25,
@@ -51,7 +51,7 @@ MASKED_MS = {
 
 
 def masked(num_documents: int | None) -> Workload:
-    """The packed row that was measured, or None: the window."""
+    """The measured packed row of so many documents; None: the measured window."""
     if num_documents is None:
         return replace(WORKLOAD, window=4096)
     weights = np.random.default_rng(0).lognormal(0.0, 1.0, num_documents)
@@ -107,7 +107,7 @@ def test_a_window_as_wide_as_the_row_is_causal() -> None:
 def test_buffers_of_ulysses_are_those_of_the_widest_exchange(
     heads: int, kv_heads: int, degree: int, waves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the busiest rank, sent or received, in all waves: as the transport really gets them."""
+    """The prediction is what the busiest rank sends or receives in all waves of one exchange."""
     tokens, dim = 8 * degree, 4
     config = LongContextConfig(ulysses_degree=degree, ulysses_waves=waves)
     exchanged: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(degree)}
@@ -134,7 +134,7 @@ def test_buffers_of_ulysses_are_those_of_the_widest_exchange(
 
 
 def test_ulysses_sends_heads_for_tokens() -> None:
-    """(2 A + 2 B) (P - 1) / P each way (DeepSpeed-Ulysses), in bytes of bfloat16."""
+    """A rank sends (2 A + 2 B) (P - 1) / P in forward (DeepSpeed-Ulysses), in bfloat16."""
     found = predict(setting("zigzag", ranks=8, ulysses=8), FORWARD, WORKLOAD, H200)
     one_head = WORKLOAD.num_tokens // 8 * WORKLOAD.head_dim * 2
     assert found.plan == "ulysses"

@@ -1,4 +1,4 @@
-"""The simulator against closed forms, the verifier and the traffic of the same plans."""
+"""The simulator agrees with closed forms, the verifier and the traffic of the same plans."""
 
 from dataclasses import replace
 from math import inf
@@ -22,12 +22,12 @@ from tests.counting import count_calls
 
 SHAPE = AttentionShape(batch=1, num_heads=32, num_kv_heads=8, head_dim=128, itemsize_bytes=2)
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-TOKENS = 4096  # of a rank
+TOKENS = 4096  # tokens of a rank
 FLOPS = 1e15
 
 
 def kernels(flops: float) -> KernelRates:
-    """Every block at one rate, without a start."""
+    """Kernel rates at which every block runs at `flops`, without a start-up time."""
     rate = KernelRate(flops, 0, 0)
     return KernelRates(
         kernel="none",
@@ -99,7 +99,7 @@ def test_counts_are_those_of_the_executed_plan(
 def test_attention_alone_takes_the_published_number_of_blocks(
     num_ranks: int, direction: Direction
 ) -> None:
-    """In units of one rank's queries against one rank's keys; the diagonal is half a block."""
+    """A block is one rank's queries times one rank's keys; one on the diagonal counts half."""
     products = 2 if direction is FORWARD else 5
     block_s = 2 * products * TOKENS**2 * SHAPE.num_heads * SHAPE.head_dim / FLOPS
     even = num_ranks % 2 == 0
@@ -125,14 +125,14 @@ def test_messages_alone_take_one_hop_a_step(num_ranks: int) -> None:
 
 @pytest.mark.parametrize(("direction", "seconds"), [(FORWARD, 1.0), (BACKWARD, 2.0)])
 def test_the_cpu_alone_takes_its_time_for_each_call(direction: Direction, seconds: float) -> None:
-    """Over contiguous shards the last rank sees every block, each in a call of its own."""
+    """Over contiguous shards the last rank sees every block, with one call for each."""
     slow_cpu = replace(FREE_KERNELS, host_forward_s=1.0, host_backward_s=2.0)
     found = played(named("ring", direction, 4), slow_cpu)
     assert found.makespan_s == pytest.approx(4 * seconds)
 
 
 def test_the_double_ring_waits_less_for_slow_links_than_the_flat_ring() -> None:
-    """Between 2 nodes a flat ring is slow at every step, a double ring has a window for it."""
+    """A flat ring over 2 nodes is slow at every step; a double ring sends across in a window."""
     flat = played(named("zigzag", FORWARD, 16), MESSAGES_ALONE)
     double = played(named("double_ring", FORWARD, 16, per_node=8), MESSAGES_ALONE)
     block = 2 * TOKENS * SHAPE.num_kv_heads * SHAPE.head_dim * 2
@@ -153,7 +153,7 @@ def test_a_ring_holds_two_blocks_and_the_copy_of_its_own() -> None:
 
 
 def test_a_block_is_copied_once_however_often_it_is_sent() -> None:
-    """On links and kernels that take no time, only copies are left."""
+    """Where links and kernels take no time, a plan takes the time of one copy of each block."""
     block = 2 * TOKENS * SHAPE.num_kv_heads * SHAPE.head_dim * 2
     copies = replace(FREE_KERNELS, copy_bandwidth=1e12)
     for plan in ("zigzag", "double_ring", "allgather"):
@@ -165,7 +165,7 @@ def test_a_block_is_copied_once_however_often_it_is_sent() -> None:
 
 @pytest.mark.parametrize("plan", ["zigzag", "double_ring", "distflash_balanced"])
 def test_a_stage_of_many_ranks_takes_as_many_calls_as_one_of_few(plan: str) -> None:
-    """Ranks are entries of arrays: only the number of stages grows with them."""
+    """Ranks are entries of arrays, so only the number of stages grows with the ranks."""
 
     def calls_per_rank(num_ranks: int) -> float:
         schedule = named(plan, FORWARD, num_ranks, per_node=8)

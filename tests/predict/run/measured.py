@@ -34,13 +34,13 @@ class Measured(NamedTuple):
     peak_gib: float
     seconds: float
     host_gib: float | None = None
-    """What the machine's host held, where something is there."""
+    """GiB in the machine's host memory, if something is kept there."""
     fsdp: bool = True
     states_on_host: bool = False
     is_recipe: bool = False
-    """Whether it is the second step of the recipe, which clips gradients."""
+    """Whether this is the second step of the recipe, which clips gradients."""
     policies: tuple[LayerPolicy, ...] | None = None
-    """What `auto` gave the layers, where the planner would give them others."""
+    """The policies that `auto` gave the layers, if the planner would choose others."""
 
     def predicted(self) -> Result:
         model, _, text = self.run.partition(":")
@@ -144,7 +144,7 @@ IN_VIEW = (
         policies=("attention", *("offload",) * 29, "attention", "none"),
     ),
 )
-"""Measured before the planner was as it is: constants and what is counted were chosen by them."""
+"""Measured before the planner had its present form; its constants and terms follow these."""
 
 AFTERWARDS = (
     Measured(
@@ -195,14 +195,14 @@ AFTERWARDS = (
         policies=(*("attention",) * 3, *("none",) * 9),
     ),
 )
-"""Measured since. Of what their predictions depend on two things have changed: what is kept of
-attention is counted beside what is computed again, in the two rows with `attention_kept`, and of
-MLPs in tiles the last product is not computed again, which it was when the rows with 2 tiles and
-those of 262,144 tokens were measured."""
+"""Measured since. Two things have changed in their predictions: in the two rows with
+`attention_kept`, kept attention is counted beside what is recomputed; and MLPs in tiles no longer
+recompute their last product, which they did when the rows with 2 tiles and those of 262,144 tokens
+were measured."""
 
 
 class Accuracy(NamedTuple):
-    """By how much predictions were off at most, as the pages write it: 4.3 for 4.3 %."""
+    """The largest errors of predictions, in percent: 4.3 for 4.3 %."""
 
     num_runs: int
     peak: float
@@ -211,7 +211,7 @@ class Accuracy(NamedTuple):
 
 
 def accuracy(rows: Sequence[Measured] = AFTERWARDS) -> Accuracy:
-    """How near the planner comes to runs that were measured after it was made."""
+    """The accuracy of the planner on runs that were measured after it was made."""
     pairs = [(row, row.predicted()) for row in rows]
     peaks = [found.memory.total / GIB / row.peak_gib for row, found in pairs]
     seconds = [found.time.total / row.seconds for row, found in pairs]
