@@ -21,7 +21,7 @@ def advice(used: Result) -> str:
     job, now = used.job, used.candidate
     fitting = [result for result in search(job) if result.fits]
     same_degree = [r for r in fitting if r.candidate.sequence_degree == now.sequence_degree]
-    # What failed once fails again, whatever was predicted of it.
+    # Flags that failed once will fail again, whatever was predicted.
     other = [r for r in same_degree if flags(r) != flags(used)] + [
         r for r in fitting if r.candidate.sequence_degree > now.sequence_degree
     ]

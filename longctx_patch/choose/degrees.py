@@ -36,7 +36,7 @@ class Way(NamedTuple):
 
 
 def ways(degree: int, *, num_kv_heads: int, gpus_per_node: int) -> list[Way]:
-    """Every product of a ring and a Ulysses inside a node that sends no key-value head twice."""
+    """All products of a ring and Ulysses that stays in a node and sends no key-value head twice."""
     return [
         Way(ulysses, degree // ulysses)
         for ulysses in range(1, degree + 1)

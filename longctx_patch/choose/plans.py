@@ -35,7 +35,7 @@ def decide(
     Args:
         config: degrees, layout, plans and waves, each given or not.
         workload: the sizes of the call.
-        hardware: another machine than the preset that the config names.
+        hardware: the machine, if not the preset that the config names.
         placement: where tokens are; None: where the config places the workload's documents.
         is_causal: whether the mask is plain causal; None: as the workload's documents and window.
     """

@@ -36,7 +36,7 @@ class Cost(NamedTuple):
 
     @classmethod
     def of(cls, predictions: Iterable[tuple[Prediction, float]]) -> "Cost":
-        """The cost of calls that run one after the other, each so many times."""
+        """The cost of (prediction, count): calls that run one after the other, `count` times."""
         calls = list(predictions)
         return cls(
             calls[0][0].ulysses_degree,

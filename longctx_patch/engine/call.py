@@ -141,7 +141,7 @@ class AttentionCall:
 
     @property
     def _request(self) -> KernelRequest:
-        """The same on every rank of the group, also where heads and tokens don't divide evenly."""
+        """What a kernel must do: the same on all ranks, even if heads or tokens divide unevenly."""
         shape = self.shape
         kv_heads = -(-shape.num_kv_heads // self.group.ulysses.num_ranks)
         return KernelRequest(
@@ -183,7 +183,7 @@ class HeadWave:
 
     @cached_property
     def resharder(self) -> Resharder:
-        """Brings these heads in and their results back."""
+        """Exchanges these heads for tokens, and their results back."""
         return Resharder(self.call.group.ulysses, self.split, self.call.group_sizes)
 
     def plan(self, direction: Direction) -> Plan:

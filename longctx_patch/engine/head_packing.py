@@ -183,7 +183,7 @@ def _regular_runs(cuts: tuple[HeadCuts, ...]) -> list[Interval]:
 
 
 def _steps(before: HeadCuts, after: HeadCuts) -> tuple[int, ...] | None:
-    """How far one rank's heads are from the next one's, in each tensor; None if numbers differ."""
+    """How far one rank's heads are from the next one's, in each tensor; None if sizes differ."""
     if any(a.size != b.size for a, b in zip(before, after, strict=True)):
         return None
     return tuple(b.start - a.start for a, b in zip(before, after, strict=True))

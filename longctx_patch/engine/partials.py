@@ -38,7 +38,7 @@ class Partial:
         self._arrived = packet
 
     def packet(self, operand: Operand) -> Packet:
-        """The bytes to send."""
+        """The packet to send."""
         specs = [_wire_spec(spec, operand) for spec in self.totals.specs]
         # A sum that arrived as a packet and was added to in place is sent on as that packet.
         if (

@@ -98,7 +98,7 @@ class Domain(NamedTuple):
     deterministic: bool = True
     """Whether its backward can sum in the same order in every run."""
     least_gpu: tuple[int, int] | None = None
-    """The lowest compute capability that it runs on; None: the kernel asks for no GPU."""
+    """The lowest compute capability that it runs on; None: not checked."""
     below_gpu: int | None = None
     """The first major version of the compute capability that it no longer runs on, if any."""
 

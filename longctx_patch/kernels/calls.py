@@ -57,7 +57,8 @@ def _widened(parts: list[Part]) -> list[Part]:
     """Give parts in which a bound can't bind the bounds of other parts, to share a call with them.
 
     Under a sliding window these are documents shorter than the window, or of one token. In a
-    segment of n rows and m columns, `1 - m <= j - (i + m - n) <= n - 1` for every pair.
+    segment of n rows and m columns, `1 - m <= j - (i + m - n) <= n - 1` for every pair, so wider
+    bounds don't bind.
     """
     lefts: dict[int | None, int | None] = {}
     for _, _, rule, _ in parts:

@@ -98,7 +98,7 @@ class Hardware:
     host_message_s: float
     """Seconds of the CPU for each message in a batch."""
     host_wave_s: float
-    """Seconds of the CPU for one of Ulysses' waves: packing, two all-to-alls, putting together."""
+    """Seconds of the CPU for one of Ulysses' waves: packing, two all-to-alls, unpacking."""
     host_out_bandwidth: float
     """Bytes per second of pinned copies to the host while all GPUs of the node copy."""
     host_in_bandwidth: float

@@ -10,7 +10,7 @@ from longctx_patch.sequence.layout import Interval, Layout, even_cuts
 from longctx_patch.sequence.pairs import GOAL, Ints, RowPairs, excess
 
 MOST_CHUNKS = 64
-"""Chunks of a rank at most: each may cost kernel calls of its own."""
+"""The most chunks of a rank: each may cost kernel calls of its own."""
 
 
 def chunked_layouts(documents: Documents, num_ranks: int) -> Iterator[Layout]:

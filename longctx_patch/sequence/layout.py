@@ -44,7 +44,7 @@ class Interval(NamedTuple):
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def without(self, other: "Interval") -> "list[Interval]":
-        """What is before and after another one; for ranges of step 1."""
+        """The parts before and after `other`; for ranges of step 1."""
         before = Interval(self.start, min(self.stop, other.start))
         after = Interval(max(self.start, other.stop), self.stop)
         return [rest for rest in (before, after) if rest.size]
@@ -87,7 +87,7 @@ class Rows:
         return sum(run.size for run in self.runs)
 
     def place(self, rows: Interval) -> Interval | None:
-        """Where some rows lie in the packed ones; None where they don't."""
+        """Where `rows` lie among the packed rows; None if no run holds all of them."""
         before = 0
         for run in self.runs:
             if run.start <= rows.start and rows.stop <= run.stop:
@@ -195,7 +195,7 @@ class Layout:
 
     @cached_property
     def _stops(self) -> list[int]:
-        """For each run, where the last of it and the runs before ends (striped runs overlap)."""
+        """For each run, the largest stop of it and of the runs before (striped runs overlap)."""
         return list(accumulate((held.stop for held, _, _ in self._runs), max))
 
     @cached_property

@@ -142,7 +142,7 @@ class Mask:
 
     @cached_property
     def _last_stops(self) -> list[int]:
-        """For each region, the end of the rows that it and all regions before it have."""
+        """For each region, the largest row stop of it and of all regions before it."""
         stops = np.array([piece.q.stop for piece in self.regions], dtype=np.int64)
         return np.maximum.accumulate(stops).tolist() if len(stops) else []
 

@@ -1,7 +1,7 @@
 """Placement of a packed row by whole documents: ranks then exchange next to nothing.
 
-The longest document comes first, and each goes to the rank with the fewest pairs among those that
-have room for it. Long ones spread over the ranks and short ones even them out: the greedy rule for
+Documents are placed longest first, each on the rank with the fewest pairs among those that have
+room for it. Long ones spread over the ranks and short ones even them out: the greedy rule for
 jobs on machines (Graham 1969), where each machine has room for its share of the tokens.
 
 The shortest documents fill up each rank's share to the last token: some of them add up to it (a

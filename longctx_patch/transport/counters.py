@@ -1,4 +1,4 @@
-"""Counts of what was really sent and computed, to hold against a plan's prediction."""
+"""Counts of what was really sent and computed, to compare with a plan's prediction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -58,10 +58,10 @@ def meet(
         problem: why this rank refuses to go on.
 
     Raises:
-        SequenceParallelismError: on every rank, where ranks have come to different meetings, or
-            where one brings such a problem.
-        ValueError: on every rank, where one brings such a problem: that rank raises its own, the
-            others one that repeats it.
+        SequenceParallelismError: on every rank, if ranks have come to different meetings, or if
+            the `problem` of some rank is such an error.
+        ValueError: on every rank, if the `problem` of some rank is such an error: that rank raises
+            its own, the others raise one that repeats it.
     """
     kind = 0 if problem is None else 1 + _REFUSALS.index(type(problem))
     fill = [0] * (_WIDTH - 2 - len(numbers))
@@ -103,7 +103,7 @@ def table(everyone: Transport, mine: str) -> str:
 
 
 def _texts(everyone: Transport, mine: str) -> list[str]:
-    """Every rank's text, by rank: its length and then its bytes, one in a number."""
+    """Every rank's text, by rank: gather the lengths, then the bytes, one in each number."""
     data = mine.encode()
     longest = 1 + max(size for (size,) in everyone.all_gather_numbers((len(data),)))
     rows = everyone.all_gather_numbers(tuple(data.ljust(longest, b"\0")))

@@ -36,7 +36,7 @@ Stopwatch = Callable[[Callable[[], object]], float]
 
 _MOST_ROWS, _FEWEST_ROWS, _MOST_HEADS = 8192, 1024, 32
 _SOFTCAP = 50.0  # Gemma 2's
-_LONGER, _MOST_WAIT_S = 3.0, 0.05  # the GPU's wait, as a multiple of the CPU's time and at most
+_LONGER, _MOST_WAIT_S = 3.0, 0.05  # the GPU's wait: a multiple of the CPU's time, and a limit
 _CYCLES_PER_S = 2e9  # no GPU's clock is much faster
 # Rounding gives about 3e-3 in bfloat16 and 4e-4 in float16; a wrong mask or scale gives 0.1 to 1.
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}

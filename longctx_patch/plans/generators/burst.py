@@ -1,11 +1,11 @@
 """BurstAttention's backward: keys and values stay at home, queries travel (Sun et al. 2024).
 
 The bundle (q, dout, lse, delta) walks the ring; every rank computes its own dK and dV at once, and
-sends each dQ straight to the owner, where they are summed in float32. The paper lets one running
-dQ follow the bundle instead: the same bytes, but rounded at every hop.
+sends each dQ straight to the owner, where dQ is summed in float32. The paper lets one running dQ
+follow the bundle instead: the same bytes, but rounded at every hop.
 
-It pays where query and key-value heads are equally many; with g query heads per key-value head the
-traffic grows with 3 g.
+This pays where query and key-value heads are equally many; with g query heads per key-value head
+the traffic grows with 3 g.
 """
 
 from collections.abc import Iterator

@@ -38,7 +38,7 @@ class Setting:
         return "ulysses" if is_ulysses else self.plan_of(direction)
 
     def with_plan(self, plan: str) -> "Setting":
-        """The same with another plan in both directions."""
+        """The same setting with another plan in both directions."""
         return replace(self, plan=plan, backward_plan=None)
 
     def schedule(

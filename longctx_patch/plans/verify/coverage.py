@@ -25,7 +25,7 @@ def check_coverage(plan: Plan) -> list[str]:
     complaints, checked = [], []
     for heads in sorted(wanted):
         mine = pieces.get(heads, {})
-        if mine not in checked:  # mostly all groups of heads compute the same
+        if mine not in checked:  # usually all groups of heads compute the same
             of = f"heads {heads.part} of {heads.parts}: " if heads.parts > 1 else ""
             complaints += [f"coverage: {of}{why}" for why in _check_pairs(plan, mine)]
             checked.append(mine)

@@ -1,4 +1,4 @@
-"""Prove a plan correct before it runs: a symbolic walk through its steps, without any process.
+"""Prove a plan correct before it runs: a symbolic walk, without devices or processes.
 
 Ranks, rows and heads exist and pieces are what kernels compute (`form.py`). Every allowed (query,
 key) pair is computed exactly once (`coverage.py`). The walk here checks that a rank uses and sends

@@ -289,7 +289,7 @@ class _Exchange(NamedTuple):
     travel_s: float
     """Seconds of travel that computation does not hide."""
     copy_s: float
-    """Seconds of packing and putting together."""
+    """Seconds of packing and unpacking."""
 
     @property
     def total_s(self) -> float:
@@ -318,7 +318,7 @@ def _all_to_all(
         (across.latency_s + in_wave * far_share / across.bandwidth) if far_share else 0.0,
     )
     exposed = travel + (num_waves - 1) * max(0.0, travel - computed_s)
-    copied = 4 * largest / hardware.copy_bandwidth  # packed and put together, read and written
+    copied = 4 * largest / hardware.copy_bandwidth  # pack and unpack, each reads and writes
     return _Exchange(exposed, copied)
 
 

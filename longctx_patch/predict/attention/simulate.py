@@ -65,7 +65,7 @@ def simulate(
     ranks_per_node: int,
     with_spans: bool = False,
 ) -> Simulation:
-    """Play all stages; `ranks_per_node` consecutive ranks share a node."""
+    """Simulate all stages; `ranks_per_node` consecutive ranks share a node."""
     player = _Player(schedule, shape, hardware, ranks_per_node, with_spans)
     unhindered = _Player(schedule, shape, hardware.with_free_links(), ranks_per_node, False)
     for stage in schedule.stages():

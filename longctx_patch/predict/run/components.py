@@ -132,8 +132,8 @@ def predict_memory(
     """Memory at the moment that needs most.
 
     Args:
-        tokens: of one rank.
-        buffer_bytes: what the attention plan holds of other ranks.
+        tokens: number of tokens of one rank.
+        buffer_bytes: bytes that the attention plan holds of other ranks.
     """
     moments = (
         _loss(job, candidate, tokens),

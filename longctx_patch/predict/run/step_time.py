@@ -81,7 +81,7 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     recomputed = again * (shape.layer_linear_weights - shape.down_weights)
     if candidate.mlp_tiles > 1:  # backward runs each tile's MLP again, in whole layers too
         recomputed += (shape.num_layers - again) * (shape.num_mlp_products - 1) * shape.down_weights
-        if job.lora:  # with what comes after the last product
+        if job.lora:  # the last product too, since an adapter follows it
             recomputed += shape.num_layers * shape.down_weights
     products = tokens * (each * linear + 2 * recomputed)
     per_token = _elementwise_bytes(job)
