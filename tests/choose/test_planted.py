@@ -49,7 +49,7 @@ def on_one_rank(config: LongContextConfig, make: Callable[[Any], Any]) -> Any:
 
 
 def of_a_layer(config: LongContextConfig) -> Setting:
-    """What a patched model's layer runs."""
+    """The setting that a patched model's layer runs."""
     kind = LayerKind(Score(1.0), None, SHAPE)
 
     def make(group: Any) -> Setting:
@@ -61,7 +61,7 @@ def of_a_layer(config: LongContextConfig) -> Setting:
 
 
 def of_a_run(config: LongContextConfig) -> Setting:
-    """What `longctx plan` and `longctx patch` predict a training run with."""
+    """The setting with which `longctx plan` and `longctx patch` predict a training run."""
     job = llama_job("16xH200", 2**17)
     degrees = {"ulysses": config.ulysses_degree, "ring": config.ring_degree}
     return result_of(job, **degrees, checkpoint="attention").candidate.setting  # type: ignore[arg-type]

@@ -140,7 +140,7 @@ def test_layers_step_down_once_where_memory_is_lost_in_pieces() -> None:
 
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_a_single_retry_changes_nothing(at_once: int) -> None:
-    """A retry counts once, even if its pass ends several times or other passes are open."""
+    """This holds even if the pass with the retry ends several times or others are open."""
     found = []
     for retries in (0, 1):
         training, whole = Training.on(capacity_for(5)), []

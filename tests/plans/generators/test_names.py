@@ -1,7 +1,8 @@
 """Each plan does what the paper of its name says: who computes and sends what in which step.
 
-Everything is written down from the papers, rank by rank, and nothing is taken from the generators:
-a name that stands for another schedule fails. P ranks, causal masks, `r - s` modulo P.
+The schedules below are written down from the papers, rank by rank, and not taken from the
+generators, so a name that stands for another schedule fails. There are P ranks; masks are causal;
+`r - s` is modulo P.
 """
 
 from collections import Counter

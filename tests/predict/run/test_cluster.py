@@ -1,4 +1,4 @@
-"""Clusters from text."""
+"""Clusters are parsed from text such as 4xH200."""
 
 import pytest
 

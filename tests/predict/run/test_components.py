@@ -1,4 +1,4 @@
-"""Bytes by component: sums, signs, and what takes less than what."""
+"""Predicted bytes by component: their sums and signs, and which settings take less."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def test_components_sum_to_the_total_and_none_is_negative(lora: bool) -> None:
 
 def test_states_of_full_training_by_hand() -> None:
     weights = 8_030_261_248
-    # Float32 under FSDP2; without, as they were loaded.
+    # States are float32 under FSDP2, and else have the dtype of the loaded weights.
     assert states(llama_job("4xH200", 1024)) == (weights, weights, 2 * weights)
     assert states(llama_job("H200", 1024)) == (4 * weights, 4 * weights, 8 * weights)
     alone = states(llama_job("H200", 1024, fsdp=False))
@@ -75,7 +75,7 @@ def test_states_on_the_host_leave_the_gpu() -> None:
         result_of(job, ulysses=8, ring=2, checkpoint="attention", offload_states=moved)
         for moved in (False, True)
     )
-    # 16 bytes of each weight, of which a machine of 8 has half.
+    # The states take 16 bytes per weight, and each machine of 8 GPUs holds half of them.
     assert on_host.host_bytes == 16 * llama_shape().num_weights / 2
     assert on_gpu.host_bytes == on_host.memory.optimizer == 0
     assert on_host.memory.total < on_gpu.memory.total
@@ -147,7 +147,7 @@ def test_logits_are_a_chunk() -> None:
 
 
 def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
-    """FSDP2 makes what is trained float32 anyway; of an adapter the frozen weights count."""
+    """FSDP2 makes trained weights float32 anyway, so only an adapter's frozen ones take more."""
     narrow, wide = (
         replace(llama_job("1xH200", 2**14), dtype=dtype, fsdp=False)
         for dtype in ("bfloat16", "float32")
@@ -166,7 +166,7 @@ def test_weights_in_float32_on_one_gpu_take_twice_and_their_copies() -> None:
             for dtype in ("bfloat16", "float32")
         ]
         more = sum(states(of_two[1])) - sum(states(of_two[0]))
-        assert more == (narrow.shape.num_weights if lora else 0)  # 2 bytes each, on two GPUs
+        assert more == (narrow.shape.num_weights if lora else 0)  # 2 bytes per weight, over 2 GPUs
 
 
 def test_policies_are_one_for_each_layer() -> None:

@@ -1,6 +1,6 @@
 """Bytes of layers and of steps against what a meter counts while a small stock model trains.
 
-The CPU's kernels differ from the GPU's in what is named here, and in nothing else.
+Kernels on the CPU keep other bytes than on the GPU only where a comment says so.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ def tiny_job(config: Any, seq_len: int, *, lora: bool = False) -> Job:
 
 
 def metered(family: str, *, lora: bool = False, **sizes: Any) -> tuple[Extra, LayerBytes, Any]:
-    """(bytes that a layer in the middle kept, per token; those predicted; the model's config)."""
+    """(bytes per token that a middle layer kept; the prediction of them; the model's config)."""
     with LiveBytes(10**12) as meter:  # around the model: views of weights are none of a layer's
         model: Any = tiny_model(family, dtype=torch.bfloat16, **SIZES | sizes)
         config = model.config
@@ -74,14 +74,14 @@ def metered(family: str, *, lora: bool = False, **sizes: Any) -> tuple[Extra, La
 def test_a_layer_keeps_what_is_predicted(family: str, sizes: dict[str, Any]) -> None:
     found, predicted, config = metered(family, **sizes)
     assert found.attention == predicted.input + predicted.results
-    # The layer's output is still there while it is metered, though stock layers keep none of it.
+    # The meter also sees the layer's output, which stock layers don't keep.
     assert sum(found) == predicted.whole + BF16 * config.hidden_size
 
 
 def test_an_adapter_under_autocast_keeps_its_inputs_again() -> None:
     found, predicted, config = metered("llama", lora=True)
     hidden = BF16 * config.hidden_size
-    # As above, but o_proj's input is copied for its adapter; frozen norms keep no normed input.
+    # Also, o_proj's input is copied for its adapter; two frozen norms keep no normed input.
     expected = predicted.whole + 2 * hidden - 2 * hidden
     assert sum(found) == pytest.approx(expected, rel=0.03)
 

@@ -1,4 +1,4 @@
-"""Predictions against what was measured on GPUs."""
+"""Predictions are near what was measured on GPUs."""
 
 import re
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_the_page_has_this_table() -> None:
 
 
 def test_every_page_gives_the_accuracy_that_the_table_has() -> None:
-    """Sentences about `25 runs`: how many they are, and each percentage, come from the table."""
+    """In sentences like `25 runs that`, the number and each percentage come from the table."""
     found = accuracy()
     allowed = {f"{share:g} %" for share in (found.peak, found.seconds, found.host)}
     said = set()

@@ -1,4 +1,4 @@
-"""Sizes from configs against those of whole models without memory."""
+"""Sizes from configs equal those of whole models on the meta device."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_norms_and_products_of_the_mlp_are_counted() -> None:
 def test_windows_are_counted() -> None:
     config = featured_config("gemma2")
     assert shape_of(config, "some").num_windowed_layers == 1
-    assert len(config.layer_types) == 2  # the caller's config is as it was
+    assert len(config.layer_types) == 2  # the config isn't changed
     assert shape_of(featured_config("starcoder2"), "some").num_windowed_layers == 2
 
 
@@ -76,6 +76,6 @@ def test_flops_of_llama_8b_by_hand() -> None:
     assert shape.num_weights == 8_030_261_248
     per_layer = 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
     linear = 32 * per_layer + 128256 * 4096
-    # Half of 4 forward and 8 backward for each pair of tokens and number: the causal half.
+    # Per pair of tokens and hidden number: 4 FLOPs forward and 8 backward, halved by causality.
     attention = 32 * 6 * 1000**2 * 4096
     assert shape.step_flops(1000) == 6 * 1000 * linear + attention
