@@ -176,9 +176,9 @@ class PackedRows(IterableDataset[PackedRow]):
             if not lengths:
                 self.num_empty += 1
             for document in _cut(_Document(ids, labels), lengths):
-                yield from self._fitting(document, number)
+                yield from self._split_if_long(document, number)
 
-    def _fitting(self, document: "_Document", number: int) -> Iterator["_Document"]:
+    def _split_if_long(self, document: "_Document", number: int) -> Iterator["_Document"]:
         length = len(document.ids)
         if length <= self.seq_len:
             yield document

@@ -1,4 +1,4 @@
-"""Tokenised rows as users give them, checked."""
+"""Tokenised rows as users give them, and their checks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -129,13 +129,13 @@ def preflight(
         trained_bytes=trained_bytes,
         state_bytes=0 if has_optimizer_states else ADAMW_STATES * trained_bytes,
     )
-    found = _judged(handle, step, meter)
+    found = _checked_result(handle, step, meter)
     if rehearsal.chooses_by_layer:
         checkpoints.know(device, step.known(meter.allocated()))
     return found
 
 
-def _judged(handle: PatchHandle, step: WholeStep, meter: Meter) -> Preflight:
+def _checked_result(handle: PatchHandle, step: WholeStep, meter: Meter) -> Preflight:
     """What was found. Raises WillNotFit on every rank if a step does not fit on one of them."""
     found = Preflight(
         policy=step.rehearsal.policies[0],

@@ -18,9 +18,9 @@ of the optimizer has to be observed:
     peak + (resting now - resting then) + sum of extras <= (1 - MARGIN) * capacity
 
 **Measuring.** The first training pass measures, and so does the first pass of each new greatest
-number of tokens. In it the last layer of each kind is on the highest rung, and all layers are
-metered. The others keep attention until they have taken half of the margin, and are offloaded from
-there on, so that measuring needs as little device memory as possible; it may take all the host
+number of tokens. In this pass the last layer of each kind is on the highest rung, and all layers
+are metered. The others keep attention until they have taken half of the margin, and are offloaded
+from there on, so that measuring needs as little device memory as possible; it may take all the host
 memory that may be taken. From the next pass on, layers climb, and each pass compares anew what was
 measured with what is available. The bound is loose where the peak is not in the layers; a pass with
 more climbs shows this, and more layers follow. A rehearsal measures too (`AutoPolicy.know`), so
@@ -93,7 +93,7 @@ class AutoPolicy:
         ended), and its number of failures at the start of the last pass."""
         self.policies = after_climbs(self._climbs, len(kinds))
         self._allocated: list[int] = []
-        self._may_reach = 0.0
+        self._measuring_limit = 0.0
         self._is_measuring = False
         self._extra: tuple[Extra, ...] = ()
         self._num_tokens = 0
@@ -136,7 +136,7 @@ class AutoPolicy:
             return self._climbs  # another pass awaits its backward: both run as decided
         rest = self._meter.allocated()
         capacity = self._meter.fillable(max(rest, self._window.rest_bytes))
-        self._learn_from_the_interrupted(capacity)
+        self._count_interrupted_pass(capacity)
         used = self._expected_bytes(rest)
         room = (1 - MARGIN) * capacity - used
         as_decided = self.policies == after_climbs(self._climbs, len(self._kinds))
@@ -161,7 +161,7 @@ class AutoPolicy:
             self._allocated, self._extra, self._is_measuring = [], (), True
             self._num_tokens, self._climbs = num_tokens, self._fewest_climbs
             self._ceiling = 2 * len(self._kinds)
-            self._may_reach = rest + MARGIN / 2 * self._meter.fillable(rest)
+            self._measuring_limit = rest + MARGIN / 2 * self._meter.fillable(rest)
             self.policies = to_measure(self._kinds)
             self._start_window(rest, rest)
         else:
@@ -188,7 +188,7 @@ class AutoPolicy:
         if not (self._is_measuring and torch.is_grad_enabled()):
             return self._run(layer, forward, *args)
         self._allocated.append(self._meter.allocated())
-        if self._must_leave(layer):
+        if self._must_offload(layer):
             self.policies = (*self.policies[:layer], LOWEST, *self.policies[layer + 1 :])
         out = self._run(layer, forward, *args)
         if len(self._allocated) == len(self._kinds):
@@ -227,7 +227,7 @@ class AutoPolicy:
             full = self._meter.fillable(this.rest_bytes)
             window.peak_bytes = max(window.peak_bytes, full)
 
-    def _learn_from_the_interrupted(self, capacity: int) -> None:
+    def _count_interrupted_pass(self, capacity: int) -> None:
         """Count a pass that never ended: if it came near the capacity, it ran out of memory."""
         peak = self._meter.peak()
         if self._meter.failures() > self._failures:
@@ -238,14 +238,14 @@ class AutoPolicy:
             self._is_under_way = False
             self._meter.reset_peak()
 
-    def _must_leave(self, layer: int) -> bool:
+    def _must_offload(self, layer: int) -> bool:
         """Whether the pass that measures offloads a layer, because it has taken the memory it may.
 
         Ranks may differ in this, since they send the same messages in both cases.
         """
         if self._host is None or self._is_sample(layer):
             return False
-        return self._allocated[-1] >= self._may_reach
+        return self._allocated[-1] >= self._measuring_limit
 
     def _is_sample(self, layer: int) -> bool:
         """Whether a layer is among the last two of its kind, which stay on their rungs so that both

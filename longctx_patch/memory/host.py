@@ -44,15 +44,15 @@ def rooms_of_groups(groups: Path = GROUPS, root: Path = ROOT) -> list[Room]:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             names = ("memory.max", "memory.current", "inactive_file")
-            rooms += [_room(folder, *names) for folder in _up(root, path)]
+            rooms += [_room(folder, *names) for folder in _with_parents(root, path)]
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            rooms += [_room(folder, *names) for folder in _up(root / "memory", path)]
+            rooms += [_room(folder, *names) for folder in _with_parents(root / "memory", path)]
     return [room for room in rooms if room is not None]
 
 
-def _up(root: Path, path: str) -> Iterator[Path]:
-    """The group's folder and those above it; inside a container its own may be the root."""
+def _with_parents(root: Path, path: str) -> Iterator[Path]:
+    """The group's folder and those above it up to `root`, which may be the group's itself."""
     folder = root / path.lstrip("/")
     while folder != root:
         yield folder

@@ -125,7 +125,7 @@ class HostCopies:
         return _Slot(num_bytes, pinned=self.device.type == "cuda")
 
     def _check_all_layers(self) -> None:
-        """Refuse if there is no room for all layers, as large as the first, of all processes."""
+        """Refuse unless all layers of all processes, each as large as the first, have room."""
         processes = _num_local_processes()
         more = self.num_bytes * (self._num_layers - 1) * processes
         room = self._room()

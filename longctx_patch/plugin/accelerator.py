@@ -1,7 +1,7 @@
 """`make_accelerator`: an Accelerator whose world is what the LongContextConfig needs, or an error.
 
 Everything is checked from what the launcher exported, before a process group starts: a world of
-the wrong size would otherwise train without sequence parallelism and say nothing.
+the wrong size would otherwise train without sequence parallelism and without an error.
 """
 
 import gc

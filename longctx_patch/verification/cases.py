@@ -59,7 +59,7 @@ class Errors:
     grad_norm_rel_err: float
 
     def within(self, tolerance: float) -> bool:
-        """A NaN is not within any tolerance."""
+        """Whether all errors are within the tolerance; NaN never is."""
         found = (self.loss_rel_err, self.logits_rel_err, self.grad_rel_err, self.grad_norm_rel_err)
         return all(error <= tolerance for error in found)
 

@@ -132,7 +132,7 @@ def run_rank(
     dtype: str,
     reference_file: Path,
 ) -> list[RankResult]:
-    """All cases, in one process of the group."""
+    """Run all cases, in one process of the group."""
     del rank  # torch.distributed knows it
     reference = Reference(**torch.load(reference_file))
     return [_run_case(small_config, config, rows, dtype, reference) for config in configs]

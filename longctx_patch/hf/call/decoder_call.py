@@ -123,7 +123,7 @@ class DecoderCalls:
             Meeting.BATCH,
             documents,
             batch.tokens.shape[1],
-            self._held(decoder, shard, batch, count),
+            self._agreed_state(decoder, shard, batch, count),
             (self.checkpoints.propose(decoder, batch.tokens, documents.num_tokens),),
             problem=self._problem(batch),
             whole="the same batch",
@@ -159,7 +159,7 @@ class DecoderCalls:
             return SequenceParallelismError(misfire)
         return None if batch.problem is None else ValueError(batch.problem)
 
-    def _held(self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any) -> str:
+    def _agreed_state(self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any) -> str:
         """What must be the same on all ranks before a forward pass, in words."""
         checksum = zlib.crc32(repr(shard.tolist()).encode())  # of the documents and their padding
         mask = 0 if batch.mask is None else batch.mask.checksum

@@ -46,7 +46,7 @@ class ShardedCall:
         self.group = group
         self.documents = documents
         self.mask = mask
-        """Who sees whom in layers with full attention; None: causally within documents."""
+        """Who sees whom in layers with full attention; None: causal within documents."""
         self.real_lengths = real_lengths
         """Tokens of each row of the batch without its padding."""
         self.seen = seen

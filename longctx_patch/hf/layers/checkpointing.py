@@ -58,7 +58,7 @@ GRADIENTS_IN_EVALUATION = (
     "model.train() to train; evaluate under torch.no_grad()."
 )
 """Why a sharded pass in evaluation mode is refused where a loss or its backward asks for gradients.
-Passes that nobody goes backward from stay allowed, with gradients enabled too."""
+Passes without a backward stay allowed, even with gradients enabled."""
 
 MOST_KINDS = 3
 """A model with more kinds of layers (adapters of different ranks, say) is treated as having one."""
@@ -247,7 +247,7 @@ class LayerCheckpoints:
         return self._policy.rungs[0] if device.type == "cuda" else _without_meter(self._policy)
 
     def _counts(self, decoder: nn.Module) -> bool:
-        """Whether a pass is a training pass of a model whose policies are chosen."""
+        """Whether policies are chosen by `auto`, and this is a training pass, not a rehearsal."""
         return self._policy.chooses_by_layer and self._trains(decoder) and not self.is_rehearsed
 
     @staticmethod

@@ -1,6 +1,6 @@
 """RMSNorm, rotary embedding and SwiGLU of a model's layers in few kernels instead of many.
 
-There are two ways. Each works before or after `patch`, and `unpatch` leaves what they changed:
+There are two ways. Each works before or after `patch`, and `unpatch` does not undo it:
 
 - `liger`: Liger Kernel (Hsu et al. 2024), through transformers' own integration. On NVIDIA GPUs,
   for the families in `LIGER_FAMILIES`; experts and the loss stay those of the patched model.
@@ -212,7 +212,7 @@ Rope = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class _RopeByDevice:
-    """Takes the place of a family's function, since Liger's kernel runs on GPUs only."""
+    """Replaces a family's rotary embedding, since Liger's kernel runs on GPUs only."""
 
     stock: Rope
     fused: Rope

@@ -107,7 +107,7 @@ class TiledForward:
         vars(self.module)["forward"] = self
 
     def _number(self, hidden: Tensor) -> int:
-        number = max(1, min(self.asked or self._as_fits(hidden), hidden.shape[-2]))
+        number = max(1, min(self.asked or self._number_that_fits(hidden), hidden.shape[-2]))
         if number == 1:
             return 1
         obstacle = _obstacle(self.module)
@@ -115,7 +115,7 @@ class TiledForward:
             return number if obstacle is None else 1
         raise ValueError(f"mlp_tiles={self.asked}: {obstacle}, or mlp_tiles=1.")
 
-    def _as_fits(self, hidden: Tensor) -> int:
+    def _number_that_fits(self, hidden: Tensor) -> int:
         """The number of tiles that fit, by the bytes of gate, up and their product."""
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -136,9 +136,9 @@ class TiledForward:
         if own is not None and getattr(own, "__self__", None) is not self.module:
             return own
         function = type(self.module).forward if own is None else own.__func__  # type: ignore[attr-defined]
-        # Compiled code may draw other numbers with gradients than without them.
+        # Compiled code may draw other random numbers with gradients than without them.
         if self.module._compiled_call_impl is not None and not _draws(self.module):
-            # The function, not the method: what is compiled is shared by all layers.
+            # The function, not the method, is compiled, so that all layers share the result.
             if function not in self._compiled:
                 self._compiled[function] = torch.compile(function)
             function = self._compiled[function]

@@ -47,7 +47,7 @@ class Rehearsal:
         self._first = self.num_layers - NUM_LAYERS
         self._before: list[int] = []
         self._after: list[int] = []
-        self._gone: list[int] = []
+        self._bytes_to_host: list[int] = []
         self._loss_peak = 0
 
     def step(
@@ -108,12 +108,12 @@ class Rehearsal:
         policy, share = self.policies[layer - self._first], self._checkpoints.share
         out: Tensor = run_layer(policy, forward, *args, host=self.host, share=share)
         self._after.append(self._meter.allocated())
-        self._gone.append(self.host.num_bytes - on_host)
+        self._bytes_to_host.append(self.host.num_bytes - on_host)
         if layer == self._first + NUM_LAYERS - 1 and out.requires_grad:
-            out.register_hook(self._comes_to_the_layers)
+            out.register_hook(self._backward_reaches_layers)
         return out
 
-    def _comes_to_the_layers(self, _: Tensor) -> None:
+    def _backward_reaches_layers(self, _: Tensor) -> None:
         self._loss_peak = self._meter.peak()
         self._meter.reset_peak()
 
@@ -138,7 +138,7 @@ class Rehearsal:
         """What a layer keeps on each rung beyond the one below, where there are several rungs."""
         if not self.chooses_by_layer:
             return Extra(0, 0)
-        attention = self._gone[1] + self.stayed_bytes
+        attention = self._bytes_to_host[1] + self.stayed_bytes
         lower = attention + self.kept_bytes - self.stayed_bytes
         return Extra(attention, max(0, self._after[2] - self._before[2] - lower))
 

@@ -50,13 +50,13 @@ def bind_passes(
         if current is None or outputs is None:  # None: the forward has failed
             return outputs
         if current.logits is None:
-            raise RuntimeError(_OTHER_LOSS)
+            raise RuntimeError(_LOSS_WAS_REPLACED)
         return outputs if keeps_logits else _without(current.logits, outputs)
 
     return transformers_api.hook(model, before, after, also_after_errors=True)
 
 
-_OTHER_LOSS = (
+_LOSS_WAS_REPLACED = (
     "the model made a loss of a shard by itself, which is not that of the whole row: its forward "
     "or its loss_function was replaced, as TRL's trainers do, and a fused loss of Liger Kernel. "
     "Leave them as they were (TRL: train in a loop of your own, or by the recipe; Liger: "

@@ -104,7 +104,7 @@ class ShardLoss:
             )
         if current.token_sum is None:
             return scale.loss(sum_of_token_losses(logits, current.shift_labels))
-        _check_nothing_came_between(current, logits)
+        _check_logits_unchanged(current, logits)
         return scale.loss(current.token_sum)
 
     def accepted(
@@ -166,7 +166,7 @@ def _would_have_gradients(model: PreTrainedModel) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
 
-def _check_nothing_came_between(current: LossPass, logits: Tensor) -> None:
+def _check_logits_unchanged(current: LossPass, logits: Tensor) -> None:
     """Refuse logits that the model changes in a way that the table doesn't know.
 
     FSDP's `output_dtype` may have cast what the head returned, which changes no loss.
@@ -179,7 +179,7 @@ def _check_nothing_came_between(current: LossPass, logits: Tensor) -> None:
         )
 
 
-_DIFFER = (
+_LABELS_DIFFER = (
     "labels differ from shift_labels: the loss reads shift_labels, so a change of labels alone "
     "would do nothing. Mask labels in the rows, before the collator shifts them."
 )
@@ -203,7 +203,7 @@ def _shape_problem(labels: Any, shift_labels: Any, tokens: torch.Size | None) ->
             "SequenceShardCollator unchanged."
         )
     if labels.shape != shift_labels.shape:
-        return _DIFFER
+        return _LABELS_DIFFER
     if tokens is not None and labels.shape != tokens:
         return (
             f"labels {list(labels.shape)} for tokens {list(tokens)}: each token of the shard has "
@@ -219,7 +219,7 @@ def _read_labels(labels: Tensor, shift_labels: Tensor, num_words: int) -> tuple[
     facts = torch.stack([counts.sum(), is_wrong.sum(), (labels != shift_labels).sum()])
     num_labels, num_wrong, num_differ = facts.tolist()  # waits for the device once
     if num_differ:
-        return 0, _DIFFER
+        return 0, _LABELS_DIFFER
     if num_wrong:
         return 0, (
             f"label {int(shift_labels[is_wrong][0])}: labels are from 0 to {num_words - 1}, or "
