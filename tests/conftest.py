@@ -1,6 +1,6 @@
 """Hypothesis tries the same examples in each run, so only a change of code changes a result.
 
-To search further: `pytest --hypothesis-profile=default tests/test_masks.py`.
+To search further: `pytest --hypothesis-profile=default tests/sequence`.
 """
 
 import gc

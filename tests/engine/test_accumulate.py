@@ -19,7 +19,7 @@ def row_sum(*shape: int) -> RowSum:
 
 
 def test_large_lse_does_not_overflow() -> None:
-    """log(1 + exp(x)) would give infinite weights here, a known fault of ring attention codes."""
+    """log(1 + exp(x)) would give infinite weights, a known fault of ring attention."""
     merge = merge_of(1, 2, 1, 1)
     rows = Interval(0, 2)
     merge.add(rows, (torch.tensor([1000.0, -1000.0]).view(1, 2, 1), torch.ones(1, 2, 1, 1)))

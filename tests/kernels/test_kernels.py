@@ -84,7 +84,7 @@ HALF_FORMS = [((6, 2), torch.float16), ((4, 1), torch.bfloat16)]
 
 
 def forms_of(name: str) -> list[tuple[tuple[int, int], torch.dtype]]:
-    """(heads, dtypes) to try; kernels that differ only in how they cut rows get one."""
+    """(heads, dtype) pairs to try; kernels that differ only in how they cut rows get one."""
     return FORMS[:1] if "," in name else HALF_FORMS if name in PACKAGED else FORMS
 
 

@@ -83,7 +83,7 @@ CHUNKS = [1, 7, 51]
 def test_loss_and_gradients(
     dtype: torch.dtype, variant: dict[str, Any], tokens_of_chunk: int
 ) -> None:
-    """They agree with float64; in bfloat16 with at most twice the error of full logits."""
+    """They agree with float64; in bfloat16 their error is at most twice that of full logits."""
     softcap, scale = variant.get("softcap"), variant.get("scale", 1.0)
     given = inputs(dtype, bias="bias" in variant)
     loss = linear_cross_entropy(

@@ -170,7 +170,7 @@ def tiles(mlp: Any, below: Any = None) -> TiledForward:
 
 
 def test_code_is_known_by_where_it_was_written() -> None:
-    """Wrappers copy the names of what they wrap, and subclasses are unknown code: both are seen."""
+    """Wrappers, which copy the names of what they wrap, and subclasses are not known code."""
     mlp: Any = tiny_model().get_decoder().layers[0].mlp
 
     @functools.wraps(mlp.forward)

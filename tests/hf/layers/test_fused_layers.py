@@ -95,7 +95,7 @@ def test_experts_are_not_compiled() -> None:
 
 @pytest.fixture
 def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Pretend that Liger Kernel is installed and changes Llama's module; the options it got."""
+    """Pretend that Liger Kernel is installed and changes Llama's module; return its options."""
     asked: dict[str, Any] = {}
 
     def apply(model: Any, options: dict[str, Any]) -> None:
