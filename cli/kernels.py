@@ -9,9 +9,10 @@ import click
 from longctx_patch.cli.text_table import aligned
 
 if TYPE_CHECKING:
-    from longctx_patch.kernels import Kernel, KernelRequest
-    from longctx_patch.kernels.installed import Package
+    from longctx_patch.kernels import KernelRequest
+    from longctx_patch.kernels.base import Domain
     from longctx_patch.kernels.select.probe import Measured
+    from longctx_patch.kernels.select.registry import Record
 
 
 class Rates(NamedTuple):
@@ -80,11 +81,11 @@ def typical_request(device_type: str) -> "KernelRequest":
 
 def rows(request: "KernelRequest", measured: Mapping[str, "Measured"]) -> list[Row]:
     """All kernels, with the rates of `measured` or, where that is empty, the documented ones."""
-    from longctx_patch.kernels import available
+    from longctx_patch.kernels.select.registry import RECORDS
 
     figures = _figures(request, measured) if measured else DOCUMENTED
     fastest = min(_time(rates) for rates in figures.values()) if figures else None
-    return [_row(kernel, figures, fastest, measured) for kernel in available().values()]
+    return [_row(record, figures, fastest, measured) for record in RECORDS]
 
 
 def render(report: Mapping[str, Any]) -> str:
@@ -138,61 +139,45 @@ def _figures(request: "KernelRequest", measured: Mapping[str, "Measured"]) -> Fi
 
 
 def _row(
-    kernel: "Kernel", figures: Figures, fastest: float | None, measured: Mapping[str, "Measured"]
+    record: "Record", figures: Figures, fastest: float | None, measured: Mapping[str, "Measured"]
 ) -> Row:
     from longctx_patch.kernels.base import dtype_name
 
+    kernel = record.kernel
     traits, domain = kernel.traits, kernel.domain
     rates = figures.get(kernel.name)
     problem = measured[kernel.name].problem if kernel.name in measured else None
     return {
         "name": kernel.name,
-        "version": _version(kernel),
+        "version": record.version(),
         "device": domain.device_type or "any",
         "dtypes": [dtype_name(dtype) for dtype in domain.dtypes],
-        "head_dims": _head_dims(kernel),
+        "head_dims": _head_dims(domain),
         "segments": traits.segments,
         "windows": traits.windows,
         "tables": traits.tiles,
         "softcap": traits.softcap,
         "deterministic": domain.deterministic,
-        "missing": _missing(kernel) or problem,
+        "missing": _missing(record) or problem,
         "tflops": rates and {case: both._asdict() for case, both in rates.items()},
         "share_of_best": fastest / _time(rates) if rates and fastest else None,
     }
 
 
-def _missing(kernel: "Kernel") -> str | None:
+def _missing(record: "Record") -> str | None:
     """Why a kernel can't be used; on a machine without a GPU also the package that it needs."""
+    kernel, package = record.kernel, record.package
     reason = kernel.refuses(typical_request(kernel.domain.device_type or "cpu"))
-    package = _package(kernel)
     if reason is None or package is None or package.version is not None:
         return reason
     needed = package.problem()
     return reason if needed is None or needed in reason else f"{reason}; {needed}"
 
 
-def _package(kernel: "Kernel") -> "Package | None":
-    return getattr(kernel, "package", None)
-
-
-def _version(kernel: "Kernel") -> str | None:
-    import torch
-
-    package = _package(kernel)
-    if package is not None:
-        return package.version
-    if kernel.name == "cudnn":
-        number = torch.backends.cudnn.version()
-        return None if number is None else str(number)
-    return f"torch {torch.__version__}"
-
-
-def _head_dims(kernel: "Kernel") -> str:
-    domain = kernel.domain
+def _head_dims(domain: "Domain") -> str:
     if domain.max_head_dim is None:
         return "any"
-    if kernel.name == "flex":
+    if domain.powers_of_2_only:
         return f"powers of 2 to {domain.max_head_dim}"
     step = "" if domain.head_dim_multiple == 1 else f", by {domain.head_dim_multiple}"
     return f"to {domain.max_head_dim}{step}"

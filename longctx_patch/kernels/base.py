@@ -95,6 +95,8 @@ class Domain(NamedTuple):
     max_head_dim: int | None = None
     """None: any."""
     head_dim_multiple: int = 8
+    powers_of_2_only: bool = False
+    """Of head dims."""
     deterministic: bool = True
     """Whether its backward can sum in the same order in every run."""
     least_gpu: tuple[int, int] | None = None
@@ -163,6 +165,8 @@ def unsupported(request: KernelRequest, traits: Traits, domain: Domain) -> str |
             f"takes head dims up to {most} that are a multiple of {step}, "
             f"this one is {request.head_dim}"
         )
+    if domain.powers_of_2_only and request.head_dim & (request.head_dim - 1):
+        return f"takes head dims that are a power of two, this one is {request.head_dim}"
     if request.softcap and not traits.softcap:
         return "has no softcap of scores"
     if request.tiles and not traits.tiles:

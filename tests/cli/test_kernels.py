@@ -102,7 +102,7 @@ def test_rates_are_measured_where_a_gpu_is(run: Run, gpu: list[bool]) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_a_kernel_with_a_problem_is_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_missing", lambda kernel: None)
+    monkeypatch.setattr(command, "_missing", lambda record: None)
     _, kernels = listed(run)
     assert kernels["flash_attn_4"]["missing"] == (
         "gives wrong numbers (dq of the full block is off by 1)"

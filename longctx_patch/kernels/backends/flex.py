@@ -44,14 +44,13 @@ class FlexKernel:
         (torch.bfloat16, torch.float16, torch.float32),
         max_head_dim=256,
         head_dim_multiple=16,
+        powers_of_2_only=True,
     )
 
     def refuses(self, request: KernelRequest) -> str | None:
         reason = unsupported(request, self.traits, self.domain)
         if reason is not None:
             return reason
-        if request.head_dim & (request.head_dim - 1):
-            return f"takes head dims that are a power of two, this one is {request.head_dim}"
         reason = lacks_gpu((7, 0))
         if reason is None and find_spec("triton") is None:
             return "needs the package triton: pip install triton"

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from longctx_patch.kernels.backends.flash_attn import FlashAttnKernel
 from longctx_patch.kernels.base import Kernel, KernelRequest
 from longctx_patch.kernels.select.cache import ProbeCache, default_path, machine_label
 from longctx_patch.kernels.select.probe import Measured, measure
@@ -82,7 +81,5 @@ def machine_cache() -> ProbeCache:
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages that kernels come in, by kernel; None where it is not installed."""
     return {
-        kernel.name: kernel.package.version
-        for kernel in available().values()
-        if isinstance(kernel, FlashAttnKernel) and kernel.package is not None
+        record.kernel.name: record.version() for record in RECORDS if record.package is not None
     }

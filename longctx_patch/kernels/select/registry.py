@@ -1,6 +1,6 @@
 """Which kernels there are, and which one to take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
@@ -20,11 +20,21 @@ from longctx_patch.kernels.backends.flex import FlexKernel
 from longctx_patch.kernels.backends.torch_cpu import TorchCpuKernel
 from longctx_patch.kernels.backends.torch_flash import TORCH_FLASH
 from longctx_patch.kernels.base import Kernel, KernelRequest, dtype_name
+from longctx_patch.kernels.installed import Package
 from longctx_patch.rules.names import require_choice
 
 
+def _torch_version() -> str:
+    return f"torch {torch.__version__}"
+
+
+def _cudnn_version() -> str | None:
+    number = torch.backends.cudnn.version()
+    return None if number is None else str(number)
+
+
 class Record(NamedTuple):
-    """What the choice of a kernel needs to know of one."""
+    """A kernel, and what those who choose or list kernels need to know of it."""
 
     kernel: Kernel
     is_probed: bool = False
@@ -32,15 +42,29 @@ class Record(NamedTuple):
     the others are slow, so these are taken only where no measured kernel can compute."""
     by_name_only: bool = False
     """`auto` never takes it."""
+    package: Package | None = None
+    """What it comes in; None: torch."""
+    version: Callable[[], str | None] = _torch_version
+    """The version of the library that computes, or None where there is none."""
+    in_fixed_order: Kernel | None = None
+    """The kernel with sums in a fixed order, where that is a setting."""
+
+
+def _flash(kernel: FlashAttnKernel) -> Record:
+    package, in_fixed_order = kernel.package, replace(kernel, deterministic=True)
+    version = _torch_version if package is None else lambda: package.version
+    return Record(
+        kernel, is_probed=True, package=package, version=version, in_fixed_order=in_fixed_order
+    )
 
 
 # The one that is usually fastest comes first (docs/reference/kernels.md).
 RECORDS = (
-    Record(FLASH_ATTN_4, is_probed=True),
-    Record(FLASH_ATTN_3, is_probed=True),
-    Record(CudnnKernel(), is_probed=True),
-    Record(TORCH_FLASH, is_probed=True),
-    Record(FLASH_ATTN_2, is_probed=True),
+    _flash(FLASH_ATTN_4),
+    _flash(FLASH_ATTN_3),
+    Record(CudnnKernel(), is_probed=True, version=_cudnn_version),
+    _flash(TORCH_FLASH),
+    _flash(FLASH_ATTN_2),
     Record(FlexKernel()),
     Record(TorchCpuKernel()),
     Record(DenseKernel("torch_eager", None)),
@@ -51,12 +75,9 @@ RECORDS = (
 @cache
 def available(*, deterministic: bool = False) -> Mapping[str, Kernel]:
     """Kernels by name. With `deterministic`, those that can sum in a fixed order do."""
-    kernels = (record.kernel for record in RECORDS)
     return {
-        kernel.name: replace(kernel, deterministic=deterministic)
-        if isinstance(kernel, FlashAttnKernel)
-        else kernel
-        for kernel in kernels
+        record.kernel.name: (deterministic and record.in_fixed_order) or record.kernel
+        for record in RECORDS
     }
 
 
