@@ -5,6 +5,7 @@ from typing import Any
 
 from longctx_patch.choose.advice import flags, ways_out
 from longctx_patch.choose.search import MARGIN, Result, usable_bytes
+from longctx_patch.choose.tie import TIE
 from longctx_patch.cli.text_table import aligned
 from longctx_patch.memory.policies import POLICIES, count_on_host, describe_layers
 from longctx_patch.predict.machines import GIB
@@ -62,7 +63,9 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
         lines += [f"and {left} more that fit"] if left > 0 else []
         lines += [text for result in fitting[:TABLE_ROWS] if (text := _choice_by_layer(result))]
         lines += [
-            "(Of each number of GPUs and checkpoint policy the fastest; --json lists all.)",
+            "(The fastest for each number of GPUs that share a row and each checkpoint policy;",
+            f"--json lists all. Speeds within {TIE:.1%} count as equal: of these, states that stay",
+            "on the GPUs come first, then the least host memory.)",
             "",
         ]
         lines += [f"{name}: {meaning}." for name, meaning in MEANINGS.items()]

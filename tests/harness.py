@@ -11,7 +11,7 @@ def run_distributed(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     backend: str = "gloo",
 ) -> list[Any]:
     """`run_processes` with a time limit that suits a test."""

@@ -31,7 +31,7 @@ def require_whole_groups(
     enough = -(-num_processes // degree) * degree
     divisors = [str(n) for n in range(1, num_processes + 1) if num_processes % n == 0]
     raise ValueError(
-        f"{text}Use {enough} of them (num_processes: {enough} in the YAML, --gpus {enough} for "
-        f"`longctx patch`), or as many ranks per sequence as divide {num_processes}: "
-        f"{', '.join(divisors)}."
+        f"{text}Use {enough} of them (num_processes: {enough} in the YAML, --nproc_per_node of "
+        f"torchrun, --gpus {enough} for `longctx patch`), or as many ranks per sequence as divide "
+        f"{num_processes}: {', '.join(divisors)}."
     )

@@ -191,7 +191,7 @@ def test_nothing_to_attend_to_is_refused_on_every_rank(batch: int, length: int) 
         with pytest.raises(ValueError, match=r"an empty batch .*leave empty batches out"):
             attention(x, x, x, group=virtual_group(transport, config))
 
-    run_virtual_ranks(4, run, timeout_s=20)
+    run_virtual_ranks(4, run)
 
 
 def test_ranks_that_disagree_are_refused_everywhere() -> None:

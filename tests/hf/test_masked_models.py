@@ -23,7 +23,7 @@ def test_one_rank_equals_the_documents_alone() -> None:
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_ranks_equal_the_documents_alone(num_ranks: int) -> None:
     cases = CASES[num_ranks]
-    assert_equal(run_distributed(run_cases, num_ranks, cases, timeout_s=120)[0], cases)
+    assert_equal(run_distributed(run_cases, num_ranks, cases)[0], cases)
 
 
 def test_the_cases_have_what_is_awkward() -> None:

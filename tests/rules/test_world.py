@@ -39,7 +39,10 @@ def test_six_processes_for_degree_four(
         check()
     text = str(caught.value)
     assert text.startswith(f"{given} = 4 ranks per sequence, but 6 process")
-    assert "Use 8 of them (num_processes: 8 in the YAML, --gpus 8" in text
+    assert (
+        "Use 8 of them (num_processes: 8 in the YAML, --nproc_per_node of torchrun, --gpus 8"
+        in text
+    )
     assert "divide 6: 1, 2, 3, 6." in text
 
 

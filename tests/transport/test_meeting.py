@@ -34,7 +34,7 @@ def said(run: Callable[[Transport], object], transport: Transport) -> tuple[str,
 
 
 def on_three(run: Callable[[Transport], object]) -> list[tuple[str, str]]:
-    return run_virtual_ranks(3, lambda transport: said(run, transport), timeout_s=10)
+    return run_virtual_ranks(3, lambda transport: said(run, transport))
 
 
 def test_everyone_gets_everyones_numbers() -> None:

@@ -150,8 +150,9 @@ def _refuse_unreachable(
         raise ValueError(
             f"the model's RoPE is already scaled (rope_type {rope['rope_type']!r}, reaching "
             f"{reach} tokens) and {target_length} are wanted: scaling twice is not defined. Start "
-            "from the unscaled model, take a shorter sequence, or edit rope_parameters and "
-            "max_position_embeddings in its config.json."
+            "from the unscaled model, take a shorter sequence, or decide what replaces the scaling "
+            f"and write it into its config.json: max_position_embeddings {target_length} "
+            f"and{_instead(rope, target_length)}."
         )
     if kind == "none":
         raise ValueError(
@@ -164,6 +165,19 @@ def _refuse_unreachable(
             f"rope factor {factor} times {reach} tokens is {factor * reach:g}, less than the "
             f"{target_length} wanted. Use {target_length / reach:g} or more, or leave it out."
         )
+
+
+def _instead(rope: dict[str, Any], target_length: int) -> str:
+    """YaRN from the length before scaling, where the config says that length."""
+    original = rope.get("original_max_position_embeddings")
+    if not original:
+        return " rope_parameters"
+    factor = target_length / original
+    return (
+        f", for YaRN from its original {original} tokens, rope_parameters with rope_type yarn, "
+        f"rope_theta {rope['rope_theta']:g}, factor {factor:g} and "
+        f"original_max_position_embeddings {original}"
+    )
 
 
 def _frozen_dynamic(

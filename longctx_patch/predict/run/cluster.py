@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 
 from longctx_patch.predict.machines import GIB, MACHINES, Hardware
+from longctx_patch.rules.names import did_you_mean
 
 MOST_GPUS = 512
 """More GPUs would take minutes to simulate."""
@@ -38,7 +39,10 @@ def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:
     name = match[2].lower() if match else ""
     if match is None or name not in MACHINES:
         known = ", ".join(name.upper() for name in MACHINES)
-        raise ValueError(f"--gpus {text!r}: write a number and a kind, as 4xH200. Kinds: {known}.")
+        near = did_you_mean(name, (kind.upper() for kind in MACHINES))
+        raise ValueError(
+            f"--gpus {text!r}: write a number and a kind, as 4xH200. Kinds: {known}.{near}"
+        )
     hardware, count = MACHINES[name], int(match[1] or 1)
     per_node = hardware.gpus_per_node
     if count < 1 or (count > per_node and count % per_node):

@@ -135,7 +135,7 @@ def run_hanging(rank: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
     """The outcome of each scenario on each rank; processes start once for all."""
-    return run_distributed(run_wrong, 2, timeout_s=90)
+    return run_distributed(run_wrong, 2)
 
 
 @pytest.mark.parametrize("name", WRONG_NAMES)
@@ -151,7 +151,7 @@ def test_what_is_wrong_raises_on_every_rank(name: str, outcomes: list[dict[str, 
 
 def test_a_replacement_on_one_rank_raises_on_both() -> None:
     """The other rank is told, instead of waiting for keys that are never sent."""
-    for rank, found in enumerate(run_distributed(run_hanging, 2, timeout_s=30)):
+    for rank, found in enumerate(run_distributed(run_hanging, 2)):
         for name, says in found.items():
             assert says.startswith("sequence parallelism did not run"), f"{name}, {rank}: {says}"
 

@@ -190,7 +190,7 @@ def run_stock_alone(rank: int) -> str:
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, str]]:
     """The outcome of each scenario on each rank; processes start once for all."""
-    return run_distributed(run_fine, 2, timeout_s=90)
+    return run_distributed(run_fine, 2)
 
 
 @pytest.mark.parametrize("name", FINE_NAMES)
@@ -200,4 +200,4 @@ def test_what_is_fine_passes(name: str, outcomes: list[dict[str, str]]) -> None:
 
 
 def test_stock_forward_passes_of_one_rank_wait_for_nobody() -> None:
-    assert run_distributed(run_stock_alone, 2, timeout_s=30) == [FINE, FINE]
+    assert run_distributed(run_stock_alone, 2) == [FINE, FINE]

@@ -63,7 +63,7 @@ def stock() -> dict[str, Step]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_every_family_equals_stock_eager(stock: dict[str, Step], num_ranks: int) -> None:
-    steps, *_ = run_distributed(train_families, num_ranks, num_ranks, timeout_s=240)
+    steps, *_ = run_distributed(train_families, num_ranks, num_ranks)
     for family, step in steps.items():
         found = complaints(step, stock[family], (family, num_ranks))
         assert not found, "\n".join(found)

@@ -133,3 +133,22 @@ def test_models_without_rope_are_refused() -> None:
 
     with pytest.raises(ValueError, match=r"'gpt2'.*rotary"):
         scale_rope(GPT2Config(), kind="yarn", target_length=4096)
+
+
+def test_a_scaled_model_that_says_its_original_length_is_told_what_to_write() -> None:
+    """Llama 3.1's config; what the message says is taken as it stands."""
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192}
+    config = LlamaConfig(max_position_embeddings=131072, rope_parameters=rope)
+    wanted = (
+        "max_position_embeddings 262144 and, for YaRN from its original 8192 tokens, "
+        "rope_parameters with rope_type yarn, rope_theta 500000, factor 32 and "
+        "original_max_position_embeddings 8192"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        scale_rope(config, kind="yarn", target_length=262144)
+    written = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 32.0}
+    written |= {"original_max_position_embeddings": 8192}
+    anew = LlamaConfig(max_position_embeddings=262144, rope_parameters=written)
+    assert scale_rope(anew, kind="none", target_length=262144).rope_parameters == written
