@@ -22,7 +22,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     random = " (random weights: a bare config)" if models.is_bare_config(settings.model) else ""
     placed = "every rank has the same share of the mask"
     if decisions.placement == "contiguous":
-        placed = "windows leave ranks about the same to do, with few keys of others"
+        placed = "under a window ranks have about equal work and need few keys of others"
     facts = ModelFacts.of(decisions.model_config)
     degree, num_gpus = decisions.sequence_degree, decisions.options.num_gpus
     sequences = f"{degree} of {num_gpus} per sequence, {num_gpus // degree} sequence(s) at once"
@@ -35,7 +35,11 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("attention", describe_layers(decisions.model_config), _rows(settings)),
         ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.why_degrees),
         ("shards", f"{decisions.tokens_per_gpu} tokens per {unit}", sequences),
-        ("layout", decisions.placement, placed if settings.ring > 1 else "alike without a ring"),
+        (
+            "layout",
+            decisions.placement,
+            placed if settings.ring > 1 else "no ring, so every layout is the same",
+        ),
         ("checkpoint", settings.checkpoint, POLICIES[settings.checkpoint].summary),
         *_attention_kept(settings.attention_kept),
         ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
@@ -51,7 +55,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
 def _attention_kept(share: float) -> list[tuple[str, str, str]]:
     if share == 1:
         return []
-    again = f"what is left out takes {(1 - share) ** 2:.0%} of attention's forward pass again"
+    again = f"recomputing the rest takes {(1 - share) ** 2:.0%} of attention's forward pass"
     return [("attention kept", f"of {share:.0%} of the tokens", f"--attention-kept: {again}")]
 
 

@@ -44,13 +44,15 @@ class PlanOptions:
 
         check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
         if self.load_in_4bit and self.dtype == "float32":
-            raise ValueError("--load-in-4bit with --dtype float32: it computes in bfloat16.")
+            raise ValueError(
+                "--load-in-4bit with --dtype float32: it computes in bfloat16. Use that."
+            )
         if self.seq_len is None and not self.max_seq_len:
             raise click.UsageError("--seq-len: say how long rows are, or ask --max-seq-len.")
         if self.png is not None:
             if self.seq_len is None or self.max_seq_len:
                 raise click.UsageError(
-                    f"--png {self.png}: what is drawn is a row. Add --seq-len, without "
+                    f"--png {self.png}: the picture shows one row length. Add --seq-len, without "
                     "--max-seq-len."
                 )
             check_picture("--png", self.png, (".png",))
@@ -87,7 +89,7 @@ class PlanOptions:
 @click.option(
     "--dtype",
     type=Choice(("float32", "bfloat16")),
-    help="That weights are loaded in [bfloat16 if the model's config says so, else float32].",
+    help="In which weights are loaded [bfloat16 if the model's config says so, else float32].",
 )
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
 @click.option("--stock-layers", is_flag=True, help="Without Liger Kernel's norms and SwiGLU.")

@@ -14,9 +14,8 @@ TABLE_ROWS = 12
 SHORTER = "shorter rows, or more GPUs"
 MEANINGS = {
     "sp": "GPUs that share a row, by Ulysses x a ring",
-    "checkpoint": "what layers keep for backward. Under none nothing is recomputed, under "
-    "attention all but attention, under offload too, with what is kept in host memory, under full "
-    "all",
+    "checkpoint": "how much of a layer is recomputed in backward (none: nothing; attention: all "
+    "but attention; offload: the same, with what layers keep in host memory; full: everything)",
     "tiles": "parts in which an MLP runs",
     "rows": "rows trained at once",
     "MFU": "share of the GPU's peak, without recompute",
@@ -82,8 +81,8 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     lines += ["", f"Longest row that fits: {max_seq_len:,} tokens{unchecked}."]
     if reach is not None and job.seq_len > reach:
         lines += [
-            f"The model as published reaches {reach:,}: its RoPE has to be scaled (longctx patch "
-            "--rope), or where it is scaled already rope_parameters of config.json written anew."
+            f"The model as published reaches {reach:,}: scale its RoPE with `longctx patch "
+            "--rope`; if it is scaled already, write other rope_parameters into its config.json."
         ]
     if job.shape.num_windowed_layers:
         lines += [

@@ -61,7 +61,7 @@ def prediction_rows(
     """(what, value, why) of a run folder's table; `is_asked`: --gpus names a kind; `is_causal`:
     each token sees all before it, which is what the planner counts."""
     if result is None:
-        why = "the planner knows dense layers only; the rehearsal before the first step says"
+        why = "experts are not predicted; the rehearsal before the first step measures"
         return [("memory", "not predicted", why)] if is_asked else []
     memory, cluster = result.memory.total / 2**30, result.job.cluster
     checked = "" if cluster.host_bytes else " (not checked: --host-gib)"
@@ -69,7 +69,7 @@ def prediction_rows(
     host += checked if host else ""
     usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
     speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
-    speed += "" if is_causal else "; counted as if each token saw all before it, it takes less"
+    speed += "" if is_causal else "; an upper bound: attention is counted as plain causal"
     return [
         ("memory", f"{memory:.0f} GiB of a GPU{host}", usable),
         ("step", f"{result.time.total:.3g} s", f"predicted: {speed}"),

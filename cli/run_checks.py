@@ -32,6 +32,6 @@ def check_text(source: str) -> None:
 def check_weights(*, lora: bool, rank: int | None, load_in_4bit: bool) -> None:
     """Refuse options of an adapter where every weight is trained; `longctx plan` does too."""
     if rank is not None and not lora:
-        raise ValueError(f"--rank {rank} with --full: it is an adapter's. Use --lora.")
+        raise ValueError(f"--rank {rank} with --full: a rank is for an adapter. Use --lora.")
     if load_in_4bit and not lora:
         raise ValueError("--load-in-4bit with --full: weights of 4 bits are frozen. Use --lora.")

@@ -20,12 +20,12 @@ tokenizer.
 ```
 {how_to_start}
 Settings can be added to the command, for example `--max-steps 10`, or `--full` to train every
-weight in place of an adapter; they win over `finetune.yaml`. `training/` gets metrics.jsonl (one
+weight in place of an adapter; they override `finetune.yaml`. `training/` gets metrics.jsonl (one
 line per step), checkpoints (`--save-every N`) and final/.
 
 An interrupted run goes on from its newest checkpoint with `--resume`, added to its own command:
-settings that were added then are repeated. A run that differs in what decides its numbers is a new
-one, a longer run (`--max-steps`) too, unless its learning rate is constant (`--scheduler`).
+repeat the settings that you added then. A run that differs in what decides its numbers is a new
+one. So is a longer run (`--max-steps`), unless its learning rate is constant (`--scheduler`).
 
 ## Check the numbers
 
@@ -46,9 +46,9 @@ documents{as_here}.
 
 One rank's logits would be {logits} in float32. The loss is computed for a part of the tokens at a
 time, so they are never held at once (with `--loss logits` they are). If memory runs out: more GPUs
-per sequence, a smaller `--seq-len`, more `--mlp-tiles`, or `--checkpoint offload`: what layers keep
-waits in host memory, as under `auto` where it has to; then `--attention-kept 0.5`, and weights and
-optimizer on the host (`longctx patch --states-on-host`).{loading}
+per sequence, a smaller `--seq-len`, more `--mlp-tiles`, or `--checkpoint offload`, which moves what
+layers keep to host memory (`auto` does so where it has to); then `--attention-kept 0.5`, and
+weights and optimizer on the host (`longctx patch --states-on-host`).{loading}
 
 Two packages make GPUs faster where they are installed, and nothing has to be set for them:
 flash-attn 4 on Hopper and Blackwell (`pip install "flash-attn-4[cu13]==4.0.0b36"`; see

@@ -66,7 +66,7 @@ class ScheduleOptions:
             given = f"--compare with --plan {self.plan}" if self.compare else "neither --plan nor"
             given += "" if self.compare else " --compare"
             raise ValueError(
-                f"{given}: one of them says what to predict. Use --plan NAME or --compare."
+                f"{given}: exactly one of them says what to predict. Use --plan NAME or --compare."
             )
         if self.compare and self.out is not None:
             raise ValueError(

@@ -161,9 +161,9 @@ class LongContextConfig:
             )
             raise ValueError(
                 f"ranks_per_node={size} with plan={self.plan!r}, backward_plan="
-                f"{self.backward_plan!r} and ring_degree={self.ring_degree}: {takers} needs "
-                "it, 'auto' may have it, no other plan takes it, and it must divide ring_degree. "
-                "Give the ring ranks that share a machine."
+                f"{self.backward_plan!r} and ring_degree={self.ring_degree}: only "
+                f"{takers}, which needs ranks_per_node, and 'auto' accept it, and it must divide "
+                "ring_degree. Give the ring ranks that share a machine."
             )
 
     @property

@@ -123,7 +123,7 @@ def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
         raise ValueError(
             f"resume: the world was {was} and is {is_now}. With lora_dropout="
             f"{now['exact']['lora_dropout']} each process has random numbers of its own, which "
-            "another world cannot take over. Use the old world, or start a new run."
+            "another number of processes can't continue. Use the old world, or start a new run."
         )
 
 
@@ -156,7 +156,7 @@ class _Writer(dcp.FileSystemWriter):
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         done = super().write_data(plan, planner)
         if len(done.value()) != len(plan.items):
-            raise OSError(f"states could not be written to {self.path}; what was printed says why")
+            raise OSError(f"states could not be written to {self.path}: see the output above")
         return done
 
 

@@ -163,7 +163,7 @@ def _read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{file} is no UTF-8 text ({error.reason} at byte {error.start}). Leave it out, for "
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start}). Leave it out, for "
             "example with a glob: --text 'folder/**/*.txt'"
         ) from error
 
@@ -188,7 +188,7 @@ def _why_no_text(record: Any, text_field: str) -> str:
     found = f"no text in field {text_field!r}, there is: {', '.join(record)}."
     if chat := next((name for name in CHAT_FIELDS if name in record), None):
         return (
-            f"{found} The recipe learns plain text. Write each conversation as text first, in the "
+            f"{found} The recipe trains on plain text. Write each conversation as text, in the "
             f"field {text_field!r}: tokenizer.apply_chat_template(record[{chat!r}], tokenize=False)"
             ". To learn the assistant's words alone, make `labels` (-100 elsewhere) for "
             "SequenceShardCollator in a loop of your own."

@@ -187,7 +187,7 @@ class PackedRows(IterableDataset[PackedRow]):
             raise ValueError(
                 f"row {number} has a document of {length} tokens, and a packed row has "
                 f"seq_len={self.seq_len} at most. Give a larger seq_len, or too_long='split', "
-                "which makes documents of that length of it."
+                "which splits it into documents of that length."
             )
         self.num_split += 1
         whole, rest = divmod(length, self.seq_len)

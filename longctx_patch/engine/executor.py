@@ -1,4 +1,4 @@
-"""Walk one rank through a verified plan.
+"""Execute one rank's steps of a verified plan, a ring's for example: send, compute, wait.
 
 Shapes: B batch, L this rank's query tokens, M key tokens of a block, H query heads, G key-value
 heads, D head dim. Every rank of the group calls the same function with its own shard.

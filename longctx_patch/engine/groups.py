@@ -150,7 +150,9 @@ def _check_same_config(config: LongContextConfig) -> None:
     mine = digest(repr(config))
     if set(meet(everyone, Meeting.CONFIG, (mine,))) != {(mine,)}:
         found = table(everyone, repr(config))
-        raise ValueError(f"the LongContextConfig of the ranks differ:\n{found}\nGive all the same.")
+        raise ValueError(
+            f"the ranks have different LongContextConfigs:\n{found}\nGive all ranks the same one."
+        )
 
 
 def virtual_group(transport: VirtualTransport, config: LongContextConfig) -> SequenceGroup:

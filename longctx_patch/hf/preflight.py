@@ -161,11 +161,13 @@ def _check_moment(handle: PatchHandle, trained: list[nn.Parameter]) -> None:
     if not handle._undo:
         problem = "the model is not patched any more: patch it again"
     elif not trained:
-        problem = "nothing of the model is trained: set requires_grad, or add an adapter"
+        problem = (
+            "no parameter of the model requires a gradient: set requires_grad, or add an adapter"
+        )
     elif not (handle.model.training and torch.is_grad_enabled()):
         problem = "the model is not training: call model.train(), outside of torch.no_grad()"
     elif any(parameter.grad is not None for parameter in trained):
-        problem = "there are gradients already: call it before the first step"
+        problem = "parameters have gradients already: call preflight before the first step"
     elif any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained):
         problem = (
             "parameters have hooks that run when their gradients are there, such as an optimizer "

@@ -1,4 +1,6 @@
-"""Run one kernel call on packed rows: `call.q` one after another, and `call.kv` likewise.
+"""Compute attention of one tile, or of several with packed rows, by one kernel call.
+
+The rows of `call.q` are packed one after another, and those of `call.kv` likewise.
 
 Kernels sum dq in float32 for all heads that they are given. Where that would take much of the GPU's
 memory, they are given a few heads at a time: heads don't depend on each other, and on such long

@@ -288,7 +288,7 @@ def _check_inputs(
             f"{tuple(labels.shape)}, bias {biased}: they must be [..., D], [V, D], [...] and [V]."
         )
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap}: it is a positive number, or None for none.")
+        raise ValueError(f"softcap={softcap}: it is a positive number, or None for no softcap.")
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes={chunk_bytes}: it is a number of bytes, 1 or more.")
     if labels.device.type == "cpu":

@@ -45,7 +45,9 @@ class Frame:
         self.kept.append(tuple(stored[_place(tensor)] for tensor in results))
 
     def take(self) -> tuple[Tensor, ...]:
-        assert self.next_call < len(self.kept), "the recompute calls attention more often"
+        assert self.next_call < len(self.kept), (
+            "the recompute calls attention more often than forward"
+        )
         self.next_call += 1
         getters = self.kept[self.next_call - 1]
         tensors = {getter: getter() for getter in set(getters)}

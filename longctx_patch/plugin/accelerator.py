@@ -189,7 +189,7 @@ def _uses_fsdp2(plugin: Any, cpu: bool) -> bool:
         )
     if cpu:
         raise ValueError(
-            "FSDP on the CPU: Accelerate ignores it there without a word. Put distributed_type: "
+            "FSDP on the CPU: Accelerate silently ignores it there. Put distributed_type: "
             "MULTI_GPU and use_cpu: false in the YAML (every process then holds the whole model), "
             "or run where there is a GPU; `longctx patch --cpu` writes such a YAML."
         )
@@ -209,8 +209,8 @@ def _launched_sizes(
     if launched.cp_size != config.sequence_degree:
         raise ValueError(
             f"parallelism_config_cp_size: {launched.cp_size} in the YAML, but "
-            f"{config.degrees_in_words} = {config.sequence_degree}: both must be the ranks "
-            "that share a sequence. "
+            f"{config.degrees_in_words} = {config.sequence_degree}: both are the number of "
+            "ranks that share a sequence. "
             f"Put parallelism_config_cp_size: {config.sequence_degree} in the YAML, or change "
             "the degrees."
         )

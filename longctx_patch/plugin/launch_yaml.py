@@ -92,8 +92,8 @@ def _check(
         )
     if states_on_host and (cpu or not fsdp):
         raise ValueError(
-            f"states_on_host=True with fsdp={fsdp}, cpu={cpu}: it is FSDP2 that keeps them there, "
-            "for GPUs. Use fsdp=True and cpu=False, or states_on_host=False."
+            f"states_on_host=True with fsdp={fsdp}, cpu={cpu}: only FSDP2 on GPUs keeps states "
+            "on the host. Use fsdp=True and cpu=False, or states_on_host=False."
         )
     if fsdp and cpu:
         raise ValueError(

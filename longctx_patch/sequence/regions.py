@@ -93,7 +93,9 @@ class Piece(NamedTuple):
             columns = slice(column, column + kv.stop - kv.start, kv.step)
             return trim_tile(self.rule.bits[rows, columns])
         if q.size > 1 and kv.size > 1 and q.step != kv.step:
-            raise ValueError(f"queries step by {q.step}, keys by {kv.step}: use one layout.")
+            raise ValueError(
+                f"queries step by {q.step}, keys by {kv.step}: use the same layout for both."
+            )
         band = self.rule.shift(row - column)
         if step > 1:
             low, high = band

@@ -118,7 +118,9 @@ def test_what_is_kept_where_on_one_gpu(
     settings = parse_settings(found)
     assert (settings.attention_kept, settings.dtype, settings.lora_rank) == (0.5, "bfloat16", 8)
     readme = (tmp_path / "run" / "README.md").read_text()
-    assert "| attention kept | of 50% of the tokens | --attention-kept: what is left out" in readme
+    assert (
+        "| attention kept | of 50% of the tokens | --attention-kept: recomputing the rest" in readme
+    )
     assert "of hosts (FSDP2) | --states-on-host: in bfloat16, a layer at a time on the" in readme
 
 

@@ -68,7 +68,7 @@ def test_nothing_found_and_no_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only empty documents"):
         rows_of([])
     (tmp_path / "image.png").write_bytes(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"image\.png is no UTF-8 text"):
+    with pytest.raises(ValueError, match=r"image\.png is not UTF-8 text"):
         documents(tmp_path)
 
 

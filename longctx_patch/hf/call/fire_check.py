@@ -154,7 +154,7 @@ class FireCheck:
         if (messages, num_bytes) == (planned.messages, planned.bytes):
             return None
         return (
-            f"{direction} sent {messages} messages of {num_bytes} bytes, its plans say "
+            f"{direction} sent {messages} messages of {num_bytes} bytes, its plans predict "
             f"{planned.messages} of {planned.bytes}"
         )
 
@@ -170,7 +170,9 @@ class FireCheck:
                 f"rank {rank} {'at the end' if at == _END else f'at layer {at}'}"
                 for rank, at in enumerate(places)
             )
-            raise SequenceParallelismError(f"the ranks of the group stand {there}")
+            raise SequenceParallelismError(
+                f"the ranks of the group are at different places: {there}"
+            )
 
 
 @dataclass

@@ -58,7 +58,7 @@ def bind_passes(
 
 _LOSS_WAS_REPLACED = (
     "the model made a loss of a shard by itself, which is not that of the whole row: its forward "
-    "or its loss_function was replaced, as TRL's trainers do, and a fused loss of Liger Kernel. "
+    "or its loss_function was replaced, as TRL's trainers and Liger Kernel's fused loss do. "
     "Leave them as they were (TRL: train in a loop of your own, or by the recipe; Liger: "
     "fused_linear_cross_entropy=False); the loss of a patched model is in chunks already."
 )

@@ -175,7 +175,7 @@ def _check_logits_unchanged(current: LossPass, logits: Tensor) -> None:
     if current.sum_is_handed_on and logits is not current.token_sum and not is_cast:
         raise RuntimeError(
             "something changes the logits between the model's head and its loss, which the loss "
-            "inside the head can't know. Use LongContextConfig(loss='logits')."
+            "inside the head can't take into account. Use LongContextConfig(loss='logits')."
         )
 
 

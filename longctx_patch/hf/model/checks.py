@@ -114,8 +114,8 @@ def _unread_options(model_config: Any, config: "LongContextConfig") -> str | Non
         value = getattr(model_config, option, None)
         if value and feature not in features:
             return (
-                f"{option}={value}: transformers has no {feature} for this family, so this model's "
-                "own code would not be what is trained. Remove it from config.json."
+                f"{option}={value}: transformers has no {feature} for this family, so "
+                "training would differ from the model's own code. Remove it from config.json."
             )
     return None
 
@@ -130,9 +130,8 @@ def _bidirectional(model_config: Any, config: "LongContextConfig") -> str | None
 
 def _bidirectional_reason(option: str) -> str:
     return (
-        f"{option}: this model sees ahead, and its own code decides how. Use a causal model, with "
-        "patch(model, config, mask=longctx_patch.masks.bidirectional) for attention both "
-        "ways."
+        f"{option}: this model attends to later tokens by rules of its own. Use a causal "
+        "model; for attention both ways give patch() the mask=longctx_patch.masks.bidirectional."
     )
 
 
@@ -151,8 +150,8 @@ def _noise(model_config: Any, config: "LongContextConfig") -> str | None:
 def _noise_reason(drawn: str) -> str:
     zeros = ", ".join(f"{option.split('=')[0]}=0.0" for option in drawn.split(", "))
     return (
-        f"{drawn}: ranks would draw other random numbers than one process, for attention different "
-        f"ones within a row. Load the model with {zeros}."
+        f"{drawn}: ranks would draw other random numbers than one process, and for attention "
+        f"different ones within one row. Load the model with {zeros}."
     )
 
 

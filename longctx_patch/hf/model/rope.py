@@ -101,7 +101,9 @@ def _check_arguments(kind: str, target_length: int, factor: float | None) -> Non
             "Choose linear, dynamic or yarn, or leave the factor out."
         )
     if factor < 1:
-        raise ValueError(f"rope factor {factor}: scaling stretches positions, so 1 or more.")
+        raise ValueError(
+            f"rope factor {factor}: scaling stretches positions, so it must be 1 or more."
+        )
 
 
 def _current_rope(model_config: "PreTrainedConfig", kind: str) -> dict[str, Any]:

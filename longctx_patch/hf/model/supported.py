@@ -181,7 +181,8 @@ TABLE = (
         {"opt": "OPT"},
     ),
     *_refused(
-        "learned positions that end at the pretrained length, and not compared with one process",
+        "its learned positions end at the pretrained length, and it is not compared with one "
+        "process",
         {"gpt2": "GPT-2", "gpt_bigcode": "StarCoder, SantaCoder"},
     ),
     *_refused(

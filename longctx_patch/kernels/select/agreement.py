@@ -69,8 +69,8 @@ def agreed_kernel(
             return kernels[tuple(kernels)[number]]
     without = [rank for rank, row in enumerate(rows) if row[0] != accepted]
     raise ValueError(
-        f"kernel={name!r}: other kernels can be used on rank(s) {without} of the group than on "
-        f"this one. `longctx kernels` says on each machine what it lacks; install the same there."
+        f"kernel={name!r}: rank(s) {without} of the group can use other kernels than this rank. "
+        "`longctx kernels` says on each machine what it lacks; install the same on all."
     )
 
 

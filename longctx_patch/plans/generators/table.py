@@ -106,7 +106,7 @@ def make_schedule(
     record = PLANS[name]
     if direction not in record.directions:
         only = " and ".join(known.value for known in record.directions)
-        raise ValueError(f"plan={name!r} for {direction.value}: it is a plan of {only} alone.")
+        raise ValueError(f"plan={name!r} for {direction.value}: this plan exists for {only} only.")
     if record.needs_full_nodes and layout.num_ranks % (ranks_per_node or layout.num_ranks + 1):
         raise ValueError(
             f"ranks_per_node={ranks_per_node} with {layout.num_ranks} ranks: {name!r} needs nodes "

@@ -44,7 +44,7 @@ class Workload:
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
-                raise ValueError(f"{name}={value}: a workload has at least one. Use 1 or more.")
+                raise ValueError(f"{name}={value}: it must be 1 or more.")
         size = self.batch * self.num_tokens * self.num_heads * self.head_dim * self.itemsize_bytes
         if self.num_tokens > _MOST_TOKENS or size > _MOST_BYTES:
             raise ValueError(

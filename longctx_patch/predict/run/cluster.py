@@ -51,8 +51,12 @@ def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:
             f"to {per_node}, or a multiple of {per_node}."
         )
     if count > MOST_GPUS:
-        raise ValueError(f"--gpus {text!r}: the planner knows up to {MOST_GPUS:,} GPUs.")
+        raise ValueError(
+            f"--gpus {text!r}: the planner simulates at most {MOST_GPUS:,}. Use fewer."
+        )
     if host_gib is not None and not 0 < host_gib < math.inf:
-        raise ValueError(f"--host-gib {host_gib}: the host has some memory. Use a number above 0.")
+        raise ValueError(
+            f"--host-gib {host_gib}: the memory of a host in GiB. Use a number above 0."
+        )
     host_bytes = None if host_gib is None else host_gib * GIB
     return Cluster(hardware=hardware, num_gpus=count, host_bytes=host_bytes)

@@ -125,7 +125,11 @@ REFUSED = [
         "layer 1 is sliding_attention, but sliding_window=None",
     ),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
-    ("llama", {"is_causal": False}, r"sees ahead.* mask=longctx_patch.masks.bidirectional"),
+    (
+        "llama",
+        {"is_causal": False},
+        r"attends to later tokens.* mask=longctx_patch.masks.bidirectional",
+    ),
     ("llama", {"attention_sinks": 4}, r"attention_sinks=4: transformers has no sinks"),
     ("mixtral", {"router_jitter_noise": 0.01}, r"router_jitter_noise=0\.01: .*noise=0\.0"),
     ("seed_oss", {}, r"attention_dropout=0\.1, residual_dropout=0\.1: .*residual_dropout=0\.0"),

@@ -286,7 +286,7 @@ def test_names_that_no_plan_has_are_refused() -> None:
     layout, mask = contiguous(8, 4), causal(8)
     with pytest.raises(ValueError, match=r"plan='zigzag_ring': choose .* Did you mean 'zigzag'\?"):
         make_schedule("zigzag_ring", FORWARD, layout, mask, num_kv_heads=1)
-    with pytest.raises(ValueError, match=r"plan='burst' for forward: .* of backward alone"):
+    with pytest.raises(ValueError, match=r"plan='burst' for forward: .* for backward only"):
         make_schedule("burst", FORWARD, layout, mask, num_kv_heads=1)
     for per_node in (3, None):
         with pytest.raises(ValueError, match=f"ranks_per_node={per_node} with 4 ranks: .* full"):

@@ -41,7 +41,7 @@ def test_machines_are_whole(text: str) -> None:
 
 
 def test_so_many_are_refused_before_they_are_simulated() -> None:
-    with pytest.raises(ValueError, match="'8000xH100': the planner knows up to 512"):
+    with pytest.raises(ValueError, match="'8000xH100': the planner simulates at most 512"):
         parse_cluster("8000xH100")
 
 
