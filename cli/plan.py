@@ -89,7 +89,7 @@ class PlanOptions:
 @click.option(
     "--dtype",
     type=Choice(("float32", "bfloat16")),
-    help="In which weights are loaded [bfloat16 if the model's config says so, else float32].",
+    help="Dtype that weights load in [bfloat16 if the model's config says so, else float32].",
 )
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
 @click.option("--stock-layers", is_flag=True, help="Without Liger Kernel's norms and SwiGLU.")

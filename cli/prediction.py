@@ -69,7 +69,7 @@ def prediction_rows(
     host += checked if host else ""
     usable = f"predicted for {cluster}, of {usable_bytes(result.job) / 2**30:.0f} that it may be"
     speed = f"{result.tokens_per_second_per_gpu:,.0f} tokens/s per GPU, {result.mfu:.0%} MFU"
-    speed += "" if is_causal else "; an upper bound: attention is counted as plain causal"
+    speed += "" if is_causal else "; a step takes less: attention is counted as plain causal"
     return [
         ("memory", f"{memory:.0f} GiB of a GPU{host}", usable),
         ("step", f"{result.time.total:.3g} s", f"predicted: {speed}"),

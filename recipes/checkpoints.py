@@ -222,7 +222,7 @@ def _tensors(state: TrainState) -> dict[str, Any]:
 
 
 def _without_frozen(weights: dict[str, Any], model: Any) -> dict[str, Any]:
-    """Drop frozen weights, with the scales that quantised ones keep under their names."""
+    """Drop the scales that frozen quantised weights keep under their names."""
     parameters = model.named_parameters()
     frozen = tuple(f"{n.removeprefix('module.')}." for n, p in parameters if not p.requires_grad)
     return {name: value for name, value in weights.items() if not name.startswith(frozen)}

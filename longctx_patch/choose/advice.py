@@ -60,8 +60,8 @@ def ways_out(job: Job) -> list[str]:
 
 
 def flags(result: Result) -> str:
-    """The options of `longctx patch`. The recipe has them too, except for the launcher's
-    `--states-on-host`."""
+    """The options of `longctx patch`. The recipe has them too, but calls `--rank` `--lora-rank`,
+    and `--states-on-host` is the launcher's."""
     candidate, job = result.candidate, result.job
     what = f"--lora --rank {job.lora_rank}" if job.lora else "--full"
     what += " --load-in-4bit" if job.dtype == "nf4" else f" --dtype {job.dtype}"

@@ -76,8 +76,8 @@ class PatchHandle:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of the attention kernels that ran on GPUs so far (`kernel="auto"` chooses among
-        them by measurement); none on the CPU."""
+        """Names of the attention kernels that were chosen on GPUs so far (with `kernel="auto"` by
+        measurement, unless `deterministic`); none on the CPU."""
         return self.group.kernels.names
 
     @property

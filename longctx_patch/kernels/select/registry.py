@@ -39,7 +39,7 @@ class Record(NamedTuple):
     kernel: Kernel
     is_probed: bool = False
     """It can be the fastest on a GPU, so it is measured. FlexAttention takes long to compile and
-    the others are slow, so these are taken only where no measured kernel can compute."""
+    the others are slow, so these are taken only where no measured kernel supports the request."""
     by_name_only: bool = False
     """`auto` never takes it."""
     package: Package | None = None
