@@ -82,7 +82,7 @@ class System(Protocol):
     warm_up_steps: int
 
     def load(self, row: Tensor) -> None:
-        """Take the row `[1, N]` for the next steps, which is whole and the same on every rank."""
+        """Take the row for the next steps: `[1, N]`, whole and the same on every rank."""
         ...
 
     def loss(self) -> Tensor:

@@ -74,7 +74,7 @@ def test_it_leaves_no_trace() -> None:
             run = Run(meter, checkpoint="auto")
             if rehearses:
                 found = run.rehearse()
-                assert found.policy == "attention"  # a CPU has no host to offload to
+                assert found.policy == "attention"  # a CPU's memory is the host's
                 assert "take at least" in str(found)
                 assert "'attention'; this is the least, and 'auto' uses what is left)" in str(found)
                 assert all(parameter.grad is None for parameter in run.model.parameters())

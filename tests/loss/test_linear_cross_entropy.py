@@ -69,7 +69,7 @@ VARIANTS = [
     {"bias": True, "softcap": 1.5, "scale": 0.7},
 ]
 CHUNKS = [1, 7, 51]
-"""Tokens of a chunk: one; 7, so that the last chunk is smaller; all at once."""
+"""Tokens of a chunk at most: one; 7, so that chunks are of unequal size; all at once."""
 
 
 @pytest.mark.parametrize(

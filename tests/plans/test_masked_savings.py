@@ -125,7 +125,7 @@ def test_a_table_sends_nothing_outside_its_first_and_last_key() -> None:
 
 
 def test_what_leaves_one_rank_for_many_does_not_come_home_at_once() -> None:
-    """All ranks see one block of the first rank; a step moves at most a quarter of a shard."""
+    """All ranks see one block of the first rank; a step moves a quarter of a shard each way."""
     num_ranks, shard, block = 16, 320, 32
     num_tokens = num_ranks * shard
     blocks = np.eye(num_tokens // block, dtype=bool)
