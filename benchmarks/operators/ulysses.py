@@ -4,12 +4,12 @@ Nothing overlaps. It is the simplest operator over the same kernels, which ours 
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from problems import Problem
 from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from operators import Candidate, Job, NotCovered, Prepared, contiguous, require_plain
@@ -31,9 +31,9 @@ def _prepare(job: Job, backend: SDPBackend, problem: Problem) -> Prepared:
         raise NotCovered(f"{problem.num_kv_heads} key-value heads over {job.num_ranks} ranks")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (_HeadsForTokens.apply(x).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (_to_heads(x).transpose(1, 2) for x in (q, k, v))
         out = causal_attention(q, k, v, backend)
-        return _TokensForHeads.apply(out.transpose(1, 2))
+        return _to_tokens(out.transpose(1, 2))
 
     return Prepared(contiguous(problem, job), run)
 
@@ -50,35 +50,11 @@ def _to_heads(x_BLHD: Tensor) -> Tensor:
     """`[B, L, H, D]` to `[B, L * ranks, H / ranks, D]`, for B of 1."""
     ranks = dist.get_world_size()
     sent = x_BLHD[0].unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
-    return received.flatten(0, 1)[None]
+    return all_to_all_single(torch.empty_like(sent), sent).flatten(0, 1)[None]
 
 
 def _to_tokens(x_BNHD: Tensor) -> Tensor:
     """`[B, L * ranks, H / ranks, D]` to `[B, L, H, D]`, for B of 1."""
     ranks = dist.get_world_size()
     sent = x_BNHD[0].unflatten(0, (ranks, -1)).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
-    return received.transpose(0, 1).flatten(1, 2)[None]
-
-
-class _HeadsForTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BLHD: Tensor) -> Tensor:
-        return _to_heads(x_BLHD)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return _to_tokens(grads[0])
-
-
-class _TokensForHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BNHD: Tensor) -> Tensor:
-        return _to_tokens(x_BNHD)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return _to_heads(grads[0])
+    return all_to_all_single(torch.empty_like(sent), sent).transpose(0, 1).flatten(1, 2)[None]
