@@ -54,3 +54,8 @@ def test_a_host_has_some_memory(gib: float) -> None:
 def test_memory_of_the_host_is_in_gib() -> None:
     assert parse_cluster("H200", 1.5).host_bytes == 1.5 * GIB
     assert parse_cluster("H200").host_bytes is None
+
+
+def test_the_nearest_kind_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'4xH300': .*Did you mean 'H[12]00'\?"):
+        parse_cluster("4xH300")
