@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from longctx_patch.predict.run.shape import ModelShape, shape_of
+
 _LLAMA_8B = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -50,3 +52,9 @@ def model_config(name: str, num_layers: int | None, num_tokens: int) -> PreTrain
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         use_cache=False,
     )
+
+
+def model_shape(settings: Mapping[str, Any]) -> ModelShape:
+    """Sizes of the shape named by the settings `model` and `num_layers`."""
+    name = settings["model"]
+    return shape_of(model_config(name, settings["num_layers"], 1), name)

@@ -4,23 +4,23 @@
     python benchmarks/step.py --out results/ --tokens 131072 --systems ours:ulysses=4 alst --profile
     python benchmarks/step.py --out results/ --gpus 1 --tokens 32768
 
-A Llama-3.1-8B with fewer layers and random weights, full fine-tuning with AdamW, one row of random
-tokens. A system is `name:option=value,...`, with the options that benchmarks/systems/NAME.py lists,
-and a launch of its own with its own time limit. It first makes a step on a small row, which has to
-give the loss and the gradients of one process, and its first loss at each length has to be that of
-the first of ours; otherwise it is wrong and not timed. Writes step.jsonl, step.md and step.png into
---out; benchmarks/README.md says more.
+A model of a published shape (--model, with fewer layers) and random weights, full fine-tuning with
+AdamW, one row of random tokens. A system is `name:option=value,...`, with the options that
+benchmarks/systems/NAME.py lists, and a launch of its own with its own time limit. It first makes a
+step on a small row, which has to give the loss and the gradients of one process, and its first loss
+at each length has to be that of the first of ours; otherwise it is wrong and not timed. Writes
+step.jsonl, step.md and step.png into --out; benchmarks/README.md says more.
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 
 from config_text import options_of
 from launch import end_with_children
 from launches import check_all, make_parser, run_all, run_launch
 from measure import Row
+from model_shapes import MODELS
 from report import (
     Bars,
     Column,
@@ -34,7 +34,6 @@ from report import (
     write_lines,
 )
 from step_profile import PARTS
-from systems import Shape
 
 FLOOR, OUT_OF_MEMORY = "floor", "out of memory"
 ONE_GPU_TOKENS, TOKENS = (32768,), (32768, 131072, 262144)
@@ -68,7 +67,7 @@ def default_systems(num_gpus: int) -> tuple[str, ...]:
     return (*ours, *PEERS)
 
 
-PASSED_ON = ("steps", "check_tokens", "floor_kernels")
+PASSED_ON = ("model", "num_layers", "steps", "check_tokens", "floor_kernels")
 """Options that are passed on unchanged to the processes of a launch."""
 
 
@@ -80,7 +79,6 @@ def run_system(
     settings = {
         "system": system,
         "tokens": sorted(arguments.tokens),
-        "shape": asdict(arguments.shape),
         "expected_losses": first_losses(before),
         **{name: getattr(arguments, name) for name in PASSED_ON},
         "profile": arguments.profile and system.startswith("ours"),
@@ -169,8 +167,7 @@ def write_report(arguments: argparse.Namespace, rows: Sequence[Row], where: Row)
     write_lines([{**row, **who} for row in rows], out / "step.jsonl")
     title = f"A training step: {hardware(where, arguments.gpus)}"
     text = heading(title, where)
-    shape = asdict(arguments.shape)
-    text += f"Llama, {', '.join(f'{name} {value}' for name, value in shape.items())}.\n\n"
+    text += f"{arguments.model} with {arguments.num_layers} layers.\n\n"
     panels = []
     for num_tokens in sorted(arguments.tokens):
         mine = [row for row in rows if row.get("num_tokens") == num_tokens]
@@ -200,10 +197,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--profile", action="store_true", help="of ours: one step by part")
     add("--no-floor", action="store_true", help="leave the floor out")
     add("--floor-kernels", nargs="+", help="default: all fast ones")
-    for name, value in asdict(Shape()).items():
-        add(f"--{name.replace('_', '-')}", type=int, default=value)
+    add("--model", default="llama-8b", choices=MODELS, help="its shape (default llama-8b)")
+    add("--num-layers", type=int, default=8, help="of the model (default 8)")
     parsed = parser.parse_args(arguments)
-    parsed.shape = Shape(**{name: getattr(parsed, name) for name in asdict(Shape())})
     parsed.tokens = parsed.tokens or (ONE_GPU_TOKENS if parsed.gpus == 1 else TOKENS)
     parsed.systems = parsed.systems or default_systems(parsed.gpus)
     check_all(parser, _check_system, parsed.systems)

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from attention_job import timed_by_turns, turn_of
 from measure import Clock, Row, dtype_on, finish, is_first_rank, start
+from model_shapes import model_shape
 from operators import Job, NotCovered, ideal
 from problems import Problem
 from report import append_line
-from systems import Shape
+
+from longctx_patch.predict.run.shape import ModelShape
 
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
 MATMUL_CALLS = {"cuda": 1500, "cpu": 5}  # two seconds: clocks fall as a GPU gets warm
@@ -32,7 +34,7 @@ def matmul_flops_per_s(clock: Clock) -> float:
 
 
 def floor_s(
-    shape: Shape, num_tokens: int, num_ranks: int, attention_s: float, rate: float
+    shape: ModelShape, num_tokens: int, num_ranks: int, attention_s: float, rate: float
 ) -> float:
     """Seconds of a step; `attention_s` is of one layer, `rate` of matrix products in FLOP/s."""
     linear_flops = 6 * shape.linear_weights * num_tokens / num_ranks
@@ -40,7 +42,7 @@ def floor_s(
 
 
 def measure(settings: dict[str, Any], num_tokens: int, job: Job, clock: Clock, rate: float) -> Row:
-    shape = Shape(**settings["shape"])
+    shape = model_shape(settings)
     problem = Problem(
         num_tokens=num_tokens,
         num_heads=shape.num_heads,

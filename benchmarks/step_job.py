@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from config_text import options_of
 from measure import Clock, Row, Timing, dtype_on, everyone, finish, slowest
+from model_shapes import model_config, model_shape
 from report import append_line
 from step_profile import profiled
-from systems import Job, NotCovered, Shape, System
+from systems import Job, NotCovered, System
 from systems.model import checked_names, make_model, one_process, random_row
 
 OUT_OF_MEMORY = "out of memory"
@@ -139,7 +140,8 @@ def build(job: Job, settings: dict[str, Any]) -> tuple[System, Row]:
     """(the system, how it compares with one process on a small row). Collective."""
     name, _, options = settings["system"].partition(":")
     longest = max(*settings["tokens"], settings["check_tokens"])
-    model = make_model(job.shape, longest, job.device, dtype_on(job.device))
+    config = model_config(settings["model"], settings["num_layers"], longest)
+    model = make_model(config, job.device, dtype_on(job.device))
     small = random_row(settings["check_tokens"], job.shape, job.device)
     expected = one_process(model, small, job.shape)
     assert expected.keys() == {"loss", *checked_names(job.shape)}
@@ -190,7 +192,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    run(Job(device, rank, num_ranks, Shape(**settings["shape"])), settings)
+    run(Job(device, rank, num_ranks, model_shape(settings)), settings)
     finish()
 
 

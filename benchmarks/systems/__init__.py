@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from longctx_patch.predict.run.shape import ModelShape
+
 IGNORE_INDEX = -100
 LEARNING_RATE = 1e-7  # so small that the loss stays comparable from step to step
 CHECKED_PARTS = ("self_attn.v_proj.weight", "self_attn.o_proj.weight")
@@ -25,42 +27,13 @@ class NotCovered(Exception):
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The shape of a Llama; the default is Llama-3.1-8B's with 8 layers."""
-
-    num_layers: int = 8
-    hidden_size: int = 4096
-    intermediate_size: int = 14336
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    vocab_size: int = 128256
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def linear_weights(self) -> int:
-        """The number of weights of all linear layers and the head."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.hidden_size * self.intermediate_size
-        return self.num_layers * layer + self.vocab_size * self.hidden_size
-
-    def step_flops(self, num_tokens: int) -> int:
-        """The FLOPs of one causal row, forward and backward, without recompute."""
-        width = self.num_heads * self.head_dim
-        pairs = self.num_layers * num_tokens * num_tokens
-        return 6 * self.linear_weights * num_tokens + 6 * pairs * width
-
-
-@dataclass(frozen=True)
 class Job:
     """The processes that share a row: all of this launch."""
 
     device: torch.device
     rank: int
     num_ranks: int
-    shape: Shape
+    shape: ModelShape
 
     @property
     def shards_weights(self) -> bool:
@@ -107,10 +80,19 @@ class System(Protocol):
 
 
 class TorchTrained:
-    """Gradient norm and update for systems whose gradients are in `parameter.grad`."""
+    """What systems share whose Accelerator goes backward and whose optimizer is one of torch."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    warm_up_steps = 2
+    _accelerator: Any
+    _row: Tensor
+
+    def load(self, row: Tensor) -> None:
+        self._row = row
+
+    def backward(self, loss: Tensor) -> None:
+        self._accelerator.backward(loss)
 
     def gradient_norm(self, name: str) -> float:
         return gradient_norm(self.model, name)
@@ -121,6 +103,9 @@ class TorchTrained:
 
     def details(self) -> dict[str, Any]:
         return {}
+
+    def close(self) -> None:
+        self._accelerator.end_training()
 
 
 def next_tokens(row: Tensor) -> Tensor:

@@ -32,8 +32,6 @@ def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Acceler
 
 
 class AccelerateContextParallel(TorchTrained):
-    warm_up_steps = 2
-
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self._num_ranks = job.num_ranks
         self._tiled_loss = options["loss"] == "trl"
@@ -45,9 +43,6 @@ class AccelerateContextParallel(TorchTrained):
         )
         optimizer = make_optimizer(model.parameters(), job.device)
         self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
-
-    def load(self, row: Tensor) -> None:
-        self._row = row
 
     def loss(self) -> Tensor:
         """Open the context that `backward` closes, since attention has to be replaced in both."""
@@ -78,11 +73,8 @@ class AccelerateContextParallel(TorchTrained):
             yield
 
     def backward(self, loss: Tensor) -> None:
-        self._accelerator.backward(loss)
+        super().backward(loss)
         self._context.__exit__(None, None, None)
-
-    def close(self) -> None:
-        self._accelerator.end_training()
 
 
 def make_accelerator(job: Job, rotation: str, *, checkpointed: bool) -> Any:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from systems import LEARNING_RATE, Job, NotCovered, mean_loss, next_tokens, parameter, take
+from systems import (
+    LEARNING_RATE,
+    Job,
+    NotCovered,
+    TorchTrained,
+    mean_loss,
+    next_tokens,
+    parameter,
+    take,
+)
 from systems.model import checkpoint_layers, use_options
 
 
@@ -27,9 +36,7 @@ def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Alst":
     return Alst(job, model, chosen)
 
 
-class Alst:
-    warm_up_steps = 2
-
+class Alst(TorchTrained):
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
         # None of DeepSpeed's ops is compiled here, so the toolkit's version doesn't matter.
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
@@ -39,7 +46,7 @@ class Alst:
             checkpoint_layers(model)
         self._accelerator = make_accelerator(job)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        self.model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
 
     def load(self, row: Tensor) -> None:
         """Keep what DeepSpeed's data loader adapter yields: one run of tokens for each rank."""
@@ -75,12 +82,6 @@ class Alst:
 
     def update(self) -> None:
         self.model.step()
-
-    def details(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        self._accelerator.end_training()
 
 
 def make_accelerator(job: Job) -> Any:

@@ -1,37 +1,26 @@
-"""The model that all systems train: a Llama with random weights, the same in every process."""
+"""The model that all systems train, with random weights that are the same in every process."""
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from systems import CHECKED_PARTS, Shape, mean_loss, next_tokens
+from longctx_patch.predict.run.shape import ModelShape
+from systems import CHECKED_PARTS, mean_loss, next_tokens
 
 SEED = 0
 KERNEL_NAMES = ("rope", "swiglu", "rms_norm")
 
 
 def make_model(
-    shape: Shape, max_tokens: int, device: torch.device, dtype: torch.dtype
+    config: PreTrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    config = LlamaConfig(
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        vocab_size=shape.vocab_size,
-        max_position_embeddings=max_tokens,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
     torch.manual_seed(SEED)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.train()
 
 
-def random_row(num_tokens: int, shape: Shape, device: torch.device) -> Tensor:
+def random_row(num_tokens: int, shape: ModelShape, device: torch.device) -> Tensor:
     """int64 `[1, N]`, the same in every process."""
     generator = torch.Generator().manual_seed(SEED)
     return torch.randint(shape.vocab_size, (1, num_tokens), generator=generator).to(device)
@@ -66,13 +55,13 @@ def use_options(model: nn.Module, loss: str, *, liger: bool) -> None:
         add_fused_lm_head(model)
 
 
-def checked_names(shape: Shape) -> list[str]:
+def checked_names(shape: ModelShape) -> list[str]:
     """Parameters of the first and last layer whose gradients show whether attention is right."""
     layers = sorted({0, shape.num_layers - 1})
     return [f"model.layers.{layer}.{part}" for layer in layers for part in CHECKED_PARTS]
 
 
-def one_process(model: nn.Module, row: Tensor, shape: Shape) -> dict[str, float]:
+def one_process(model: nn.Module, row: Tensor, shape: ModelShape) -> dict[str, float]:
     """Loss and gradient norms of the plain model on the whole row. Leaves no gradients."""
     logits = model(input_ids=row, use_cache=False).logits.float()
     loss = mean_loss(logits, next_tokens(row), row.shape[1], 1)

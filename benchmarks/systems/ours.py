@@ -58,9 +58,6 @@ class Ours(TorchTrained):
         loss: Tensor = self.model(**self._batch, use_cache=False).loss
         return loss
 
-    def backward(self, loss: Tensor) -> None:
-        self._accelerator.backward(loss)
-
     def details(self) -> dict[str, Any]:
         found = dataclasses.asdict(self._handle.checkpointing)
         return {"checkpointing": found, "kernels": self._handle.kernels}

@@ -29,8 +29,6 @@ def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Stock":
 
 
 class Stock(TorchTrained):
-    warm_up_steps = 2
-
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self.model = model
         self._kernel = options["kernel"] if job.device.type == "cuda" else "any"
@@ -43,9 +41,6 @@ class Stock(TorchTrained):
     def _attention(self) -> AbstractContextManager[Any]:
         """Choose torch's attention kernel; entered around backward too, where layers run again."""
         return sdpa_kernel(KERNELS[self._kernel]) if self._kernel in KERNELS else nullcontext()
-
-    def load(self, row: Tensor) -> None:
-        self._row = row
 
     def loss(self) -> Tensor:
         with self._attention():

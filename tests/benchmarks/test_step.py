@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ import step_job
 import torch
 from config_text import config_of, name_of, options_of
 from measure import Clock
+from model_shapes import model_shape
 from report import read_lines
-from systems import Job, Shape, take
+from systems import Job, take
 from systems.ours import Ours
 
 from tests.harness import run_distributed
@@ -36,14 +36,7 @@ def test_default_systems_of_ours_have_options_that_exist(num_gpus: int) -> None:
     assert {*layers} == {"none", "liger", "compile"}
 
 
-TINY = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "vocab_size": 61,
-}
+TINY = {"model": "tiny", "num_layers": 2}
 
 
 def run_step_of_two(rank: int, settings: dict[str, Any]) -> None:
@@ -54,11 +47,11 @@ def run_step_of_two(rank: int, settings: dict[str, Any]) -> None:
 
 
 def run_step(rank: int, num_ranks: int, settings: dict[str, Any]) -> None:
-    step_job.run(Job(CPU, rank, num_ranks, Shape(**TINY)), settings)
+    step_job.run(Job(CPU, rank, num_ranks, model_shape(TINY)), settings)
 
 
 def step_settings(system: str, lines: Path, expected: dict[str, float]) -> dict[str, Any]:
-    return {
+    return TINY | {
         "system": system,
         "tokens": [32, 48],
         "check_tokens": 24,
@@ -77,7 +70,7 @@ def test_a_step_of_ours_over_two_processes(tmp_path: Path) -> None:
     assert (timed["status"], timed["num_tokens"]) == ("ok", 32)
     assert 0 < timed["p20_s"] <= timed["seconds"] <= timed["p80_s"]
     assert timed["tokens_per_s_per_gpu"] == pytest.approx(16 / timed["seconds"])
-    flops = 6 * Shape(**TINY).linear_weights * 32 + 6 * 2 * 32 * 32 * 32
+    flops = 6 * model_shape(TINY).linear_weights * 32 + 6 * 2 * 32 * 32 * 64
     speed = timed["model_tflops_per_s_per_gpu"]
     assert speed == pytest.approx(flops / 2 / timed["seconds"] * 1e-12)
     assert len(timed["losses"]) == 2 + 2
@@ -115,8 +108,8 @@ def test_step_reports_wrong_gradients_and_times_right_ones(
 
     monkeypatch.setattr(launches, "run_job", in_this_process)
     systems = ["fake_systems.scaled:scale=2", "fake_systems.scaled:scale=1", "accelerate_cp"]
-    options = "--gpus 1 --tokens 32 --check-tokens 24 --steps 2 --no-floor --systems"
-    step.main(["--out", str(tmp_path), *options.split(), *systems])
+    options = f"--out {tmp_path} --gpus 1 --model tiny --num-layers 2 --tokens 32 --check-tokens 24"
+    step.main([*options.split(), *["--steps", "2", "--no-floor", "--systems"], *systems])
     wrong, right, not_covered = read_lines(tmp_path / "step.jsonl")
     assert wrong["status"] == "wrong"
     assert "v_proj.weight of 24 tokens" in wrong["reason"]
@@ -145,8 +138,7 @@ def test_a_floor_without_any_kernel_says_why() -> None:
     """On the CPU cuDNN, the only kernel allowed, can't run."""
     device = torch.device("cpu")
     job = operators.Job(device, 0, 1, {"ideal_kernels": ["cudnn"]})
-    settings = {"shape": asdict(Shape())}
-    floor = step_floor_job.measure(settings, 32, job, Clock(device, 1), rate=1e12)
+    floor = step_floor_job.measure(TINY, 32, job, Clock(device, 1), rate=1e12)
     assert (floor["status"], floor["seconds"]) == ("failed", None)
     assert floor["reason"] == "cudnn: needs device cuda, tensors are on cpu"
 
@@ -162,7 +154,7 @@ def test_packages_of_one_system() -> None:
 
 def test_floor_and_flops_of_the_llama_shape() -> None:
     """A measured step of 131,072 tokens on four H200 was compared with these figures."""
-    shape = Shape()
+    shape = model_shape({"model": "llama-8b", "num_layers": 8})
     assert shape.linear_weights == 8 * 218_103_808 + 128256 * 4096
     assert shape.step_flops(131072) / 2.56 / 4 * 1e-12 == pytest.approx(505, rel=0.01)
 
