@@ -14,31 +14,26 @@ from longctx_patch.hf.layers.mlp_tiles import TiledForward
 from longctx_patch.memory.last_product import is_plain, left_out
 from longctx_patch.memory.tiled_mlp import run_tiled
 from tests.hf.tiny import gradients, tiny_model
+from tests.memory.test_tiled_mlp import INTERMEDIATE, SIZE, Mlp
 from tests.memory.trained import Flops, Gradients, assert_equal
 
-SIZE, INTERMEDIATE, ROWS, LENGTH, TILES = 16, 48, 2, 31, 4
+ROWS, LENGTH, TILES = 2, 31, 4
 PRODUCT = 2 * ROWS * LENGTH * INTERMEDIATE * SIZE
 
 
-class Mlp(nn.Module):
-    def __init__(self, ends: Callable[["Mlp", Tensor], Tensor] | None = None) -> None:
-        """`ends`: the MLP's forward (default: it returns the result of the down projection)."""
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate = nn.Linear(SIZE, INTERMEDIATE)
-        self.up = nn.Linear(SIZE, INTERMEDIATE, bias=False)
-        self.down = nn.Linear(INTERMEDIATE, SIZE)
-        self.dropout = nn.Dropout(0.3)
-        self.ends = ends or Mlp.whole
+class Ending(Mlp):
+    """An MLP with dropout whose forward is `ends`; by default, it is the whole MLP's."""
 
-    def whole(self, x: Tensor) -> Tensor:
-        return self.down(self.dropout(nn.functional.silu(self.gate(x)) * self.up(x)))
+    def __init__(self, ends: Callable[[Any, Tensor], Tensor] = Mlp.forward) -> None:
+        torch.manual_seed(0)
+        super().__init__(dropout=0.3)
+        self.ends, self.whole = ends, super().forward
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ends(self, x)
 
 
-def shifted_in_one_tile(mlp: Mlp, x: Tensor) -> Tensor:
+def shifted_in_one_tile(mlp: Ending, x: Tensor) -> Tensor:
     """Shift only the tile with the last token; other tiles have had their backward by then."""
     return mlp.whole(x) + 1 if (x == 7.0).any() else mlp.whole(x)
 
@@ -62,7 +57,7 @@ def step(mlp: Mlp, last: nn.Linear | None, autocast: bool = False) -> tuple[Grad
 @pytest.mark.parametrize("frozen", [(), ("down.weight", "down.bias"), ("gate.weight",)])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_one_product_less_and_the_same_bits(frozen: tuple[str, ...], autocast: bool) -> None:
-    mlp = Mlp()
+    mlp = Ending()
     for name, parameter in mlp.named_parameters():
         parameter.requires_grad_(name not in frozen)
     wanted, all_flops = step(mlp, None, autocast)
@@ -82,28 +77,28 @@ def test_one_product_less_and_the_same_bits(frozen: tuple[str, ...], autocast: b
 )
 def test_where_a_tile_is_not_the_layers_result_nothing_is_left_out(ends: Any) -> None:
     """Every product is computed again then, and dropout draws what it drew in forward."""
-    mlp = Mlp(ends)
+    mlp = Ending(ends)
     assert_equal(step(mlp, mlp.down)[0], step(mlp, None)[0])
     assert "forward" not in vars(mlp.down)
 
 
 def test_a_result_that_is_written_to_is_an_error() -> None:
     """An MLP that writes into the down projection's result raises; no known MLP does this."""
-    mlp = Mlp(lambda mlp, x: mlp.whole(x).mul_(2))
+    mlp = Ending(lambda mlp, x: mlp.whole(x).mul_(2))
     with pytest.raises(RuntimeError, match="modified inplace"):
         step(mlp, mlp.down)
     assert "forward" not in vars(mlp.down)
 
 
 def test_who_comes_between_forward_and_backward_is_heard() -> None:
-    mlp, seen = Mlp(), []
+    mlp, seen = Ending(), []
     hidden = torch.randn(ROWS, LENGTH, SIZE, requires_grad=True)
     out = run_tiled(mlp.forward, mlp, hidden, TILES, mlp.down)
     mlp.down.register_forward_hook(lambda *args: seen.append(bool(args[-1].any())))
     out.sum().backward()
     assert seen == [True] * TILES
 
-    mlp = Mlp()
+    mlp = Ending()
     out = run_tiled(mlp.forward, mlp, hidden, TILES, mlp.down)
     own = functools.partial(nn.Linear.forward, mlp.down)
     mlp.down.forward = own  # type: ignore[method-assign]

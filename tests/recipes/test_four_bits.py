@@ -16,26 +16,18 @@ from longctx_patch.recipes.settings import Settings
 from tests.harness import run_distributed
 from tests.hf.tiny import gradients
 from tests.reference import relative_error
+from tests.tiny_llama import TINY_LLAMA
 
 pytest.importorskip("bitsandbytes")
 
-LENGTH = 96
+LENGTH = 64
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A saved model with random weights, whose tokens are bytes."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=258,
-        max_position_embeddings=256,
-        eos_token_id=256,
-    )
+    config = LlamaConfig(**TINY_LLAMA | {"hidden_size": 128, "intermediate_size": 192})
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "m")
     return tmp_path / "m"
 

@@ -14,16 +14,13 @@ from longctx_patch.recipes import finetune, memory_report
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings, parse_settings
 from tests.memory.live_bytes import LiveBytes
+from tests.predict.run.jobs import LLAMA_8B
+from tests.tiny_llama import TINY_LLAMA
 
 GIB = 2**30
-SHAPE = LlamaConfig(
-    num_hidden_layers=32,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-)
+
+
+SHAPE = LlamaConfig(**LLAMA_8B)
 
 
 def settings(**values: Any) -> Settings:
@@ -100,14 +97,7 @@ def test_models_that_are_not_covered_still_say_what_was_used() -> None:
 
 def small_run(folder: Path) -> list[str]:
     """Arguments of the recipe, for a model of four layers."""
-    config = LlamaConfig(
-        num_hidden_layers=4,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        vocab_size=258,
-        eos_token_id=257,
-    )
+    config = LlamaConfig(**TINY_LLAMA | {"num_hidden_layers": 4})
     config.save_pretrained(folder / "model")
     (folder / "text.txt").write_text("some words " * 40)
     options = f"--model {folder}/model/config.json --text {folder}/text.txt --seq-len 32 --full"
