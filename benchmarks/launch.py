@@ -5,7 +5,6 @@ A job that hangs or crashes does not end the script that started it, which goes 
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 ALLOCATOR = "expandable_segments:True"  # what `make_accelerator` sets: for peers too
 GRACE_S = 10.0  # time for the other processes to end, once one has failed
@@ -75,7 +76,7 @@ def run_job(
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(get_free_port()),
     }
     files = [logs.with_name(f"{logs.name}.rank{rank}.log") for rank in range(num_processes)]
     processes: list[subprocess.Popen[bytes]] = []
@@ -138,10 +139,3 @@ def _last_line(file: Path) -> str:
     said = [line for line in lines if line]
     errors = [line for line in said if "Error" in line.split(" ")[0]]
     return (errors or said or ["nothing"])[-1][:300]
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -154,12 +154,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def own_device() -> torch.device:
+    """The GPU of this process, which becomes torch's current one; or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def start() -> torch.device:
     """This process's device, and under torchrun its process group."""
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+    device = own_device()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return device

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from config_text import options_of
-from measure import Clock, Row, Timing, dtype_on, everyone, finish, slowest
+from measure import Clock, Row, Timing, dtype_on, everyone, finish, own_device, slowest
 from model_shapes import model_config, model_shape
 from report import append_line
 from step_profile import profiled
@@ -187,12 +187,8 @@ def _first(error: BaseException) -> str:
 
 def main() -> None:
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    run(Job(device, rank, num_ranks, model_shape(settings)), settings)
+    run(Job(own_device(), rank, num_ranks, model_shape(settings)), settings)
     finish()
 
 

@@ -1,6 +1,5 @@
 """Distributed tests run in processes of this machine; a hang ends with each rank's traceback."""
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +15,3 @@ def run_distributed(
 ) -> list[Any]:
     """`run_processes` with a time limit that suits a test."""
     return run_processes(function, world_size, *args, timeout_s=timeout_s, backend=backend)
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -15,6 +15,8 @@ from measure import num_processes
 from problems import Problem
 from torch import Tensor
 
+from longctx_patch.sequence import layout
+
 FASTEST = "the fastest kernel"
 
 
@@ -69,14 +71,12 @@ class Candidate:
 
 def contiguous(problem: Problem, job: Job) -> Tensor:
     """Positions of this rank's tokens, if each rank holds one run of tokens."""
-    length = problem.num_tokens // job.num_ranks
-    return torch.arange(job.rank * length, (job.rank + 1) * length, device=job.device)
+    return layout.contiguous(problem.num_tokens, job.num_ranks).positions(job.rank, job.device)
 
 
 def zigzag(problem: Problem, job: Job) -> Tensor:
     """Positions of this rank's tokens, if each has a chunk from the start and one from the end."""
-    chunks = torch.arange(problem.num_tokens, device=job.device).chunk(2 * job.num_ranks)
-    return torch.cat([chunks[job.rank], chunks[2 * job.num_ranks - 1 - job.rank]])
+    return layout.zigzag(problem.num_tokens, job.num_ranks).positions(job.rank, job.device)
 
 
 def edges_of(problem: Problem, job: Job) -> Tensor:

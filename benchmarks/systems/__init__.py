@@ -44,9 +44,6 @@ class Job:
     def precision(self) -> str:
         return "bf16" if self.shards_weights else "no"
 
-    def shard_length(self, num_tokens: int) -> int:
-        return num_tokens // self.num_ranks
-
 
 class System(Protocol):
     """A model, its optimizer, and what cuts a row over the ranks. Every method is collective."""

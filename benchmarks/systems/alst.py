@@ -37,6 +37,8 @@ def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Alst":
 
 
 class Alst(TorchTrained):
+    model: Any
+
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
         # None of DeepSpeed's ops is compiled here, so the toolkit's version doesn't matter.
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
@@ -51,7 +53,7 @@ class Alst(TorchTrained):
     def load(self, row: Tensor) -> None:
         """Keep what DeepSpeed's data loader adapter yields: one run of tokens for each rank."""
         self._num_tokens = row.shape[1]
-        length = self._job.shard_length(self._num_tokens)
+        length = self._num_tokens // self._job.num_ranks
         mine = slice(self._job.rank * length, (self._job.rank + 1) * length)
         self._ids, self._labels = row[:, mine].clone(), next_tokens(row)[:, mine].clone()
         self._positions = torch.arange(self._num_tokens, device=row.device)[None, mine]

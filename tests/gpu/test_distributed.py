@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, make_sequence_group, patch
+from longctx_patch import LongContextConfig, make_sequence_group, patch
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.groups import SequenceGroup
@@ -22,6 +22,7 @@ from longctx_patch.operator.decided import causal_call
 from longctx_patch.plans.generators.table import PLANS
 from tests.engine.exact import Case, causal_row, config_of, inputs, one_rank
 from tests.harness import run_distributed
+from tests.hf.steps import collated
 from tests.hf.tiny import FAMILIES, gradients, tiny_model, token_rows
 from tests.masked import Masked, dense_masked
 from tests.reference import relative_error
@@ -173,8 +174,7 @@ def check_models(rank: int, world_size: int) -> None:
             )
             sharded = model(torch.bfloat16)
             handle = patch(sharded, config)
-            collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-            batch = {key: value.cuda() for key, value in collate(rows).items()}
+            batch = {key: value.cuda() for key, value in collated(handle, rows).items()}
             found_loss, found = model_outcome(sharded, batch)
             found = {name: grad.float() for name, grad in found.items()}
             dist.all_reduce(found_loss)

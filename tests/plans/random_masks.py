@@ -1,6 +1,6 @@
 """Random masks, each with its table by definition, and plans under them on random layouts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,8 +21,8 @@ from longctx_patch.sequence.masks import (
     within,
 )
 from longctx_patch.sequence.placement import place
+from tests.masked import Table, same_document
 
-Table = NDArray[np.bool_]
 Made = tuple[Mask, Table]
 MOST_TOKENS = 40
 
@@ -34,13 +34,6 @@ def tokens(num_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Queries as a column, keys as a row."""
     every = np.arange(num_tokens)
     return every[:, None], every[None, :]
-
-
-def same_document(lengths: Sequence[int], num_tokens: int) -> Table:
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    inside = np.zeros((num_tokens, num_tokens), dtype=np.bool_)
-    inside[: len(document), : len(document)] = document[:, None] == document[None, :]
-    return inside
 
 
 @st.composite

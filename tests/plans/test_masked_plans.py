@@ -19,13 +19,13 @@ from longctx_patch.sequence.masks import function_mask
 from longctx_patch.sequence.regions import Piece
 from tests.engine.exact import Case, assert_exact
 from tests.masked import Masked as MaskedCase
+from tests.masked import same_document
 from tests.plans.random_masks import (
     NAMED,
     Masked,
     masked_plans,
     masks,
     rows_of,
-    same_document,
     tokens,
     works_of,
 )

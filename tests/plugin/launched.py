@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 
-from tests.harness import free_port, run_distributed
+from tests.harness import run_distributed
 
 
 def run_launched(fn: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
     """`fn(*args)` in every process; its results by rank. Raises with the tracebacks of all."""
-    return run_distributed(_child, num_processes, fn, num_processes, free_port(), args)
+    return run_distributed(_child, num_processes, fn, num_processes, get_free_port(), args)
 
 
 def _child(

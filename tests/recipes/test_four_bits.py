@@ -5,17 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings
 from tests.harness import run_distributed
-from tests.hf.tiny import gradients
-from tests.reference import relative_error
+from tests.hf.tiny import gradients, token_rows
+from tests.memory.trained import Trained, assert_near, averaged
 from tests.tiny_llama import TINY_LLAMA
 
 pytest.importorskip("bitsandbytes")
@@ -59,28 +57,19 @@ def adapted(folder: Path) -> Any:
 
 
 def check_two_ranks(rank: int, folder: Path) -> None:
-    row = torch.randint(256, (LENGTH,), generator=torch.Generator().manual_seed(2))
-    model = adapted(folder)
-    loss = model(input_ids=row[None], labels=row[None]).loss
+    (row,) = token_rows(LENGTH, num_rows=1)
+    ids, model = torch.tensor([row["input_ids"]]), adapted(folder)
+    loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    wanted = gradients(model)
-    for config in (
-        LongContextConfig(ulysses_degree=2, checkpoint="attention", mlp_tiles=3),
-        LongContextConfig(ring_degree=2, checkpoint="offload", attention_kept=0.5),
-    ):
-        model = adapted(folder)
-        handle = patch(model, config)
-        collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-        mine = model(**collate([{"input_ids": row}])).loss
-        mine.backward()
-        found = gradients(model)
-        assert found.keys() == wanted.keys()
-        for tensor in (mine.detach(), *found.values()):
-            dist.all_reduce(tensor)
-        assert relative_error(mine.detach() / 2, loss.detach()) < 1e-6
-        for name, gradient in found.items():
-            assert relative_error(gradient / 2, wanted[name]) < 1e-5, name
-        handle.unpatch()
+    wanted = {"loss": loss.detach(), **gradients(model)}
+    ways: tuple[dict[str, Any], ...] = (
+        {"ulysses_degree": 2, "checkpoint": "attention", "mlp_tiles": 3},
+        {"ring_degree": 2, "checkpoint": "offload", "attention_kept": 0.5},
+    )
+    for way in ways:
+        it = Trained(adapted(folder), length=LENGTH, rows=1, **way)
+        assert_near({name: averaged(x) for name, x in it.step().items()}, wanted, 1e-5)
+        it.handle.unpatch()
 
 
 def test_two_ranks_have_the_numbers_of_one(folder: Path) -> None:

@@ -9,7 +9,6 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from longctx_patch import (
     LongContextConfig,
-    SequenceShardCollator,
     patch,
     run_virtual_ranks,
     virtual_group,
@@ -20,12 +19,13 @@ from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.sequence.layout import contiguous
 from longctx_patch.transport import VirtualTransport
 from tests.harness import run_distributed
+from tests.hf.steps import TOLERANCE, collated
 from tests.hf.tiny import featured_model, gradients, mean_over_ranks, token_rows
+from tests.memory.trained import Gradients, assert_near
 from tests.reference import relative_error
 
 EXPERTS, CHOSEN, LAYERS = 4, 2, 3
 LENGTHS = (23, 11, 1)
-TOLERANCE = 1e-5
 ROUTED = [family.model_type for family in FAMILIES.values() if "router loss" in family.features]
 
 
@@ -87,7 +87,7 @@ def model_of(family: str, in_config: bool) -> Any:
     return featured_model(family, router_aux_loss_coef=1.0, output_router_logits=in_config)
 
 
-def one_process(family: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def one_process(family: str) -> Gradients:
     model = model_of(family, in_config=False)
     length = max(LENGTHS)
     ids = torch.tensor([r["input_ids"] + [0] * (length - len(r["input_ids"])) for r in rows()])
@@ -100,7 +100,7 @@ def one_process(family: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         use_cache=False,
     )
     out.loss.backward()
-    return out.loss.detach(), out.aux_loss.detach(), gradients(model)
+    return {"loss": out.loss.detach(), "aux": out.aux_loss.detach(), **gradients(model)}
 
 
 def check_models(rank: int, num_ranks: int) -> None:
@@ -117,31 +117,27 @@ def check_model(
     family: str,
     config: LongContextConfig,
     in_config: bool,
-    wanted: tuple[Tensor, Tensor, dict[str, Tensor]],
+    wanted: Gradients,
 ) -> None:
     """Evaluate, train, unpatch; the config or the call (`in_config`) asks for router logits."""
-    wanted_loss, wanted_aux, wanted_grads = wanted
     model = model_of(family, in_config)
     handle = patch(model, config)
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
-    asked = {} if in_config else {"output_router_logits": True}
+    asked: dict[str, Any] = {} if in_config else {"output_router_logits": True}
     model.eval()
     with torch.no_grad():
-        evaluated = model(**collate(rows()), **asked)
+        evaluated = model(**collated(handle, rows()), **asked)
     model.train()
-    out = model(**collate(rows()), **asked)
+    out = model(**collated(handle, rows()), **asked)
     out.loss.backward()
     for found in (evaluated, out):
-        assert relative_error(found.aux_loss.detach(), wanted_aux) < TOLERANCE
-        assert relative_error(mean_over_ranks(found.loss.detach()), wanted_loss) < TOLERANCE
+        losses = {"loss": mean_over_ranks(found.loss.detach()), "aux": found.aux_loss.detach()}
+        assert_near(losses, {name: wanted[name] for name in losses}, TOLERANCE)
     grads = {name: mean_over_ranks(grad) for name, grad in gradients(model).items()}
-    assert grads.keys() == wanted_grads.keys()
-    for name, grad in wanted_grads.items():
-        assert relative_error(grads[name], grad) < TOLERANCE, (family, name)
+    assert_near(losses | grads, wanted, TOLERANCE)
     if config.ring_degree > 1 and not in_config:  # ranks that would wait for each other
         alone = {"output_router_logits": handle.group_rank == 0}
         with pytest.raises(ValueError, match="shards of the same batch"):
-            model(**collate(rows()), **alone)
+            model(**collated(handle, rows()), **alone)
     handle.unpatch()
     stock = model(torch.tensor([rows()[0]["input_ids"]]), output_router_logits=True)
     assert len(stock.router_logits[0]) == max(LENGTHS), "a hook is left behind"

@@ -21,7 +21,8 @@ from longctx_patch.hf.model.checks import FAMILIES
 from tests.harness import run_distributed
 from tests.hf.loss.labelled import collated
 from tests.hf.steps import TOLERANCE
-from tests.hf.tiny import VOCABULARY, featured_model, mean_over_ranks, tiny_model
+from tests.hf.tiny import VOCABULARY, featured_model, gradients, mean_over_ranks, tiny_model
+from tests.memory.trained import assert_near
 from tests.reference import relative_error
 
 
@@ -53,15 +54,10 @@ def patched_step(model: Any, handle: PatchHandle, loss: LossName) -> dict[str, T
     out = model(**collated(handle))
     out.loss.backward()
     assert (out.logits is None) == (loss == "chunked")
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert grads
-    return {"loss": out.loss.detach()} | grads
+    return {"loss": out.loss.detach(), **gradients(model)}
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert relative_error(found[name], value) < TOLERANCE, name
+assert_close = partial(assert_near, bound=TOLERANCE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
