@@ -1,5 +1,6 @@
 """Options on a command line: `name=value,name=value`."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ NAMES = {"ulysses": "ulysses_degree", "ring": "ring_degree"}
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """Options by name; values that look like numbers or booleans become such.
+    """Options by name; values that are numbers or booleans in JSON become such.
 
     Example:
         >>> options_of("ulysses=4,checkpoint=auto")
@@ -24,14 +25,10 @@ def options_of(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def config_of(text: str) -> LongContextConfig:

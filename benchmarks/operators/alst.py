@@ -25,19 +25,17 @@ from operators import (
     require_plain,
     window_of,
 )
-from operators.ulysses import KERNELS, causal_attention
+from operators.ulysses import by_kernel, causal_attention
 
 Core = Callable[..., tuple[Tensor, None]]
 
 
 def candidates(job: Job) -> list[Candidate]:
-    kernels = KERNELS if job.device.type == "cuda" else {"torch_cpu": SDPBackend.FLASH_ATTENTION}
-    by_kernel = [
-        Candidate(name, name, partial(_prepare, job, ("causal",), partial(_sdpa, backend)))
-        for name, backend in kernels.items()
-    ]
+    def causal(backend: SDPBackend, problem: Problem) -> Prepared:
+        return _prepare(job, ("causal",), partial(_sdpa, backend), problem)
+
     flash = partial(_prepare, job, ("packed", "window"), None)
-    return [*by_kernel, Candidate("flash_attn 2", "torch_flash", flash)]
+    return [*by_kernel(job, causal), Candidate("flash_attn 2", "torch_flash", flash)]
 
 
 def _prepare(job: Job, masks: tuple[str, ...], core: Core | None, problem: Problem) -> Prepared:

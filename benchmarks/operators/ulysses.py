@@ -3,6 +3,7 @@
 Nothing overlaps. It is the simplest operator over the same kernels, which ours must beat.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,10 +20,13 @@ KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_
 
 def candidates(job: Job) -> list[Candidate]:
     """One candidate for each kernel that torch has."""
+    return by_kernel(job, partial(_prepare, job))
+
+
+def by_kernel(job: Job, prepare: Callable[[SDPBackend, Problem], Prepared]) -> list[Candidate]:
+    """A candidate for each of torch's kernels on this device, by its name."""
     kernels = KERNELS if job.device.type == "cuda" else {"torch_cpu": SDPBackend.FLASH_ATTENTION}
-    return [
-        Candidate(name, name, partial(_prepare, job, backend)) for name, backend in kernels.items()
-    ]
+    return [Candidate(name, name, partial(prepare, backend)) for name, backend in kernels.items()]
 
 
 def _prepare(job: Job, backend: SDPBackend, problem: Problem) -> Prepared:

@@ -33,22 +33,17 @@ def checkpoint_layers(model: PreTrainedModel, *, offload: bool = False) -> None:
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False}, offload=offload)
 
 
-def use_liger(model: nn.Module, *, fused_loss: bool = False) -> None:
-    """Liger Kernel's RMSNorm, SwiGLU and rotary embeddings; with `fused_loss` its loss too."""
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-    apply_liger_kernel_to_llama(
-        model=model,
-        **dict.fromkeys(KERNEL_NAMES, True),
-        cross_entropy=False,
-        fused_linear_cross_entropy=fused_loss,
-    )
-
-
-def use_options(model: nn.Module, loss: str, *, liger: bool) -> None:
-    """Liger Kernel's layers or its loss, or the head of TRL's SFTTrainer, where asked for."""
+def use_options(model: nn.Module, loss: str = "logits", *, liger: bool) -> None:
+    """Liger Kernel's layers or its loss (with them), or the head of TRL's SFTTrainer."""
     if liger or loss == "liger":
-        use_liger(model, fused_loss=loss == "liger")
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(
+            model=model,
+            **dict.fromkeys(KERNEL_NAMES, True),
+            cross_entropy=False,
+            fused_linear_cross_entropy=loss == "liger",
+        )
     if loss == "trl":
         from trl.trainer.utils import add_fused_lm_head
 

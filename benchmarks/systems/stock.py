@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 
 from systems import Job, NotCovered, TorchTrained, make_optimizer, mean_loss, next_tokens, take
-from systems.model import checkpoint_layers, use_liger
+from systems.model import checkpoint_layers, use_options
 
 KERNELS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -32,8 +32,7 @@ class Stock(TorchTrained):
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self.model = model
         self._kernel = options["kernel"] if job.device.type == "cuda" else "any"
-        if options["liger"]:
-            use_liger(model)
+        use_options(model, liger=options["liger"])
         if options["checkpoint"] == "full":
             checkpoint_layers(model)
         self.optimizer = make_optimizer(model.parameters(), job.device)

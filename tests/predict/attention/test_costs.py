@@ -3,10 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
+
+import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
+from problems import lognormal_lengths
 
 from longctx_patch import attention, virtual_group
 from longctx_patch.config import LongContextConfig
@@ -23,7 +25,7 @@ H200 = MACHINES["h200"]
 WITH_CUDNN = with_kernel(H200, "cudnn")
 WORKLOAD = Workload(num_tokens=131072)
 
-# Medians of benchmarks/plans.py with cuDNN on 4 H200 of one host (torch 2.11, CUDA 13.0), in ms:
+# Medians of each plan alone with cuDNN on 4 H200 of one host (torch 2.11, CUDA 13.0), in ms:
 # forward and backward at 32,768, 65,536 and 131,072 tokens.
 MEASURED_MS = {
     "zigzag": ((4.429, 12.350), (16.938, 45.571), (63.585, 179.612)),
@@ -54,9 +56,7 @@ def masked(num_documents: int | None) -> Workload:
     """The measured packed row of so many documents; None: the measured window."""
     if num_documents is None:
         return replace(WORKLOAD, window=4096)
-    weights = np.random.default_rng(0).lognormal(0.0, 1.0, num_documents)
-    edges = np.rint(np.cumsum(weights) / weights.sum() * WORKLOAD.num_tokens).astype(int)
-    return replace(WORKLOAD, lengths=tuple(np.diff(edges, prepend=0).tolist()))
+    return replace(WORKLOAD, lengths=lognormal_lengths(WORKLOAD.num_tokens, num_documents))
 
 
 def setting(plan: str, ranks: int = 4, ulysses: int = 1) -> Setting:
@@ -187,7 +187,7 @@ def test_a_workload_that_cannot_be(bad: dict[str, Any]) -> None:
 
 
 def test_what_the_cpu_bounds_waits_for_no_message() -> None:
-    ulysses = Setting(plan="zigzag", layout="zigzag", ulysses_degree=8, ring_degree=1)
-    found = predict(ulysses, Direction.FORWARD, Workload(num_tokens=4096), MACHINES["h100"])
+    ulysses, workload = setting("zigzag", ranks=8, ulysses=8), Workload(num_tokens=4096)
+    found = predict(ulysses, FORWARD, workload, MACHINES["h100"])
     assert found.makespan_s >= MACHINES["h100"].host_wave_s
     assert found.exposed_communication_s == 0

@@ -39,14 +39,11 @@ def kernels(flops: float) -> KernelRates:
 
 
 ATTENTION_ALONE = replace(
-    MACHINES["h100"],
+    MACHINES["h100"].with_free_links(),
     kernels=kernels(FLOPS),
     copy_bandwidth=inf,
     add_bandwidth=inf,
     merge_bandwidth=inf,
-    intra_node=Link(inf, 0),
-    inter_node=Link(inf, 0),
-    overlap_slowdown=0,
     host_forward_s=0,
     host_backward_s=0,
     host_exchange_s=0,

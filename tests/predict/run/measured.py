@@ -20,7 +20,7 @@ from longctx_patch.predict.run.cluster import parse_cluster
 from longctx_patch.predict.run.shape import shape_of
 
 ROOT = Path(__file__).parents[3]
-JOB_FIELDS = {"rank": "lora_rank", "fused": "fused_layers", "lora": "lora", "dtype": "dtype"}
+JOB_FIELDS = {"fused": "fused_layers", "lora": "lora", "dtype": "dtype"}
 """Options of a run that are fields of a `Job`."""
 
 
