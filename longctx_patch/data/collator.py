@@ -79,7 +79,10 @@ class SequenceShardCollator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         if not rows:
             raise ValueError("a batch of no rows: give one row or more, the same on every rank.")
-        parsed = [parse_row(row, number) for number, row in enumerate(rows)]
+        return self.shard([parse_row(row, number) for number, row in enumerate(rows)])
+
+    def shard(self, parsed: Sequence[Row]) -> dict[str, Tensor]:
+        """The same for rows that have been read."""
         if self.packed or any(len(row.lengths) > 1 for row in parsed):
             parsed = [join_rows(parsed)]
         length = self._padded_length(parsed)

@@ -2,7 +2,8 @@
 
 `patch` checks everything, then switches the model to our attention function, hooks its decoder and
 gives it the loss law. Classes are never touched. A batch that carries `longctx_shard` (from
-`SequenceShardCollator`) is a shard; anything else, such as `generate`, runs on the stock path.
+`SequenceShardCollator`) is a shard. Any other is whole rows: in training they are cut (`rows.py`),
+and in evaluation, such as by `generate`, they run on the stock path.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ from longctx_patch.hf.loss.lm_head import bind_head, bind_passes
 from longctx_patch.hf.loss.shard_loss import ShardLoss
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config, check_modules
+from longctx_patch.hf.rows import bind_rows
 from longctx_patch.kernels import available
 from longctx_patch.transport import Counters
 
@@ -142,6 +144,13 @@ def patch(
     or use `loss="logits"`, to get them. Gradients are right once they are averaged over all ranks,
     which DDP and FSDP do. A loss can go backward once; more often with `loss="logits"`.
 
+    A training batch that carries no shard is whole rows, as any trainer batches them: equal on all
+    ranks of the group, padded on either side (`attention_mask`) or packed (`position_ids`,
+    `cu_seq_lens_q`, `seq_lengths`), with `labels`. The model cuts it itself. `out.loss` is then
+    that of one replica, the same on every rank of the group: the sum of its token losses over
+    `num_items_in_batch`, or over their number. Its gradients too are averaged over all ranks, as
+    if each group were one process.
+
     Args:
         model: for causal language modelling, of a family that `longctx families` lists as
             supported, or a PEFT model around one.
@@ -212,6 +221,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
         handle._undo.append(bind_head(handle.model, loss))
     handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())
+    handle._undo.append(bind_rows(handle.model, handle.group))
 
 
 def _checked_attention(base: PreTrainedModel) -> str:

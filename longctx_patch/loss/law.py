@@ -8,6 +8,10 @@ accumulation steps) and gradients averaged over `W` ranks, each rank's loss is
 so that the mean over ranks is the loss that one process would have, and the averaged gradient is
 its gradient. A rank without a valid token contributes an exact zero, and so does a step without
 any.
+
+A trainer that scales losses by itself gets one value on all `P` ranks of a sequence group, which
+are one replica to it: with the `N` that it divides by, `P / N * (sum over a rank's own tokens)`
+goes backward on each rank, and its mean over the group is what all of them return (`group_value`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,6 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from longctx_patch.transport import Transport
+
 IGNORE_INDEX = -100
 """Label of a token that has no loss, as in transformers and torch."""
 
@@ -26,7 +32,7 @@ IGNORE_INDEX = -100
 class Scale:
     """W / N of one forward pass."""
 
-    num_valid_tokens: int | Tensor
+    num_valid_tokens: float | Tensor
     """N, the same on every rank."""
     num_averaged_ranks: int
     """W, over which DDP or FSDP averages gradients."""
@@ -84,6 +90,24 @@ def scale_of(
     if training:
         return Scale(_all_valid_tokens(shift_labels), _world_size())
     return Scale(group_labels, group_ranks)
+
+
+def replica_scale(num_items: float | None, *, group_labels: int, group_ranks: int) -> Scale:
+    """The scale of a replica's loss, of which each rank of the group has its part.
+
+    Args:
+        num_items: what the sum of token losses is divided by, transformers' `num_items_in_batch`;
+            None: the valid tokens of the replica's own batch.
+        group_labels: these valid tokens.
+        group_ranks: P.
+    """
+    return Scale(group_labels if num_items is None else num_items, group_ranks)
+
+
+def group_value(part: Tensor, everyone: Transport) -> Tensor:
+    """The mean of all ranks' parts; its gradient goes to this rank's part alone. Collective."""
+    parts = torch.cat(everyone.all_gather(part.detach().view(1), [1] * everyone.num_ranks))
+    return part + (parts.mean() - part.detach())
 
 
 def sum_of_token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class Meeting(IntEnum):
     PREFLIGHT = 5
     ATTENTION = 6
     CONFIG = 7
+    ROWS = 8
 
 
 _REFUSALS = (ValueError, SequenceParallelismError)  # the later one is graver

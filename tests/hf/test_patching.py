@@ -179,13 +179,23 @@ def check_refused_on_every_rank(rank: int) -> None:
     model, handle, good = of_two_ranks()
     short = {"input_ids": good["input_ids"][:, : 1 - rank]}
     short["longctx_shard"] = torch.tensor([[1, 0]] * 2)
+    ids = torch.tensor([row["input_ids"] for row in token_rows(16)])
+    whole = {"input_ids": ids, "labels": ids}
     bad: list[tuple[dict[str, Any], str]] = [
         (collated(handle, token_rows(16, seed=rank)), "must hold shards of the same batch"),
         (collated(handle, token_rows(16 + 4 * rank)), r"rank 1: 10 of 20 tokens"),
         ({key: value[rank : rank + 1] for key, value in good.items()}, "shards of the same batch"),
         (good | {"num_valid_tokens": 5 + rank}, "shards of the same batch"),
         (short, "leaves a rank without tokens"),
-        ({"input_ids": good["input_ids"]}, "the training batch has no longctx_shard"),
+        ({"input_ids": good["input_ids"]}, "whole rows without labels in training"),
+        (whole | {"labels": whole["labels"] * (1 - rank)}, "must hold shards of the same batch"),
+        (whole | {"num_items_in_batch": 5 + rank}, "shards of the same batch"),
+        (whole | {"num_items_in_batch": -1}, "num_items_in_batch=-1: it is a number"),
+        (whole | {"num_items_in_batch": torch.ones((), dtype=torch.bfloat16)}, "rounds a count"),
+        (whole | {"num_valid_tokens": 5}, "num_valid_tokens with whole rows"),
+        (whole | {"attention_mask": 1 - torch.eye(2, 16)[:, [1, 0, *range(2, 16)]]}, "a hole"),
+        (whole | {"return_dict": False}, "return_dict=False with whole rows"),
+        ({k: v for k, v in good.items() if k != "longctx_shard"}, "whose longctx_shard is missing"),
         (good | {"num_items_in_batch": 30}, "Trainer counts and scales it"),
         (good | {"output_attentions": True}, "output_attentions=True with a sharded"),
         (good | {"is_causal": False}, "is_causal=False"),

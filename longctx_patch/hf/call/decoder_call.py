@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longctx_patch.data import SHARD_KEY
+from longctx_patch.data import ROWS_KEY, SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.inputs import (
@@ -60,12 +60,13 @@ class DecoderCalls:
         Raises ValueError for a batch that can't be used, on every rank of the group.
         """
         kwargs = dict(given)
-        shard = kwargs.pop(SHARD_KEY, None)
+        shard, replica = kwargs.pop(SHARD_KEY, None), kwargs.pop(ROWS_KEY, None)
         if shard is None:
             self._begin_stock(decoder, args, kwargs)
             return kwargs | {transformers_api.CALL_KEY: None}
         batch = self._read(decoder, args, kwargs, shard)
-        return kwargs | self._begin_sharded(decoder, shard, batch, kwargs.get("num_valid_tokens"))
+        count = kwargs.get("num_valid_tokens") if replica is None else replica.num_items
+        return kwargs | self._begin_sharded(decoder, shard, batch, count)
 
     def make_plans(self, shard: Tensor) -> None:
         """Make the plans of a batch that is to come. A batch that can't be used is skipped: its
@@ -89,9 +90,10 @@ class DecoderCalls:
             return
         if self.group.num_ranks > 1:
             raise ValueError(
-                f"this model is patched for {self.group.num_ranks} ranks per sequence, but the "
-                "training batch has no longctx_shard. Use SequenceShardCollator; model.eval() "
-                "first to generate or evaluate whole rows; or handle.unpatch()."
+                f"this model is patched for {self.group.num_ranks} ranks per sequence, but its "
+                "decoder was called in training without the model, or with a cache. Call the "
+                "model on whole rows or on a shard; model.eval() first to generate; or "
+                "handle.unpatch()."
             )
         tokens = tokens_of(args, kwargs)
         self.checkpoints.begin(decoder, self.checkpoints.propose(decoder, tokens, tokens.shape[1]))
@@ -170,5 +172,5 @@ class DecoderCalls:
             f"gradients {'on' if torch.is_grad_enabled() else 'off'}, mask {mask:08x}, "
             f"router logits {'on' if batch.routed else 'off'}, "
             f"first step {'now' if self.first_step.is_due(decoder) else 'done or not training'}"
-            f"{f', num_valid_tokens {int(count)}' if counted else ''}"
+            f"{f', {int(count)} tokens in the step' if counted else ''}"
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.loss.law import own_part
+from longctx_patch.hf.call.gather import all_tokens
 from longctx_patch.sequence.layout import Layout
 
 
@@ -44,15 +44,8 @@ def whole_router_logits(
     is_real_BN = torch.arange(layout.num_tokens) < torch.tensor(real_lengths)[:, None]
     real = is_real_BN.flatten().nonzero()[:, 0]
     return tuple(
-        _all_tokens(logits, group, layout, len(real_lengths))[real.to(logits.device)]
+        all_tokens(logits.unflatten(0, (len(real_lengths), -1)), group, layout).flatten(0, 1)[
+            real.to(logits.device)
+        ]
         for logits in router_logits
     )
-
-
-def _all_tokens(logits: Tensor, group: SequenceGroup, layout: Layout, num_rows: int) -> Tensor:
-    """`[B * all tokens, E]`, with padding."""
-    sizes = [num_rows * size for size in layout.sizes]
-    shards = group.everyone.all_gather(logits.detach(), sizes)
-    shards[group.group_rank] = own_part(logits, group.num_ranks)
-    shards_BLE = [shard.unflatten(0, (num_rows, -1)) for shard in shards]
-    return layout.unshard(shards_BLE, 1).flatten(0, 1)

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longctx_patch.data import SHARD_KEY
+from longctx_patch.data import ROWS_KEY, SHARD_KEY
+from longctx_patch.data.whole_rows import RowsPass
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
-from longctx_patch.loss.law import IGNORE_INDEX, scale_of, sum_of_token_losses
+from longctx_patch.loss.law import IGNORE_INDEX, replica_scale, scale_of, sum_of_token_losses
 from longctx_patch.transport.meeting import Meeting, meet
 
 
@@ -71,7 +72,7 @@ class ShardLoss:
         self, logits: Tensor, labels: Tensor, vocab_size: int | None = None, **kwargs: Any
     ) -> Tensor:
         if kwargs.pop(SHARD_KEY, None) is not None:
-            return self._of_shard(logits, labels, **kwargs)
+            return self._of_shard(logits, labels, replica=kwargs.pop(ROWS_KEY, None), **kwargs)
         loss: Tensor = self._stock(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
         return loss
 
@@ -80,6 +81,7 @@ class ShardLoss:
         logits: Tensor,
         labels: Tensor,
         *,
+        replica: RowsPass | None,
         shift_labels: Tensor | None = None,
         num_valid_tokens: int | Tensor | None = None,
         **_: Any,
@@ -89,19 +91,18 @@ class ShardLoss:
         # No pass is open where the model's forward was called without its hooks.
         current = self.current or self.accepted(labels, shift_labels)
         current.logits = logits
-        scale = scale_of(
-            current.shift_labels.to(logits.device),
-            group_labels=current.group_labels,
-            group_ranks=self._group.num_ranks,
-            num_valid_tokens=num_valid_tokens,
-            training=self.is_training,
-        )
-        if self.has_router_loss:
-            self._count_router_loss(
-                scale.router_share(
-                    group_labels=current.group_labels, group_ranks=self._group.num_ranks
-                )
+        counts = {"group_labels": current.group_labels, "group_ranks": self._group.num_ranks}
+        if replica is not None:  # the router's loss is added whole, as to one process's loss
+            scale = replica_scale(replica.num_items, **counts)
+        else:
+            scale = scale_of(
+                current.shift_labels.to(logits.device),
+                **counts,
+                num_valid_tokens=num_valid_tokens,
+                training=self.is_training,
             )
+            if self.has_router_loss:
+                self._count_router_loss(scale.router_share(**counts))
         if current.token_sum is None:
             return scale.loss(sum_of_token_losses(logits, current.shift_labels))
         _check_logits_unchanged(current, logits)

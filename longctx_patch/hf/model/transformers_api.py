@@ -105,10 +105,14 @@ def hook(
     after: Callable[..., Any],
     *,
     also_after_errors: bool = False,
+    around: bool = False,
 ) -> Callable[[], None]:
-    """Hook a module's forward with its keyword arguments; return a function that undoes it."""
+    """Hook a module's forward with its keyword arguments; return a function that undoes it.
+
+    `around`: `before` runs before the hooks that the module has, not after them.
+    """
     hooks = (
-        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=around),
         module.register_forward_hook(after, with_kwargs=True, always_call=also_after_errors),
     )
 

@@ -1,0 +1,231 @@
+"""Whole rows into a patched model: every rank returns the loss of one process with stock attention,
+and the mean over ranks of the gradients is that process's gradient."""
+
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from longctx_patch import LongContextConfig, patch
+from longctx_patch.transport.meeting import SequenceParallelismError
+from tests.harness import run_distributed
+from tests.hf.steps import Step, collated, complaints, over_ranks
+from tests.hf.tiny import featured_model, gradients
+from tests.reference import relative_error
+
+VOCABULARY = 64
+LENGTHS = ((23, 9, 16), (11, 30))
+
+
+class Batch(NamedTuple):
+    """A batch as a trainer makes it, and the documents in it, which the reference runs alone."""
+
+    given: dict[str, Any]
+    documents: list[tuple[Tensor, Tensor]]
+    """Ids and labels `[1, L]`."""
+
+
+def document(length: int, number: int) -> tuple[Tensor, Tensor]:
+    ids = (torch.arange(length) * (7 + number) + number * number) % VOCABULARY
+    labels = ids.clone()
+    labels[::4] = -100
+    labels[0] = -100  # nothing predicts it
+    return ids[None], labels[None]
+
+
+def padded(side: str) -> Batch:
+    documents = [document(length, number) for number, length in enumerate(LENGTHS[0])]
+    longest = max(LENGTHS[0])
+
+    def fill(x: Tensor, value: int) -> Tensor:
+        left = longest - x.shape[1] if side == "left" else 0
+        return torch.nn.functional.pad(x, (left, longest - x.shape[1] - left), value=value)
+
+    return Batch(
+        {
+            "input_ids": torch.cat([fill(ids, 3) for ids, _ in documents]),
+            "labels": torch.cat([fill(labels, -100) for _, labels in documents]),
+            "attention_mask": torch.cat([fill(torch.ones_like(ids), 0) for ids, _ in documents]),
+        },
+        documents,
+    )
+
+
+def packed(num_rows: int) -> Batch:
+    packs = [
+        [document(length, number) for number, length in enumerate(lengths)]
+        for lengths in LENGTHS[:num_rows]
+    ]
+    positions = [torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS[:num_rows]]
+    longest = max(map(len, positions))
+
+    def rows(parts: list[Tensor], value: int) -> Tensor:
+        return torch.stack(
+            [torch.nn.functional.pad(x, (0, longest - len(x)), value=value) for x in parts]
+        )
+
+    ids, labels = ([torch.cat([doc[kind][0] for doc in docs]) for docs in packs] for kind in (0, 1))
+    given = {
+        "input_ids": rows(ids, 3),
+        "labels": rows(labels, -100),
+        "position_ids": rows(positions, 0),
+    }
+    if num_rows > 1:
+        given["attention_mask"] = rows([torch.ones_like(x) for x in ids], 0)
+    return Batch(given, [doc for docs in packs for doc in docs])
+
+
+BATCHES = {
+    "right": padded("right"),
+    "left": padded("left"),
+    "packed": packed(1),
+    "packed rows": packed(2),
+    "no labels": Batch(
+        {"input_ids": torch.ones(1, 20).long(), "labels": torch.full((1, 20), -100)}, []
+    ),
+}
+
+
+def alone(family: str, batch: Batch, num_items: float | None) -> Step:
+    """The documents one after another through the stock model."""
+    model = featured_model(family)
+    total, count = torch.zeros(()), 0
+    for ids, labels in batch.documents:
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
+        count += int((labels[:, 1:] != -100).sum())
+    loss = total / (num_items or count or 1)
+    if loss.requires_grad:
+        loss.backward()
+    return Step(loss.detach(), gradients(model))
+
+
+WAYS: dict[int, list[dict[str, Any]]] = {
+    2: [{"ring_degree": 2}, {"ulysses_degree": 2, "loss": "logits"}],
+    3: [{"ring_degree": 3, "layout": "contiguous", "checkpoint": "attention"}],
+    4: [{"ring_degree": 2, "ulysses_degree": 2}],
+}
+FAMILIES = ("llama", "mistral")
+COUNTS = (None, 37, torch.tensor(37.0))
+
+
+def run_rows(rank: int, ways: list[dict[str, Any]]) -> list[tuple[float, Step]]:
+    """(this rank's loss, the step over all ranks) of each case."""
+    found = []
+    for way in ways:
+        for number, (batch, family) in enumerate(
+            (batch, family) for batch in BATCHES.values() for family in FAMILIES
+        ):
+            model = featured_model(family)
+            patch(model, LongContextConfig(**way))
+            count = COUNTS[number % 3]
+            loss = model(**batch.given, num_items_in_batch=count).loss
+            loss.backward()
+            found.append((float(loss), over_ranks(loss, model)))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", WAYS)
+def test_every_rank_has_the_loss_of_one_process(num_ranks: int) -> None:
+    ways = WAYS[num_ranks]
+    by_rank = run_distributed(run_rows, num_ranks, ways)
+    cases = [
+        (name, family, COUNTS[number % 3])
+        for _ in ways
+        for number, (name, family) in enumerate((b, f) for b in BATCHES for f in FAMILIES)
+    ]
+    for number, (name, family, count) in enumerate(cases):
+        num_items = None if count is None else float(count)
+        wanted = alone(family, BATCHES[name], num_items)
+        values = [losses[number][0] for losses in by_rank]
+        assert values == [values[0]] * num_ranks, (name, family)
+        step = by_rank[0][number][1]
+        if name == "no labels":
+            assert float(step.loss) == 0
+            continue
+        found = complaints(step, wanted, (name, family, count))
+        assert not found, "\n".join(found)
+
+
+def check_logits(rank: int) -> None:
+    """With `loss="logits"` they are whole rows too, and what others compute of them trains right.
+
+    A right-padded batch of the stock model has the same logits on tokens, and on padding we have 0.
+    """
+    for name in ("right", "left"):
+        given = BATCHES[name].given | {"labels": None}
+        stock, model = featured_model("llama"), featured_model("llama")
+        patch(model, LongContextConfig(ring_degree=2, loss="logits"))
+        is_real = given["attention_mask"].bool()[..., None]
+        wanted = stock(**given, use_cache=False).logits * is_real
+        labels = BATCHES[name].given["labels"]
+        found = model(**given | {"labels": labels}).logits
+        assert relative_error(found.detach(), wanted.detach()) < 1e-5
+        for logits in (wanted, found):
+            (logits.softmax(-1)[..., 5] ** 2).sum().backward()
+        step = over_ranks(torch.zeros(()), model)
+        assert not complaints(step, Step(torch.zeros(()), gradients(stock)), name)
+
+
+def test_logits_are_those_of_whole_rows() -> None:
+    run_distributed(check_logits, 2)
+
+
+def check_routers(rank: int) -> None:
+    """The router's loss is added whole, as stock transformers adds it."""
+    for name, family in product(("right", "left"), ("mixtral", "qwen3_moe")):
+        given = BATCHES[name].given | {"num_items_in_batch": 37, "output_router_logits": True}
+        stock, model = featured_model(family), featured_model(family)
+        wanted = stock(**given, use_cache=False).loss
+        wanted.backward()
+        patch(model, LongContextConfig(ulysses_degree=2))
+        loss = model(**given).loss
+        loss.backward()
+        assert relative_error(loss.detach(), wanted.detach()) < 1e-5
+        step = over_ranks(loss, model)
+        assert not complaints(step, Step(wanted.detach(), gradients(stock)), (name, family))
+
+
+def test_experts_have_the_loss_of_one_process() -> None:
+    run_distributed(check_routers, 2)
+
+
+def check_replicas(rank: int) -> None:
+    """Two replicas of two ranks under DDP, as transformers' Trainer scales their losses."""
+    batches, count = [BATCHES["right"], BATCHES["packed"]], 41
+    stock, model = featured_model("llama"), featured_model("llama")
+    for batch in batches:
+        for ids, labels in batch.documents:
+            stock(input_ids=ids, labels=labels, num_items_in_batch=count).loss.backward()
+    patch(model, LongContextConfig(ring_degree=2))
+    replicated = DistributedDataParallel(model)
+    loss = replicated(**batches[rank // 2].given, num_items_in_batch=count).loss
+    (loss * (4 // 2)).backward()
+    wanted = gradients(stock)
+    for name, grad in gradients(model).items():
+        assert relative_error(grad, wanted[name]) < 1e-5, name
+
+
+def test_replicas_under_ddp_add_up() -> None:
+    run_distributed(check_replicas, 4)
+
+
+def check_never_mixed(rank: int) -> None:
+    """One rank gives a shard and the other whole rows: both learn of it, and nobody waits."""
+    model = featured_model("llama")
+    handle = patch(model, LongContextConfig(ring_degree=2))
+    rows = [{"input_ids": ids[0].tolist()} for ids, _ in BATCHES["right"].documents]
+    batch = BATCHES["right"].given if rank else collated(handle, rows)
+    with pytest.raises(SequenceParallelismError, match=r"rank 0: LABELS, rank 1: ROWS"):
+        model(**batch)
+    model.eval()
+    with torch.no_grad():  # in evaluation each rank runs the stock path, alone if need be
+        if rank == 0:
+            model(**BATCHES["right"].given)
+
+
+def test_shards_and_whole_rows_never_mix() -> None:
+    run_distributed(check_never_mixed, 2)
