@@ -2,7 +2,8 @@
 
 Options: fields of LongContextConfig (`ulysses` and `ring` for the degrees), and `layers` (none,
 liger, compile): what computes RMSNorm, SwiGLU and rotary embeddings; `reshard=false` keeps weights
-whole between forward and backward.
+whole between forward and backward; `rows=true` gives the model whole rows, which it cuts in each
+step, in place of a shard that was cut before.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Ours":
 class Ours(TorchTrained):
     def __init__(self, job: Job, model: PreTrainedModel, options: dict[str, Any]) -> None:
         self._device = job.device
+        self._gives_whole_rows = options.pop("rows", False)
         layers, reshards = options.pop("layers", "none"), options.pop("reshard", True)
         config = LongContextConfig(**{NAMES.get(key, key): x for key, x in options.items()})
         # Such a policy measures in the first steps, and decides after them.
@@ -51,6 +53,9 @@ class Ours(TorchTrained):
         self.model, self.optimizer = self._accelerator.prepare(model, optimizer)
 
     def load(self, row: Tensor) -> None:
+        if self._gives_whole_rows:
+            self._batch = {"input_ids": row, "labels": row}
+            return
         batch = self._collate([{"input_ids": row[0].cpu()}])
         self._batch = {name: value.to(self._device) for name, value in batch.items()}
 

@@ -64,7 +64,7 @@ def step_settings(system: str, lines: Path, expected: dict[str, float]) -> dict[
 
 def test_a_step_of_ours_over_two_processes(tmp_path: Path) -> None:
     lines = tmp_path / "lines"
-    settings = step_settings("ours:ulysses=2,checkpoint=attention", lines, {"48": 9.0})
+    settings = step_settings("ours:ulysses=2,checkpoint=attention,rows=true", lines, {"48": 9.0})
     run_distributed(run_step_of_two, 2, settings)
     timed, wrong = read_lines(lines)
     assert (timed["status"], timed["num_tokens"]) == ("ok", 32)
