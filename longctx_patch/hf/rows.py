@@ -55,6 +55,8 @@ def _shard_of(given: Arguments, collate: SequenceShardCollator, group: SequenceG
         shard = _cut(given, collate)
     except ValueError as error:
         problem = error
+    except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
+        problem = ValueError(f"these whole rows can't be read: {error!r}")
     meet(group.everyone, Meeting.ROWS, problem=problem)
     others = {name: value for name, value in given.items() if name not in READ}
     return others | {"num_items_in_batch": None} | shard
@@ -110,7 +112,7 @@ def _number_of(num_items: Any) -> float | None:
             "FSDP2's mixed precision casts it on the way. Pass int(num_items_in_batch)."
         )
     number = float(num_items)
-    if number < 0:
+    if not number >= 0:  # nor NaN
         raise ValueError(f"num_items_in_batch={number:g}: it is a number of tokens, 0 or more.")
     return number
 

@@ -194,6 +194,8 @@ def check_refused_on_every_rank(rank: int) -> None:
         (whole | {"num_items_in_batch": torch.ones((), dtype=torch.bfloat16)}, "rounds a count"),
         (whole | {"num_valid_tokens": 5}, "num_valid_tokens with whole rows"),
         (whole | {"attention_mask": 1 - torch.eye(2, 16)[:, [1, 0, *range(2, 16)]]}, "a hole"),
+        (whole | {"num_items_in_batch": float("nan")}, "num_items_in_batch=nan"),
+        (whole | {"seq_lengths": 5 if rank else [[16]] * 2}, "these whole rows can't be read|rank"),
         (whole | {"return_dict": False}, "return_dict=False with whole rows"),
         ({k: v for k, v in good.items() if k != "longctx_shard"}, "whose longctx_shard is missing"),
         (good | {"num_items_in_batch": 30}, "Trainer counts and scales it"),
