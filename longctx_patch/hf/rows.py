@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
 from longctx_patch.data.whole_rows import READ, RowsPass, read_rows
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.hf.call.gather import all_tokens
-from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.loss.law import group_value
+from longctx_patch.hf.row_outputs import whole_outputs
 from longctx_patch.transport.meeting import Meeting, meet
 
 Arguments = dict[str, Any]
@@ -43,7 +40,7 @@ def bind_rows(model: PreTrainedModel, group: SequenceGroup) -> Callable[[], None
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
         rows = kwargs.get(ROWS_KEY)
-        return outputs if rows is None else _whole(outputs, rows, kwargs[SHARD_KEY], group)
+        return outputs if rows is None else whole_outputs(outputs, rows, kwargs[SHARD_KEY], group)
 
     return transformers_api.hook(model, before, after, around=True)
 
@@ -85,8 +82,6 @@ def _cut(given: Mapping[str, Any], collate: SequenceShardCollator) -> Arguments:
     return on_device | {SHARD_KEY: described, ROWS_KEY: rows}
 
 
-_OUTPUTS = ("loss", "logits", "router_logits", "aux_loss")
-"""Those of whole rows; router logits are gathered with the decoder's outputs."""
 _REFUSED = {
     "inputs_embeds": "padding and documents are read with input_ids. Give input_ids alone.",
     "shift_labels": "labels of whole rows are unshifted, so this looks like a shard whose "
@@ -115,35 +110,3 @@ def _number_of(num_items: Any) -> float | None:
     if not number >= 0:  # nor NaN
         raise ValueError(f"num_items_in_batch={number:g}: it is a number of tokens, 0 or more.")
     return number
-
-
-def _whole(outputs: Any, rows: RowsPass, shard: Tensor, group: SequenceGroup) -> Any:
-    """The outputs of a shard's pass, as those of whole rows."""
-    others = [name for name, value in outputs.items() if name not in _OUTPUTS and value is not None]
-    if others:
-        raise ValueError(
-            f"{', '.join(others)} of whole rows: outputs of this kind would be a shard's. Leave "
-            "out what asks for them, or train on batches of SequenceShardCollator."
-        )
-    outputs["loss"] = group_value(outputs["loss"], group.everyone)
-    if outputs.get("logits") is not None:
-        layout = group.layout(ShardedRow.read(shard).documents)
-        outputs["logits"] = in_rows(all_tokens(outputs["logits"], group, layout), rows)
-    return outputs
-
-
-def in_rows(tokens: Tensor, rows: RowsPass) -> Tensor:
-    """`[rows, columns, ...]` of a batch from what its padded or joined rows have, 0 on padding.
-
-    Args:
-        tokens: `[rows, padded length, ...]`, or `[1, padded length, ...]` of packed rows, which
-            follow one another.
-    """
-    found, place = [], 0
-    for number, (start, stop) in enumerate(rows.spans):
-        size = stop - start
-        row, first = (tokens[0], place) if rows.is_packed else (tokens[number], 0)
-        around = (0, 0) * (tokens.ndim - 2) + (start, rows.length - stop)
-        found.append(pad(row[first : first + size], around))
-        place += size
-    return torch.stack(found)
