@@ -59,17 +59,21 @@ class RowsPass(NamedTuple):
     """Whether all rows were joined into one."""
 
 
-def read_rows(given: Mapping[str, Any]) -> WholeRows:
+def read_rows(given: Mapping[str, Any], *, sees_absolute_positions: bool = False) -> WholeRows:
     """What the arguments of a forward pass say about its rows.
 
     Args:
         given: `input_ids` `[B, L]`; `labels` `[B, L]` or None, unshifted; `attention_mask`
-            `[B, L]`, 1 for the tokens of a row, which are neighbours; `position_ids` `[B, L]`
-            or `[1, L]`, which count from 0 in each document; `cu_seq_lens_q`, where documents of
-            one row begin and end; `seq_lengths`, the lengths of each row's documents.
+            `[B, L]`, 1 for the tokens of a row, which are neighbours, and 0 for padding;
+            `position_ids` `[B, L]` or `[1, L]`, which count from 0 in each document;
+            `cu_seq_lens_q`, where documents of one row begin and end; `seq_lengths`, the lengths
+            of each row's documents.
+        sees_absolute_positions: whether the model computes something else if a document's first
+            position is not 0.
 
     Raises:
-        ValueError: a row's tokens are not neighbours, or what is given contradicts itself.
+        ValueError: a row's tokens are not neighbours, what is given contradicts itself, or
+            transformers reads it in another way.
     """
     ids = _two_dimensional("input_ids", given.get("input_ids"))
     labels = given.get("labels")
@@ -81,6 +85,8 @@ def read_rows(given: Mapping[str, Any]) -> WholeRows:
         )
     spans = _spans(given.get("attention_mask"), ids.shape)
     lengths = _documents(given, spans, ids.shape)
+    if sees_absolute_positions:
+        _check_positions(given, spans, lengths)
     rows = tuple(
         Row(row[start:stop], row_labels[start:stop], documents)
         for row, row_labels, (start, stop), documents in zip(
@@ -89,12 +95,28 @@ def read_rows(given: Mapping[str, Any]) -> WholeRows:
     )
     _check_labels(labels, spans, lengths)
     found = WholeRows(rows, tuple(spans), ids.shape[1])
-    if found.is_packed and any(start for start, _ in spans):
+    if found.is_packed and given.get("attention_mask") is not None:
         raise ValueError(
-            "packed rows with padding on the left: documents are placed from the start of a row. "
-            "Pad on the right, or pack without padding."
+            "packed rows with an attention_mask: transformers looks for documents only where there "
+            "is no mask, and would let them see each other. Leave attention_mask out; padding of "
+            "packed rows has the position 0 and no label."
         )
     return found
+
+
+def _check_positions(
+    given: Mapping[str, Any], spans: Sequence[tuple[int, int]], lengths: Sequence[Lengths]
+) -> None:
+    """Refuse rows whose documents would begin at another position than 0 in transformers."""
+    shifted = any(start for start, _ in spans) or any(len(row) > 1 for row in lengths)
+    positions = given.get("position_ids")
+    begins = [] if positions is None else [row[a] for row, (a, b) in zip(positions, spans, strict=False) if a < b]
+    if shifted and (positions is None or any(begins)):
+        raise ValueError(
+            "a document that begins in the middle of a row, without position_ids that count from 0 "
+            "there: this model's attention depends on the positions themselves "
+            "(llama_4_scaling_beta). Give position_ids, or pad on the right."
+        )
 
 
 def _check_labels(
@@ -134,6 +156,11 @@ def _spans(mask: Any, shape: torch.Size) -> list[tuple[int, int]]:
             f"attention_mask {found} for input_ids {list(shape)}: padding is marked in a mask of "
             "their shape; other masks go to patch(model, config, mask=...)."
         )
+    if bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(
+            "attention_mask has values other than 0 and 1: it marks padding here. Other masks go "
+            "to patch(model, config, mask=...)."
+        )
     is_real = mask.cpu().bool()
     spans = []
     for number, row in enumerate(is_real):
@@ -156,8 +183,13 @@ def _documents(
         "seq_lengths": _by_seq_lengths(given.get("seq_lengths"), spans),
         "cu_seq_lens_q": _by_cu_seq_lens(given.get("cu_seq_lens_q"), spans),
         "position_ids": _by_positions(given.get("position_ids"), spans, shape),
-        "seq_idx": _by_seq_idx(given.get("seq_idx"), spans),
+        "seq_idx": _by_seq_idx(given.get("seq_idx"), spans, shape),
     }
+    if said["seq_idx"] is not None and said["position_ids"] is None:
+        raise ValueError(
+            "seq_idx without position_ids: transformers' attention does not read it. Give "
+            "position_ids that count from 0 in each document."
+        )
     known = {name: lengths for name, lengths in said.items() if lengths is not None}
     if not known:
         return [(stop - start,) if stop > start else () for start, stop in spans]
@@ -188,15 +220,19 @@ def _by_cu_seq_lens(value: Any, spans: Sequence[tuple[int, int]]) -> list[Length
             f"cu_seq_lens_q with {len(spans)} rows: it says where the documents of one row are."
         )
     found = [tuple(b - a for a, b in pairwise(edges))]
-    _check_sums("cu_seq_lens_q", found, spans)
+    _check_sums("cu_seq_lens_q", found if edges[:1] == [0] else [()], spans)
     return found
 
 
-def _by_seq_idx(value: Any, spans: Sequence[tuple[int, int]]) -> list[Lengths] | None:
+def _by_seq_idx(
+    value: Any, spans: Sequence[tuple[int, int]], shape: torch.Size
+) -> list[Lengths] | None:
     """Numbers of documents, one for each token."""
     if value is None:
         return None
-    rows = torch.as_tensor(value).cpu().reshape(len(spans), -1)
+    rows = torch.as_tensor(value).cpu()
+    if rows.shape != shape:
+        raise ValueError(f"seq_idx {list(rows.shape)} for input_ids {list(shape)}: one per token.")
     return [
         tuple(torch.unique_consecutive(row[start:stop], return_counts=True)[1].tolist())
         for row, (start, stop) in zip(rows, spans, strict=True)

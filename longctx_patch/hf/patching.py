@@ -7,6 +7,7 @@ and in evaluation, such as by `generate`, they run on the stock path.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from longctx_patch.hf.loss.lm_head import bind_head, bind_passes
 from longctx_patch.hf.loss.shard_loss import ShardLoss
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config, check_modules
-from longctx_patch.hf.rows import bind_rows
+from longctx_patch.hf.rows import RowPasses
 from longctx_patch.kernels import available
 from longctx_patch.transport import Counters
 
@@ -41,6 +42,7 @@ class PatchHandle:
 
     model: PreTrainedModel
     _calls: DecoderCalls = field(repr=False)
+    _rows: RowPasses = field(repr=False)
     _undo: list[Callable[[], None]] = field(repr=False, default_factory=list)
 
     @property
@@ -114,6 +116,24 @@ class PatchHandle:
         finally:
             self._calls.prepared.clear()
 
+    @contextmanager
+    def sharing_evaluation(self) -> Iterator[None]:
+        """Within the context the ranks of a group share whole rows in evaluation mode as well.
+
+        Collective: all of them evaluate the same batches, with labels and under
+        `torch.no_grad()`, and each gets the loss of the whole rows. Outside of it each rank runs
+        whole rows by itself, on the stock path, as `generate` does here too.
+
+        Example:
+            >>> with torch.no_grad(), handle.sharing_evaluation():  # doctest: +SKIP
+            ...     losses = [model(**batch).loss for batch in held_out]
+        """
+        before, self._rows.shares_evaluation = self._rows.shares_evaluation, True
+        try:
+            yield
+        finally:
+            self._rows.shares_evaluation = before
+
     def _make_plans(self, batch: Mapping[str, Any]) -> None:
         if batch.get(SHARD_KEY) is not None:
             self._calls.make_plans(batch[SHARD_KEY])
@@ -148,8 +168,9 @@ def patch(
     ranks of the group, padded on either side (`attention_mask`) or packed (`position_ids`,
     `cu_seq_lens_q`, `seq_lengths`), with `labels`. The model cuts it itself. `out.loss` is then
     that of one replica, the same on every rank of the group: the sum of its token losses over
-    `num_items_in_batch`, or over their number. Its gradients too are averaged over all ranks, as
-    if each group were one process.
+    `num_items_in_batch`, or over their number (0 where no token has a label). Its gradients too
+    are averaged over all ranks, as if each group were one process. In evaluation mode whole rows
+    run on the stock path on each rank alone, but see `PatchHandle.sharing_evaluation`.
 
     Args:
         model: for causal language modelling, of a family that `longctx families` lists as
@@ -159,7 +180,8 @@ def patch(
         mask: for other than causal attention, a function from the length of a padded row to its
             `Mask` (`longctx_patch.masks` has block-sparse ones, prefixes and more). Documents and
             sliding windows restrict it further (a window only looks back: later keys that the mask
-            allows stay visible). With a mask, whole rows, and so `generate`, are refused.
+            allows stay visible). With a mask, rows on the stock path, and so `generate`, are
+            refused.
 
     The first training step proves that attention crossed the ranks as planned, or raises
     `SequenceParallelismError`.
@@ -205,7 +227,7 @@ def _unbound_handle(
         first_step=FirstStep(base, group, checkpoints),
         checkpoints=checkpoints,
     )
-    return PatchHandle(base, calls, [group.close])
+    return PatchHandle(base, calls, RowPasses(base, group), [group.close])
 
 
 def _bind(handle: PatchHandle, stock: str) -> None:
@@ -221,7 +243,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
         handle._undo.append(bind_head(handle.model, loss))
     handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())
-    handle._undo.append(bind_rows(handle.model, handle.group))
+    handle._undo.append(handle._rows.bind())
 
 
 def _checked_attention(base: PreTrainedModel) -> str:

@@ -14,16 +14,17 @@ from longctx_patch.loss.law import group_value
 
 _OUTPUTS = ("loss", "logits", "router_logits", "aux_loss")
 """Those of whole rows; router logits are gathered with the decoder's outputs."""
+OTHER_OUTPUTS = (
+    "outputs have names, and are the loss and what is asked for of the logits; others would be a "
+    "shard's. Leave out what asks for them, or train on batches of SequenceShardCollator."
+)
 
 
 def whole_outputs(outputs: Any, rows: RowsPass, shard: Tensor, group: SequenceGroup) -> Any:
     """The outputs of a shard's pass, as those of whole rows."""
     others = [name for name, value in outputs.items() if name not in _OUTPUTS and value is not None]
     if others:
-        raise ValueError(
-            f"{', '.join(others)} of whole rows: outputs of this kind would be a shard's. Leave "
-            "out what asks for them, or train on batches of SequenceShardCollator."
-        )
+        raise ValueError(f"{', '.join(others)} of whole rows: {OTHER_OUTPUTS}")
     outputs["loss"] = group_value(outputs["loss"], group.everyone)
     if outputs.get("logits") is not None:
         layout = group.layout(ShardedRow.read(shard).documents)

@@ -2,12 +2,16 @@
 
 The patched model cuts such a batch itself and gives back one replica's loss, with the same value on
 every rank of the group. A trainer that takes these ranks for one replica, and averages gradients
-over all ranks as DDP and FSDP do, trains with one process's numbers. In evaluation mode each rank
-runs the whole rows by itself, through the stock path.
+over all ranks as DDP and FSDP do, trains with one process's numbers.
+
+In evaluation mode each rank runs whole rows by itself, through the stock path, unless the ranks
+share evaluation too (`PatchHandle.sharing_evaluation`). With one rank per sequence, rows that can't
+be read here take the stock path as well: it is one process's.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -17,71 +21,114 @@ from transformers import PreTrainedModel
 from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
 from longctx_patch.data.whole_rows import READ, RowsPass, read_rows
 from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
+from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.row_outputs import whole_outputs
+from longctx_patch.hf.model.facts import sees_absolute_positions
+from longctx_patch.hf.row_outputs import OTHER_OUTPUTS, whole_outputs
 from longctx_patch.transport.meeting import Meeting, meet
 
 Arguments = dict[str, Any]
 
 
-def bind_rows(model: PreTrainedModel, group: SequenceGroup) -> Callable[[], None]:
-    """Let the model cut whole rows; return a function that undoes it. Bind it last."""
-    if group.num_ranks == 1:  # the stock path takes whole rows
-        return lambda: None
-    signature = inspect.signature(model.forward)
-    collate = SequenceShardCollator(group.config, group_rank=group.group_rank, pad_token_id=0)
+class RowPasses:
+    """Cuts the batches of one patched model that are whole rows."""
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[Any, Arguments]:
-        given = signature.bind_partial(*args).arguments | kwargs
-        is_step = model.training and given.get("past_key_values") is None
-        if not is_step or given.get(SHARD_KEY) is not None:
-            return args, kwargs
-        return (), _shard_of(given, collate, group)
-
-    def after(_: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
-        rows = kwargs.get(ROWS_KEY)
-        return outputs if rows is None else whole_outputs(outputs, rows, kwargs[SHARD_KEY], group)
-
-    return transformers_api.hook(model, before, after, around=True)
-
-
-def _shard_of(given: Arguments, collate: SequenceShardCollator, group: SequenceGroup) -> Arguments:
-    """This rank's shard of whole rows. Collective: all ranks refuse what one of them refuses."""
-    shard, problem = {}, None
-    try:
-        shard = _cut(given, collate)
-    except ValueError as error:
-        problem = error
-    except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
-        problem = ValueError(f"these whole rows can't be read: {error!r}")
-    meet(group.everyone, Meeting.ROWS, problem=problem)
-    others = {name: value for name, value in given.items() if name not in READ}
-    return others | {"num_items_in_batch": None} | shard
-
-
-def _cut(given: Mapping[str, Any], collate: SequenceShardCollator) -> Arguments:
-    for name, fix in _REFUSED.items():
-        if given.get(name) is not None:
-            raise ValueError(f"{name} with whole rows: {fix}")
-    if given.get("return_dict") is False:
-        raise ValueError("return_dict=False with whole rows: outputs have names. Leave it out.")
-    if given.get("labels") is None:
-        raise ValueError(
-            "whole rows without labels in training: the patched model returns their loss. Give "
-            "labels, or call model.eval() first to generate; a batch of SequenceShardCollator "
-            "without labels gives the logits of a shard."
+    def __init__(self, model: PreTrainedModel, group: SequenceGroup) -> None:
+        self.shares_evaluation = False
+        """Whether the ranks of a group share whole rows with labels in evaluation too."""
+        self._model, self._group = model, group
+        self._collate = SequenceShardCollator(
+            group.config, group_rank=group.group_rank, pad_token_id=0
         )
-    whole = read_rows(given)
-    rows = RowsPass(
-        _number_of(given.get("num_items_in_batch")), whole.spans, whole.length, whole.is_packed
-    )
-    shard: Arguments = dict(collate.shard(whole.rows))
-    described = shard.pop(SHARD_KEY)
-    device = given["input_ids"].device
-    on_device = {name: value.to(device) for name, value in shard.items()}
-    return on_device | {SHARD_KEY: described, ROWS_KEY: rows}
+
+    def bind(self) -> Callable[[], None]:
+        """Hook the model around all other hooks; return a function that undoes it."""
+        return transformers_api.hook(self._model, self._before, self._after, around=True)
+
+    def _before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments
+    ) -> tuple[Any, Arguments]:
+        given = kwargs
+        if args:  # looked up in each pass, since TRL replaces the forward of a model
+            given = inspect.signature(self._model.forward).bind_partial(*args).arguments | kwargs
+        if given.get(SHARD_KEY) is not None or given.get("past_key_values") is not None:
+            return args, kwargs
+        if not self._are_shared(given):
+            return args, kwargs
+        shard = self._shard_of(given)
+        return (args, kwargs) if shard is None else ((), shard)
+
+    def _after(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any
+    ) -> Any:
+        rows = kwargs.get(ROWS_KEY)
+        if rows is None:
+            return outputs
+        return whole_outputs(outputs, rows, kwargs[SHARD_KEY], self._group)
+
+    def _are_shared(self, given: Arguments) -> bool:
+        """Whether the ranks of the group compute this batch together."""
+        if self._model.training:
+            return True
+        if given.get("labels") is None:
+            return False
+        # In evaluation mode by mistake, one rank would leave the others waiting for it.
+        learns = self._group.num_ranks > 1 and would_have_gradients(self._model)
+        return self.shares_evaluation or learns
+
+    def _shard_of(self, given: Arguments) -> Arguments | None:
+        """This rank's shard of whole rows, None where one rank takes the stock path. Collective:
+        all ranks refuse what one of them refuses."""
+        shard: Arguments = {}
+        problem = None
+        try:
+            shard = self._cut(given)
+        except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
+            is_ours = type(error) is ValueError
+            problem = error if is_ours else ValueError(f"whole rows can't be read: {error!r}")
+        if self._group.num_ranks == 1 and problem is not None:
+            return None
+        meet(self._group.everyone, Meeting.ROWS, problem=problem)
+        others = {name: value for name, value in given.items() if name not in READ}
+        return others | {"num_items_in_batch": None} | shard
+
+    def _cut(self, given: Mapping[str, Any]) -> Arguments:
+        self._check(given)
+        whole = read_rows(
+            given, sees_absolute_positions=sees_absolute_positions(self._model.config)
+        )
+        num_items = _number_of(given.get("num_items_in_batch"))
+        if num_items == 0 and any(bool((row.next_labels() >= 0).any()) for row in whole.rows):
+            raise ValueError("num_items_in_batch=0 with labels: it counts the step's labels.")
+        rows = RowsPass(num_items, whole.spans, whole.length, whole.is_packed)
+        shard: Arguments = dict(self._collate.shard(whole.rows))
+        described = shard.pop(SHARD_KEY)
+        device = given["input_ids"].device
+        on_device = {name: value.to(device) for name, value in shard.items()}
+        return on_device | {SHARD_KEY: described, ROWS_KEY: rows}
+
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Refuse what outputs of whole rows can't have."""
+        if not self._model.training and would_have_gradients(self._model):
+            raise ValueError(GRADIENTS_IN_EVALUATION)
+        for name, fix in _REFUSED.items():
+            if given.get(name) is not None:
+                raise ValueError(f"{name} with whole rows: {fix}")
+        for name, usual in _USUAL.items():
+            asked = given.get(name)
+            asked = getattr(self._model.config, name, usual) if asked is None else asked
+            if asked is not usual:
+                raise ValueError(f"{name}={asked} with whole rows: {OTHER_OUTPUTS}")
+        if given.get("labels") is None:
+            raise ValueError(
+                "whole rows without labels in training: the patched model returns their loss. Give "
+                "labels, or call model.eval() first to generate; a batch of SequenceShardCollator "
+                "without labels gives the logits of a shard."
+            )
 
 
+_USUAL = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _REFUSED = {
     "inputs_embeds": "padding and documents are read with input_ids. Give input_ids alone.",
     "shift_labels": "labels of whole rows are unshifted, so this looks like a shard whose "
@@ -107,6 +154,6 @@ def _number_of(num_items: Any) -> float | None:
             "FSDP2's mixed precision casts it on the way. Pass int(num_items_in_batch)."
         )
     number = float(num_items)
-    if not number >= 0:  # nor NaN
-        raise ValueError(f"num_items_in_batch={number:g}: it is a number of tokens, 0 or more.")
+    if not (number == 0 or number >= 1) or not isfinite(number):
+        raise ValueError(f"num_items_in_batch={number:g}: it counts tokens, so it is 0, 1 or more.")
     return number

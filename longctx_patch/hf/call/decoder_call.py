@@ -172,5 +172,5 @@ class DecoderCalls:
             f"gradients {'on' if torch.is_grad_enabled() else 'off'}, mask {mask:08x}, "
             f"router logits {'on' if batch.routed else 'off'}, "
             f"first step {'now' if self.first_step.is_due(decoder) else 'done or not training'}"
-            f"{f', {int(count)} tokens in the step' if counted else ''}"
+            f"{f', {float(count)!r} tokens in the step' if counted else ''}"
         )

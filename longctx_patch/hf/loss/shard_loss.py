@@ -130,7 +130,7 @@ class ShardLoss:
                 "is over all tokens of the shard. Leave it out, or leave out labels."
             )
         training = self.is_training
-        learns = not training and _would_have_gradients(self._model)
+        learns = not training and would_have_gradients(self._model)
         wrong = None if problem is None else ValueError(problem)
         mine = (num_labels, int(training), int(learns))
         everyone = meet(self._group.everyone, Meeting.LABELS, mine, wrong)
@@ -162,7 +162,7 @@ class ShardLoss:
         self._model.router_aux_loss_coef = self._coefficient * share
 
 
-def _would_have_gradients(model: PreTrainedModel) -> bool:
+def would_have_gradients(model: PreTrainedModel) -> bool:
     """Whether a loss of the model could go backward."""
     return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 

@@ -70,6 +70,12 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     return tuple(_given(config, "layer_types") or ())
 
 
+def sees_absolute_positions(config: Any) -> bool:
+    """Whether attention depends on the positions of tokens, not on their distances alone, as in
+    Ministral 3, which scales queries by their position."""
+    return "llama_4_scaling_beta" in (_given(config, "rope_parameters") or {})
+
+
 def _layer(config: Any, number: int) -> LayerFacts:
     kinds, rope = layer_kinds(config), _given(config, "no_rope_layers")
     window = _given(config, "sliding_window") or None
