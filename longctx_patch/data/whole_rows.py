@@ -110,13 +110,18 @@ def _check_positions(
     """Refuse rows whose documents would begin at another position than 0 in transformers."""
     shifted = any(start for start, _ in spans) or any(len(row) > 1 for row in lengths)
     positions = given.get("position_ids")
-    begins = [] if positions is None else [row[a] for row, (a, b) in zip(positions, spans, strict=False) if a < b]
-    if shifted and (positions is None or any(begins)):
+    if shifted and (positions is None or _begin_elsewhere(positions, spans)):
         raise ValueError(
             "a document that begins in the middle of a row, without position_ids that count from 0 "
             "there: this model's attention depends on the positions themselves "
             "(llama_4_scaling_beta). Give position_ids, or pad on the right."
         )
+
+
+def _begin_elsewhere(positions: Tensor, spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether the tokens of any row begin at another position than 0."""
+    rows = positions.cpu().expand(len(spans), -1)
+    return any(bool(row[start]) for row, (start, stop) in zip(rows, spans, strict=True) if stop)
 
 
 def _check_labels(

@@ -59,9 +59,7 @@ class RowPasses:
         shard = self._shard_of(given)
         return (args, kwargs) if shard is None else ((), shard)
 
-    def _after(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any
-    ) -> Any:
+    def _after(self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
         rows = kwargs.get(ROWS_KEY)
         if rows is None:
             return outputs
@@ -81,17 +79,18 @@ class RowPasses:
         """This rank's shard of whole rows, None where one rank takes the stock path. Collective:
         all ranks refuse what one of them refuses."""
         shard: Arguments = {}
-        problem = None
+        problem: ValueError | None = None
         try:
             shard = self._cut(given)
+        except ValueError as error:
+            problem = error
         except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
-            is_ours = type(error) is ValueError
-            problem = error if is_ours else ValueError(f"whole rows can't be read: {error!r}")
+            problem = ValueError(f"whole rows can't be read: {error!r}")
         if self._group.num_ranks == 1 and problem is not None:
             return None
         meet(self._group.everyone, Meeting.ROWS, problem=problem)
         others = {name: value for name, value in given.items() if name not in READ}
-        return others | {"num_items_in_batch": None} | shard
+        return others | {"num_items_in_batch": None, "use_cache": False} | shard
 
     def _cut(self, given: Mapping[str, Any]) -> Arguments:
         self._check(given)

@@ -55,14 +55,13 @@ def test_rows_without_labels_or_tokens() -> None:
 def test_packed_documents_are_found_in_positions(packs: list[list[int]]) -> None:
     longest = max(map(sum, packs))
     positions = torch.zeros(len(packs), longest, dtype=torch.int64)
-    mask = torch.zeros_like(positions)
     for row, lengths in enumerate(packs):
-        mask[row, : sum(lengths)] = 1
         positions[row, : sum(lengths)] = torch.cat([torch.arange(n) for n in lengths])
-    batch = {"input_ids": torch.ones_like(mask), "position_ids": positions, "attention_mask": mask}
-    assert [list(row.lengths) for row in read_rows(batch).rows] == packs
-    batch["seq_lengths"] = packs  # type: ignore[assignment]
-    assert [list(row.lengths) for row in read_rows(batch).rows] == packs
+    batch = {"input_ids": torch.ones_like(positions), "position_ids": positions}
+    padded = [lengths + [1] * (longest - sum(lengths)) for lengths in packs]  # each token alone
+    assert [list(row.lengths) for row in read_rows(batch).rows] == padded
+    batch["seq_lengths"] = padded  # type: ignore[assignment]
+    assert [list(row.lengths) for row in read_rows(batch).rows] == padded
 
 
 def test_what_transformers_flattens() -> None:
@@ -94,11 +93,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {
-            "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]]),
-            "position_ids": torch.tensor([[0, 0, 1, 0, 1, 2]]),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1]]),
+            "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]),
         },
-        "packed rows with padding on the left",
+        "packed rows with an attention_mask: transformers looks for documents only where",
     ),
+    ({"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2]])}, "other than 0 and 1: it marks padd"),
+    ({"cu_seq_lens_q": torch.tensor([1, 3, 7])}, "cu_seq_lens_q"),
+    ({"seq_idx": torch.zeros(1, 6)}, "seq_idx without position_ids"),
+    ({"seq_idx": torch.zeros(2, 3), "position_ids": torch.arange(6)[None]}, r"seq_idx \[2, 3\]"),
 ]
 
 
@@ -106,3 +109,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_rows({"input_ids": IDS} | changes)
+
+
+def test_positions_that_attention_depends_on_are_those_of_transformers() -> None:
+    """Ministral 3 scales queries by their position; transformers counts columns unless told."""
+    batch = padded(ROWS, "left")
+    for positions in (None, torch.arange(4)[None]):
+        with pytest.raises(ValueError, match=r"llama_4_scaling_beta.*or pad on the right"):
+            read_rows(batch | {"position_ids": positions}, sees_absolute_positions=True)
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    assert read_rows(batch, sees_absolute_positions=True).spans == ((1, 4), (3, 4), (0, 4))
+    read_rows(padded(ROWS, "right"), sees_absolute_positions=True)

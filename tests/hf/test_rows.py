@@ -73,8 +73,6 @@ def packed(num_rows: int) -> Batch:
         "labels": rows(labels, -100),
         "position_ids": rows(positions, 0),
     }
-    if num_rows > 1:
-        given["attention_mask"] = rows([torch.ones_like(x) for x in ids], 0)
     return Batch(given, [doc for docs in packs for doc in docs])
 
 
@@ -213,6 +211,24 @@ def test_replicas_under_ddp_add_up() -> None:
     run_distributed(check_replicas, 4)
 
 
+def check_evaluation(rank: int) -> None:
+    """Ranks that share evaluation have the loss of one process; else each runs alone."""
+    stock, model = featured_model("llama").eval(), featured_model("llama").eval()
+    handle = patch(model, LongContextConfig(ring_degree=2))
+    with torch.no_grad():
+        for name in ("right", "left"):
+            given = BATCHES[name].given
+            wanted = stock(**given).loss
+            handle.counters.reset()
+            assert relative_error(model(**given).loss, wanted) < 1e-6
+            assert handle.counters.messages == 0
+            with handle.sharing_evaluation():
+                assert relative_error(model(**given).loss, wanted) < 1e-6
+                assert handle.counters.messages > 0
+                words = model.generate(given["input_ids"][:1, :9], max_new_tokens=3)
+            assert words.shape == (1, 12)
+
+
 def check_never_mixed(rank: int) -> None:
     """One rank gives a shard and the other whole rows: both learn of it, and nobody waits."""
     model = featured_model("llama")
@@ -221,11 +237,82 @@ def check_never_mixed(rank: int) -> None:
     batch = BATCHES["right"].given if rank else collated(handle, rows)
     with pytest.raises(SequenceParallelismError, match=r"rank 0: LABELS, rank 1: ROWS"):
         model(**batch)
+    model.train(rank == 0)  # the other would go backward without the first
+    with pytest.raises(ValueError, match="gradients in evaluation mode"):
+        model(**BATCHES["right"].given)
     model.eval()
     with torch.no_grad():  # in evaluation each rank runs the stock path, alone if need be
         if rank == 0:
             model(**BATCHES["right"].given)
 
 
-def test_shards_and_whole_rows_never_mix() -> None:
-    run_distributed(check_never_mixed, 2)
+def check_refused(rank: int) -> None:
+    """What one rank can't read, or what is a shard's, is refused on all ranks."""
+    model = featured_model("llama")
+    patch(model, LongContextConfig(ring_degree=2))
+    good = BATCHES["right"].given
+    hole = good["attention_mask"].clone()
+    hole[0, 3] = 0
+    for change, says in (
+        ({"attention_mask": hole}, "a hole between columns"),
+        ({"num_items_in_batch": float("inf")}, "num_items_in_batch=inf: it counts tokens"),
+        ({"num_items_in_batch": 0.5}, "num_items_in_batch=0.5: it counts tokens"),
+        ({"num_items_in_batch": 0}, "num_items_in_batch=0 with labels"),
+        ({"num_items_in_batch": torch.tensor(9.0).bfloat16()}, "rounds a count of tokens"),
+        ({"labels": None}, "whole rows without labels in training"),
+        ({"output_hidden_states": True}, "output_hidden_states=True with whole rows: outputs have"),
+        ({"return_dict": False}, "return_dict=False with whole rows"),
+        ({"input_ids": [[1, 2]]}, "input_ids: list"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            model(**good | (change if rank else {}))
+    other = {"num_items_in_batch": 37.2 + rank / 2}
+    with pytest.raises(ValueError, match="must hold shards of the same batch"):
+        model(**good, **other)
+    with pytest.raises(ValueError, match="must hold shards of the same batch"):
+        model(**good | {"input_ids": good["input_ids"] + rank})
+    model(good["input_ids"], attention_mask=good["attention_mask"], labels=good["labels"])
+
+
+CHECKS = (check_evaluation, check_never_mixed, check_refused)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_over_two_ranks(check: Any) -> None:
+    run_distributed(check, 2)
+
+
+def test_one_rank_reads_whole_rows_alike_or_takes_the_stock_path() -> None:
+    for name, batch in BATCHES.items():
+        model = featured_model("mistral")
+        patch(model, LongContextConfig())
+        out = model(**batch.given)
+        out.loss.backward()
+        assert out.logits is None
+        wanted = alone("mistral", batch, None)
+        if name != "no labels":
+            assert not complaints(Step(out.loss.detach(), gradients(model)), wanted, name)
+    given = BATCHES["left"].given
+    for stays in ({"labels": None}, {"output_hidden_states": True}):
+        stock, model = featured_model("llama"), featured_model("llama")
+        patch(model, LongContextConfig())
+        assert torch.equal(model(**given | stays).logits, stock(**given | stays).logits)
+
+
+def test_positions_that_attention_depends_on() -> None:
+    run_distributed(check_absolute_positions, 2)
+
+
+def check_absolute_positions(rank: int) -> None:
+    given = dict(BATCHES["left"].given)
+    stock, model = featured_model("ministral3"), featured_model("ministral3")
+    patch(model, LongContextConfig(ring_degree=2))
+    with pytest.raises(ValueError, match="llama_4_scaling_beta"):
+        model(**given)
+    given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    wanted = stock(**given).loss
+    wanted.backward()
+    loss = model(**given).loss
+    loss.backward()
+    found = over_ranks(loss, model)
+    assert not complaints(found, Step(wanted.detach(), gradients(stock)), "ministral3")
