@@ -101,16 +101,28 @@ class PatchHandle:
         return self.group.counters
 
     def plan_ahead(self, batches: Iterable[Batch], *, depth: int = 1) -> Iterator[Batch]:
-        """Yield the same batches, and make the plans of each during the step before it.
+        """Yield the same batches, shards or whole rows, and make the plans of each during the step
+        before it.
 
         Packed rows need new plans with every batch. Iterate over `handle.plan_ahead(loader)`, and
         the plans are ready with the batch, once a first step has shown which layers the model has.
         `depth`: how many batches to be ahead; where gradients accumulate, the batches of a step.
 
+        Raises:
+            ValueError: Accelerate accumulates over a prepared loader, which says that it has ended
+                once it has been read to its end.
+
         Example:
             >>> for batch in handle.plan_ahead(loader):  # doctest: +SKIP
             ...     model(**batch).loss.backward()
         """
+        state = getattr(batches, "gradient_state", None)
+        if state is not None and state.num_steps > 1:
+            raise ValueError(
+                f"plan_ahead over a prepared loader with gradient_accumulation_steps="
+                f"{state.num_steps}: it reads batches ahead, so accumulate() would see the end of "
+                "the loader too early and make an optimizer step. Iterate over the loader itself."
+            )
         try:
             yield from ahead(batches, self._make_plans, depth=depth)
         finally:
@@ -135,8 +147,11 @@ class PatchHandle:
             self._rows.shares_evaluation = before
 
     def _make_plans(self, batch: Mapping[str, Any]) -> None:
-        if batch.get(SHARD_KEY) is not None:
-            self._calls.make_plans(batch[SHARD_KEY])
+        shard = batch.get(SHARD_KEY)
+        if shard is None:
+            shard = self._rows.described(batch)
+        if shard is not None:
+            self._calls.make_plans(shard)
 
     def unpatch(self) -> None:
         """Restore attention implementation, loss, hooks, MLPs and checkpointing. Call it once.

@@ -46,6 +46,14 @@ class RowPasses:
         """Hook the model around all other hooks; return a function that undoes it."""
         return transformers_api.hook(self._model, self._before, self._after, around=True)
 
+    def described(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """What `longctx_shard` will say of a batch of whole rows that is to come; None where it
+        can't be read, which its forward pass says."""
+        try:
+            return self._cut(batch)[SHARD_KEY]
+        except Exception:
+            return None
+
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments
     ) -> tuple[Any, Arguments]:

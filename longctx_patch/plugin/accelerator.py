@@ -37,6 +37,9 @@ def make_accelerator(
     group; `longctx_patch.world_place(config)` says which group this process is in. Where there is
     no NVIDIA GPU the processes talk through gloo on the CPU.
 
+    `gradient_accumulation_steps` and `accelerator.accumulate(model)` are for whole rows, whose loss
+    is that of a replica. A batch of `SequenceShardCollator` is refused under them.
+
     A prepared scheduler steps once per `scheduler.step()`; Accelerate's default, once per process,
     would end a schedule too early.
 
@@ -59,7 +62,6 @@ def make_accelerator(
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
     _refuse_other_engines(accelerator_kwargs)
-    _refuse_accumulation(accelerator_kwargs)
     _step_schedulers_once(accelerator_kwargs)
     num_processes = _num_processes()
     require_whole_groups(
@@ -129,21 +131,6 @@ def _refuse_other_engines(kwargs: dict[str, Any]) -> None:
                 f"{engine} is on: it brings its own attention and process groups. Use "
                 "distributed_type: FSDP (fsdp_version: 2) or MULTI_GPU in the YAML."
             )
-
-
-def _refuse_accumulation(kwargs: dict[str, Any]) -> None:
-    """Refuse accumulation by Accelerate, which divides the loss by its steps; our loss is a share
-    of all tokens already."""
-    plugin = kwargs.get("gradient_accumulation_plugin")
-    launched = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"))
-    steps = plugin.num_steps if plugin else kwargs.get("gradient_accumulation_steps", launched)
-    if max(steps, launched) > 1:
-        raise ValueError(
-            f"gradient_accumulation_steps={max(steps, launched)}: accelerator.backward would "
-            "divide the loss by it, and the loss is already a share of all tokens of the step. "
-            "Leave it at 1, accumulate in the loop, and pass "
-            "num_valid_tokens=count_valid_tokens(batches) to each forward."
-        )
 
 
 def _step_schedulers_once(kwargs: dict[str, Any]) -> None:

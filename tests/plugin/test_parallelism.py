@@ -208,9 +208,6 @@ DISPATCHED = DataLoaderConfiguration(dispatch_batches=True)
             r"FSDP on the CPU.*distributed_type: MULTI_GPU",
         ),
         (ONE, {"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED is on"),
-        # accelerator.backward would divide a loss that is already per token of the whole step
-        (ONE, {"gradient_accumulation_steps": 4}, r"accumulation_steps=4: .*in the loop"),
-        (ONE, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "accumulation_steps=2"),
         (ONE, {"step_scheduler_with_optimizer": True}, "once per process.* Leave it out"),
         (ONE, {"split_batches": True}, r"split_batches=True: .*Use split_batches=False"),
         (ONE, {"dataloader_config": DISPATCHED}, r"batches=True: .*Use dispatch_batches=False"),

@@ -1,5 +1,6 @@
 """The loss of a patched model: the loss law for shards, the stock loss for everything else."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,7 @@ class ShardLoss:
         if replica is not None:  # the router's loss is added whole, as to one process's loss
             scale = replica_scale(replica.num_items, **counts)
         else:
+            self._check_accumulation()
             scale = scale_of(
                 current.shift_labels.to(logits.device),
                 **counts,
@@ -143,6 +145,20 @@ class ShardLoss:
         if any(row[2] for row in everyone):
             raise ValueError(GRADIENTS_IN_EVALUATION)
         return LossPass(shift_labels, num_labels, sum(row[0] for row in everyone))
+
+    def _check_accumulation(self) -> None:
+        """Refuse a shard where `accelerator.backward` would divide its loss: it is a share of all
+        tokens of the step already."""
+        accelerate = sys.modules.get("accelerate.state")  # nobody divides where it isn't loaded
+        state = {} if accelerate is None else accelerate.GradientState._shared_state
+        steps = state.get("plugin_kwargs", {}).get("num_steps", 1)
+        if self.is_training and steps > 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={steps} with a batch of SequenceShardCollator: "
+                "accelerator.backward would divide its loss, which is a share of all tokens of the "
+                "step. Leave it at 1 and pass num_valid_tokens=count_valid_tokens(batches) to each "
+                "forward, or give the model whole rows."
+            )
 
     @property
     def is_training(self) -> bool:

@@ -1,0 +1,72 @@
+"""A loop of one's own over whole rows, with Accelerate's own accumulation and data loader."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from longctx_patch import LongContextConfig, SequenceShardCollator, make_accelerator, patch
+from tests.hf.tiny import tiny_model, token_rows
+from tests.plugin.launched import run_launched
+from tests.reference import relative_error
+
+NUM_ROWS, LENGTH, STEPS, REPLICAS = 8, 21, 2, 2
+
+
+def rows() -> list[dict[str, torch.Tensor]]:
+    """Rows of which some have few labels."""
+    found = []
+    for number, row in enumerate(token_rows(LENGTH, NUM_ROWS)):
+        ids = torch.tensor(row["input_ids"])
+        labels = ids.clone()
+        labels[: 5 * number if number < 5 else 0] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def trained(accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(the loss of each row that this process saw, the weights after all rows)."""
+    accelerator = make_accelerator(
+        LongContextConfig(ring_degree=2), gradient_accumulation_steps=accumulation
+    )
+    model: Any = tiny_model()
+    handle = patch(model, LongContextConfig(ring_degree=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader: Any = DataLoader(rows(), batch_size=1)  # type: ignore[arg-type]
+    model, optimizer, batches = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    with pytest.raises(ValueError, match="would see the end of the loader too early"):
+        next(handle.plan_ahead(batches))
+    collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2 with a batch of Sequ"):
+        model(**collate([{"input_ids": [1, 2, 3, 4]}]))
+    return losses, {name: x.detach().clone() for name, x in handle.model.named_parameters()}
+
+
+def test_accelerates_accumulation_and_loader_over_whole_rows() -> None:
+    """Two replicas of two ranks take four rows a step, as a plain loop would over their mean."""
+    accumulation = NUM_ROWS // STEPS // REPLICAS
+    model, wanted = tiny_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(STEPS):
+        for row in rows()[step * NUM_ROWS // STEPS : (step + 1) * NUM_ROWS // STEPS]:
+            batch = {name: value[None] for name, value in row.items()}
+            loss = model(**batch).loss
+            (loss / (NUM_ROWS // STEPS)).backward()
+            wanted.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    by_rank = run_launched(trained, 2 * REPLICAS, accumulation)
+    for rank, (losses, weights) in enumerate(by_rank):
+        assert losses == pytest.approx(wanted[rank // 2 :: REPLICAS], rel=1e-5)
+        assert losses == by_rank[2 * (rank // 2)][0], "ranks that share rows have the same loss"
+        for name, weight in model.named_parameters():
+            assert relative_error(weights[name], weight) < 1e-6, name
