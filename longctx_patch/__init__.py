@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         virtual_group,
         world_place,
     )
+    from longctx_patch.hf.handle import PatchHandle
     from longctx_patch.hf.layers.fused_layers import (
         choose_fused_layers,
         fuse_layers,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     )
     from longctx_patch.hf.model.checks import UnsupportedModelError
     from longctx_patch.hf.model.rope import scale_rope
-    from longctx_patch.hf.patching import PatchHandle, patch
+    from longctx_patch.hf.patching import patch
     from longctx_patch.hf.preflight import WillNotFit, preflight
     from longctx_patch.loss.law import count_valid_tokens
     from longctx_patch.operator.attention import attention
@@ -54,7 +55,8 @@ _NAMES_IN = {
     "hf.layers.fused_layers": ("choose_fused_layers", "fuse_layers", "require_fused_layers"),
     "hf.model.checks": ("UnsupportedModelError",),
     "hf.model.rope": ("scale_rope",),
-    "hf.patching": ("PatchHandle", "patch"),
+    "hf.handle": ("PatchHandle",),
+    "hf.patching": ("patch",),
     "hf.preflight": ("WillNotFit", "preflight"),
     "loss.law": ("count_valid_tokens",),
     "operator.attention": ("attention",),

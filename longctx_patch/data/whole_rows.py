@@ -7,7 +7,7 @@ collators make all of these.
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ Lengths = tuple[int, ...]
 
 ROWS_KEY = "longctx_rows"
 """Key of a `RowsPass`, in the shard of a batch that was whole rows."""
+
+WANTED_KEY = "longctx_wanted"
+"""Key of a `Wanted`, in a batch of whole rows whose loss is not what is wanted."""
+
+Wanted = Literal["loss", "logits", "log_probs", "fused"]
+"""What a pass over whole rows returns: `log_probs` of labels by our own head, or the fields of
+TRL's fused head (`fused`)."""
 
 READ = frozenset(
     {
@@ -57,6 +64,9 @@ class RowsPass(NamedTuple):
     """Columns of the batch."""
     is_packed: bool
     """Whether all rows were joined into one."""
+    wanted: Wanted = "loss"
+    columns: tuple[int, ...] | None = None
+    """Columns of the batch whose logits are wanted; None: all of them."""
 
 
 def read_rows(given: Mapping[str, Any], *, sees_absolute_positions: bool = False) -> WholeRows:

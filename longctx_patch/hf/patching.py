@@ -6,162 +6,28 @@ gives it the loss law. Classes are never touched. A batch that carries `longctx_
 and in evaluation, such as by `generate`, they run on the stock path.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.data import SHARD_KEY
-from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
-from longctx_patch.hf.call.ahead import ahead
+from longctx_patch.engine.groups import make_sequence_group
 from longctx_patch.hf.call.decoder_call import DecoderCalls
-from longctx_patch.hf.call.fire_check import FireCheck, FirstStep
+from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.row import MaskFactory
 from longctx_patch.hf.call.sharded import sharded_attention, with_whole_router_logits
-from longctx_patch.hf.layers.checkpointing import Checkpointing, LayerCheckpoints
-from longctx_patch.hf.layers.mlp_tiles import bind_mlps, tiles_of_layers
+from longctx_patch.hf.handle import PatchHandle
+from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
+from longctx_patch.hf.layers.mlp_tiles import bind_mlps
 from longctx_patch.hf.loss.lm_head import bind_head, bind_passes
 from longctx_patch.hf.loss.shard_loss import ShardLoss
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config, check_modules
 from longctx_patch.hf.rows import RowPasses
 from longctx_patch.kernels import available
-from longctx_patch.transport import Counters
-
-Batch = TypeVar("Batch", bound=Mapping[str, Any])
-
-
-@dataclass
-class PatchHandle:
-    """A patched model; `unpatch` restores it."""
-
-    model: PreTrainedModel
-    _calls: DecoderCalls = field(repr=False)
-    _rows: RowPasses = field(repr=False)
-    _undo: list[Callable[[], None]] = field(repr=False, default_factory=list)
-
-    @property
-    def group(self) -> SequenceGroup:
-        """The ranks that share a sequence, as this one sees them."""
-        return self._calls.group
-
-    @property
-    def mask(self) -> MaskFactory | None:
-        """The function that was given to `patch`, with its results cached by length."""
-        return self._calls.mask
-
-    @property
-    def config(self) -> LongContextConfig:
-        return self.group.config
-
-    @property
-    def group_rank(self) -> int:
-        """This process's rank among those that share its sequence."""
-        return self.group.group_rank
-
-    @property
-    def first_step(self) -> FireCheck | None:
-        """What the first sharded training step has run and sent."""
-        return self._calls.first_step.check
-
-    @property
-    def _checkpoints(self) -> LayerCheckpoints:
-        return self._calls.checkpoints
-
-    @property
-    def checkpointing(self) -> Checkpointing:
-        """Which layers are recomputed, and the memory that `checkpoint="auto"` decided by."""
-        return self._checkpoints.report()
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """Names of the attention kernels that were chosen on GPUs so far (with `kernel="auto"` by
-        measurement, unless `deterministic`); none on the CPU."""
-        return self.group.kernels.names
-
-    @property
-    def mlp_tiles(self) -> tuple[int, ...]:
-        """Number of tiles in which the MLP of each layer, in order, last ran; 1 for experts."""
-        return tiles_of_layers(self.model)
-
-    def reserve_host(self, num_bytes: int) -> None:
-        """Keep `num_bytes` of host memory free of offloaded tensors, for what this process
-        allocates later, such as optimizer states under FSDP2's CPU offload. Pass 0 once it has done
-        so."""
-        self._checkpoints.reserve_host(num_bytes)
-
-    @property
-    def counters(self) -> Counters:
-        """Messages, bytes and kernel calls of this process since the patch or `reset()`."""
-        return self.group.counters
-
-    def plan_ahead(self, batches: Iterable[Batch], *, depth: int = 1) -> Iterator[Batch]:
-        """Yield the same batches, shards or whole rows, and make the plans of each during the step
-        before it.
-
-        Packed rows need new plans with every batch. Iterate over `handle.plan_ahead(loader)`, and
-        the plans are ready with the batch, once a first step has shown which layers the model has.
-        `depth`: how many batches to be ahead; where gradients accumulate, the batches of a step.
-
-        Raises:
-            ValueError: Accelerate accumulates over a prepared loader, which says that it has ended
-                once it has been read to its end.
-
-        Example:
-            >>> for batch in handle.plan_ahead(loader):  # doctest: +SKIP
-            ...     model(**batch).loss.backward()
-        """
-        state = getattr(batches, "gradient_state", None)
-        if state is not None and state.num_steps > 1:
-            raise ValueError(
-                f"plan_ahead over a prepared loader with gradient_accumulation_steps="
-                f"{state.num_steps}: it reads batches ahead, so accumulate() would see the end of "
-                "the loader too early and make an optimizer step. Iterate over the loader itself."
-            )
-        try:
-            yield from ahead(batches, self._make_plans, depth=depth)
-        finally:
-            self._calls.prepared.clear()
-
-    @contextmanager
-    def sharing_evaluation(self) -> Iterator[None]:
-        """Within the context the ranks of a group share whole rows in evaluation mode as well.
-
-        Collective: all of them evaluate the same batches, with labels and under
-        `torch.no_grad()`, and each gets the loss of the whole rows. Outside of it each rank runs
-        whole rows by itself, on the stock path, as `generate` does here too.
-
-        Example:
-            >>> with torch.no_grad(), handle.sharing_evaluation():  # doctest: +SKIP
-            ...     losses = [model(**batch).loss for batch in held_out]
-        """
-        before, self._rows.shares_evaluation = self._rows.shares_evaluation, True
-        try:
-            yield
-        finally:
-            self._rows.shares_evaluation = before
-
-    def _make_plans(self, batch: Mapping[str, Any]) -> None:
-        shard = batch.get(SHARD_KEY)
-        if shard is None:
-            shard = self._rows.described(batch)
-        if shard is not None:
-            self._calls.make_plans(shard)
-
-    def unpatch(self) -> None:
-        """Restore attention implementation, loss, hooks, MLPs and checkpointing. Call it once.
-
-        Every process calls it, since it closes the process groups of the patch.
-        """
-        if not self._undo:
-            raise ValueError("this model is unpatched already; patch(model, config) gives a handle")
-        while self._undo:
-            self._undo.pop()()
 
 
 def patch(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.layers.rehearsal import (
     NUM_LAYERS,
     Rehearsal,
@@ -29,7 +30,6 @@ from longctx_patch.hf.layers.rehearsal import (
     WillNotFit,
     num_bytes_on,
 )
-from longctx_patch.hf.patching import PatchHandle
 from longctx_patch.memory.meter import Meter
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.transport.meeting import Meeting, meet

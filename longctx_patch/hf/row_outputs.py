@@ -8,28 +8,65 @@ from torch.nn.functional import pad
 
 from longctx_patch.data.whole_rows import RowsPass
 from longctx_patch.engine.groups import SequenceGroup
-from longctx_patch.hf.call.gather import all_tokens
+from longctx_patch.hf.call.gather import all_chosen, all_tokens
 from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.loss.law import group_value
+from longctx_patch.sequence.layout import Layout
 
 _OUTPUTS = ("loss", "logits", "router_logits", "aux_loss")
 """Those of whole rows; router logits are gathered with the decoder's outputs."""
+_OF_TOKENS = (
+    *("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"),
+)
+"""`[B, L]` of a shard, `[B, L - 1]` of whole rows: our log-probabilities, and what TRL's fused head
+makes for each label."""
 OTHER_OUTPUTS = (
     "outputs have names, and are the loss and what is asked for of the logits; others would be a "
     "shard's. Leave out what asks for them, or train on batches of SequenceShardCollator."
 )
 
 
-def whole_outputs(outputs: Any, rows: RowsPass, shard: Tensor, group: SequenceGroup) -> Any:
-    """The outputs of a shard's pass, as those of whole rows."""
-    others = [name for name, value in outputs.items() if name not in _OUTPUTS and value is not None]
-    if others:
+def whole_outputs(
+    outputs: Any, rows: RowsPass, shard: Tensor, group: SequenceGroup, config: Any
+) -> Any:
+    """The outputs of a shard's pass, as those of whole rows. Collective over the group.
+
+    `config` is the model's.
+    """
+    of_tokens = _OF_TOKENS if rows.wanted in ("log_probs", "fused") else ()
+    given = {name: value for name, value in outputs.items() if value is not None}
+    if others := [name for name in given if name not in (*_OUTPUTS, *of_tokens)]:
         raise ValueError(f"{', '.join(others)} of whole rows: {OTHER_OUTPUTS}")
-    outputs["loss"] = group_value(outputs["loss"], group.everyone)
-    if outputs.get("logits") is not None:
-        layout = group.layout(ShardedRow.read(shard).documents)
-        outputs["logits"] = in_rows(all_tokens(outputs["logits"], group, layout), rows)
+    layout = group.layout(ShardedRow.read(shard).documents)
+    for name in given:
+        if name in of_tokens:
+            outputs[name] = in_rows(_all_values(given[name], group, layout), rows)[:, :-1]
+    if rows.wanted == "fused":
+        outputs["loss"] = _fused_loss(outputs, rows, config)
+    elif rows.wanted == "loss":
+        outputs["loss"] = group_value(given["loss"], group.everyone)
+    logits = given.get("logits")
+    if logits is not None and rows.columns is not None:
+        outputs["logits"] = all_chosen(logits[0], group, rows, layout)
+    elif logits is not None:
+        outputs["logits"] = in_rows(all_tokens(logits, group, layout), rows)
     return outputs
+
+
+def _all_values(mine: Tensor, group: SequenceGroup, layout: Layout) -> Tensor:
+    """`[B, all tokens]`; booleans travel as numbers."""
+    if mine.dtype == torch.bool:
+        return all_tokens(mine.to(torch.uint8), group, layout).bool()
+    return all_tokens(mine, group, layout)
+
+
+def _fused_loss(outputs: Any, rows: RowsPass, config: Any) -> Tensor:
+    """The loss of TRL's fused head (`FusedCausalLMOutput`, trl/trainer/utils.py), of whole rows."""
+    count = outputs["label_mask"].sum().clamp(min=1) if rows.num_items is None else rows.num_items
+    loss: Tensor = -outputs["log_probs"].sum() / count
+    if outputs.get("aux_loss") is not None:
+        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * outputs["aux_loss"]
+    return loss
 
 
 def in_rows(tokens: Tensor, rows: RowsPass) -> Tensor:

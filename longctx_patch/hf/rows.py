@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
-from longctx_patch.data.whole_rows import READ, RowsPass, read_rows
+from longctx_patch.data.whole_rows import READ, WANTED_KEY, RowsPass, read_rows
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.facts import sees_absolute_positions
 from longctx_patch.hf.row_outputs import OTHER_OUTPUTS, whole_outputs
-from longctx_patch.transport.meeting import Meeting, meet
+from longctx_patch.hf.row_requests import ASKING, Request, request_of
+from longctx_patch.transport.meeting import Meeting, digest, meet, table
 
 Arguments = dict[str, Any]
 
@@ -50,7 +51,7 @@ class RowPasses:
         """What `longctx_shard` will say of a batch of whole rows that is to come; None where it
         can't be read, which its forward pass says."""
         try:
-            return self._cut(batch)[SHARD_KEY]
+            return self._cut(batch, Request("loss"))[SHARD_KEY]
         except Exception:
             return None
 
@@ -60,8 +61,6 @@ class RowPasses:
         given = kwargs
         if args:  # looked up in each pass, since TRL replaces the forward of a model
             given = inspect.signature(self._model.forward).bind_partial(*args).arguments | kwargs
-        if given.get(SHARD_KEY) is not None or given.get("past_key_values") is not None:
-            return args, kwargs
         if not self._are_shared(given):
             return args, kwargs
         shard = self._shard_of(given)
@@ -71,10 +70,14 @@ class RowPasses:
         rows = kwargs.get(ROWS_KEY)
         if rows is None:
             return outputs
-        return whole_outputs(outputs, rows, kwargs[SHARD_KEY], self._group)
+        return whole_outputs(outputs, rows, kwargs[SHARD_KEY], self._group, self._model.config)
 
     def _are_shared(self, given: Arguments) -> bool:
-        """Whether the ranks of the group compute this batch together."""
+        """Whether these are whole rows, which the ranks of the group compute together."""
+        if given.get(WANTED_KEY) is not None:
+            return True
+        if given.get(SHARD_KEY) is not None or given.get("past_key_values") is not None:
+            return False
         if self._model.training:
             return True
         if given.get("labels") is None:
@@ -88,28 +91,37 @@ class RowPasses:
         all ranks refuse what one of them refuses."""
         shard: Arguments = {}
         problem: ValueError | None = None
+        request: Request | None = None
         try:
-            shard = self._cut(given)
+            self._check(given)
+            request = request_of(given, self._group.config.loss)
+            shard = self._cut(given, request)
         except ValueError as error:
             problem = error
         except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
             problem = ValueError(f"whole rows can't be read: {error!r}")
-        if self._group.num_ranks == 1 and problem is not None:
+        if self._group.num_ranks == 1 and problem is not None and WANTED_KEY not in given:
             return None
-        meet(self._group.everyone, Meeting.ROWS, problem=problem)
-        others = {name: value for name, value in given.items() if name not in READ}
+        asked = meet(self._group.everyone, Meeting.ROWS, (digest(repr(request)),), problem)
+        if len(set(asked)) > 1:
+            raise ValueError(
+                "the ranks of the group want different outputs of whole rows:\n"
+                f"{table(self._group.everyone, str(request))}\nCall the model alike on all of them."
+            )
+        others = {name: value for name, value in given.items() if name not in READ | ASKING}
         return others | {"num_items_in_batch": None, "use_cache": False} | shard
 
-    def _cut(self, given: Mapping[str, Any]) -> Arguments:
-        self._check(given)
+    def _cut(self, given: Mapping[str, Any], request: Request) -> Arguments:
         whole = read_rows(
             given, sees_absolute_positions=sees_absolute_positions(self._model.config)
         )
         num_items = _number_of(given.get("num_items_in_batch"))
         if num_items == 0 and any(bool((row.next_labels() >= 0).any()) for row in whole.rows):
             raise ValueError("num_items_in_batch=0 with labels: it counts the step's labels.")
-        rows = RowsPass(num_items, whole.spans, whole.length, whole.is_packed)
+        rows = RowsPass(num_items, whole.spans, whole.length, whole.is_packed, *request)
         shard: Arguments = dict(self._collate.shard(whole.rows))
+        if request.wanted == "logits":
+            del shard["labels"], shard["shift_labels"]
         described = shard.pop(SHARD_KEY)
         device = given["input_ids"].device
         on_device = {name: value.to(device) for name, value in shard.items()}
@@ -127,16 +139,12 @@ class RowPasses:
             asked = getattr(self._model.config, name, usual) if asked is None else asked
             if asked is not usual:
                 raise ValueError(f"{name}={asked} with whole rows: {OTHER_OUTPUTS}")
-        if given.get("labels") is None:
-            raise ValueError(
-                "whole rows without labels in training: the patched model returns their loss. Give "
-                "labels, or call model.eval() first to generate; a batch of SequenceShardCollator "
-                "without labels gives the logits of a shard."
-            )
 
 
 _USUAL = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _REFUSED = {
+    SHARD_KEY: "this batch is a shard already. Give whole rows.",
+    "past_key_values": "a cache holds one rank's keys only. Leave it out.",
     "inputs_embeds": "padding and documents are read with input_ids. Give input_ids alone.",
     "shift_labels": "labels of whole rows are unshifted, so this looks like a shard whose "
     "longctx_shard is missing. Pass the batch of SequenceShardCollator unchanged, or whole rows "

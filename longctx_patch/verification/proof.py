@@ -17,9 +17,10 @@ from torch import Tensor
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.hf.call.row import ShardedRow
+from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.model.checks import FAMILIES, check_model_config
 from longctx_patch.hf.model.supported import ROUTER
-from longctx_patch.hf.patching import PatchHandle, patch
+from longctx_patch.hf.patching import patch
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.rules.names import require_choice
 from longctx_patch.sequence.documents import Documents

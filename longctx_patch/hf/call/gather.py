@@ -1,7 +1,11 @@
 """What all ranks of a group hold of their tokens, put together in the order of the rows."""
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
+from longctx_patch.data.whole_rows import RowsPass
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.loss.law import own_part
 from longctx_patch.sequence.layout import Layout
@@ -18,3 +22,50 @@ def all_tokens(mine: Tensor, group: SequenceGroup, layout: Layout) -> Tensor:
     shards = group.everyone.all_gather(mine.detach().flatten(0, 1), sizes)
     shards[group.group_rank] = own_part(mine, group.num_ranks).flatten(0, 1)
     return layout.unshard([shard.unflatten(0, (num_rows, -1)) for shard in shards], 1)
+
+
+class ChosenTokens(NamedTuple):
+    """Those tokens that one rank holds, of all that are chosen."""
+
+    mine: Tensor
+    """Indices into the rank's `B * L` tokens, int64."""
+    places: Tensor
+    """The place of each among what was chosen: `row * columns + column`."""
+
+
+def chosen_tokens(rows: RowsPass, layout: Layout) -> list[ChosenTokens]:
+    """For each rank, what it holds of the batch's `rows.columns`, padding left out."""
+    assert rows.columns is not None
+    owner, local = torch.empty(2, layout.num_tokens, dtype=torch.int64)
+    for rank, size in enumerate(layout.sizes):
+        held = layout.positions(rank)
+        owner[held], local[held] = rank, torch.arange(size)
+    found: list[list[tuple[int, int]]] = [[] for _ in layout.sizes]
+    before = 0
+    for number, (start, stop) in enumerate(rows.spans):
+        row, first = (0, before) if rows.is_packed else (number, 0)
+        before += stop - start
+        for place, column in enumerate(rows.columns, number * len(rows.columns)):
+            if start <= column < stop:
+                token = first + column - start
+                rank = int(owner[token])
+                found[rank].append((row * layout.sizes[rank] + int(local[token]), place))
+    return [
+        ChosenTokens(*torch.tensor(pairs, dtype=torch.int64).view(-1, 2).unbind(1))
+        for pairs in found
+    ]
+
+
+def all_chosen(mine: Tensor, group: SequenceGroup, rows: RowsPass, layout: Layout) -> Tensor:
+    """`[tokens of this rank, ...]` in, `[rows, columns, ...]` out, 0 on padding. Collective.
+
+    Backward is that of `all_tokens`.
+    """
+    assert rows.columns is not None
+    chosen = chosen_tokens(rows, layout)
+    parts = group.everyone.all_gather(mine.detach(), [len(rank.mine) for rank in chosen])
+    parts[group.group_rank] = own_part(mine, group.num_ranks)
+    places = torch.cat([rank.places for rank in chosen]).to(mine.device)
+    shape = (len(rows.spans), len(rows.columns))
+    whole = mine.new_zeros(shape[0] * shape[1], *mine.shape[1:])
+    return whole.index_copy(0, places, torch.cat(parts)).unflatten(0, shape)

@@ -22,8 +22,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longctx_patch.data import SHARD_KEY
+from longctx_patch.data import ROWS_KEY, SHARD_KEY
+from longctx_patch.data.whole_rows import RowsPass
+from longctx_patch.hf.call.gather import chosen_tokens
+from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.loss.shard_loss import LossPass, ShardLoss
+from longctx_patch.hf.loss.token_head import (
+    StandIn,
+    TokenLogProbs,
+    begin_chosen,
+    shard_log_probs,
+)
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.supported import FAMILIES, LogitsRule
 from longctx_patch.loss.law import IGNORE_INDEX
@@ -35,22 +44,43 @@ def bind_passes(
 ) -> Callable[[], None]:
     """Open `loss` around every sharded pass with labels; return a function that undoes it.
 
-    `keeps_logits`: whether such a pass returns its logits.
+    In a pass of whole rows that wants something else than a loss, the head computes that.
+    `keeps_logits`: whether a pass with labels returns its logits.
     """
     signature = inspect.signature(model.forward)
+    stand_in = StandIn(model)
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        loss.close()  # an interrupted pass may have left it open
-        if kwargs.get(SHARD_KEY) is not None:
-            _open(loss, signature.bind_partial(*args, **kwargs).arguments | kwargs, keeps_logits)
-
-    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+    def close() -> LossPass | None:
         current = loss.current
         loss.close()
+        stand_in.end()
+        return current
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        close()  # an interrupted pass may have left it open
+        if kwargs.get(SHARD_KEY) is None:
+            return
+        rows: RowsPass | None = kwargs.get(ROWS_KEY)
+        given = signature.bind_partial(*args, **kwargs).arguments | kwargs
+        wants_log_probs = rows is not None and rows.wanted == "log_probs"
+        _open(loss, given, looks_up=wants_log_probs or not keeps_logits)
+        if loss.current is not None and wants_log_probs:
+            loss.current.wants_log_probs = True
+            _begin_log_probs(stand_in, loss.current, model, loss.num_words)
+        if rows is not None and rows.columns is not None:
+            layout = loss.group.layout(ShardedRow.read(kwargs[SHARD_KEY]).documents)
+            begin_chosen(stand_in, chosen_tokens(rows, layout)[loss.group.group_rank])
+
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
+        current, rows = close(), kwargs.get(ROWS_KEY)
         if current is None or outputs is None:  # None: the forward has failed
+            return outputs
+        if rows is not None and rows.wanted == "fused":  # TRL's own forward, over the shard
             return outputs
         if current.logits is None:
             raise RuntimeError(_LOSS_WAS_REPLACED)
+        if current.wants_log_probs:
+            return TokenLogProbs(log_probs=current.log_probs)
         return outputs if keeps_logits else _without(current.logits, outputs)
 
     return transformers_api.hook(model, before, after, also_after_errors=True)
@@ -58,21 +88,49 @@ def bind_passes(
 
 _LOSS_WAS_REPLACED = (
     "the model made a loss of a shard by itself, which is not that of the whole row: its forward "
-    "or its loss_function was replaced, as TRL's trainers and Liger Kernel's fused loss do. "
-    "Leave them as they were (TRL: train in a loop of your own, or by the recipe; Liger: "
-    "fused_linear_cross_entropy=False); the loss of a patched model is in chunks already."
+    "or its loss_function was replaced, as Liger Kernel's fused loss and TRL's fused head do. "
+    "Leave them as they were (Liger: fused_linear_cross_entropy=False), or give TRL's fused head "
+    "whole rows, which the model cuts itself; the loss of a patched model is in chunks already."
 )
 
 
-def _open(loss: ShardLoss, given: Mapping[str, Any], keeps_logits: bool) -> None:
-    """Open the loss of a sharded pass with these arguments, if it has labels."""
+def _begin_log_probs(
+    stand_in: StandIn, current: LossPass, model: PreTrainedModel, num_words: int
+) -> None:
+    """Let the head compute log-probabilities, unless a hook wants to see all logits."""
+    if _has_hooks_on_logits(model.get_output_embeddings()):
+        return
+    rule = FAMILIES[model.config.model_type].logits
+    softcap, scale = _softcap_and_scale(rule, model)
+    current.sum_is_handed_on = rule is None
+
+    def forward(own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        current.log_probs = shard_log_probs(
+            own,
+            hidden,
+            current.shift_labels,
+            current.rows,
+            num_words=num_words,
+            softcap=softcap,
+            scale=scale,
+        )
+        return current.log_probs
+
+    stand_in.begin(forward)
+
+
+def _open(loss: ShardLoss, given: Mapping[str, Any], *, looks_up: bool) -> None:
+    """Open the loss of a sharded pass with these arguments, if it has labels.
+
+    `looks_up`: also look up which tokens have labels.
+    """
     labels, shift_labels = given.get("labels"), given.get("shift_labels")
     # In training, shift_labels without labels are a mistake, which is refused on all ranks.
     if labels is None and (shift_labels is None or not loss.is_training):
         return
     tokens, kept = _token_shape(given), given.get("logits_to_keep", 0)
     loss.current = current = loss.accepted(labels, shift_labels, tokens, kept)
-    if not keeps_logits and current.num_labels < current.shift_labels.numel():
+    if looks_up and current.num_labels < current.shift_labels.numel():
         # Looked up here, where the host has waited for the device anyway, not within the pass.
         current.rows = (current.shift_labels != IGNORE_INDEX).flatten().nonzero()[:, 0]
 
@@ -94,7 +152,9 @@ def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
     def forward(self: nn.Linear, hidden: Tensor) -> Tensor:
         current = loss.current
         is_bound = self is head and model.get_output_embeddings() is head
-        if current is None or not is_bound or _has_hooks_on_logits(head):
+        if current is None or current.wants_log_probs:
+            return type(self).forward(self, hidden)
+        if not is_bound or _has_hooks_on_logits(head):
             return type(self).forward(self, hidden)
         current.token_sum = _token_sum(self, hidden, current, *_softcap_and_scale(rule, model))
         current.sum_is_handed_on = rule is None

@@ -13,6 +13,7 @@ from longctx_patch.data.whole_rows import RowsPass
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
+from longctx_patch.hf.loss.token_head import shard_log_probs
 from longctx_patch.loss.law import IGNORE_INDEX, replica_scale, scale_of, sum_of_token_losses
 from longctx_patch.transport.meeting import Meeting, meet
 
@@ -34,6 +35,10 @@ class LossPass:
     """The sum of this rank's token losses, once the head has computed it."""
     sum_is_handed_on: bool = False
     """Whether the model's forward passes what the head returns to the loss unchanged."""
+    wants_log_probs: bool = False
+    """Whether the log-probability of each label is wanted, not the loss."""
+    log_probs: Tensor | None = None
+    """`[B, L]`, once they are computed: by the head, or of logits."""
     logits: Any = None
     """What the model's forward uses as logits, and returns."""
 
@@ -92,6 +97,8 @@ class ShardLoss:
         # No pass is open where the model's forward was called without its hooks.
         current = self.current or self.accepted(labels, shift_labels)
         current.logits = logits
+        if current.wants_log_probs:
+            return _sum_of_log_probs(current, logits)
         counts = {"group_labels": current.group_labels, "group_ranks": self._group.num_ranks}
         if replica is not None:  # the router's loss is added whole, as to one process's loss
             scale = replica_scale(replica.num_items, **counts)
@@ -107,7 +114,8 @@ class ShardLoss:
                 self._count_router_loss(scale.router_share(**counts))
         if current.token_sum is None:
             return scale.loss(sum_of_token_losses(logits, current.shift_labels))
-        _check_logits_unchanged(current, logits)
+        if current.sum_is_handed_on:
+            _check_logits_unchanged(current.token_sum, logits)
         return scale.loss(current.token_sum)
 
     def accepted(
@@ -125,7 +133,7 @@ class ShardLoss:
         problem = _shape_problem(labels, shift_labels, tokens)
         num_labels = 0
         if problem is None:
-            num_labels, problem = _read_labels(labels, shift_labels, self._num_words)
+            num_labels, problem = _read_labels(labels, shift_labels, self.num_words)
         if not isinstance(logits_to_keep, int) or logits_to_keep:
             problem = problem or (
                 f"logits_to_keep={short(logits_to_keep)} with labels of a sharded batch: the loss "
@@ -165,7 +173,11 @@ class ShardLoss:
         return self._model.training
 
     @property
-    def _num_words(self) -> int:
+    def group(self) -> SequenceGroup:
+        return self._group
+
+    @property
+    def num_words(self) -> int:
         """Size of the head's vocabulary."""
         head = self._model.get_output_embeddings()
         return getattr(head, "out_features", self._model.config.vocab_size)
@@ -178,18 +190,32 @@ class ShardLoss:
         self._model.router_aux_loss_coef = self._coefficient * share
 
 
+def _sum_of_log_probs(current: LossPass, logits: Tensor) -> Tensor:
+    """Something for the model's forward to return as a loss, once each label has its own."""
+    if current.log_probs is None:
+        current.log_probs = shard_log_probs(
+            lambda tile: tile,
+            logits,
+            current.shift_labels,
+            current.rows,
+            num_words=logits.shape[-1],
+        )
+    elif current.sum_is_handed_on:
+        _check_logits_unchanged(current.log_probs, logits)
+    return current.log_probs.sum()
+
+
 def would_have_gradients(model: PreTrainedModel) -> bool:
     """Whether a loss of the model could go backward."""
     return torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
 
 
-def _check_logits_unchanged(current: LossPass, logits: Tensor) -> None:
+def _check_logits_unchanged(made: Tensor, logits: Tensor) -> None:
     """Refuse logits that the model changes in a way that the table doesn't know.
 
     FSDP's `output_dtype` may have cast what the head returned, which changes no loss.
     """
-    is_cast = current.token_sum is not None and logits.dtype != current.token_sum.dtype
-    if current.sum_is_handed_on and logits is not current.token_sum and not is_cast:
+    if logits is not made and logits.dtype == made.dtype:
         raise RuntimeError(
             "something changes the logits between the model's head and its loss, which the loss "
             "inside the head can't take into account. Use LongContextConfig(loss='logits')."

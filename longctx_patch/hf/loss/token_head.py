@@ -1,0 +1,91 @@
+"""A head that returns something else than logits of all tokens, in one pass.
+
+Under FSDP2 the head's whole weight exists only while the head itself runs, so its instance gets
+another forward for the time of the pass. Unlike the loss inside the head (`lm_head.py`) this goes
+for every kind of head, adapters around it included: the stand-in calls the head's own forward.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from longctx_patch.hf.call.gather import ChosenTokens
+from longctx_patch.loss.token_log_probs import token_log_probs
+
+
+@dataclass
+class TokenLogProbs(ModelOutput):
+    """What a model returns whose tokens' log-probabilities are wanted."""
+
+    log_probs: Tensor | None = None
+    """`[B, L]` of a shard's labels; `[B, L - 1]` of whole rows."""
+
+
+class StandIn:
+    """Another forward for a model's head, until `end`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._end: Callable[[], None] | None = None
+
+    def begin(self, forward: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        """Run the head as `forward(own, hidden)`, where `own` is its own forward."""
+        head = self._model.get_output_embeddings()
+        own, before = head.forward, vars(head).get("forward")
+        vars(head)["forward"] = MethodType(lambda _, hidden: forward(own, hidden), head)
+
+        def end() -> None:
+            if before is None:
+                del vars(head)["forward"]
+            else:
+                vars(head)["forward"] = before
+
+        self._end = end
+
+    def end(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+def begin_chosen(stand_in: StandIn, chosen: ChosenTokens) -> None:
+    """Let the head make the logits of a rank's chosen tokens alone, `[1, tokens, V]`."""
+
+    def forward(own: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        mine = chosen.mine.to(hidden.device)
+        return own(hidden.flatten(0, 1).index_select(0, mine)[None])
+
+    stand_in.begin(forward)
+
+
+def shard_log_probs(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    shift_labels: Tensor,
+    rows: Tensor | None,
+    *,
+    num_words: int,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """`[B, L]` log-probabilities of a shard's labels, 0 where there is none.
+
+    Args:
+        head: makes logits `[1, tokens, V]`.
+        hidden: `[B, L, D]`, what `head` makes them of.
+        shift_labels: `[B, L]`
+        rows: indices of those of the `B * L` tokens that have a label; None: all.
+    """
+    labels = shift_labels.to(hidden.device).flatten()
+    given = hidden.flatten(0, 1)
+    options: dict[str, Any] = {"num_words": num_words, "softcap": softcap, "scale": scale}
+    if rows is None:
+        return token_log_probs(head, given, labels, **options).view(hidden.shape[:2])
+    rows = rows.to(hidden.device)
+    found = token_log_probs(head, given.index_select(0, rows), labels[rows], **options)
+    return found.new_zeros(len(labels)).index_copy(0, rows, found).view(hidden.shape[:2])

@@ -1,0 +1,69 @@
+"""Log-probabilities of tokens, a tile at a time, so that full logits never exist.
+
+The logits of one tile are made, used and dropped, and made again in backward: that is
+`torch.utils.checkpoint` over a tile (Chen et al., arXiv 1604.06174). Any module can be the head,
+adapters and quantised weights included. `linear_cross_entropy` takes a quarter less work, but it
+only knows the sum over tokens.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from longctx_patch.loss.law import IGNORE_INDEX
+
+TILE_BYTES = 2**29
+"""Bytes of a tile's float32 logits: at 128,256 words those of 1,046 tokens. Forward and backward
+hold about four times as much, the logits in 16 bits and their gradients included."""
+
+
+def token_log_probs(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    *,
+    num_words: int,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    tile_bytes: int | None = None,
+) -> Tensor:
+    """`log_softmax(softcap(scale * head(hidden)))` of each token's label; 0 for `IGNORE_INDEX`.
+
+    Args:
+        head: `[1, tokens, D]` to logits `[1, tokens, V]`; it is called once for each tile, and
+            again in backward.
+        hidden: `[N, D]`, any float dtype.
+        labels: `[N]` int64. Tokens of `IGNORE_INDEX` cost as much as others.
+        num_words: V.
+        softcap: c of c * tanh(logits / c), after the scale.
+        scale: factor of the logits.
+        tile_bytes: most bytes of a tile's float32 logits (default: `TILE_BYTES`); a tile has one
+            token at least.
+
+    Returns:
+        `[N]` float32 (float64 for float64 logits). Without tokens it is empty, but still part of
+        the graph, since backward of other ranks may wait for this one's.
+    """
+    largest = max(1, (tile_bytes or TILE_BYTES) // (4 * num_words))
+    num_tiles = max(1, -(-len(hidden) // largest))
+
+    def of_tile(hidden_TD: Tensor, labels_T: Tensor) -> Tensor:
+        logits_TV = head(hidden_TD[None])[0]
+        return _label_log_probs(logits_TV, labels_T, softcap, scale)
+
+    tiles = zip(hidden.tensor_split(num_tiles), labels.tensor_split(num_tiles), strict=True)
+    return torch.cat([checkpoint(of_tile, *tile, use_reentrant=False) for tile in tiles])
+
+
+def _label_log_probs(
+    logits_TV: Tensor, labels_T: Tensor, softcap: float | None, scale: float
+) -> Tensor:
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    if scale != 1:
+        logits_TV = logits_TV * scale
+    if softcap is not None:
+        logits_TV = softcap * torch.tanh(logits_TV / softcap)
+    return -F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")

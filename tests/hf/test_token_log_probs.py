@@ -1,0 +1,302 @@
+"""Log-probabilities of tokens of whole rows: a DPO step by hand has the losses and gradients of one
+process that runs each document through the stock model."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, pad
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longctx_patch import LongContextConfig, PatchHandle, SequenceParallelismError, patch
+from longctx_patch.loss import token_log_probs as tiles
+from tests.harness import run_distributed
+from tests.hf.steps import Step, collated, complaints, over_ranks
+from tests.hf.tiny import VOCABULARY, featured_model, gradients
+from tests.reference import relative_error
+
+LENGTHS = (23, 9, 16, 30)
+"""Of chosen, rejected, chosen and rejected documents."""
+
+
+class Batch(NamedTuple):
+    given: dict[str, Tensor]
+    places: list[tuple[int, int]]
+    """(row, first column) of each document."""
+
+
+def document(number: int) -> tuple[Tensor, Tensor]:
+    """Ids and labels; the prompt has no labels."""
+    ids = (torch.arange(LENGTHS[number]) * (7 + number) + number * number) % VOCABULARY
+    labels = ids.clone()
+    labels[: 3 + number] = -100
+    labels[-2] = -100
+    return ids, labels
+
+
+DOCUMENTS = [document(number) for number in range(len(LENGTHS))]
+
+
+def padded(side: str) -> Batch:
+    longest = max(LENGTHS)
+    starts = [longest - length if side == "left" else 0 for length in LENGTHS]
+
+    def rows(parts: list[Tensor], value: int) -> Tensor:
+        filled = [
+            pad(x, (start, longest - len(x) - start), value=value)
+            for x, start in zip(parts, starts, strict=True)
+        ]
+        return torch.stack(filled)
+
+    ids, labels = ([doc[kind] for doc in DOCUMENTS] for kind in (0, 1))
+    given = {
+        "input_ids": rows(ids, 3),
+        "labels": rows(labels, -100),
+        "attention_mask": rows([torch.ones_like(x) for x in ids], 0),
+    }
+    return Batch(given, list(enumerate(starts)))
+
+
+def packed() -> Batch:
+    """Two rows of two documents, the shorter one filled with tokens of their own."""
+    longest = sum(LENGTHS[2:])
+
+    def rows(parts: list[Tensor], value: int) -> Tensor:
+        joined = (torch.cat(parts[:2]), torch.cat(parts[2:]))
+        return torch.stack([pad(x, (0, longest - len(x)), value=value) for x in joined])
+
+    ids, labels = ([doc[kind] for doc in DOCUMENTS] for kind in (0, 1))
+    given = {
+        "input_ids": rows(ids, 3),
+        "labels": rows(labels, -100),
+        "position_ids": rows([torch.arange(n) for n in LENGTHS], 0),
+    }
+    return Batch(given, [(0, 0), (0, LENGTHS[0]), (1, 0), (1, LENGTHS[2])])
+
+
+BATCHES = {"right": padded("right"), "left": padded("left"), "packed": packed()}
+
+
+def of_documents(values: Tensor, batch: Batch) -> list[Tensor]:
+    """Those of each document, of `[B, L - 1]` values."""
+    return [
+        values[row, first : first + length - 1]
+        for (row, first), length in zip(batch.places, LENGTHS, strict=True)
+    ]
+
+
+def stock_log_probs(model: Any) -> list[Tensor]:
+    """Of each document, by full logits of the stock model."""
+    found = []
+    for ids, labels in DOCUMENTS:
+        logs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        wanted = labels[1:]
+        chosen = logs.gather(1, wanted.clamp(min=0)[:, None])[:, 0]
+        found.append(chosen * (wanted != -100))
+    return found
+
+
+def dpo_loss(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
+    gains = torch.stack([a.sum() - b.sum() for a, b in zip(policy, reference, strict=True)])
+    chosen, rejected = gains.view(-1, 2).unbind(1)
+    return -logsigmoid(0.3 * (chosen - rejected)).mean()
+
+
+def moved(model: Any) -> Any:
+    """A policy that is no longer its reference."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def two_models(family: str) -> tuple[Any, Any]:
+    """Policy and reference."""
+    return moved(featured_model(family)), featured_model(family).eval()
+
+
+def one_adapted(**options: Any) -> tuple[Any, None]:
+    adapter = LoraConfig(r=4, init_lora_weights=False, **{"target_modules": ["q_proj"]} | options)
+    torch.manual_seed(2)
+    return get_peft_model(featured_model("llama"), adapter).train(), None
+
+
+MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "llama": lambda: two_models("llama"),
+    "gemma2": lambda: two_models("gemma2"),
+    "cohere": lambda: two_models("cohere"),
+    "mixtral": lambda: two_models("mixtral"),
+    "adapters": lambda: one_adapted(target_modules=["q_proj", "down_proj"]),
+    "adapters on the head": lambda: one_adapted(target_modules=["v_proj", "lm_head"]),
+    "head saved": lambda: one_adapted(modules_to_save=["lm_head"]),
+}
+
+
+def alone(name: str) -> tuple[list[Tensor], Step]:
+    """Log-probabilities and step of one process."""
+    policy, reference = MODELS[name]()
+    with torch.no_grad():
+        if reference is None:
+            with policy.disable_adapter():
+                before = stock_log_probs(policy)
+        else:
+            before = stock_log_probs(reference)
+    found = stock_log_probs(policy)
+    loss = dpo_loss(found, before)
+    loss.backward()
+    return [x.detach() for x in found], Step(loss.detach(), gradients(policy))
+
+
+def shared(name: str, batch: Batch, config: LongContextConfig) -> tuple[Tensor, list[Tensor], Step]:
+    """This rank's loss, its log-probabilities, and the step of all ranks."""
+    policy, reference = MODELS[name]()
+    handle = patch(policy, config)
+    with torch.no_grad():
+        if reference is None:
+            with policy.disable_adapter():
+                before = handle.token_log_probs(batch.given)
+        else:
+            before = patch(reference, config).token_log_probs(batch.given)
+    found = handle.token_log_probs(batch.given, model=policy if reference is None else None)
+    assert found.shape == (len(batch.given["labels"]), batch.given["labels"].shape[1] - 1)
+    assert not found[batch.given["labels"][:, 1:] == -100].any()
+    loss = dpo_loss(of_documents(found, batch), of_documents(before, batch))
+    loss.backward()
+    return loss.detach(), of_documents(found.detach(), batch), over_ranks(loss, policy)
+
+
+WAYS: dict[int, list[tuple[dict[str, Any], list[str]]]] = {
+    1: [({}, ["llama", "adapters on the head"])],
+    2: [
+        ({"ring_degree": 2}, list(MODELS)),
+        ({"ulysses_degree": 2, "loss": "logits", "checkpoint": "attention"}, ["llama", "gemma2"]),
+    ],
+    4: [
+        ({"ring_degree": 4}, ["llama", "adapters"]),
+        ({"ulysses_degree": 2, "ring_degree": 2}, ["llama"]),
+    ],
+}
+
+
+def run_dpo(rank: int, num_ranks: int) -> list[tuple[float, list[Tensor], Step]]:
+    tiles.TILE_BYTES = 7 * 4 * VOCABULARY  # several tiles
+    found = []
+    for way, names in WAYS[num_ranks]:
+        for name in names:
+            for batch in BATCHES.values():
+                loss, values, step = shared(name, batch, LongContextConfig(**way))
+                found.append((float(loss), values, step))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", WAYS)
+def test_dpo_by_hand(num_ranks: int) -> None:
+    by_rank = run_distributed(run_dpo, num_ranks, num_ranks)
+    cases = [(n, b) for _, names in WAYS[num_ranks] for n in names for b in BATCHES]
+    wanted = {name: alone(name) for name in {name for name, _ in cases}}
+    for number, (name, kind) in enumerate(cases):
+        expected, step = wanted[name]
+        losses = [found[number][0] for found in by_rank]
+        assert losses == [losses[0]] * num_ranks
+        for values in zip(expected, by_rank[-1][number][1], strict=True):
+            assert relative_error(*values) < 1e-5, (name, kind)
+        found = complaints(by_rank[0][number][2], step, (name, kind))
+        assert not found, "\n".join(found)
+
+
+class MostLogits(TorchDispatchMode):
+    """The most rows of logits that a tensor has which torch makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function(*args, **kwargs or {})
+        tensors = (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
+        rows = [x.numel() // VOCABULARY for x in tensors if x.shape[-1:] == (VOCABULARY,)]
+        self.rows = max([self.rows, *rows])
+        return made
+
+
+def most_logits(handle: PatchHandle) -> int:
+    ids = torch.arange(200)[None] % VOCABULARY
+    with MostLogits() as most:
+        handle.token_log_probs({"input_ids": ids, "labels": ids}).sum().backward()
+    return most.rows
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_full_logits_never_exist(adapted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = one_adapted(target_modules=["lm_head"])[0] if adapted else featured_model("llama")
+    handle = patch(model, LongContextConfig())
+    assert most_logits(handle) == 199
+    monkeypatch.setattr(tiles, "TILE_BYTES", 20 * 4 * VOCABULARY)
+    assert most_logits(handle) == 64, "the transposed weight of the head"
+
+
+def test_hooks_on_the_head_are_heard() -> None:
+    model, stock = featured_model("gemma2"), featured_model("gemma2")
+    for each in (model, stock):
+        each.lm_head.register_forward_hook(lambda *given: given[-1] * 0.5)
+    found = patch(model, LongContextConfig()).token_log_probs(BATCHES["left"].given)
+    for values in zip(of_documents(found, BATCHES["left"]), stock_log_probs(stock), strict=True):
+        assert relative_error(*values) < 1e-5
+
+
+def check_refusals(rank: int) -> None:
+    given = BATCHES["right"].given
+    model = featured_model("llama")
+    handle = patch(model, LongContextConfig(ring_degree=2))
+    rows = [{"input_ids": ids.tolist()} for ids, _ in DOCUMENTS]
+    shard = collated(handle, rows)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (given | {"labels": None}, "log-probabilities of whole rows without labels"),
+        (shard, "longctx_shard with whole rows: this batch is a shard already"),
+        (given | {"logits_to_keep": 3}, "logits_to_keep with labels of whole rows"),
+        (given | {"labels": given["labels"].clamp(min=-1)}, "labels on padding"),
+    ]
+    for batch, says in wrong:  # on one rank alone: the other learns of it
+        with pytest.raises(ValueError, match=says if rank else "rank 1 of the group refused"):
+            handle.token_log_probs(batch if rank else given)
+    with pytest.raises(ValueError, match=r"different outputs of whole rows:\n.*loss.*\n.*log_pr"):
+        handle.token_log_probs(given) if rank else model(**given)
+    model.eval()
+    with pytest.raises(ValueError, match="gradients in evaluation mode"):
+        handle.token_log_probs(given)
+    with torch.no_grad(), pytest.raises(SequenceParallelismError, match="different points"):
+        handle.token_log_probs(given) if rank else model(**shard)
+
+
+def check_ddp(rank: int) -> None:
+    """Two replicas; a call past DDP is refused."""
+    batches = (BATCHES["right"].given, BATCHES["packed"].given)
+    stock, model = featured_model("llama"), featured_model("llama")
+    for batch in batches:
+        handle = patch(stock, LongContextConfig())
+        (handle.token_log_probs(batch).square().sum() / 2).backward()
+        handle.unpatch()
+    for finds_unused in (False, True):
+        handle = patch(model, LongContextConfig())
+        replicas: nn.Module = DistributedDataParallel(model, find_unused_parameters=finds_unused)
+        with pytest.raises(ValueError, match=r"DDP would not .*\(batch, model=ddp_model\)"):
+            handle.token_log_probs(batches[rank])
+        handle.token_log_probs(batches[rank], model=replicas).square().sum().backward()
+        wanted = gradients(stock)
+        for name, grad in gradients(model).items():
+            assert relative_error(grad, wanted[name]) < 1e-5, name
+        model.zero_grad()
+        handle.unpatch()
+
+
+@pytest.mark.parametrize("check", [check_refusals, check_ddp])
+def test_over_two_ranks(check: Any) -> None:
+    run_distributed(check, 2)
