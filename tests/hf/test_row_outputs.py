@@ -1,0 +1,140 @@
+"""What ranks return of whole rows beside a loss, TRL's per-token fields and logits, is what the
+stock model returns of them in one process, and so are the gradients of what is computed of it."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trl.trainer.utils import add_fused_lm_head
+
+from longctx_patch import LongContextConfig, patch
+from tests.harness import run_distributed
+from tests.hf.steps import Step, complaints, over_ranks
+from tests.hf.test_token_log_probs import BATCHES, DOCUMENTS, LENGTHS, Batch
+from tests.hf.tiny import featured_model, gradients
+from tests.reference import relative_error
+
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+ROUTED = ("mixtral", "qwen3_moe")
+
+
+def fused_pass(model: Any, given: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """All fields, and a loss of somebody else's making."""
+    outputs = model(**given, fused_lm_head=True, use_cache=False)
+    weights = torch.linspace(-1, 2, outputs.log_probs.numel()).view_as(outputs.log_probs)
+    loss = (weights * outputs.log_probs).sum() + 0.3 * outputs.entropy.square().mean()
+    loss = loss + outputs.loss
+    if outputs.get("aux_loss") is not None:
+        loss = loss + 0.1 * outputs.aux_loss
+    return dict(outputs), loss
+
+
+def check_fused(rank: int) -> None:
+    cases = [("llama", True), ("gemma2", False), ("granite", True), ("mixtral", False)]
+    for (family, patched_first), (kind, batch) in product(cases, BATCHES.items()):
+        given = batch.given | ({"output_router_logits": True} if family in ROUTED else {})
+        stock, model = featured_model(family), featured_model(family)
+        add_fused_lm_head(stock, temperature=0.8, outputs=FIELDS)
+        config = LongContextConfig(ring_degree=2)
+        if patched_first:
+            patch(model, config)
+            add_fused_lm_head(model, temperature=0.8, outputs=FIELDS)
+        else:
+            add_fused_lm_head(model, temperature=0.8, outputs=FIELDS)
+            patch(model, config)
+        wanted, expected = fused_pass(stock, given)
+        found, loss = fused_pass(model, given)
+        assert found.keys() == wanted.keys()
+        for name, values in wanted.items():
+            assert found[name].shape == values.shape
+            assert found[name].dtype == values.dtype
+            assert relative_error(found[name].detach(), values.detach()) < 1e-5, (family, name)
+        expected.backward()
+        loss.backward()
+        step = over_ranks(loss, model)
+        assert not complaints(step, Step(expected.detach(), gradients(stock)), (family, kind))
+
+
+def check_fused_evaluation(rank: int) -> None:
+    given = BATCHES["left"].given
+    stock, model = featured_model("llama").eval(), featured_model("llama").eval()
+    add_fused_lm_head(stock)
+    add_fused_lm_head(model)
+    handle = patch(model, LongContextConfig(ulysses_degree=2))
+    with torch.no_grad():
+        wanted = stock(**given, fused_lm_head=True, num_items_in_batch=31)
+        with handle.sharing_evaluation():
+            found = model(**given, fused_lm_head=True, num_items_in_batch=31)
+        alone = model(**given, fused_lm_head=True, num_items_in_batch=31) if rank else wanted
+    for outputs in (found, alone):
+        assert relative_error(outputs.log_probs, wanted.log_probs) < 1e-5
+        assert relative_error(outputs.loss, wanted.loss) < 1e-5
+
+
+def stock_logits(model: Any, batch: Batch) -> Tensor:
+    """Of whole rows, from each document alone; 0 on padding and on filled places."""
+    shape = batch.given["input_ids"].shape
+    parts = []
+    for (row, first), (ids, _) in zip(batch.places, DOCUMENTS, strict=True):
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        whole = logits.new_zeros(*shape, logits.shape[-1])
+        columns = torch.arange(first, first + len(ids))
+        parts.append(whole.index_put((torch.tensor(row), columns), logits))
+    return torch.stack(parts).sum(0)
+
+
+def has_document(batch: Batch) -> Tensor:
+    found = torch.zeros(batch.given["input_ids"].shape)
+    for (row, first), length in zip(batch.places, LENGTHS, strict=True):
+        found[row, first : first + length] = 1
+    return found[..., None]
+
+
+KEPT: tuple[Any, ...] = (None, 0, 1, 11, 1000, torch.tensor([3, -2, 20, 3]))
+
+
+def check_logits(rank: int) -> None:
+    config = LongContextConfig(ring_degree=2, loss="logits")
+    for family, (kind, batch), kept in product(("llama", "gemma2"), BATCHES.items(), KEPT):
+        stock, model = featured_model(family), featured_model(family)
+        patch(model, config)
+        given = batch.given | {"labels": None, "logits_to_keep": kept}
+        columns = slice(-kept, None) if isinstance(kept, int) else kept
+        columns = slice(None) if columns is None else columns
+        wanted = stock_logits(stock, batch)[:, columns]
+        found = model(**given).logits * has_document(batch)[:, columns]
+        assert relative_error(found.detach(), wanted.detach()) < 1e-5, (kind, kept)
+        for logits in (wanted, found):
+            (logits.softmax(-1)[..., 5] ** 2).sum().backward()
+        step = over_ranks(torch.zeros(()), model)
+        assert not complaints(step, Step(torch.zeros(()), gradients(stock)), (kind, kept))
+
+
+def check_refusals(rank: int) -> None:
+    batch = BATCHES["right"].given | {"labels": None}
+    model = featured_model("llama")
+    patch(model, LongContextConfig(ring_degree=2, loss="logits"))
+    for kept in (-1, True, 1.5, torch.tensor([30]), torch.tensor([[1]]), torch.tensor([True])):
+        with pytest.raises(ValueError, match=r"logits_to_keep=.* for rows of 30 tokens"):
+            model(**batch, logits_to_keep=kept)
+    with pytest.raises(ValueError, match=r"(?s)different outputs.*columns=\(28, 29\)"):
+        model(**batch, logits_to_keep=2 + rank)
+    chunked = featured_model("llama")
+    patch(chunked, LongContextConfig(ring_degree=2))
+    with pytest.raises(ValueError, match=r"handle.token_log_probs\(batch\).*loss='logits'"):
+        chunked(**batch)
+    with pytest.raises(ValueError, match="fused_lm_head=True with a sharded batch: attention"):
+        chunked(**BATCHES["right"].given, fused_lm_head=True)  # without TRL's head
+
+
+def check_everything(rank: int) -> None:
+    check_fused(rank)
+    check_fused_evaluation(rank)
+    check_logits(rank)
+    check_refusals(rank)
+
+
+def test_over_two_ranks() -> None:
+    run_distributed(check_everything, 2)
