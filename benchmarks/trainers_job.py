@@ -1,0 +1,227 @@
+"""One launch of trainers.py: a trainer, or the recipe's loop, over rows of random tokens.
+
+Started by trainers.py with a file that says what to do; appends one line of JSON.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from measure import Row, dtype_on, everyone, finish, own_device, slowest
+from model_shapes import model_config
+from report import append_line
+from step_job import largest, peak_bytes
+from systems import LEARNING_RATE, Job
+from systems.model import checkpoint_layers, make_model, random_row
+from systems.ours import Ours, launch_environment
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback
+
+from longctx_patch import LongContextConfig
+from longctx_patch.predict.run.shape import shape_of
+
+WARM_UP_STEPS = 4
+"""Until `checkpoint="auto"` has settled."""
+HEAD_TILE = 4096
+
+
+class StepClock(TrainerCallback):
+    """Notes when each optimizer step ends, with what the device held until then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.ends, self.peaks = device, list[float](), list[tuple[int, int]]()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.note()
+
+    def note(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.ends.append(perf_counter())
+        self.peaks.append(peak_bytes(self.device))
+        if len(self.ends) == WARM_UP_STEPS and self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def row(self, tokens_per_step: int, num_ranks: int) -> Row:
+        """Seconds of the steps after the warm-up, on the slowest rank. Collective."""
+        mine = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)][WARM_UP_STEPS - 1 :]
+        timing = slowest([max(step) for step in zip(*everyone(mine), strict=True)])
+        speed = tokens_per_step / timing.seconds / num_ranks
+        peaks = largest(self.peaks[WARM_UP_STEPS:])
+        return {**timing._asdict(), "tokens_per_s_per_gpu": speed, **peaks}
+
+
+@torch.no_grad()
+def loss_of_one_process(model: PreTrainedModel, row: Tensor) -> float:
+    """The stock model's mean loss over a row `[1, N]`, in the dtype of a mixed-precision step."""
+    kind = row.device.type
+    with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+        hidden = model.get_decoder()(input_ids=row, use_cache=False).last_hidden_state[0, :-1]
+        labels, total = row[0, 1:], torch.zeros((), device=row.device)
+        for tile, wanted in zip(hidden.split(HEAD_TILE), labels.split(HEAD_TILE), strict=True):
+            logits = model.get_output_embeddings()(tile).float()
+            total += torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+    return float(total / len(labels))
+
+
+def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
+    """The recipe's loop over shards: forward, backward, clipping, the optimizer's step."""
+    system = Ours(job, model, {"ulysses": job.num_ranks, "checkpoint": settings["checkpoint"]})
+    row = random_row(settings["tokens"], job.shape, job.device).expand(settings["rows"], -1)
+    batch = system._collate([{"input_ids": ids} for ids in row.cpu()])
+    system._batch = {name: value.to(job.device) for name, value in batch.items()}
+    clock, first = StepClock(job.device), 0.0
+    for step in range(WARM_UP_STEPS + settings["steps"]):
+        loss = system.loss()
+        system.backward(loss)
+        system._accelerator.clip_grad_norm_(system.model.parameters(), 1.0)
+        system.update()
+        first = first if step else sum(everyone(float(loss.detach()))) / job.num_ranks
+        clock.note()
+    return clock.row(settings["rows"] * settings["tokens"], job.num_ranks) | {"first_loss": first}
+
+
+def tokenizer() -> Any:
+    """What trainers want to be given; rows are tokenised already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def common_arguments(settings: Row, job: Job) -> dict[str, Any]:
+    return {
+        "output_dir": str(Path(settings["lines"]).parent / "trainer"),
+        "per_device_train_batch_size": 1,
+        "max_steps": WARM_UP_STEPS + settings["steps"],
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "optim": "adamw_torch_fused" if job.device.type == "cuda" else "adamw_torch",
+        "bf16": job.device.type == "cuda",
+        "use_cpu": job.device.type == "cpu",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def run_sft(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = False) -> Row:
+    """TRL's SFTTrainer, ours by the mixin; the peer under Accelerate's context parallelism."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from longctx_patch import LongContextTrainerMixin
+
+    class Ours(LongContextTrainerMixin, SFTTrainer):
+        pass
+
+    row = random_row(settings["tokens"], job.shape, job.device)[0].tolist()
+    given = common_arguments(settings, job) | {"max_length": None, "packing": False}
+    more: dict[str, Any] = {"long_context": ours_config(settings, job)}
+    if is_peer:
+        given |= {"parallelism_config": peers_axis(job)}
+        if settings["checkpoint"] == "full":
+            checkpoint_layers(model)
+        more = {}
+    return timed(
+        lambda clock: (SFTTrainer if is_peer else Ours)(
+            model=model,
+            args=SFTConfig(**given),
+            train_dataset=Dataset.from_dict({"input_ids": [row] * given["max_steps"]}),
+            processing_class=tokenizer(),
+            callbacks=[clock],
+            **more,
+        ),
+        settings["tokens"],
+        job,
+    )
+
+
+def run_dpo(job: Job, model: PreTrainedModel, settings: Row) -> Row:
+    """TRL's DPOTrainer with a precomputed reference, over pairs of rows."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from longctx_patch import LongContextTrainerMixin
+
+    class Ours(LongContextTrainerMixin, DPOTrainer):
+        pass
+
+    chosen = random_row(settings["tokens"], job.shape, job.device)[0].tolist()
+    pair = {
+        "prompt_ids": chosen[:1024],
+        "chosen_ids": chosen[1024:],
+        "rejected_ids": chosen[:1023:-1],
+    }
+    given = common_arguments(settings, job) | {"max_length": None}
+    config = model_config(settings["model"], settings["num_layers"], settings["tokens"])
+    return timed(
+        lambda clock: Ours(
+            model=model,
+            ref_model=make_model(config, job.device, model.dtype),
+            args=DPOConfig(**given, precompute_ref_log_probs=True),
+            train_dataset=Dataset.from_list([pair] * given["max_steps"]),
+            processing_class=tokenizer(),
+            callbacks=[clock],
+            long_context=ours_config(settings, job),
+        ),
+        2 * settings["tokens"],
+        job,
+    )
+
+
+def ours_config(settings: Row, job: Job) -> LongContextConfig:
+    return LongContextConfig(ulysses_degree=job.num_ranks, checkpoint=settings["checkpoint"])
+
+
+def peers_axis(job: Job) -> Any:
+    from accelerate import ParallelismConfig
+    from accelerate.utils import TorchContextParallelConfig
+
+    handler = TorchContextParallelConfig(cp_comm_strategy="allgather")
+    return ParallelismConfig(cp_size=job.num_ranks, cp_handler=handler)
+
+
+def timed(make: Callable[[StepClock], Any], tokens_per_step: int, job: Job) -> Row:
+    clock = StepClock(job.device)
+    trainer = make(clock)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return clock.row(tokens_per_step, job.num_ranks) | {"first_loss": losses[0]}
+
+
+SYSTEMS: dict[str, Callable[..., Row]] = {
+    "loop": run_loop,
+    "sft": run_sft,
+    "sft_context_parallel": lambda *given: run_sft(*given, is_peer=True),
+    "dpo": run_dpo,
+}
+
+
+def main() -> None:
+    settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
+    device, num_ranks = own_device(), int(os.environ.get("WORLD_SIZE", "1"))
+    config = model_config(settings["model"], settings["num_layers"], settings["tokens"])
+    job = Job(device, int(os.environ.get("RANK", "0")), num_ranks, shape_of(config, "model"))
+    if job.shards_weights:
+        os.environ.update(launch_environment(num_ranks))
+    dtype = torch.float32 if job.shards_weights else dtype_on(device)
+    model = make_model(config, device, dtype)
+    alone = loss_of_one_process(model, random_row(settings["tokens"], job.shape, device))
+    found = SYSTEMS[settings["system"]](job, model, settings)
+    if job.rank == 0:
+        row = {name: settings[name] for name in ("system", "tokens", "rows", "checkpoint")}
+        append_line({**row, "status": "ok", "alone": alone, **found}, Path(settings["lines"]))
+    finish()
+
+
+if __name__ == "__main__":
+    main()
