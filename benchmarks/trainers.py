@@ -66,7 +66,7 @@ def checked(row: Row) -> Row:
     """The row, as wrong if its first loss is not that of one process."""
     wanted = math.log(2) if row["system"] == "dpo" else row["alone"]
     row["wanted"] = wanted
-    if abs(row["first_loss"] / wanted - 1) <= TOLERANCE:
+    if abs(row["first_loss"] / wanted - 1) <= TOLERANCE:  # nor NaN
         return row
     reason = f"the first loss is {row['first_loss']:.4f}, one process has {wanted:.4f}"
     return row | {"status": "wrong", "reason": reason}
