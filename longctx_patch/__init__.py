@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     from longctx_patch.sequence import masks
     from longctx_patch.sequence.documents import Documents
     from longctx_patch.sequence.masks import Mask
+    from longctx_patch.trainer import (
+        LongContextTrainer,
+        LongContextTrainerMixin,
+        TrainerParallelism,
+        trainer_parallelism,
+    )
     from longctx_patch.transport import run_virtual_ranks
     from longctx_patch.transport.meeting import SequenceParallelismError
     from longctx_patch.verification import all_configs, run_processes, verify
@@ -70,6 +76,12 @@ _NAMES_IN = {
     "predict.attention.costs": ("Workload",),
     "sequence.documents": ("Documents",),
     "sequence.masks": ("Mask",),
+    "trainer": (
+        "LongContextTrainer",
+        "LongContextTrainerMixin",
+        "TrainerParallelism",
+        "trainer_parallelism",
+    ),
     "transport": ("run_virtual_ranks",),
     "transport.meeting": ("SequenceParallelismError",),
     "verification": ("all_configs", "run_processes", "verify"),
@@ -79,12 +91,15 @@ _HOME = {name: module for module, names in _NAMES_IN.items() for name in names}
 __all__ = [
     "Documents",
     "LongContextConfig",
+    "LongContextTrainer",
+    "LongContextTrainerMixin",
     "Mask",
     "PatchHandle",
     "SequenceGroup",
     "SequenceParallelismConfig",
     "SequenceParallelismError",
     "SequenceShardCollator",
+    "TrainerParallelism",
     "UnsupportedModelError",
     "WillNotFit",
     "Workload",
@@ -109,6 +124,7 @@ __all__ = [
     "run_virtual_ranks",
     "scale_rope",
     "states_on_host",
+    "trainer_parallelism",
     "verify",
     "virtual_group",
     "world_place",

@@ -30,6 +30,7 @@ FLOORS = (
     ("hf/call",),
     ("hf/loss",),
     ("hf",),
+    ("trainer",),
     ("__init__",),
     ("verification",),
     ("recipes",),

@@ -14,11 +14,10 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.allocator import let_segments_grow
-from longctx_patch.plugin.parallelism import SequenceParallelismConfig
+from longctx_patch.plugin.fsdp import exact_mixed_precision
+from longctx_patch.plugin.launched import announced_processes, flag
+from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
 from longctx_patch.rules.world import require_whole_groups
-
-# torchrun and `accelerate launch` first, then the MPI launchers that Accelerate understands.
-_WORLD_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def make_accelerator(
@@ -71,7 +70,7 @@ def make_accelerator(
     )
     cpu = bool(accelerator_kwargs.pop("cpu", False)) or not _gpu_wanted()
     fsdp2 = _uses_fsdp2(accelerator_kwargs.get("fsdp_plugin"), cpu)
-    sizes = _launched_sizes(config, dp_replicate_size, dp_shard_size)
+    sizes = launched_sizes(config, dp_replicate_size, dp_shard_size)
     parallelism = _parallelism(config, num_processes, fsdp2, *sizes)
     parallelism.check_world(num_processes, fsdp2)
     accelerator_kwargs["dataloader_config"] = _same_batches(accelerator_kwargs)
@@ -126,7 +125,7 @@ def _refuse_other_engines(kwargs: dict[str, Any]) -> None:
             "Pass dp_replicate_size and dp_shard_size instead."
         )
     for engine in ("DEEPSPEED", "MEGATRON_LM"):
-        if _flag(f"ACCELERATE_USE_{engine}") or kwargs.get(f"{engine.lower()}_plugin") is not None:
+        if flag(f"ACCELERATE_USE_{engine}") or kwargs.get(f"{engine.lower()}_plugin") is not None:
             raise ValueError(
                 f"{engine} is on: it brings its own attention and process groups. Use "
                 "distributed_type: FSDP (fsdp_version: 2) or MULTI_GPU in the YAML."
@@ -145,7 +144,7 @@ def _step_schedulers_once(kwargs: dict[str, Any]) -> None:
 
 def _num_processes() -> int:
     """Processes that the launcher announced. Raises where Accelerate would see another number."""
-    announced = next((int(os.environ[name]) for name in _WORLD_VARIABLES if name in os.environ), 1)
+    announced = announced_processes()
     seen = PartialState._shared_state.get("num_processes", announced)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         seen = torch.distributed.get_world_size()
@@ -161,12 +160,12 @@ def _num_processes() -> int:
 
 
 def _gpu_wanted() -> bool:
-    return torch.cuda.is_available() and not _flag("ACCELERATE_USE_CPU")
+    return torch.cuda.is_available() and not flag("ACCELERATE_USE_CPU")
 
 
 def _uses_fsdp2(plugin: Any, cpu: bool) -> bool:
     """Whether parameters will be sharded. Raises for FSDP1 and for FSDP on the CPU."""
-    if plugin is None and not _flag("ACCELERATE_USE_FSDP"):
+    if plugin is None and not flag("ACCELERATE_USE_FSDP"):
         return False
     version = int(os.environ.get("FSDP_VERSION", "1") if plugin is None else plugin.fsdp_version)
     if version != 2:
@@ -183,14 +182,14 @@ def _uses_fsdp2(plugin: Any, cpu: bool) -> bool:
     return True
 
 
-def _launched_sizes(
+def launched_sizes(
     config: LongContextConfig, dp_replicate_size: int | None, dp_shard_size: int | None
 ) -> tuple[int | None, int | None]:
     """(dp_replicate_size, dp_shard_size), as given or as in the launcher's parallelism_config.
 
     The launcher exports 1 for every size that the YAML does not name, so 1 means "not given".
     """
-    if not _flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if not flag("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return dp_replicate_size, dp_shard_size
     launched = SequenceParallelismConfig()  # refuses tp and sp
     if launched.cp_size != config.sequence_degree:
@@ -219,11 +218,9 @@ def _parallelism(
     shard: int | None,
 ) -> SequenceParallelismConfig:
     """Fill in the sizes that were not given; whether they fit is checked afterwards."""
-    data_parallel = num_processes // config.sequence_degree
-    if shard is None:
-        shard = max(1, data_parallel // (replicate or 1)) if fsdp2 else 1
-    if replicate is None:
-        replicate = max(1, data_parallel // shard)
+    replicate, shard = data_parallel_sizes(
+        num_processes // config.sequence_degree, replicate, shard, fsdp2=fsdp2
+    )
     return SequenceParallelismConfig(
         dp_replicate_size=replicate,
         dp_shard_size=shard,
@@ -249,13 +246,11 @@ def _same_batches(kwargs: dict[str, Any]) -> DataLoaderConfiguration:
 def _exact_fsdp_plugin(kwargs: dict[str, Any]) -> Any:
     """The launcher's FSDP2 settings, with reductions in float32 and outputs left as they are."""
     from accelerate import FullyShardedDataParallelPlugin
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     precision = kwargs.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if str(precision) not in dtypes:
+    policy = exact_mixed_precision(str(precision))
+    if policy is None:
         return FullyShardedDataParallelPlugin(fsdp_version=2)
-    policy = MixedPrecisionPolicy(param_dtype=dtypes[str(precision)], reduce_dtype=torch.float32)
     return FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
 
 
@@ -280,7 +275,3 @@ def _share_cores(accelerator: Accelerator) -> None:
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("true", "1", "yes", "on")

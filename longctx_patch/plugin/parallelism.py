@@ -129,3 +129,17 @@ class SequenceParallelismConfig(ParallelismConfig):
     def _validate_accelerator(self, accelerator: "Accelerator") -> None:
         """Accelerate's hook, called once the world is known. Replaces the base class's checks."""
         self.check_world(accelerator.num_processes, accelerator.is_fsdp2)
+
+
+def data_parallel_sizes(
+    data_parallel: int, replicate: int | None, shard: int | None, *, fsdp2: bool
+) -> tuple[int, int]:
+    """(dp_replicate_size, dp_shard_size), with those that were not given filled in.
+
+    The ranks beside the sequence axis shard parameters under FSDP2, and hold copies otherwise.
+    """
+    if shard is None:
+        shard = max(1, data_parallel // (replicate or 1)) if fsdp2 else 1
+    if replicate is None:
+        replicate = max(1, data_parallel // shard)
+    return replicate, shard

@@ -1,0 +1,162 @@
+"""What a trainer can't do exactly with a patched model: each is refused by name, on all ranks."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.scheduler import AcceleratedScheduler
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.data import SHARD_KEY, SequenceShardCollator
+from longctx_patch.plugin.launched import flag
+
+TRL_TRAINERS = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer"})
+"""Trainers of TRL whose losses are made of what the patched model gives back."""
+
+
+def argument_problems(args: Any, config: LongContextConfig, data_parallel: int) -> Iterable[str]:
+    """What TrainingArguments ask for that is refused, in words.
+
+    Args:
+        data_parallel: number of sequence groups.
+    """
+    if args.n_gpu > 1:
+        yield (
+            f"n_gpu={args.n_gpu}: one process with several GPUs runs torch's DataParallel, which "
+            "copies the model. Start a process for each GPU: torchrun --nproc_per_node "
+            f"{args.n_gpu}, or accelerate launch."
+        )
+    if getattr(args, "deepspeed", None) or flag("ACCELERATE_USE_DEEPSPEED"):
+        yield (
+            "deepspeed is set: it brings its own attention and process groups. Leave it out, and "
+            'use fsdp=True with fsdp_config={"version": 2}.'
+        )
+    if config.sequence_degree == 1:
+        return
+    yield from _exactness_problems(args, data_parallel)
+
+
+def _exactness_problems(args: Any, data_parallel: int) -> Iterable[str]:
+    if args.neftune_noise_alpha is not None:
+        yield (
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: each rank would add other noise to "
+            "its part of a row than one process adds. Leave it out."
+        )
+    if getattr(args, "torch_compile", False):
+        yield (
+            "torch_compile=True: the trainer would compile the whole model, and messages between "
+            "ranks can't be traced. Leave it out."
+        )
+    if args.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size=True: a rank that runs out of memory would leave the others "
+            "waiting. Set per_device_train_batch_size, and LongContextConfig(checkpoint='auto')."
+        )
+    if getattr(args.accelerator_config, "split_batches", False):
+        yield (
+            "split_batches=True in accelerator_config: the ranks that share a sequence would get "
+            "different rows. Leave it out; a batch size counts the rows of one sequence group."
+        )
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+        yield (
+            "train_sampling_strategy='batch_rebalance': its sampler gives each rank other rows, "
+            "also those that share a sequence. Use 'group_by_length' or 'random'."
+        )
+    if not args.average_tokens_across_devices and data_parallel > 1:
+        yield (
+            f"average_tokens_across_devices=False with {data_parallel} sequence groups: each group "
+            "would divide by its own tokens, and tokens of short rows would count more. Leave it "
+            "out."
+        )
+
+
+def trainer_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
+    """What a trainer that was made asks for, in words."""
+    if isinstance(trainer.data_collator, SequenceShardCollator):
+        yield (
+            "data_collator is a SequenceShardCollator: under a trainer the model takes whole rows "
+            "and cuts them itself. Give the collator that you would use with one process."
+        )
+    if isinstance(trainer.lr_scheduler, AcceleratedScheduler):
+        yield (
+            "the lr_scheduler in optimizers=(...) is a prepared one, which steps once per process, "
+            "so that the schedule would end too early. Give the scheduler itself."
+        )
+    unknown = [name for name in _trl_trainers(type(trainer)) if name not in TRL_TRAINERS]
+    if unknown:
+        yield (
+            f"{unknown[0]} of TRL: each rank would generate rows or ask a teacher by itself, and "
+            "the ranks of a group would train on different rows. Supported are "
+            f"{', '.join(sorted(TRL_TRAINERS))}, and transformers' Trainer."
+        )
+    if config.sequence_degree > 1:
+        yield from _loss_problems(trainer, config)
+
+
+def _loss_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
+    args = trainer.args
+    liger = getattr(args, "liger_kernel_config", None) or {}
+    if args.use_liger_kernel and liger.get("fused_linear_cross_entropy", True):
+        yield (
+            "use_liger_kernel=True with its fused cross entropy, which replaces the forward of "
+            'the model. Use liger_kernel_config={"fused_linear_cross_entropy": False}; '
+            'LongContextConfig(loss="chunked") makes no logits either.'
+        )
+    if args.label_smoothing_factor:
+        yield (
+            f"label_smoothing_factor={args.label_smoothing_factor}: the trainer would compute the "
+            "loss from logits of whole rows, without labels. Use 0."
+        )
+    if trainer.compute_loss_func is not None:
+        yield (
+            "compute_loss_func: it computes a loss from logits of whole rows, for which the "
+            "trainer calls the model without labels. Override compute_loss instead: call the model "
+            'with labels, and with LongContextConfig(loss="logits") use outputs.logits, or '
+            "handle.token_log_probs(batch)."
+        )
+
+
+def _trl_trainers(cls: type) -> list[str]:
+    """Public trainers of TRL that a class inherits from, nearest first."""
+    ours = (base for base in cls.__mro__ if base.__module__.split(".")[0] == "trl")
+    return [base.__name__ for base in ours if not base.__name__.startswith("_")]
+
+
+def accelerator_problems(accelerator: Any, degree: int) -> Iterable[str]:
+    """What is wrong with the Accelerator that a trainer has made, in words."""
+    found = accelerator.state.parallelism_config
+    size = 1 if found is None else found.tp_size
+    is_ours = degree == 1 or not getattr(found, "tp_enabled", True)
+    if size != degree or not is_ours:
+        yield (
+            f"parallelism_config={found!r} for {degree} ranks per sequence: the trainer would give "
+            "them different rows or count them wrongly. Leave it out of TrainingArguments, or use "
+            "trainer_parallelism(config); make TrainingArguments anew after another Accelerator."
+        )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and not accelerator.is_fsdp2:
+        yield (
+            f"fsdp_version={plugin.fsdp_version}: FSDP1 flattens parameters and knows no sequence "
+            'axis. Use fsdp_config={"version": 2}, or fsdp_version: 2 in the YAML.'
+        )
+
+
+def refuse_shards(batches: Iterable[Any]) -> None:
+    """Raise ValueError for batches of SequenceShardCollator."""
+    if any(isinstance(batch, Mapping) and SHARD_KEY in batch for batch in batches):
+        raise ValueError(
+            f"a batch with {SHARD_KEY}: under a trainer the model takes whole rows and cuts them "
+            "itself. Don't call SequenceShardCollator; collate as with one process."
+        )
+
+
+def refuse_together(problems: Iterable[str]) -> None:
+    """Raise ValueError on all ranks if one of them has a problem. Collective over the world."""
+    mine = next(iter(problems), "")
+    everyones = [mine]
+    if dist.is_available() and dist.is_initialized():
+        everyones = [""] * dist.get_world_size()
+        dist.all_gather_object(everyones, mine)
+    found = mine or next(filter(None, everyones), "")
+    if found:
+        raise ValueError(found)

@@ -1,0 +1,255 @@
+"""`LongContextTrainerMixin`: transformers' Trainer, or one of TRL's, over sharded sequences.
+
+Trainers stay what they are: the patched model takes the whole rows that they batch and returns what
+one process returns. The overrides here tell them of the ranks that share a sequence.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.hf.patching import PatchHandle
+from longctx_patch.plugin.accelerator import launched_sizes
+from longctx_patch.plugin.fsdp import exact_mixed_precision
+from longctx_patch.plugin.launched import flag
+from longctx_patch.plugin.parallelism import data_parallel_sizes
+from longctx_patch.rules.world import require_whole_groups
+from longctx_patch.trainer.binding import (
+    keep_checkpointing,
+    patch_for_trainer,
+    patch_reference,
+    settle_checkpointing,
+)
+from longctx_patch.trainer.checks import (
+    accelerator_problems,
+    argument_problems,
+    refuse_shards,
+    refuse_together,
+    trainer_problems,
+)
+from longctx_patch.trainer.evaluation import GroupGather, logits_problem
+from longctx_patch.trainer.parallelism import num_processes, trainer_parallelism
+from longctx_patch.trainer.record import write_record
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class LongContextTrainerMixin(_Trainer):
+    """Trains a patched model with the numbers of one process.
+
+    Write it before the trainer that it is mixed into, and give `long_context` beside the trainer's
+    own arguments. The model, also one that TRL loads by its name, that `model_init` makes or that
+    has adapters, is patched before it is wrapped, and so is a reference model. Batches, losses,
+    metrics and schedules are those of the same trainer on as many processes as there are sequence
+    groups.
+
+    Args:
+        long_context: degrees and more; or the handle of the model, if it is patched already.
+        args, kwargs: passed on to the trainer.
+
+    Attributes:
+        long_context_handle: the model's `PatchHandle`.
+
+    Raises:
+        ValueError: on all ranks, if the trainer's arguments ask for what can't be exact.
+        UnsupportedModelError: the model has something that would silently go wrong.
+
+    Example:
+        >>> class MyTrainer(LongContextTrainerMixin, SFTTrainer):
+        ...     pass
+        >>> config = LongContextConfig(ring_degree=2)
+        >>> trainer = MyTrainer(model=model, args=args, train_dataset=rows, long_context=config)
+        >>> trainer.train()
+    """
+
+    long_context_handle: PatchHandle
+    _signature_columns: list[str]
+
+    def __init__(
+        self, *args: Any, long_context: LongContextConfig | PatchHandle, **kwargs: Any
+    ) -> None:
+        self._long_context = long_context
+        self._undo: list[Callable[[], None]] = []
+        self._contexts = ExitStack()
+        self._reference: Any = None
+        super().__init__(*args, **kwargs)
+        try:
+            refuse_together(trainer_problems(self, self._config))
+        except ValueError:
+            self.unpatch()
+            raise
+
+    @property
+    def _config(self) -> LongContextConfig:
+        given = self._long_context
+        return given.config if isinstance(given, PatchHandle) else given
+
+    # ---- Axis and patch ----
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Check the arguments, set the axis, and patch the model before anything wraps it."""
+        config, degree = self._config, self._config.sequence_degree
+        _ = self.args.device  # sets up torch.distributed
+        require_whole_groups(config.degrees_in_words, degree, num_processes())
+        refuse_together(argument_problems(self.args, config, num_processes() // degree))
+        settle_checkpointing(self.args, config)
+        if num_processes() // degree == 1 and degree > 1:
+            self.args.average_tokens_across_devices = True  # one group: the same mean
+        if self.args.parallelism_config is None and num_processes() > 1:
+            self.args.parallelism_config = self._axis()
+        super().create_accelerator_and_postprocess()
+        refuse_together(accelerator_problems(self.accelerator, degree))
+        self._keep_reductions_exact()
+        self._gather = GroupGather(self.accelerator, degree)
+        self.accelerator.gather_for_metrics = self._gather.repeated
+        if self.model is not None:
+            self._patch(self.model)
+
+    def _axis(self) -> Any:
+        config = self._config
+        fsdp2 = bool(self.args.fsdp) or flag("ACCELERATE_USE_FSDP")
+        groups = num_processes() // config.sequence_degree
+        replicate, shard = data_parallel_sizes(
+            groups, *launched_sizes(config, None, None), fsdp2=fsdp2
+        )
+        return trainer_parallelism(config, dp_replicate_size=replicate, dp_shard_size=shard)
+
+    def _keep_reductions_exact(self) -> None:
+        """Under FSDP2, reduce in float32, and hand losses on as they are."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        policy = exact_mixed_precision(str(self.accelerator.mixed_precision))
+        if plugin is not None and policy is not None:
+            plugin.mixed_precision_policy = policy
+
+    def _patch(self, model: Any) -> None:
+        self.unpatch()
+        self.long_context_handle = handle = patch_for_trainer(model, self._long_context)
+        if handle is not self._long_context:
+            self._undo.append(handle.unpatch)
+        self._undo.append(keep_checkpointing(handle))
+
+    def unpatch(self) -> None:
+        """Give back the models as they were, with the weights that they have. Every process calls
+        it. A model whose handle was given stays patched."""
+        self._contexts.close()
+        while self._undo:
+            self._undo.pop()()
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The model that `model_init` makes, patched."""
+        model: nn.Module = super().call_model_init(trial)
+        self._patch(model)
+        return model
+
+    @property
+    def ref_model(self) -> Any:
+        """The model whose outputs TRL's preference losses compare with, patched too."""
+        return self._reference
+
+    @ref_model.setter
+    def ref_model(self, model: Any) -> None:
+        is_new = isinstance(model, PreTrainedModel) and model is not self.ref_model
+        if is_new and not hasattr(model, "set_reshard_after_forward"):  # FSDP2's, patched before
+            handle = patch_reference(model, self._config)
+            self._undo.append(handle.unpatch)
+            self._contexts.enter_context(handle.sharing_evaluation())
+        self._reference = model
+
+    # ---- What is counted once per group ----
+
+    def get_tp_size(self) -> int:
+        """The number of ranks with the same batch."""
+        return self._config.sequence_degree
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
+        refuse_shards(batch_samples)
+        count = super()._get_num_items_in_batch(batch_samples, device)
+        # FSDP2's mixed precision would round a tensor of floats before the model sees it.
+        return int(count) if isinstance(count, Tensor) and float(count).is_integer() else count
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        seen = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + seen // self._config.sequence_degree
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """This rank's share of a batch: the sum over the ranks of a group is one process's."""
+        return super().floating_point_ops(inputs) / self._config.sequence_degree
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if "seq_lengths" not in self._signature_columns:
+            self._signature_columns = [*self._signature_columns, "seq_lengths"]
+
+    # ---- Evaluation ----
+
+    @property
+    def gather_function(self) -> Callable[..., Any]:
+        """Gathers each row once. What transformers sets here, before and after each evaluation,
+        would gather it once per rank."""
+        return self._gather_rows
+
+    @gather_function.setter
+    def gather_function(self, _: Callable[..., Any]) -> None:
+        pass
+
+    def _gather_rows(self, data: Any) -> Any:
+        return self._gather.once(data, self.args.eval_use_gather_object)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' loop; the ranks of a group share each batch that has labels."""
+        with self.long_context_handle.sharing_evaluation():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """transformers' step. Raises ValueError for logits of whole rows that can't be had."""
+        refuse_shards([inputs])
+        config = self._config
+        if not prediction_loss_only and config.sequence_degree > 1:
+            vocabulary = self.long_context_handle.model.config.get_text_config().vocab_size
+            problem = logits_problem(inputs, vocabulary, config.loss)
+            if problem is not None:
+                raise ValueError(problem)
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's numbers of each row, which it puts beside the rows of a dataset."""
+        self.accelerator.gather_for_metrics = self._gather.once
+        try:
+            with self.long_context_handle.sharing_evaluation():
+                return super()._precompute_ref_logps(*args, **kwargs)
+        finally:
+            self.accelerator.gather_for_metrics = self._gather.repeated
+
+    # ---- Saving ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """transformers' files, and `longctx.json` beside them."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            write_record(output_dir or self.args.output_dir, self._config, num_processes())
+
+
+class LongContextTrainer(LongContextTrainerMixin, Trainer):
+    """transformers' Trainer over sharded sequences: see `LongContextTrainerMixin`.
+
+    Example:
+        >>> config = LongContextConfig(ulysses_degree=2, ring_degree=2)
+        >>> trainer = LongContextTrainer(model=model, args=args, long_context=config, ...)
+        >>> trainer.train()
+    """

@@ -1,0 +1,76 @@
+"""A trainer over several ranks per sequence logs and learns what one process with the stock model
+does: every metric of 20 steps and of an evaluation, and every weight."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.plugin.launched import run_launched
+from tests.trainer.trained import Case, Trained, complaints, train_all
+
+ACCUMULATED = {"gradient_accumulation_steps": 3}
+TWO = [
+    Case("llama", config={"ring_degree": 2}),
+    Case(
+        "qwen3",
+        "qwen3",
+        config={"ulysses_degree": 2, "layout": "contiguous"},  # ranks without a label
+        arguments=ACCUMULATED | {"optim": "adamw_torch", "learning_rate": 1e-3},
+    ),
+    Case(
+        "mixtral",
+        "mixtral",
+        config={"ring_degree": 2, "checkpoint": "attention"},
+        arguments=ACCUMULATED,
+        model={"output_router_logits": True},
+    ),
+]
+FOUR = [
+    Case(
+        "mistral",
+        "mistral",
+        config={"ulysses_degree": 2, "ring_degree": 2},
+        arguments=ACCUMULATED,
+        model={"tie_word_embeddings": True},
+    ),
+]
+REPLICAS = [
+    Case(
+        "replicas of mistral",
+        "mistral",
+        config={"ring_degree": 2},
+        arguments=ACCUMULATED,
+        num_rows=48,  # as many as one process with twice the batch takes in an epoch
+    ),
+    Case("replicas of qwen3", "qwen3", config={"ulysses_degree": 2, "loss": "logits"}),
+]
+
+
+def check(cases: list[Case], by_rank: list[list[Trained]], wanted: list[Trained]) -> None:
+    for number, (case, one) in enumerate(zip(cases, wanted, strict=True)):
+        for found in by_rank:
+            wrong = complaints(found[number], one)
+            assert not wrong, "\n".join([case.name, *wrong])
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    (one,) = run_launched(train_all, 1, TWO, str(tmp_path / "one"), False)
+    check(TWO, run_launched(train_all, 2, TWO, str(tmp_path / "two"), True), one)
+
+
+def test_four_ranks_train_as_one_and_as_two(tmp_path: Path) -> None:
+    """Two groups of two are two replicas: the same trainer on two processes, whose weights are
+    those of one process with twice the batch."""
+    alone = [*FOUR, doubled(REPLICAS[0])]
+    (one,) = run_launched(train_all, 1, alone, str(tmp_path), False)
+    two, _ = run_launched(train_all, 2, REPLICAS, str(tmp_path), False)
+    by_rank = run_launched(train_all, 4, [*FOUR, *REPLICAS], str(tmp_path), True)
+    check([*FOUR, *REPLICAS], by_rank, [one[0], *two])
+    wrong = complaints(
+        by_rank[0][1]._replace(logged=[], evaluated={}), one[1]._replace(logged=[], evaluated={})
+    )
+    assert not wrong, "\n".join(wrong)
+
+
+def doubled(case: Case) -> Case:
+    """The case of one process that has the rows of two."""
+    return replace(case, arguments=case.arguments | {"per_device_train_batch_size": 4})

@@ -1,0 +1,142 @@
+"""Trainers over tiny models in launched processes, with all that they log and their weights."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PrinterCallback, Trainer, TrainingArguments
+
+from longctx_patch import LongContextConfig, LongContextTrainer
+from tests.hf.tiny import VOCABULARY, featured_model
+
+STEPS = 20
+TIMES = ("_runtime", "_per_second", "_time")
+"""Ends of the names of what is logged and measures time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run, over several ranks and over one process per sequence group."""
+
+    name: str
+    family: str = "llama"
+    config: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    num_rows: int = 50
+
+
+class Trained(NamedTuple):
+    logged: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    evaluated: dict[str, float]
+
+
+def rows(number: int, seed: int) -> list[dict[str, list[int]]]:
+    """Rows of 9 to 29 tokens. Some have labels at their end only, and every fifth has none."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(number):
+        length = int(torch.randint(9, 30, (1,), generator=generator))
+        ids = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+        first = (1, 3, length // 2, length - 2, length)[index % 5]
+        found.append({"input_ids": ids, "labels": [-100] * first + ids[first:]})
+    return found
+
+
+def padded(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    longest = max(len(row["input_ids"]) for row in batch)
+
+    def stacked(name: str, value: int) -> Tensor:
+        return torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in batch])
+
+    lengths = torch.tensor([len(row["input_ids"]) for row in batch])
+    mask = (torch.arange(longest) < lengths[:, None]).long()
+    return {
+        "input_ids": stacked("input_ids", 0),
+        "labels": stacked("labels", -100),
+        "attention_mask": mask,
+    }
+
+
+def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
+    usual: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "learning_rate": 0.02,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "optim": "sgd",
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "include_num_input_tokens_seen": "non_padding",
+    }
+    return TrainingArguments(**usual | options)
+
+
+def make_trainer(
+    case: Case, folder: Path | str, *, is_patched: bool, model: Any = None, **options: Any
+) -> Trainer:
+    """The trainer of a case: ours, or the stock one with the stock model."""
+    common: dict[str, Any] = {
+        "model": featured_model(case.family, **case.model) if model is None else model,
+        "args": arguments(folder, **case.arguments),
+        "train_dataset": rows(case.num_rows, seed=1),
+        "eval_dataset": rows(7, seed=2),
+        "data_collator": padded,
+        **options,
+    }
+    trainer = (
+        LongContextTrainer(**common, long_context=LongContextConfig(**case.config))
+        if is_patched
+        else Trainer(**common)
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def train(case: Case, folder: str, is_patched: bool) -> Trained:
+    trainer = make_trainer(case, Path(folder) / case.name, is_patched=is_patched)
+    trainer.train()
+    evaluated = trainer.evaluate()
+    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    return Trained(
+        [numbers(entry) for entry in trainer.state.log_history], weights, numbers(evaluated)
+    )
+
+
+def numbers(entry: dict[str, Any]) -> dict[str, float]:
+    """What an entry of the log says, but for times."""
+    return {name: float(value) for name, value in entry.items() if not name.endswith(TIMES)}
+
+
+def train_all(cases: list[Case], folder: str, is_patched: bool) -> list[Trained]:
+    return [train(case, folder, is_patched) for case in cases]
+
+
+def complaints(found: Trained, wanted: Trained, tolerance: float = 1e-5) -> list[str]:
+    """Where a run differs from the wanted one, in words."""
+    wrong = []
+    if [sorted(entry) for entry in found.logged] != [sorted(entry) for entry in wanted.logged]:
+        return [
+            f"logged {[sorted(e) for e in found.logged]}, not {[sorted(e) for e in wanted.logged]}"
+        ]
+    for number, (mine, theirs) in enumerate(
+        zip([*found.logged, found.evaluated], [*wanted.logged, wanted.evaluated], strict=True)
+    ):
+        for name, value in theirs.items():
+            if not abs(mine[name] - value) <= tolerance * max(1.0, abs(value)):
+                wrong.append(f"entry {number}: {name} is {mine[name]!r}, not {value!r}")
+    for name, weight in wanted.weights.items():
+        error = float((found.weights[name] - weight).abs().max())
+        if not error < tolerance:
+            wrong.append(f"{name} differs by {error:.1e}")
+    return wrong[:6]
