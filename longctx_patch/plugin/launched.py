@@ -3,12 +3,12 @@
 import os
 
 # torchrun and `accelerate launch` first, then the MPI launchers that Accelerate understands.
-_WORLD_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+WORLD_VARIABLES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def announced_processes() -> int:
     """The number of processes that the launcher announced, 1 without a launcher."""
-    return next((int(os.environ[name]) for name in _WORLD_VARIABLES if name in os.environ), 1)
+    return next((int(os.environ[name]) for name in WORLD_VARIABLES if name in os.environ), 1)
 
 
 def flag(name: str) -> bool:

@@ -18,6 +18,7 @@ from longctx_patch.plugin import (
     accelerator,
     make_accelerator,
 )
+from longctx_patch.plugin.launched import WORLD_VARIABLES
 from tests.plugin.launched import run_launched
 
 ONE = LongContextConfig()
@@ -150,7 +151,7 @@ def test_sequence_parallelism_alone() -> None:
 @pytest.fixture(autouse=True)
 def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run each test without launcher, GPU and Accelerate state, and leave none."""
-    launched = ("RANK", "LOCAL_RANK", *accelerator._WORLD_VARIABLES)
+    launched = ("RANK", "LOCAL_RANK", *WORLD_VARIABLES)
     for name in [n for n in os.environ if n.startswith(LAUNCHERS) or n in launched]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -87,7 +87,7 @@ def test_what_the_launcher_exports_is_what_we_need(
     config = LongContextConfig(ulysses_degree=degree)
     fsdp2 = accelerator._uses_fsdp2(None, cpu=False)
     assert fsdp2 is fsdp
-    launched = accelerator._launched_sizes(config, None, None)
+    launched = accelerator.launched_sizes(config, None, None)
     pc = accelerator._parallelism(config, arguments.num_processes, fsdp2, *launched)
     pc.check_world(arguments.num_processes, fsdp2)
     assert (pc.dp_replicate_size, pc.dp_shard_size, pc.cp_size) == (1, dp_shard, degree)
