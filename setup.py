@@ -16,6 +16,7 @@ MOVED_FOLDERS = {"cli": "longctx_patch.cli", "recipes": "longctx_patch.recipes"}
 DATA = ["datasets"]
 DRAW = ["matplotlib"]
 FOUR_BITS = ["bitsandbytes>=0.48"]
+TRL = ["trl>=1.16"]
 DEV = [
     "hypothesis",
     "mypy",
@@ -27,6 +28,7 @@ DEV = [
     *DATA,
     *DRAW,
     *FOUR_BITS,
+    *TRL,
 ]
 
 
@@ -89,6 +91,7 @@ setup(
         "fa2": ["flash-attn>=2.8,<3"],
         "liger": ["liger-kernel>=0.8.5"],
         "4bit": FOUR_BITS,
+        "trl": TRL,
     },
     entry_points={"console_scripts": ["longctx = longctx_patch.cli.main:main"]},
     classifiers=[

@@ -11,16 +11,15 @@ be read here take the stock path as well: it is one process's.
 
 import inspect
 from collections.abc import Callable, Mapping
-from math import isfinite
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
 from longctx_patch.data.whole_rows import READ, WANTED_KEY, RowsPass, read_rows
 from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.hf.counted import number_of, require_known_group
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
@@ -61,6 +60,9 @@ class RowPasses:
         given = kwargs
         if args:  # looked up in each pass, since TRL replaces the forward of a model
             given = inspect.signature(self._model.forward).bind_partial(*args).arguments | kwargs
+        require_known_group(
+            given.get("num_items_in_batch"), self._group.num_ranks, training=self._model.training
+        )
         if not self._are_shared(given):
             return args, kwargs
         shard = self._shard_of(given)
@@ -115,7 +117,7 @@ class RowPasses:
         whole = read_rows(
             given, sees_absolute_positions=sees_absolute_positions(self._model.config)
         )
-        num_items = _number_of(given.get("num_items_in_batch"))
+        num_items = number_of(given.get("num_items_in_batch"))
         if num_items == 0 and any(bool((row.next_labels() >= 0).any()) for row in whole.rows):
             raise ValueError("num_items_in_batch=0 with labels: it counts the step's labels.")
         rows = RowsPass(num_items, whole.spans, whole.length, whole.is_packed, *request)
@@ -152,23 +154,3 @@ _REFUSED = {
     "num_valid_tokens": "it belongs to batches of SequenceShardCollator. Give num_items_in_batch, "
     "by which the sum of the replica's token losses is divided.",
 }
-
-
-def _number_of(num_items: Any) -> float | None:
-    """transformers' count of the step's tokens, as a number of this process.
-
-    FSDP2 with mixed precision rounds tensors of floats that a model is given, so a count in half
-    precision is no count.
-    """
-    if num_items is None:
-        return None
-    is_tensor = isinstance(num_items, Tensor)
-    if is_tensor and num_items.dtype in (torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"num_items_in_batch is a tensor of {num_items.dtype}, which rounds a count of tokens: "
-            "FSDP2's mixed precision casts it on the way. Pass int(num_items_in_batch)."
-        )
-    number = float(num_items)
-    if not (number == 0 or number >= 1) or not isfinite(number):
-        raise ValueError(f"num_items_in_batch={number:g}: it counts tokens, so it is 0, 1 or more.")
-    return number

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from longctx_patch.config import LongContextConfig
+from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.patching import PatchHandle, patch
+from longctx_patch.hf.patching import patch
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.hf.patching import PatchHandle
+from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.plugin.accelerator import launched_sizes
 from longctx_patch.plugin.fsdp import exact_mixed_precision
 from longctx_patch.plugin.launched import flag

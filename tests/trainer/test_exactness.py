@@ -23,6 +23,22 @@ TWO = [
         arguments=ACCUMULATED,
         model={"output_router_logits": True},
     ),
+    Case(
+        "adapters",
+        config={"ring_degree": 2},
+        arguments={"max_steps": 6},
+        adapters={"target_modules": "all-linear", "use_dora": True},
+    ),
+    Case(
+        "adapters and more",
+        config={"ring_degree": 2},
+        arguments={"max_steps": 6, "gradient_checkpointing": True},
+        adapters={
+            "target_modules": ["q_proj", "down_proj"],
+            "modules_to_save": ["lm_head"],
+            "trainable_token_indices": [3, 7],
+        },
+    ),
 ]
 FOUR = [
     Case(
@@ -41,7 +57,13 @@ REPLICAS = [
         arguments=ACCUMULATED,
         num_rows=48,  # as many as one process with twice the batch takes in an epoch
     ),
-    Case("replicas of qwen3", "qwen3", config={"ulysses_degree": 2, "loss": "logits"}),
+    Case(
+        "replicas of qwen3",
+        "qwen3",
+        config={"ulysses_degree": 2, "loss": "logits"},
+        arguments={"include_for_metrics": ["inputs", "loss"]},
+        predicts=True,
+    ),
 ]
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import EvalPrediction, PrinterCallback, Trainer, TrainingArguments
 
 from longctx_patch import LongContextConfig, LongContextTrainer
 from tests.hf.tiny import VOCABULARY, featured_model
@@ -26,12 +27,17 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     num_rows: int = 50
+    adapters: dict[str, Any] | None = None
+    """Arguments of PEFT's LoraConfig."""
+    predicts: bool = False
+    """Whether metrics are computed from logits."""
 
 
 class Trained(NamedTuple):
     logged: list[dict[str, float]]
     weights: dict[str, Tensor]
     evaluated: dict[str, float]
+    predicted: Any = None
 
 
 def rows(number: int, seed: int) -> list[dict[str, list[int]]]:
@@ -87,11 +93,12 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of a case: ours, or the stock one with the stock model."""
     common: dict[str, Any] = {
-        "model": featured_model(case.family, **case.model) if model is None else model,
+        "model": model_of(case) if model is None else model,
         "args": arguments(folder, **case.arguments),
         "train_dataset": rows(case.num_rows, seed=1),
         "eval_dataset": rows(7, seed=2),
         "data_collator": padded,
+        "compute_metrics": metrics_of if case.predicts else None,
         **options,
     }
     trainer = (
@@ -103,14 +110,42 @@ def make_trainer(
     return trainer
 
 
+def model_of(case: Case) -> Any:
+    model = featured_model(case.family, **case.model)
+    if case.adapters is None:
+        return model
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(**case.adapters))
+    with torch.no_grad():  # a fresh adapter's B is 0, and then A has no gradient
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return adapted
+
+
+def metrics_of(predicted: EvalPrediction) -> dict[str, float]:
+    """Metrics of logits, labels, losses and inputs, which differ if a row is missing or double."""
+    logits, labels = predicted.predictions, predicted.label_ids
+    return {
+        "accuracy": float((logits[:, :-1].argmax(-1) == labels[:, 1:]).mean()),
+        "squared": float((logits[labels != -100] ** 2).mean()),
+        "rows": float(len(labels)),
+        "inputs": float(predicted.inputs.sum()),
+        "losses": float(predicted.losses.sum()),
+    }
+
+
 def train(case: Case, folder: str, is_patched: bool) -> Trained:
     trainer = make_trainer(case, Path(folder) / case.name, is_patched=is_patched)
     trainer.train()
-    evaluated = trainer.evaluate()
-    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
-    return Trained(
-        [numbers(entry) for entry in trainer.state.log_history], weights, numbers(evaluated)
-    )
+    evaluated = numbers(trainer.evaluate())
+    predicted = trainer.predict(rows(5, seed=3)) if case.predicts else None
+    logged = [numbers(entry) for entry in trainer.state.log_history]
+    return Trained(logged, weights_of(trainer.model), evaluated, predicted)
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def numbers(entry: dict[str, Any]) -> dict[str, float]:
@@ -139,4 +174,12 @@ def complaints(found: Trained, wanted: Trained, tolerance: float = 1e-5) -> list
         error = float((found.weights[name] - weight).abs().max())
         if not error < tolerance:
             wrong.append(f"{name} differs by {error:.1e}")
+    if wanted.predicted is not None:
+        learned = wanted.predicted.label_ids != -100  # on padding our logits are 0
+        for mine, theirs in zip(found.predicted[:2], wanted.predicted[:2], strict=True):
+            same = mine.shape == theirs.shape
+            if not same or not abs(mine - theirs)[learned].max() < tolerance:
+                wrong.append("predictions or labels differ")
+        if numbers(found.predicted.metrics).keys() != numbers(wanted.predicted.metrics).keys():
+            wrong.append("other metrics of predictions")
     return wrong[:6]

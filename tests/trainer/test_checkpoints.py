@@ -1,0 +1,92 @@
+"""Runs that save, resume and take the best model back, at one degree and at another."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.plugin.launched import run_launched
+from tests.trainer.trained import (
+    Case,
+    Trained,
+    complaints,
+    make_trainer,
+    model_of,
+    numbers,
+    weights_of,
+)
+
+CASE = Case(
+    "saved",
+    config={"ring_degree": 2},
+    arguments={
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+    },
+    num_rows=21,  # neither the batches nor the steps of an epoch come out even
+)
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+
+
+def run(folder: str, is_patched: bool, checkpoint: str | None = None) -> Trained:
+    """Train to the end, from a checkpoint or from the start; from the start, take the model that
+    was best, which by this metric is not the last one."""
+    more = {} if checkpoint else BEST
+    case = Case("", config=CASE.config, arguments=CASE.arguments | more, num_rows=CASE.num_rows)
+    model = model_of(CASE)
+    if checkpoint:
+        with torch.no_grad():  # nothing of a resumed run comes from its first weights
+            for parameter in model.parameters():
+                parameter.zero_()
+    trainer = make_trainer(case, folder, is_patched=is_patched, model=model)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    logged = [numbers(entry) for entry in trainer.state.log_history]
+    best = {"step": float(trainer.state.best_global_step or 0)}
+    return Trained(logged, weights_of(trainer.model), best)
+
+
+def runs(folder: str, is_patched: bool, checkpoints: list[str | None]) -> list[Trained]:
+    return [
+        run(f"{folder}/{number}", is_patched, checkpoint)
+        for number, checkpoint in enumerate(checkpoints)
+    ]
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_runs_resume_at_the_same_degree_and_at_another(tmp_path: Path) -> None:
+    one, two, back = (str(tmp_path / name) for name in ("one", "two", "back"))
+    first = "0/checkpoint-4"
+    ((whole,),) = run_launched(runs, 1, one, False, [None])
+    by_rank = run_launched(runs, 2, two, True, [None, f"{two}/{first}", f"{one}/{first}"])
+    ((resumed,),) = run_launched(runs, 1, back, False, [f"{two}/{first}"])
+    for best, same, other in by_rank:
+        assert not complaints(best, whole)
+        assert best.evaluated == {"step": 4}  # of 12
+        for found in (same, other):
+            assert not complaints(found, resumed)
+    # The run that was not interrupted logged the same, but for what it took back at its end.
+    assert resumed.logged[-2] == pytest.approx(whole.logged[-2], rel=1e-5)
+    check_files(tmp_path / "one" / first, tmp_path / "two" / first)
+
+
+def check_files(stock: Path, ours: Path) -> None:
+    """Stock files, of which nothing says that the model was patched, and one file more."""
+    names = {path.name for path in ours.iterdir()} - {path.name for path in stock.iterdir()}
+    assert names == {"longctx.json", "rng_state_0.pth", "rng_state_1.pth"}
+    assert saved(ours) == saved(stock)
+    record = json.loads((ours / "longctx.json").read_text())
+    assert record["sequence_degree"] == record["num_processes"] == 2
+    assert record["config"]["ring_degree"] == 2
+    assert set(record["versions"]) == {"longctx-patch", "torch", "transformers"}

@@ -1,0 +1,174 @@
+"""What a trainer can't do exactly is refused on all ranks, with the value, the rule and the fix."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Trainer
+
+from longctx_patch import (
+    LongContextConfig,
+    LongContextTrainer,
+    SequenceParallelismConfig,
+    SequenceShardCollator,
+    TrainerParallelism,
+    patch,
+    trainer_parallelism,
+)
+from longctx_patch.trainer import evaluation
+from tests.hf.tiny import featured_model
+from tests.plugin.launched import run_launched
+from tests.trainer.trained import Case, arguments, make_trainer, padded, rows
+
+RING = LongContextConfig(ring_degree=2)
+CASE = Case("refused", config={"ring_degree": 2})
+GIVEN: list[tuple[dict[str, Any], str]] = [
+    ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0: each rank .* Leave it out"),
+    ({"torch_compile": True}, r"torch_compile=True: .* Leave it out"),
+    ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*checkpoint='auto'"),
+    (
+        {"accelerator_config": {"split_batches": True}},
+        r"split_batches=True in accelerator_config: .* different rows",
+    ),
+    ({"train_sampling_strategy": "batch_rebalance"}, r"'batch_rebalance': .* 'group_by_length'"),
+    ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1: .* Use 0"),
+    (
+        {"parallelism_config": SequenceParallelismConfig(cp_size=2, dp_replicate_size=1)},
+        r"cp_size=2.*for 2 ranks per sequence.*trainer_parallelism\(config\)",
+    ),
+]
+"""Arguments, and what is said about them."""
+
+
+def refused(text: str, case: Case = CASE, **options: Any) -> None:
+    with pytest.raises(ValueError, match=f"(?s){text}"):
+        make_trainer(case, "unused", is_patched=True, **options)
+
+
+def check_arguments() -> None:
+    for given, text in GIVEN:
+        model = featured_model("llama")
+        refused(text, replace(CASE, arguments=given), model=model)
+        assert model.config._attn_implementation == "eager"
+
+
+def check_options() -> None:
+    refused(r"compute_loss_func: .* Override compute_loss", compute_loss_func=len)
+    collate = SequenceShardCollator(RING, group_rank=0, pad_token_id=0)
+    refused(r"data_collator is a SequenceShardCollator: .* whole rows", data_collator=collate)
+    refused(r"model='llama'.*from_pretrained\('llama'\)", model="llama")
+    model = featured_model("llama")
+    handle = patch(model, RING)
+    refused(r"patched already: give its handle", model=model)
+    with pytest.raises(ValueError, match="handle of another model"):
+        LongContextTrainer(
+            featured_model("llama"), arguments("unused"), long_context=handle, data_collator=padded
+        )
+
+
+def check_batches() -> None:
+    """Shards that come from elsewhere, and logits that are too large or never made."""
+    collate = SequenceShardCollator(RING, group_rank=0, pad_token_id=0)
+    trainer = make_trainer(CASE, "unused", is_patched=True, data_collator=lambda b: collate(b))
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match=r"a batch with longctx_shard: .* whole rows"):
+            run()
+    case = replace(CASE, predicts=True)
+    trainer = make_trainer(case, "unused", is_patched=True)
+    for run in (trainer.evaluate, lambda: trainer.predict(rows(3, seed=0))):
+        with pytest.raises(
+            ValueError, match=r"loss='chunked': .* LongContextConfig\(loss=\"logits\"\)"
+        ):
+            run()
+    evaluation.MOST_BYTES = 4000  # of this process alone
+    case = replace(case, config=CASE.config | {"loss": "logits"})
+    trainer = make_trainer(case, "unused", is_patched=True)
+    with pytest.raises(ValueError, match=r"logits of 2 rows of \d+ tokens are 0.0 GiB: at most"):
+        trainer.evaluate()
+
+
+def check_plain_trainer() -> None:
+    """A patched model in a Trainer that knows nothing of the group, or too little."""
+
+    def trainer(**given: Any) -> Trainer:
+        model: PreTrainedModel = featured_model("llama")
+        patch(model, RING)
+        args = arguments("unused", **given)
+        options = {"train_dataset": rows(8, seed=1), "eval_dataset": rows(4, seed=2)}
+        return Trainer(model, args, data_collator=padded, **options)
+
+    for unknown in ({}, {"parallelism_config": SequenceParallelismConfig(cp_size=2)}):
+        with pytest.raises(ValueError, match=r"has no axis of 2 ranks: .* LongContextTrainer"):
+            trainer(**unknown).train()
+    known = trainer(parallelism_config=trainer_parallelism(RING), max_steps=2)
+    known.train()
+    with pytest.raises(ValueError, match=r"in an evaluation: .*LongContextTrainerMixin"):
+        known.evaluate()
+
+
+def check_ranks_that_differ() -> None:
+    """One rank asks for what is refused: the other learns of it, and nobody waits."""
+    mine = torch.distributed.get_rank()
+    given = {"neftune_noise_alpha": 5.0} if mine else {}
+    refused("neftune_noise_alpha=5.0", replace(CASE, arguments=given))
+
+
+def check_all() -> None:
+    arguments("unused").device  # noqa: B018 - sets up torch.distributed
+    check_ranks_that_differ()
+    check_arguments()
+    check_options()
+    check_batches()
+    check_plain_trainer()
+
+
+def test_what_is_not_exact_is_refused() -> None:
+    run_launched(check_all, 2)
+
+
+def test_replicas_divide_by_all_tokens() -> None:
+    run_launched(check_own_means, 4)
+
+
+def check_own_means() -> None:
+    given = {"average_tokens_across_devices": False}
+    refused(r"average_tokens_across_devices=False with 2 sequence", replace(CASE, arguments=given))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"cp_size": 2}, "cp_size=2: transformers would shard"),
+        ({"tp_size": 0}, "tp_size=0: a size is 1 or more"),
+        ({"sp_size": 2}, "sp_size=2"),
+    ],
+)
+def test_the_axis_refuses_other_kinds_of_parallelism(sizes: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        TrainerParallelism(**sizes)
+
+
+def test_the_axis_fits_the_world() -> None:
+    config = LongContextConfig(ulysses_degree=2, ring_degree=2)
+    assert trainer_parallelism(config, 8).dp_replicate_size == 2
+    sharded = trainer_parallelism(config, 16, dp_shard_size=2)
+    assert (sharded.dp_replicate_size, sharded.dp_shard_size, sharded.tp_size) == (2, 2, 4)
+    with pytest.raises(ValueError, match="must be a multiple of 4"):
+        trainer_parallelism(config, 6)
+    with pytest.raises(ValueError, match=r"x 4 ranks per sequence = 16, but 8 processes run"):
+        trainer_parallelism(config, 8, dp_shard_size=2, dp_replicate_size=2)
+
+
+def check_meshes() -> None:
+    """Four ranks under FSDP2, two per sequence: parameters are sharded over all of them."""
+    axis = trainer_parallelism(RING, 4, dp_shard_size=2)
+    torch.distributed.init_process_group("gloo")
+    mesh = axis.build_device_mesh("cpu")
+    assert mesh.mesh_dim_names == ("dp_shard", "tp")
+    assert mesh["dp_shard_cp"].size() == 4
+
+
+def test_fsdp_shards_over_the_axis_too() -> None:
+    run_launched(check_meshes, 4)
