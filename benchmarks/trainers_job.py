@@ -86,14 +86,16 @@ def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     return clock.row(settings["rows"] * settings["tokens"], job.num_ranks) | {"first_loss": first}
 
 
-def tokenizer() -> Any:
-    """What trainers want to be given; rows are tokenised already."""
+def tokenizer(vocabulary: int) -> Any:
+    """A tokenizer whose word for each token is its number."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    words = Tokenizer(WordLevel({str(n): n for n in range(vocabulary)}, unk_token="0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
 
 
 def common_arguments(settings: Row, job: Job) -> dict[str, Any]:
@@ -125,18 +127,19 @@ def run_sft(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
 
     row = random_row(settings["tokens"], job.shape, job.device)[0].tolist()
     given = common_arguments(settings, job) | {"max_length": None, "packing": False}
+    given |= {"dataset_kwargs": {"skip_prepare_dataset": True}}  # rows are tokenised already
     more: dict[str, Any] = {"long_context": ours_config(settings, job)}
     if is_peer:
         given |= {"parallelism_config": peers_axis(job)}
-        if settings["checkpoint"] == "full":
-            checkpoint_layers(model)
+        if settings["checkpoint"] != "none":
+            checkpoint_layers(model, offload=settings["checkpoint"] == "offload")
         more = {}
     return timed(
         lambda clock: (SFTTrainer if is_peer else Ours)(
             model=model,
             args=SFTConfig(**given),
             train_dataset=Dataset.from_dict({"input_ids": [row] * given["max_steps"]}),
-            processing_class=tokenizer(),
+            processing_class=tokenizer(job.shape.vocab_size),
             callbacks=[clock],
             **more,
         ),
@@ -147,7 +150,8 @@ def run_sft(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
 
 def run_dpo(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     """TRL's DPOTrainer with a precomputed reference, over pairs of rows."""
-    from datasets import Dataset
+    from accelerate import PartialState
+    from datasets import Dataset, load_from_disk
     from trl import DPOConfig, DPOTrainer
 
     from longctx_patch import LongContextTrainerMixin
@@ -155,21 +159,25 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     class Ours(LongContextTrainerMixin, DPOTrainer):
         pass
 
-    chosen = random_row(settings["tokens"], job.shape, job.device)[0].tolist()
-    pair = {
-        "prompt_ids": chosen[:1024],
-        "chosen_ids": chosen[1024:],
-        "rejected_ids": chosen[:1023:-1],
-    }
+    # The trainer ends each completion with a token of its own.
+    words = list(map(str, random_row(settings["tokens"] - 1, job.shape, job.device)[0].tolist()))
+    prompt, answer = words[: len(words) // 64], words[len(words) // 64 :]
+    texts = {"prompt": prompt, "chosen": answer, "rejected": answer[::-1]}
+    pair = {name: " ".join(["", *text]) for name, text in texts.items()}
     given = common_arguments(settings, job) | {"max_length": None}
+    arguments = DPOConfig(**given, precompute_ref_log_probs=True)  # joins the processes
     config = model_config(settings["model"], settings["num_layers"], settings["tokens"])
+    folder = given["output_dir"] + "-pairs"  # shared, since the reference is cached beside it
+    with PartialState().main_process_first():
+        if job.rank == 0:
+            Dataset.from_list([pair] * given["max_steps"]).save_to_disk(folder)
     return timed(
         lambda clock: Ours(
             model=model,
             ref_model=make_model(config, job.device, model.dtype),
-            args=DPOConfig(**given, precompute_ref_log_probs=True),
-            train_dataset=Dataset.from_list([pair] * given["max_steps"]),
-            processing_class=tokenizer(),
+            args=arguments,
+            train_dataset=load_from_disk(folder),
+            processing_class=tokenizer(job.shape.vocab_size),
             callbacks=[clock],
             long_context=ours_config(settings, job),
         ),
