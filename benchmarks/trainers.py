@@ -5,9 +5,9 @@
 Systems: `loop`, the recipe's loop over shards; `sft` and `dpo`, TRL's trainers over whole rows with
 LongContextTrainerMixin; `sft_context_parallel`, SFTTrainer under Accelerate's context parallelism,
 the peer. `loop:2` takes two rows a step, as a pair of DPO is. A name may end in a checkpoint policy
-(`sft_context_parallel,offload` is TRL's long-context recipe). The first loss of each has to be that of the stock model in one
-process on the same row (log 2 for DPO); otherwise it is wrong. Writes trainers.jsonl and
-trainers.md into --out.
+(`sft_context_parallel,offload` is TRL's long-context recipe). The first loss of each has to be that
+of the stock model in one process on the same row (log 2 for DPO); otherwise it is wrong. Writes
+trainers.jsonl and trainers.md into --out.
 """
 
 import argparse
