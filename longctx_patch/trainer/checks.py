@@ -102,17 +102,18 @@ def _loss_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
             'the model. Use liger_kernel_config={"fused_linear_cross_entropy": False}; '
             'LongContextConfig(loss="chunked") makes no logits either.'
         )
+    if config.loss == "logits":
+        return
+    needs_logits = (
+        f"with loss={config.loss!r}: the trainer would compute its loss from logits of whole rows, "
+        'which are never made. Use LongContextConfig(loss="logits")'
+    )
     if args.label_smoothing_factor:
-        yield (
-            f"label_smoothing_factor={args.label_smoothing_factor}: the trainer would compute the "
-            "loss from logits of whole rows, without labels. Use 0."
-        )
+        yield f"label_smoothing_factor={args.label_smoothing_factor} {needs_logits}, or 0."
     if trainer.compute_loss_func is not None:
         yield (
-            "compute_loss_func: it computes a loss from logits of whole rows, for which the "
-            "trainer calls the model without labels. Override compute_loss instead: call the model "
-            'with labels, and with LongContextConfig(loss="logits") use outputs.logits, or '
-            "handle.token_log_probs(batch)."
+            f"compute_loss_func {needs_logits}, or override compute_loss and use "
+            "self.long_context_handle.token_log_probs(inputs)."
         )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 
 from longctx_patch.config import LongContextConfig
@@ -156,8 +157,9 @@ class LongContextTrainerMixin(_Trainer):
 
     @ref_model.setter
     def ref_model(self, model: Any) -> None:
-        is_new = isinstance(model, PreTrainedModel) and model is not self.ref_model
-        if is_new and not hasattr(model, "set_reshard_after_forward"):  # FSDP2's, patched before
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        is_new = isinstance(base, PreTrainedModel) and model is not self._reference
+        if is_new and not isinstance(base, FSDPModule):  # then it was patched before
             handle = patch_reference(model, self._config)
             self._undo.append(handle.unpatch)
             self._contexts.enter_context(handle.sharing_evaluation())

@@ -8,6 +8,7 @@ from tests.plugin.launched import run_launched
 from tests.trainer.trained import Case, Trained, complaints, train_all
 
 ACCUMULATED = {"gradient_accumulation_steps": 3}
+LOGITS = {"ring_degree": 2, "loss": "logits"}
 TWO = [
     Case("llama", config={"ring_degree": 2}),
     Case(
@@ -39,6 +40,8 @@ TWO = [
             "trainable_token_indices": [3, 7],
         },
     ),
+    Case("smoothed", config=LOGITS, arguments={"max_steps": 6, "label_smoothing_factor": 0.1}),
+    Case("own loss", config=LOGITS, arguments={"max_steps": 6} | ACCUMULATED, own_loss=True),
 ]
 FOUR = [
     Case(

@@ -33,7 +33,7 @@ GIVEN: list[tuple[dict[str, Any], str]] = [
         r"split_batches=True in accelerator_config: .* different rows",
     ),
     ({"train_sampling_strategy": "batch_rebalance"}, r"'batch_rebalance': .* 'group_by_length'"),
-    ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1: .* Use 0"),
+    ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1 with loss='chunked': .*, or 0"),
     (
         {"parallelism_config": SequenceParallelismConfig(cp_size=2, dp_replicate_size=1)},
         r"cp_size=2.*for 2 ranks per sequence.*trainer_parallelism\(config\)",
@@ -55,7 +55,7 @@ def check_arguments() -> None:
 
 
 def check_options() -> None:
-    refused(r"compute_loss_func: .* Override compute_loss", compute_loss_func=len)
+    refused(r"compute_loss_func with loss='chunked': .*or override", compute_loss_func=len)
     collate = SequenceShardCollator(RING, group_rank=0, pad_token_id=0)
     refused(r"data_collator is a SequenceShardCollator: .* whole rows", data_collator=collate)
     refused(r"model='llama'.*from_pretrained\('llama'\)", model="llama")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, PrinterCallback, Trainer, TrainingArguments
 
 from longctx_patch import LongContextConfig, LongContextTrainer
@@ -31,6 +32,8 @@ class Case:
     """Arguments of PEFT's LoraConfig."""
     predicts: bool = False
     """Whether metrics are computed from logits."""
+    own_loss: bool = False
+    """Whether a function computes the loss from logits."""
 
 
 class Trained(NamedTuple):
@@ -99,6 +102,7 @@ def make_trainer(
         "eval_dataset": rows(7, seed=2),
         "data_collator": padded,
         "compute_metrics": metrics_of if case.predicts else None,
+        "compute_loss_func": squared_loss if case.own_loss else None,
         **options,
     }
     trainer = (
@@ -121,6 +125,14 @@ def model_of(case: Case) -> Any:
             if "lora_B" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return adapted
+
+
+def squared_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """Cross-entropy and a little of the squared logits, over all tokens that have a label."""
+    logits, wanted = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    logits = logits[wanted != -100]
+    losses = cross_entropy(logits, wanted[wanted != -100], reduction="sum")
+    return (losses + 0.01 * (logits**2).sum()) / num_items_in_batch
 
 
 def metrics_of(predicted: EvalPrediction) -> dict[str, float]:
