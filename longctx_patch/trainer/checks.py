@@ -9,8 +9,9 @@ from accelerate.scheduler import AcceleratedScheduler
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.plugin.launched import flag
+from longctx_patch.trainer.generation import GENERATING
 
-TRL_TRAINERS = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer"})
+TRL_TRAINERS = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer"}) | GENERATING
 """Trainers of TRL whose losses are made of what the patched model gives back."""
 
 

@@ -34,6 +34,12 @@ from longctx_patch.trainer.checks import (
     trainer_problems,
 )
 from longctx_patch.trainer.evaluation import GroupGather, logits_problem
+from longctx_patch.trainer.generation import (
+    GenerationMixin,
+    GroupsAsProcesses,
+    generation_problems,
+    settle_generation,
+)
 from longctx_patch.trainer.parallelism import num_processes, trainer_parallelism
 from longctx_patch.trainer.record import write_record
 
@@ -43,7 +49,7 @@ else:
     _Trainer = object
 
 
-class LongContextTrainerMixin(_Trainer):
+class LongContextTrainerMixin(GenerationMixin, _Trainer):
     """Trains a patched model with the numbers of one process.
 
     Write it before the trainer that it is mixed into, and give `long_context` beside the trainer's
@@ -84,9 +90,11 @@ class LongContextTrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         try:
             refuse_together(trainer_problems(self, self._config))
+            refuse_together(generation_problems(self, self._config.sequence_degree))
         except ValueError:
             self.unpatch()
             raise
+        self.seed_groups()
 
     @property
     def _config(self) -> LongContextConfig:
@@ -102,6 +110,7 @@ class LongContextTrainerMixin(_Trainer):
         require_whole_groups(config.degrees_in_words, degree, num_processes())
         refuse_together(argument_problems(self.args, config, num_processes() // degree))
         settle_checkpointing(self.args, config)
+        settle_generation(self.args, num_processes() // degree)
         if num_processes() // degree == 1 and degree > 1:
             self.args.average_tokens_across_devices = True  # one group: the same mean
         if self.args.parallelism_config is None and num_processes() > 1:
@@ -110,6 +119,7 @@ class LongContextTrainerMixin(_Trainer):
         refuse_together(accelerator_problems(self.accelerator, degree))
         self._keep_reductions_exact()
         self._gather = GroupGather(self.accelerator, degree)
+        self._groups = GroupsAsProcesses(self.accelerator, degree)
         self.accelerator.gather_for_metrics = self._gather.repeated
         if self.model is not None:
             self._patch(self.model)

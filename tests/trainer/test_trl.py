@@ -1,0 +1,105 @@
+"""TRL's trainers over several ranks per sequence log and learn what the same trainer does with the
+stock model on one process for each sequence group: all metrics of 20 steps, and every weight."""
+
+from pathlib import Path
+
+from tests.plugin.launched import run_launched
+from tests.trainer.trained import Trained, complaints
+from tests.trainer.trl_cases import Case, train_all, write_rows
+
+RING, ULYSSES, BOTH = (
+    {"ring_degree": 2},
+    {"ulysses_degree": 2},
+    {"ring_degree": 2, "ulysses_degree": 2},
+)
+THRICE = {"gradient_accumulation_steps": 3}
+ALL_OF_DPO = [
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot"),
+    *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+]
+ALL_LOSSES = {
+    "loss_type": ALL_OF_DPO,
+    "loss_weights": [1 / len(ALL_OF_DPO)] * len(ALL_OF_DPO),
+    "label_smoothing": 0.1,
+}
+BEFOREHAND = {"precompute_ref_log_probs": True}
+PACKED = {"packing": True, "max_length": 40}
+
+GENERATED = {"max_completion_length": 8, "num_generations": 4, "beta": 0.1}
+
+TWO = [
+    Case("sft", "sft", "text", RING, arguments=THRICE),
+    Case("dft", "sft", "text", RING, "mixtral", arguments={"loss_type": "dft"}),
+    Case(
+        "padding-free",
+        "sft",
+        "text",
+        ULYSSES,
+        "mistral",
+        arguments={"padding_free": True, "max_length": None},
+    ),
+    Case(
+        "wrapped", "sft", "text", RING, "qwen3", arguments=PACKED | {"packing_strategy": "wrapped"}
+    ),
+    Case("dpo", "dpo", "pairs", RING, arguments=THRICE),
+    Case("kto", "kto", "labelled", ULYSSES, "qwen3"),
+    Case(
+        "rloo",
+        "rloo",
+        "prompts",
+        ULYSSES,
+        "mistral",
+        adapter=True,
+        arguments=GENERATED | {"num_generations": 2, "beta": 0.02},
+    ),
+]
+FOUR = [
+    Case("completions", "sft", "completion", BOTH, "mistral", arguments=THRICE),
+    Case(
+        "dpo beforehand",
+        "dpo",
+        "pairs",
+        {"ring_degree": 4},
+        arguments=BEFOREHAND | {"use_weighting": True, "ld_alpha": 0.5},
+    ),
+    Case("kto with adapters", "kto", "labelled", BOTH, adapter=True, arguments=BEFOREHAND),
+]
+REPLICAS = [
+    Case("chat", "sft", "chat", ULYSSES, "qwen3", arguments={"assistant_only_loss": True}),
+    Case("packed", "sft", "text", RING, arguments=PACKED | THRICE),
+    Case("dpo with adapters", "dpo", "pairs", ULYSSES, adapter=True, arguments=ALL_LOSSES),
+    Case(
+        "grpo",
+        "grpo",
+        "prompts",
+        RING,
+        "qwen3",
+        adapter=True,
+        arguments=GENERATED | {"num_iterations": 2, "top_entropy_quantile": 0.5},
+    ),
+]
+"""A prompt's generations are of both replicas in the last case."""
+
+
+def run(cases: list[Case], folder: Path, num_processes: int, is_patched: bool) -> list[Trained]:
+    """What the last process has of each case."""
+    folder = folder / f"{num_processes} {'patched' if is_patched else 'stock'}"
+    write_rows(cases, folder)
+    found: list[Trained] = run_launched(train_all, num_processes, cases, folder, is_patched)[-1]
+    return found
+
+
+def check(cases: list[Case], found: list[Trained], wanted: list[Trained]) -> None:
+    for case, mine, stock in zip(cases, found, wanted, strict=True):
+        wrong = complaints(mine, stock)
+        assert not wrong, "\n".join([case.name, *wrong])
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    check(TWO, run(TWO, tmp_path, 2, True), run(TWO, tmp_path, 1, False))
+
+
+def test_four_ranks_train_as_one_and_as_two(tmp_path: Path) -> None:
+    found = run([*FOUR, *REPLICAS], tmp_path, 4, True)
+    wanted = [*run(FOUR, tmp_path, 1, False), *run(REPLICAS, tmp_path, 2, False)]
+    check([*FOUR, *REPLICAS], found, wanted)

@@ -1,0 +1,179 @@
+"""TRL's trainers over a tiny model and a tiny language, as they run alone and with long context."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_from_disk
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast, PrinterCallback
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from longctx_patch import LongContextConfig, LongContextTrainerMixin
+from tests.hf.tiny import VOCABULARY, featured_model
+from tests.trainer.trained import STEPS, Trained, numbers
+
+WORDS = VOCABULARY - 4
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }} <eos> {% endgeneration %}{% else %}<user> {{ m.content }} {% endif %}"
+    "{% endfor %}"
+)
+
+
+def tokenizer() -> Any:
+    words = ["<pad>", "<eos>", "<unk>", "<user>", *(f"w{n}" for n in range(WORDS))]
+    model = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    model.pre_tokenizer = WhitespaceSplit()
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    found.chat_template = CHAT
+    return found
+
+
+def texts(number: int, seed: int, longest: int) -> Iterator[str]:
+    """Texts of 3 to `longest` words."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(number):
+        length = int(torch.randint(3, longest + 1, (1,), generator=generator))
+        ids = torch.randint(0, WORDS, (length,), generator=generator).tolist()
+        yield " ".join(f"w{word}" for word in ids)
+
+
+def rows(kind: str, number: int, seed: int) -> list[dict[str, Any]]:
+    """Rows of one of the kinds that TRL's trainers take."""
+    longest = 7 if kind in ("pairs", "labelled") else 17  # sums are as exact as they are small
+    parts = (texts(number, seed + 1000 * part, n) for part, n in enumerate((17, longest, longest)))
+    together = list(zip(*parts, strict=True))
+    if kind == "prompts":
+        return [{"prompt": a} for a, _, _ in together]
+    if kind == "text":
+        return [{"text": f"{a} {b}"} for a, b, _ in together]
+    if kind == "chat":
+        roles = ("user", "assistant", "user", "assistant")
+        turns = [zip(roles, (a, b, "w1 w2", c), strict=True) for a, b, c in together]
+        return [{"messages": [{"role": r, "content": t} for r, t in four]} for four in turns]
+    if kind == "completion":
+        return [{"prompt": a, "completion": f" {b}"} for a, b, _ in together]
+    if kind == "pairs":
+        return [{"prompt": a, "chosen": f" {b}", "rejected": f" {c}"} for a, b, c in together]
+    return [
+        {"prompt": a, "completion": f" {b}", "label": index % 3 > 0}
+        for index, (a, b, _) in enumerate(together)
+    ]
+
+
+TRAINERS: dict[str, tuple[type, type]] = {
+    "sft": (SFTConfig, SFTTrainer),
+    "dpo": (DPOConfig, DPOTrainer),
+    "kto": (KTOConfig, KTOTrainer),
+    "grpo": (GRPOConfig, GRPOTrainer),
+    "rloo": (RLOOConfig, RLOOTrainer),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of a trainer, with long context and on one process for each sequence group."""
+
+    name: str
+    trainer: str
+    rows: str
+    config: dict[str, int]
+    family: str = "llama"
+    adapter: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def write_rows(cases: Sequence[Case], folder: Path) -> None:
+    """The datasets of the cases, as files: processes share what is made of them."""
+    for case in cases:
+        for name, number, seed in (("train", 48, 1), ("eval", 7, 2)):
+            found = Dataset.from_list(rows(case.rows, number, seed))
+            found.save_to_disk(str(folder / case.name / name))
+
+
+def train_all(cases: Sequence[Case], folder: Path, is_patched: bool) -> list[Trained]:
+    return [train(case, folder / case.name, is_patched) for case in cases]
+
+
+def train(case: Case, folder: Path, is_patched: bool) -> Trained:
+    """Train, with an evaluation at the end."""
+    arguments, cls = TRAINERS[case.trainer]
+    given: dict[str, Any] = {}
+    if is_patched:
+        cls = type("Patched", (LongContextTrainerMixin, cls), {})
+        given["long_context"] = LongContextConfig(**case.config)  # type: ignore[arg-type]
+    if case.adapter:
+        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    elif case.trainer in ("dpo", "kto"):
+        given["ref_model"] = moved(featured_model(case.family))
+    if case.trainer in ("grpo", "rloo"):
+        given["reward_funcs"] = early_words
+    trainer: Any = cls(
+        model=featured_model(case.family),
+        args=arguments(output_dir=str(folder / "out"), **USUAL | case.arguments),
+        train_dataset=load_from_disk(str(folder / "train")),
+        eval_dataset=load_from_disk(str(folder / "eval")),
+        processing_class=tokenizer(),
+        **given,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    evaluated = trainer.evaluate()
+    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+    if is_patched:
+        trainer.unpatch()
+    logged = [numbers(entry) for entry in trainer.state.log_history]
+    return Trained(logged, weights, numbers(evaluated))
+
+
+def early_words(completions: list[str], **_: Any) -> list[float]:
+    """A reward: the share of words that come early in the vocabulary, and shortness."""
+    numbers_of = [[int(word[1:]) for word in c.split() if word[1:].isdigit()] for c in completions]
+    return [sum(n < 40 for n in ns) / (1 + len(ns)) - 0.03 * len(ns) for ns in numbers_of]
+
+
+USUAL: dict[str, Any] = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "optim": "sgd",
+    "learning_rate": 0.05,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "max_grad_norm": 1.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+}
+
+
+def moved(model: Any) -> Any:
+    """A reference that is not the policy."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
