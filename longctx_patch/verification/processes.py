@@ -20,7 +20,10 @@ import torch.multiprocessing as mp
 GRACE_S = 1.0
 """Seconds that waiting ranks get to write their own traces after one rank failed."""
 
-SLOW_TO_LOAD = ("torch", "torch._dynamo", "torch.distributed.fsdp", "accelerate", "peft")
+SLOW_TO_LOAD = (
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "accelerate", "datasets", "peft"),
+    *("transformers.trainer", "trl.trainer.utils", "trl.trainer.sft_trainer"),
+)
 """Modules that take seconds to import, as do transformers' `modeling_...`."""
 
 
