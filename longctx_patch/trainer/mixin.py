@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.handle import PatchHandle
+from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.accelerator import launched_sizes
 from longctx_patch.plugin.fsdp import exact_mixed_precision
 from longctx_patch.plugin.launched import flag
@@ -83,6 +84,7 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
     def __init__(
         self, *args: Any, long_context: LongContextConfig | PatchHandle, **kwargs: Any
     ) -> None:
+        let_segments_grow()
         self._long_context = long_context
         self._undo: list[Callable[[], None]] = []
         self._contexts = ExitStack()
