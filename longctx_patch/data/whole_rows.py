@@ -6,17 +6,15 @@ collators make all of these.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from longctx_patch.data.rows import Row
+from longctx_patch.data.stock_rows import Lengths, StockModel, check_labels, check_read_alike
 from longctx_patch.loss.law import IGNORE_INDEX
-
-Lengths = tuple[int, ...]
-"""Of the documents of a row, in tokens."""
 
 ROWS_KEY = "longctx_rows"
 """Key of a `RowsPass`, in the shard of a batch that was whole rows."""
@@ -69,7 +67,7 @@ class RowsPass(NamedTuple):
     """Columns of the batch whose logits are wanted; None: all of them."""
 
 
-def read_rows(given: Mapping[str, Any], *, sees_absolute_positions: bool = False) -> WholeRows:
+def read_rows(given: Mapping[str, Any], stock: StockModel) -> WholeRows:
     """What the arguments of a forward pass say about its rows.
 
     Args:
@@ -78,8 +76,7 @@ def read_rows(given: Mapping[str, Any], *, sees_absolute_positions: bool = False
             `position_ids` `[B, L]` or `[1, L]`, which count from 0 in each document;
             `cu_seq_lens_q`, where documents of one row begin and end; `seq_lengths`, the lengths
             of each row's documents.
-        sees_absolute_positions: whether the model computes something else if a document's first
-            position is not 0.
+        stock: the model before it was patched.
 
     Raises:
         ValueError: a row's tokens are not neighbours, what is given contradicts itself, or
@@ -87,71 +84,26 @@ def read_rows(given: Mapping[str, Any], *, sees_absolute_positions: bool = False
     """
     ids = _two_dimensional("input_ids", given.get("input_ids"))
     labels = given.get("labels")
-    labels = torch.full_like(ids, IGNORE_INDEX) if labels is None else labels.cpu()
+    labels = torch.full(ids.shape, IGNORE_INDEX) if labels is None else labels.cpu()
     if labels.shape != ids.shape:
         raise ValueError(
             f"labels {list(labels.shape)} for input_ids {list(ids.shape)}: whole rows have one "
             "unshifted label for each token."
         )
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels of {labels.dtype}: cross-entropy takes int64. Use labels.long().")
     spans = _spans(given.get("attention_mask"), ids.shape)
     lengths = _documents(given, spans, ids.shape)
-    if sees_absolute_positions:
-        _check_positions(given, spans, lengths)
     rows = tuple(
         Row(row[start:stop], row_labels[start:stop], documents)
         for row, row_labels, (start, stop), documents in zip(
             ids, labels, spans, lengths, strict=True
         )
     )
-    _check_labels(labels, spans, lengths)
+    check_labels(labels, spans, lengths)
     found = WholeRows(rows, tuple(spans), ids.shape[1])
-    if found.is_packed and given.get("attention_mask") is not None:
-        raise ValueError(
-            "packed rows with an attention_mask: transformers looks for documents only where there "
-            "is no mask, and would let them see each other. Leave attention_mask out; padding of "
-            "packed rows has the position 0 and no label."
-        )
+    check_read_alike(given, spans, lengths, stock)
     return found
-
-
-def _check_positions(
-    given: Mapping[str, Any], spans: Sequence[tuple[int, int]], lengths: Sequence[Lengths]
-) -> None:
-    """Refuse rows whose documents would begin at another position than 0 in transformers."""
-    shifted = any(start for start, _ in spans) or any(len(row) > 1 for row in lengths)
-    positions = given.get("position_ids")
-    if shifted and (positions is None or _begin_elsewhere(positions, spans)):
-        raise ValueError(
-            "a document that begins in the middle of a row, without position_ids that count from 0 "
-            "there: this model's attention depends on the positions themselves "
-            "(llama_4_scaling_beta). Give position_ids, or pad on the right."
-        )
-
-
-def _begin_elsewhere(positions: Tensor, spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether the tokens of any row begin at another position than 0."""
-    rows = positions.cpu().expand(len(spans), -1)
-    return any(bool(row[start]) for row, (start, stop) in zip(rows, spans, strict=True) if stop)
-
-
-def _check_labels(
-    labels: Tensor, spans: Sequence[tuple[int, int]], lengths: Sequence[Lengths]
-) -> None:
-    """Refuse labels that transformers would learn from padding or from another document.
-
-    It shifts labels over the whole batch, whatever the rows hold.
-    """
-    learns = labels != IGNORE_INDEX
-    for number, ((start, stop), documents) in enumerate(zip(spans, lengths, strict=True)):
-        if bool(learns[number, :start].any() or learns[number, stop:].any()):
-            raise ValueError(f"row {number} has labels on padding: give {IGNORE_INDEX} there.")
-        firsts = [start, *accumulate(documents, initial=start)][1:-1]
-        if bool(learns[number, [column for column in firsts if column]].any()):
-            raise ValueError(
-                f"row {number} has a label on the first token of a document, which transformers "
-                "would learn from the padding or the document before it. Give it the label "
-                f"{IGNORE_INDEX}, as the collators of transformers and TRL do."
-            )
 
 
 def _two_dimensional(name: str, value: Any) -> Tensor:
@@ -200,11 +152,6 @@ def _documents(
         "position_ids": _by_positions(given.get("position_ids"), spans, shape),
         "seq_idx": _by_seq_idx(given.get("seq_idx"), spans, shape),
     }
-    if said["seq_idx"] is not None and said["position_ids"] is None:
-        raise ValueError(
-            "seq_idx without position_ids: transformers' attention does not read it. Give "
-            "position_ids that count from 0 in each document."
-        )
     known = {name: lengths for name, lengths in said.items() if lengths is not None}
     if not known:
         return [(stop - start,) if stop > start else () for start, stop in spans]

@@ -21,6 +21,11 @@ def number_of(num_items: Any) -> float | None:
             f"num_items_in_batch is a tensor of {num_items.dtype}, which rounds a count of tokens: "
             "FSDP2's mixed precision casts it on the way. Pass int(num_items_in_batch)."
         )
+    if is_tensor and num_items.numel() != 1:
+        raise ValueError(
+            f"num_items_in_batch {list(num_items.shape)}: it is one number, the tokens of the step "
+            "over all processes. Use num_items_in_batch.sum()."
+        )
     number = float(num_items)
     if not (number == 0 or number >= 1) or not isfinite(number):
         raise ValueError(f"num_items_in_batch={number:g}: it counts tokens, so it is 0, 1 or more.")

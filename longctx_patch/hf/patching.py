@@ -46,9 +46,10 @@ def patch(
     which DDP and FSDP do. A loss can go backward once; more often with `loss="logits"`.
 
     A training batch that carries no shard is whole rows, as any trainer batches them: equal on all
-    ranks of the group, padded on either side (`attention_mask`) or packed (`position_ids`,
-    `cu_seq_lens_q`, `seq_lengths`), with `labels`. The model cuts it itself. `out.loss` is then
-    that of one replica, the same on every rank of the group: the sum of its token losses over
+    ranks of the group, padded on either side (`attention_mask`) or packed (`position_ids` that
+    start anew, perhaps also `cu_seq_lens_q` or `seq_lengths`), with `labels`. The model cuts it
+    itself, and computes what transformers does without a cache. `out.loss` is then that of one
+    replica, the same on every rank of the group: the sum of its token losses over
     `num_items_in_batch`, or over their number (0 where no token has a label). Its gradients too
     are averaged over all ranks, as if each group were one process. In evaluation mode whole rows
     run on the stock path on each rank alone, but see `PatchHandle.sharing_evaluation`.

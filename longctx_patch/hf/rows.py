@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
 from longctx_patch.data.whole_rows import READ, WANTED_KEY, RowsPass, read_rows
 from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.hf.call.inputs import option_problem
 from longctx_patch.hf.counted import number_of, require_known_group
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.facts import sees_absolute_positions
+from longctx_patch.hf.model.stock import stock_model
 from longctx_patch.hf.row_outputs import OTHER_OUTPUTS, whole_outputs
 from longctx_patch.hf.row_requests import ASKING, Request, request_of
 from longctx_patch.transport.meeting import Meeting, digest, meet, table
@@ -38,6 +39,7 @@ class RowPasses:
         self.shares_evaluation = False
         """Whether the ranks of a group share whole rows with labels in evaluation too."""
         self._model, self._group = model, group
+        self._stock = stock_model(model)
         self._collate = SequenceShardCollator(
             group.config, group_rank=group.group_rank, pad_token_id=0
         )
@@ -57,9 +59,7 @@ class RowPasses:
     def _before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments
     ) -> tuple[Any, Arguments]:
-        given = kwargs
-        if args:  # looked up in each pass, since TRL replaces the forward of a model
-            given = inspect.signature(self._model.forward).bind_partial(*args).arguments | kwargs
+        given = self._named(args) | kwargs
         require_known_group(
             given.get("num_items_in_batch"), self._group.num_ranks, training=self._model.training
         )
@@ -67,6 +67,11 @@ class RowPasses:
             return args, kwargs
         shard = self._shard_of(given)
         return (args, kwargs) if shard is None else ((), shard)
+
+    def _named(self, args: tuple[Any, ...]) -> Arguments:
+        """Positional arguments by name; looked up in each pass, since TRL replaces forwards."""
+        names = inspect.signature(self._model.forward).parameters if args else ()
+        return dict(zip(names, args, strict=False))
 
     def _after(self, _: nn.Module, args: tuple[Any, ...], kwargs: Arguments, outputs: Any) -> Any:
         rows = kwargs.get(ROWS_KEY)
@@ -78,11 +83,11 @@ class RowPasses:
         """Whether these are whole rows, which the ranks of the group compute together."""
         if given.get(WANTED_KEY) is not None:
             return True
-        if given.get(SHARD_KEY) is not None or given.get("past_key_values") is not None:
+        if given.get(SHARD_KEY) is not None:
             return False
         if self._model.training:
             return True
-        if given.get("labels") is None:
+        if given.get("labels") is None or given.get("past_key_values") is not None:
             return False
         # In evaluation mode by mistake, one rank would leave the others waiting for it.
         learns = self._group.num_ranks > 1 and would_have_gradients(self._model)
@@ -114,9 +119,8 @@ class RowPasses:
         return others | {"num_items_in_batch": None, "use_cache": False} | shard
 
     def _cut(self, given: Mapping[str, Any], request: Request) -> Arguments:
-        whole = read_rows(
-            given, sees_absolute_positions=sees_absolute_positions(self._model.config)
-        )
+        whole = read_rows(given, self._stock)
+        self._check_ids(given["input_ids"])
         num_items = number_of(given.get("num_items_in_batch"))
         if num_items == 0 and any(bool((row.next_labels() >= 0).any()) for row in whole.rows):
             raise ValueError("num_items_in_batch=0 with labels: it counts the step's labels.")
@@ -129,6 +133,16 @@ class RowPasses:
         on_device = {name: value.to(device) for name, value in shard.items()}
         return on_device | {SHARD_KEY: described, ROWS_KEY: rows}
 
+    def _check_ids(self, ids: Tensor) -> None:
+        """Refuse ids without an embedding: one rank would fail to look them up, the others wait."""
+        least, most = (int(edge) for edge in ids.aminmax())
+        size = self._model.get_input_embeddings().num_embeddings
+        if least < 0 or most >= size:
+            raise ValueError(
+                f"input_ids from {least} to {most}: the model's embedding has {size} rows. Check "
+                "the tokenizer against the model's vocab_size."
+            )
+
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse what outputs of whole rows can't have."""
         if not self._model.training and would_have_gradients(self._model):
@@ -136,6 +150,9 @@ class RowPasses:
         for name, fix in _REFUSED.items():
             if given.get(name) is not None:
                 raise ValueError(f"{name} with whole rows: {fix}")
+        others = {name: given[name] for name in given if name not in READ | ASKING | _OWN}
+        if option := option_problem(others):
+            raise ValueError(option)
         for name, usual in _USUAL.items():
             asked = given.get(name)
             asked = getattr(self._model.config, name, usual) if asked is None else asked
@@ -143,6 +160,8 @@ class RowPasses:
                 raise ValueError(f"{name}={asked} with whole rows: {OTHER_OUTPUTS}")
 
 
+_OWN = frozenset({"fused_lm_head", "num_items_in_batch"})
+"""Arguments that trainers give to a model, not to its decoder."""
 _USUAL = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _REFUSED = {
     SHARD_KEY: "this batch is a shard already. Give whole rows.",

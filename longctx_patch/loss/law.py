@@ -107,7 +107,7 @@ def replica_scale(num_items: float | None, *, group_labels: int, group_ranks: in
 def group_value(part: Tensor, everyone: Transport) -> Tensor:
     """The mean of all ranks' parts; its gradient goes to this rank's part alone. Collective."""
     parts = torch.cat(everyone.all_gather(part.detach().view(1), [1] * everyone.num_ranks))
-    return part + (parts.mean() - part.detach())
+    return parts.mean() + (part - part.detach())
 
 
 def sum_of_token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:

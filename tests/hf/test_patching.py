@@ -181,6 +181,7 @@ def check_refused_on_every_rank(rank: int) -> None:
     short["longctx_shard"] = torch.tensor([[1, 0]] * 2)
     ids = torch.tensor([row["input_ids"] for row in token_rows(16)])
     whole = {"input_ids": ids, "labels": ids}
+    counted = whole | {"position_ids": torch.arange(16)[None]}
     bad: list[tuple[dict[str, Any], str]] = [
         (collated(handle, token_rows(16, seed=rank)), "must hold shards of the same batch"),
         (collated(handle, token_rows(16 + 4 * rank)), r"rank 1: 10 of 20 tokens"),
@@ -195,7 +196,7 @@ def check_refused_on_every_rank(rank: int) -> None:
         (whole | {"num_valid_tokens": 5}, "num_valid_tokens with whole rows"),
         (whole | {"attention_mask": 1 - torch.eye(2, 16)[:, [1, 0, *range(2, 16)]]}, "a hole"),
         (whole | {"num_items_in_batch": float("nan")}, "num_items_in_batch=nan"),
-        (whole | {"seq_lengths": 5 if rank else [[16]] * 2}, "whole rows can't be read|rank"),
+        (counted | {"seq_lengths": 5 if rank else [[16]] * 2}, "whole rows can't be read"),
         (whole | {"return_dict": False}, "return_dict=False with whole rows"),
         ({k: v for k, v in good.items() if k != "longctx_shard"}, "whose longctx_shard is missing"),
         (good | {"num_items_in_batch": 30}, "Trainer counts and scales it"),

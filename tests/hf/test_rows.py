@@ -216,8 +216,8 @@ def check_evaluation(rank: int) -> None:
     stock, model = featured_model("llama").eval(), featured_model("llama").eval()
     handle = patch(model, LongContextConfig(ring_degree=2))
     with torch.no_grad():
-        for name in ("right", "left"):
-            given = BATCHES[name].given
+        for name in ("right", "left", "packed"):
+            given = BATCHES[name].given | {"use_cache": False}  # with a cache none finds documents
             wanted = stock(**given).loss
             handle.counters.reset()
             assert relative_error(model(**given).loss, wanted) < 1e-6
@@ -263,6 +263,10 @@ def check_refused(rank: int) -> None:
         ({"output_hidden_states": True}, "output_hidden_states=True with whole rows: outputs have"),
         ({"return_dict": False}, "return_dict=False with whole rows"),
         ({"input_ids": [[1, 2]]}, "input_ids: list"),
+        ({"input_ids": good["input_ids"] + 60}, "the model's embedding has 97 rows"),
+        ({"past_key_values": object()}, "past_key_values with whole rows: a cache holds"),
+        ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch \[2\]: it is one number"),
+        ({"token_type_ids": good["input_ids"]}, "token_type_ids=tensor"),
     ):
         with pytest.raises(ValueError, match=says):
             model(**good | (change if rank else {}))

@@ -29,12 +29,18 @@ def check_whole_rows(group: SequenceGroup, kwargs: dict[str, Any]) -> None:
     padded = kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None
     if group.num_ranks == 1 or given is None or padded:
         return
-    if not _same_positions(given, torch.arange(given.shape[-1], device=given.device)[None]):
+    if kwargs.get("shift_labels") is not None or not _count_from_zero(given):
         raise ValueError(
             f"position_ids start {given.flatten()[:4].tolist()}: this looks like a shard, but its "
             "longctx_shard is missing. Pass the batch of SequenceShardCollator unchanged, or whole "
-            "rows with positions from 0."
+            "rows without shift_labels, with positions from 0 in each document."
         )
+
+
+def _count_from_zero(positions: Tensor) -> bool:
+    """Whether positions count up, and start at 0 wherever they start."""
+    starts, steps = positions[..., 0], positions.diff(dim=-1)
+    return bool((starts == 0).all() and ((steps == 1) | (positions[..., 1:] == 0)).all())
 
 
 def wants_router_logits(decoder: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -52,7 +58,7 @@ def input_problem(
         _count_problem(kwargs.get("num_items_in_batch"), kwargs.get("num_valid_tokens"))
         or _mask_problem(kwargs, wants_router_logits)
         or _position_problem(kwargs.get("position_ids"), positions)
-        or _option_problem(kwargs)
+        or option_problem(kwargs)
     )
 
 
@@ -106,7 +112,7 @@ def _position_problem(given: Tensor | None, positions: Tensor) -> str | None:
     )
 
 
-def _option_problem(kwargs: dict[str, Any]) -> str | None:
+def option_problem(kwargs: dict[str, Any]) -> str | None:
     for option, value in kwargs.items():
         harmless = (None, True) if option == "is_causal" else (None, False)
         if option in _KNOWN or any(value is other for other in harmless):
