@@ -24,9 +24,9 @@ from longctx_patch.hf.counted import number_of, require_known_group
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.stock import stock_model
 from longctx_patch.hf.row_outputs import OTHER_OUTPUTS, whole_outputs
 from longctx_patch.hf.row_requests import ASKING, Request, request_of
+from longctx_patch.hf.stock import stock_model
 from longctx_patch.transport.meeting import Meeting, digest, meet, table
 
 Arguments = dict[str, Any]
