@@ -110,13 +110,15 @@ def write_rows(cases: Sequence[Case], folder: Path) -> None:
             found.save_to_disk(str(folder / case.name / name))
 
 
-def train_all(cases: Sequence[Case], folder: Path, is_patched: bool) -> list[Trained]:
-    return [train(case, folder / case.name, is_patched) for case in cases]
+def train_all(runs: Sequence[tuple[Case, bool]], folder: Path) -> list[Trained]:
+    """`runs`: cases, and whether their models are patched."""
+    return [train(case, folder / case.name, is_patched) for case, is_patched in runs]
 
 
 def train(case: Case, folder: Path, is_patched: bool) -> Trained:
     """Train, with an evaluation at the end."""
     arguments, cls = TRAINERS[case.trainer]
+    layers = {} if case.trainer == "sft" else {"num_hidden_layers": 1}
     given: dict[str, Any] = {}
     if is_patched:
         cls = type("Patched", (LongContextTrainerMixin, cls), {})
@@ -124,11 +126,11 @@ def train(case: Case, folder: Path, is_patched: bool) -> Trained:
     if case.adapter:
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     elif case.trainer in ("dpo", "kto"):
-        given["ref_model"] = moved(featured_model(case.family))
+        given["ref_model"] = moved(featured_model(case.family, **layers))
     if case.trainer in ("grpo", "rloo"):
         given["reward_funcs"] = early_words
     trainer: Any = cls(
-        model=featured_model(case.family),
+        model=featured_model(case.family, **layers),
         args=arguments(output_dir=str(folder / "out"), **USUAL | case.arguments),
         train_dataset=load_from_disk(str(folder / "train")),
         eval_dataset=load_from_disk(str(folder / "eval")),
