@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import logsigmoid, pad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -297,6 +298,39 @@ def check_ddp(rank: int) -> None:
         handle.unpatch()
 
 
-@pytest.mark.parametrize("check", [check_refusals, check_ddp])
+def check_fsdp(rank: int) -> None:
+    """The head's weight is whole while it runs, and again in backward; also beside adapters."""
+    tiles.TILE_BYTES = 7 * 4 * VOCABULARY
+    given = BATCHES["left"].given
+    for splits_head, adapted in ((True, False), (False, False), (True, True)):
+        wanted: dict[str, Tensor] = {}
+        for shards in (False, True):
+            model = (
+                one_adapted(target_modules=["lm_head"])[0] if adapted else featured_model("llama")
+            )
+            handle = patch(model, LongContextConfig(ring_degree=2))
+            base = handle.model
+            if shards:
+                for layer in base.model.layers:
+                    fully_shard(layer)
+                if splits_head:
+                    fully_shard(base.lm_head)
+                fully_shard(model)
+            wrapper = model if adapted else None
+            with torch.no_grad():
+                handle.token_log_probs(given, model=wrapper)
+            loss = handle.token_log_probs(given, model=wrapper).square().sum()
+            loss.backward()
+            if not shards:
+                step = over_ranks(loss, model)
+                wanted = step.grads
+            else:
+                assert relative_error(loss.detach(), step.loss) < 1e-6
+                for name, parameter in model.named_parameters():
+                    if parameter.grad is not None:
+                        assert relative_error(parameter.grad.full_tensor(), wanted[name]) < 1e-5
+
+
+@pytest.mark.parametrize("check", [check_refusals, check_ddp, check_fsdp])
 def test_over_two_ranks(check: Any) -> None:
     run_distributed(check, 2)
