@@ -2,12 +2,12 @@
 
     python benchmarks/trainers.py --out results/ --gpus 2 --tokens 65536
 
-Systems: `loop`, the recipe's loop over shards; `sft` and `dpo`, TRL's trainers over whole rows with
-LongContextTrainerMixin; `sft_context_parallel`, SFTTrainer under Accelerate's context parallelism,
-the peer. `loop:2` takes two rows a step, as a pair of DPO is. A name may end in a checkpoint policy
-(`sft_context_parallel,offload` is TRL's long-context recipe). The first loss of each has to be that
-of the stock model in one process on the same row (log 2 for DPO); otherwise it is wrong. Writes
-trainers.jsonl and trainers.md into --out.
+Systems: `loop`, the recipe's loop over shards; `trainer`, LongContextTrainer over whole rows; `sft`
+and `dpo`, TRL's trainers with LongContextTrainerMixin; `sft_context_parallel`, SFTTrainer under
+Accelerate's context parallelism, the peer. `loop:2` takes two rows a step, as a pair of DPO is. A
+name may end in a checkpoint policy (`sft_context_parallel,offload` is TRL's long-context recipe).
+The first loss of each has to be that of the stock model in one process on the same row (log 2 for
+DPO); otherwise it is wrong. Writes trainers.jsonl and trainers.md into --out.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from report import Column, hardware, heading, is_ok, number, spread, table, writ
 
 DEFAULT = (
     "loop,auto",
+    "trainer,auto",
     "sft,auto",
     "loop:2,auto",
     "dpo,auto",

@@ -115,6 +115,28 @@ def common_arguments(settings: Row, job: Job) -> dict[str, Any]:
     }
 
 
+def run_trainer(job: Job, model: PreTrainedModel, settings: Row) -> Row:
+    """transformers' Trainer, whose loss is the patched model's."""
+    from transformers import TrainingArguments, default_data_collator
+
+    from longctx_patch import LongContextTrainer
+
+    row = random_row(settings["tokens"], job.shape, job.device)[0].tolist()
+    given = common_arguments(settings, job)
+    return timed(
+        lambda clock: LongContextTrainer(
+            model=model,
+            args=TrainingArguments(**given),
+            train_dataset=[{"input_ids": row, "labels": row}] * given["max_steps"],
+            data_collator=default_data_collator,
+            callbacks=[clock],
+            long_context=ours_config(settings, job),
+        ),
+        settings["tokens"],
+        job,
+    )
+
+
 def run_sft(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = False) -> Row:
     """TRL's SFTTrainer, ours by the mixin; the peer under Accelerate's context parallelism."""
     from datasets import Dataset
@@ -130,7 +152,7 @@ def run_sft(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
     given |= {"dataset_kwargs": {"skip_prepare_dataset": True}}  # rows are tokenised already
     more: dict[str, Any] = {"long_context": ours_config(settings, job)}
     if is_peer:
-        given |= {"parallelism_config": peers_axis(job)}
+        given |= {"parallelism_config": peers_axis(job), "gradient_checkpointing": False}
         if settings["checkpoint"] != "none":
             checkpoint_layers(model, offload=settings["checkpoint"] == "offload")
         more = {}
@@ -208,6 +230,7 @@ def timed(make: Callable[[StepClock], Any], tokens_per_step: int, job: Job) -> R
 
 SYSTEMS: dict[str, Callable[..., Row]] = {
     "loop": run_loop,
+    "trainer": run_trainer,
     "sft": run_sft,
     "sft_context_parallel": lambda *given: run_sft(*given, is_peer=True),
     "dpo": run_dpo,
