@@ -10,18 +10,17 @@ from tests.trainer.trained import Case, Trained, complaints, train_all
 ACCUMULATED = {"gradient_accumulation_steps": 3}
 LOGITS = {"ring_degree": 2, "loss": "logits"}
 TWO = [
-    Case("llama", config={"ring_degree": 2}),
+    Case("llama", config={"ring_degree": 2}, arguments=ACCUMULATED),
     Case(
         "qwen3",
         "qwen3",
         config={"ulysses_degree": 2, "layout": "contiguous"},  # ranks without a label
-        arguments=ACCUMULATED | {"optim": "adamw_torch", "learning_rate": 1e-3},
+        arguments={"optim": "adamw_torch", "learning_rate": 1e-3},
     ),
     Case(
         "mixtral",
         "mixtral",
         config={"ring_degree": 2, "checkpoint": "attention"},
-        arguments=ACCUMULATED,
         model={"output_router_logits": True},
     ),
     Case(
@@ -48,7 +47,6 @@ FOUR = [
         "mistral",
         "mistral",
         config={"ulysses_degree": 2, "ring_degree": 2},
-        arguments=ACCUMULATED,
         model={"tie_word_embeddings": True},
     ),
 ]

@@ -1,0 +1,98 @@
+"""DPO's reference model, however it comes to be, and the policy that the layers run under."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PrinterCallback
+from trl import DPOConfig, DPOTrainer
+
+from longctx_patch import LongContextConfig, LongContextTrainerMixin
+from longctx_patch.hf.model.transformers_api import decoder_layers
+from tests.hf.tiny import featured_model
+from tests.plugin.launched import run_launched
+from tests.trainer.trained import numbers
+from tests.trainer.trl_cases import rows, tokenizer
+
+Log = list[dict[str, float]]
+
+
+class LongDPOTrainer(LongContextTrainerMixin, DPOTrainer):
+    pass
+
+
+def trained(
+    folder: Path, model: Any, checkpoint: Any = "none", options: Any = None, **given: Any
+) -> tuple[Log, bool]:
+    """What four steps log, and whether what runs the layers is still the same function."""
+    args = DPOConfig(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        bf16=False,
+        max_steps=4,
+        optim="sgd",
+        learning_rate=0.02,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **options or {},
+    )
+    trainer = LongDPOTrainer(
+        model,
+        args=args,
+        train_dataset=Dataset.from_list(rows("pairs", 8, 1)),
+        processing_class=tokenizer(),
+        long_context=LongContextConfig(ring_degree=2, checkpoint=checkpoint),
+        **given,
+    )
+    trainer.remove_callback(PrinterCallback)
+    before = runners(trainer.long_context_handle.model)
+    trainer.train()
+    is_kept = before == runners(trainer.long_context_handle.model)
+    trainer.unpatch()
+    return [numbers(entry) for entry in trainer.state.log_history], is_kept
+
+
+def runners(model: Any) -> list[Any]:
+    """What runs each layer, and whether it is switched on."""
+    names = ("_gradient_checkpointing_func", "gradient_checkpointing")
+    return [[getattr(layer, name, None) for name in names] for layer in decoder_layers(model)]
+
+
+def check_references(folder: Path) -> None:
+    """By its name TRL loads the model and its reference, which begin with the same weights."""
+    loading = {"model_init_kwargs": {"attn_implementation": "eager", "dtype": "float32"}}
+    by_name, _ = trained(folder, str(folder / "model"), options=loading)
+    given, _ = trained(folder, featured_model("llama"), ref_model=featured_model("llama").eval())
+    assert by_name == given
+    assert abs(by_name[2]["rewards/margins"]) > 1e-5  # the reference stays behind
+
+
+def check_policies(folder: Path) -> None:
+    """TRL switches checkpointing off while the reference runs, and on again as transformers'."""
+    adapter = LoraConfig(target_modules=["q_proj", "v_proj"])
+    found = {}
+    for checkpoint in ("none", "attention"):
+        torch.manual_seed(0)
+        model = featured_model("llama")
+        found[checkpoint] = trained(folder, model, checkpoint, peft_config=adapter)
+    assert found["attention"][0] == found["none"][0]
+    assert found["attention"][1]
+
+
+def check_all(folder: str) -> None:
+    check_references(Path(folder))
+    check_policies(Path(folder))
+
+
+def test_references_and_policies_are_those_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    featured_model("llama").save_pretrained(tmp_path / "model")
+    run_launched(check_all, 2, str(tmp_path))
