@@ -2,13 +2,14 @@
 stock model on one process for each sequence group: all metrics of 20 steps, and every weight."""
 
 from pathlib import Path
+from typing import Any
 
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Trained, complaints
 from tests.trainer.trl_cases import Case, train_all, write_rows
 
-RING, ULYSSES, BOTH = (
-    {"ring_degree": 2},
+RING: dict[str, Any] = {"ring_degree": 2}
+ULYSSES, BOTH = (
     {"ulysses_degree": 2},
     {"ring_degree": 2, "ulysses_degree": 2},
 )
@@ -40,6 +41,13 @@ TWO = [
     ),
     Case(
         "wrapped", "sft", "text", RING, "qwen3", arguments=PACKED | {"packing_strategy": "wrapped"}
+    ),
+    Case(
+        "smoothed",
+        "sft",
+        "text",
+        RING | {"loss": "logits"},
+        arguments={"label_smoothing_factor": 0.1},
     ),
     Case("dpo", "dpo", "pairs", RING, arguments=THRICE),
     Case("kto", "kto", "labelled", ULYSSES, "qwen3"),

@@ -96,7 +96,7 @@ class Case:
     name: str
     trainer: str
     rows: str
-    config: dict[str, int]
+    config: dict[str, Any]
     family: str = "llama"
     adapter: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +122,7 @@ def train(case: Case, folder: Path, is_patched: bool) -> Trained:
     given: dict[str, Any] = {}
     if is_patched:
         cls = type("Patched", (LongContextTrainerMixin, cls), {})
-        given["long_context"] = LongContextConfig(**case.config)  # type: ignore[arg-type]
+        given["long_context"] = LongContextConfig(**case.config)
     if case.adapter:
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     elif case.trainer in ("dpo", "kto"):
