@@ -136,7 +136,8 @@ class RowPasses:
     def _check_ids(self, ids: Tensor) -> None:
         """Refuse ids without an embedding: one rank would fail to look them up, the others wait."""
         least, most = (int(edge) for edge in ids.aminmax())
-        size = self._model.get_input_embeddings().num_embeddings
+        found = self._model.get_input_embeddings().modules()  # adapters wrap the table
+        size = next(module for module in found if isinstance(module, nn.Embedding)).num_embeddings
         if least < 0 or most >= size:
             raise ValueError(
                 f"input_ids from {least} to {most}: the model's embedding has {size} rows. Check "
