@@ -29,7 +29,7 @@ PACKED = {"packing": True, "max_length": 40}
 GENERATED = {"max_completion_length": 8, "num_generations": 4, "beta": 0.1}
 
 TWO = [
-    Case("sft", "sft", "text", RING, arguments=THRICE),
+    Case("sft", "sft", "text", RING, arguments=THRICE, layers=2),
     Case("dft", "sft", "text", RING, "mixtral", arguments={"loss_type": "dft"}),
     Case(
         "padding-free",
@@ -74,7 +74,7 @@ FOUR = [
 ]
 REPLICAS = [
     Case("chat", "sft", "chat", ULYSSES, "qwen3", arguments={"assistant_only_loss": True}),
-    Case("packed", "sft", "text", RING, arguments=PACKED | THRICE),
+    Case("packed", "sft", "text", RING, arguments=PACKED | THRICE, layers=2),
     Case("dpo with adapters", "dpo", "pairs", ULYSSES, adapter=True, arguments=ALL_LOSSES),
     Case(
         "grpo",

@@ -100,6 +100,7 @@ class Case:
     family: str = "llama"
     adapter: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
+    layers: int = 1
 
 
 def write_rows(cases: Sequence[Case], folder: Path) -> None:
@@ -118,7 +119,6 @@ def train_all(runs: Sequence[tuple[Case, bool]], folder: Path) -> list[Trained]:
 def train(case: Case, folder: Path, is_patched: bool) -> Trained:
     """Train, with an evaluation at the end."""
     arguments, cls = TRAINERS[case.trainer]
-    layers = {} if case.trainer == "sft" else {"num_hidden_layers": 1}
     given: dict[str, Any] = {}
     if is_patched:
         cls = type("Patched", (LongContextTrainerMixin, cls), {})
@@ -126,11 +126,11 @@ def train(case: Case, folder: Path, is_patched: bool) -> Trained:
     if case.adapter:
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     elif case.trainer in ("dpo", "kto"):
-        given["ref_model"] = moved(featured_model(case.family, **layers))
+        given["ref_model"] = moved(featured_model(case.family, num_hidden_layers=case.layers))
     if case.trainer in ("grpo", "rloo"):
         given["reward_funcs"] = early_words
     trainer: Any = cls(
-        model=featured_model(case.family, **layers),
+        model=featured_model(case.family, num_hidden_layers=case.layers),
         args=arguments(output_dir=str(folder / "out"), **USUAL | case.arguments),
         train_dataset=load_from_disk(str(folder / "train")),
         eval_dataset=load_from_disk(str(folder / "eval")),
