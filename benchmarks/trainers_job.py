@@ -87,15 +87,19 @@ def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
 
 
 def tokenizer(vocabulary: int) -> Any:
-    """A tokenizer whose word for each token is its number."""
+    """A tokenizer whose word for each token is its number, with a letter: `t17`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(WordLevel({str(n): n for n in range(vocabulary)}, unk_token="0"))
+    words = Tokenizer(WordLevel(_WORDS_OF_ENDS | {f"t{n}": n for n in range(2, vocabulary)}))
     words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+    pad, eos = _WORDS_OF_ENDS
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token=pad, eos_token=eos)
+
+
+_WORDS_OF_ENDS = {"<pad>": 0, "<eos>": 1}
 
 
 def common_arguments(settings: Row, job: Job) -> dict[str, Any]:
@@ -182,10 +186,11 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row) -> Row:
         pass
 
     # The trainer ends each completion with a token of its own.
-    words = list(map(str, random_row(settings["tokens"] - 1, job.shape, job.device)[0].tolist()))
+    ids = random_row(settings["tokens"] - 1, job.shape, job.device)[0].clamp(min=2)
+    words = [f"t{token}" for token in ids.tolist()]
     prompt, answer = words[: len(words) // 64], words[len(words) // 64 :]
     texts = {"prompt": prompt, "chosen": answer, "rejected": answer[::-1]}
-    pair = {name: " ".join(["", *text]) for name, text in texts.items()}
+    pair = {name: f" {' '.join(text)}" for name, text in texts.items()}
     given = common_arguments(settings, job) | {"max_length": None}
     arguments = DPOConfig(**given, precompute_ref_log_probs=True)  # joins the processes
     config = model_config(settings["model"], settings["num_layers"], settings["tokens"])
