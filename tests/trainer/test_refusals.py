@@ -1,11 +1,15 @@
 """What a trainer can't do exactly is refused on all ranks, with the value, the rule and the fix."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.scheduler import AcceleratedScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, Trainer
 
 from longctx_patch import (
@@ -18,6 +22,11 @@ from longctx_patch import (
     trainer_parallelism,
 )
 from longctx_patch.trainer import evaluation
+from longctx_patch.trainer.checks import (
+    accelerator_problems,
+    argument_problems,
+    trainer_problems,
+)
 from tests.hf.tiny import featured_model
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Case, arguments, make_trainer, padded, rows
@@ -60,6 +69,10 @@ def check_options() -> None:
     refused(r"data_collator is a SequenceShardCollator: .* whole rows", data_collator=collate)
     refused(r"model='llama'.*from_pretrained\('llama'\)", model="llama")
     model = featured_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    prepared = (optimizer, AcceleratedScheduler(schedule, optimizer))
+    refused(r"lr_scheduler in optimizers=.* Give the scheduler itself", optimizers=prepared)
     handle = patch(model, RING)
     refused(r"patched already: give its handle", model=model)
     with pytest.raises(ValueError, match="handle of another model"):
@@ -135,6 +148,30 @@ def test_replicas_divide_by_all_tokens() -> None:
 def check_own_means() -> None:
     given = {"average_tokens_across_devices": False}
     refused(r"average_tokens_across_devices=False with 2 sequence", replace(CASE, arguments=given))
+
+
+def assert_said(text: str, problems: Iterable[str]) -> None:
+    (problem,) = problems
+    assert re.match(text, problem), problem
+
+
+def test_other_engines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = LongContextConfig()
+    several = SimpleNamespace(n_gpu=4, deepspeed=None)
+    assert_said(r"n_gpu=4: .*--nproc_per_node 4", argument_problems(several, alone, 1))
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    launched = SimpleNamespace(n_gpu=1, deepspeed=None)
+    assert_said(r"deepspeed is set: .* Leave it out", argument_problems(launched, alone, 1))
+    state = SimpleNamespace(parallelism_config=None, fsdp_plugin=SimpleNamespace(fsdp_version=1))
+    accelerator = SimpleNamespace(state=state, is_fsdp2=False)
+    assert_said(r"fsdp_version=1: .*\"version\": 2", accelerator_problems(accelerator, 1))
+
+
+def test_a_trainer_that_is_not_known_is_refused() -> None:
+    unknown = type("GKDTrainer", (), {"__module__": "trl.experimental.gkd"})()
+    unknown.data_collator = unknown.lr_scheduler = None
+    (problem,) = trainer_problems(unknown, LongContextConfig())
+    assert re.match(r"GKDTrainer of TRL: .* SFTTrainer, and transformers' Trainer", problem)
 
 
 @pytest.mark.parametrize(
