@@ -10,6 +10,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.plugin.launched import flag
 from longctx_patch.trainer.generation import GENERATING
+from longctx_patch.trainer.parallelism import num_processes
 
 TRL_TRAINERS = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer"}) | GENERATING
 """Trainers of TRL whose losses are made of what the patched model gives back."""
@@ -149,6 +150,17 @@ def refuse_shards(batches: Iterable[Any]) -> None:
         raise ValueError(
             f"a batch with {SHARD_KEY}: under a trainer the model takes whole rows and cuts them "
             "itself. Don't call SequenceShardCollator; collate as with one process."
+        )
+
+
+def shared_cache_problems(dataset: Any) -> Iterable[str]:
+    """Why TRL can't hand on what its first process computes beside a dataset, in words."""
+    if num_processes() > 1 and getattr(dataset, "cache_files", None) == []:
+        yield (
+            "precompute_ref_log_probs with a dataset in memory: TRL's first process writes the "
+            "numbers into a file beside the dataset, and each process would look for it in a "
+            "folder of its own. Use dataset.save_to_disk(folder) on one process and "
+            "datasets.load_from_disk(folder) on all."
         )
 
 

@@ -32,6 +32,7 @@ from longctx_patch.trainer.checks import (
     argument_problems,
     refuse_shards,
     refuse_together,
+    shared_cache_problems,
     trainer_problems,
 )
 from longctx_patch.trainer.evaluation import GroupGather, logits_problem
@@ -241,12 +242,13 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
                 raise ValueError(problem)
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+    def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's numbers of each row, which it puts beside the rows of a dataset."""
+        refuse_together(shared_cache_problems(dataset))
         self.accelerator.gather_for_metrics = self._gather.once
         try:
             with self.long_context_handle.sharing_evaluation():
-                return super()._precompute_ref_logps(*args, **kwargs)
+                return super()._precompute_ref_logps(dataset, *args, **kwargs)
         finally:
             self.accelerator.gather_for_metrics = self._gather.repeated
 

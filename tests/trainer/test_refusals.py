@@ -21,7 +21,7 @@ from longctx_patch import (
     patch,
     trainer_parallelism,
 )
-from longctx_patch.trainer import evaluation
+from longctx_patch.trainer import checks, evaluation
 from longctx_patch.trainer.checks import (
     accelerator_problems,
     argument_problems,
@@ -209,3 +209,13 @@ def check_meshes() -> None:
 
 def test_fsdp_shards_over_the_axis_too() -> None:
     run_launched(check_meshes, 4)
+
+
+def test_a_reference_computed_beside_a_dataset_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_memory, on_disk = SimpleNamespace(cache_files=[]), SimpleNamespace(cache_files=["a.arrow"])
+    assert not list(checks.shared_cache_problems(in_memory)), "one process finds its own folder"
+    monkeypatch.setattr(checks, "num_processes", lambda: 2)
+    (problem,) = checks.shared_cache_problems(in_memory)
+    assert "precompute_ref_log_probs with a dataset in memory" in problem
+    assert "load_from_disk" in problem
+    assert not list(checks.shared_cache_problems(on_disk))
