@@ -15,7 +15,6 @@ MOVED_FOLDERS = {"cli": "longctx_patch.cli", "recipes": "longctx_patch.recipes"}
 
 DATA = ["datasets"]
 DRAW = ["matplotlib"]
-TRL = ["trl>=1.16"]
 FOUR_BITS = ["bitsandbytes>=0.48"]
 TRL = ["trl>=1.16"]
 DEV = [

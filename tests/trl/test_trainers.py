@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Trained, complaints
-from tests.trainer.trl_cases import Case, train_all, write_rows
+from tests.trl.cases import Case, train_all, write_rows
 
 RING: dict[str, Any] = {"ring_degree": 2}
 ULYSSES, BOTH = (

@@ -15,7 +15,7 @@ from longctx_patch.hf.model.transformers_api import decoder_layers
 from tests.hf.tiny import featured_model
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import numbers
-from tests.trainer.trl_cases import rows, tokenizer
+from tests.trl.cases import rows, tokenizer
 
 Log = list[dict[str, float]]
 
