@@ -112,7 +112,8 @@ def _loss_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
     )
     if args.label_smoothing_factor:
         yield f"label_smoothing_factor={args.label_smoothing_factor} {needs_logits}, or 0."
-    if trainer.compute_loss_func is not None:
+    # TRL sets a text where transformers would scale a loss otherwise, which calls nothing.
+    if callable(trainer.compute_loss_func):
         yield (
             f"compute_loss_func {needs_logits}, or override compute_loss and use "
             "self.long_context_handle.token_log_probs(inputs)."
