@@ -39,20 +39,20 @@ def patch(
     does that) and before DDP, FSDP or torch.compile wrap the model. Adapters may be added before
     or after.
 
-    The outputs for a sharded batch are those of this rank: `out.loss` is its share of the loss
-    (average it over the ranks to report it), and `out.logits` are of its tokens, in the order of
-    its shard. With labels there are no logits, since they would fill the memory; leave out labels,
-    or use `loss="logits"`, to get them. Gradients are right once they are averaged over all ranks,
-    which DDP and FSDP do. A loss can go backward once; more often with `loss="logits"`.
+    A training batch is whole rows, as any trainer batches them: equal on all ranks of the group,
+    padded on either side (`attention_mask`) or packed (`position_ids` that start anew), with
+    `labels`. The model cuts it itself, and computes what transformers does without a cache.
+    `out.loss` is that of one replica, the same on every rank of the group: the sum of its token
+    losses over `num_items_in_batch`, or over their number (0 where no token has a label). In
+    evaluation mode whole rows run on the stock path on each rank alone, but see
+    `PatchHandle.sharing_evaluation`.
 
-    A training batch that carries no shard is whole rows, as any trainer batches them: equal on all
-    ranks of the group, padded on either side (`attention_mask`) or packed (`position_ids` that
-    start anew, perhaps also `cu_seq_lens_q` or `seq_lengths`), with `labels`. The model cuts it
-    itself, and computes what transformers does without a cache. `out.loss` is then that of one
-    replica, the same on every rank of the group: the sum of its token losses over
-    `num_items_in_batch`, or over their number (0 where no token has a label). Its gradients too
-    are averaged over all ranks, as if each group were one process. In evaluation mode whole rows
-    run on the stock path on each rank alone, but see `PatchHandle.sharing_evaluation`.
+    Or it is a shard, of `SequenceShardCollator`: then `out.loss` is this rank's share of the loss
+    (average it over the ranks to report it), and `out.logits` are of its tokens.
+
+    Gradients are right once they are averaged over all ranks, which DDP and FSDP do. With labels
+    there are no logits, since they would fill the memory, and a loss can go backward once; use
+    `loss="logits"` to get them and to go more often.
 
     Args:
         model: for causal language modelling, of a family that `longctx families` lists as
@@ -62,10 +62,9 @@ def patch(
         mask: for other than causal attention, a function from the length of a padded row to its
             `Mask` (`longctx_patch.masks` has block-sparse ones, prefixes and more). Documents and
             sliding windows restrict it further (a window only looks back: later keys that the mask
-            allows stay visible). With a mask, rows on the stock path, and so `generate`, are
-            refused.
+            allows stay visible). With a mask, the stock path, and so `generate`, is refused.
 
-    The first training step proves that attention crossed the ranks as planned, or raises
+    The first training step proves that attention crossed the ranks, or raises
     `SequenceParallelismError`.
 
     Raises:
@@ -75,10 +74,7 @@ def patch(
 
     Example:
         >>> handle = patch(model, LongContextConfig(ulysses_degree=2, ring_degree=2))
-        >>> collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank,
-        ...                                 pad_token_id=0)
-        >>> loss = model(**collate(rows)).loss   # the mean over ranks is the loss of one process
-        >>> # with accumulation: model(**batch, num_valid_tokens=count_valid_tokens(batches)).loss
+        >>> loss = model(input_ids=ids, labels=ids).loss  # the same on ranks that share the rows
         >>> handle.unpatch()
     """
     transformers_api.check_version()

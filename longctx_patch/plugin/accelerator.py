@@ -36,11 +36,9 @@ def make_accelerator(
     group; `longctx_patch.world_place(config)` says which group this process is in. Where there is
     no NVIDIA GPU the processes talk through gloo on the CPU.
 
-    `gradient_accumulation_steps` and `accelerator.accumulate(model)` are for whole rows, whose loss
-    is that of a replica. A batch of `SequenceShardCollator` is refused under them.
-
-    A prepared scheduler steps once per `scheduler.step()`; Accelerate's default, once per process,
-    would end a schedule too early.
+    `gradient_accumulation_steps` is for whole rows; batches of `SequenceShardCollator` are refused
+    under it. A prepared scheduler steps once per `scheduler.step()`; Accelerate's default, once per
+    process, would end a schedule too early.
 
     Under FSDP2 with mixed precision, gradients are reduced in float32, and outputs, such as the
     loss, keep their dtype; Accelerate's default would round both to the low precision. Give your
