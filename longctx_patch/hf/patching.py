@@ -36,8 +36,7 @@ def patch(
     """Run a Hugging Face causal language model over sequences that are cut over ranks.
 
     Collective: every process calls it, after torch.distributed is initialised (`Accelerator()`
-    does that) and before DDP, FSDP or torch.compile wrap the model. Adapters may be added before
-    or after.
+    does that) and before DDP, FSDP or torch.compile wrap the model. Adapters come before or after.
 
     A training batch is whole rows, as any trainer batches them: equal on all ranks of the group,
     padded on either side (`attention_mask`) or packed (`position_ids` that start anew), with
