@@ -3,7 +3,7 @@
 #   make install    create .venv and install the package with its development tools
 #   make demo       the main job on CPU with two processes
 #   make test       the tests that need no GPU
-#   make test-trl   the tests that need TRL's trainers
+#   make test-trainers  transformers' and TRL's trainers against one process
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
 #   make faults     plant a fault in each of twelve rooms: a test of the room has to notice it
@@ -31,7 +31,7 @@ TYPED := longctx_patch cli recipes examples benchmarks docs tests
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-trl test-oldest test-gpu faults pictures docs check clean
+.PHONY: install demo test test-trainers test-oldest test-gpu faults pictures docs check clean
 
 install: $(STAMP)
 
@@ -64,10 +64,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal \
-	    --ignore=tests/trl
+	    --ignore=tests/trainer --ignore=tests/trl
 
-test-trl: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/trl
+test-trainers: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/trainer tests/trl
 
 test-oldest:
 	$(MAKE) install VENV=.venv-oldest PINS='$(OLDEST)'
