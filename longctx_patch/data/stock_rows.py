@@ -96,7 +96,10 @@ def check_labels(labels: Tensor, spans: Sequence[Span], lengths: Sequence[Length
     learns = labels != IGNORE_INDEX
     for number, ((start, stop), documents) in enumerate(zip(spans, lengths, strict=True)):
         if bool(learns[number, :start].any() or learns[number, stop:].any()):
-            raise ValueError(f"row {number} has labels on padding: give {IGNORE_INDEX} there.")
+            raise ValueError(
+                f"row {number} has labels on padding: give {IGNORE_INDEX} there, as collators do "
+                "that know the padding token."
+            )
         firsts = [start, *accumulate(documents, initial=start)][1:-1]
         if bool(learns[number, [column for column in firsts if column]].any()):
             raise ValueError(

@@ -49,9 +49,10 @@ def require_known_group(num_items: Any, num_ranks: int, *, training: bool) -> No
     is_axis = known is not None and known.tp_size == num_ranks and not known.tp_enabled
     if is_axis and training:
         return
-    why = "in an evaluation" if is_axis else f"and its Accelerator has no axis of {num_ranks} ranks"
+    why = "an evaluation by" if is_axis else "a patched model in"
     raise ValueError(
-        f"num_items_in_batch is a tensor, as a trainer gives it, {why}: ranks that share a "
+        f"{why} a trainer without LongContextTrainerMixin: the {num_ranks} ranks that share a "
         "sequence would count as replicas. Use LongContextTrainer, or class MyTrainer("
-        "LongContextTrainerMixin, SFTTrainer); in a loop of your own, give a number."
+        "LongContextTrainerMixin, SFTTrainer). (num_items_in_batch is a tensor, as trainers give "
+        "it; in a loop of your own, give a number.)"
     )

@@ -85,9 +85,12 @@ class RowPasses:
             return True
         if given.get(SHARD_KEY) is not None:
             return False
+        if given.get("past_key_values") is not None:
+            self._check_cache()
+            return False
         if self._model.training:
             return True
-        if given.get("labels") is None or given.get("past_key_values") is not None:
+        if given.get("labels") is None:
             return False
         # In evaluation mode by mistake, one rank would leave the others waiting for it.
         learns = self._group.num_ranks > 1 and would_have_gradients(self._model)
@@ -132,6 +135,14 @@ class RowPasses:
         device = given["input_ids"].device
         on_device = {name: value.to(device) for name, value in shard.items()}
         return on_device | {SHARD_KEY: described, ROWS_KEY: rows}
+
+    def _check_cache(self) -> None:
+        """Refuse a cache in training, on this rank at once: a callback may generate on one rank."""
+        if self._model.training and self._group.num_ranks > 1:
+            raise ValueError(
+                "past_key_values in training: a cache holds one rank's keys only. To generate, "
+                "call model.eval() first, and model.train() after it; else leave the cache out."
+            )
 
     def _check_ids(self, ids: Tensor) -> None:
         """Refuse ids without an embedding: one rank would fail to look them up, the others wait."""

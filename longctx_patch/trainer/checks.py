@@ -118,6 +118,12 @@ def _loss_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
             f"compute_loss_func {needs_logits}, or override compute_loss and use "
             "self.long_context_handle.token_log_probs(inputs)."
         )
+    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+        if getattr(trainer, name, None) is not None and not args.prediction_loss_only:
+            yield (
+                f"{name} with loss={config.loss!r}: it is computed from logits of whole rows, "
+                'which are never made. Use LongContextConfig(loss="logits"), or leave it out.'
+            )
 
 
 def _trl_trainers(cls: type) -> list[str]:
