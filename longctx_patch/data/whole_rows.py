@@ -123,12 +123,13 @@ def _spans(mask: Any, shape: torch.Size) -> list[tuple[int, int]]:
             f"attention_mask {found} for input_ids {list(shape)}: padding is marked in a mask of "
             "their shape; other masks go to patch(model, config, mask=...)."
         )
+    mask = mask.cpu()
     if bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(
             "attention_mask has values other than 0 and 1: it marks padding here. Other masks go "
             "to patch(model, config, mask=...)."
         )
-    is_real = mask.cpu().bool()
+    is_real = mask.bool()
     spans = []
     for number, row in enumerate(is_real):
         real = row.nonzero()[:, 0].tolist()

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -53,7 +54,7 @@ class RowPasses:
         can't be read, which its forward pass says."""
         try:
             return self._cut(batch, Request("loss"))[SHARD_KEY]
-        except Exception:
+        except Exception:  # raised here it would end one rank alone; the pass tells all of them
             return None
 
     def _before(
@@ -123,7 +124,7 @@ class RowPasses:
 
     def _cut(self, given: Mapping[str, Any], request: Request) -> Arguments:
         whole = read_rows(given, self._stock)
-        self._check_ids(given["input_ids"])
+        self._check_ids(torch.cat([row.ids for row in whole.rows]))
         num_items = number_of(given.get("num_items_in_batch"))
         if num_items == 0 and any(bool((row.next_labels() >= 0).any()) for row in whole.rows):
             raise ValueError("num_items_in_batch=0 with labels: it counts the step's labels.")
@@ -145,8 +146,9 @@ class RowPasses:
             )
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Refuse ids without an embedding: one rank would fail to look them up, the others wait."""
-        least, most = (int(edge) for edge in ids.aminmax())
+        """Refuse ids without an embedding: one rank would fail to look them up, the others wait.
+        They are on the CPU, where they were read: the device need not be waited for."""
+        least, most = (int(edge) for edge in ids.aminmax()) if len(ids) else (0, 0)
         found = self._model.get_input_embeddings().modules()  # adapters wrap the table
         size = next(module for module in found if isinstance(module, nn.Embedding)).num_embeddings
         if least < 0 or most >= size:

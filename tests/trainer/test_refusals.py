@@ -223,3 +223,17 @@ def test_a_reference_computed_beside_a_dataset_in_memory(monkeypatch: pytest.Mon
     assert "precompute_ref_log_probs with a dataset in memory" in problem
     assert "load_from_disk" in problem
     assert not list(checks.shared_cache_problems(on_disk))
+
+
+def test_ligers_fused_loss_is_refused_and_its_layers_are_not() -> None:
+    args = SimpleNamespace(
+        use_liger_kernel=True, liger_kernel_config=None, label_smoothing_factor=0.0
+    )
+    args.prediction_loss_only = False
+    trainer = SimpleNamespace(
+        args=args, data_collator=None, lr_scheduler=None, compute_loss_func=None
+    )
+    (problem,) = trainer_problems(trainer, RING)
+    assert "use_liger_kernel=True with its fused cross entropy" in problem
+    args.liger_kernel_config = {"fused_linear_cross_entropy": False}
+    assert not list(trainer_problems(trainer, RING))
