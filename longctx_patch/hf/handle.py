@@ -21,7 +21,7 @@ from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.row import MaskFactory
 from longctx_patch.hf.layers.checkpointing import Checkpointing, LayerCheckpoints
 from longctx_patch.hf.layers.mlp_tiles import tiles_of_layers
-from longctx_patch.hf.rows import RowPasses
+from longctx_patch.hf.row_passes import RowPasses
 from longctx_patch.transport import Counters
 
 Batch = TypeVar("Batch", bound=Mapping[str, Any])

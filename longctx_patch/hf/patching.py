@@ -2,8 +2,8 @@
 
 `patch` checks everything, then switches the model to our attention function, hooks its decoder and
 gives it the loss law. Classes are never touched. A batch that carries `longctx_shard` (from
-`SequenceShardCollator`) is a shard. Any other is whole rows: in training they are cut (`rows.py`),
-and in evaluation, such as by `generate`, they run on the stock path.
+`SequenceShardCollator`) is a shard. Any other is whole rows: in training they are cut
+(`row_passes.py`), and in evaluation, such as by `generate`, they run on the stock path.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from longctx_patch.hf.loss.lm_head import bind_head, bind_passes
 from longctx_patch.hf.loss.shard_loss import ShardLoss
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config, check_modules
-from longctx_patch.hf.rows import RowPasses
+from longctx_patch.hf.row_passes import RowPasses
 from longctx_patch.kernels import available
 
 

@@ -21,19 +21,12 @@ from longctx_patch.plugin.fsdp import exact_mixed_precision
 from longctx_patch.plugin.launched import flag
 from longctx_patch.plugin.parallelism import data_parallel_sizes
 from longctx_patch.rules.world import require_whole_groups
+from longctx_patch.trainer.axis import num_processes, trainer_parallelism
 from longctx_patch.trainer.binding import (
     keep_checkpointing,
     patch_for_trainer,
     patch_reference,
     settle_checkpointing,
-)
-from longctx_patch.trainer.checks import (
-    accelerator_problems,
-    argument_problems,
-    refuse_shards,
-    refuse_together,
-    shared_cache_problems,
-    trainer_problems,
 )
 from longctx_patch.trainer.evaluation import GroupGather, logits_problem
 from longctx_patch.trainer.generation import (
@@ -42,8 +35,15 @@ from longctx_patch.trainer.generation import (
     generation_problems,
     settle_generation,
 )
-from longctx_patch.trainer.parallelism import num_processes, trainer_parallelism
 from longctx_patch.trainer.record import write_record
+from longctx_patch.trainer.refusals import (
+    accelerator_problems,
+    argument_problems,
+    refuse_shards,
+    refuse_together,
+    shared_cache_problems,
+    trainer_problems,
+)
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

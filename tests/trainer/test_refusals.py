@@ -21,8 +21,8 @@ from longctx_patch import (
     patch,
     trainer_parallelism,
 )
-from longctx_patch.trainer import checks, evaluation
-from longctx_patch.trainer.checks import (
+from longctx_patch.trainer import evaluation, refusals
+from longctx_patch.trainer.refusals import (
     accelerator_problems,
     argument_problems,
     trainer_problems,
@@ -217,12 +217,12 @@ def test_fsdp_shards_over_the_axis_too() -> None:
 
 def test_a_reference_computed_beside_a_dataset_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     in_memory, on_disk = SimpleNamespace(cache_files=[]), SimpleNamespace(cache_files=["a.arrow"])
-    assert not list(checks.shared_cache_problems(in_memory)), "one process finds its own folder"
-    monkeypatch.setattr(checks, "num_processes", lambda: 2)
-    (problem,) = checks.shared_cache_problems(in_memory)
+    assert not list(refusals.shared_cache_problems(in_memory)), "one process finds its own folder"
+    monkeypatch.setattr(refusals, "num_processes", lambda: 2)
+    (problem,) = refusals.shared_cache_problems(in_memory)
     assert "precompute_ref_log_probs with a dataset in memory" in problem
     assert "load_from_disk" in problem
-    assert not list(checks.shared_cache_problems(on_disk))
+    assert not list(refusals.shared_cache_problems(on_disk))
 
 
 def test_ligers_fused_loss_is_refused_and_its_layers_are_not() -> None:

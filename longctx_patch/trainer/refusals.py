@@ -9,8 +9,8 @@ from accelerate.scheduler import AcceleratedScheduler
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.plugin.launched import flag
+from longctx_patch.trainer.axis import num_processes
 from longctx_patch.trainer.generation import GENERATING
-from longctx_patch.trainer.parallelism import num_processes
 
 TRL_TRAINERS = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer"}) | GENERATING
 """Trainers of TRL whose losses are made of what the patched model gives back."""
