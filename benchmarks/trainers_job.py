@@ -113,6 +113,7 @@ def common_arguments(settings: Row, job: Job) -> dict[str, Any]:
         "bf16": job.device.type == "cuda",
         "use_cpu": job.device.type == "cpu",
         "logging_steps": 1,
+        "dataloader_num_workers": 1,  # a row becomes a tensor while the step before it runs
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,

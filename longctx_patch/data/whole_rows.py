@@ -22,9 +22,9 @@ ROWS_KEY = "longctx_rows"
 WANTED_KEY = "longctx_wanted"
 """Key of a `Wanted`, in a batch of whole rows whose loss is not what is wanted."""
 
-Wanted = Literal["loss", "logits", "log_probs", "fused"]
-"""What a pass over whole rows returns: `log_probs` of labels by our own head, or the fields of
-TRL's fused head (`fused`)."""
+Wanted = Literal["loss", "logits", "log_probs", "fused", "scores"]
+"""What a pass over whole rows returns: `log_probs` of labels by our own head, the fields of TRL's
+fused head (`fused`), or those of them that TRL's SFTTrainer reads, by our head (`scores`)."""
 
 READ = frozenset(
     {

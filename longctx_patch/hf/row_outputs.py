@@ -33,7 +33,7 @@ def whole_outputs(
 
     `config` is the model's.
     """
-    of_tokens = _OF_TOKENS if rows.wanted in ("log_probs", "fused") else ()
+    of_tokens = _OF_TOKENS if rows.wanted in ("log_probs", "fused", "scores") else ()
     given = {name: value for name, value in outputs.items() if value is not None}
     if others := [name for name in given if name not in (*_OUTPUTS, *of_tokens)]:
         raise ValueError(f"{', '.join(others)} of whole rows: {OTHER_OUTPUTS}")
@@ -41,7 +41,7 @@ def whole_outputs(
     for name in given:
         if name in of_tokens:
             outputs[name] = in_rows(_all_values(given[name], group, layout), rows)[:, :-1]
-    if rows.wanted == "fused":
+    if rows.wanted in ("fused", "scores"):
         outputs["loss"] = _fused_loss(outputs, rows, config)
     elif rows.wanted == "loss":
         outputs["loss"] = group_value(given["loss"], group.everyone)
@@ -61,7 +61,7 @@ def _all_values(mine: Tensor, group: SequenceGroup, layout: Layout) -> Tensor:
 
 
 def _fused_loss(outputs: Any, rows: RowsPass, config: Any) -> Tensor:
-    """The loss of TRL's fused head (`FusedCausalLMOutput`, trl/trainer/utils.py), of whole rows."""
+    """The loss of TRL's `FusedCausalLMOutput` (trl/trainer/utils.py), of whole rows."""
     count = outputs["label_mask"].sum().clamp(min=1) if rows.num_items is None else rows.num_items
     loss: Tensor = -outputs["log_probs"].sum() / count
     if outputs.get("aux_loss") is not None:

@@ -23,6 +23,7 @@ from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import option_problem
 from longctx_patch.hf.counted import number_of, require_known_group
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
+from longctx_patch.hf.loss.lm_head import computes_scores
 from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.row_outputs import OTHER_OUTPUTS, whole_outputs
@@ -39,6 +40,9 @@ class RowPasses:
     def __init__(self, model: PreTrainedModel, group: SequenceGroup) -> None:
         self.shares_evaluation = False
         """Whether the ranks of a group share whole rows with labels in evaluation too."""
+        self.sums_fused = False
+        """Whether log-probabilities of TRL's fused head are only summed, so that all have one
+        gradient: then our head computes them, with fewer matrix products and float32 logits."""
         self._model, self._group = model, group
         self._stock = stock_model(model)
         self._collate = SequenceShardCollator(
@@ -105,7 +109,7 @@ class RowPasses:
         request: Request | None = None
         try:
             self._check(given)
-            request = request_of(given, self._group.config.loss)
+            request = self._request(given)
             shard = self._cut(given, request)
         except ValueError as error:
             problem = error
@@ -120,7 +124,15 @@ class RowPasses:
                 f"{table(self._group.everyone, str(request))}\nCall the model alike on all of them."
             )
         others = {name: value for name, value in given.items() if name not in READ | ASKING}
+        if request is not None and request.wanted == "scores":
+            del others["fused_lm_head"]
         return others | {"num_items_in_batch": None, "use_cache": False} | shard
+
+    def _request(self, given: Arguments) -> Request:
+        request = request_of(given, self._group.config.loss)
+        if request.wanted == "fused" and self.sums_fused and computes_scores(self._model):
+            return request._replace(wanted="scores")
+        return request
 
     def _cut(self, given: Mapping[str, Any], request: Request) -> Arguments:
         whole = read_rows(given, self._stock)

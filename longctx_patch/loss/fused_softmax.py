@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from longctx_patch.loss.law import IGNORE_INDEX
+from longctx_patch.loss.scores import Scores
 
 BLOCK = tl.constexpr(4096)
 """Logits that a program holds at once, 16 per thread."""
@@ -24,19 +25,20 @@ LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 IGNORED = tl.constexpr(IGNORE_INDEX)
 
 
-def softmax_losses(
+def softmax_scores(
     logits_CV: Tensor,
     labels_C: Tensor,
     *,
     softcap: float | None,
     scale: float,
     grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:
-    """`[C]` float32 losses, and their `[C, V]` gradients with respect to `scale * logits`.
+    with_statistics: bool = False,
+) -> tuple[Scores, Tensor | None]:
+    """Scores of C rows, and `[C, V]` gradients of their losses with respect to `scale * logits`.
 
     The gradients overwrite the logits. With a `grad_dtype` of 2 bytes they fill the first half of
-    each row, whose logits have 4 bytes, with a row stride of 2 * V. Rows of `IGNORE_INDEX` have a
-    loss and gradients of zero, whatever their logits are. A wrong label triggers the device's own
+    each row, whose logits have 4 bytes, with a row stride of 2 * V. Rows of `IGNORE_INDEX` have
+    scores and gradients of zero, whatever their logits are. A wrong label triggers the device's own
     assertion.
 
     Args:
@@ -45,13 +47,15 @@ def softmax_losses(
         softcap: c of c * tanh(logits / c), after the scale.
         scale: factor of the logits.
         grad_dtype: float32, bfloat16 or float16; None: no gradient, and the logits are kept.
+        with_statistics: whether entropy and top-1 hits are wanted.
     """
     assert logits_CV.is_contiguous()
     assert logits_CV.dtype == torch.float32
     num_rows, num_words = logits_CV.shape
     # The kernel could read these itself; gather asserts that labels are in the vocabulary.
     chosen_C = logits_CV.gather(1, labels_C.where(labels_C != IGNORE_INDEX, 0)[:, None])
-    losses_C = logits_CV.new_empty(num_rows)
+    losses_C, entropy_C = logits_CV.new_empty(2, num_rows)
+    is_top1_C = torch.empty_like(losses_C, dtype=torch.bool)
     grad_CV = logits_CV if grad_dtype is None else logits_CV.view(grad_dtype)[:, :num_words]
     with torch.cuda.device_of(logits_CV):  # Triton launches on the current device
         _softmax_row[(num_rows,)](
@@ -60,15 +64,20 @@ def softmax_losses(
             chosen_C,
             labels_C.contiguous(),
             losses_C,
+            entropy_C,
+            is_top1_C,
             num_words,
             grad_CV.stride(0),
             float(scale if softcap is None else scale / softcap),
             float(softcap or 0),
             HAS_CAP=softcap is not None,
             HAS_GRADIENT=grad_dtype is not None,
+            HAS_STATISTICS=with_statistics,
             num_warps=NUM_WARPS,
         )
-    return losses_C, None if grad_dtype is None else grad_CV
+    full = Scores(losses_C, entropy_C, is_top1_C)
+    scores = full if with_statistics else Scores.of_losses(losses_C)
+    return scores, None if grad_dtype is None else grad_CV
 
 
 @triton.jit
@@ -78,12 +87,15 @@ def _softmax_row(
     chosen_ptr: tl.tensor,
     labels_ptr: tl.tensor,
     losses_ptr: tl.tensor,
+    entropy_ptr: tl.tensor,
+    top1_ptr: tl.tensor,
     num_words: tl.tensor,
     grad_stride: tl.tensor,
     inner: tl.tensor,
     cap: tl.tensor,
     HAS_CAP: tl.constexpr,
     HAS_GRADIENT: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * num_words
@@ -109,22 +121,32 @@ def _softmax_row(
     loss = tl.log(total) - (chosen - peak)
     tl.store(losses_ptr + row, tl.where(is_valid, loss, 0.0))
 
-    if HAS_GRADIENT:
+    if HAS_GRADIENT or HAS_STATISTICS:
         grads_ptr += row * grad_stride
         factor = 1 / total
+        entropy = tl.zeros([BLOCK], tl.float32)
+        num_before = tl.zeros([BLOCK], tl.int32)
         for start in range(0, num_words, BLOCK):
             words = start + columns
             logits = _row_logits(logits_ptr, words, num_words, inner, cap, HAS_CAP)
-            grads = tl.exp(logits - peak) * factor
-            grads = tl.where(words == label, grads - 1, grads)
-            if HAS_CAP:  # d/dx c * tanh(x / c) = 1 - tanh(x / c)^2
-                tanh = logits / cap
-                grads *= 1 - tanh * tanh
-            grads = tl.where(is_valid, grads, 0.0)
-            # Gradient i lies on logit i, or on logit i / 2: never beyond what this block and
-            # earlier ones load, but another thread may not have loaded its logits yet.
-            tl.debug_barrier()
-            tl.store(grads_ptr + words, grads.to(grads_ptr.dtype.element_ty), words < num_words)
+            probs = tl.exp(logits - peak) * factor
+            if HAS_STATISTICS:
+                entropy += tl.where(probs > 0, probs * (tl.log(total) - (logits - peak)), 0.0)
+                is_before = (logits > chosen) | ((logits == chosen) & (words < label))
+                num_before += is_before.to(tl.int32)
+            if HAS_GRADIENT:
+                grads = tl.where(words == label, probs - 1, probs)
+                if HAS_CAP:  # d/dx c * tanh(x / c) = 1 - tanh(x / c)^2
+                    tanh = logits / cap
+                    grads *= 1 - tanh * tanh
+                grads = tl.where(is_valid, grads, 0.0)
+                # Gradient i lies on logit i, or on logit i / 2: never beyond what this block and
+                # earlier ones load, but another thread may not have loaded its logits yet.
+                tl.debug_barrier()
+                tl.store(grads_ptr + words, grads.to(grads_ptr.dtype.element_ty), words < num_words)
+        if HAS_STATISTICS:
+            tl.store(entropy_ptr + row, tl.where(is_valid, tl.sum(entropy, 0), 0.0))
+            tl.store(top1_ptr + row, is_valid & (tl.sum(num_before, 0) == 0))
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from longctx_patch.trainer.binding import (
     patch_for_trainer,
     patch_reference,
     settle_checkpointing,
+    sums_log_probs,
 )
 from longctx_patch.trainer.evaluation import GroupGather, logits_problem
 from longctx_patch.trainer.generation import (
@@ -146,6 +147,7 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
     def _patch(self, model: Any) -> None:
         self.unpatch()
         self.long_context_handle = handle = patch_for_trainer(model, self._long_context)
+        handle._rows.sums_fused = sums_log_probs(self)
         if handle is not self._long_context:
             self._undo.append(handle.unpatch)
         self._undo.append(keep_checkpointing(handle))

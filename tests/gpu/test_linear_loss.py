@@ -106,7 +106,7 @@ def test_rows_have_the_error_of_rounding(
     dtype: torch.dtype, softcap: float | None, num_words: int, size: float
 ) -> None:
     """The fused kernel alone on given logits; rows 1 and 3 have no label, and row 3 is NaN."""
-    from longctx_patch.loss.fused_softmax import softmax_losses
+    from longctx_patch.loss.fused_softmax import softmax_scores
 
     generator = torch.Generator("cuda").manual_seed(0)
     logits = size * torch.randn(4, num_words, generator=generator, device="cuda")
@@ -119,10 +119,20 @@ def test_rows_have_the_error_of_rounding(
     wanted_losses = F.cross_entropy(capped, labels, reduction="none")
     (wanted,) = torch.autograd.grad(wanted_losses[:3].sum(), wide)
     kept = logits.clone()
-    alone, _ = softmax_losses(logits, labels, softcap=softcap, scale=1.0, grad_dtype=None)
+    how: dict[str, Any] = {"softcap": softcap, "scale": 1.0}
+    alone, _ = softmax_scores(logits, labels, **how, grad_dtype=None, with_statistics=True)
     assert torch.equal(logits[:3], kept[:3]), "without a gradient logits are left alone"
-    losses, grads = softmax_losses(logits, labels, softcap=softcap, scale=1.0, grad_dtype=dtype)
-    assert torch.equal(losses, alone)
+    fewer, _ = softmax_scores(logits.clone(), labels, **how, grad_dtype=dtype)
+    scores, grads = softmax_scores(logits, labels, **how, grad_dtype=dtype, with_statistics=True)
+    losses = scores.losses
+    for one, other in zip(scores, alone, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(fewer.losses, losses)
+    probs = capped.detach().softmax(-1)
+    is_valid = labels >= 0
+    entropy = torch.special.entr(probs).sum(-1).where(is_valid, 0)
+    assert torch.allclose(scores.entropy.double(), entropy, rtol=1e-6, atol=1e-6)
+    assert torch.equal(scores.is_top1, is_valid & (capped.detach().argmax(-1) == labels))
     assert torch.allclose(losses.double(), wanted_losses.detach(), rtol=1e-6, atol=1e-6)
     assert grads is not None
     assert grads.dtype == dtype

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longctx_patch.loss import linear_cross_entropy as linear_loss
-from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy
+from longctx_patch.loss import linear_head
+from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy, linear_scores
+from longctx_patch.loss.scores import Scores
 from tests.reference import relative_error
 
 TOKENS, WIDTH, WORDS = (3, 17), 16, 41
@@ -115,17 +116,19 @@ def half_rows(
     softcap: float | None,
     scale: float,
     grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor | None]:
+    with_statistics: bool,
+) -> tuple[Scores, Tensor | None]:
     """The fused kernel's results; gradients are written into the first half of logits' rows."""
+    assert not with_statistics
     scaled = (scale * logits_CV.double()).requires_grad_()
     with torch.enable_grad():
         capped = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
         losses = F.cross_entropy(capped, labels_C, reduction="none")
         (exact_grads,) = torch.autograd.grad(losses.sum(), scaled)
     if grad_dtype is None:
-        return losses.float(), None
+        return Scores.of_losses(losses.float()), None
     grads = logits_CV.view(grad_dtype)[:, : logits_CV.shape[1]]
-    return losses.float(), grads.copy_(exact_grads)
+    return Scores.of_losses(losses.float()), grads.copy_(exact_grads)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -135,9 +138,9 @@ def test_around_the_fused_kernel(
 ) -> None:
     """Results are right where torch stands in for the fused kernel (see tests/gpu)."""
     name = "longctx_patch.loss.fused_softmax"
-    monkeypatch.setitem(sys.modules, name, SimpleNamespace(softmax_losses=half_rows))
-    monkeypatch.setattr(linear_loss, "fits_fused", lambda *_: True)
-    monkeypatch.setattr(linear_loss, "runs_triton", lambda: True)
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(softmax_scores=half_rows))
+    monkeypatch.setattr(linear_head, "fits_fused", lambda *_: True)
+    monkeypatch.setattr(linear_head, "runs_triton", lambda: True)
     test_loss_and_gradients(dtype, variant, tokens_of_chunk=7)
 
 
@@ -171,6 +174,46 @@ def test_never_holds_all_logits(dtype: torch.dtype, softcap: float | None) -> No
         loss.backward()
     assert largest.numel == 4 * 500
     assert largest.products == 3 * 16
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scores_of_tokens(variant: dict[str, Any]) -> None:
+    """Losses, entropy and hits are those of full logits, and so are gradients of a mean."""
+    softcap, scale = variant.get("softcap"), variant.get("scale", 1.0)
+    given, plain = inputs(bias="bias" in variant), inputs(bias="bias" in variant)
+    options: dict[str, Any] = {"softcap": softcap, "scale": scale, "chunk_bytes": 4 * WORDS * 7}
+    logits = scale * F.linear(plain.hidden, plain.weight, plain.bias).flatten(0, 1)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    best = logits.argmax(-1).view(TOKENS)
+    labels = given.labels.clone()
+    labels[:, ::2] = best[:, ::2].where(labels[:, ::2] >= 0, -100)
+    is_valid = labels.flatten() >= 0
+    scores = linear_scores(*given[:2], labels, bias=given.bias, **options)
+    losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    assert torch.allclose(scores.losses, losses)
+    entropy = torch.distributions.Categorical(logits=logits).entropy().where(is_valid, 0)
+    assert torch.allclose(scores.entropy, entropy)
+    assert torch.equal(scores.is_top1, best.flatten() == labels.flatten())
+    assert 0 < scores.is_top1.sum() < is_valid.sum()
+    weights = torch.where(is_valid, 1.0, torch.arange(len(losses)))  # those of no label don't count
+    found = gradients((weights * scores.losses).sum() / 7, given)
+    wanted = gradients(losses.sum() / 7, plain)
+    assert max(relative_error(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-13
+    with torch.no_grad():
+        alone = linear_scores(*given[:2], labels, bias=given.bias, **options)
+    assert all(torch.equal(a, b) for a, b in zip(alone, scores, strict=True))
+
+
+def test_the_first_of_equal_words_is_the_likeliest() -> None:
+    hidden, weight = torch.ones(3, 1), torch.tensor([[0.0], [2.0], [2.0], [1.0]])
+    assert linear_scores(hidden, weight, torch.tensor([1, 2, 3])).is_top1.tolist() == [True, 0, 0]
+
+
+def test_different_gradients_of_tokens_are_refused() -> None:
+    given = inputs()
+    losses = linear_scores(*given[:2], given.labels).losses
+    with pytest.raises(RuntimeError, match=r"different gradients.*token_log_probs"):
+        (losses * torch.linspace(1, 2, len(losses))).sum().backward()
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
 
 from longctx_patch import LongContextConfig, patch
 from tests.harness import run_distributed
 from tests.hf.steps import Step, complaints, over_ranks
 from tests.hf.test_token_log_probs import BATCHES, DOCUMENTS, LENGTHS, Batch
-from tests.hf.tiny import featured_model, gradients
+from tests.hf.tiny import VOCABULARY, featured_model, gradients
 from tests.reference import relative_error
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -55,6 +56,57 @@ def check_fused(rank: int) -> None:
         loss.backward()
         step = over_ranks(loss, model)
         assert not complaints(step, Step(expected.detach(), gradients(stock)), (family, kind))
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products with as many rows or columns as there are words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = {size for arg in args if isinstance(arg, Tensor) for size in arg.shape}
+        is_product = func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        self.number += is_product and VOCABULARY in shapes
+        return func(*args, **(kwargs or {}))
+
+
+def check_sums(rank: int) -> None:
+    """Where log-probabilities are only summed, the head makes their gradients in forward; with a
+    hook that may see logits it leaves them to TRL's head."""
+    config = LongContextConfig(ring_degree=2)
+    for family, (kind, batch) in product(("llama", "gemma2", "mixtral"), BATCHES.items()):
+        given = batch.given | ({"output_router_logits": True} if family in ROUTED else {})
+        stock, model = featured_model(family), featured_model(family)
+        fields = ("log_probs", "entropy", "is_top1")
+        add_fused_lm_head(stock, outputs=fields)
+        add_fused_lm_head(model, outputs=fields)
+        handle = patch(model, config)
+        handle._rows.sums_fused = True
+        results = []
+        for each in (stock, model):
+            with Products() as counter:
+                outputs = each(**given, fused_lm_head=True, use_cache=False)
+                loss = -outputs.log_probs.sum() / 7
+                loss = loss if outputs.aux_loss is None else loss + 0.1 * outputs.aux_loss
+                loss.backward()
+            results.append((outputs, loss, counter.number))
+        (wanted, expected, _), (found, loss, products) = results
+        assert products == 3, "none of the head's products is computed again in backward"
+        for name in (*fields, "label_mask", "loss"):
+            assert found[name].dtype == wanted[name].dtype, name
+            assert relative_error(found[name].detach(), wanted[name].detach()) < 1e-5, (kind, name)
+        step = over_ranks(loss, model)
+        assert not complaints(step, Step(expected.detach(), gradients(stock)), (family, kind))
+        found = model(**given, fused_lm_head=True, use_cache=False)
+        with pytest.raises(RuntimeError, match=r"different gradients.*token_log_probs"):
+            (found.log_probs * torch.arange(1, 1 + found.log_probs.shape[1])).sum().backward()
+        model.get_output_embeddings().register_forward_hook(lambda *_: None)
+        with Products() as counter:
+            model(**given, fused_lm_head=True, use_cache=False).loss.backward()
+        assert counter.number > 3
+        handle.unpatch()
 
 
 def check_fused_evaluation(rank: int) -> None:
@@ -131,6 +183,7 @@ def check_refusals(rank: int) -> None:
 
 def check_everything(rank: int) -> None:
     check_fused(rank)
+    check_sums(rank)
     check_fused_evaluation(rank)
     check_logits(rank)
     check_refusals(rank)

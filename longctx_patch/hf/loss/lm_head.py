@@ -29,14 +29,14 @@ from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.loss.shard_loss import LossPass, ShardLoss
 from longctx_patch.hf.loss.token_head import (
     StandIn,
-    TokenLogProbs,
+    TokenFields,
     begin_chosen,
     shard_log_probs,
 )
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.supported import FAMILIES, LogitsRule
 from longctx_patch.loss.law import IGNORE_INDEX
-from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy
+from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy, linear_scores
 
 
 def bind_passes(
@@ -62,10 +62,11 @@ def bind_passes(
             return
         rows: RowsPass | None = kwargs.get(ROWS_KEY)
         given = signature.bind_partial(*args, **kwargs).arguments | kwargs
-        wants_log_probs = rows is not None and rows.wanted == "log_probs"
-        _open(loss, given, looks_up=wants_log_probs or not keeps_logits)
-        if loss.current is not None and wants_log_probs:
-            loss.current.wants_log_probs = True
+        wanted = "loss" if rows is None else rows.wanted
+        _open(loss, given, looks_up=wanted == "log_probs" or not keeps_logits)
+        if loss.current is not None and wanted in ("log_probs", "scores"):
+            loss.current.wants = wanted
+        if loss.current is not None and wanted == "log_probs":
             _begin_log_probs(stand_in, loss.current, model, loss.num_words)
         if rows is not None and rows.columns is not None:
             layout = loss.group.layout(ShardedRow.read(kwargs[SHARD_KEY]).documents)
@@ -79,8 +80,11 @@ def bind_passes(
             return outputs
         if current.logits is None:
             raise RuntimeError(_LOSS_WAS_REPLACED)
-        if current.wants_log_probs:
-            return TokenLogProbs(log_probs=current.log_probs)
+        if current.wants == "log_probs":
+            return TokenFields(log_probs=current.log_probs)
+        if current.scores is not None:
+            current.scores.aux_loss = outputs.get("aux_loss")
+            return current.scores
         return outputs if keeps_logits else _without(current.logits, outputs)
 
     return transformers_api.hook(model, before, after, also_after_errors=True)
@@ -152,12 +156,17 @@ def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
     def forward(self: nn.Linear, hidden: Tensor) -> Tensor:
         current = loss.current
         is_bound = self is head and model.get_output_embeddings() is head
-        if current is None or current.wants_log_probs:
+        if current is None or current.wants == "log_probs":
             return type(self).forward(self, hidden)
         if not is_bound or _has_hooks_on_logits(head):
             return type(self).forward(self, hidden)
-        current.token_sum = _token_sum(self, hidden, current, *_softcap_and_scale(rule, model))
+        softcap, scale = _softcap_and_scale(rule, model)
         current.sum_is_handed_on = rule is None
+        if current.wants == "scores":
+            current.scores = _scores(self, hidden, current, softcap, scale)
+            current.log_probs = log_probs = current.scores["log_probs"]
+            return log_probs
+        current.token_sum = _token_sum(self, hidden, current, softcap, scale)
         return current.token_sum
 
     method = MethodType(forward, head)
@@ -184,10 +193,46 @@ def _has_hooks_on_logits(head: nn.Module) -> bool:
     return any(not str(hook.__module__).startswith("torch.distributed.") for hook in hooks)
 
 
+def computes_scores(model: PreTrainedModel) -> bool:
+    """Whether the head is bound, so that it computes losses of a pass itself."""
+    head = model.get_output_embeddings()
+    own = vars(head).get("forward")
+    is_bound = isinstance(own, MethodType) and own.__module__ == __name__ and own.__self__ is head
+    return is_bound and not _has_hooks_on_logits(head)
+
+
 def _token_sum(
     head: nn.Linear, hidden: Tensor, current: LossPass, softcap: float | None, scale: float
 ) -> Tensor:
-    """The sum of losses of tokens that have a label; matrix products leave out the others."""
+    """The sum of losses of tokens that have a label."""
+    hidden, labels = _labelled(hidden, current)
+    return linear_cross_entropy(
+        hidden, head.weight, labels, bias=head.bias, softcap=softcap, scale=scale
+    )
+
+
+def _scores(
+    head: nn.Linear, hidden: Tensor, current: LossPass, softcap: float | None, scale: float
+) -> TokenFields:
+    """What is known of each label."""
+    hidden, labels = _labelled(hidden, current)
+    losses, entropy, is_top1 = linear_scores(
+        hidden, head.weight, labels, bias=head.bias, softcap=softcap, scale=scale
+    )
+    found: dict[str, Tensor] = {"log_probs": -losses, "entropy": entropy, "is_top1": is_top1}
+    shape, rows = current.shift_labels.shape, current.rows
+    if rows is not None:
+        rows = rows.to(hidden.device)
+        found = {
+            name: values.new_zeros(shape.numel()).index_copy(0, rows, values)
+            for name, values in found.items()
+        }
+    mask = current.shift_labels.to(hidden.device) != IGNORE_INDEX
+    return TokenFields(label_mask=mask, **{name: v.view(shape) for name, v in found.items()})
+
+
+def _labelled(hidden: Tensor, current: LossPass) -> tuple[Tensor, Tensor]:
+    """Hidden states and labels of tokens that have a label: products leave out the others."""
     if hidden.shape[:-1] != current.shift_labels.shape:
         raise ValueError(
             f"labels {list(current.shift_labels.shape)} for hidden states of "
@@ -198,9 +243,7 @@ def _token_sum(
     if current.rows is not None:
         rows = current.rows.to(hidden.device)
         hidden, labels = hidden.index_select(0, rows), labels[rows]
-    return linear_cross_entropy(
-        hidden, head.weight, labels, bias=head.bias, softcap=softcap, scale=scale
-    )
+    return hidden, labels
 
 
 def _softcap_and_scale(

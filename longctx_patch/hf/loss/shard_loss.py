@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from longctx_patch.data.whole_rows import RowsPass
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
-from longctx_patch.hf.loss.token_head import shard_log_probs
+from longctx_patch.hf.loss.token_head import TokenFields, shard_log_probs
 from longctx_patch.loss.law import IGNORE_INDEX, replica_scale, scale_of, sum_of_token_losses
 from longctx_patch.transport.meeting import Meeting, meet
 
@@ -35,10 +35,12 @@ class LossPass:
     """The sum of this rank's token losses, once the head has computed it."""
     sum_is_handed_on: bool = False
     """Whether the model's forward passes what the head returns to the loss unchanged."""
-    wants_log_probs: bool = False
-    """Whether the log-probability of each label is wanted, not the loss."""
+    wants: Literal["loss", "log_probs", "scores"] = "loss"
+    """Whether each label's log-probability is wanted, or more of it, instead of the loss."""
     log_probs: Tensor | None = None
     """`[B, L]`, once they are computed: by the head, or of logits."""
+    scores: TokenFields | None = None
+    """Once the head has computed them."""
     logits: Any = None
     """What the model's forward uses as logits, and returns."""
 
@@ -97,7 +99,7 @@ class ShardLoss:
         # No pass is open where the model's forward was called without its hooks.
         current = self.current or self.accepted(labels, shift_labels)
         current.logits = logits
-        if current.wants_log_probs:
+        if current.wants != "loss":
             return _sum_of_log_probs(current, logits)
         counts = {"group_labels": current.group_labels, "group_ranks": self._group.num_ranks}
         if replica is not None:  # the router's loss is added whole, as to one process's loss

@@ -19,11 +19,21 @@ from longctx_patch.loss.token_log_probs import token_log_probs
 
 
 @dataclass
-class TokenLogProbs(ModelOutput):
-    """What a model returns whose tokens' log-probabilities are wanted."""
+class TokenFields(ModelOutput):
+    """What a model returns of tokens' labels: `[B, L]` of a shard, `[B, L - 1]` of whole rows, 0
+    where there is no label; fields that are not wanted are None.
 
+    Their names and meanings are those of TRL's `FusedCausalLMOutput`.
+    """
+
+    loss: Tensor | None = None
+    """A scalar."""
     log_probs: Tensor | None = None
-    """`[B, L]` of a shard's labels; `[B, L - 1]` of whole rows."""
+    entropy: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+    """A scalar: the router's loss."""
 
 
 class StandIn:

@@ -18,7 +18,7 @@ A step has three moments at which it can peak, and the largest is the prediction
 from dataclasses import dataclass
 
 from longctx_patch.kernels.run import parts_that_fit
-from longctx_patch.loss.linear_cross_entropy import CHUNK_BYTES
+from longctx_patch.loss.linear_head import CHUNK_BYTES
 from longctx_patch.memory.limits import AHEAD
 from longctx_patch.memory.policies import POLICIES, LayerPolicy, count_on_host, count_recomputed
 from longctx_patch.predict.run.candidate import Candidate, Job

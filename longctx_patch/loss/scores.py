@@ -1,0 +1,29 @@
+"""What is known of tokens' labels from their logits."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Scores(NamedTuple):
+    """Of N tokens, each `[N]`, and 0 (False) where a token has no label."""
+
+    losses: Tensor
+    """Minus the log-probability of the label, float32 or wider."""
+    entropy: Tensor
+    """Of the distribution over words, in nats; `[0]` where it is not wanted."""
+    is_top1: Tensor
+    """Whether no word is likelier than the label, nor as likely with a lower number; `[0]` where it
+    is not wanted."""
+
+    @classmethod
+    def of_losses(cls, losses: Tensor) -> "Scores":
+        """Without what is not wanted."""
+        return cls(losses, losses[:0].detach(), losses[:0].bool())
+
+    @classmethod
+    def join(cls, chunks: "list[Scores]") -> "Scores":
+        """Those of all chunks, of which there is one at least."""
+        losses, entropy, is_top1 = (torch.cat(column) for column in zip(*chunks, strict=True))
+        return cls(losses, entropy, is_top1)
