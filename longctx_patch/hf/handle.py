@@ -58,7 +58,7 @@ class PatchHandle:
 
     @property
     def first_step(self) -> FireCheck | None:
-        """What the first sharded training step has run and sent."""
+        """What the first sharded training step has run and sent; print it."""
         return self._calls.first_step.check
 
     @property

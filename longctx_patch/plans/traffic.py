@@ -47,6 +47,9 @@ class Traffic:
     messages: int = 0
     bytes: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.messages:,} messages with {self.bytes:,} bytes"
+
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 

@@ -62,6 +62,22 @@ class FireCheck:
         self._traffic: dict[int, PlannedTraffic] = {}
         self._masks: list[str] = []
 
+    def __repr__(self) -> str:
+        """What ran and what this rank sent, in a line."""
+        forward, backward = self.planned_forward(), self.planned_backward()
+        kernels = ", ".join(self._group.kernels.names)  # none on the CPU
+        says = [
+            f"{len(self._runs)} of {len(self._numbers)} attention layers over "
+            f"{self._group.num_ranks} rank(s), mask: {self.masks}"
+            + f", kernels: {kernels}"
+            * bool(kernels),
+            f"rank {self._group.group_rank} sent {forward} in forward, as planned"
+            if self.has_run_forward
+            else "forward has not ended",
+            f"{backward} planned for backward" if self._backward else "no backward yet",
+        ]
+        return f"<first step: {'; '.join(says)}>"
+
     @property
     def masks(self) -> str:
         """Who sees whom, in each kind of layer that ran."""
@@ -153,10 +169,7 @@ class FireCheck:
         messages, num_bytes = now.messages - self._before.messages, now.bytes - self._before.bytes
         if (messages, num_bytes) == (planned.messages, planned.bytes):
             return None
-        return (
-            f"{direction} sent {messages} messages of {num_bytes} bytes, its plans predict "
-            f"{planned.messages} of {planned.bytes}"
-        )
+        return f"{direction} sent {Traffic(messages, num_bytes)}, its plans predict {planned}"
 
     def _sent(self) -> Traffic:
         return Traffic(*self._group.counters.sent_ever())

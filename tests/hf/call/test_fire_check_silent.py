@@ -32,8 +32,14 @@ def plain(
     family: str, policy: CheckpointPolicy, ulysses: int = 1, lora: LoraConfig | None = None
 ) -> None:
     it = patched(family, policy, ulysses=ulysses, lora=lora)
-    it.steps(1)
-    assert it.handle.first_step is not None
+    loss = it.loss()
+    sent = it.handle.counters
+    forward = f"sent {sent.messages} messages with {sent.bytes:,} bytes in forward, as planned"
+    says = str(it.handle.first_step)
+    assert says.startswith("<first step: 2 of 2 attention layers over 2 rank(s), mask: ")
+    assert says.endswith(f"rank {it.handle.group_rank} {forward}; no backward yet>")
+    loss.backward()
+    assert forward in str(it.handle.first_step)
     it.steps(1)
 
 
