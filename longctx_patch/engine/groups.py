@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.kernels import AgreedKernels
+from longctx_patch.rules.launched import announced_processes
 from longctx_patch.rules.world import require_whole_groups
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Layout
@@ -114,6 +115,14 @@ def world_place(config: LongContextConfig) -> WorldPlace:
     """
     rank, world_size = _world()
     degree = config.sequence_degree
+    announced = announced_processes()
+    if degree > 1 and world_size == 1 < announced:
+        raise ValueError(
+            f"{config.degrees_in_words} = {degree} ranks per sequence, but torch.distributed isn't "
+            f"set up, though the launcher started {announced} processes. Patch after "
+            "make_accelerator(config), Accelerator() or TrainingArguments(...), each of which "
+            "sets it up."
+        )
     require_whole_groups(config.degrees_in_words, degree, world_size)
     return WorldPlace(rank // degree, rank % degree, world_size // degree)
 

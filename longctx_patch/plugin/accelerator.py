@@ -15,8 +15,8 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.fsdp import exact_mixed_precision
-from longctx_patch.plugin.launched import announced_processes, flag
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
+from longctx_patch.rules.launched import announced_processes, flag
 from longctx_patch.rules.world import require_whole_groups
 
 

@@ -1,1 +1,4 @@
-"""Rules whose errors all parts word alike: names that exist, degrees that fit the processes."""
+"""Rules whose errors all parts word alike: names that exist, degrees that fit the processes.
+
+And what the launcher told this process.
+"""

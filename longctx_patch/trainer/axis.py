@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.plugin.launched import announced_processes, flag
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
+from longctx_patch.rules.launched import announced_processes, flag
 from longctx_patch.rules.world import require_whole_groups
 
 TRAINER_AXIS = "tp"

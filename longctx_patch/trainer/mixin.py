@@ -18,8 +18,8 @@ from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.accelerator import launched_sizes
 from longctx_patch.plugin.fsdp import exact_mixed_precision
-from longctx_patch.plugin.launched import flag
 from longctx_patch.plugin.parallelism import data_parallel_sizes
+from longctx_patch.rules.launched import flag
 from longctx_patch.rules.world import require_whole_groups
 from longctx_patch.trainer.axis import num_processes, trainer_parallelism
 from longctx_patch.trainer.binding import (
@@ -42,6 +42,7 @@ from longctx_patch.trainer.refusals import (
     argument_problems,
     refuse_shards,
     refuse_together,
+    require_mixin_first,
     shared_cache_problems,
     trainer_problems,
 )
@@ -69,6 +70,7 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
         long_context_handle: the model's `PatchHandle`.
 
     Raises:
+        TypeError: a class has the trainer before the mixin.
         ValueError: on all ranks, if the trainer's arguments ask for what can't be exact.
         UnsupportedModelError: the model has something that would silently go wrong.
 
@@ -82,6 +84,10 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
 
     long_context_handle: PatchHandle
     _signature_columns: list[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        require_mixin_first(cls, LongContextTrainerMixin)
 
     def __init__(
         self, *args: Any, long_context: LongContextConfig | PatchHandle, **kwargs: Any

@@ -5,15 +5,31 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
+from transformers import Trainer
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.data import SHARD_KEY, SequenceShardCollator
-from longctx_patch.plugin.launched import flag
+from longctx_patch.rules.launched import flag
 from longctx_patch.trainer.axis import num_processes
 from longctx_patch.trainer.generation import GENERATING
 
 TRL_TRAINERS = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer"}) | GENERATING
 """Trainers of TRL whose losses are made of what the patched model gives back."""
+
+
+def require_mixin_first(cls: type, mixin: type) -> None:
+    """Raise TypeError if a trainer comes before the mixin among the bases of a class, so that the
+    mixin's overrides would never run."""
+    before = cls.__mro__[1 : cls.__mro__.index(mixin)]
+    trainers = [
+        base for base in before if issubclass(base, Trainer) and not issubclass(base, mixin)
+    ]
+    if trainers:
+        name = trainers[0].__name__
+        raise TypeError(
+            f"{cls.__name__} has {name} before {mixin.__name__}: {name}'s own methods would run in "
+            f"place of the mixin's. Write class {cls.__name__}({mixin.__name__}, {name})."
+        )
 
 
 def argument_problems(args: Any, config: LongContextConfig, data_parallel: int) -> Iterable[str]:

@@ -18,7 +18,7 @@ from longctx_patch.plugin import (
     accelerator,
     make_accelerator,
 )
-from longctx_patch.plugin.launched import WORLD_VARIABLES
+from longctx_patch.rules.launched import WORLD_VARIABLES
 from tests.plugin.launched import run_launched
 
 ONE = LongContextConfig()

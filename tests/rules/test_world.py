@@ -51,3 +51,12 @@ def test_a_single_process_is_told_how_to_start_more() -> None:
         make_sequence_group(FOUR)
     for way in ("accelerate launch", "torchrun --nproc_per_node 4", "notebook_launcher", "use_cpu"):
         assert way in str(caught.value)
+
+
+def test_a_patch_before_torch_distributed_is_told_what_sets_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    says = r"= 4 ranks .* isn't set up, though the launcher started 4 .* TrainingArguments\(...\)"
+    with pytest.raises(ValueError, match=says):
+        make_sequence_group(FOUR)

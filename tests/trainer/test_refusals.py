@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer
 from longctx_patch import (
     LongContextConfig,
     LongContextTrainer,
+    LongContextTrainerMixin,
     SequenceParallelismConfig,
     SequenceShardCollator,
     TrainerParallelism,
@@ -223,6 +224,14 @@ def test_a_reference_computed_beside_a_dataset_in_memory(monkeypatch: pytest.Mon
     assert "precompute_ref_log_probs with a dataset in memory" in problem
     assert "load_from_disk" in problem
     assert not list(refusals.shared_cache_problems(on_disk))
+
+
+@pytest.mark.parametrize("mixin", [LongContextTrainerMixin, LongContextTrainer])
+def test_a_trainer_before_the_mixin_is_refused(mixin: type) -> None:
+    trainer = type("MyTrainer", (Trainer,), {})
+    with pytest.raises(TypeError, match=r"class Long\(LongContextTrainerMixin, MyTrainer\)"):
+        type("Long", (trainer, mixin), {})
+    type("Long", (LongContextTrainerMixin, trainer), {})
 
 
 def test_ligers_fused_loss_is_refused_and_its_layers_are_not() -> None:
