@@ -68,10 +68,17 @@ def sums_log_probs(trainer: Any) -> bool:
 
 
 def settle_checkpointing(args: Any, config: LongContextConfig) -> None:
-    """Switch transformers' checkpointing off where the config has a policy of its own."""
-    if config.checkpoint == "none" or not getattr(args, _SWITCHES[0], False):
+    """Switch transformers' checkpointing off where the config has a policy of its own.
+
+    Who asked for it is warned, once on each node. TRL switches it on by default: then nobody asked.
+    """
+    name = _SWITCHES[0]
+    if config.checkpoint == "none" or not getattr(args, name, False):
         return
-    logger.warning(
+    was_asked = type(args).__dataclass_fields__[name].default is not True
+    level = logging.WARNING if was_asked and args.should_log else logging.INFO
+    logger.log(
+        level,
         "gradient_checkpointing=True gives way to LongContextConfig(checkpoint=%r), which "
         "recomputes the layers. Set one of them only.",
         config.checkpoint,
