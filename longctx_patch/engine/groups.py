@@ -6,6 +6,7 @@ Ulysses group; data-parallel replicas are outermost. The order is that of Accele
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -192,16 +193,32 @@ def _virtual_part(transport: VirtualTransport, members: torch.Tensor) -> Transpo
 
 def _my_transport(groups: torch.Tensor, counters: Counters) -> Transport:
     """Create every group (torch wants all processes to take part); keep the one we are in."""
-    mine, _ = dist.new_subgroups_by_enumeration(groups.tolist(), pg_options=_group_options())
+    timeout = _timeout()
+    mine, _ = dist.new_subgroups_by_enumeration(
+        groups.tolist(),
+        timeout=timeout,
+        pg_options=_group_options(timeout),
+        group_desc="ranks that share a row and call the model together",  # NCCL's errors name it
+    )
     return ProcessGroupTransport(mine, _control_device(), counters)
 
 
-def _group_options() -> Any:
+def _timeout() -> timedelta:
+    """How long the world's collectives wait, as with `TrainingArguments(ddp_timeout=...)`. A new
+    group would take torch's default."""
+    assert dist.group.WORLD is not None
+    found: timedelta = dist.group.WORLD._get_backend(_control_device()).options._timeout
+    return found
+
+
+def _group_options(timeout: timedelta) -> Any:
     """On NCCL, transfers take priority over attention's kernels for multiprocessors: they need few,
     and other work waits for what they bring."""
     if "nccl" not in dist.get_backend():
         return None
-    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns where it differs
+    return options
 
 
 def _control_device() -> torch.device:

@@ -45,6 +45,13 @@ class Meeting(IntEnum):
 
 _REFUSALS = (ValueError, SequenceParallelismError)  # the later one is graver
 
+_WAITED = (
+    "This happened where the ranks that share a row meet ({meeting}). If another rank has failed, "
+    "its own error says why. If it has not, it never came here: these ranks compute together, so "
+    "all of them call the model. For a pass of one rank alone, call model.eval() before it, and "
+    "model.train() after it."
+)
+
 
 def meet(
     everyone: Transport,
@@ -63,10 +70,15 @@ def meet(
             the `problem` of some rank is such an error.
         ValueError: on every rank, if the `problem` of some rank is such an error: that rank raises
             its own, the others raise one that repeats it.
+        RuntimeError: as torch.distributed does, such as after its time limit; with a note.
     """
     kind = 0 if problem is None else 1 + isinstance(problem, SequenceParallelismError)
     fill = [0] * (_WIDTH - 2 - len(numbers))
-    rows = everyone.all_gather_numbers((meeting, kind, *numbers, *fill))
+    try:
+        rows = everyone.all_gather_numbers((meeting, kind, *numbers, *fill))
+    except RuntimeError as error:
+        error.add_note(_WAITED.format(meeting=meeting.name))
+        raise
     if any(row[0] != meeting for row in rows):
         there = ", ".join(f"rank {rank}: {Meeting(row[0]).name}" for rank, row in enumerate(rows))
         raise SequenceParallelismError(f"the ranks of the group are at different points ({there})")

@@ -1,6 +1,8 @@
 """Ranks that meet get each other's numbers, and raise errors together."""
 
+import re
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -106,3 +108,22 @@ def check_process_group(rank: int) -> None:
 
 def test_processes_meet() -> None:
     run_distributed(check_process_group, 2)
+
+
+def wait_in_vain(rank: int) -> list[str]:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    everyone = ProcessGroupTransport(group, torch.device("cpu"))
+    notes = []
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"(?i)timed out") as caught:
+            meet(everyone, Meeting.ROWS)
+        notes = caught.value.__notes__
+    dist.barrier()
+    return notes
+
+
+def test_a_rank_that_waits_in_vain_is_told_what_for() -> None:
+    """torch's own error speaks of a socket; a rank may have called the model alone."""
+    (note,), nothing = run_distributed(wait_in_vain, 2)
+    assert re.search(r"share a row meet \(ROWS\).* call model.eval\(\) before it", note)
+    assert nothing == []
