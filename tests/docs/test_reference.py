@@ -18,7 +18,7 @@ SHORT = [
     pytest.param(text, id=f"{name_of(page)}-{number}")
     for page in PAGES
     for number, text in enumerate(blocks(page, "python"))
-    if name_of(page).startswith("docs") and "from_pretrained" not in text
+    if name_of(page).startswith("docs") and not re.search(f"from_pretrained|{HUB}", text)
 ]
 
 

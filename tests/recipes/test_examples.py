@@ -1,5 +1,6 @@
 """The examples run as their docstrings say; `make demo` runs the long one."""
 
+import os
 import re
 import runpy
 import sys
@@ -8,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.launching import run_module
 from tests.plugin.launched import run_launched
@@ -35,6 +37,28 @@ def test_two_processes_train_on_packed_rows_as_one() -> None:
     said, nothing = run_launched(run_packed_example, 2)
     assert "2 processes, losses" in said
     assert nothing == ""
+
+
+def run_trainer_example(name: str, folder: str) -> str:
+    os.chdir(folder)
+    with redirect_stdout(StringIO()) as said:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("name", ["trainer.py", "sft.py"])
+def test_a_trainer_of_two_processes_learns_and_saves(name: str, tmp_path: Path) -> None:
+    said, _ = run_launched(run_trainer_example, 2, name, str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"'(?:eval_)?loss': '?([\d.]+)", said)]
+    assert len(losses) == (11 if name == "trainer.py" else 10)
+    assert losses[-1] < losses[0] - 0.3
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").num_parameters() > 0
+
+
+def test_the_page_has_the_trainers_script() -> None:
+    page = (EXAMPLES.parent / "docs" / "how-to" / "trainers.md").read_text()
+    _, script = (EXAMPLES / "trainer.py").read_text().split('"""\n\n')
+    assert f"```python\n{script}```\n" in page
 
 
 def test_masks_are_dense_attention_and_send_less(capsys: pytest.CaptureFixture[str]) -> None:
