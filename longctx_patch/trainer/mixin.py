@@ -36,7 +36,7 @@ from longctx_patch.trainer.generation import (
     generation_problems,
     settle_generation,
 )
-from longctx_patch.trainer.record import write_record
+from longctx_patch.trainer.record import log_changes, record_of, resume_problems, write_record
 from longctx_patch.trainer.refusals import (
     accelerator_problems,
     argument_problems,
@@ -260,13 +260,24 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
         finally:
             self.accelerator.gather_for_metrics = self._gather.repeated
 
-    # ---- Saving ----
+    # ---- Saving and resuming ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """transformers' files, and `longctx.json` beside them."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            write_record(output_dir or self.args.output_dir, self._config, num_processes())
+            write_record(output_dir or self.args.output_dir, self._record())
+
+    def _record(self) -> dict[str, Any]:
+        return record_of(self.long_context_handle, num_processes())
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        refuse_together(resume_problems(resume_from_checkpoint, self._record()))
+        if self.is_world_process_zero():
+            log_changes(resume_from_checkpoint, self._record())
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
 
 class LongContextTrainer(LongContextTrainerMixin, Trainer):

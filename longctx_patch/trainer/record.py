@@ -1,22 +1,66 @@
-"""`longctx.json` beside saved weights: how they were trained. No run depends on it."""
+"""`longctx.json` beside saved weights: how they were trained. A run can resume without it."""
 
 import json
+import logging
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from longctx_patch.config import LongContextConfig
+from longctx_patch.hf.handle import PatchHandle
+
+logger = logging.getLogger(__name__)
 
 RECORD = "longctx.json"
 
 
-def write_record(folder: str | Path, config: LongContextConfig, num_processes: int) -> None:
-    """Write degrees, layout and versions into a folder, which is made if it is missing."""
-    record = {
+def record_of(handle: PatchHandle, num_processes: int) -> dict[str, Any]:
+    """Degrees, layout and versions of a run."""
+    return {
         "versions": {name: version(name) for name in ("longctx-patch", "torch", "transformers")},
         "num_processes": num_processes,
-        "sequence_degree": config.sequence_degree,
-        "config": asdict(config),
+        "sequence_degree": handle.config.sequence_degree,
+        "has_mask": handle.mask is not None,
+        "config": asdict(handle.config),
     }
+
+
+def write_record(folder: str | Path, record: dict[str, Any]) -> None:
+    """Write it into a folder, which is made if it is missing."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def resume_problems(folder: str | Path, now: dict[str, Any]) -> Iterable[str]:
+    """Why the run that `now` describes can't go on from a checkpoint, in words."""
+    has_mask = _read(folder, now).get("has_mask", now["has_mask"])
+    if has_mask != now["has_mask"]:
+        way = "with" if has_mask else "without"
+        yield (
+            f"{folder} was trained {way} a mask, so tokens would see others than before. Resume "
+            f"{way} one, or load its weights into a run of its own."
+        )
+
+
+def log_changes(folder: str | Path, now: dict[str, Any]) -> None:
+    """Log how the run that `now` describes differs from that of a checkpoint."""
+    old, new = (
+        run["config"]
+        | {"num_processes": run["num_processes"]}
+        | {"replicas": run["num_processes"] // run["sequence_degree"]}
+        for run in (_read(folder, now), now)
+    )
+    changed = [f"{k}={v!r} (was {old[k]!r})" for k, v in new.items() if old.get(k, v) != v]
+    if old["replicas"] != new["replicas"]:
+        text = "%s resumes with %s: as with a stock trainer, steps have other rows than before"
+        logger.warning(text, folder, ", ".join(changed))
+    elif changed:
+        logger.info("%s resumes with %s", folder, ", ".join(changed))
+
+
+def _read(folder: str | Path, now: dict[str, Any]) -> dict[str, Any]:
+    """What `write_record` wrote into a folder; `now` where a stock trainer saved."""
+    path = Path(folder) / RECORD
+    found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else now
+    return found
