@@ -125,8 +125,9 @@ class PatchHandle:
         """Within the context the ranks of a group share whole rows in evaluation mode as well.
 
         Collective: all of them evaluate the same batches, with labels and under
-        `torch.no_grad()`, and each gets the loss of the whole rows. Outside of it each rank runs
-        whole rows by itself, on the stock path, as `generate` does here too.
+        `torch.no_grad()`, and each gets the loss of the whole rows. A batch without
+        labels takes the stock path, as `generate` does and as every batch does outside of the
+        context: each rank runs its whole rows by itself.
 
         Example:
             >>> with torch.no_grad(), handle.sharing_evaluation():  # doctest: +SKIP
