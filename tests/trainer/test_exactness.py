@@ -65,6 +65,13 @@ REPLICAS = [
         arguments={"include_for_metrics": ["inputs", "loss"]},
         predicts=True,
     ),
+    Case(
+        "replicas of mixtral",
+        "mixtral",
+        config={"ring_degree": 2},
+        arguments=ACCUMULATED,
+        model={"output_router_logits": True, "router_aux_loss_coef": 0.1},
+    ),
 ]
 
 

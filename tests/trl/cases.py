@@ -87,6 +87,7 @@ TRAINERS: dict[str, tuple[type, type]] = {
     "grpo": (GRPOConfig, GRPOTrainer),
     "rloo": (RLOOConfig, RLOOTrainer),
 }
+GENERATING = "grpo", "rloo"
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,22 @@ class Case:
     adapter: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
     layers: int = 1
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 def write_rows(cases: Sequence[Case], folder: Path) -> None:
-    """The datasets of the cases, as files: processes share what is made of them."""
+    """The datasets of the cases, as files: processes share what is made of them. Also the
+    references that TRL loads by itself, for GRPO and RLOO without an adapter."""
     for case in cases:
+        if case.trainer in GENERATING and not case.adapter:
+            moved(model_of(case)).save_pretrained(folder / case.name / "model")
         for name, number, seed in (("train", 24, 1), ("eval", 7, 2)):
             found = Dataset.from_list(rows(case.rows, number, seed))
             found.save_to_disk(str(folder / case.name / name))
+
+
+def model_of(case: Case) -> Any:
+    return featured_model(case.family, num_hidden_layers=case.layers, **case.model)
 
 
 def train_all(runs: Sequence[tuple[Case, bool]], folder: Path) -> list[Trained]:
@@ -123,14 +132,16 @@ def train(case: Case, folder: Path, is_patched: bool) -> Trained:
     if is_patched:
         cls = type("Patched", (LongContextTrainerMixin, cls), {})
         given["long_context"] = LongContextConfig(**case.config)
+    model = model_of(case)
+    model.config._name_or_path = str(folder / "model")  # where TRL looks for a reference
     if case.adapter:
         given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     elif case.trainer in ("dpo", "kto"):
-        given["ref_model"] = moved(featured_model(case.family, num_hidden_layers=case.layers))
-    if case.trainer in ("grpo", "rloo"):
+        given["ref_model"] = moved(model_of(case))
+    if case.trainer in GENERATING:
         given["reward_funcs"] = early_words
     trainer: Any = cls(
-        model=featured_model(case.family, num_hidden_layers=case.layers),
+        model=model,
         args=arguments(output_dir=str(folder / "out"), **USUAL | case.arguments),
         train_dataset=load_from_disk(str(folder / "train")),
         eval_dataset=load_from_disk(str(folder / "eval")),

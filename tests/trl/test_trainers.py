@@ -60,6 +60,14 @@ TWO = [
         adapter=True,
         arguments=GENERATED | {"num_generations": 2, "beta": 0.02},
     ),
+    Case("kto beside its adapters", "kto", "labelled", RING, adapter=True),
+    Case(
+        "grpo with a reference",
+        "grpo",
+        "prompts",
+        RING,
+        arguments=GENERATED | {"num_generations": 2},
+    ),
 ]
 FOUR = [
     Case("completions", "sft", "completion", BOTH, "mistral", arguments=THRICE),
@@ -84,6 +92,15 @@ REPLICAS = [
         "qwen3",
         adapter=True,
         arguments=GENERATED | {"num_iterations": 2, "top_entropy_quantile": 0.5},
+    ),
+    Case(
+        "routed",
+        "sft",
+        "text",
+        RING,
+        "mixtral",
+        arguments=THRICE,
+        model={"output_router_logits": True, "router_aux_loss_coef": 0.1},
     ),
 ]
 """A prompt's generations are of both replicas in the last case."""
