@@ -6,6 +6,7 @@ one process returns. The overrides here tell them of the ranks that share a sequ
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +98,7 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
         self._undo: list[Callable[[], None]] = []
         self._contexts = ExitStack()
         self._reference: Any = None
+        self._steps_evaluated: int | None = None
         super().__init__(*args, **kwargs)
         try:
             refuse_together(trainer_problems(self, self._config))
@@ -231,7 +233,31 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' loop; the ranks of a group share each batch that has labels."""
         with self.long_context_handle.sharing_evaluation():
-            return super().evaluation_loop(*args, **kwargs)
+            output = super().evaluation_loop(*args, **kwargs)
+        rows_of_step = self.args.eval_batch_size * (num_processes() // self._config.sequence_degree)
+        self._steps_evaluated = ceil(output.num_samples / rows_of_step)
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """transformers' log; what follows an evaluation counts its steps as groups do."""
+        self._settle_speed(logs)
+        super().log(logs, start_time)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' predictions, with the metrics of groups."""
+        output = super().predict(*args, **kwargs)
+        self._settle_speed(output.metrics)
+        return output
+
+    def _settle_speed(self, metrics: dict[str, float]) -> None:
+        """transformers divides the rows of an evaluation by its processes to count steps."""
+        num_steps, self._steps_evaluated = self._steps_evaluated, None
+        if num_steps is None:
+            return
+        for name in metrics:
+            if name.endswith("_steps_per_second"):
+                runtime = metrics[name.replace("steps_per_second", "runtime")]
+                metrics[name] = round(num_steps / runtime, 3)
 
     def prediction_step(
         self,

@@ -39,6 +39,14 @@ TWO = [
             "trainable_token_indices": [3, 7],
         },
     ),
+    Case(
+        "adapters over four bits",
+        config={"ring_degree": 2},
+        arguments={"max_steps": 6},
+        model={"intermediate_size": 128},  # a multiple of what bitsandbytes scales together
+        adapters={"target_modules": "all-linear"},
+        four_bits=True,
+    ),
     Case("smoothed", config=LOGITS, arguments={"max_steps": 6, "label_smoothing_factor": 0.1}),
     Case("own loss", config=LOGITS, arguments={"max_steps": 6} | ACCUMULATED, own_loss=True),
 ]
