@@ -4,10 +4,14 @@ The processes set up torch.distributed themselves, through Accelerate, which is 
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from tests.harness import run_distributed
@@ -34,3 +38,21 @@ def _child(
         "CUDA_VISIBLE_DEVICES": "",  # these tests use the CPU on every machine
     }
     return fn(*args)
+
+
+@contextmanager
+def sharding_on_cpus() -> Iterator[None]:
+    """Within it Accelerate shards weights over CPUs too (FSDP2), where it would ignore FSDP."""
+    usual = PartialState.__init__
+
+    def init(state: PartialState, *args: Any, **kwargs: Any) -> None:
+        usual(state, *args, **kwargs)
+        state.distributed_type = DistributedType.MULTI_GPU
+
+    with (
+        patch.object(PartialState, "__init__", init),
+        patch(
+            "longctx_patch.plugin.accelerator._uses_fsdp2", lambda plugin, cpu: plugin is not None
+        ),
+    ):
+        yield

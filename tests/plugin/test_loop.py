@@ -1,15 +1,19 @@
 """A loop of one's own over whole rows, with Accelerate's own accumulation and data loader."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, make_accelerator, patch
 from tests.hf.tiny import tiny_model, token_rows
-from tests.plugin.launched import run_launched
+from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.reference import relative_error
+from tests.trainer.trained import weights_of
 
 NUM_ROWS, LENGTH, STEPS, REPLICAS = 8, 21, 2, 2
 
@@ -25,11 +29,14 @@ def rows() -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def trained(accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(accumulation: int, shards: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
     """(the loss of each row that this process saw, the weights after all rows)."""
-    accelerator = make_accelerator(
-        LongContextConfig(ring_degree=2), gradient_accumulation_steps=accumulation
-    )
+    given: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
+    if shards:
+        given["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
+        given["dp_replicate_size"] = REPLICAS
+    with sharding_on_cpus() if shards else nullcontext():
+        accelerator = make_accelerator(LongContextConfig(ring_degree=2), **given)
     model: Any = tiny_model()
     handle = patch(model, LongContextConfig(ring_degree=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -48,11 +55,14 @@ def trained(accumulation: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2 with a batch of Sequ"):
         model(**collate([{"input_ids": [1, 2, 3, 4]}]))
-    return losses, {name: x.detach().clone() for name, x in handle.model.named_parameters()}
+    assert isinstance(model, FSDPModule) == shards
+    return losses, weights_of(handle.model)
 
 
-def test_accelerates_accumulation_and_loader_over_whole_rows() -> None:
-    """Two replicas of two ranks take four rows a step, as a plain loop would over their mean."""
+@pytest.mark.parametrize("shards", [False, True])
+def test_accelerates_accumulation_and_loader_over_whole_rows(shards: bool) -> None:
+    """Two replicas of two ranks take four rows a step, as a plain loop would over their mean. With
+    shards the two ranks of a replica shard the weights, too (HSDP)."""
     accumulation = NUM_ROWS // STEPS // REPLICAS
     model, wanted = tiny_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -64,7 +74,7 @@ def test_accelerates_accumulation_and_loader_over_whole_rows() -> None:
             wanted.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    by_rank = run_launched(trained, 2 * REPLICAS, accumulation)
+    by_rank = run_launched(trained, 2 * REPLICAS, accumulation, shards)
     for rank, (losses, weights) in enumerate(by_rank):
         assert losses == pytest.approx(wanted[rank // 2 :: REPLICAS], rel=1e-5)
         assert losses == by_rank[2 * (rank // 2)][0], "ranks that share rows have the same loss"

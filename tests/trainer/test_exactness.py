@@ -4,6 +4,7 @@ does: every metric of 20 steps and of an evaluation, and every weight."""
 from dataclasses import replace
 from pathlib import Path
 
+from longctx_patch import LongContextConfig, trainer_parallelism
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Case, Trained, complaints, train_all
 
@@ -83,6 +84,29 @@ REPLICAS = [
 ]
 
 
+SHARDS = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+SHARDED = [
+    Case(
+        f"{copies} copies of shards",
+        "qwen3",
+        config={"ring_degree": 2},
+        arguments=ACCUMULATED | {"max_steps": 6},
+        sharding={
+            "fsdp": True,
+            "fsdp_config": SHARDS,
+            "parallelism_config": trainer_parallelism(
+                LongContextConfig(ring_degree=2),
+                4,
+                dp_replicate_size=copies,
+                dp_shard_size=2 // copies,
+            ),
+        },
+    )
+    for copies in (1, 2)
+]
+"""FSDP2 over replicas and the ranks of a row, and over these with copies beside them (HSDP)."""
+
+
 def check(cases: list[Case], by_rank: list[list[Trained]], wanted: list[Trained]) -> None:
     for number, (case, one) in enumerate(zip(cases, wanted, strict=True)):
         for found in by_rank:
@@ -100,9 +124,10 @@ def test_four_ranks_train_as_one_and_as_two(tmp_path: Path) -> None:
     those of one process with twice the batch."""
     alone = [*FOUR, doubled(REPLICAS[0])]
     (one,) = run_launched(train_all, 1, alone, str(tmp_path), False)
-    two, _ = run_launched(train_all, 2, REPLICAS, str(tmp_path), False)
-    by_rank = run_launched(train_all, 4, [*FOUR, *REPLICAS], str(tmp_path), True)
-    check([*FOUR, *REPLICAS], by_rank, [one[0], *two])
+    together = [*REPLICAS, *SHARDED]
+    two, _ = run_launched(train_all, 2, together, str(tmp_path), False)
+    by_rank = run_launched(train_all, 4, [*FOUR, *together], str(tmp_path), True)
+    check([*FOUR, *together], by_rank, [one[0], *two])
     wrong = complaints(
         by_rank[0][1]._replace(logged=[], evaluated={}), one[1]._replace(logged=[], evaluated={})
     )

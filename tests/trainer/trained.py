@@ -1,5 +1,6 @@
 """Trainers over tiny models in launched processes, with all that they log and their weights."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,12 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, PrinterCallback, Trainer, TrainingArguments
 
 from longctx_patch import LongContextConfig, LongContextTrainer
 from longctx_patch.recipes.models import four_bits
 from tests.hf.tiny import VOCABULARY, featured_model
+from tests.plugin.launched import sharding_on_cpus
 
 STEPS = 20
 TIMES = ("_runtime", "_per_second", "_time")
@@ -30,6 +34,8 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    sharding: dict[str, Any] = field(default_factory=dict)
+    """More arguments where the model is patched: those of FSDP2."""
     num_rows: int = 50
     adapters: dict[str, Any] | None = None
     """Arguments of PEFT's LoraConfig."""
@@ -100,9 +106,10 @@ def make_trainer(
     case: Case, folder: Path | str, *, is_patched: bool, model: Any = None, **options: Any
 ) -> Trainer:
     """The trainer of a case: ours, or the stock one with the stock model."""
+    given = case.arguments | (case.sharding if is_patched else {})
     common: dict[str, Any] = {
         "model": model_of(case) if model is None else model,
-        "args": arguments(folder, **case.arguments),
+        "args": arguments(folder, **given),
         "train_dataset": rows(case.num_rows, seed=1),
         "eval_dataset": rows(7, seed=2),
         "data_collator": padded,
@@ -174,16 +181,22 @@ def metrics_of(predicted: EvalPrediction) -> dict[str, float]:
 
 
 def train(case: Case, folder: str, is_patched: bool) -> Trained:
-    trainer = make_trainer(case, Path(folder) / case.name, is_patched=is_patched)
-    trainer.train()
-    evaluated = numbers(trainer.evaluate())
-    predicted = trainer.predict(rows(5, seed=3)) if case.predicts else None
+    with sharding_on_cpus() if case.sharding and is_patched else nullcontext():
+        trainer = make_trainer(case, Path(folder) / case.name, is_patched=is_patched)
+        trainer.train()
+        evaluated = numbers(trainer.evaluate())
+        predicted = trainer.predict(rows(5, seed=3)) if case.predicts else None
+    assert isinstance(trainer.model_wrapped, FSDPModule) == bool(case.sharding and is_patched)
     logged = [numbers(entry) for entry in trainer.state.log_history]
     return Trained(logged, weights_of(trainer.model), evaluated, predicted)
 
 
 def weights_of(model: Any) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    """Whole weights, also of a model whose weights are sharded."""
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
 
 
 def numbers(entry: dict[str, Any]) -> dict[str, float]:
