@@ -4,6 +4,7 @@
 #   make demo       the main job on CPU with two processes
 #   make test       the tests that need no GPU
 #   make test-trainers  transformers' and TRL's trainers against one process
+#   make test-grid  every trainer over every number of ranks, family and accumulation (long)
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
 #   make faults     plant a fault in each of twelve rooms: a test of the room has to notice it
@@ -31,7 +32,7 @@ TYPED := longctx_patch cli recipes examples benchmarks docs tests
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-trainers test-oldest test-gpu faults pictures docs check clean
+.PHONY: install demo test test-trainers test-grid test-oldest test-gpu faults pictures docs check clean
 
 install: $(STAMP)
 
@@ -68,6 +69,9 @@ test: $(STAMP)
 
 test-trainers: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/trainer tests/trl
+
+test-grid: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/trl/grid.py
 
 test-oldest:
 	$(MAKE) install VENV=.venv-oldest PINS='$(OLDEST)'

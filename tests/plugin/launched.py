@@ -17,9 +17,12 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from tests.harness import run_distributed
 
 
-def run_launched(fn: Callable[..., Any], num_processes: int, *args: Any) -> list[Any]:
+def run_launched(
+    fn: Callable[..., Any], num_processes: int, *args: Any, timeout_s: float = 240.0
+) -> list[Any]:
     """`fn(*args)` in every process; its results by rank. Raises with the tracebacks of all."""
-    return run_distributed(_child, num_processes, fn, num_processes, get_free_port(), args)
+    job = (fn, num_processes, get_free_port(), args)
+    return run_distributed(_child, num_processes, *job, timeout_s=timeout_s)
 
 
 def _child(
@@ -47,7 +50,8 @@ def sharding_on_cpus() -> Iterator[None]:
 
     def init(state: PartialState, *args: Any, **kwargs: Any) -> None:
         usual(state, *args, **kwargs)
-        state.distributed_type = DistributedType.MULTI_GPU
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU
 
     with (
         patch.object(PartialState, "__init__", init),

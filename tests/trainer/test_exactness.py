@@ -3,10 +3,10 @@ does: every metric of 20 steps and of an evaluation, and every weight."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from longctx_patch import LongContextConfig, trainer_parallelism
 from tests.plugin.launched import run_launched
-from tests.trainer.trained import Case, Trained, complaints, train_all
+from tests.trainer.trained import Case, Trained, complaints, sharded, train_all
 
 ACCUMULATED = {"gradient_accumulation_steps": 3}
 LOGITS = {"ring_degree": 2, "loss": "logits"}
@@ -84,23 +84,14 @@ REPLICAS = [
 ]
 
 
-SHARDS = {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+RING: dict[str, Any] = {"ring_degree": 2}
 SHARDED = [
     Case(
         f"{copies} copies of shards",
         "qwen3",
-        config={"ring_degree": 2},
+        config=RING,
         arguments=ACCUMULATED | {"max_steps": 6},
-        sharding={
-            "fsdp": True,
-            "fsdp_config": SHARDS,
-            "parallelism_config": trainer_parallelism(
-                LongContextConfig(ring_degree=2),
-                4,
-                dp_replicate_size=copies,
-                dp_shard_size=2 // copies,
-            ),
-        },
+        sharding=sharded(RING, "Qwen3DecoderLayer", copies),
     )
     for copies in (1, 2)
 ]

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, PrinterCallback, Trainer, TrainingArguments
 
-from longctx_patch import LongContextConfig, LongContextTrainer
+from longctx_patch import LongContextConfig, LongContextTrainer, trainer_parallelism
 from longctx_patch.recipes.models import four_bits
 from tests.hf.tiny import VOCABULARY, featured_model
 from tests.plugin.launched import sharding_on_cpus
+from tests.reference import relative_error
 
 STEPS = 20
 TIMES = ("_runtime", "_per_second", "_time")
@@ -100,6 +101,16 @@ def arguments(folder: Path | str, **options: Any) -> TrainingArguments:
         "include_num_input_tokens_seen": "non_padding",
     }
     return TrainingArguments(**usual | options)
+
+
+def sharded(config: dict[str, Any], layer: str, copies: int) -> dict[str, Any]:
+    """Arguments of FSDP2 for four processes, two of which share a row."""
+    sizes = {"dp_replicate_size": copies, "dp_shard_size": 2 // copies}
+    return {
+        "fsdp": True,
+        "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer]},
+        "parallelism_config": trainer_parallelism(LongContextConfig(**config), 4, **sizes),
+    }
 
 
 def make_trainer(
@@ -234,6 +245,18 @@ def complaints(found: Trained, wanted: Trained, tolerance: float = 1e-5) -> list
             if not same or not abs(mine - theirs)[learned].max() < tolerance:
                 wrong.append("predictions or labels differ")
     return wrong[:6]
+
+
+def difference(found: Trained, wanted: Trained) -> float:
+    """The largest one, relative to values above 1 and to each weight's largest value."""
+    ours, others = entries(found), entries(wanted)
+    gaps = [
+        abs(mine[name] - value) / max(1.0, abs(value))
+        for mine, theirs in zip(ours, others, strict=True)
+        for name, value in theirs.items()
+    ]
+    weights = (relative_error(found.weights[name], x) for name, x in wanted.weights.items())
+    return max(*gaps, *weights)
 
 
 def entries(run: Trained) -> list[dict[str, float]]:

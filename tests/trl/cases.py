@@ -1,6 +1,7 @@
 """TRL's trainers over a tiny model and a tiny language, as they run alone and with long context."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedTokenizerFast, PrinterCallback
 from trl import (
     DPOConfig,
@@ -27,7 +29,8 @@ from trl import (
 
 from longctx_patch import LongContextConfig, LongContextTrainerMixin
 from tests.hf.tiny import VOCABULARY, featured_model
-from tests.trainer.trained import STEPS, Trained, numbers
+from tests.plugin.launched import sharding_on_cpus
+from tests.trainer.trained import STEPS, Trained, numbers, weights_of
 
 WORDS = VOCABULARY - 4
 CHAT = (
@@ -101,6 +104,8 @@ class Case:
     family: str = "llama"
     adapter: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
+    sharding: dict[str, Any] = field(default_factory=dict)
+    """More arguments where the model is patched: those of FSDP2."""
     layers: int = 1
     model: dict[str, Any] = field(default_factory=dict)
 
@@ -127,11 +132,26 @@ def train_all(runs: Sequence[tuple[Case, bool]], folder: Path) -> list[Trained]:
 
 def train(case: Case, folder: Path, is_patched: bool) -> Trained:
     """Train, with an evaluation at the end."""
+    shards = bool(case.sharding) and is_patched
+    with sharding_on_cpus() if shards else nullcontext():
+        trainer = make_trainer(case, folder, is_patched)
+        trainer.train()
+        evaluated = trainer.evaluate()
+    assert isinstance(trainer.model_wrapped, FSDPModule) == shards
+    weights = weights_of(trainer.model)
+    if is_patched:
+        trainer.unpatch()
+    logged = [numbers(entry) for entry in trainer.state.log_history]
+    return Trained(logged, weights, numbers(evaluated))
+
+
+def make_trainer(case: Case, folder: Path, is_patched: bool) -> Any:
     arguments, cls = TRAINERS[case.trainer]
-    given: dict[str, Any] = {}
+    options, given = case.arguments, dict[str, Any]()
     if is_patched:
         cls = type("Patched", (LongContextTrainerMixin, cls), {})
         given["long_context"] = LongContextConfig(**case.config)
+        options = options | case.sharding
     model = model_of(case)
     model.config._name_or_path = str(folder / "model")  # where TRL looks for a reference
     if case.adapter:
@@ -140,22 +160,16 @@ def train(case: Case, folder: Path, is_patched: bool) -> Trained:
         given["ref_model"] = moved(model_of(case))
     if case.trainer in GENERATING:
         given["reward_funcs"] = early_words
-    trainer: Any = cls(
+    trainer = cls(
         model=model,
-        args=arguments(output_dir=str(folder / "out"), **USUAL | case.arguments),
+        args=arguments(output_dir=str(folder / "out"), **USUAL | options),
         train_dataset=load_from_disk(str(folder / "train")),
         eval_dataset=load_from_disk(str(folder / "eval")),
         processing_class=tokenizer(),
         **given,
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    evaluated = trainer.evaluate()
-    weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
-    if is_patched:
-        trainer.unpatch()
-    logged = [numbers(entry) for entry in trainer.state.log_history]
-    return Trained(logged, weights, numbers(evaluated))
+    return trainer
 
 
 def early_words(completions: list[str], **_: Any) -> list[float]:

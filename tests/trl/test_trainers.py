@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.plugin.launched import run_launched
-from tests.trainer.trained import Trained, complaints
+from tests.trainer.trained import Trained, complaints, sharded
 from tests.trl.cases import Case, train_all, write_rows
 
 RING: dict[str, Any] = {"ring_degree": 2}
@@ -101,6 +101,31 @@ REPLICAS = [
         "mixtral",
         arguments=THRICE,
         model={"output_router_logits": True, "router_aux_loss_coef": 0.1},
+    ),
+    Case(
+        "sft of shards",
+        "sft",
+        "completion",
+        RING,
+        "qwen3",
+        arguments={"max_steps": 6},
+        sharding=sharded(RING, "Qwen3DecoderLayer", copies=1),
+    ),
+    Case(
+        "dpo of copies of shards",
+        "dpo",
+        "pairs",
+        RING,
+        arguments={"max_steps": 6} | THRICE,
+        sharding=sharded(RING, "LlamaDecoderLayer", copies=2),
+    ),
+    Case(
+        "grpo of shards",
+        "grpo",
+        "prompts",
+        RING,
+        arguments=GENERATED | {"max_steps": 4},
+        sharding=sharded(RING, "LlamaDecoderLayer", copies=1),
     ),
 ]
 """A prompt's generations are of both replicas in the last case."""
