@@ -1,0 +1,186 @@
+"""Chat records as tokens, by the template of the model's tokenizer, and which of them are learned.
+
+Conventions are TRL's: `messages` (or `conversations`, ChatML's older form), `tools`,
+`chat_template_kwargs`. The assistant's tokens are those that a template marks by
+`{% generation %}`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from longctx_patch.recipes.data.records import Record
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Template:
+    """The chat template of a tokenizer, as training uses it."""
+
+    tokenizer: Any
+    assistant_only: bool
+    text: str | None
+    """A template that marks the assistant's tokens; None: the tokenizer's own."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, *, assistant_only: bool) -> "Template":
+        """Raises ValueError for a tokenizer that has no template, or none that marks the
+        assistant's tokens, its end of turn included, where these alone are learned."""
+        from trl.chat_template_utils import (
+            get_training_chat_template,
+            has_generation_markers,
+        )
+
+        own = tokenizer.chat_template
+        if own is None:
+            raise ValueError(
+                "the data is conversational, and the tokenizer has no chat template. Take the "
+                "instruction-tuned model's tokenizer (--tokenizer NAME), or put a "
+                "chat_template.jinja beside it."
+            )
+        if assistant_only and not tokenizer.is_fast:
+            raise ValueError(
+                "assistant_only_loss=True with a slow tokenizer, which can't tell where in the "
+                "text a token is. Take the fast one (tokenizer.json), or learn all tokens "
+                "(assistant_only_loss: false)."
+            )
+        text = None
+        if assistant_only and not has_generation_markers(own):
+            try:
+                text = get_training_chat_template(tokenizer)
+            except ValueError as error:
+                raise ValueError(_NO_MARKERS) from error
+        found = cls(tokenizer, assistant_only, text)
+        if assistant_only and not found._learns_to_stop():
+            raise ValueError(_NO_STOP)
+        return found
+
+    def _learns_to_stop(self) -> bool:
+        """Whether the last token that is learned of a turn is one that the tokenizer has added."""
+        turns = [{"role": role, "content": "w"} for role in ("user", "assistant", "user")]
+        ids, learned = self.tokens(Record({}, "the template's check"), turns)
+        words = [self.tokenizer.decode([i]) for i, yes in zip(ids, learned, strict=True) if yes]
+        ends = {self.tokenizer.decode([i]) for i in self.tokenizer.get_added_vocab().values()}
+        last = next((word for word in reversed(words) if word.strip()), "")
+        return last in (ends | {self.tokenizer.eos_token}) - {self.tokenizer.unk_token}
+
+    def tokens(
+        self, record: Record, messages: Sequence[Message], *, ends: bool = True
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of a conversation, and which of them are learned.
+
+        `ends`: whether it ends with these messages; else the assistant is about to answer.
+
+        Raises BadRecord for messages that the template refuses, or leaves out, as many do with
+        roles that they don't know.
+        """
+        text, spans = self._rendered(record, messages, ends=ends)
+        self._check_roles(record, messages, text)
+        if not (self.assistant_only and ends):
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return ids, [True] * len(ids)
+        found = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return found["input_ids"], _overlapping(found["offset_mapping"], spans)
+
+    def _rendered(
+        self, record: Record, messages: Sequence[Message], *, ends: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and where in it the assistant speaks."""
+        tools = record.fields.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        options = {**self.tokenizer.special_tokens_map, **_template_kwargs(record)}
+        try:
+            (text,), spans = render_jinja_template(
+                conversations=[[_without_none(message) for message in messages]],
+                tools=tools,
+                chat_template=self.text or self.tokenizer.get_chat_template(tools=tools),
+                return_assistant_tokens_mask=self.assistant_only,
+                add_generation_prompt=not ends,
+                **options,
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise record.refused(f"the chat template refuses it: {error}") from error
+        return text, spans[0] if spans else []
+
+    def _check_roles(self, record: Record, messages: Sequence[Message], text: str) -> None:
+        for message in messages:
+            last = _last_line(message.get("content"))
+            if last and last not in text:
+                raise record.refused(
+                    f"the chat template leaves out the message of role {message.get('role')!r} "
+                    f"that ends with {last[-40:]!r}: it doesn't know the role. Rename it, or "
+                    "give a tokenizer whose template knows it."
+                )
+
+
+def _template_kwargs(record: Record) -> Mapping[str, Any]:
+    return record.fields.get("chat_template_kwargs") or {}
+
+
+def _without_none(message: Message) -> dict[str, Any]:
+    """As transformers drops them: templates print a None."""
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _overlapping(tokens: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Whether each token has a character in one of the spans; both are in order.
+
+    transformers' own mask goes on to the end of the text where a span ends with a character that
+    belongs to no token, such as a space.
+    """
+    found, place = [], 0
+    for start, stop in tokens:
+        while place < len(spans) and spans[place][1] <= start:
+            place += 1
+        found.append(place < len(spans) and spans[place][0] < stop and start < stop)
+    return found
+
+
+def messages_of(record: Record, field: str) -> list[Message]:
+    """The messages in a field. Raises BadRecord for something else."""
+    from trl.data_utils import maybe_convert_to_chatml
+
+    given = record.fields.get(field)
+    if given is None:
+        given = maybe_convert_to_chatml(dict(record.fields)).get(field)
+    is_list = isinstance(given, list) and all(isinstance(each, Mapping) for each in given)
+    if not is_list or not given:
+        raise record.refused(f"{field} is {str(given)[:60]!r}: give a list of messages.")
+    for message in given:
+        if not isinstance(message.get("role"), str):
+            raise record.refused(f"a message of {field} has no role: {str(message)[:80]!r}.")
+    return list(given)
+
+
+def is_conversation(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _last_line(content: Any) -> str:
+    """The last line of a message that has something in it; templates change what is before."""
+    if isinstance(content, list):
+        content = "".join(
+            str(part.get("text", "")) for part in content if isinstance(part, Mapping)
+        )
+    lines = [line.strip() for line in str(content or "").splitlines()]
+    return next((line for line in reversed(lines) if line), "")
+
+
+_NO_MARKERS = (
+    "assistant_only_loss=True, and the chat template can't mark the assistant's tokens. Put "
+    "{% generation %} and {% endgeneration %} around them in the template, the end of the turn "
+    "included (chat_template.jinja beside the tokenizer); or learn all tokens "
+    "(assistant_only_loss: false); or give prompt and completion in each record."
+)
+_NO_STOP = (
+    "assistant_only_loss=True, and the chat template marks the assistant's words without the token "
+    "that ends its turn, so the model would not learn to stop. Put it inside {% generation %} ... "
+    "{% endgeneration %}, or learn all tokens (assistant_only_loss: false)."
+)

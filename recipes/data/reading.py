@@ -1,0 +1,169 @@
+"""Rows of tokens from records: what the model reads, and which of its tokens it learns.
+
+Tokens, masks and ends of text are those that TRL's SFTTrainer and DPOTrainer make of the same
+records (trl/trainer/sft_trainer.py, `_prepare_dataset`); here each record's troubles have a place.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from longctx_patch.loss.law import IGNORE_INDEX
+from longctx_patch.recipes.data.conversations import Template, is_conversation, messages_of
+from longctx_patch.recipes.data.records import FIELDS, TEXT_FILE, Kind, Record, kind_of
+
+TooLong = Literal["refuse", "cut", "split"]
+Ids = list[int]
+Row = dict[str, Any]
+"""`input_ids` and `labels` of a row of SFT; `prompt_ids`, `chosen_ids` and `rejected_ids` of DPO;
+and `num_cut`, the tokens of the record that are in no row."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How records become rows."""
+
+    tokenizer: Any
+    kind: Kind
+    """Of all records."""
+    seq_len: int
+    too_long: TooLong = "refuse"
+    text_field: str = "text"
+    assistant_only: bool = False
+    completion_only: bool = True
+    vocab_size: int | None = None
+    """Ids are below; None: not checked."""
+
+    def rows(self, record: Record) -> Iterator[Row]:
+        """The rows of a record; several if it is split. Raises BadRecord."""
+        found = kind_of(record, self.text_field)
+        if found != self.kind:
+            raise record.refused(
+                f"a record with {FIELDS[found]}, among those with {FIELDS[self.kind]}. Give "
+                "sources whose records are alike."
+            )
+        if found == "preference":
+            yield self._pair(record)
+            return
+        ids, labels = self._tokens(record)
+        self._check_ids(record, ids)
+        if all(label == IGNORE_INDEX for label in labels[1:]):
+            raise record.refused(
+                f"none of its {len(ids)} tokens is learned, since "
+                f"{'the assistant says nothing' if self.assistant_only else 'it is too short'}. "
+                "Leave it out."
+            )
+        yield from self._fitted(record, ids, labels)
+
+    @cached_property
+    def _template(self) -> Template:
+        return Template.of(self.tokenizer, assistant_only=self.assistant_only)
+
+    def _tokens(self, record: Record) -> tuple[Ids, Ids]:
+        """`input_ids` and `labels` of all of a record."""
+        fields = record.fields
+        if self.kind == "tokens":
+            ids = _ids(record, "input_ids")
+            given = fields.get("labels")
+            labels = ids if given is None else _ids(record, "labels")
+            if len(labels) != len(ids):
+                raise record.refused(f"{len(labels)} labels for {len(ids)} input_ids.")
+            return ids, labels
+        if self.kind == "text":
+            text = fields.get(TEXT_FILE, fields.get(self.text_field))
+            ids = self._of_text(self._ended(text))
+            return ids, ids
+        start = 0
+        if self.kind == "chat":
+            ids, learned = self._template.tokens(record, messages_of(record, "messages"))
+        else:
+            prompt, ids, learned = self._completion(record, "completion")
+            start = _common_prefix(prompt, ids) if self.completion_only else 0
+        places = enumerate(zip(ids, learned, strict=True))
+        return ids, [i if yes and n >= start else IGNORE_INDEX for n, (i, yes) in places]
+
+    def _completion(self, record: Record, field: str) -> tuple[Ids, Ids, list[bool]]:
+        """(ids of the prompt alone, ids of both, which of these are learned as such)."""
+        prompt, answer = record.fields.get("prompt"), record.fields[field]
+        if is_conversation(answer):
+            before, after = messages_of(record, "prompt"), messages_of(record, field)
+            alone, _ = self._template.tokens(record, before, ends=False)
+            return alone, *self._template.tokens(record, [*before, *after])
+        if not isinstance(prompt, str) or not isinstance(answer, str):
+            raise record.refused(
+                f"prompt and {field} must both be texts, or both lists of messages."
+            )
+        ids = self._of_text(prompt + self._ended(answer))
+        return self._of_text(prompt), ids, [True] * len(ids)
+
+    def _pair(self, record: Record) -> Row:
+        """A row of DPO: what comes after the tokens that prompt and both answers begin with."""
+        from trl.data_utils import extract_prompt
+
+        if "prompt" not in record.fields:
+            record = record._replace(fields=extract_prompt(dict(record.fields)))
+        prompt, chosen, _ = self._completion(record, "chosen")
+        _, rejected, _ = self._completion(record, "rejected")
+        start = min(_common_prefix(prompt, chosen), _common_prefix(prompt, rejected))
+        for name, ids in (("chosen", chosen), ("rejected", rejected)):
+            self._check_ids(record, ids)
+            if len(ids) == start:
+                raise record.refused(f"{name} adds no token to the prompt.")
+        longest = max(len(chosen), len(rejected))
+        if longest > self.seq_len:
+            raise record.refused(
+                f"{longest} tokens, and rows have {self.seq_len} at most: a pair can't be cut. "
+                "Leave it out, or give more (--seq-len)."
+            )
+        return {
+            "prompt_ids": prompt[:start],
+            "chosen_ids": chosen[start:],
+            "rejected_ids": rejected[start:],
+            "num_cut": 0,
+        }
+
+    def _fitted(self, record: Record, ids: Ids, labels: Ids) -> Iterator[Row]:
+        """Rows of `seq_len` tokens at most, those in which nothing is learned left out."""
+        if len(ids) > self.seq_len and self.too_long == "refuse":
+            raise record.refused(
+                f"{len(ids)} tokens, and rows have {self.seq_len} at most. Give more (--seq-len), "
+                "or say what to do: --too-long cut (drop the end) or split (several rows)."
+            )
+        stop = len(ids) if self.too_long == "split" else self.seq_len
+        num_cut = max(0, len(ids) - stop)
+        for start in range(0, min(stop, len(ids)), self.seq_len):
+            row = slice(start, start + self.seq_len)
+            learns = any(label != IGNORE_INDEX for label in labels[row][1:])
+            if learns:
+                yield {"input_ids": ids[row], "labels": labels[row], "num_cut": num_cut}
+
+    def _of_text(self, text: str) -> Ids:
+        found: Ids = self.tokenizer(text=text, verbose=False)["input_ids"]
+        return found
+
+    def _ended(self, text: str) -> str:
+        end = self.tokenizer.eos_token
+        return text if text.endswith(end) else text + end
+
+    def _check_ids(self, record: Record, ids: Ids) -> None:
+        most = max(ids, default=0)
+        if self.vocab_size is not None and (most >= self.vocab_size or min(ids, default=0) < 0):
+            raise record.refused(
+                f"token {most}, and the model has vocab_size={self.vocab_size}. The data was "
+                "tokenised for another model, or the tokenizer is another model's."
+            )
+
+
+def _ids(record: Record, field: str) -> Ids:
+    found = record.fields[field]
+    if not isinstance(found, list) or not all(type(each) is int for each in found):
+        raise record.refused(f"{field} is {str(found)[:60]!r}: give a list of whole numbers.")
+    return found
+
+
+def _common_prefix(ids: Ids, others: Ids) -> int:
+    """How many tokens both begin with: templates may end a prompt in another way than they go on
+    from it."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(ids), len(others)))

@@ -1,0 +1,55 @@
+"""What kind of record a source holds, and refusals that name its file and row."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["text", "chat", "completion", "preference", "tokens"]
+TEXT_FILE = ""
+"""The only field of a text file's record."""
+CHAT_FIELDS = ("messages", "conversations")
+FIELDS: dict[Kind, str] = {
+    "tokens": "`input_ids` and, optionally, `labels`",
+    "preference": "`chosen` and `rejected`, and a `prompt` or none",
+    "completion": "`prompt` and `completion`",
+    "chat": "`messages`, or `conversations`",
+    "text": "a field of text",
+}
+
+
+class BadRecord(ValueError):
+    """A record that can't be trained on: the message begins with its file and row."""
+
+
+class Record(NamedTuple):
+    """One line of a source."""
+
+    fields: Mapping[str, Any]
+    place: object
+    """Whose text is, for example, `chats.jsonl, line 17`."""
+
+    def refused(self, why: str) -> BadRecord:
+        return BadRecord(f"{self.place}: {why}")
+
+
+def kind_of(record: Record, text_field: str) -> Kind:
+    """The kind of a record, by its fields. Raises BadRecord for one of no known kind."""
+    fields = {name for name, value in record.fields.items() if value is not None}
+    if "input_ids" in fields:
+        return "tokens"
+    if {"chosen", "rejected"} <= fields:
+        return "preference"
+    if {"prompt", "completion"} <= fields:
+        return "completion"
+    if fields & set(CHAT_FIELDS):
+        return "chat"
+    if TEXT_FILE in fields or isinstance(record.fields.get(text_field), str):
+        return "text"
+    raise record.refused(_why_unknown(record.fields, text_field))
+
+
+def _why_unknown(fields: Mapping[str, Any], text_field: str) -> str:
+    found = f"no text in field {text_field!r}, there is: {', '.join(fields) or 'nothing'}."
+    texts = [name for name, value in fields.items() if isinstance(value, str)]
+    if texts:
+        return f"{found} Give --text-field NAME, for example --text-field {texts[0]}."
+    return f"{found} A record has {'; or '.join(FIELDS.values())}."

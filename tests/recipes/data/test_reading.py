@@ -1,0 +1,268 @@
+"""Records become the rows that TRL makes of them; of chats exactly the assistant's turns are
+learned; records that can't be trained on are refused by file and row."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from longctx_patch.recipes.data.conversations import Template
+from longctx_patch.recipes.data.reading import Reading
+from longctx_patch.recipes.data.records import BadRecord, Record
+from tests.hf.tiny import featured_model
+from tests.trl.cases import rows, tokenizer
+
+WHOLE = 1000
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<assistant> {% generation %}"
+    "{{ m.content }} <eos>{% endgeneration %} {% elif m.role in ('user', 'tool') %}<user> "
+    "{{ m.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def words(template: str | None = CHAT) -> Any:
+    found = tokenizer()
+    found.add_special_tokens({"additional_special_tokens": ["<assistant>"]})
+    found.chat_template = template
+    return found
+
+
+def read(reading: Reading, *records: dict[str, Any]) -> list[dict[str, Any]]:
+    named = (Record(fields, f"a.jsonl, line {n}") for n, fields in enumerate(records, start=1))
+    return [row for record in named for row in reading.rows(record)]
+
+
+def chats(kind: str) -> list[dict[str, Any]]:
+    """Records whose prompts and answers are lists of messages."""
+
+    def said(role: str, text: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": text.strip()}]
+
+    answers = ("completion", "chosen", "rejected")
+    return [
+        {"prompt": said("user", record["prompt"])}
+        | {name: said("assistant", record[name]) for name in answers if name in record}
+        for record in rows(kind, 8, 3)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
+@pytest.mark.parametrize(
+    ("records", "kind", "given"),
+    [
+        (rows("text", 8, 3), "text", {}),
+        (rows("chat", 8, 3), "chat", {}),
+        (rows("chat", 8, 3), "chat", {"assistant_only_loss": True}),
+        (rows("completion", 8, 3), "completion", {}),
+        (rows("completion", 8, 3), "completion", {"completion_only_loss": False}),
+        (chats("completion"), "completion", {}),
+        (chats("completion"), "completion", {"assistant_only_loss": True}),
+    ],
+)
+def test_rows_are_those_of_trl(
+    tmp_path: Path, records: list[dict[str, Any]], kind: Any, given: dict[str, Any]
+) -> None:
+    trainer = SFTTrainer(
+        model=featured_model("llama"),
+        args=SFTConfig(
+            str(tmp_path), use_cpu=True, bf16=False, max_length=None, report_to=[], **given
+        ),
+        train_dataset=Dataset.from_list(records),
+        processing_class=words(),
+    )
+    reading = Reading(
+        words(),
+        kind,
+        WHOLE,
+        assistant_only=given.get("assistant_only_loss", False),
+        completion_only=given.get("completion_only_loss", True),
+    )
+    wanted = [
+        {name: row[name] for name in ("input_ids", "labels")} for row in trainer.train_dataset
+    ]
+    found = read(reading, *records)
+    assert all(row.pop("num_cut") == 0 for row in found)
+    assert found == wanted
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("records", [rows("pairs", 8, 3), chats("pairs")])
+def test_pairs_are_those_of_trl(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    trainer = DPOTrainer(
+        model=featured_model("llama"),
+        ref_model=featured_model("llama"),
+        args=DPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_length=None, report_to=[]),
+        train_dataset=Dataset.from_list(records),
+        processing_class=words(),
+    )
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    wanted = [{name: row[name] for name in names} for row in trainer.train_dataset]
+    found = read(Reading(words(), "preference", WHOLE), *records)
+    assert all(row.pop("num_cut") == 0 for row in found)
+    assert found == wanted
+
+
+def test_exactly_the_turns_of_the_assistant_are_learned() -> None:
+    """Each of their words and the end of each turn, token by token; also where a turn ends with a
+    space that belongs to no token."""
+    for template in (CHAT, CHAT.replace("<eos>{% endgeneration %} ", "<eos> {% endgeneration %}")):
+        read_by = words(template)
+        (row,) = read(
+            Reading(read_by, "chat", WHOLE, assistant_only=True),
+            {
+                "messages": [
+                    {"role": "user", "content": "w1 w2"},
+                    {"role": "assistant", "content": "w3"},
+                    {"role": "tool", "content": "w4"},
+                    {"role": "assistant", "content": "w5 w1"},
+                ]
+            },
+        )
+        tokens = read_by.convert_ids_to_tokens(row["input_ids"])
+        learned = [
+            token if label >= 0 else "" for token, label in zip(tokens, row["labels"], strict=True)
+        ]
+        assert " ".join(tokens) == (
+            "<user> w1 w2 <assistant> w3 <eos> <user> w4 <assistant> w5 w1 <eos>"
+        )
+        assert learned == ["", "", "", "", "w3", "<eos>", "", "", "", "w5", "w1", "<eos>"]
+
+
+def test_tools_and_options_reach_the_template() -> None:
+    template = "{% for t in tools %}{{ t.name }} {% endfor %}{{ mood }} " + CHAT
+    record = {
+        "messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}],
+        "tools": '[{"name": "w7"}]',
+        "chat_template_kwargs": {"mood": "w8"},
+    }
+    (row,) = read(Reading(words(template), "chat", WHOLE), record)
+    text = words().decode(row["input_ids"])
+    assert text == "w7 w8 <user> w1 <assistant> w2 <eos>"
+
+
+def test_older_names_of_messages() -> None:
+    older = {
+        "conversations": [{"from": "user", "value": "w1"}, {"from": "assistant", "value": "w2"}]
+    }
+    newer = {
+        "messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}]
+    }
+    reading = Reading(words(), "chat", WHOLE, assistant_only=True)
+    assert read(reading, older) == read(reading, newer)
+
+
+@pytest.mark.parametrize(
+    ("too_long", "pieces", "num_cut"), [("cut", [10], 7), ("split", [10, 7], 0)]
+)
+def test_long_records_as_asked(too_long: Any, pieces: list[int], num_cut: int) -> None:
+    record = {"input_ids": list(range(17)), "labels": [-100, *range(1, 17)]}
+    found = read(Reading(words(), "tokens", 10, too_long), record)
+    assert [len(row["input_ids"]) for row in found] == pieces
+    for name, values in record.items():
+        joined = [value for row in found for value in row[name]]
+        assert joined == values[: sum(pieces)]
+    assert {row["num_cut"] for row in found} == {num_cut}
+
+
+def test_rows_in_which_nothing_is_learned_are_left_out() -> None:
+    """A part of a long record; a label of a row's first token is nobody's prediction."""
+    labels = [-100] * 10 + [3] + [-100] * 9 + [3, 3]
+    found = read(Reading(words(), "tokens", 10, "split"), {"input_ids": [1] * 22, "labels": labels})
+    assert [row["labels"] for row in found] == [[3, 3]]
+
+
+def reading(kind: Any, **more: Any) -> Reading:
+    return Reading(words(), kind, 10, **more)
+
+
+def user(text: str, role: str = "user") -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+ANSWERED = [user("w1"), user("w2", "assistant")]
+REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
+    "other kind": (
+        reading("chat"),
+        {"text": "w1"},
+        r"a field of text, among those with `messages`",
+    ),
+    "unknown role": (
+        reading("chat"),
+        {"messages": [user("w1"), user("w9", "robot"), *ANSWERED]},
+        r"leaves out the message of role 'robot' that ends with 'w9'",
+    ),
+    "no role": (
+        reading("chat"),
+        {"messages": [{"content": "w1"}]},
+        "a message of messages has no role",
+    ),
+    "no messages": (reading("chat"), {"messages": []}, r"messages is '\[\]': give a list"),
+    "nothing learned": (
+        reading("chat", assistant_only=True),
+        {"messages": [user("w1")]},
+        "none of its 2 tokens is learned, since the assistant says nothing",
+    ),
+    "too long": (reading("text"), {"text": "w1 " * 30}, r"31 tokens, .* --too-long cut"),
+    "pair too long": (
+        reading("preference"),
+        {"prompt": "w1 " * 9, "chosen": "w1", "rejected": "w2 w2"},
+        "12 tokens, .* a pair can't be cut",
+    ),
+    "mixed answer": (
+        reading("completion"),
+        {"prompt": "w1", "completion": 3},
+        "must both be texts",
+    ),
+    "other vocabulary": (
+        reading("tokens", vocab_size=100),
+        {"input_ids": [1, 100]},
+        "token 100, and the model has vocab_size=100",
+    ),
+    "negative": (reading("tokens", vocab_size=9), {"input_ids": [1, -1]}, "token 1, and the model"),
+    "no numbers": (reading("tokens"), {"input_ids": [1, 2.5]}, "give a list of whole numbers"),
+    "labels": (reading("tokens"), {"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids"),
+    "one token": (reading("tokens"), {"input_ids": [1]}, "none of its 1 tokens is learned"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_records_that_are_refused(name: str) -> None:
+    given, record, message = REFUSED[name]
+    good: dict[str, dict[str, Any]] = {
+        "chat": {"messages": ANSWERED},
+        "text": {"text": "w1"},
+        "tokens": {"input_ids": [1, 2]},
+        "completion": {"prompt": "w1", "completion": "w2"},
+        "preference": {"prompt": "w1", "chosen": "w2", "rejected": "w3"},
+    }
+    with pytest.raises(BadRecord, match=f"a.jsonl, line 2: .*{message}"):
+        read(given, good[given.kind], record)
+
+
+def test_a_template_that_refuses_a_role() -> None:
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(
+        BadRecord, match="line 1: the chat template refuses it: roles must alternate"
+    ):
+        read(Reading(words(refusing), "chat", WHOLE), {"messages": ANSWERED})
+
+
+NO_MARKS = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+TEMPLATES: dict[str, tuple[Callable[[], Any], str]] = {
+    "none": (lambda: words(None), "no chat template"),
+    "no marks": (lambda: words(NO_MARKS), r"can't mark the assistant's tokens. Put \{% generation"),
+    "no stop": (
+        lambda: words(CHAT.replace("<eos>{% endgeneration %}", "{% endgeneration %}<eos>")),
+        "would not learn to stop",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_that_are_refused(name: str) -> None:
+    make, message = TEMPLATES[name]
+    with pytest.raises(ValueError, match=message):
+        Template.of(make(), assistant_only=True)

@@ -1,0 +1,127 @@
+"""Sources give the same records however they are cut, and name file and row of what is wrong."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from datasets import Dataset
+
+from longctx_patch.recipes.data import sources
+from longctx_patch.recipes.data.records import BadRecord, Record, kind_of
+from longctx_patch.recipes.data.sources import parts_of, records_of
+
+RECORDS = [{"text": f"Zeile {n} mit ä", "extra": {"n": n}} for n in range(100)]
+
+
+def read(source: Path | str) -> list[Record]:
+    return [record for part in parts_of(str(source)) for record in records_of(part)]
+
+
+def write_lines(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_lines_are_read_once_wherever_a_file_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [json.dumps(record, ensure_ascii=False) for record in RECORDS]
+    lines[7:7] = ["", "  "]
+    file = write_lines(tmp_path / "a.jsonl", lines)
+    for size in (1, 37, 64, 1000, 10**9):
+        monkeypatch.setattr(sources, "PART_BYTES", size)
+        found = read(file)
+        assert [record.fields for record in found] == RECORDS
+        assert str(found[6].place) == f"{file}, line 7"
+        assert str(found[99].place) == f"{file}, line 102"
+
+
+def test_tables_are_read_once_wherever_they_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A field that only some records have is not filled with None in the others."""
+    records = [{"text": "a", "more": {"x": 1}}, {"text": "b", "more": {"y": [None]}}] * 50
+    table = Dataset.from_list(records)
+    table.save_to_disk(str(tmp_path / "saved"))
+    table.to_parquet(str(tmp_path / "a.parquet"))
+    for size in (1, 7, 1000):
+        monkeypatch.setattr(sources, "PART_RECORDS", size)
+        for name in ("saved", "a.parquet"):
+            found = read(tmp_path / name)
+            assert [record.fields for record in found] == records
+            assert str(found[41].place) == f"{tmp_path / name}, record 42"
+
+
+def test_folders_globs_and_other_files(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x.txt").write_text("hidden")
+    (tmp_path / "b" / "c.txt").write_text("a text", encoding="utf-8")
+    (tmp_path / "empty.md").write_text("")
+    (tmp_path / "a.json").write_text(json.dumps(RECORDS[:2]))
+    (tmp_path / "d.csv").write_text('text,n\n"two\nlines",1\nx,2\n')
+    found = [record.fields for record in read(tmp_path)]
+    assert found == [
+        *RECORDS[:2],
+        {"": "a text"},
+        {"text": "two\nlines", "n": "1"},
+        {"text": "x", "n": "2"},
+    ]
+    assert [record.fields for record in read(f"{tmp_path}/**/*.txt")] == [{"": "a text"}]
+    assert str(read(tmp_path / "d.csv")[1].place) == f"{tmp_path / 'd.csv'}, line 4"
+
+
+BAD = {
+    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', r"cut.jsonl, line 2: no JSON .*cut short"),
+    "bytes.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "bytes.jsonl, line 2: not UTF-8"),
+    "list.jsonl": (b"[1, 2]\n", "list.jsonl, line 1: a list, not an object"),
+    "deep.jsonl": (b"[" * 100_000 + b"\n", "deep.jsonl, line 1: no JSON"),
+    "a.json": (b'{"text": "a"}\n{"text": "b"}\n', r"a.json: no JSON .*ending in .jsonl"),
+    "b.json": (b'["a"]', "b.json, record 1: a str"),
+    "short.csv": (b"text,n\na,1\nb\n", "short.csv, line 3: not as many fields"),
+    "long.csv": (b"text,n\na,1,2\n", "long.csv, line 2: not as many fields"),
+    "bytes.csv": (b"text\na\n\xff\n", "bytes.csv, after line 0: no CSV in UTF-8"),
+    "cut.parquet": (b"PAR1", "cut.parquet: no parquet file, or one cut short"),
+    "bytes.txt": (b"\xff", "bytes.txt is not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_can_not_be_read_is_named(tmp_path: Path, name: str) -> None:
+    content, message = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadRecord, match=message):
+        read(tmp_path / name)
+
+
+def test_a_source_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"no data at .*no name of a dataset on the hub"):
+        read(tmp_path / "nothing")
+
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(
+        BadRecord, match=r"owner/name: no file or folder here, and no dataset .*no network"
+    ):
+        read("owner/name")
+
+
+def test_kinds_of_records() -> None:
+    def kind(**fields: object) -> str:
+        return kind_of(Record(fields, "here"), "content")
+
+    assert kind(content="a") == "text"
+    assert kind(messages=[], content="a") == "chat"
+    assert kind(conversations=[]) == "chat"
+    assert kind(prompt="a", completion="b") == "completion"
+    assert kind(prompt="a", chosen="b", rejected="c", messages=None) == "preference"
+    assert kind(input_ids=[1], labels=[2]) == "tokens"
+    with pytest.raises(
+        BadRecord, match=r"here: no text in field 'content', there is: text. .*--text-field text"
+    ):
+        kind(text="a")
+    with pytest.raises(BadRecord, match=r"here: .*there is: n. A record has `input_ids`"):
+        kind(n=1)

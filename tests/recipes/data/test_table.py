@@ -1,0 +1,96 @@
+"""Tables hold the rows of their sources, are made once, and notice what has changed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longctx_patch.recipes.data import sources
+from longctx_patch.recipes.data.reading import Reading
+from longctx_patch.recipes.data.records import BadRecord
+from longctx_patch.recipes.data.table import lengths_of, mixed, stream_of, table_of
+from tests.trl.cases import rows, tokenizer
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def reading(kind: Any = "text", seq_len: int = 100, **more: Any) -> Reading:
+    return Reading(tokenizer(), kind, seq_len, **more)
+
+
+def test_rows_come_in_order_from_any_number_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(tmp_path / "a.jsonl", rows("text", 200, 1))
+    one = table_of(source, reading())
+    monkeypatch.setattr(sources, "PART_BYTES", 1000)
+    several = table_of(source, reading(), num_proc=3)
+    assert several._fingerprint != one._fingerprint
+    assert several[:] == one[:] == {**one[:], "num_cut": [0] * 200}
+    assert list(stream_of(source, reading())) == one.to_list()
+    wanted = [len(text["text"].split()) + 1 for text in rows("text", 200, 1)]
+    assert lengths_of(one).tolist() == wanted
+    assert lengths_of(one.select([3, 1])).tolist() == [wanted[3], wanted[1]]
+
+
+def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write(tmp_path / "a.jsonl", rows("completion", 20, 1))
+    table = table_of(source, reading("completion"))
+
+    def fail(*_: object) -> None:
+        raise AssertionError("records were read again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("longctx_patch.recipes.data.table.records_of", fail)
+        assert table_of(source, reading("completion"))[:] == table[:]
+        for other in (
+            reading("completion", 99),
+            reading("completion", completion_only=False),
+            reading("completion", too_long="cut"),
+        ):
+            with pytest.raises(ValueError, match="records were read again"):
+                table_of(source, other)
+    write(tmp_path / "a.jsonl", rows("completion", 21, 1))
+    assert len(table_of(source, reading("completion"))) == 21
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_a_bad_record_is_named(
+    tmp_path: Path, num_proc: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "PART_BYTES", 500)
+    source = write(tmp_path / "a.jsonl", [*rows("text", 50, 1), {"other": "x"}])
+    with pytest.raises(BadRecord, match=r"a.jsonl, line 51: no text in field 'text'"):
+        table_of(source, reading(), num_proc=num_proc)
+
+
+def test_a_source_without_records(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no data in"):
+        table_of(write(tmp_path / "a.jsonl", []), reading())
+
+
+def test_shares_are_those_of_tokens(tmp_path: Path) -> None:
+    """Long and short records: each source has its share of the tokens that are drawn."""
+    long = [{"input_ids": [1] * 90, "labels": [1] * 90} for _ in range(50)]
+    short = [{"input_ids": [2] * 6, "labels": [2] * 6} for _ in range(2000)]
+    tables = [
+        table_of(write(tmp_path / name, records), reading("tokens"))
+        for name, records in (("a.jsonl", long), ("b.jsonl", short))
+    ]
+    found = mixed(tables, [3, 1], seed=5)
+    lengths = lengths_of(found)
+    share = lengths[lengths == 90].sum() / lengths.sum()
+    assert abs(share - 0.75) < 0.02
+    assert (lengths == 6).sum() >= 2000, "each row is there at least once"
+    assert np.array_equal(lengths, lengths_of(mixed(tables, [3, 1], seed=5)))
+    assert not np.array_equal(lengths, lengths_of(mixed(tables, [3, 1], seed=6)))
