@@ -129,8 +129,8 @@ class DecoderCalls:
             (self.checkpoints.propose(decoder, batch.tokens, documents.num_tokens),),
             problem=self._problem(batch),
             whole="the same batch",
-            fix="Feed every rank of the group the same rows (same sampler and seed; "
-            "dispatch_batches=False) through SequenceShardCollator.",
+            fix="Feed every rank of the group the same rows: the same data (call set_seed before "
+            "you make some at random), the same sampler and seed, dispatch_batches=False.",
         )
         if not min(self.group.layout(documents).sizes):
             raise ValueError(
