@@ -18,7 +18,7 @@ SECONDS_AFTER_RANK_0 = 5.0
 too, the launcher ends them before, so the message appears once."""
 
 
-def check_launcher(settings_file: Path | None) -> None:
+def check_launcher(settings_file: Path | None, recipe: str = "finetune") -> None:
     """Refuse a run folder that was not started by the launcher that reads its accelerate.yaml.
 
     FSDP2 and mixed precision stand in that file only: under torchrun or srun, the run would
@@ -39,7 +39,7 @@ def check_launcher(settings_file: Path | None) -> None:
         raise ValueError(
             f"{launch_file} says {' and '.join(lost)}, which only `accelerate launch` reads: "
             "started by torchrun, srun or python, this run would train whole copies in float32. "
-            f"Start it with `{command} -m longctx_patch.recipes.finetune ...` (under Slurm once on "
+            f"Start it with `{command} -m longctx_patch.recipes.{recipe} ...` (under Slurm once on "
             "each machine, with --machine_rank and --main_process_ip)."
         )
 

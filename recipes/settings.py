@@ -68,19 +68,11 @@ Parallelism: Any = dataclasses.make_dataclass(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Task:
-    """What is trained, on what, to where."""
+class ModelSettings:
+    """Which model is trained, and how much of it. All recipes have these."""
 
     model: str = setting("hub name, local folder, or config.json (random weights)", default="")
     tokenizer: str = setting("name or folder if not the model's own; 'bytes'", default="")
-    text: list[str] = setting("text files, folders, globs, .jsonl files, datasets", default=[])
-    text_field: str = setting("name of the text field in JSONL and datasets", default="text")
-    one_document_per_row: bool = setting("rows never join two documents", default=False)
-    pack: bool = setting("rows are packed of documents that don't see each other", default=False)
-    output: str = setting("folder to write, empty or new", default="")
-    resume: bool = setting("go on from the newest checkpoint in the output", default=False)
-
-    # Model
     seq_len: int = setting("tokens per row, over all ranks together", default=0)
     rope: RopeName = setting("RoPE scaling that reaches seq_len", default="none")
     rope_factor: float | None = setting("factor of the scaling, if not the ratio", default=None)
@@ -100,9 +92,53 @@ class _Task:
     lora_dropout: float = setting("dropout before the adapter", default=0.0)
     lora_targets: list[str] = setting("module names, or all-linear", default=["all-linear"])
 
+    @property
+    def uses_lora(self) -> bool:
+        """Whether an adapter is trained, which is so unless `full` was asked for."""
+        return not self.full
+
+    def _check_model(self) -> None:
+        if not self.model:
+            raise ValueError("model is not set. Give --model or 'model:' in the settings.")
+        if self.seq_len < 2:
+            raise ValueError(
+                f"seq_len={self.seq_len}: a row needs 2 tokens or more, one to read and one to "
+                "predict. Give --seq-len, for example --seq-len 32768."
+            )
+        if self.lora and self.full:
+            raise ValueError("both lora and full are set. Choose one: --lora or --full.")
+        if self.load_in_4bit and (self.full or self.dtype == "float32"):
+            how = "full" if self.full else f"dtype={self.dtype}"
+            raise ValueError(
+                f"load_in_4bit with {how}: weights of 4 bits are frozen, and computed in 16. Use "
+                "--lora --dtype bfloat16."
+            )
+        kinds = get_type_hints(ModelSettings)
+        for name in ("rope", "dtype", "fused_layers"):
+            require_choice(name, getattr(self, name), get_args(kinds[name]))
+        self._check_at_least("lora_rank", 1)
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout={self.lora_dropout}: a share, from 0 to below 1.")
+
+    def _check_at_least(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise ValueError(f"{name}={getattr(self, name)}: it must be {least} or more.")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(Parallelism, _Task):
+class _Text:
+    """On what is trained, and to where."""
+
+    text: list[str] = setting("text files, folders, globs, .jsonl files, datasets", default=[])
+    text_field: str = setting("name of the text field in JSONL and datasets", default="text")
+    one_document_per_row: bool = setting("rows never join two documents", default=False)
+    pack: bool = setting("rows are packed of documents that don't see each other", default=False)
+    output: str = setting("folder to write, empty or new", default="")
+    resume: bool = setting("go on from the newest checkpoint in the output", default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(Parallelism, _Text, ModelSettings):
     """Everything that decides a fine-tuning run, except what belongs to `accelerate launch`."""
 
     skip_rehearsal: bool = setting(
@@ -120,32 +156,18 @@ class Settings(Parallelism, _Task):
     save_every: int = setting("steps between checkpoints; 0 saves at the end only", default=0)
 
     def __post_init__(self) -> None:
-        for name in ("model", "output"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is not set. Give --{name} or '{name}:' in the settings.")
+        self._check_model()
+        if not self.output:
+            raise ValueError("output is not set. Give --output or 'output:' in the settings.")
         if not self.text:
             raise ValueError("text is not set. Give --text FILE_OR_FOLDER ... or 'text:'.")
-        if self.seq_len < 2:
-            raise ValueError(
-                f"seq_len={self.seq_len}: a row needs 2 tokens or more, one to read and one to "
-                "predict. Give --seq-len, for example --seq-len 32768."
-            )
-        if self.lora and self.full:
-            raise ValueError("both lora and full are set. Choose one: --lora or --full.")
-        if self.load_in_4bit and (self.full or self.dtype == "float32"):
-            how = "full" if self.full else f"dtype={self.dtype}"
-            raise ValueError(
-                f"load_in_4bit with {how}: weights of 4 bits are frozen, and computed in 16. Use "
-                "--lora --dtype bfloat16."
-            )
         if self.pack and self.one_document_per_row:
             raise ValueError(
                 "both pack and one_document_per_row are set: packed rows hold several documents, "
                 "which don't see each other either. Choose one: --pack wastes less on padding."
             )
-        for name in ("rope", "dtype", "fused_layers", "scheduler"):
-            require_choice(name, getattr(self, name), get_args(FIELD_TYPES[name]))
-        for name in ("lora_rank", "max_steps", "batch_size", "gradient_accumulation_steps"):
+        require_choice("scheduler", self.scheduler, get_args(FIELD_TYPES["scheduler"]))
+        for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
             self._check_at_least(name, 1)
         for name in ("warmup_steps", "save_every", "max_grad_norm", "learning_rate"):
             self._check_at_least(name, 0)
@@ -154,24 +176,18 @@ class Settings(Parallelism, _Task):
                 f"warmup_steps={self.warmup_steps} with scheduler=constant, which has none. "
                 "Use --scheduler constant_with_warmup."
             )
-        if not 0 <= self.lora_dropout < 1:
-            raise ValueError(f"lora_dropout={self.lora_dropout}: a share, from 0 to below 1.")
-        self.sequence_parallelism()
-
-    @property
-    def uses_lora(self) -> bool:
-        """Whether an adapter is trained, which is so unless `full` was asked for."""
-        return not self.full
+        parallelism_of(self)
 
     def sequence_parallelism(self) -> LongContextConfig:
         """The settings as the config that `patch` takes."""
-        values = {field: getattr(self, SHORT_NAMES.get(field, field)) for field in CONFIG_FIELDS}
-        values["layout"] = None if self.layout == "auto" else self.layout
-        return LongContextConfig(**values)
+        return parallelism_of(self)
 
-    def _check_at_least(self, name: str, least: int) -> None:
-        if getattr(self, name) < least:
-            raise ValueError(f"{name}={getattr(self, name)}: it must be {least} or more.")
+
+def parallelism_of(settings: Any) -> LongContextConfig:
+    """The config that `patch` takes, of settings that have the fields of `Parallelism`."""
+    values = {field: getattr(settings, SHORT_NAMES.get(field, field)) for field in CONFIG_FIELDS}
+    values["layout"] = None if settings.layout == "auto" else settings.layout
+    return LongContextConfig(**values)
 
 
 CONFIG_FIELDS = [field.name for field in dataclasses.fields(LongContextConfig)]

@@ -43,6 +43,8 @@ class GroupGather:
         found = self.once(data, use_gather_object)
         if isinstance(found, list):
             return [entry for entry in found for _ in range(self._degree)]
+        if self._degree == 1:  # of one process a number has no dimension
+            return found
         return recursively_apply(lambda x: x.repeat_interleave(self._degree, dim=0), found)
 
     def _one_per_group(self, gathered: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""What runs beside a trainer: a line of metrics.jsonl per log, and answers to sample prompts."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
+
+SAMPLES_FILE = "samples.jsonl"
+
+
+class MetricsCallback(TrainerCallback):
+    """Writes what the trainer logs into metrics.jsonl, with speed and memory."""
+
+    def __init__(self, num_devices: int) -> None:
+        self._num_devices = num_devices
+        self._file: MetricsFile | None = None
+        self._last: tuple[float, float] | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._file = MetricsFile(
+            Path(args.output_dir),
+            writes=state.is_world_process_zero,
+            first_step=state.global_step,
+        )
+        self._last = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if self._file is None or not logs or "train_runtime" in logs:
+            return
+        values = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+        if "loss" in values:
+            values |= self._speed(values.get("num_tokens"))
+            values["peak_memory_bytes"] = peak_memory_bytes(torch.device(args.device))
+        self._file.write(step=state.global_step, **values)
+
+    def _speed(self, tokens: float | None) -> dict[str, float]:
+        """Tokens per second since the last log."""
+        now, before = time.perf_counter(), self._last
+        if tokens is None:
+            return {}
+        self._last = (now, tokens)
+        if before is None or tokens <= before[1]:
+            return {}
+        speed = (tokens - before[1]) / (now - before[0])
+        return {
+            "tokens_per_second": speed,
+            "tokens_per_second_per_device": speed / self._num_devices,
+        }
+
+
+class SampleCallback(TrainerCallback):
+    """Answers prompts at each evaluation, greedily, and appends them to samples.jsonl.
+
+    All processes generate, since under FSDP2 each layer's weights are gathered from all of them;
+    the model is in evaluation mode, in which each runs whole rows by itself.
+    """
+
+    def __init__(self, tokenizer: Any, prompts: Sequence[str], num_tokens: int) -> None:
+        self._tokenizer, self._prompts, self._num_tokens = tokenizer, prompts, num_tokens
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        was_training = model.training
+        model.eval()
+        lines = [self._answer(model, prompt) for prompt in self._prompts]
+        model.train(was_training)
+        if state.is_world_process_zero:
+            with (Path(args.output_dir) / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+                for prompt, answer in zip(self._prompts, lines, strict=True):
+                    line = {"step": state.global_step, "prompt": prompt, "answer": answer}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    @torch.no_grad()
+    def _answer(self, model: Any, prompt: str) -> str:
+        ids = self._ids(prompt).to(next(model.parameters()).device)
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=self._num_tokens,
+            do_sample=False,
+            pad_token_id=self._tokenizer.pad_token_id or self._tokenizer.eos_token_id,
+            synced_gpus=torch.distributed.is_initialized(),
+        )
+        answer: str = self._tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        return answer
+
+    def _ids(self, prompt: str) -> torch.Tensor:
+        if self._tokenizer.chat_template is None:
+            return torch.tensor([self._tokenizer(prompt)["input_ids"]])
+        found = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        ids: torch.Tensor = found["input_ids"]
+        return ids

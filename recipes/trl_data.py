@@ -1,0 +1,84 @@
+"""What a run over one of TRL's trainers trains and evaluates on."""
+
+import os
+from typing import Any, NamedTuple
+
+from datasets import concatenate_datasets
+
+from longctx_patch.recipes.data.reading import Reading
+from longctx_patch.recipes.data.records import FIELDS, Kind, kind_of
+from longctx_patch.recipes.data.sources import parts_of, records_of
+from longctx_patch.recipes.data.table import mixed, stream_of, table_of
+from longctx_patch.recipes.trl_settings import TrlSettings
+
+
+class RunData(NamedTuple):
+    """Tables (or streams) of rows."""
+
+    train: Any
+    evaluation: Any
+    kind: Kind
+    reading: Reading
+
+
+def first_kind(source: str, text_field: str) -> Kind:
+    """The kind of a source's first record. Raises ValueError for a source without any."""
+    for part in parts_of(source):
+        for record in records_of(part):
+            return kind_of(record, text_field)
+    raise ValueError(f"no data in {source!r}: its files hold no records.")
+
+
+def reading_of(settings: TrlSettings, args: Any, tokenizer: Any, vocab_size: int) -> Reading:
+    """How the records of a run become rows. Raises ValueError for records of another task."""
+    kind = first_kind(settings.data[0], settings.text_field)
+    is_dpo = not hasattr(args, "assistant_only_loss")
+    if is_dpo != (kind == "preference"):
+        wanted = FIELDS["preference"] if is_dpo else "text, messages, completions or input_ids"
+        raise ValueError(
+            f"{settings.data[0]} has records with {FIELDS[kind]}, and this recipe takes {wanted}. "
+            f"Use longctx_patch.recipes.{'sft' if is_dpo else 'dpo'}."
+        )
+    assistant_only = getattr(args, "assistant_only_loss", False)
+    if assistant_only and kind in ("text", "tokens"):
+        raise ValueError(
+            f"assistant_only_loss with records that have {FIELDS[kind]}: only conversations have "
+            "an assistant. Leave it out."
+        )
+    return Reading(
+        tokenizer,
+        kind,
+        settings.seq_len,
+        too_long=settings.too_long,
+        text_field=settings.text_field,
+        assistant_only=assistant_only,
+        completion_only=getattr(args, "completion_only_loss", None) is not False,
+        vocab_size=vocab_size,
+    )
+
+
+def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
+    """Make the tables, or find them made; each process of a run calls this."""
+    if settings.streaming:
+        train = stream_of(settings.data[0], reading)
+        evaluation = _tables(settings.eval_data, args, reading)
+        return RunData(train, _joined(evaluation), reading.kind, reading)
+    tables = _tables(settings.data, args, reading)
+    if settings.data_shares:
+        train = mixed(tables, settings.data_shares, seed=args.seed)
+    else:
+        train = concatenate_datasets(tables)
+    evaluation = _joined(_tables(settings.eval_data, args, reading))
+    if settings.eval_share:
+        parts = train.train_test_split(settings.eval_share, seed=args.seed)
+        train, evaluation = parts["train"], parts["test"]
+    return RunData(train, evaluation, reading.kind, reading)
+
+
+def _tables(sources: list[str], args: Any, reading: Reading) -> list[Any]:
+    num_proc = args.dataset_num_proc or max(1, (os.cpu_count() or 1) // 2)
+    return [table_of(source, reading, num_proc=num_proc) for source in sources]
+
+
+def _joined(tables: list[Any]) -> Any:
+    return concatenate_datasets(tables) if tables else None

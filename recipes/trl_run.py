@@ -1,0 +1,133 @@
+"""A run over one of TRL's trainers: load, RoPE, LoRA, fused layers, data, train, save.
+
+`sft.py` and `dpo.py` are the two recipes.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import set_seed
+from transformers import EarlyStoppingCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from longctx_patch.hf.layers.fused_layers import (
+    choose_fused_layers,
+    fuse_layers,
+    require_fused_layers,
+)
+from longctx_patch.recipes import checkpoints, models
+from longctx_patch.recipes.launch import check_launcher
+from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback
+from longctx_patch.recipes.trl_data import load_data, reading_of
+from longctx_patch.recipes.trl_settings import TrlSettings, parse
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is learned."""
+
+    name: str
+    """As the module and its settings file are called."""
+    config: type
+    trainer: type
+    compares: bool = False
+    """Whether the trainer compares with the model as it was."""
+
+
+def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
+    """Run from command-line arguments (default: `sys.argv`); every process of the job calls this.
+
+    Returns the trainer, whose model is no longer patched.
+    """
+    # bitsandbytes, where installed, warns of a missing CPU kernel even if nothing uses it.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    settings, args = parse(method.config, arguments)
+    check_launcher(settings_file(arguments), method.name)
+    resumed = check_output(settings, args)
+    trainer = build(method, settings, args)
+    trainer.train(resume_from_checkpoint=resumed)
+    final = Path(args.output_dir) / "final"
+    checkpoints.export_model(
+        trainer.accelerator, trainer.model_wrapped, trainer.processing_class, final, seed=args.seed
+    )
+    trainer.accelerator.print(f"saved to {final}; metrics.jsonl beside it has a line per log")
+    trainer.unpatch()
+    return trainer
+
+
+def build(method: Method, settings: TrlSettings, args: Any) -> Any:
+    """The trainer of a run."""
+    device_type = args.device.type
+    require_fused_layers(settings.fused_layers, device_type)
+    models.check_4bit(settings, fsdp=bool(args.fsdp))
+    config = models.load_config(settings)
+    settings = models.with_dtype(settings, config, on_cpu=device_type == "cpu")
+    tokenizer = models.load_tokenizer(settings)
+    models.check_vocabulary(tokenizer, config)
+    data = load_data(settings, args, reading_of(settings, args, tokenizer, config.vocab_size))
+    if hasattr(args, "assistant_only_loss"):
+        args.assistant_only_loss = False  # labels say it already
+    model = load(settings, config, args)
+    given: dict[str, Any] = {}
+    if method.compares and not settings.uses_lora:  # else the model with its adapter off
+        given["ref_model"] = load(settings, config, args)
+    trainer = method.trainer(
+        model=model,
+        args=args,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        processing_class=tokenizer,
+        callbacks=callbacks(settings, args, tokenizer),
+        long_context=settings.sequence_parallelism(),
+        **given,
+    )
+    trainer.accelerator.print(f"{len_text(data.train)} rows of {settings.seq_len} tokens at most")
+    return trainer
+
+
+def load(settings: TrlSettings, config: Any, args: Any) -> Any:
+    """The model with scaled RoPE, adapter and fused layers, the same in every process."""
+    set_seed(args.seed)  # random weights are the same in every process
+    model = models.load_model(settings, config, args.device)
+    if settings.uses_lora:
+        model = models.add_lora(model, settings)
+    fuse_layers(model, choose_fused_layers(settings.fused_layers, model, args.device.type).how)
+    return model
+
+
+def callbacks(settings: TrlSettings, args: Any, tokenizer: Any) -> list[Any]:
+    found: list[Any] = [MetricsCallback(args.world_size)]
+    if settings.early_stopping:
+        found.append(EarlyStoppingCallback(settings.early_stopping))
+    if settings.sample_prompts:
+        found.append(SampleCallback(tokenizer, settings.sample_prompts, settings.sample_tokens))
+    return found
+
+
+def check_output(settings: TrlSettings, args: Any) -> str | None:
+    """The checkpoint to go on from. Raises ValueError for a folder that a run has written to."""
+    folder = Path(args.output_dir)
+    newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    if settings.resume and newest is None:
+        raise ValueError(f"resume: {folder} has no checkpoint. Leave it out to start anew.")
+    if not settings.resume and folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(
+            f"output_dir {folder} holds files. Go on from its newest checkpoint with --resume, or "
+            "give another folder."
+        )
+    return newest if settings.resume else None
+
+
+def len_text(rows: Any) -> str:
+    return f"{len(rows):,}" if hasattr(rows, "__len__") else "a stream of"
+
+
+def settings_file(arguments: Sequence[str] | None) -> Path | None:
+    """The file that `--config` names."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    place = given.index("--config") + 1 if "--config" in given else len(given)
+    return Path(given[place]) if place < len(given) else None

@@ -1,0 +1,120 @@
+"""Settings of the recipes over TRL's trainers: ours, and all of the trainer's own.
+
+A YAML file (`--config FILE`) and flags set both, under one name each; a flag wins. TRL's parser
+refuses names that nobody knows.
+"""
+
+# ruff: noqa: RUF009  # setting() returns a dataclasses.field, which ruff cannot see
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from transformers import integrations
+from trl import TrlParser
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.recipes.data.reading import TooLong
+from longctx_patch.recipes.settings import ModelSettings, Parallelism, parallelism_of, setting
+from longctx_patch.rules.names import require_choice
+
+USUAL_MAX_LENGTH = (None, 1024, 2048)
+"""Defaults of TRL's `max_length`: nobody has set it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrlSettings(Parallelism, ModelSettings):
+    """What belongs to the model, its data and how ranks share a row."""
+
+    data: list[str] = setting(
+        "files (.jsonl, .json, .csv, .parquet, texts), folders, globs, saved datasets, hub names",
+        default=[],
+    )
+    data_shares: list[float] = setting(
+        "each source's share of all tokens; none: every row once", default=[]
+    )
+    eval_data: list[str] = setting("sources to evaluate on", default=[])
+    eval_share: float = setting("part of the rows held out to evaluate on", default=0.0)
+    text_field: str = setting("name of the text field in records", default="text")
+    too_long: TooLong = setting(
+        "records longer than seq_len: refuse, cut (drop the end) or split", default="refuse"
+    )
+    streaming: bool = setting("make rows while reading, no table on disk", default=False)
+    resume: bool = setting("go on from the newest checkpoint in the output", default=False)
+    early_stopping: int = setting(
+        "stop after so many evaluations without a better one; 0: never", default=0
+    )
+    sample_prompts: list[str] = setting("prompts answered at each evaluation", default=[])
+    sample_tokens: int = setting("most tokens of such an answer", default=64)
+
+    def __post_init__(self) -> None:
+        self._check_model()
+        if not self.data:
+            raise ValueError("data is not set. Give --data SOURCE ... or 'data:' in the settings.")
+        if self.data_shares and len(self.data_shares) != len(self.data):
+            raise ValueError(
+                f"{len(self.data_shares)} data_shares for {len(self.data)} sources of data: give "
+                "one for each, or none."
+            )
+        if any(share <= 0 for share in self.data_shares):
+            raise ValueError(f"data_shares={self.data_shares}: each is a number above 0.")
+        if not 0 <= self.eval_share < 1:
+            raise ValueError(f"eval_share={self.eval_share}: a part, from 0 to below 1.")
+        if self.eval_share and self.eval_data:
+            raise ValueError("both eval_data and eval_share are set. Choose one.")
+        if self.streaming and (self.eval_share or self.data_shares):
+            raise ValueError(
+                "streaming with eval_share or data_shares, which need the number of rows. Give "
+                "eval_data, and one source; or leave out streaming."
+            )
+        require_choice("too_long", self.too_long, get_args(TooLong))
+        self._check_at_least("early_stopping", 0)
+        self.sequence_parallelism()
+
+    def sequence_parallelism(self) -> LongContextConfig:
+        """The settings as the config that `patch` takes."""
+        return parallelism_of(self)
+
+    @property
+    def evaluates(self) -> bool:
+        return bool(self.eval_data or self.eval_share)
+
+
+def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[TrlSettings, Any]:
+    """(our settings, the trainer's own) of flags and of the file that `--config` names.
+
+    Raises ValueError for what can't be right, naming the value, the rule and the fix.
+    """
+    parser = TrlParser((TrlSettings, config_class), allow_abbrev=False)
+    settings, args = parser.parse_args_and_config(arguments)
+    check_together(settings, args)
+    args.max_length = settings.seq_len if getattr(args, "packing", False) else None
+    return settings, args
+
+
+def check_together(settings: TrlSettings, args: Any) -> None:
+    """Raise ValueError for settings of both that exclude each other, and for missing trackers."""
+    if not args.output_dir or args.output_dir == "trainer_output":
+        raise ValueError("output_dir is not set. Give --output_dir FOLDER or 'output_dir:'.")
+    if args.max_length not in (*USUAL_MAX_LENGTH, settings.seq_len):
+        raise ValueError(
+            f"max_length={args.max_length} with seq_len={settings.seq_len}: seq_len alone says how "
+            "long rows are. Leave max_length out."
+        )
+    if args.eval_strategy != "no" and not settings.evaluates:
+        raise ValueError(
+            f"eval_strategy={args.eval_strategy} without anything to evaluate on. Give eval_data, "
+            "or eval_share: 0.02."
+        )
+    if settings.streaming and args.max_steps < 1:
+        raise ValueError("streaming without max_steps: a stream has no known end. Give max_steps.")
+    if settings.early_stopping and not args.load_best_model_at_end:
+        raise ValueError(
+            f"early_stopping={settings.early_stopping} without load_best_model_at_end: true, which "
+            "says that the best evaluation counts."
+        )
+    for name in args.report_to:
+        is_there = getattr(integrations, f"is_{name}_available", lambda: True)
+        if not is_there():
+            raise ValueError(
+                f"report_to: {name}, and its package is not installed: pip install {name}"
+            )
