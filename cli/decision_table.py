@@ -11,7 +11,6 @@ from longctx_patch.hf.model.rope import reachable_length
 from longctx_patch.hf.model.supported import FAMILIES, SINKS
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes import models
-from longctx_patch.recipes.settings import Settings
 
 
 def table(decisions: Decisions) -> list[tuple[str, str, str]]:
@@ -28,11 +27,12 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     sequences = f"{degree} of {num_gpus} per sequence, {num_gpus // degree} sequence(s) at once"
     return [
         ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
-        ("text", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
+        ("data", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
+        ("recipe", *_recipe(decisions)),
         ("trained", "LoRA adapter" if settings.uses_lora else "every weight", "--lora or --full"),
         ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reach}"),
         ("rope", settings.rope, _rope_reason(decisions)),
-        ("attention", describe_layers(decisions.model_config), _rows(settings)),
+        ("attention", describe_layers(decisions.model_config), _rows(decisions)),
         ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.why_degrees),
         ("shards", f"{decisions.tokens_per_gpu} tokens per {unit}", sequences),
         (
@@ -67,9 +67,22 @@ def _mlp_tiles(tiles: int | None) -> tuple[str, str]:
     return str(tiles), "--mlp-tiles: an MLP's intermediates exist for one tile at a time"
 
 
-def _rows(settings: Settings) -> str:
-    apart = "documents of a row don't see each other (--pack)"
-    return apart if settings.pack else "within rows of joined text; --pack keeps documents apart"
+def _recipe(decisions: Decisions) -> tuple[str, str]:
+    recipe, assistant_only = decisions.task
+    if recipe == "finetune":
+        return "finetune", "plain text; --sft and --dpo take TRL's trainers"
+    if recipe == "dpo":
+        return "dpo", "TRL's DPOTrainer (--dpo): chosen answers are learned over rejected ones"
+    learned = "the assistant's tokens are learned" if assistant_only else "all tokens are learned"
+    return "sft", f"TRL's SFTTrainer: {learned} (--train-on); of a prompt none"
+
+
+def _rows(decisions: Decisions) -> str:
+    if decisions.settings.pack:
+        return "documents of a row don't see each other (--pack)"
+    if decisions.task.recipe == "finetune":
+        return "within rows of joined text; --pack keeps documents apart"
+    return "within rows of one record; --pack puts several into a row, kept apart"
 
 
 def _rope_reason(decisions: Decisions) -> str:

@@ -1,12 +1,10 @@
-"""What `longctx patch` is asked for, and what it decides. `decide` checks all and writes nothing.
+"""What `longctx patch` decides. `decide` checks all and writes nothing.
 
 `run_folder.py` writes the files that say so.
 """
 
 import dataclasses
-import re
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,18 +13,19 @@ from typing import Any
 from longctx_patch.choose.degrees import Way
 from longctx_patch.choose.search import Result
 from longctx_patch.cli.degree_options import asked_degrees, choose_degrees
+from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.cli.prediction import cluster_of, prediction
-from longctx_patch.cli.run_checks import check_out, check_text, check_weights
+from longctx_patch.cli.run_checks import check_out
+from longctx_patch.cli.run_recipe import Task, check_first_records, choose_task
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.hf.model.load import is_local, load_model_config
-from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.predict.machines import MACHINES
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes import models
-from longctx_patch.recipes.settings import RopeName, Settings
+from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.layout import LayoutName
 
 SAVE_EVERY = 25
@@ -43,63 +42,11 @@ NO_TEXT = "TEXT_FILE_OR_FOLDER"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PatchOptions:
-    """The options of `longctx patch`, as click reads them; None for options not given."""
-
-    out: Path
-    seq_len: int
-    gpus: str
-    rope: RopeName | None
-    rope_factor: float | None
-    lora: bool
-    ulysses: int | None
-    ring: int | None
-    sequence_degree: int | None
-    nodes: int
-    host_gib: float | None
-    checkpoint: CheckpointPolicy
-    attention_kept: float
-    mlp_tiles: int | None
-    states_on_host: bool
-    dtype: Any
-    rank: int | None
-    load_in_4bit: bool
-    tokenizer: str
-    pack: bool
-    data: Sequence[str]
-    cpu: bool
-
-    @property
-    def folder(self) -> Path:
-        return self.out.expanduser().resolve()
-
-    @property
-    def text(self) -> list[str]:
-        return [str(Path(source).expanduser().resolve()) for source in self.data]
-
-    @property
-    def num_gpus(self) -> int:
-        return int(re.split(r"\D", self.gpus)[0])
-
-    @property
-    def fsdp(self) -> bool:
-        """Whether parameters are sharded: Accelerate does that on GPUs, and not in 4 bits."""
-        return not (self.cpu or self.load_in_4bit)
-
-    def check(self) -> None:
-        """Raise ValueError for options that exclude each other."""
-        check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
-        if self.states_on_host and not self.fsdp:
-            all_there, no_fsdp = "--cpu, where all is on the host", "--load-in-4bit, which has no"
-            other = all_there if self.cpu else f"{no_fsdp} FSDP2"
-            raise ValueError(f"--states-on-host with {other}: use one of them.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Decisions:
     """Everything from which the files and the summary are made."""
 
     options: PatchOptions
+    task: Task
     settings: Settings
     model_config: Any
     """The config with the RoPE change."""
@@ -150,9 +97,16 @@ class Decisions:
             "--config_file",
             str(self.options.folder / "accelerate.yaml"),
         ]
-        words += ["-m", "longctx_patch.recipes.finetune"]
-        words += ["--settings", str(self.options.folder / "finetune.yaml")]
-        return shlex.join(words if self.has_text else [*words, "--text", NO_TEXT])
+        flag, sources = (
+            ("settings", "text") if self.task.recipe == "finetune" else ("config", "data")
+        )
+        words += ["-m", f"longctx_patch.recipes.{self.task.recipe}"]
+        words += [f"--{flag}", str(self.options.folder / self.settings_file)]
+        return shlex.join(words if self.has_text else [*words, f"--{sources}", NO_TEXT])
+
+    @property
+    def settings_file(self) -> str:
+        return f"{self.task.recipe}.yaml"
 
 
 def decide(model: str, options: PatchOptions) -> Decisions:
@@ -161,8 +115,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     Raises ValueError with the value, the rule and what to type.
     """
     check_out(options.out, options.folder)
-    for source in options.text:
-        check_text(source)
+    task = choose_task(options)
     options.check()
     cluster = cluster_of(
         options.gpus, options.num_gpus, options.nodes, host_gib=options.host_gib, cpu=options.cpu
@@ -179,7 +132,9 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     )
     settings = models.with_dtype(_settings(model, options, cluster), config, on_cpu=options.cpu)
     scaled = models.load_config(settings)
-    models.check_vocabulary(models.load_tokenizer(settings), scaled)
+    tokenizer = models.load_tokenizer(settings)
+    models.check_vocabulary(tokenizer, scaled)
+    check_first_records(task, options, tokenizer, scaled.vocab_size)
     way, why = (asked, "as asked") if asked else _chosen(options, settings, scaled, degree, cluster)
     settings = dataclasses.replace(
         settings, ulysses=way.ulysses, ring=way.ring, layout=way.layout or settings.layout
@@ -189,6 +144,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     models.check_4bit(settings, fsdp=options.fsdp)
     return Decisions(
         options=options,
+        task=task,
         settings=settings,
         model_config=scaled,
         old_config=config,
@@ -217,7 +173,7 @@ def _chosen(
 def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Settings:
     return Settings(
         model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
-        text=options.text or [NO_TEXT],
+        text=options.sources or [NO_TEXT],
         output=str(options.folder / "training"),
         rope=options.rope or "none",
         full=not options.lora,

@@ -75,15 +75,24 @@ class Gpus(click.ParamType[str]):
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
 @click.option("--tokenizer", default="", help="Name or folder if not the model's own; 'bytes'.")
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
-@click.option("--data", multiple=True, help="Text to train on: files, folders, JSONL, datasets.")
+@click.option("--data", multiple=True, help="What to train on: files, folders, datasets.")
+@click.option("--eval-data", multiple=True, help="What to evaluate on, of the same kind.")
+@click.option("--sft", is_flag=True, help="Train with TRL's SFTTrainer [if --data is no text].")
+@click.option("--dpo", is_flag=True, help="Train with TRL's DPOTrainer, on preference data.")
+@click.option(
+    "--train-on",
+    type=Choice(("assistant", "all")),
+    help="Tokens of a conversation that are learned [assistant].",
+)
 @click.option("--cpu", is_flag=True, help="Processes on the CPU in place of GPUs, to try it out.")
 def patch_command(model: str, **options: Any) -> None:
     """Write a run folder that fine-tunes MODEL (a hub name, a folder or a config.json).
 
     Everything is checked first: model family, degrees, heads, length, text, and where --gpus names
     a kind, that the run is predicted to fit its memory. The folder holds
-    config.json with the RoPE change, accelerate.yaml, finetune.yaml (the settings of the recipe)
-    and a README.md that says what was decided and how to start. Weights are not loaded here.
+    config.json with the RoPE change, accelerate.yaml, the settings of the recipe (finetune.yaml for
+    text, sft.yaml for conversations and the like, dpo.yaml for preferences) and a README.md that
+    says what was decided and how to start. Weights are not loaded here.
     """
     from longctx_patch.cli import run_folder
     from longctx_patch.cli.decisions import PatchOptions, decide

@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from itertools import islice
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from longctx_patch.cli.run_recipe import first_kind
 from longctx_patch.data import pack_rows
 from longctx_patch.recipes import models, texts
+from longctx_patch.recipes.data.reading import Reading
+from longctx_patch.recipes.data.sources import parts_of, records_of
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.documents import Documents
 
@@ -57,6 +60,9 @@ def _first_lengths(settings: Settings) -> Iterator[int]:
     """The number of tokens of each of the first documents, at most a row's."""
     tokenizer, total = models.load_tokenizer(settings), 0
     most = min(settings.seq_len, MOST_TOKENS)
+    if first_kind(settings.text[0]) != "text":
+        yield from islice(_lengths_of_records(settings, tokenizer), MOST_DOCUMENTS)
+        return
     documents = texts.read_documents(settings.text, settings.text_field)
     for document in islice(documents, MOST_DOCUMENTS):
         length = 0
@@ -68,6 +74,15 @@ def _first_lengths(settings: Settings) -> Iterator[int]:
         total += length
         if total >= MOST_TOKENS:
             return
+
+
+def _lengths_of_records(settings: Settings, tokenizer: Any) -> Iterator[int]:
+    """The same of conversations and the like."""
+    for source in settings.text:
+        reading = Reading(tokenizer, first_kind(source), settings.seq_len, too_long="cut")
+        for part in parts_of(source):
+            for record in records_of(part):
+                yield from (len(row["input_ids"]) for row in reading.rows(record))
 
 
 def _packed(lengths: list[int], seq_len: int) -> list[tuple[int, ...]]:

@@ -1,8 +1,6 @@
-"""What `longctx patch` checks before it decides anything: the folder and the text."""
+"""What `longctx patch` checks before it decides anything: the folder and the weights."""
 
 from pathlib import Path
-
-from longctx_patch.recipes import texts
 
 
 def check_out(out: Path, folder: Path) -> None:
@@ -12,21 +10,6 @@ def check_out(out: Path, folder: Path) -> None:
             f"--out {str(out)!r} holds files: a run folder is new or empty, so that nothing is "
             "overwritten. Give another folder, or remove this one."
         )
-
-
-def check_text(source: str) -> None:
-    """Read the first document only: the recipe reads them all."""
-    try:
-        found = next(iter(texts.read_documents([source], "text")), None)
-    except ValueError as error:
-        raise ValueError(
-            f"--data {source}: {error} `longctx patch` reads the field 'text' only: leave --data "
-            "out, and set text: and text_field: in the run folder's finetune.yaml."
-            if "--text-field" in str(error)
-            else f"--data {source}: {error}"
-        ) from error
-    if not found:
-        raise ValueError(f"--data {source}: no text in it. Give files or folders with text.")
 
 
 def check_weights(*, lora: bool, rank: int | None, load_in_4bit: bool) -> None:

@@ -7,7 +7,12 @@ import yaml
 from longctx_patch.cli.decision_table import table
 from longctx_patch.cli.decisions import NO_TEXT, Decisions
 from longctx_patch.cli.run_readme import render_readme
+from longctx_patch.cli.run_recipe import trl_settings
 from longctx_patch.cli.text_table import aligned
+
+TRL_HEAD = (
+    "# Settings of longctx_patch.recipes.{}, and of TRL's trainer. A flag of the same name wins.\n"
+)
 
 
 def write(decisions: Decisions) -> None:
@@ -16,7 +21,7 @@ def write(decisions: Decisions) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     decisions.model_config.to_json_file(folder / "config.json")
     (folder / "accelerate.yaml").write_text(decisions.launch_yaml, encoding="utf-8")
-    (folder / "finetune.yaml").write_text(_settings_yaml(decisions), encoding="utf-8")
+    (folder / decisions.settings_file).write_text(_settings_yaml(decisions), encoding="utf-8")
     (folder / "README.md").write_text(render_readme(decisions), encoding="utf-8")
 
 
@@ -28,6 +33,9 @@ def render(decisions: Decisions) -> str:
 
 
 def _settings_yaml(decisions: Decisions) -> str:
+    if decisions.task.recipe != "finetune":
+        values = trl_settings(decisions.task, decisions.options, decisions.settings)
+        return TRL_HEAD.format(decisions.task.recipe) + yaml.safe_dump(values, sort_keys=False)
     # `auto` stays, so that --full, if added to the command later, chooses its own dtype.
     values = dataclasses.asdict(decisions.settings) | {"dtype": decisions.options.dtype or "auto"}
     if not decisions.has_text:

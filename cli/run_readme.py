@@ -20,8 +20,8 @@ tokenizer.
 ```
 {how_to_start}
 Settings can be added to the command, for example `--max-steps 10`, or `--full` to train every
-weight in place of an adapter; they override `finetune.yaml`. `training/` gets metrics.jsonl (one
-line per step), checkpoints (`--save-every N`) and final/.
+weight in place of an adapter; they override `{settings_file}`. `training/` gets metrics.jsonl (one
+line per step), checkpoints (`{save_every} N`) and final/.
 
 An interrupted run goes on from its newest checkpoint with `--resume`, added to its own command:
 repeat the settings that you added then. A run that differs in what decides its numbers is a new
@@ -72,10 +72,10 @@ for a row (the recipe says so when it starts).
 ## Files
 
 - `accelerate.yaml`: processes and devices, for `accelerate launch`.
-- `finetune.yaml`: the recipe's settings. It names the model, its RoPE scaling, text and output by
+- `{settings_file}`: the recipe's settings. It names the model, its RoPE scaling, data and output by
   absolute paths: after moving this folder, correct them.
 - `config.json`: the model's config with the RoPE change, as the recipe makes it from the model and
-  `rope` in finetune.yaml. For `longctx verify` and for inference; training does not read it.
+  `rope` in {settings_file}. For `longctx verify` and for inference; training does not read it.
 """
 
 
@@ -90,14 +90,26 @@ Rows are cut from the joined text, so a row's documents see each other. To keep 
 `--pack` to the command (several documents in a row, little padding) or `--one-document-per-row`
 (one, padded)."""
 
+RECORDS = """\
+Each record of the data is a row, of which the model learns {learned}. A record longer than
+{seq_len} tokens is refused when the run starts, with its file and row; `--too-long cut` drops its
+end, `--too-long split` makes several rows of it.{together} Rows are made once, by one process of a
+machine, and kept in the cache of `datasets`."""
+
+TOGETHER = """\
+ Records are packed into rows, best fit first; those of a row don't see each other."""
+
 
 def render_readme(decisions: Decisions) -> str:
     """The README of the run folder."""
     settings, facts = decisions.settings, ModelFacts.of(decisions.model_config)
+    is_finetune = decisions.task.recipe == "finetune"
     return TEMPLATE.format(
         model=settings.model,
         seq_len=settings.seq_len,
         launch=decisions.launch_command,
+        settings_file=decisions.settings_file,
+        save_every="--save-every" if is_finetune else "--save-steps",
         how_to_start=_how_to_start(decisions),
         degree=decisions.sequence_degree,
         verify=shlex.join(["longctx", "verify", str(decisions.options.folder)]),
@@ -107,9 +119,21 @@ def render_readme(decisions: Decisions) -> str:
         memory="" if decisions.predicted else "that memory suffices, ",
         as_here=", as here" if settings.pack else "",
         layers=describe_layers(decisions.model_config),
-        rows=PACKED.format(seq_len=settings.seq_len) if settings.pack else JOINED,
+        rows=_rows(decisions),
         heads=facts.num_heads,
         kv_heads=facts.num_kv_heads,
+    )
+
+
+def _rows(decisions: Decisions) -> str:
+    settings, task = decisions.settings, decisions.task
+    if task.recipe == "finetune":
+        return PACKED.format(seq_len=settings.seq_len) if settings.pack else JOINED
+    learned = "the assistant's tokens" if task.assistant_only else "its tokens (of a prompt none)"
+    return RECORDS.format(
+        seq_len=settings.seq_len,
+        learned="the chosen answer over the rejected one" if task.recipe == "dpo" else learned,
+        together=TOGETHER if settings.pack else "",
     )
 
 

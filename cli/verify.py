@@ -17,7 +17,8 @@ from longctx_patch.sequence.layout import LayoutName
 if TYPE_CHECKING:
     from longctx_patch.verification import Report
 
-RUN_SETTINGS = "finetune.yaml"
+SETTINGS_FILES = ("finetune.yaml", "sft.yaml", "dpo.yaml")
+"""Of the recipes: a folder with one of them is a run folder."""
 DEFAULT_LAYOUTS: tuple[LayoutName, ...] = ("zigzag", "contiguous")
 PACKED_LAYOUTS: tuple[LayoutName, ...] = ("balanced", *DEFAULT_LAYOUTS)
 COLUMNS = ("plan", "ulysses", "ring", "layout", "loss", "logits", "worst grad", "grad norm")
@@ -115,17 +116,13 @@ def load_target(target: str) -> Target:
     from longctx_patch.hf.model.load import load_model_config
 
     folder = Path(target)
-    if not (folder / RUN_SETTINGS).is_file():
+    file = next((folder / name for name in SETTINGS_FILES if (folder / name).is_file()), None)
+    if file is None:
         return Target(model_config=load_model_config(target))
-    from longctx_patch.recipes.settings import Settings, read_settings_file
+    from longctx_patch.recipes.settings import parallelism_in
 
-    # A run folder may have no text yet, which only training needs.
-    settings = Settings(**read_settings_file(folder / RUN_SETTINGS) | {"text": ["-"]})
-    return Target(
-        model_config=load_model_config(str(folder)),
-        run=settings.sequence_parallelism(),
-        packed=settings.pack,
-    )
+    run, packed = parallelism_in(file)
+    return Target(model_config=load_model_config(str(folder)), run=run, packed=packed)
 
 
 def choose_configs(

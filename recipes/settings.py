@@ -190,6 +190,15 @@ def parallelism_of(settings: Any) -> LongContextConfig:
     return LongContextConfig(**values)
 
 
+def parallelism_in(file: Path) -> tuple[LongContextConfig, bool]:
+    """How a run with this settings file cuts its rows, and whether it packs them. The file may be
+    that of any recipe, and may have no data yet."""
+    values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    given = {name: values[name] for name in PARALLELISM if name in values}
+    packed = bool(values.get("pack") or values.get("packing"))
+    return parallelism_of(Parallelism(**given)), packed
+
+
 CONFIG_FIELDS = [field.name for field in dataclasses.fields(LongContextConfig)]
 PARALLELISM = [field.name for field in dataclasses.fields(Parallelism)]
 FIELD_TYPES = {f.name: get_type_hints(Settings)[f.name] for f in dataclasses.fields(Settings)}

@@ -186,17 +186,11 @@ def _why_no_text(record: Any, text_field: str) -> str:
     if not isinstance(record, dict):
         return f"a {type(record).__name__}, not an object with the field {text_field!r}."
     found = f"no text in field {text_field!r}, there is: {', '.join(record)}."
-    if chat := next((name for name in CHAT_FIELDS if name in record), None):
+    if {*CHAT_FIELDS, "input_ids", "prompt", "chosen"} & record.keys():
         return (
-            f"{found} The recipe trains on plain text. Write each conversation as text, in the "
-            f"field {text_field!r}: tokenizer.apply_chat_template(record[{chat!r}], tokenize=False)"
-            ". To learn the assistant's words alone, make `labels` (-100 elsewhere) for "
-            "SequenceShardCollator in a loop of your own."
-        )
-    if "input_ids" in record:
-        return (
-            f"{found} These rows are tokenised already, and the recipe tokenises text. Give it the "
-            "text, or hand such rows to SequenceShardCollator in a loop of your own."
+            f"{found} This recipe trains on plain text. Conversations, completions, pairs and rows "
+            "of tokens are for longctx_patch.recipes.sft and .dpo, whose run folder `longctx patch "
+            "--data` writes."
         )
     texts = [name for name, value in record.items() if isinstance(value, str)]
     if not texts:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from transformers import integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import TrlParser
 
 from longctx_patch.config import LongContextConfig
@@ -102,8 +102,8 @@ def check_together(settings: TrlSettings, args: Any) -> None:
         )
     if args.eval_strategy != "no" and not settings.evaluates:
         raise ValueError(
-            f"eval_strategy={args.eval_strategy} without anything to evaluate on. Give eval_data, "
-            "or eval_share: 0.02."
+            f"eval_strategy={args.eval_strategy.value} without anything to evaluate on. Give "
+            "eval_data, or eval_share: 0.02."
         )
     if settings.streaming and args.max_steps < 1:
         raise ValueError("streaming without max_steps: a stream has no known end. Give max_steps.")
@@ -113,8 +113,12 @@ def check_together(settings: TrlSettings, args: Any) -> None:
             "says that the best evaluation counts."
         )
     for name in args.report_to:
-        is_there = getattr(integrations, f"is_{name}_available", lambda: True)
-        if not is_there():
-            raise ValueError(
-                f"report_to: {name}, and its package is not installed: pip install {name}"
-            )
+        _check_tracker(name)
+
+
+def _check_tracker(name: str) -> None:
+    require_choice("report_to", name, ["none", *INTEGRATION_TO_CALLBACK])
+    try:
+        INTEGRATION_TO_CALLBACK[name]()
+    except (RuntimeError, ImportError) as error:
+        raise ValueError(f"report_to: {name}: {error}") from error

@@ -33,6 +33,7 @@ FLOORS = (
     ("trainer",),
     ("__init__",),
     ("verification",),
+    ("recipes/data",),
     ("recipes",),
     ("cli",),
 )

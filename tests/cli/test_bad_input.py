@@ -99,8 +99,11 @@ def test_patch_refuses(
 @pytest.mark.parametrize(
     ("record", "advice"),
     [
-        ('{"content": "some text"}', "leave --data out, and set text: and text_field: in the run"),
-        ('{"input_ids": [1, 2]}', "These rows are tokenised already, and the recipe tokenises"),
+        (
+            '{"content": "some text"}',
+            "leave --data out, and set the data and text_field: in the run",
+        ),
+        ('{"title": 3}', "there is: title. A record has `input_ids` and"),
     ],
 )
 def test_patch_says_what_to_do_with_rows_that_hold_no_text(

@@ -39,8 +39,8 @@ def test_jsonl_and_its_field(tmp_path: Path) -> None:
     assert documents(file) == ["one", "two"]
     for record, message in (
         ({"body": "two"}, r"line 2.*'text', there is: body.*for example --text-field body"),
-        ({"messages": [{"role": "user"}]}, r"tokenizer.apply_chat_template\(record\['messages'\]"),
-        ({"input_ids": [1]}, "tokenised already.*SequenceShardCollator"),
+        ({"messages": [{"role": "user"}]}, "there is: messages. This recipe trains on plain text"),
+        ({"input_ids": [1]}, "there is: input_ids. .*longctx_patch.recipes.sft"),
         ({"text": 1}, "there is: text. None of them holds text"),
         ([], "a list, not an object with the field 'text'"),
     ):

@@ -1,0 +1,80 @@
+"""What `longctx patch` is asked for."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longctx_patch.cli.run_checks import check_weights
+from longctx_patch.memory.policies import CheckpointPolicy
+from longctx_patch.recipes.data.sources import HUB_NAME
+from longctx_patch.recipes.settings import RopeName
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchOptions:
+    """The options of `longctx patch`, as click reads them; None for options not given."""
+
+    out: Path
+    seq_len: int
+    gpus: str
+    rope: RopeName | None
+    rope_factor: float | None
+    lora: bool
+    ulysses: int | None
+    ring: int | None
+    sequence_degree: int | None
+    nodes: int
+    host_gib: float | None
+    checkpoint: CheckpointPolicy
+    attention_kept: float
+    mlp_tiles: int | None
+    states_on_host: bool
+    dtype: Any
+    rank: int | None
+    load_in_4bit: bool
+    tokenizer: str
+    pack: bool
+    data: Sequence[str]
+    eval_data: Sequence[str]
+    sft: bool
+    dpo: bool
+    train_on: str | None
+    cpu: bool
+
+    @property
+    def folder(self) -> Path:
+        return self.out.expanduser().resolve()
+
+    @property
+    def sources(self) -> list[str]:
+        return [absolute(source) for source in self.data]
+
+    @property
+    def eval_sources(self) -> list[str]:
+        return [absolute(source) for source in self.eval_data]
+
+    @property
+    def num_gpus(self) -> int:
+        return int(re.split(r"\D", self.gpus)[0])
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether parameters are sharded: Accelerate does that on GPUs, and not in 4 bits."""
+        return not (self.cpu or self.load_in_4bit)
+
+    def check(self) -> None:
+        """Raise ValueError for options that exclude each other."""
+        check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
+        if self.states_on_host and not self.fsdp:
+            all_there, no_fsdp = "--cpu, where all is on the host", "--load-in-4bit, which has no"
+            other = all_there if self.cpu else f"{no_fsdp} FSDP2"
+            raise ValueError(f"--states-on-host with {other}: use one of them.")
+
+
+def absolute(source: str) -> str:
+    """A path without regard to the current directory; the name of a dataset stays as it is."""
+    path = Path(source).expanduser()
+    is_name = HUB_NAME.fullmatch(source) and not path.exists()
+    return source if is_name else str(path.resolve())

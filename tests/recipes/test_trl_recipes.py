@@ -1,0 +1,285 @@
+"""Recipes over TRL, from the command line alone: two processes train as one does, evaluate, keep
+the best, go on where they stopped; and what can't be right is refused before it costs anything."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+from longctx_patch.cli.main import main as longctx
+from longctx_patch.recipes import dpo, sft
+from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.trl_callbacks import SAMPLES_FILE
+from tests.launching import run_module
+from tests.plugin.launched import run_launched
+from tests.recipes.data.test_reading import words
+from tests.tiny_llama import TINY_LLAMA
+from tests.trl.cases import rows
+
+COMPARED = re.compile(
+    r"loss|grad_norm|learning_rate|eval_loss|num_tokens|mean_token_accuracy|rewards"
+)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A folder with a model's config and tokenizer, and data of each kind."""
+    model = tmp_path / "tiny"
+    tokenizer = words()
+    tokenizer.save_pretrained(model)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = TINY_LLAMA | ends | {"vocab_size": len(tokenizer)}
+    (model / "config.json").write_text(json.dumps(config))
+    for name, kind, number, seed in (
+        ("chats", "chat", 12, 1),
+        ("held_out", "chat", 3, 2),
+        ("pairs", "pairs", 8, 3),
+        ("texts", "text", 8, 4),
+    ):
+        write(tmp_path / f"{name}.jsonl", rows(kind, number, seed))
+    return tmp_path
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def patch(job: Path, *options: str) -> str:
+    """`longctx patch` for two CPU processes; returns what it says."""
+    model = str(job / "tiny" / "config.json")
+    usual = [
+        "--seq-len",
+        "96",
+        "--rope",
+        "linear",
+        "--gpus",
+        "2",
+        "--cpu",
+        "--out",
+        str(job / "run"),
+    ]
+    found = CliRunner().invoke(longctx, ["patch", model, *usual, *options])
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def agree(folder: Path, other: Path) -> None:
+    """Two runs have logged the same."""
+    found, wanted = read_metrics(folder), read_metrics(other)
+    assert len(found) == len(wanted) > 0
+    for ours, theirs in zip(found, wanted, strict=True):
+        names = [name for name in theirs if COMPARED.search(name)]
+        assert names
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.timeout(600)
+def test_a_chat_job_of_three_epochs(job: Path) -> None:
+    """From `longctx patch` to an adapter that plain PEFT loads: the best by evaluation."""
+    said = patch(
+        job, "--data", str(job / "chats.jsonl"), "--eval-data", str(job / "held_out.jsonl")
+    )
+    command = said.strip().splitlines()[-1].split()
+    assert command[:2] == ["accelerate", "launch"]
+    more = ["--num-train-epochs", "3", "--eval-strategy", "epoch", "--save-strategy", "epoch"]
+    more += ["--learning-rate", "0.5", "--gradient-accumulation-steps", "2", "--lr-scheduler-type"]
+    more += [
+        "constant",
+        "--optim",
+        "sgd",
+        "--sample-prompts",
+        "w1 w2",
+        "--sample-tokens",
+        "4",
+        "--disable-tqdm",
+        "1",
+    ]
+    more += ["--early-stopping", "5", "--metric-for-best-model", "eval_loss"]
+    more += ["--greater-is-better", "1"]  # so that the best is not the last
+    launch = ["accelerate.commands.launch", "--main_process_port", "0", *command[2:], *more]
+    run_module(job, *launch)
+    training = job / "run" / "training"
+    settings = str(job / "run" / "sft.yaml")
+    one = ["--config", settings, *more, "--ulysses", "1", "--output-dir", str(job / "one")]
+    run_launched(sft.main, 1, one)
+    agree(training, job / "one")
+
+    found = read_metrics(training)
+    evaluated = {int(line["step"]): line["eval_loss"] for line in found if "eval_loss" in line}
+    assert sorted(evaluated) == [6, 12, 18]
+    best = max(evaluated, key=lambda step: evaluated[step])
+    assert best != 18
+    adapter = load_file(training / "final" / "adapter_model.safetensors")
+    kept = load_file(training / f"checkpoint-{best}" / "adapter_model.safetensors")
+    assert adapter.keys() == kept.keys()
+    assert all(torch.equal(adapter[name], kept[name]) for name in adapter)
+    samples = [json.loads(line) for line in (training / SAMPLES_FILE).read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [6, 12, 18]
+    assert samples == [json.loads(s) for s in (job / "one" / SAMPLES_FILE).read_text().splitlines()]
+
+    set_seed(0)
+    final = training / "final"
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(final))
+    PeftModel.from_pretrained(base, str(final))
+
+
+@pytest.mark.timeout(600)
+def test_a_preference_job(job: Path) -> None:
+    """The reference is the model with its adapter off, or a second copy of all weights."""
+    patch(job, "--data", str(job / "pairs.jsonl"), "--dpo")
+    usual = [
+        "--config",
+        str(job / "run" / "dpo.yaml"),
+        "--max-steps",
+        "3",
+        "--learning-rate",
+        "0.1",
+    ]
+    for number, more in enumerate(([], ["--full", "--optim", "sgd"])):
+        folders = [job / f"{name}{number}" for name in ("two", "one")]
+        run_launched(dpo.main, 2, [*usual, *more, "--output-dir", str(folders[0])])
+        alone = [*usual, *more, "--ulysses", "1", "--output-dir", str(folders[1])]
+        run_launched(dpo.main, 1, alone)
+        agree(*folders)
+
+
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_where_it_stopped(job: Path) -> None:
+    """Packed texts, held out in part: the steps after the checkpoint are those of the whole run."""
+    patch(job, "--data", str(job / "texts.jsonl"), "--sft", "--pack")
+    usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "4", "--save-steps", "2"]
+    usual += ["--eval-strategy", "steps", "--eval-steps", "2", "--eval-share", "0.3"]
+    usual += ["--output-dir", str(job / "whole")]
+    run_launched(sft.main, 2, usual)
+    whole = read_metrics(job / "whole")
+    last = job / "whole" / "checkpoint-4"
+    last.rename(job / "elsewhere")
+    run_launched(sft.main, 2, [*usual, "--resume"])
+    again = read_metrics(job / "whole")
+    names = ("step", "loss", "eval_loss", "grad_norm")
+    assert [[line.get(n) for n in names] for line in again] == [
+        [line.get(n) for n in names] for line in whole
+    ]
+    weights = [
+        load_file(folder / "adapter_model.safetensors") for folder in (last, job / "elsewhere")
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+def refused(job: Path, *options: str) -> str:
+    model = str(job / "tiny" / "config.json")
+    usual = [
+        "--seq-len",
+        "96",
+        "--rope",
+        "linear",
+        "--gpus",
+        "2",
+        "--cpu",
+        "--out",
+        str(job / "run"),
+    ]
+    found = CliRunner().invoke(longctx, ["patch", model, *usual, *options])
+    assert found.exit_code == 1
+    assert not (job / "run").exists()
+    return found.output
+
+
+SAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "pairs": (lambda job: ["--data", f"{job}/pairs.jsonl"], "add --dpo to learn from them"),
+    "no pairs": (
+        lambda job: ["--data", f"{job}/chats.jsonl", "--dpo"],
+        "--dpo with records that have",
+    ),
+    "mixed": (
+        lambda job: ["--data", f"{job}/chats.jsonl", "--data", f"{job}/texts.jsonl"],
+        "--data holds records of different kinds",
+    ),
+    "no eval file": (
+        lambda job: ["--data", f"{job}/chats.jsonl", "--eval-data", f"{job}/gone.jsonl"],
+        "gone.jsonl: no data at",
+    ),
+    "empty": (
+        lambda job: ["--data", str(write(job / "empty.jsonl", []))],
+        "empty.jsonl: no text in it",
+    ),
+    "cut short": (
+        lambda job: ["--data", str(cut_short(job))],
+        "cut.jsonl, line 1: no JSON .* The file may be cut short",
+    ),
+    "unknown role": (
+        lambda job: ["--data", str(write(job / "roles.jsonl", [robot()]))],
+        "roles.jsonl, line 1: the chat template leaves out the message of role 'robot'",
+    ),
+    "nothing learned": (
+        lambda job: ["--data", str(write(job / "user.jsonl", [{"messages": [user()]}]))],
+        "user.jsonl, line 1: none of its .* tokens is learned",
+    ),
+    "other vocabulary": (
+        lambda job: ["--data", str(write(job / "ids.jsonl", [{"input_ids": [3, 4000]}]))],
+        "ids.jsonl, line 1: token 4000, and the model has vocab_size=",
+    ),
+    "both": (lambda job: ["--data", f"{job}/pairs.jsonl", "--sft", "--dpo"], "Choose one"),
+}
+
+
+def user(role: str = "user") -> dict[str, str]:
+    return {"role": role, "content": "w1 w2"}
+
+
+def robot() -> dict[str, Any]:
+    return {"messages": [{"role": "robot", "content": "w9"}, user(), user("assistant")]}
+
+
+def cut_short(job: Path) -> Path:
+    (job / "cut.jsonl").write_text((job / "chats.jsonl").read_text()[:40])
+    return job / "cut.jsonl"
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_data_that_a_run_folder_is_not_made_for(job: Path, name: str) -> None:
+    options, message = SAYS[name]
+    assert re.search(message, refused(job, *options(job)))
+
+
+FLAGS: dict[str, tuple[list[str], str]] = {
+    "tracker": (
+        ["--report-to", "comet_ml"],
+        "report_to: comet_ml: .*comet",
+    ),
+    "evaluation": (
+        ["--eval-strategy", "epoch"],
+        "eval_strategy=epoch without anything to evaluate",
+    ),
+    "early stopping": (
+        ["--early-stopping", "2"],
+        "early_stopping=2 without load_best_model_at_end",
+    ),
+    "length": (["--max-length", "50"], "max_length=50 with seq_len=96"),
+    "shares": (["--data-shares", "1", "2"], "2 data_shares for 1 sources"),
+    "share": (["--data-shares", "0"], "each is a number above 0"),
+    "stream": (["--streaming"], "streaming without max_steps"),
+    "resume": (["--resume"], "has no checkpoint"),
+    "output": (["--output-dir", "trainer_output"], "output_dir is not set"),
+    "too long": (["--too-long", "cut", "--eval-share", "1"], "eval_share=1.0: a part"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
+@pytest.mark.parametrize("name", FLAGS)
+def test_settings_that_exclude_each_other(job: Path, name: str) -> None:
+    patch(job, "--data", str(job / "chats.jsonl"))
+    flags, message = FLAGS[name]
+    with pytest.raises(ValueError, match=message):
+        sft.main(["--config", str(job / "run" / "sft.yaml"), *flags])
+    assert not (job / "run" / "training").exists()
