@@ -3,6 +3,9 @@ share attention, against stock processes: `make test-grid`, which takes many min
 
 Rows have uneven masks; some documents of transformers' Trainer have no label, and with contiguous
 shards some ranks have none.
+
+KTO's `kl` comes nearest to the bound, at 9.5e-6: it is a difference of sums of about 30, of which
+the last place in float32 is 2e-6. With models in float64 a Llama's runs agree within 2e-9.
 """
 
 from collections.abc import Sequence
