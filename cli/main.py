@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from longctx_patch.cli.data import data_command
 from longctx_patch.cli.families import families_command
 from longctx_patch.cli.kernels import kernels_command
 from longctx_patch.cli.patch import patch_command
@@ -31,6 +32,7 @@ def main() -> None:
     """Fine-tune Hugging Face models on sequences cut over several GPUs, with exact numbers."""
 
 
+main.add_command(data_command)
 main.add_command(families_command)
 main.add_command(kernels_command)
 main.add_command(patch_command)

@@ -1,15 +1,17 @@
 """What a run over one of TRL's trainers trains and evaluates on."""
 
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import concatenate_datasets
 
+from longctx_patch.recipes import models
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import FIELDS, Kind, kind_of
 from longctx_patch.recipes.data.sources import parts_of, records_of
 from longctx_patch.recipes.data.table import mixed, stream_of, table_of
-from longctx_patch.recipes.trl_settings import TrlSettings
+from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
 
 class RunData(NamedTuple):
@@ -17,8 +19,8 @@ class RunData(NamedTuple):
 
     train: Any
     evaluation: Any
-    kind: Kind
     reading: Reading
+    packing: bool
 
 
 def first_kind(source: str, text_field: str) -> Kind:
@@ -27,6 +29,22 @@ def first_kind(source: str, text_field: str) -> Kind:
         for record in records_of(part):
             return kind_of(record, text_field)
     raise ValueError(f"no data in {source!r}: its files hold no records.")
+
+
+def tables_of_run(file: Path) -> RunData:
+    """What the run with this settings file will train on. Needs no GPU.
+
+    Raises ValueError as the run would.
+    """
+    from trl import DPOConfig, SFTConfig
+
+    kind = DPOConfig if file.stem == "dpo" else SFTConfig
+    on_cpu = ["--use-cpu", "1", "--bf16", "0"]  # nothing is computed here
+    settings, args = parse(kind, ["--config", str(file), *on_cpu])
+    if settings.streaming:
+        raise ValueError(f"{file}: streaming, so that there is no table to look at.")
+    config, tokenizer = models.load_config(settings), models.load_tokenizer(settings)
+    return load_data(settings, args, reading_of(settings, args, tokenizer, config.vocab_size))
 
 
 def reading_of(settings: TrlSettings, args: Any, tokenizer: Any, vocab_size: int) -> Reading:
@@ -59,10 +77,11 @@ def reading_of(settings: TrlSettings, args: Any, tokenizer: Any, vocab_size: int
 
 def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
     """Make the tables, or find them made; each process of a run calls this."""
+    packing = getattr(args, "packing", False)
     if settings.streaming:
         train = stream_of(settings.data[0], reading)
         evaluation = _tables(settings.eval_data, args, reading)
-        return RunData(train, _joined(evaluation), reading.kind, reading)
+        return RunData(train, _joined(evaluation), reading, packing)
     tables = _tables(settings.data, args, reading)
     if settings.data_shares:
         train = mixed(tables, settings.data_shares, seed=args.seed)
@@ -72,7 +91,7 @@ def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
     if settings.eval_share:
         parts = train.train_test_split(settings.eval_share, seed=args.seed)
         train, evaluation = parts["train"], parts["test"]
-    return RunData(train, evaluation, reading.kind, reading)
+    return RunData(train, evaluation, reading, packing)
 
 
 def _tables(sources: list[str], args: Any, reading: Reading) -> list[Any]:

@@ -46,6 +46,8 @@ class Reading:
         if found == "preference":
             yield self._pair(record)
             return
+        if found == "text" and not self._text(record):
+            return  # an empty file or field is no document
         ids, labels = self._tokens(record)
         self._check_ids(record, ids)
         if all(label == IGNORE_INDEX for label in labels[1:]):
@@ -71,8 +73,7 @@ class Reading:
                 raise record.refused(f"{len(labels)} labels for {len(ids)} input_ids.")
             return ids, labels
         if self.kind == "text":
-            text = fields.get(TEXT_FILE, fields.get(self.text_field))
-            ids = self._of_text(self._ended(text))
+            ids = self._of_text(self._ended(self._text(record)))
             return ids, ids
         start = 0
         if self.kind == "chat":
@@ -137,6 +138,10 @@ class Reading:
             learns = any(label != IGNORE_INDEX for label in labels[row][1:])
             if learns:
                 yield {"input_ids": ids[row], "labels": labels[row], "num_cut": num_cut}
+
+    def _text(self, record: Record) -> str:
+        found: str = record.fields.get(TEXT_FILE, record.fields.get(self.text_field))
+        return found
 
     def _of_text(self, text: str) -> Ids:
         found: Ids = self.tokenizer(text=text, verbose=False)["input_ids"]

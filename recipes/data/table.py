@@ -90,12 +90,14 @@ def mixed(tables: Sequence[Dataset], shares: Sequence[float], *, seed: int) -> D
 
 def lengths_of(table: Dataset) -> np.ndarray:
     """Tokens of each row, int64: read from the table's offsets, not from its tokens."""
-    columns = [name for name in table.column_names if name.endswith("_ids")]
-    total = np.zeros(len(table), np.int64)
-    for name in columns:
-        chunks = table.with_format("arrow")[:][name].chunks
-        total += np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
-    return total
+    total = np.zeros(table.data.num_rows, np.int64)
+    for name in table.column_names:
+        if name.endswith("_ids"):
+            chunks = table.data.column(name).chunks
+            total += np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
+    if table._indices is None:
+        return total
+    return total[table._indices.column(0).to_numpy()]  # of rows that were drawn or shuffled
 
 
 def fingerprint(parts: Sequence[Part], reading: Reading) -> str:

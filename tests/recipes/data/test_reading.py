@@ -143,6 +143,11 @@ def test_tools_and_options_reach_the_template() -> None:
     assert text == "w7 w8 <user> w1 <assistant> w2 <eos>"
 
 
+def test_empty_texts_are_no_documents() -> None:
+    found = read(reading("text"), {"text": ""}, {"text": "w1"}, {"": ""})
+    assert [len(row["input_ids"]) for row in found] == [2]
+
+
 def test_older_names_of_messages() -> None:
     older = {
         "conversations": [{"from": "user", "value": "w1"}, {"from": "assistant", "value": "w2"}]

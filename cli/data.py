@@ -1,0 +1,45 @@
+"""`longctx data`: what a run's model will see, before GPUs are taken."""
+
+from pathlib import Path
+
+import click
+
+SETTINGS_FILES = ("sft.yaml", "dpo.yaml")
+
+
+@click.command("data")
+@click.argument("run", type=click.Path(path_type=Path, exists=True))
+@click.option("--rows", type=click.IntRange(0), default=2, help="Rows to show [2].")
+@click.option("--seed", type=int, default=0, help="Which rows: any number [0].")
+@click.option("--color/--no-color", default=None, help="Colours [if this is a terminal].")
+def data_command(run: Path, rows: int, seed: int, color: bool | None) -> None:
+    """Show the rows that RUN (a run folder, or its settings file) will train on.
+
+    Makes the tables of tokens that the run will find in the cache, so that no GPU waits for them,
+    and prints how long rows are, how many tokens are learned, what is cut, how well packing fills
+    rows, and some rows with the tokens that are learned in green.
+    """
+    from longctx_patch.cli.data_report import render, shown
+    from longctx_patch.recipes.trl_data import tables_of_run
+
+    file = settings_in(run)
+    found = tables_of_run(file)
+    click.echo(render(found, file))
+    for text in shown(found, rows, seed):
+        click.echo(text, color=color)
+
+
+def settings_in(run: Path) -> Path:
+    """The settings file of a run. Raises ValueError for a folder without one."""
+    if run.is_file():
+        return run
+    for name in SETTINGS_FILES:
+        if (run / name).is_file():
+            return run / name
+    more = ""
+    if (run / "finetune.yaml").is_file():
+        more = (
+            " finetune.yaml is for plain text, whose rows are made when the run starts; "
+            "`longctx patch --sft` writes a run whose rows can be seen."
+        )
+    raise ValueError(f"{run} has no {' or '.join(SETTINGS_FILES)}.{more}")
