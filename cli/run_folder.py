@@ -1,6 +1,7 @@
 """The files of a run folder, and what the command prints of it."""
 
 import dataclasses
+import shlex
 
 import yaml
 
@@ -29,7 +30,12 @@ def render(decisions: Decisions) -> str:
     """What the command prints: the decisions and the one command."""
     start = "Start it" if decisions.has_text else f"Start it, with your text for {NO_TEXT}"
     written = f"Written to {decisions.options.folder} (README.md says more). {start}:"
-    return "\n".join([*aligned(table(decisions)), "", written, "", f"  {decisions.launch_command}"])
+    look = []
+    if decisions.task.recipe != "finetune" and decisions.has_text:
+        data = shlex.join(["longctx", "data", str(decisions.options.folder)])
+        look = [f"To see what the model will learn: {data}"]
+    lines = [*aligned(table(decisions)), "", *look, written, "", f"  {decisions.launch_command}"]
+    return "\n".join(lines)
 
 
 def _settings_yaml(decisions: Decisions) -> str:

@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FunctionType, NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -24,6 +24,7 @@ from longctx_patch.hf.model.supported import TABLE
 from longctx_patch.kernels import available
 from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.recipes.settings import SHORT_NAMES, Parallelism, Settings
+from longctx_patch.recipes.trl_settings import TrlSettings
 
 FOLDER = Path(__file__).parent / "reference"
 MADE = "<!-- made by docs/make_reference.py: change the code, then run `make docs` -->"
@@ -60,11 +61,22 @@ def config() -> Iterator[str]:
         names = ", ".join(map(repr, NAMES.get(field.name, ()))) or kind_of(field.type)
         yield from (f"### `{field.name}`", "", f"`{names}`,")
         yield from (f"by default `{field.default!r}`.", "", textwrap.fill(text, 100), "")
-    yield from ("## Settings of the recipe", "", str(Settings.__doc__), "")
+    yield from ("## Settings of the recipe for text", "", str(Settings.__doc__), "")
     yield "The setting `max_steps` is the flag `--max-steps`, and the line `max_steps: 100` of"
     yield from ("`finetune.yaml`; a flag wins over the file.", "")
+    yield from settings_table(dataclasses.fields(Settings), texts)
+    yield from ("", "## Settings of the recipes over TRL", "")
+    yield "In `sft.yaml` and `dpo.yaml`, beside all settings of TRL's SFTConfig or DPOConfig."
+    known = {field.name for field in dataclasses.fields(Settings)}
+    others = [field for field in dataclasses.fields(TrlSettings) if field.name not in known]
+    yield from ("Those of the model and of how ranks share rows are as above; the others:", "")
+    yield from settings_table(others, texts)
+
+
+def settings_table(fields: Sequence[Any], texts: Mapping[str, str]) -> Iterator[str]:
+    """One line for each setting; `texts` has those that LongContextConfig explains."""
     yield from ("| setting | default | what it is |", "|---|---|---|")
-    for field in dataclasses.fields(Settings):
+    for field in fields:
         made = field.default_factory
         default = field.default if made is dataclasses.MISSING else " ".join(made())
         shown = "" if default in ("", None) else f"`{str(default).lower()}`"

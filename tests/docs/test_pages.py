@@ -24,10 +24,10 @@ from tests.test_layering import FLOORS
 MOST_LINES = 150
 OTHER_PROGRAMS = {
     *("--config_file", "--machine_rank", "--main_process_ip", "--main_process_port", "--settings"),
-    *("--standalone", "--nproc_per_node", "--no-build-isolation"),
+    *("--config", "--standalone", "--nproc_per_node", "--no-build-isolation"),
     *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"),
 }
-"""Options of accelerate, torchrun, pip and Slurm, and the recipe's option for its file."""
+"""Options of accelerate, torchrun, pip and Slurm, and the recipes' options for their files."""
 by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 

@@ -283,3 +283,13 @@ def test_settings_that_exclude_each_other(job: Path, name: str) -> None:
     with pytest.raises(ValueError, match=message):
         sft.main(["--config", str(job / "run" / "sft.yaml"), *flags])
     assert not (job / "run" / "training").exists()
+
+
+@pytest.mark.timeout(600)
+def test_a_stream_trains_as_a_table_in_its_order(job: Path) -> None:
+    patch(job, "--data", str(job / "chats.jsonl"))
+    usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "3", "--optim", "sgd"]
+    run_launched(sft.main, 2, [*usual, "--streaming", "--output-dir", str(job / "stream")])
+    table = [*usual, "--train-sampling-strategy", "sequential", "--shuffle-dataset", "0"]
+    run_launched(sft.main, 1, [*table, "--ulysses", "1", "--output-dir", str(job / "table")])
+    agree(job / "stream", job / "table")
