@@ -22,10 +22,10 @@ from longctx_patch.hf.model.checks import FAMILIES, check_model_config
 from longctx_patch.hf.model.supported import ROUTER
 from longctx_patch.hf.patching import patch
 from longctx_patch.plans.traffic import Traffic
+from longctx_patch.processes import run_processes
 from longctx_patch.rules.names import require_choice
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Errors, Report, plan_name
-from longctx_patch.verification.processes import run_processes
 from longctx_patch.verification.reference import (
     Reference,
     Rows,

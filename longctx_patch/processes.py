@@ -30,6 +30,10 @@ SLOW_TO_LOAD = (
 class ProcessesFailedError(RuntimeError):
     """A rank raised or the time limit passed; the text holds each rank's trace."""
 
+    def __init__(self, text: str, *, timed_out: bool) -> None:
+        super().__init__(text)
+        self.timed_out = timed_out
+
 
 def run_processes(
     function: Callable[..., Any],
@@ -73,7 +77,7 @@ def run_processes(
     failures = [f"rank {rank}:\n{text}" for rank, (_, text) in enumerate(outcomes) if text]
     if failures:
         limit = f"the time limit of {timeout_s:g} s passed\n" if timed_out else ""
-        raise ProcessesFailedError(limit + "\n".join(failures))
+        raise ProcessesFailedError(limit + "\n".join(failures), timed_out=timed_out)
     return [result for result, _ in outcomes]
 
 

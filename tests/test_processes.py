@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longctx_patch.verification.processes import ProcessesFailedError, run_processes
+from longctx_patch.processes import ProcessesFailedError, run_processes
 
 
 def total(rank: int, factor: int) -> int:
@@ -37,6 +37,7 @@ def test_a_failing_rank_is_shown_and_does_not_leave_the_others_waiting() -> None
     with pytest.raises(ProcessesFailedError, match=r"rank 1:\n(.*\n)*.*out of luck") as caught:
         run_processes(fail_on_one, 2, timeout_s=200)
     assert "time limit" not in str(caught.value)
+    assert not caught.value.timed_out
 
 
 def test_a_hang_ends_at_the_limit_with_its_stack() -> None:
@@ -45,6 +46,7 @@ def test_a_hang_ends_at_the_limit_with_its_stack() -> None:
     for limit_s in (4, 16, 64):
         with pytest.raises(ProcessesFailedError, match=f"limit of {limit_s} s passed") as caught:
             run_processes(hang_on_one, 2, timeout_s=limit_s)
+        assert caught.value.timed_out
         if "in hang_on_one" in str(caught.value):
             return
     raise AssertionError(str(caught.value))
