@@ -54,21 +54,28 @@ def kernels_command(as_json: bool, measure: bool | None) -> None:
     """
     import torch
 
-    has_gpu = torch.cuda.is_available()
-    if measure and not has_gpu:
+    if measure and not torch.cuda.is_available():
         raise click.UsageError(
             "--measure without a GPU: torch sees none here. Leave --measure out for the figures of "
             "docs/reference/kernels.md."
         )
+    found = report(measure)
+    click.echo(json.dumps(found, indent=2, allow_nan=False) if as_json else render(found))
+
+
+def report(measure: bool | None) -> dict[str, Any]:
+    """What `--json` prints. Where a GPU is, rates are measured: anew, never, or (None) once."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
     request = typical_request("cuda")
     measured = {} if not has_gpu or measure is False else _measured(request, anew=bool(measure))
-    report = {
+    return {
         "machine": torch.cuda.get_device_name() if has_gpu else None,
         "figures": "measured here" if measured else DOCUMENTED_ON,
         "auto": _auto("cuda" if has_gpu else "cpu", measured),
         "kernels": rows(request, measured),
     }
-    click.echo(json.dumps(report, indent=2, allow_nan=False) if as_json else render(report))
 
 
 def typical_request(device_type: str) -> "KernelRequest":
@@ -159,6 +166,7 @@ def _row(
         "softcap": traits.softcap,
         "deterministic": domain.deterministic,
         "missing": _missing(record) or problem,
+        "install": record.package and record.package.install,
         "tflops": rates and {case: both._asdict() for case, both in rates.items()},
         "share_of_best": fastest / _time(rates) if rates and fastest else None,
     }

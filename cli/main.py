@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from longctx_patch.cli.data import data_command
+from longctx_patch.cli.doctor import doctor_command
 from longctx_patch.cli.families import families_command
 from longctx_patch.cli.kernels import kernels_command
 from longctx_patch.cli.patch import patch_command
@@ -33,6 +34,7 @@ def main() -> None:
 
 
 main.add_command(data_command)
+main.add_command(doctor_command)
 main.add_command(families_command)
 main.add_command(kernels_command)
 main.add_command(patch_command)

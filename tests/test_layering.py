@@ -32,7 +32,7 @@ FLOORS = (
     ("hf",),
     ("trainer",),
     ("__init__",),
-    ("verification",),
+    ("verification", "diagnosis"),
     ("recipes/data",),
     ("recipes",),
     ("cli",),

@@ -57,7 +57,7 @@ _TRITON = "nvidia-triton"
 """With CUTLASS's DSL installed, which flash-attn 4 brings along, Liger Kernel 0.8.5 would take a
 rotary embedding that keeps the cos and sin of up to eight steps, 4 KiB a token of 128-wide heads.
 By Liger's own figures it is as fast as Triton's on H200."""
-_LIGER = Package(
+LIGER = Package(
     distribution="liger-kernel",
     module="liger_kernel.transformers",
     least="0.8.5",  # older ones rotate Phi-3 wrongly, and fuse less
@@ -97,7 +97,7 @@ def _lacks_liger(device_type: str) -> str | None:
         return f"Liger Kernel has no kernels for device {device_type}"
     if not runs_triton():
         return "Liger Kernel needs Triton, which does not run on this machine"
-    return _LIGER.problem()
+    return LIGER.problem()
 
 
 def fuse_layers(model: nn.Module, how: FusedLayersName) -> None:
@@ -184,7 +184,7 @@ def _not_served(model: PreTrainedModel) -> str | None:
 def _use_liger(model: PreTrainedModel) -> None:
     if (problem := _not_served(model)) is not None:
         raise UnsupportedModelError(f"{problem}. Use how='compile' or how='none'.")
-    if (problem := _LIGER.problem()) is not None:
+    if (problem := LIGER.problem()) is not None:
         raise ImportError(f"fuse_layers(model, 'liger') {problem}.")
     from transformers.integrations.liger import apply_liger_kernel
 

@@ -1,0 +1,135 @@
+"""`longctx doctor` on this machine, and its report of faked faults."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx_patch.cli import doctor_report
+from longctx_patch.cli.doctor_report import Diagnosis, next_command, render
+from longctx_patch.diagnosis import exchange, packages
+from longctx_patch.diagnosis.check import Check
+from longctx_patch.diagnosis.gpus import Gpu, Gpus
+from tests.cli.conftest import Run
+
+GIB = 2**30
+NAMES = (
+    *("python", "packages", "extras", "torch", "gpus", "gpu links", "attention", "fused layers"),
+    *("host memory", "shared memory", "open files"),
+    *("disk: out", "disk: model cache", "disk: temporary", "network", "rendezvous"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def checks_of(output: str) -> dict[str, Any]:
+    return {each["name"]: each for each in json.loads(output)["checks"]}
+
+
+def test_a_real_run_checks_everything(run: Run, tmp_path: Path) -> None:
+    result = run("doctor", "--json", "--limit", 200, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert report.keys() == {"ok", "checks", "next"}
+    assert report["ok"] is True
+    assert [each["name"] for each in report["checks"]] == [*NAMES, "exchange"]
+    for each in report["checks"]:
+        assert each.keys() == {"host", "name", "state", "found", "fix", "figures"}
+        assert each["found"]
+        assert bool(each["fix"]) <= (each["state"] in ("warning", "failed"))
+    assert report["checks"][-1]["state"] == "ok"
+
+
+def test_quick_leaves_the_exchange_out(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "check_exchange", None)  # calling it would raise
+    result = run("doctor", "--quick", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[0].split() == ["CHECK", "STATE", "FOUND"]
+    assert not any(line.startswith("exchange") for line in result.output.splitlines())
+    assert "Next: longctx p" in result.output.splitlines()[-1]
+
+
+def test_what_fails_is_mended_by_a_command_and_ends_with_1(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = packages.installed()
+    assert found is not None
+    old = packages.Installed(
+        found.python,
+        found.wanted_python,
+        found.wanted,
+        {**found.versions, "transformers": "4.57.1"},
+    )
+    monkeypatch.setattr(packages, "installed", lambda: old)
+    failing = Check("exchange", "failed", "it hung in ring", "try this")
+    monkeypatch.setattr(exchange, "check_exchange", lambda num_gpus, limit_s: failing)
+    result = run("doctor", "--out", tmp_path)
+    assert result.exit_code == 1
+    lines = result.output.splitlines()
+    assert '  packages: pip install "transformers<6,>=5.17"' in lines
+    assert "  exchange: try this" in lines
+    assert lines[-1].startswith("doctor: FAILED: packages, exchange (")
+    assert lines[-1].endswith("Mend it, then run: longctx doctor")
+    report = json.loads(run("doctor", "--json", "--out", tmp_path).output)
+    assert report["ok"] is False
+
+
+def test_the_rendezvous_is_checked(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("doctor", "--quick", "--json", "--out", tmp_path)
+    result = run(*words, "--rendezvous", "no-such-host.invalid:29500")
+    assert result.exit_code == 1
+    assert checks_of(result.output)["rendezvous"]["state"] == "failed"
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    check = checks_of(run(*words).output)["rendezvous"]
+    assert "no-such-host.invalid does not resolve" in check["found"]
+    result = run(*words, "--rendezvous", "node1:port")
+    assert result.exit_code == 1
+    assert "write a host and a port, as node1:29500" in result.output
+
+
+def test_a_torch_that_does_not_load_is_a_check_and_no_traceback() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None  # importing it now raises ImportError
+from longctx_patch.cli.main import main
+main(["doctor", "--json"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert checks_of(done.stdout)["torch"]["fix"] == "pip install torch"
+
+
+def test_nodes_are_named_where_there_are_several() -> None:
+    good, bad = Check("disk", "ok", "fine"), Check("disk", "warning", "slow", "buy one")
+    lines = render(Diagnosis([("n1", good), ("n2", bad)], "next"), 3.4).splitlines()
+    assert lines[1].split() == ["disk", "(n1)", "ok", "fine"]
+    assert "  disk (n2): buy one" in lines
+    assert lines[-1] == "doctor: ok, 1 warning(s) (3 s). Next: next"
+    assert "n1" not in render(Diagnosis([("n1", good), ("all", good)], "next"), 3.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "command"),
+    [
+        ("NVIDIA H200", 139.8, "longctx plan MODEL --gpus 4xH200 --max-seq-len"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "longctx plan MODEL --gpus 4xH100 --max-seq-len"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "longctx plan MODEL --gpus 4xA100-40 --max-seq-len"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "longctx plan MODEL --gpus 4xA100 --max-seq-len"),
+        ("NVIDIA L40S", 44.5, "longctx patch MODEL --seq-len 32768 --gpus 4 --data texts/"),
+    ],
+)
+def test_the_next_command_knows_the_gpus(name: str, gib: float, command: str) -> None:
+    gpu = Gpu(name, (9, 0), int(gib * GIB), int(gib * GIB))
+    assert next_command(Gpus(seen=(gpu,) * 4)).startswith(command)
+    assert "--cpu" in doctor_report.next_command(Gpus())
