@@ -9,6 +9,7 @@ from longctx_patch.cli.data import data_command
 from longctx_patch.cli.doctor import doctor_command
 from longctx_patch.cli.families import families_command
 from longctx_patch.cli.kernels import kernels_command
+from longctx_patch.cli.merge import merge_command
 from longctx_patch.cli.patch import patch_command
 from longctx_patch.cli.plan import plan_command
 from longctx_patch.cli.schedule import schedule_command
@@ -37,6 +38,7 @@ main.add_command(data_command)
 main.add_command(doctor_command)
 main.add_command(families_command)
 main.add_command(kernels_command)
+main.add_command(merge_command)
 main.add_command(patch_command)
 main.add_command(plan_command)
 main.add_command(schedule_command)

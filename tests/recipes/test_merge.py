@@ -1,0 +1,259 @@
+"""Merging file by file gives peft's own merged model, in files that others load."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from longctx_patch.recipes.merge import find_adapter, merge
+from longctx_patch.recipes.models import byte_tokenizer
+from tests.hf.tiny import VOCABULARY, tiny_config
+
+IDS = torch.arange(120)[None] % VOCABULARY
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama", {"target_modules": "all-linear"}),
+    "rslora": ("llama", {"target_modules": "all-linear", "use_rslora": True}),
+    "patterns": (
+        "qwen3",
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "rank_pattern": {"down_proj": 3},
+            "alpha_pattern": {"q_proj": 5},
+        },
+    ),
+    "dora": ("llama", {"target_modules": "all-linear", "use_dora": True}),
+    "saved": ("llama", {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    "tokens": ("llama", {"target_modules": ["v_proj"], "trainable_token_indices": [3, 5]}),
+    "embeddings": ("llama", {"target_modules": ["v_proj", "embed_tokens", "lm_head"]}),
+    "biases": ("qwen2", {"target_modules": ["v_proj"], "bias": "all"}),
+    "lora_bias": ("qwen2", {"target_modules": ["v_proj"], "lora_bias": True}),
+    "experts": ("qwen3_moe", {"target_modules": ["q_proj", "o_proj"]}),
+}
+
+
+def make_base(folder: Path, family: str = "llama", **overrides: Any) -> Path:
+    """A base of several files, with tokenizer."""
+    torch.manual_seed(0)
+    overrides = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None} | overrides
+    if family == "qwen3_moe":
+        overrides |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)  # biases too
+    model.save_pretrained(folder, max_shard_size="60KB")
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_adapter(folder: Path, base: Path, config: Any = None, **options: Any) -> Path:
+    """An adapter with numbers everywhere, where peft would begin with zeros."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = config or LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=7, **options)
+    model = get_peft_model(model, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def merged_by_peft(base: Path, adapter: Path, **options: Any) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base, **options)
+    return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_logits_are_those_of_peft(case: str, tmp_path: Path) -> None:
+    family, options = CASES[case]
+    base = make_base(tmp_path / "base", family)
+    adapter = make_adapter(tmp_path / "adapter", base, **options)
+    assert merge(adapter, tmp_path / "out").num_changed > 0
+    expected = merged_by_peft(base, adapter)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs, before = found.state_dict(), AutoModelForCausalLM.from_pretrained(base).state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(theirs[name], value), name
+    assert any(not torch.equal(theirs[name], before[name]) for name in theirs)
+    assert torch.equal(found(IDS).logits, expected(IDS).logits)
+    # The names in the files are the base's, which are those that vLLM knows.
+    old, new = tensors_of(base), tensors_of(tmp_path / "out")
+    assert {k: (v.shape, v.dtype) for k, v in old.items()} == {
+        k: (v.shape, v.dtype) for k, v in new.items()
+    }
+
+
+def test_tokens_of_tied_embeddings_change_in_both(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    options = {"target_modules": ["v_proj"], "trainable_token_indices": [3, 5]}
+    adapter = make_adapter(tmp_path / "adapter", base, **options)
+    merge(adapter, tmp_path / "out")
+    unmerged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(adapter))
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(found(IDS).logits, unmerged(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_in_bfloat16_are_made_in_float32_and_rounded_once(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", dtype=torch.bfloat16)
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules="all-linear")
+    merge(adapter, tmp_path / "out")
+    merge(adapter, tmp_path / "float32", dtype=torch.float32)
+    exact = merged_by_peft(base, adapter, dtype=torch.float32).state_dict()
+    for name, value in tensors_of(tmp_path / "float32").items():
+        assert torch.equal(value, exact[name])
+    for name, value in tensors_of(tmp_path / "out").items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, exact[name].to(torch.bfloat16))
+    dtypes = {n: json.loads((tmp_path / n / "config.json").read_text())["dtype"] for n in
+              ("out", "float32")}
+    assert dtypes == {"out": "bfloat16", "float32": "float32"}
+
+
+def test_a_run_keeps_its_rope_length_tokenizer_and_chat_template(tmp_path: Path) -> None:
+    """What vLLM reads: config.json under new and old names of RoPE, generation's config, template."""
+    base = make_base(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "training/final", base, target_modules=["v_proj"])
+    config = AutoConfig.from_pretrained(base)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config.rope_parameters = {"rope_theta": 10000.0, **yarn}
+    config.max_position_embeddings = 2048
+    config.save_pretrained(adapter)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(adapter)
+
+    merge(find_adapter(tmp_path), tmp_path / "out")
+    content = json.loads((tmp_path / "out/config.json").read_text())
+    assert content["rope_parameters"] == config.rope_parameters
+    assert content["rope_scaling"] == yarn
+    assert (content["rope_theta"], content["max_position_embeddings"]) == (10000.0, 2048)
+    assert content["architectures"] == ["LlamaForCausalLM"]
+    loaded = AutoConfig.from_pretrained(tmp_path / "out")
+    assert loaded.rope_parameters == config.rope_parameters
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"generation_config.json", "model.safetensors.index.json"} <= files
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ messages }}"
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    found = tensors_of(tmp_path / "out")
+    assert index["weight_map"].keys() == found.keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
+    expected = merged_by_peft(base, adapter, config=config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(model(IDS).logits, expected(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa': merging does not cover"),
+        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\]"),
+        ({"layer_replication": [(0, 2), (0, 2)]}, "layer_replication="),
+    ],
+)
+def test_what_is_not_covered_is_refused_by_name(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    base = make_base(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules=["v_proj"])
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+    with pytest.raises(ValueError, match=message):
+        merge(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_kind_of_adapter_is_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    other = IA3Config(target_modules=["v_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
+    make_adapter(tmp_path / "adapter", base, config=other)
+    with pytest.raises(ValueError, match=r"holds a .*IA3 adapter"):
+        merge(tmp_path / "adapter", tmp_path / "out")
+
+
+@pytest.mark.parametrize("changed", ["embed_tokens", "lm_head"])
+def test_one_of_two_tied_modules_is_refused(changed: str, tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", tie_word_embeddings=True)
+    options = {"target_modules": ["v_proj"], "modules_to_save": [changed]}
+    with pytest.raises(ValueError, match=rf"changes .*{changed}.* share their weights"):
+        merge(make_adapter(tmp_path / "adapter", base, **options), tmp_path / "out")
+
+
+def test_bases_without_weights_to_merge_into_are_refused(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules=["v_proj"])
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="there is nothing to merge"):
+        find_adapter(base)
+    with pytest.raises(ValueError, match="no adapter in it"):
+        find_adapter(tmp_path)
+    with pytest.raises(ValueError, match=r"bare config.*lines that load both"):
+        merge(adapter, out, base=str(base / "config.json"))
+    other = make_base(tmp_path / "other", hidden_size=32)
+    with pytest.raises(ValueError, match=r"does not fit its base model.*--base"):
+        merge(adapter, out, base=str(other))
+    config = json.loads((base / "config.json").read_text())
+    quantised = config | {"quantization_config": {"quant_method": "fp8"}}
+    (base / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(ValueError, match="quantised weights"):
+        merge(adapter, out)
+    (base / "config.json").write_text(json.dumps(config))
+    for path in base.glob("*.safetensors*"):
+        path.unlink()
+    with pytest.raises(ValueError, match="has no safetensors"):
+        merge(adapter, out)
+    assert not out.exists()
+    with pytest.raises(ValueError, match="holds files"):
+        merge(adapter, base)
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+import longctx_patch.recipes.merge as merging
+from transformers.models.llama import modeling_llama
+def status(name):
+    line = next(l for l in Path("/proc/self/status").read_text().splitlines() if name in l)
+    return int(line.split()[1]) * 1024
+adapter, out = map(Path, sys.argv[1:])
+merging.merge(adapter, out / "once")  # libraries load what they need
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+merging.merge(adapter, out / "twice")
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_host_memory_stays_below_two_files_and_a_module(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = tiny_config("llama", hidden_size=1024, intermediate_size=2048, num_hidden_layers=8)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "base", max_shard_size="25MB")
+    del model
+    make_adapter(tmp_path / "adapter", tmp_path / "base", target_modules="all-linear")
+    sizes = [path.stat().st_size for path in (tmp_path / "base").glob("*.safetensors")]
+    module = 1024 * 2048 * 4
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(tmp_path / "adapter"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    bound = 2 * max(sizes) + module
+    print(int(done.stdout), bound, sum(sizes))
+    assert int(done.stdout) < bound < 0.6 * sum(sizes), (int(done.stdout), bound, sum(sizes))
