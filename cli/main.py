@@ -12,6 +12,7 @@ from longctx_patch.cli.kernels import kernels_command
 from longctx_patch.cli.merge import merge_command
 from longctx_patch.cli.patch import patch_command
 from longctx_patch.cli.plan import plan_command
+from longctx_patch.cli.report import report_command
 from longctx_patch.cli.schedule import schedule_command
 from longctx_patch.cli.verify import verify_command
 
@@ -41,6 +42,7 @@ main.add_command(kernels_command)
 main.add_command(merge_command)
 main.add_command(patch_command)
 main.add_command(plan_command)
+main.add_command(report_command)
 main.add_command(schedule_command)
 main.add_command(verify_command)
 

@@ -1,6 +1,7 @@
 """The files of a run folder, and what the command prints of it."""
 
 import dataclasses
+import json
 import shlex
 
 import yaml
@@ -23,6 +24,7 @@ def write(decisions: Decisions) -> None:
     decisions.model_config.to_json_file(folder / "config.json")
     (folder / "accelerate.yaml").write_text(decisions.launch_yaml, encoding="utf-8")
     (folder / decisions.settings_file).write_text(_settings_yaml(decisions), encoding="utf-8")
+    (folder / "plan.json").write_text(_plan_json(decisions), encoding="utf-8")
     (folder / "README.md").write_text(render_readme(decisions), encoding="utf-8")
 
 
@@ -36,6 +38,13 @@ def render(decisions: Decisions) -> str:
         look = [f"To see what the model will learn: {data}"]
     lines = [*aligned(table(decisions)), "", *look, written, "", f"  {decisions.launch_command}"]
     return "\n".join(lines)
+
+
+def _plan_json(decisions: Decisions) -> str:
+    """What was decided and predicted, for `longctx report`."""
+    memory = decisions.predicted and decisions.predicted.memory.total
+    content = {"decided": table(decisions), "memory_bytes": memory}
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _settings_yaml(decisions: Decisions) -> str:

@@ -6,6 +6,7 @@ from longctx_patch.cli.decision_table import describe_layers, table
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.recipes.models import is_bare_config
 
 TEMPLATE = """\
 # Fine-tuning {model} on {seq_len} tokens
@@ -21,7 +22,7 @@ tokenizer.
 {how_to_start}
 Settings can be added to the command, for example `--max-steps 10`, or `--full` to train every
 weight in place of an adapter; they override `{settings_file}`. `training/` gets metrics.jsonl (one
-line per step), checkpoints (`{save_every} N`) and final/.
+line per step), settings.json (the settings as used), checkpoints (`{save_every} N`) and final/.
 
 An interrupted run goes on from its newest checkpoint with `--resume`, added to its own command:
 repeat the settings that you added then. A run that differs in what decides its numbers is a new
@@ -37,6 +38,14 @@ trains one step of a shrunken copy on {degree} CPU process(es), cut as this run 
 loss, logits and every gradient with one process. It needs no GPU and no weights. `--nproc 4` takes
 4 processes and every way to cut a sequence over them; `--packed` takes rows of several
 documents{as_here}.
+
+## Look at it, and use it
+
+```
+{report}
+```
+
+writes one HTML page about the run, also while it goes on, and says how to go on: {after}
 
 ## What was decided
 
@@ -74,6 +83,7 @@ for a row (the recipe says so when it starts).
 - `accelerate.yaml`: processes and devices, for `accelerate launch`.
 - `{settings_file}`: the recipe's settings. It names the model, its RoPE scaling, data and output by
   absolute paths: after moving this folder, correct them.
+- `plan.json`: what was decided, for `longctx report`.
 - `config.json`: the model's config with the RoPE change, as the recipe makes it from the model and
   `rope` in {settings_file}. For `longctx verify` and for inference; training does not read it.
 """
@@ -113,6 +123,8 @@ def render_readme(decisions: Decisions) -> str:
         how_to_start=_how_to_start(decisions),
         degree=decisions.sequence_degree,
         verify=shlex.join(["longctx", "verify", str(decisions.options.folder)]),
+        report=shlex.join(["longctx", "report", str(decisions.options.folder)]),
+        after=_after(decisions),
         table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table(decisions)),
         logits=size_text(decisions.tokens_per_gpu * settings.batch_size * facts.vocab_size * 4),
         loading=_loading(decisions),
@@ -135,6 +147,13 @@ def _rows(decisions: Decisions) -> str:
         learned="the chosen answer over the rejected one" if task.recipe == "dpo" else learned,
         together=TOGETHER if settings.pack else "",
     )
+
+
+def _after(decisions: Decisions) -> str:
+    if is_bare_config(decisions.settings.model) or not decisions.settings.uses_lora:
+        return "final/ is loaded as its README.md says."
+    merge = shlex.join(["longctx", "merge", str(decisions.options.folder)])
+    return f"`{merge}` merges\nthe adapter into the weights, for vLLM and plain transformers."
 
 
 def _loading(decisions: Decisions) -> str:

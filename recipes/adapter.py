@@ -29,7 +29,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 def load_adapter_config(folder: Path) -> LoraConfig:
-    """The adapter's config. Raises ValueError, naming the field, for what merging does not cover."""
+    """The adapter's config. Raises ValueError that names the field merging does not cover."""
     with warnings.catch_warnings():
         # The recipe's own mark for loaders that would take the base's RoPE; here it is kept.
         warnings.filterwarnings("ignore", message="Unexpected keyword arguments")
@@ -81,8 +81,8 @@ class AdapterOverBase:
         except (RuntimeError, ValueError, KeyError) as error:
             said = " ".join(map(str.strip, str(error).splitlines()[:2]))
             raise ValueError(
-                f"the adapter in {folder} does not fit its base model: {said} Give the base that it "
-                "was trained over, with --base."
+                f"the adapter in {folder} does not fit its base model: {said} Give the base that "
+                "it was trained over, with --base."
             ) from error
         self._model = loaded.base_model.model
         self._wrappers = dict(_outermost(self._model))
@@ -170,7 +170,7 @@ def _check_tied(model: Any, wrappers: dict[str, Any]) -> None:
     trains_tokens = all(hasattr(wrapper, "token_adapter") for wrapper in changed.values())
     if changed and not (trains_tokens and len(changed) == len(ends)):
         raise ValueError(
-            f"the adapter changes {' and '.join(changed)}, and the base's embeddings and head share "
-            "their weights (tie_word_embeddings): merged, the change of one would be in both. Load "
-            "the adapter with peft, over a base that was saved with tie_word_embeddings=False."
+            f"the adapter changes {' and '.join(changed)}, and the base's embeddings and head "
+            "share their weights (tie_word_embeddings): merged, the change of one would be in "
+            "both. Load the adapter with peft, over a base saved with tie_word_embeddings=False."
         )

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from .model_card import how_to_load, mark_adapter
 from .settings import PARALLELISM, Settings
 from .texts import RowOrder, digest
 
@@ -36,24 +37,10 @@ FREE = {
     *("text", "output", "resume", "save_every", "tokenizer", "text_field"),
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
     *("ulysses_waves", "fused_layers"),  # these change rounding only
-    "skip_rehearsal",
+    *("skip_rehearsal", "push_to_hub", "hub_private"),
 }
 WORLD = {*PARALLELISM} - FREE
 ROWS = {"batch_size", "gradient_accumulation_steps"}
-
-HOW_TO_LOAD = """\
-# Adapter trained with a context of {length} tokens
-
-`config.json` here is the base model's with the RoPE that the adapter was trained for. Load them
-together; loading the adapter alone would take the base model's own RoPE.
-
-    from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
-
-    config = AutoConfig.from_pretrained("{folder}")
-    {how}
-    model = PeftModel.from_pretrained(model, "{folder}")
-"""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -195,23 +182,13 @@ def export_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path, *, 
         inner.save_pretrained(folder, state_dict=weights, **extra)
         tokenizer.save_pretrained(folder)
         if adapter:
-            inner.get_base_model().config.save_pretrained(folder)
-            _write_how_to_load(inner, folder, seed)
+            base = inner.get_base_model()
+            base.config.save_pretrained(folder)
+            warns = mark_adapter(folder, base.config, base.name_or_path)
+            place = str(folder.resolve())
+            text = how_to_load(base.config, base.name_or_path, place, seed, warns=warns)
+            (folder / "README.md").write_text(f"# Adapter\n\n{text}", encoding="utf-8")
     accelerator.wait_for_everyone()
-
-
-def _write_how_to_load(model: Any, folder: Path, seed: int) -> None:
-    config, base = model.get_base_model().config, model.get_base_model().name_or_path
-    if base.endswith(".json"):
-        how = f"set_seed({seed})  # the base model has the random weights of this seed\n"
-        how += "    model = AutoModelForCausalLM.from_config(config)"
-    else:
-        base = str(Path(base).resolve()) if Path(base).is_dir() else base
-        how = f'model = AutoModelForCausalLM.from_pretrained("{base}", config=config)'
-    text = HOW_TO_LOAD.format(
-        length=config.max_position_embeddings, folder=folder.resolve(), how=how
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _tensors(state: TrainState) -> dict[str, Any]:

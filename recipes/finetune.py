@@ -11,6 +11,7 @@ tokens of the step on all processes), checkpoints/ and final/.
 """
 
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -35,12 +36,14 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.hf.preflight import preflight
 from longctx_patch.loss.law import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
-from longctx_patch.recipes import checkpoints, models, texts
+from longctx_patch.recipes import checkpoints, hub, models, texts
 from longctx_patch.recipes.bars import ProgressBar
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
-from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
+from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes, read_metrics
+from longctx_patch.recipes.model_card import MARK, card_of, is_marked, write_card
 from longctx_patch.recipes.packed import PackedText, pack_documents
+from longctx_patch.recipes.record import write_record
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
 
 
@@ -67,9 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_launcher(settings_file(arguments))
     checkpoint = checkpoints.check_output(settings)
     accelerator = build_accelerator(settings)
+    is_main = accelerator.is_main_process
+    if settings.push_to_hub:
+        hub.require_repository(settings.push_to_hub, private=settings.hub_private, asks=is_main)
     train(settings, accelerator, checkpoint)
     accelerator.free_memory()
     close_accelerator(accelerator)
+    if settings.push_to_hub and is_main:  # the others need not wait for an upload
+        place = hub.upload(settings.push_to_hub, Path(settings.output) / "final")
+        print(f"uploaded to {place}", flush=True)
 
 
 def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None:
@@ -93,6 +102,8 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     output = Path(settings.output)
     accelerator.wait_for_everyone()
     output.mkdir(parents=True, exist_ok=True)
+    if accelerator.is_main_process:
+        write_record(output, settings, accelerator.num_processes)
     if checkpoint:
         checkpoints.load_checkpoint(accelerator, state, checkpoint)
     accelerator.print(f"fused layers: {fused.how} ({fused.why})\nweights: {settings.dtype}")
@@ -108,7 +119,24 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
                 checkpoints.save_checkpoint(accelerator, state, tokenizer, output, run)
     final = output / "final"
     checkpoints.export_model(accelerator, state.model, tokenizer, final, seed=settings.seed)
-    accelerator.print(f"saved to {final}; one line per step in {output / 'metrics.jsonl'}")
+    if accelerator.is_main_process:
+        last = (read_metrics(output) or [{}])[-1]
+        card = card_of(settings, config, accelerator.num_processes, last)
+        write_card(final, card, config)
+        print(ending(settings), flush=True)
+
+
+def ending(settings: Settings) -> str:
+    """What is where, what to beware of, and the next command."""
+    final = Path(settings.output) / "final"
+    lines = [f"saved to {final}; one line per step in {final.parent / 'metrics.jsonl'}"]
+    if is_marked(final):
+        lines.append(
+            f"Load the adapter as {final / 'README.md'} says, with the config.json there: by "
+            "AutoPeftModelForCausalLM it would get the base's own RoPE. peft warns of it, by "
+            f"{MARK}."
+        )
+    return "\n".join([*lines, f"Next: {shlex.join(['longctx', 'report', settings.output])}"])
 
 
 def train_steps(

@@ -20,9 +20,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config
+from longctx_patch.recipes.model_card import ADAPTER_FILE
 from longctx_patch.recipes.models import is_bare_config
 
-ADAPTER_FILE = "adapter_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -191,8 +191,8 @@ def _check_space(out: Path, files: dict[str, str], source: Path) -> None:
     free = shutil.disk_usage(there).free
     if needed > free:
         raise ValueError(
-            f"--out {out}: {needed / 2**30:.1f} GiB to write, {free / 2**30:.1f} free there. Give a "
-            "folder on another disk."
+            f"--out {out}: {needed / 2**30:.1f} GiB to write, {free / 2**30:.1f} free there. "
+            "Give a folder on another disk."
         )
 
 

@@ -154,6 +154,8 @@ class Settings(Parallelism, _Text, ModelSettings):
     max_grad_norm: float = setting("clip to this gradient norm; 0 never clips", default=1.0)
     seed: int = setting("seed of weights, row order and dropout", default=0)
     save_every: int = setting("steps between checkpoints; 0 saves at the end only", default=0)
+    push_to_hub: str = setting("hub name to upload final/ to at the end", default="")
+    hub_private: bool = setting("the repository on the hub is made private", default=False)
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -171,6 +173,8 @@ class Settings(Parallelism, _Text, ModelSettings):
             self._check_at_least(name, 1)
         for name in ("warmup_steps", "save_every", "max_grad_norm", "learning_rate"):
             self._check_at_least(name, 0)
+        if self.hub_private and not self.push_to_hub:
+            raise ValueError("hub_private without push_to_hub: give --push-to-hub NAME too.")
         if self.scheduler == "constant" and self.warmup_steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} with scheduler=constant, which has none. "

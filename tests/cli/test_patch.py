@@ -17,7 +17,7 @@ from tests.cli.conftest import Run
 from tests.launching import run_module
 
 ACCELERATE = "accelerate.commands.accelerate_cli"
-FILES = ["README.md", "accelerate.yaml", "config.json", "finetune.yaml"]
+FILES = ["README.md", "accelerate.yaml", "config.json", "finetune.yaml", "plan.json"]
 
 
 def commands(run_folder: Path) -> list[str]:
@@ -53,7 +53,7 @@ def test_the_run_folder_trains_and_verifies(
     assert "Rows are packed" in readme
     assert "with `--resume`, added to its own command" in readme
 
-    launch, verify = commands(folder)
+    launch, verify, report = commands(folder)
     assert launch in result.output
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -76,6 +76,12 @@ def test_the_run_folder_trains_and_verifies(
     assert "mask: window 20, 10 documents" in checked.output
     assert "balanced" in checked.output
     assert "verify: ok: 1 of 1 cases" in checked.output
+
+    said = run(*shlex.split(report)[1:])
+    assert said.output.startswith("Finished: 2 steps")
+    page = (folder / "report.html").read_text()
+    assert "<td>ulysses 1 x ring 2</td>" in page  # what was decided
+    assert "<td>max_steps</td><td>2</td>" in page  # as used, not as in finetune.yaml
 
 
 @pytest.mark.parametrize(

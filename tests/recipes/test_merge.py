@@ -70,7 +70,7 @@ def merged_by_peft(base: Path, adapter: Path, **options: Any) -> Any:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -118,13 +118,15 @@ def test_sums_in_bfloat16_are_made_in_float32_and_rounded_once(tmp_path: Path) -
     for name, value in tensors_of(tmp_path / "out").items():
         assert value.dtype == torch.bfloat16
         assert torch.equal(value, exact[name].to(torch.bfloat16))
-    dtypes = {n: json.loads((tmp_path / n / "config.json").read_text())["dtype"] for n in
-              ("out", "float32")}
+    dtypes = {
+        n: json.loads((tmp_path / n / "config.json").read_text())["dtype"]
+        for n in ("out", "float32")
+    }
     assert dtypes == {"out": "bfloat16", "float32": "float32"}
 
 
 def test_a_run_keeps_its_rope_length_tokenizer_and_chat_template(tmp_path: Path) -> None:
-    """What vLLM reads: config.json under new and old names of RoPE, generation's config, template."""
+    """What vLLM reads: RoPE under its new and old names, generation's config, the template."""
     base = make_base(tmp_path / "base")
     adapter = make_adapter(tmp_path / "training/final", base, target_modules=["v_proj"])
     config = AutoConfig.from_pretrained(base)

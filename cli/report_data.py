@@ -1,0 +1,147 @@
+"""What a run folder holds, read for the page of `longctx report`."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Points = list[tuple[float, float]]
+"""(step, value), by rising step."""
+METRICS_FILE, STATE_FILE, PLAN_FILE = "metrics.jsonl", "trainer_state.json", "plan.json"
+SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
+MEMORY = "peak_memory_bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Everything that a page shows of a run."""
+
+    folder: Path
+    series: Mapping[str, Points]
+    """Finite values of each metric that is shown."""
+    settings: Mapping[str, Any]
+    decided: Sequence[Sequence[str]]
+    """(what, value, why) of `longctx patch`."""
+    planned_bytes: float | None
+    """The memory of a GPU that was predicted."""
+    state: str
+    """How far the run is, in a sentence."""
+    notes: Sequence[str]
+    final: Path | None
+    """The trained model, once it is saved."""
+
+    @property
+    def merges(self) -> bool:
+        """Whether it is an adapter over a checkpoint, not over the random weights of a config."""
+        is_adapter = self.final is not None and (self.final / "adapter_config.json").is_file()
+        return is_adapter and not str(self.settings.get("model", "")).endswith(".json")
+
+
+def read_run(run: Path) -> RunData:
+    """Read a run folder or an output. Raises ValueError where `run` is neither."""
+    asked = _yaml(run / "finetune.yaml")
+    places = [run, run / "training", Path(str(asked.get("output") or run))]
+    names = (METRICS_FILE, STATE_FILE, f"checkpoint-*/{STATE_FILE}", "settings.json")
+    output = next((p for p in places if any(any(p.glob(name)) for name in names)), None)
+    plan = _json(run / PLAN_FILE) or (_json(output.parent / PLAN_FILE) if output else {})
+    if output is None and not (asked or plan):
+        raise ValueError(
+            f"{run}: no {METRICS_FILE}, {STATE_FILE} or finetune.yaml in it. Give a run folder of "
+            "`longctx patch`, or the output folder of a run."
+        )
+    output = output or run / "training"
+    sources = [path for name in names[:3] for path in output.glob(name)]
+    states = [_json(path) for path in sources if path.name == STATE_FILE]
+    trainer = max(states, key=lambda state: state.get("global_step", 0), default={})
+    lines, broken = _metrics(output / METRICS_FILE)
+    series, odd = _series([*lines, *trainer.get("log_history", ())])
+    recorded = _json(output / "settings.json").get("settings", {})
+    settings = recorded or asked or _json(output / "longctx.json").get("config", {})
+    final = next((p for p in (output / "final", output) if _has_weights(p)), None)
+    total = trainer.get("max_steps") or settings.get("max_steps")
+    return RunData(
+        folder=run,
+        series=series,
+        settings=settings,
+        decided=plan.get("decided", ()),
+        planned_bytes=plan.get("memory_bytes"),
+        state=_state(series, total, final, output, sources),
+        notes=[*broken, *odd],
+        final=final,
+    )
+
+
+def _metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The lines that are whole, and what to say of others."""
+    if not path.is_file():
+        return [], []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines, bad = [], []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if line.endswith("\n") and isinstance(value, dict):
+            lines.append(value)
+        else:
+            bad.append(str(number))
+    said = f"{path.name}: line {', '.join(bad)} is incomplete and left out."
+    return lines, [said] if bad else []
+
+
+def _series(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list[str]]:
+    """Each metric's values by step, and what to say of values that can't be drawn."""
+    found: dict[str, dict[float, float]] = {name: {} for name in (*SHOWN, MEMORY)}
+    odd = []
+    for line in lines:
+        step = line.get("step")
+        for name in found:
+            value = line.get(name)
+            if not isinstance(step, int):
+                continue
+            if isinstance(value, int | float) and math.isfinite(value):
+                found[name][step] = value
+            elif value is not None:
+                odd.append(f"{name} of step {step} is {value}, which is not drawn.")
+    return {name: sorted(points.items()) for name, points in found.items() if points}, odd
+
+
+def _state(
+    series: Mapping[str, Points],
+    total: Any,
+    final: Path | None,
+    output: Path,
+    sources: Sequence[Path],
+) -> str:
+    last = int(max((points[-1][0] for points in series.values()), default=0))
+    of = f" of {total}" if total else ""
+    if final:
+        return f"Finished: {last} steps, saved to {final}."
+    if not last:
+        return f"No step yet in {output}."
+    written = max(path.stat().st_mtime for path in sources)
+    when = datetime.fromtimestamp(written).astimezone().isoformat(" ", "seconds")
+    return f"Not finished: step {last}{of}, last written at {when}; it goes on, or was interrupted."
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or (folder / "adapter_config.json").is_file()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # missing, or being written just now
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}

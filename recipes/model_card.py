@@ -1,0 +1,195 @@
+"""README.md of a trained model: what was trained on what, how it ended, how to load and merge it.
+
+An adapter whose RoPE is not its base's also gets a mark in `adapter_config.json`. Whatever loads an
+adapter by its name alone (peft's AutoPeftModelForCausalLM, say) takes the base's own config, and
+nothing in an adapter's folder can change that; but peft prints a name that it does not know, so the
+mark is read on the screen at that moment.
+"""
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedConfig
+
+from longctx_patch.hf.model.load import load_model_config
+from longctx_patch.recipes.models import is_bare_config
+from longctx_patch.recipes.settings import Settings
+
+MARK = "WARNING_load_the_base_with_config_json_of_this_folder_as_README_md_says"
+ADAPTER_FILE = "adapter_config.json"
+PACKAGES = ("longctx-patch", "torch", "transformers", "accelerate", "peft")
+TEMPLATE = """\
+---
+{head}---
+# {title}
+
+| | |
+|---|---|
+{rows}
+
+## Load it
+
+{loading}"""
+ADAPTER = """\
+`config.json` here is the base model's with the RoPE that the adapter was trained for, and a context
+of {length} tokens. Load them together:
+
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+    config = AutoConfig.from_pretrained("{place}")
+    {how}
+    model = PeftModel.from_pretrained(model, "{place}")
+"""
+TRAP = """
+**Not with `AutoPeftModelForCausalLM`, nor over a base that a server loaded by itself:** these take
+the base's own RoPE, without a word, and positions are not those of the training. peft warns of
+`{mark}`, here in adapter_config.json, whichever way it loads the adapter.
+"""
+MERGE = """
+## Merge it
+
+```
+{merge}
+```
+
+writes the base's weights with the adapter in them, for vLLM and plain transformers.
+"""
+WHOLE = """\
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("{place}")
+    tokenizer = AutoTokenizer.from_pretrained("{place}")
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Card:
+    """What a model card says of a run; data are named, never quoted."""
+
+    base: str
+    """Hub name, folder, or config.json of random weights."""
+    rows: Sequence[tuple[str, str]]
+    """(what, value) of each line of its table."""
+    is_adapter: bool
+    seed: int
+    """That of random weights."""
+    place: str = ""
+    """Where readers load it from, if not the folder itself."""
+
+
+def card_of(
+    settings: Settings, config: PreTrainedConfig, processes: int, numbers: Mapping[str, Any]
+) -> Card:
+    """The card of a run of the recipe; `numbers` is its last line of metrics."""
+    degrees = settings.sequence_parallelism()
+    weights = "4 bits (NF4)" if settings.load_in_4bit else settings.dtype
+    trained = "every weight"
+    if settings.uses_lora:
+        trained = f"LoRA adapter of rank {settings.lora_rank}, alpha {settings.lora_alpha:g}"
+    rows = [
+        ("base model", _name(settings.model)),
+        ("trained", f"{trained}, over weights in {weights}"),
+        ("data", ", ".join(map(_name, settings.text))),
+        ("rows", f"{settings.seq_len} tokens" + (", packed" if settings.pack else "")),
+        ("RoPE", _rope(config)),
+        ("degrees", f"ulysses {degrees.ulysses_degree} x ring {degrees.ring_degree}"),
+        ("processes", str(processes)),
+        ("learning rate", f"{settings.learning_rate:g}, {settings.scheduler}"),
+        ("steps", str(numbers.get("step", "none"))),
+        *((name, f"{numbers[name]:.6g}") for name in ("loss", "eval_loss") if name in numbers),
+        ("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES)),
+    ]
+    return Card(
+        base=settings.model,
+        rows=rows,
+        is_adapter=settings.uses_lora,
+        seed=settings.seed,
+        place=settings.push_to_hub,
+    )
+
+
+def write_card(folder: Path, card: Card, config: PreTrainedConfig) -> None:
+    """Write README.md of a saved model; `config` is that of the model."""
+    head: dict[str, Any] = {"library_name": "peft" if card.is_adapter else "transformers"}
+    if not (is_bare_config(card.base) or Path(card.base).exists()):
+        head["base_model"] = card.base
+    head |= {"pipeline_tag": "text-generation", "tags": ["long-context", "longctx-patch"]}
+    place = card.place or str(folder.resolve())
+    loading = WHOLE.format(place=place)
+    if card.is_adapter:
+        loading = how_to_load(config, card.base, place, card.seed, warns=is_marked(folder))
+        merge = f"hf download {place} --local-dir adapter\nlongctx merge adapter"
+        merge = merge if card.place else shlex.join(["longctx", "merge", place])
+        loading += "" if is_bare_config(card.base) else MERGE.format(merge=merge)
+    text = TEMPLATE.format(
+        head=yaml.safe_dump(head, sort_keys=False),
+        title=f"{_name(card.base)}, trained on long rows",
+        rows="\n".join(f"| {what} | {_cell(value)} |" for what, value in card.rows),
+        loading=loading,
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def how_to_load(config: PreTrainedConfig, base: str, place: str, seed: int, *, warns: bool) -> str:
+    """The lines that load an adapter over its base with the right RoPE."""
+    if is_bare_config(base):
+        how = f"set_seed({seed})  # the base model has the random weights of this seed\n"
+        how += "    model = AutoModelForCausalLM.from_config(config)"
+    else:
+        base = str(Path(base).resolve()) if Path(base).is_dir() else base
+        how = f'model = AutoModelForCausalLM.from_pretrained("{base}", config=config)'
+    text = ADAPTER.format(length=config.max_position_embeddings, place=place, how=how)
+    return text + (TRAP.format(mark=MARK) if warns else "")
+
+
+def mark_adapter(folder: Path, config: PreTrainedConfig, base: str) -> bool:
+    """Mark an adapter that must not be loaded over its base's own config; returns whether it is."""
+    found = _changes_rope(config, base)
+    if found:
+        path = folder / ADAPTER_FILE
+        content = json.loads(path.read_text(encoding="utf-8")) | {MARK: True}
+        path.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+    return found
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether an adapter in `folder` must not be loaded over its base's own config."""
+    path = folder / ADAPTER_FILE
+    return path.is_file() and MARK in json.loads(path.read_text(encoding="utf-8"))
+
+
+def _changes_rope(config: PreTrainedConfig, base: str) -> bool:
+    """Whether positions differ from the base's as published; yes where that can't be read now."""
+    try:
+        published = load_model_config(base)
+    except ValueError:
+        return True
+    names = ("rope_parameters", "max_position_embeddings")
+    return any(getattr(config, name, None) != getattr(published, name, None) for name in names)
+
+
+def _rope(config: PreTrainedConfig) -> str:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, factor = rope.get("rope_type", "per kind of layer"), rope.get("factor")
+    scaled = f", factor {factor:g}" if factor else ""
+    return f"{kind}{scaled}; context of {config.max_position_embeddings} tokens"
+
+
+def _name(source: str) -> str:
+    """A hub name as it is; of a local path the last part, without the folders around it."""
+    path = Path(source)
+    if path.name == "config.json":
+        return f"{path.absolute().parent.name}/config.json"
+    return path.name if path.is_absolute() or path.exists() else source
+
+
+def _cell(value: str) -> str:
+    """A table's cell: one line, in which a source's name can't open another cell or a tag."""
+    return " ".join(value.split()).replace("|", r"\|").replace("<", "&lt;")

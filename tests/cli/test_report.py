@@ -1,0 +1,208 @@
+"""The page about a run: its numbers are those of the files, its texts are only texts."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx_patch.cli.report import MOST_POINTS, page
+from longctx_patch.cli.report_data import read_run
+from tests.cli.conftest import Run
+
+
+class Page(HTMLParser):
+    """What a browser would find: elements with their attributes, tables, titles of points."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.points: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, self._open  # every element is closed
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._open[-1:] == ["td"] or self._open[-1:] == ["th"]:
+            self.rows[-1][-1] += data
+        if self._open[-2:] == ["circle", "title"]:
+            self.points.append(data)
+
+    def drawn(self, name: str) -> dict[int, float]:
+        """The values of a curve's points, by step."""
+        found = (re.fullmatch(rf"{name}, step (\d+): (.+)", text) for text in self.points)
+        return {int(match[1]): float(match[2]) for match in found if match}
+
+    def lines(self) -> list[list[tuple[float, float]]]:
+        """The points of every curve, on the paper."""
+        curves = [str(attrs["points"]) for tag, attrs in self.tags if tag == "polyline"]
+        pairs = [[point.split(",") for point in curve.split()] for curve in curves]
+        return [[(float(x), float(y)) for x, y in curve] for curve in pairs]
+
+
+def line(step: int, **changes: float) -> dict[str, float]:
+    values = {"loss": 5 - step / 7, "grad_norm": 1 / step, "learning_rate": 1e-4 * step}
+    values |= {"tokens_per_second": 1000.0 + step, "peak_memory_bytes": (2 + step) * 2**30}
+    return {"step": step, **values, **changes}
+
+
+def write_metrics(folder: Path, lines: list[dict[str, float]], end: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(values) + "\n" for values in lines)
+    (folder / "metrics.jsonl").write_text(text + end)
+
+
+def write_plan(folder: Path, **content: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(content))
+
+
+def test_the_numbers_are_those_of_the_file(run: Run, tmp_path: Path) -> None:
+    lines = [line(step) for step in range(1, 8)]
+    write_metrics(tmp_path / "training", lines)
+    write_plan(tmp_path, decided=[["degrees", "ulysses 2", "by the heads"]], memory_bytes=2**34)
+    settings = {"processes": 2, "settings": {"max_steps": 7, "text": ["a", "b"]}}
+    (tmp_path / "training/settings.json").write_text(json.dumps(settings))
+    (tmp_path / "training/final").mkdir()
+    (tmp_path / "training/final/adapter_config.json").write_text("{}")
+    said = run("report", tmp_path)
+    assert said.exit_code == 0
+    assert "Finished: 7 steps" in said.output
+    assert f"Next: longctx merge {tmp_path / 'training/final'}" in said.output
+    shown = Page((tmp_path / "report.html").read_text())
+    for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second"):
+        assert shown.drawn(name) == {values["step"]: values[name] for values in lines}
+    assert shown.drawn("peak") == {step: 2.0 + step for step in range(1, 8)}
+    assert "planned 16" in shown.text
+    assert ["degrees", "ulysses 2", "by the heads"] in shown.rows
+    assert ["max_steps", "7"] in shown.rows
+    assert ["text", "a, b"] in shown.rows
+    header = next(row for row in shown.rows if row[0] == "step")
+    newest = dict(zip(header, shown.rows[shown.rows.index(header) + 1], strict=True))
+    assert (newest["step"], newest["loss"]) == ("7", "4")
+    # A falling loss falls on the paper, where y grows downwards, from edge to edge.
+    curve = shown.lines()[0]
+    assert [x for x, _ in curve] == sorted(x for x, _ in curve)
+    assert [y for _, y in curve] == sorted(y for _, y in curve)
+    assert (curve[0], curve[-1]) == ((62.0, 10.0), (452.0, 176.0))
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [line(1), line(2)])
+    shown = Page(text := page(read_run(tmp_path)))
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in shown.tags}
+    assert not {"src", "href", "onload"} & {name for _, attrs in shown.tags for name in attrs}
+    assert "url(" not in text
+    assert "@import" not in text
+
+
+def test_a_run_that_goes_on_has_an_incomplete_line(run: Run, tmp_path: Path) -> None:
+    write_metrics(tmp_path, [line(1), line(2)], end='{"step": 3, "loss": 9')
+    said = run("report", tmp_path, "--out", tmp_path / "page.html")
+    assert re.search(r"Not finished: step 2, last written at \d{4}-.* it goes on", said.output)
+    assert "metrics.jsonl: line 3 is incomplete and left out." in said.output
+    assert "Next" not in said.output
+    shown = Page((tmp_path / "page.html").read_text())
+    assert shown.drawn("loss") == {1: 5 - 1 / 7, 2: 5 - 2 / 7}
+    assert "line 3 is incomplete" in shown.text
+    assert "goes on, or was interrupted" in shown.text
+
+
+def test_a_run_without_steps_shows_what_was_decided(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "finetune.yaml").write_text("max_steps: 9\n")
+    write_plan(tmp_path, decided=[["rope", "yarn", "factor 4"]], memory_bytes=None)
+    assert run("report", tmp_path).output.startswith("No step yet")
+    shown = Page((tmp_path / "report.html").read_text())
+    assert ["rope", "yarn", "factor 4"] in shown.rows
+    assert ["max_steps", "9"] in shown.rows
+    assert not shown.lines()
+    (tmp_path / "training").mkdir()
+    write_metrics(tmp_path / "training", [])
+    assert run("report", tmp_path).output.startswith("No step yet")
+
+
+def test_a_folder_that_holds_no_run_is_refused(run: Run, tmp_path: Path) -> None:
+    result = run("report", tmp_path)
+    assert result.exit_code == 1
+    assert "no metrics.jsonl, trainer_state.json or finetune.yaml in it" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["<script>alert(1)</script>", "</td></table><b>", "'\"&<!--"])
+def test_texts_of_a_run_are_escaped(text: str, tmp_path: Path) -> None:
+    folder = tmp_path / "<b>run & co"
+    write_metrics(folder / "training", [line(1), line(2, loss=text)])  # type: ignore[arg-type]
+    write_plan(folder, decided=[[text, text, text]], memory_bytes=None)
+    content = {"settings": {text: text, "list": [text]}}
+    (folder / "training/settings.json").write_text(json.dumps(content))
+    shown = Page(page(read_run(folder)))
+    assert [text, text, text] in shown.rows
+    assert [text, text] in shown.rows
+    assert ["list", text] in shown.rows
+    assert "Run <b>run & co" in shown.text
+    assert f"loss of step 2 is {text}" in shown.text
+    assert "script" not in {tag for tag, _ in shown.tags}
+    assert sum(tag == "table" for tag, _ in shown.tags) == 3
+
+
+def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [line(1), line(2, grad_norm=float("nan")), line(3, loss=float("inf"))])
+    data = read_run(tmp_path)
+    assert data.notes == [
+        "grad_norm of step 2 is nan, which is not drawn.",
+        "loss of step 3 is inf, which is not drawn.",
+    ]
+    assert Page(page(data)).drawn("loss").keys() == {1, 2}
+
+
+def test_a_trainers_history_has_its_evaluations(tmp_path: Path) -> None:
+    """The newest trainer_state.json counts; a run that goes on has them in checkpoints only."""
+    history = [
+        {"loss": 3.0, "grad_norm": 0.5, "learning_rate": 1e-4, "epoch": 0.5, "step": 5},
+        {"eval_loss": 2.75, "eval_runtime": 1.0, "epoch": 0.5, "step": 5},
+        {"loss": 2.5, "grad_norm": 0.25, "learning_rate": 0.0, "epoch": 1.0, "step": 10},
+        {"eval_loss": 2.25, "eval_runtime": 1.0, "epoch": 1.0, "step": 10},
+        {"train_runtime": 9.0, "train_loss": 2.75, "step": 10},
+    ]
+    for step, count in ((5, 2), (10, 5)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        state = {"global_step": step, "max_steps": 20, "log_history": history[:count]}
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+    data = read_run(tmp_path)
+    assert data.state.startswith("Not finished: step 10 of 20")
+    shown = Page(page(data))
+    assert shown.drawn("loss") == {5: 3.0, 10: 2.5}
+    assert shown.drawn("eval_loss") == {5: 2.75, 10: 2.25}
+    assert len(shown.lines()) == 4  # two of them share the axes of the loss
+
+
+def test_long_curves_are_thinned_and_keep_their_extremes(tmp_path: Path) -> None:
+    lines = [line(step, loss=1.0) for step in range(1, 5001)]
+    lines[1234]["loss"], lines[4321]["loss"] = 99.0, 0.25
+    write_metrics(tmp_path, lines)
+    drawn = Page(page(read_run(tmp_path))).drawn("loss")
+    assert len(drawn) <= MOST_POINTS + 2
+    assert (drawn[1235], drawn[4322]) == (99.0, 0.25)
+    assert {1, 5000} <= drawn.keys()
