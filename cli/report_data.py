@@ -13,6 +13,7 @@ import yaml
 Points = list[tuple[float, float]]
 """(step, value), by rising step."""
 METRICS_FILE, STATE_FILE, PLAN_FILE = "metrics.jsonl", "trainer_state.json", "plan.json"
+SETTINGS = ("finetune.yaml", "sft.yaml", "dpo.yaml")
 SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
 MEMORY = "peak_memory_bytes"
 
@@ -44,14 +45,15 @@ class RunData:
 
 def read_run(run: Path) -> RunData:
     """Read a run folder or an output. Raises ValueError where `run` is neither."""
-    asked = _yaml(run / "finetune.yaml")
-    places = [run, run / "training", Path(str(asked.get("output") or run))]
+    asked = next((found for name in SETTINGS if (found := _yaml(run / name))), {})
+    named = asked.get("output") or asked.get("output_dir") or run
+    places = [run, run / "training", Path(str(named))]
     names = (METRICS_FILE, STATE_FILE, f"checkpoint-*/{STATE_FILE}", "settings.json")
     output = next((p for p in places if any(any(p.glob(name)) for name in names)), None)
     plan = _json(run / PLAN_FILE) or (_json(output.parent / PLAN_FILE) if output else {})
     if output is None and not (asked or plan):
         raise ValueError(
-            f"{run}: no {METRICS_FILE}, {STATE_FILE} or finetune.yaml in it. Give a run folder of "
+            f"{run}: no {METRICS_FILE}, {STATE_FILE} or {SETTINGS[0]} in it. Give a run folder of "
             "`longctx patch`, or the output folder of a run."
         )
     output = output or run / "training"
@@ -120,7 +122,7 @@ def _state(
     sources: Sequence[Path],
 ) -> str:
     last = int(max((points[-1][0] for points in series.values()), default=0))
-    of = f" of {total}" if total else ""
+    of = f" of {total}" if isinstance(total, int) and total > 0 else ""
     if final:
         return f"Finished: {last} steps, saved to {final}."
     if not last:

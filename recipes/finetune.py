@@ -10,8 +10,8 @@ see each other. The output folder gets metrics.jsonl (one line per step; loss is
 tokens of the step on all processes), checkpoints/ and final/.
 """
 
+import dataclasses
 import logging
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ from longctx_patch.recipes.bars import ProgressBar
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes, read_metrics
-from longctx_patch.recipes.model_card import MARK, card_of, is_marked, write_card
+from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.packed import PackedText, pack_documents
 from longctx_patch.recipes.record import write_record
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
@@ -103,7 +103,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     accelerator.wait_for_everyone()
     output.mkdir(parents=True, exist_ok=True)
     if accelerator.is_main_process:
-        write_record(output, settings, accelerator.num_processes)
+        write_record(output, dataclasses.asdict(settings), accelerator.num_processes)
     if checkpoint:
         checkpoints.load_checkpoint(accelerator, state, checkpoint)
     accelerator.print(f"fused layers: {fused.how} ({fused.why})\nweights: {settings.dtype}")
@@ -120,23 +120,25 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     final = output / "final"
     checkpoints.export_model(accelerator, state.model, tokenizer, final, seed=settings.seed)
     if accelerator.is_main_process:
-        last = (read_metrics(output) or [{}])[-1]
-        card = card_of(settings, config, accelerator.num_processes, last)
-        write_card(final, card, config)
-        print(ending(settings), flush=True)
+        write_card(final, model_card(settings, config, accelerator.num_processes), config)
+        print(ending(final), flush=True)
 
 
-def ending(settings: Settings) -> str:
-    """What is where, what to beware of, and the next command."""
-    final = Path(settings.output) / "final"
-    lines = [f"saved to {final}; one line per step in {final.parent / 'metrics.jsonl'}"]
-    if is_marked(final):
-        lines.append(
-            f"Load the adapter as {final / 'README.md'} says, with the config.json there: by "
-            "AutoPeftModelForCausalLM it would get the base's own RoPE. peft warns of it, by "
-            f"{MARK}."
-        )
-    return "\n".join([*lines, f"Next: {shlex.join(['longctx', 'report', settings.output])}"])
+def model_card(settings: Settings, config: Any, processes: int) -> Card:
+    """What README.md of the trained model says."""
+    return card_of(
+        settings,
+        config,
+        data=settings.text,
+        training={
+            "packed": "yes" if settings.pack else "no",
+            "processes": str(processes),
+            "learning rate": f"{settings.learning_rate:g}, {settings.scheduler}",
+        },
+        numbers=(read_metrics(Path(settings.output)) or [{}])[-1],
+        seed=settings.seed,
+        place=settings.push_to_hub,
+    )
 
 
 def train_steps(

@@ -19,11 +19,12 @@ from transformers import PreTrainedConfig
 
 from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.recipes.models import is_bare_config
-from longctx_patch.recipes.settings import Settings
+from longctx_patch.recipes.settings import ModelSettings, parallelism_of
 
 MARK = "WARNING_load_the_base_with_config_json_of_this_folder_as_README_md_says"
 ADAPTER_FILE = "adapter_config.json"
 PACKAGES = ("longctx-patch", "torch", "transformers", "accelerate", "peft")
+NUMBERS = ("step", "loss", "eval_loss")
 TEMPLATE = """\
 ---
 {head}---
@@ -85,34 +86,47 @@ class Card:
 
 
 def card_of(
-    settings: Settings, config: PreTrainedConfig, processes: int, numbers: Mapping[str, Any]
+    settings: ModelSettings,
+    config: PreTrainedConfig,
+    *,
+    data: Sequence[str],
+    training: Mapping[str, str],
+    numbers: Mapping[str, Any],
+    seed: int,
+    place: str = "",
 ) -> Card:
-    """The card of a run of the recipe; `numbers` is its last line of metrics."""
-    degrees = settings.sequence_parallelism()
-    weights = "4 bits (NF4)" if settings.load_in_4bit else settings.dtype
+    """The card of a run that trained on `data`; `training` are lines about how, and `numbers` the
+    last ones of its metrics."""
     trained = "every weight"
     if settings.uses_lora:
         trained = f"LoRA adapter of rank {settings.lora_rank}, alpha {settings.lora_alpha:g}"
+    trained += ", over weights in 4 bits (NF4)" if settings.load_in_4bit else ""
+    degrees = parallelism_of(settings)
     rows = [
         ("base model", _name(settings.model)),
-        ("trained", f"{trained}, over weights in {weights}"),
-        ("data", ", ".join(map(_name, settings.text))),
-        ("rows", f"{settings.seq_len} tokens" + (", packed" if settings.pack else "")),
+        ("trained", trained),
+        ("data", ", ".join(map(_name, data))),
+        ("rows", f"{settings.seq_len} tokens"),
         ("RoPE", _rope(config)),
         ("degrees", f"ulysses {degrees.ulysses_degree} x ring {degrees.ring_degree}"),
-        ("processes", str(processes)),
-        ("learning rate", f"{settings.learning_rate:g}, {settings.scheduler}"),
-        ("steps", str(numbers.get("step", "none"))),
-        *((name, f"{numbers[name]:.6g}") for name in ("loss", "eval_loss") if name in numbers),
+        *training.items(),
+        *((name, f"{numbers[name]:.6g}") for name in NUMBERS if name in numbers),
         ("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES)),
     ]
     return Card(
-        base=settings.model,
-        rows=rows,
-        is_adapter=settings.uses_lora,
-        seed=settings.seed,
-        place=settings.push_to_hub,
+        base=settings.model, rows=rows, is_adapter=settings.uses_lora, seed=seed, place=place
     )
+
+
+def ending(final: Path) -> str:
+    """What a recipe prints last: what is where, what to beware of, and the next command."""
+    lines = [f"saved to {final}; metrics.jsonl beside it has a line per step or log"]
+    if is_marked(final):
+        lines.append(
+            f"Load the adapter as {final / 'README.md'} says, with the config.json there: "
+            f"AutoPeftModelForCausalLM would take the base's own RoPE. peft warns of it, by {MARK}."
+        )
+    return "\n".join([*lines, f"Next: {shlex.join(['longctx', 'report', str(final.parent)])}"])
 
 
 def write_card(folder: Path, card: Card, config: PreTrainedConfig) -> None:

@@ -3,6 +3,7 @@
 `sft.py` and `dpo.py` are the two recipes.
 """
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Sequence
@@ -21,9 +22,17 @@ from longctx_patch.hf.layers.fused_layers import (
 )
 from longctx_patch.recipes import checkpoints, models
 from longctx_patch.recipes.launch import check_launcher
+from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
+from longctx_patch.recipes.record import write_record
 from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback
 from longctx_patch.recipes.trl_data import load_data, reading_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
+
+RECORDED = (
+    *("max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_steps"),
+    *("weight_decay", "per_device_train_batch_size", "gradient_accumulation_steps", "seed"),
+)
+"""The trainer's own settings that settings.json has."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +58,41 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     check_launcher(settings_file(arguments), method.name)
     resumed = check_output(settings, args)
     trainer = build(method, settings, args)
+    output, is_main = Path(args.output_dir), trainer.accelerator.is_main_process
+    if is_main:
+        values = args.to_dict()
+        used = {name: values[name] for name in RECORDED}
+        write_record(output, dataclasses.asdict(settings) | used, args.world_size)
     trainer.train(resume_from_checkpoint=resumed)
-    final = Path(args.output_dir) / "final"
+    final = output / "final"
     checkpoints.export_model(
         trainer.accelerator, trainer.model_wrapped, trainer.processing_class, final, seed=args.seed
     )
-    trainer.accelerator.print(f"saved to {final}; metrics.jsonl beside it has a line per log")
+    if is_main:
+        config = trainer.model.config
+        write_card(final, model_card(method, settings, trainer), config)
+        print(ending(final), flush=True)
     trainer.unpatch()
     return trainer
+
+
+def model_card(method: Method, settings: TrlSettings, trainer: Any) -> Card:
+    """What README.md of the trained model says."""
+    args, numbers = trainer.args, {"step": trainer.state.global_step}
+    for line in trainer.state.log_history:  # the last of each
+        numbers |= {name: line[name] for name in ("loss", "eval_loss") if name in line}
+    return card_of(
+        settings,
+        trainer.model.config,
+        data=settings.data,
+        training={
+            "method": f"{method.name}, by TRL",
+            "processes": str(args.world_size),
+            "learning rate": f"{args.learning_rate:g}, {args.to_dict()['lr_scheduler_type']}",
+        },
+        numbers=numbers,
+        seed=args.seed,
+    )
 
 
 def build(method: Method, settings: TrlSettings, args: Any) -> Any:

@@ -12,10 +12,13 @@ import yaml
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, set_seed
 
+from longctx_patch.cli.report_data import read_run
 from longctx_patch.recipes import finetune, hub
+from longctx_patch.recipes.merge import find_adapter, merge
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.model_card import MARK
 from longctx_patch.recipes.models import byte_tokenizer
+from tests.launching import run_module
 from tests.tiny_llama import TINY_LLAMA
 
 IDS = torch.arange(128)[None]
@@ -86,15 +89,40 @@ def test_the_card_says_what_was_trained_on_what_and_how_it_ended(
     assert yaml.safe_load(head)["library_name"] == "peft"
     assert "base_model" not in yaml.safe_load(head)  # a folder is no name on the hub
     rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", body, re.MULTILINE))
-    assert rows["trained"].startswith("LoRA adapter of rank 3, alpha 32")
+    assert rows["trained"] == "LoRA adapter of rank 3, alpha 32"
     assert rows["data"] == r"a\|b&lt;script>.txt"  # its name, without folders and contents
     assert "times" not in text
     assert rows["rows"] == "256 tokens"
     assert rows["RoPE"] == "linear, factor 4; context of 256 tokens"
     assert rows["degrees"] == "ulysses 1 x ring 1"
     last = read_metrics(final.parent)[-1]
-    assert (rows["steps"], rows["loss"]) == ("2", f"{last['loss']:.6g}")
+    assert (rows["step"], rows["loss"]) == ("2", f"{last['loss']:.6g}")
     assert f"torch {torch.__version__.split('+')[0]}" in rows["versions"]
+
+
+def test_a_run_over_trl_has_a_card_a_report_and_a_merged_model(base: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"What is {n}+2?", "completion": f"It is {n + 2}."} for n in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    words = "longctx_patch.recipes.sft --data pairs.jsonl --eval_data pairs.jsonl --rope yarn"
+    words += " --eval_strategy epoch --seq_len 128 --num_train_epochs 2 --output_dir out"
+    words += " --report_to none --use_cpu --logging_steps 1 --learning_rate 0.01"
+    said = run_module(tmp_path, *words.split(), "--model", str(base))
+    assert "Next: longctx report out" in said
+    final = tmp_path / "out/final"
+    text = (final / "README.md").read_text()
+    lines = read_metrics(tmp_path / "out")
+    last = {name: line[name] for line in lines for name in ("loss", "eval_loss") if name in line}
+    for name, value in last.items():
+        assert f"| {name} | {value:.6g} |" in text
+    assert len(last) == 2
+    assert "| data | pairs.jsonl |" in text
+    data = read_run(tmp_path / "out")
+    assert data.state == f"Finished: 2 steps, saved to {final}."
+    assert [step for step, _ in data.series["eval_loss"]] == [1, 2]
+    assert (data.settings["rope"], data.settings["num_train_epochs"]) == ("yarn", 2)
+    merged = merge(find_adapter(tmp_path / "out"), tmp_path / "merged").folder
+    expected = lines_to_load(final)["model"].merge_and_unload()(IDS).logits
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(merged)(IDS).logits, expected)
 
 
 def test_a_whole_models_card_loads_it(base: Path, text_file: Path, tmp_path: Path) -> None:
