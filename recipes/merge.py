@@ -103,10 +103,7 @@ def merge(
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
         (out / INDEX_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
     _copy_beside(adapter_folder, source, out)
-    if dtype is not None:
-        config.dtype = dtype
-    elif base_config.dtype is not None:
-        config.dtype = base_config.dtype
+    config.dtype = dtype or base_config.dtype or config.dtype
     write_config(config, out)  # last: without it, a folder left by a kill does not load
     return Merged(
         folder=out,

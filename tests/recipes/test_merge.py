@@ -12,6 +12,7 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from longctx_patch.cli.merge import render
 from longctx_patch.recipes.merge import find_adapter, merge
 from longctx_patch.recipes.models import byte_tokenizer
 from tests.hf.tiny import VOCABULARY, tiny_config
@@ -158,6 +159,21 @@ def test_a_run_keeps_its_rope_length_tokenizer_and_chat_template(tmp_path: Path)
     assert torch.equal(model(IDS).logits, expected(IDS).logits)
 
 
+def test_an_adapter_over_4_bits_goes_into_the_weights_before_rounding(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules=["v_proj"])
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (adapter / "config.json").write_text(json.dumps(config))
+    merged = merge(adapter, tmp_path / "out")
+    assert merged.is_from_4bit
+    assert "that were not: losses differ" in render(merged)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    expected = merged_by_peft(base, adapter).state_dict()
+    for name, value in tensors_of(tmp_path / "out").items():
+        assert torch.equal(value, expected[name])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -257,5 +273,4 @@ def test_host_memory_stays_below_two_files_and_a_module(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     bound = 2 * max(sizes) + module
-    print(int(done.stdout), bound, sum(sizes))
     assert int(done.stdout) < bound < 0.6 * sum(sizes), (int(done.stdout), bound, sum(sizes))
