@@ -10,10 +10,11 @@ from typing import Any
 
 import yaml
 
+from longctx_patch.cli.verify import SETTINGS_FILES
+
 Points = list[tuple[float, float]]
 """(step, value), by rising step."""
 METRICS_FILE, STATE_FILE, PLAN_FILE = "metrics.jsonl", "trainer_state.json", "plan.json"
-SETTINGS = ("finetune.yaml", "sft.yaml", "dpo.yaml")
 SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
 MEMORY = "peak_memory_bytes"
 
@@ -45,7 +46,7 @@ class RunData:
 
 def read_run(run: Path) -> RunData:
     """Read a run folder or an output. Raises ValueError where `run` is neither."""
-    asked = next((found for name in SETTINGS if (found := _yaml(run / name))), {})
+    asked = next((found for name in SETTINGS_FILES if (found := _yaml(run / name))), {})
     named = asked.get("output") or asked.get("output_dir") or run
     places = [run, run / "training", Path(str(named))]
     names = (METRICS_FILE, STATE_FILE, f"checkpoint-*/{STATE_FILE}", "settings.json")
@@ -53,7 +54,7 @@ def read_run(run: Path) -> RunData:
     plan = _json(run / PLAN_FILE) or (_json(output.parent / PLAN_FILE) if output else {})
     if output is None and not (asked or plan):
         raise ValueError(
-            f"{run}: no {METRICS_FILE}, {STATE_FILE} or {SETTINGS[0]} in it. Give a run folder of "
+            f"{run}: no {METRICS_FILE}, {STATE_FILE} or {SETTINGS_FILES[0]} in it. Give a run folder of "
             "`longctx patch`, or the output folder of a run."
         )
     output = output or run / "training"
