@@ -54,8 +54,8 @@ def read_run(run: Path) -> RunData:
     plan = _json(run / PLAN_FILE) or (_json(output.parent / PLAN_FILE) if output else {})
     if output is None and not (asked or plan):
         raise ValueError(
-            f"{run}: no {METRICS_FILE}, {STATE_FILE} or {SETTINGS_FILES[0]} in it. Give a run folder of "
-            "`longctx patch`, or the output folder of a run."
+            f"{run}: no {METRICS_FILE}, {STATE_FILE} or {SETTINGS_FILES[0]} in it. Give a run "
+            "folder of `longctx patch`, or the output folder of a run."
         )
     output = output or run / "training"
     sources = [path for name in names[:3] for path in output.glob(name)]

@@ -28,7 +28,7 @@ OTHER_PROGRAMS = {
     *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"),
     *("--max-model-len", "--push_to_hub", "--hub_model_id"),
 }
-"""Options of accelerate, torchrun, pip, Slurm, vLLM and Trainer, and the recipes' for their files."""
+"""Options of accelerate, torchrun, pip, Slurm, vLLM, Trainer, and the recipes' for their files."""
 by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
