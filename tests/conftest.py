@@ -4,6 +4,7 @@ To search further: `pytest --hypothesis-profile=default tests/sequence`.
 """
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,20 @@ if torch.cuda.is_available():
 def pytest_collection_finish() -> None:
     """Modules live to the end, so garbage collection need not visit their million objects."""
     gc.freeze()
+
+
+@pytest.fixture
+def forgets_accelerate() -> Iterator[None]:
+    """A Trainer's arguments make states of Accelerate in this process, and set its variables; other
+    tests should find neither."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    before = dict(os.environ)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

@@ -15,7 +15,10 @@ from tests.trl.cases import rows
 
 __all__ = ["job"]  # a fixture
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL's own defaults
+    pytest.mark.usefixtures("forgets_accelerate"),
+]
 
 
 def data(*words: str) -> Result:
