@@ -65,7 +65,10 @@ setup(
     python_requires=">=3.11",
     packages=all_packages(),
     package_dir={name: folder for folder, name in MOVED_FOLDERS.items()},
-    package_data={"longctx_patch": ["py.typed"], "longctx_patch.recipes": ["accelerate/*.yaml"]},
+    package_data={
+        "longctx_patch": ["py.typed"],
+        "longctx_patch.recipes": ["accelerate/*.yaml", "slurm/*.sh"],
+    },
     install_requires=[
         "torch>=2.11",
         "transformers>=5.17,<6",

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from importlib.resources import files
 
 import yaml
 
@@ -26,6 +27,9 @@ def write(decisions: Decisions) -> None:
     (folder / decisions.settings_file).write_text(_settings_yaml(decisions), encoding="utf-8")
     (folder / "plan.json").write_text(_plan_json(decisions), encoding="utf-8")
     (folder / "README.md").write_text(render_readme(decisions), encoding="utf-8")
+    if decisions.options.nodes > 1:
+        script = files("longctx_patch.recipes") / "slurm" / "run_folder.sh"
+        (folder / "slurm.sh").write_bytes(script.read_bytes())
 
 
 def render(decisions: Decisions) -> str:

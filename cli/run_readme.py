@@ -86,8 +86,9 @@ for a row (the recipe says so when it starts).
 - `plan.json`: what was decided, for `longctx report`.
 - `config.json`: the model's config with the RoPE change, as the recipe makes it from the model and
   `rope` in {settings_file}. For `longctx verify` and for inference; training does not read it.
-"""
+{slurm}"""
 
+SLURM = "- `slurm.sh`: starts one launcher on each machine of a Slurm job.\n"
 
 PACKED = """\
 Rows are packed, best fit first, of documents that don't see each other: attention, positions and
@@ -128,6 +129,7 @@ def render_readme(decisions: Decisions) -> str:
         table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table(decisions)),
         logits=size_text(decisions.tokens_per_gpu * settings.batch_size * facts.vocab_size * 4),
         loading=_loading(decisions),
+        slurm=SLURM if decisions.options.nodes > 1 else "",
         memory="" if decisions.predicted else "that memory suffices, ",
         as_here=", as here" if settings.pack else "",
         layers=describe_layers(decisions.model_config),
@@ -174,9 +176,15 @@ def _how_to_start(decisions: Decisions) -> str:
             "Put your text (files, folders, .jsonl, datasets) where the command says TEXT."
         )
     if decisions.options.nodes > 1:
+        folder, last = decisions.options.folder, decisions.options.nodes - 1
+        slurm = ["sbatch", "--nodes", str(last + 1)]
+        if not decisions.options.cpu:
+            slurm += ["--gpus-per-node", str(decisions.options.num_gpus // (last + 1))]
         notes.append(
-            "On every machine, with this folder shared: put machine 0's name or address into "
-            f"accelerate.yaml, as main_process_ip, and add `--machine_rank N` (0 to "
-            f"{decisions.options.nodes - 1}) after `accelerate launch`."
+            "On every machine, with this folder shared: add `--machine_rank N` (0 to "
+            f"{last}) and `--main_process_ip` with machine 0's name or address after "
+            "`accelerate launch`. Under Slurm: "
+            f"`{shlex.join([*slurm, str(folder / 'slurm.sh'), str(folder)])}`, after you have "
+            "put into slurm.sh what your cluster asks for."
         )
     return "".join(f"\n{note}\n" for note in notes)

@@ -90,6 +90,26 @@ def check_output(settings: Settings) -> Path | None:
     return None
 
 
+def make_output(accelerator: Any, output: Path) -> None:
+    """Make the folder; every process calls this. Raises ValueError on all where one sees another
+    folder, as on a machine that doesn't share it: the first checkpoint would fail there."""
+    marker = output / ".shared"
+    if accelerator.is_main_process:
+        output.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    accelerator.wait_for_everyone()
+    output.mkdir(parents=True, exist_ok=True)
+    sees = torch.tensor([marker in output.iterdir()], dtype=torch.int, device=accelerator.device)
+    blind = [rank for rank, seen in enumerate(accelerator.gather(sees).tolist()) if not seen]
+    if accelerator.is_main_process:
+        marker.unlink()
+    if blind:
+        raise ValueError(
+            f"output {str(output)!r} is another folder for processes {blind} than for process 0: "
+            "checkpoints need one that all machines share. Give --output on a shared disk."
+        )
+
+
 def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
     """Refuse to resume where the numbers would differ from those of an uninterrupted run."""
     then = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))["fingerprint"]

@@ -100,8 +100,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
 
     # Nothing was written so far, so a refusal above leaves no files behind.
     output = Path(settings.output)
-    accelerator.wait_for_everyone()
-    output.mkdir(parents=True, exist_ok=True)
+    checkpoints.make_output(accelerator, output)
     if accelerator.is_main_process:
         write_record(output, dataclasses.asdict(settings), accelerator.num_processes)
     if checkpoint:

@@ -52,8 +52,9 @@ def test_the_wheel_has_one_package_with_every_module(wheel_names: list[str]) -> 
         for folder, name in folders.items()
         for path in (ROOT / folder).rglob("*.py")
     }
-    launch_files = (ROOT / "recipes" / "accelerate").glob("*.yaml")
-    wanted |= {f"longctx_patch/recipes/accelerate/{path.name}" for path in launch_files}
+    recipes = ROOT / "recipes"
+    launch_files = [*recipes.glob("accelerate/*.yaml"), *recipes.glob("slurm/*.sh")]
+    wanted |= {f"longctx_patch/recipes/{path.relative_to(recipes)}" for path in launch_files}
     wanted |= {"longctx_patch/py.typed", f"{version}/METADATA"}
     assert wanted <= set(wheel_names), sorted(wanted - set(wheel_names))
 

@@ -15,6 +15,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.fsdp import exact_mixed_precision
+from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
 from longctx_patch.rules.launched import announced_processes, flag
 from longctx_patch.rules.world import require_whole_groups
@@ -43,7 +44,8 @@ def make_accelerator(
     Under FSDP2 with mixed precision, gradients are reduced in float32, and outputs, such as the
     loss, keep their dtype; Accelerate's default would round both to the low precision. Give your
     own `fsdp_plugin` to decide otherwise. torch's CUDA allocator is set to segments that grow,
-    unless `PYTORCH_ALLOC_CONF` says otherwise.
+    unless `PYTORCH_ALLOC_CONF` says otherwise. Between machines, gloo is given the interface that
+    leads to the first one where it would take the loopback, unless `GLOO_SOCKET_IFNAME` names one.
 
     Args:
         config: degrees of sequence parallelism.
@@ -76,6 +78,7 @@ def make_accelerator(
         accelerator_kwargs["fsdp_plugin"] = _exact_fsdp_plugin(accelerator_kwargs)
     if not cpu:
         let_segments_grow()
+    choose_gloo_interface()
     accelerator = _Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
     _check_ours(accelerator, parallelism)
     _share_cores(accelerator)

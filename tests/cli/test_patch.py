@@ -163,7 +163,9 @@ def test_a_job_of_two_nodes_without_text(
     readme = (folder / "README.md").read_text()
     assert "ulysses 2 x ring 8" in readme
     assert "64 tokens per GPU" in readme  # zigzag pads 1,000 to a multiple of 2 x 16
-    assert "--machine_rank N" in readme
+    assert "`--machine_rank N` (0 to 1) and `--main_process_ip`" in readme
+    assert f"`sbatch --nodes 2 --gpus-per-node 8 {folder}/slurm.sh {folder}`" in readme
+    assert (folder / "slurm.sh").read_text().startswith("#!/bin/bash\n")
     assert commands(folder)[0].endswith("--text TEXT_FILE_OR_FOLDER")
     found = ["--settings", str(folder / "finetune.yaml"), "--text", "a.txt"]
     settings = parse_settings(found)

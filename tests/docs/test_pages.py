@@ -25,8 +25,8 @@ MOST_LINES = 150
 OTHER_PROGRAMS = {
     *("--config_file", "--machine_rank", "--main_process_ip", "--main_process_port", "--settings"),
     *("--config", "--standalone", "--nproc_per_node", "--no-build-isolation"),
-    *("--ntasks-per-node", "--gpus-per-node", "--cpus-per-task"),
-    *("--max-model-len", "--push_to_hub", "--hub_model_id"),
+    *("--nnodes", "--node_rank", "--master_addr", "--master_port", "--rdzv_conf"),
+    *("--gpus-per-node", "--max-model-len", "--push_to_hub", "--hub_model_id"),
 }
 """Options of accelerate, torchrun, pip, Slurm, vLLM, Trainer, and the recipes' for their files."""
 by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)

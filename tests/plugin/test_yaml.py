@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.launch import (
+    _validate_launch_command,
+    launch_command_parser,
+    multi_gpu_launcher,
+)
 from accelerate.utils.launch import prepare_multi_gpu_env
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plugin import accelerate_yaml, accelerator
@@ -105,7 +109,22 @@ def test_two_machines_need_a_name_and_the_command_line_wins() -> None:
     arguments = _launch_arguments(path, "--machine_rank", "1", "--main_process_ip", "127.0.0.1")
     assert (arguments.machine_rank, arguments.main_process_ip) == (1, "127.0.0.1")
     with pytest.raises(ValueError, match="'<main_process_ip is the name or address of machine 0>"):
-        parse_rendezvous_endpoint(f"{_launch_arguments(path).main_process_ip}:29500", 29500)
+        multi_gpu_launcher(_launch_arguments(path, "--machine_rank", "1"))
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, r"Timed out after \d+ seconds waiting for clients. 1/2 clients joined"),
+        (1, r"timed out after 1000ms while trying to connect to \(127.0.0.1"),
+    ],
+)
+def test_a_machine_that_never_comes_ends_the_wait(rank: int, said: str) -> None:
+    path = RECIPES / "two_nodes_16gpu_sp8_fsdp2.yaml"
+    asked = ["--machine_rank", str(rank), "--rdzv_conf", "timeout=1"]
+    asked += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
+    with pytest.raises(RuntimeError, match=said):
+        multi_gpu_launcher(_launch_arguments(path, *asked))
 
 
 def test_two_cpu_processes_really_start(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemReader, 
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
 
+from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
 from longctx_patch.recipes import checkpoints
 from longctx_patch.recipes.models import byte_tokenizer
 from tests.harness import run_distributed
+from tests.plugin.launched import run_launched
 from tests.tiny_llama import TINY_LLAMA
 
 
@@ -146,3 +148,18 @@ def test_a_run_of_an_older_version_goes_on_in_its_world(tmp_path: Path) -> None:
     now["world"]["ulysses"] = 1
     with pytest.raises(ValueError, match=r"the world was .*'ulysses': 2.* and is .*'ulysses': 1"):
         checkpoints.check_fingerprint(tmp_path, now)
+
+
+def make_outputs(folder: Path) -> None:
+    accelerator = make_accelerator(LongContextConfig())
+    checkpoints.make_output(accelerator, folder / "shared")
+    own = folder / f"of_{accelerator.process_index}"
+    with pytest.raises(ValueError, match=r"another folder for processes \[1\] than for process 0"):
+        checkpoints.make_output(accelerator, own)
+    close_accelerator(accelerator)
+
+
+def test_an_output_that_machines_do_not_share_is_refused_by_all(tmp_path: Path) -> None:
+    run_launched(make_outputs, 2, tmp_path)
+    left = sorted(path.name for path in tmp_path.rglob("*"))
+    assert left == ["of_0", "of_1", "shared"]
