@@ -50,7 +50,10 @@ def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
     again = [*sharded, "--output", str(tmp_path / "four"), "--resume"]
     run_launched(finetune.main, 4, again)
     for repeated, before in zip(read_metrics(tmp_path / "four"), whole, strict=True):
-        assert (repeated["loss"], repeated["grad_norm"]) == (before["loss"], before["grad_norm"])
+        # Not to the last bit, as with one or two processes: DDP orders its buckets anew after its
+        # first step, so four ranks add their gradients in another order.
+        for name in ("loss", "grad_norm"):
+            assert repeated[name] == pytest.approx(before[name], rel=1e-6), name
 
 
 def test_a_gpu_run_folder_without_its_launcher_is_refused(
