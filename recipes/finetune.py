@@ -88,7 +88,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     models.check_4bit(settings, fsdp=accelerator.is_fsdp2)
     config = models.load_config(settings)
     settings = models.with_dtype(settings, config, on_cpu=device_type == "cpu")
-    tokenizer, model = build_model(settings, config, accelerator.device)
+    tokenizer, model = build_model(settings, config, accelerator)
     data = build_data(settings, tokenizer)
     run = checkpoints.fingerprint(settings, data.order, accelerator.num_processes)
     if checkpoint:
@@ -181,19 +181,31 @@ def build_accelerator(settings: Settings) -> Any:
     return accelerator
 
 
-def build_model(settings: Settings, config: Any, device: torch.device) -> tuple[Any, Any]:
+def build_model(settings: Settings, config: Any, accelerator: Any) -> tuple[Any, Any]:
     """Tokenizer and model, with scaled RoPE and adapter, the same in every process.
 
-    The model is on the CPU, or on `device` if its weights have 4 bits.
+    With `load_sharded` its weights are read later, by `prepare`. Otherwise the model is on the CPU,
+    or on the device if its weights have 4 bits.
     """
     set_seed(settings.seed)  # random weights are the same in every process
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
-    model = models.load_model(settings, config, device)
+    model = models.load_model(
+        settings, config, accelerator.device, sharded=_reads_shards(settings, accelerator)
+    )
     if settings.uses_lora:
         model = models.add_lora(model, settings)
     set_seed(settings.seed, device_specific=True)  # from here on only dropout draws numbers
     return tokenizer, model.train()  # from_pretrained returns it in evaluation mode
+
+
+def _reads_shards(settings: Settings, accelerator: Any) -> bool:
+    if settings.load_sharded and not accelerator.is_fsdp2:
+        raise ValueError(
+            "load_sharded without FSDP2: each process then holds the whole model. Leave it out, or "
+            "put distributed_type: FSDP into the YAML."
+        )
+    return settings.load_sharded
 
 
 def build_data(settings: Settings, tokenizer: Any) -> Data:

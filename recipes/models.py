@@ -18,19 +18,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from longctx_patch.hf.model.load import load_model_config
+from longctx_patch.hf.model.load import is_bare_config, load_model_config
 from longctx_patch.hf.model.rope import scale_rope
+from longctx_patch.plugin import unread_model
 
 from .settings import DtypeName, Settings
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 BYTE_VOCABULARY = 258
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-def is_bare_config(model: str) -> bool:
-    """Whether `model` names a config file, to be filled with random weights."""
-    return model.endswith(".json")
 
 
 def load_config(settings: Settings) -> PreTrainedConfig:
@@ -84,14 +80,17 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    settings: Settings, config: PreTrainedConfig, device: torch.device
+    settings: Settings, config: PreTrainedConfig, device: torch.device, *, sharded: bool = False
 ) -> PreTrainedModel:
     """The model in `settings.dtype`; random weights follow torch's current seed.
 
-    The model is on the CPU, but weights of 4 bits are on `device`, where they are quantised while
+    With `sharded`, weights are read when FSDP2 shards the model, each process its own. Otherwise
+    the model is on the CPU, but weights of 4 bits are on `device`, where they are quantised while
     loading.
     """
     dtype = getattr(torch, settings.dtype)
+    if sharded:
+        return cast(PreTrainedModel, unread_model(settings.model, config=config, dtype=dtype))
     if is_bare_config(settings.model):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
     options: dict[str, Any] = {"config": config, "dtype": dtype}

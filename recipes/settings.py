@@ -131,6 +131,11 @@ class _Text:
 
     text: list[str] = setting("text files, folders, globs, .jsonl files, datasets", default=[])
     text_field: str = setting("name of the text field in JSONL and datasets", default="text")
+    load_sharded: bool = setting(
+        "under FSDP2 each process reads its own rows of the weights only, from safetensors; not "
+        "yet run on GPUs",
+        default=False,
+    )
     one_document_per_row: bool = setting("rows never join two documents", default=False)
     pack: bool = setting("rows are packed of documents that don't see each other", default=False)
     output: str = setting("folder to write, empty or new", default="")

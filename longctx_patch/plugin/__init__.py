@@ -7,11 +7,14 @@ from longctx_patch.plugin.accelerator import (
 )
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig
+from longctx_patch.plugin.unread import load_sharded, unread_model
 
 __all__ = [
     "SequenceParallelismConfig",
     "accelerate_yaml",
     "close_accelerator",
+    "load_sharded",
     "make_accelerator",
     "states_on_host",
+    "unread_model",
 ]

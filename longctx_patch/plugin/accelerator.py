@@ -7,16 +7,20 @@ the wrong size would otherwise train without sequence parallelism and without an
 import gc
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate import accelerator as accelerate_module
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.fsdp import exact_mixed_precision
 from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
+from longctx_patch.plugin.unread import is_unread, load_sharded
 from longctx_patch.rules.launched import announced_processes, flag
 from longctx_patch.rules.world import require_whole_groups
 
@@ -81,8 +85,47 @@ def make_accelerator(
     choose_gloo_interface()
     accelerator = _Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
     _check_ours(accelerator, parallelism)
+    read_when_sharded(accelerator)
     _share_cores(accelerator)
     return accelerator
+
+
+def read_when_sharded(accelerator: Accelerator) -> None:
+    """Make `accelerator.prepare` read the weights of an `unread_model`, or refuse it.
+
+    They are read between Accelerate's own steps: it notes which parameters the optimizer has,
+    shards the model, and gives the optimizer the parameters that the model has then.
+    """
+    prepare = accelerator.prepare
+
+    def prepare_and_read(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(each, torch.nn.Module) and is_unread(each) for each in args):
+            return prepare(*args, **kwargs)
+        if not accelerator.is_fsdp2:
+            raise ValueError(
+                "the model is one of unread_model, whose weights are read when FSDP2 shards it, "
+                "which is not on. Put distributed_type: FSDP and fsdp_version: 2 in the YAML, or "
+                "load the model with from_pretrained."
+            )
+        if accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+            raise ValueError(
+                "fsdp_cpu_ram_efficient_loading: true with a model of unread_model: rank 0 would "
+                "send weights that it does not have. Put false there; each rank reads its own."
+            )
+        shard = accelerate_module.fsdp2_prepare_model
+        accelerate_module.fsdp2_prepare_model = _shard_and_read
+        try:
+            return prepare(*args, **kwargs)
+        finally:
+            accelerate_module.fsdp2_prepare_model = shard
+
+    accelerator.prepare = prepare_and_read
+
+
+def _shard_and_read(accelerator: Accelerator, model: Any) -> Any:
+    shard = partial(fsdp2_prepare_model, accelerator)
+    load_sharded(model, shard, accelerator.device, on_host=states_on_host(accelerator))
+    return model
 
 
 def states_on_host(accelerator: Accelerator) -> bool:

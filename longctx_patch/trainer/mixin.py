@@ -17,9 +17,10 @@ from transformers import PreTrainedModel, Trainer
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.memory.allocator import let_segments_grow
-from longctx_patch.plugin.accelerator import launched_sizes
+from longctx_patch.plugin.accelerator import launched_sizes, read_when_sharded
 from longctx_patch.plugin.fsdp import exact_mixed_precision
 from longctx_patch.plugin.parallelism import data_parallel_sizes
+from longctx_patch.plugin.together import refuse_together
 from longctx_patch.rules.launched import flag
 from longctx_patch.rules.world import require_whole_groups
 from longctx_patch.trainer.axis import num_processes, trainer_parallelism
@@ -42,7 +43,6 @@ from longctx_patch.trainer.refusals import (
     accelerator_problems,
     argument_problems,
     refuse_shards,
-    refuse_together,
     require_mixin_first,
     shared_cache_problems,
     trainer_problems,
@@ -129,6 +129,7 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
             self.args.parallelism_config = self._axis()
         super().create_accelerator_and_postprocess()
         refuse_together(accelerator_problems(self.accelerator, degree))
+        read_when_sharded(self.accelerator)
         self._keep_reductions_exact()
         self._gather = GroupGather(self.accelerator, degree)
         self._groups = GroupsAsProcesses(self.accelerator, degree)

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
 from transformers import Trainer
 
@@ -185,15 +184,3 @@ def shared_cache_problems(dataset: Any) -> Iterable[str]:
             "folder of its own. Use dataset.save_to_disk(folder) on one process and "
             "datasets.load_from_disk(folder) on all."
         )
-
-
-def refuse_together(problems: Iterable[str]) -> None:
-    """Raise ValueError on all ranks if one of them has a problem. Collective over the world."""
-    mine = next(iter(problems), "")
-    everyones = [mine]
-    if dist.is_available() and dist.is_initialized():
-        everyones = [""] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
-    found = mine or next(filter(None, everyones), "")
-    if found:
-        raise ValueError(found)

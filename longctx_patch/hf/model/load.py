@@ -52,6 +52,11 @@ def _check_sizes(model: str, config: "PreTrainedConfig") -> None:
             )
 
 
+def is_bare_config(model: str) -> bool:
+    """Whether `model` names a config file, to be filled with random weights."""
+    return model.endswith(".json")
+
+
 def is_local(model: str) -> bool:
     """Whether `model` is a folder with a config.json, or a config file; False for a hub name.
 

@@ -1,0 +1,336 @@
+"""Models whose weights are read when they are sharded, each rank its own rows.
+
+    model = unread_model("meta-llama/Llama-3.1-70B")    # reads the config and the files' headers
+    model = get_peft_model(model, lora)                 # as with any model
+    handle = patch(model, config)
+    optimizer = AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)   # shards (FSDP2), then reads
+
+Until then each weight is a single NaN, seen at every place: it takes no memory, and whatever
+computes with it shows. `load_sharded` is for loops that call torch's `fully_shard` themselves.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from longctx_patch.hf.model.load import is_bare_config, load_model_config
+from longctx_patch.hf.model.stored_weights import (
+    READERS,
+    StoredWeight,
+    read_headers,
+    stored_weights,
+    weight_files,
+)
+from longctx_patch.plugin.together import refuse_together
+
+_ATTRIBUTE = "_longctx_unread"
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """Where the weights of a model are, and where they go."""
+
+    slots: dict[str, tuple[nn.Module, str]]
+    """Each weight's module and its name there, which wrappers around the module don't change."""
+    dtypes: dict[str, torch.dtype]
+    """What a weight is read as, before FSDP2 makes it what it is trained in."""
+    stored: dict[str, StoredWeight]
+    drawn: dict[str, Tensor]
+    """Random weights, on rank 0 only."""
+
+
+def unread_model(model: str, *, config: Any = None, dtype: torch.dtype | None = None) -> Any:
+    """The causal language model that `AutoModelForCausalLM.from_pretrained` makes, not yet read.
+
+    Collective; call it after the process group was set up. Weights are read from safetensors when
+    FSDP2 shards the model: in `prepare` of an Accelerator from `make_accelerator`, in a trainer of
+    this package, or in `load_sharded`. Then each weight and buffer is bitwise what
+    `from_pretrained` gives. Parameters that are added before, such as adapters, become rank 0's.
+
+    Args:
+        model: a folder or hub name; or a config.json, for random weights: rank 0 draws what one
+            process with its seed would draw, and holds it until it is sharded.
+        config: in place of the one published with the model.
+        dtype: of the weights; default: the one that the config names, else the files'.
+
+    Raises:
+        ValueError: on all ranks, with file and weight: one that is missing, unexpected or of
+            another shape, a file that was cut short, none in safetensors, quantised weights.
+
+    Example:
+        >>> model = unread_model("Qwen/Qwen3-8B", dtype=torch.bfloat16)
+    """
+    made, problem = None, []
+    try:
+        config = copy.deepcopy(load_model_config(model) if config is None else config)
+        made = _drawn(config, dtype) if is_bare_config(model) else _stored(model, config, dtype)
+    except ValueError as error:
+        problem = [str(error)]
+    _wait_for_all()
+    refuse_together(problem)
+    return made
+
+
+def is_unread(model: nn.Module) -> bool:
+    """Whether `model`, or the one that it wraps, is one of `unread_model` without weights."""
+    return any(_ATTRIBUTE in vars(module) for module in model.modules())
+
+
+def load_sharded(
+    model: nn.Module,
+    shard: Callable[[nn.Module], Any],
+    device: torch.device,
+    *,
+    on_host: bool = False,
+) -> None:
+    """Shard a model of `unread_model` and read each rank's rows. Collective over the world.
+
+    Args:
+        shard: calls torch's `fully_shard` on the model and its layers, in place.
+        device: of this rank; weights are there afterwards.
+        on_host: weights are on the CPU, as with FSDP2's `CPUOffloadPolicy`.
+
+    Raises:
+        ValueError: on all ranks: a weight can't be read, or another one was made from it before.
+
+    Example:
+        >>> model = unread_model("Qwen/Qwen3-8B")
+        >>> load_sharded(model, shard_layers_and_model, torch.device("cuda", local_rank))
+        >>> optimizer = AdamW(model.parameters())
+    """
+    (holder,) = (module for module in model.modules() if _ATTRIBUTE in vars(module))
+    unread: _Unread = getattr(holder, _ATTRIBUTE)
+    alive = {id(module) for module in model.modules()}
+    slots = {name: slot for name, slot in unread.slots.items() if id(slot[0]) in alive}
+    promised = {id(getattr(*slot)) for slot in slots.values()}
+    others = {n: p for n, p in model.named_parameters() if id(p) not in promised}
+    refuse_together(_made_early(others, slots))
+    for parameter in others.values():
+        _make_equal(parameter, device)
+    _replace(slots, lambda parameter: torch.empty_like(parameter, device="meta"))
+    shard(model)
+    where = torch.device("cpu") if on_host else device
+    if unread.stored:
+        _read(unread, slots, where)
+    else:
+        _scatter(unread, slots, device, where)
+    delattr(holder, _ATTRIBUTE)
+
+
+def _stored(name: str, config: Any, dtype: torch.dtype | None) -> Any:
+    """A model whose weights are in files."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"model {name!r} has quantised weights, which are not read by rows. Load it with "
+            "AutoModelForCausalLM.from_pretrained, without FSDP2."
+        )
+    folder = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    files = weight_files(folder)
+    if not files:
+        raise ValueError(
+            f"model {name!r} has no weights in safetensors. Load it with AutoModelForCausalLM."
+            "from_pretrained and write it anew with save_pretrained."
+        )
+    config.name_or_path = folder
+    tensors = read_headers(files)
+    floats = (t.dtype for t in tensors.values() if t.dtype.is_floating_point)
+    dtype = dtype or config.dtype or next(floats, torch.float32)
+    model = _without_memory(config, dtype)
+    if plan := model._get_dtype_plan(dtype):
+        raise ValueError(
+            f"{type(model).__name__} keeps {', '.join(plan)} in float32, not in {dtype}: load it "
+            "in float32 or bfloat16."
+        )
+    _remember(model, stored=stored_weights(model, tensors))
+    with suppress(OSError):  # then it follows from the config
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _drawn(config: Any, dtype: torch.dtype | None) -> Any:
+    """A model of random weights, which rank 0 draws and holds."""
+    dtype = dtype or config.dtype or torch.float32
+    if _distributed() and dist.get_rank() > 0:
+        model = _without_memory(config, dtype)
+        _remember(model)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        named = model.named_parameters(remove_duplicate=False)
+        _remember(model, drawn={name: parameter.data for name, parameter in named})
+    return model
+
+
+def _without_memory(config: Any, dtype: torch.dtype) -> Any:
+    """The model with parameters on the meta device and real buffers, which it computes."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
+
+
+def _remember(
+    model: Any,
+    stored: dict[str, StoredWeight] | None = None,
+    drawn: dict[str, Tensor] | None = None,
+) -> None:
+    """Note where the model's weights come from, and make each a NaN."""
+    slots: dict[str, tuple[nn.Module, str]] = {}
+    for prefix, module in model.named_modules():
+        names = [*module._parameters, *(module._buffers if stored else ())]
+        names = [n for n in names if n not in module._non_persistent_buffers_set]
+        slots |= {f"{prefix}.{name}".lstrip("."): (module, name) for name in names}
+    slots = {name: slot for name, slot in slots.items() if getattr(*slot) is not None}
+    dtypes = {name: getattr(*slot).dtype for name, slot in slots.items()}
+    setattr(model, _ATTRIBUTE, _Unread(slots, dtypes, stored or {}, drawn or {}))
+    _replace(slots, lambda weight: torch.full((1,) * weight.dim(), torch.nan).to(weight.dtype))
+
+
+def _replace(slots: dict[str, tuple[nn.Module, str]], make: Callable[[Tensor], Tensor]) -> None:
+    """Put parameters of the same shape in place; what was tied stays tied."""
+    made: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    for module, attribute in slots.values():
+        old = getattr(module, attribute)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(make(old).expand(old.shape), requires_grad=old.requires_grad)
+            setattr(module, attribute, made.setdefault(id(old), (old, new))[1])
+
+
+def _made_early(
+    others: dict[str, nn.Parameter], slots: dict[str, tuple[nn.Module, str]]
+) -> Iterator[str]:
+    """What was computed from weights that had not been read, or written to them, in words."""
+    for name, parameter in others.items():
+        if parameter.isnan().any():
+            yield (
+                f"{name} was made from weights that are not read yet (a copy, as by "
+                "modules_to_save or resize_token_embeddings, or an initialisation by their "
+                "values). Load this model with from_pretrained, or make it without that."
+            )
+    for name, (module, attribute) in slots.items():
+        weight = getattr(module, attribute)
+        if isinstance(weight, nn.Parameter) and not weight[(0,) * weight.dim()].isnan():
+            yield (
+                f"{name} was written to before it is read, and would be read over. Write to it "
+                "after prepare, or load this model with from_pretrained."
+            )
+
+
+def _make_equal(parameter: nn.Parameter, device: torch.device) -> None:
+    """Rank 0's values on all ranks."""
+    if _distributed():
+        values = parameter.detach().to(device, copy=True)
+        dist.broadcast(values, src=0)
+        parameter.data.copy_(values)
+
+
+def _read(unread: _Unread, slots: dict[str, tuple[nn.Module, str]], where: torch.device) -> None:
+    problem = []
+    groups = _by_weight(slots)
+    try:
+        with ThreadPoolExecutor(READERS) as readers:
+            jobs = ([n for n in names if n in unread.stored] for names in groups)
+            read = readers.map(lambda names: _rows(unread, names, slots, where), jobs)
+            for names, local in zip(groups, read, strict=True):
+                _put(names, slots, local)
+    except ValueError as error:
+        problem = [str(error)]
+    refuse_together(problem)
+
+
+def _rows(
+    unread: _Unread, names: list[str], slots: dict[str, tuple[nn.Module, str]], where: torch.device
+) -> Tensor:
+    """This rank's part of a weight, which tied weights have once for each of `names`."""
+    weight = getattr(*slots[names[0]])
+    shape, offsets = tuple(weight.shape), (0,) * weight.dim()
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        shape, offsets = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
+    start, found = offsets[0] if shape else 0, []
+    for name in names:
+        local = torch.empty(*shape[:1], *weight.shape[1:], dtype=weight.dtype, device=where)
+        # Rounded as from_pretrained would, and only then made what FSDP2 trains.
+        unread.stored[name].read_into(local, start, unread.dtypes[name])
+        found.append(local)
+    local = found[0]
+    if any(not torch.equal(local, other) for other in found[1:]):
+        raise ValueError(
+            f"{unread.stored[names[0]].file}: {' and '.join(names)} differ, but the config ties "
+            "them. Put tie_word_embeddings: false into config.json."
+        )
+    for dim in range(1, len(shape)):  # FSDP2 cuts the first dimension unless told otherwise
+        local = local.narrow(dim, offsets[dim], shape[dim])
+    return local.contiguous()
+
+
+def _scatter(
+    unread: _Unread,
+    slots: dict[str, tuple[nn.Module, str]],
+    device: torch.device,
+    where: torch.device,
+) -> None:
+    """Give each rank its part of rank 0's random weights, one after the other."""
+    for names in _by_weight(slots):
+        weight, dtype = getattr(*slots[names[0]]), unread.dtypes[names[0]]
+        whole = unread.drawn.get(names[0])
+        for name in names:
+            unread.drawn.pop(name, None)
+        whole = torch.empty(weight.shape, dtype=dtype) if whole is None else whole
+        whole = whole.to(device)
+        if isinstance(weight, DTensor):
+            mesh, placements = weight.device_mesh, weight.placements
+            whole = distribute_tensor(whole, mesh, placements, src_data_rank=0).to_local()
+        elif _distributed():
+            dist.broadcast(whole, src=0)
+        _put(names, slots, whole.to(where, weight.dtype))
+
+
+def _by_weight(slots: dict[str, tuple[nn.Module, str]]) -> list[list[str]]:
+    """Names, those of a tied weight together."""
+    groups: dict[int, list[str]] = {}
+    for name, slot in slots.items():
+        groups.setdefault(id(getattr(*slot)), []).append(name)
+    return list(groups.values())
+
+
+def _put(names: list[str], slots: dict[str, tuple[nn.Module, str]], local: Tensor) -> None:
+    """Set this rank's part of a weight."""
+    weight = getattr(*slots[names[0]])
+    if not isinstance(weight, nn.Parameter):
+        weight.copy_(local)
+        return
+    if isinstance(weight, DTensor):
+        shape, stride = weight.shape, weight.stride()
+        mesh, placements = weight.device_mesh, weight.placements
+        local = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+    read = nn.Parameter(local, requires_grad=weight.requires_grad)
+    for name in names:
+        setattr(*slots[name], read)
+
+
+def _wait_for_all() -> None:
+    """Wait until rank 0 has drawn random weights, longer than other collectives may take."""
+    if _distributed():
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()

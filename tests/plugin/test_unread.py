@@ -1,0 +1,308 @@
+"""Weights that each rank reads by itself, against `from_pretrained` and one process."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, set_seed
+
+from longctx_patch import LongContextConfig, SequenceShardCollator, patch
+from longctx_patch.hf.model import stored_weights
+from longctx_patch.plugin import load_sharded, unread, unread_model
+from tests.harness import run_distributed
+from tests.hf.tiny import featured_model, tiny_config, token_rows
+from tests.memory.live_bytes import LiveBytes
+from tests.plugin.launched import run_launched
+from tests.plugin.sharded import bits, fsdp2_on_cpu, whole
+
+CPU = torch.device("cpu")
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {}),
+    "experts, joined while reading": ("mixtral", {}),
+    "experts, shared and dense layers": ("qwen2_moe", {}),
+    "experts, stored joined": ("gpt_oss", {}),
+}
+
+
+def saved(folder: Path, case: str = "llama", dtype: torch.dtype = torch.float32) -> str:
+    """A checkpoint of several files, of random weights."""
+    family, features = CASES[case]
+    model = featured_model(family, **features).to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size="30KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    return str(folder)
+
+
+def shard(model: nn.Module) -> None:
+    """FSDP2 over layers and the rest, on all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
+    assert len(layers) >= 2
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def read(rank: int, folder: str, dtype: torch.dtype | None) -> tuple[dict[str, Any], ...]:
+    """(each weight and buffer, whole; logits and configs), as `load_sharded` gives them."""
+    torch.manual_seed(rank)
+    state = torch.get_rng_state()
+    model = unread_model(folder, dtype=dtype)
+    assert torch.equal(torch.get_rng_state(), state), "random numbers were drawn"
+    load_sharded(model, shard, CPU)
+    return everything(model)
+
+
+def everything(model: Any) -> tuple[dict[str, Any], ...]:
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    ids = torch.arange(30)[None]
+    said = {
+        "config": model.config.to_dict(),
+        "generation": model.generation_config.to_dict(),
+        "training": model.training,
+        "trained": [name for name, p in model.named_parameters() if p.requires_grad],
+        "logits": bits(whole(model(ids).logits)),
+    }
+    return {name: bits(whole(value)) for name, value in tensors.items()}, said
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_everything_is_what_from_pretrained_gives(case: str, tmp_path: Path) -> None:
+    """Three ranks don't divide the weights evenly, and one has none of four experts."""
+    folder = saved(tmp_path, case)
+    wanted = everything(AutoModelForCausalLM.from_pretrained(folder))
+    for found in run_distributed(read, 3, folder, None):
+        assert found == wanted
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """Weights keep the dtype of the checkpoint unless another one is asked for."""
+    folder = saved(tmp_path, dtype=torch.bfloat16)
+    wanted = everything(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto"))
+    assert wanted[0]["lm_head.weight"][0] == (dtype or torch.bfloat16)
+    for found in run_distributed(read, 2, folder, dtype):
+        assert found == wanted
+
+
+def trained(source: str, how: str, precision: str, lora: bool) -> tuple[list[Any], dict[str, Any]]:
+    """(losses, bits of all weights after three steps) of `prepare` under FSDP2."""
+    config = LongContextConfig(ring_degree=2)
+    accelerator = fsdp2_on_cpu(config, precision)
+    set_seed(7)
+    if how == "unread":
+        model = unread_model(source, dtype=torch.bfloat16 if lora else torch.float32)
+    else:
+        dtype = torch.bfloat16 if lora else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+    if lora:
+        if how == "unread":
+            set_seed(7 + dist.get_rank())  # rank 0's adapters become everyone's
+        options = LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, options)
+    handle = patch(model.train(), config)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    kept = {p for group in optimizer.param_groups for p in group["params"]}
+    assert kept == {p for p in model.parameters() if p.requires_grad}
+    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
+    losses = []
+    for step in range(3):
+        batch = collate([token_rows(30, 1, seed=step)[0]])
+        loss = model(**batch, num_valid_tokens=29).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(bits(loss.detach()))
+    return losses, {name: bits(whole(p)) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("case", "precision", "lora"),
+    [("llama", "no", False), ("tied", "bf16", False), ("llama", "bf16", True)],
+)
+def test_steps_are_those_of_weights_that_were_loaded_whole(
+    case: str, precision: str, lora: bool, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, case, torch.bfloat16)
+    wanted = run_launched(trained, 2, folder, "whole", precision, lora)
+    found = run_launched(trained, 2, folder, "unread", precision, lora)
+    assert found == wanted
+    assert wanted[0][0][0] != wanted[0][0][2], "nothing was trained"
+    assert wanted[0][1] == wanted[1][1]
+
+
+def held_while_reading(rank: int, folder: str) -> tuple[int, int]:
+    """(most bytes of tensors that were alive while weights were read, bytes of this rank's)."""
+    model = unread_model(folder, dtype=torch.float32)
+    live = LiveBytes()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(stored_weights, "BLOCK_BYTES", 4096)
+        # A mode holds for one thread. Weights are made by readers alone; here it is one.
+        readers = partial(ThreadPoolExecutor, initializer=live.__enter__)
+        patched.setattr(unread, "ThreadPoolExecutor", lambda _: readers(1))
+        load_sharded(model, shard, CPU)
+    return live.top, sum(p.to_local().nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("case", ["llama", "experts, joined while reading"])
+def test_no_rank_holds_more_than_its_own_rows_and_a_block(case: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, case, torch.bfloat16)
+    whole_bytes = 4 * AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+    ranks = run_distributed(held_while_reading, 2, folder)
+    assert sum(kept for _, kept in ranks) == whole_bytes
+    for most, kept in ranks:
+        assert 0.4 * whole_bytes < kept <= most <= kept + 2 * 4096
+
+
+def draw(rank: int, file: str, dtype: torch.dtype) -> tuple[dict[str, Any], ...]:
+    set_seed(3 if rank == 0 else 4)
+    model = unread_model(file, dtype=dtype)
+    load_sharded(model, shard, CPU)
+    return everything(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("processes", [1, 3])
+def test_random_weights_are_those_of_one_process(
+    dtype: torch.dtype, processes: int, tmp_path: Path
+) -> None:
+    config = tiny_config("qwen3", tie_word_embeddings=True)
+    config.save_pretrained(tmp_path)
+    file = str(tmp_path / "config.json")
+    set_seed(3)
+    wanted = everything(AutoModelForCausalLM.from_config(config, dtype=dtype))
+    for weights, said in run_distributed(draw, processes, file, dtype):
+        assert weights == wanted[0]
+        assert said["logits"] == wanted[1]["logits"]
+
+
+def spoil(folder: Path, how: str) -> tuple[str, str]:
+    """Spoil a checkpoint; returns what the message names, beside the file."""
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    name = "model.layers.1.mlp.up_proj.weight"
+    file = folder / places[name]
+    tensors = load_file(file)
+    if how == "cut short":
+        file.write_bytes(file.read_bytes()[:-100])
+        return str(file), "Download it again"
+    if how == "gone":
+        file.unlink()
+        return str(file), "Download it again"
+    if how == "index":
+        index.write_text("{}")
+        return str(index), "not an index"
+    if how == "missing":
+        del tensors[name]
+    elif how == "unexpected":
+        tensors["model.layers.1.mlp.extra.weight"] = tensors[name].clone()
+    elif how == "shape":
+        tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    said = {
+        "missing": f"{name} is in none",
+        "unexpected": "model.layers.1.mlp.extra.weight is no weight of a LlamaForCausalLM",
+        "shape": rf"{name} has the shape \[95, 64\].*has \[96, 64\]",
+    }
+    return str(folder if how == "missing" else file), said[how]
+
+
+def refused(rank: int, folder: str, only_rank: int | None = None) -> str:
+    if only_rank not in (None, rank):
+        folder += "-whole"
+    with pytest.raises(ValueError) as caught:
+        unread_model(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["cut short", "gone", "index", "missing", "unexpected", "shape"])
+def test_files_that_do_not_fit_are_refused_by_name(how: str, tmp_path: Path) -> None:
+    """All ranks say the same, also where only one of them sees a spoilt file."""
+    folder = saved(tmp_path / "model")
+    saved(tmp_path / "model-whole")
+    file, said = spoil(Path(folder), how)
+    for only_rank in (None, 1):
+        first, second = run_distributed(refused, 2, folder, only_rank)
+        assert first == second
+        assert file in first
+        with pytest.raises(AssertionError, match=said):
+            raise AssertionError(first)
+
+
+def test_what_can_not_be_read_by_rows_is_refused(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no weights in safetensors"):
+        unread_model(str(tmp_path))
+    config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match=r"quantised.*from_pretrained"):
+        unread_model(str(tmp_path), config=config)
+
+
+def test_weights_that_are_tied_but_differ_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"embed_tokens.weight and lm_head.weight differ, but the"):
+        run_in_one(folder)
+
+
+def run_in_one(folder: str, change: Any = lambda model: model) -> Any:
+    model = change(unread_model(folder))
+    load_sharded(model, lambda _: None, CPU)
+    return model
+
+
+def test_what_was_made_from_unread_weights_is_refused(tmp_path: Path) -> None:
+    """Copies of weights and what follows from their values; no file holds these."""
+    folder = saved(tmp_path)
+
+    def copied(model: Any) -> Any:
+        return get_peft_model(
+            model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        )
+
+    def resized(model: Any) -> Any:
+        model.resize_token_embeddings(100, mean_resizing=False)
+        return model
+
+    def zeroed(model: Any) -> Any:
+        model.lm_head.weight.data.zero_()
+        return model
+
+    for change in (copied, resized):
+        with pytest.raises(ValueError, match="made from weights that are not read yet"):
+            run_in_one(folder, change)
+    with pytest.raises(ValueError, match=r"lm_head\.weight was written to before it is read"):
+        run_in_one(folder, zeroed)
+    model = unread_model(folder)
+    assert model(torch.arange(3)[None]).logits.isnan().all()
+
+
+def test_without_fsdp2_prepare_refuses(tmp_path: Path) -> None:
+    for said in run_launched(prepared_without_fsdp2, 2, saved(tmp_path)):
+        assert "distributed_type: FSDP" in said
+
+
+def prepared_without_fsdp2(folder: str) -> str:
+    from longctx_patch import make_accelerator
+
+    accelerator = make_accelerator(LongContextConfig(ring_degree=2))
+    with pytest.raises(ValueError) as caught:
+        accelerator.prepare(unread_model(folder))
+    return str(caught.value)
