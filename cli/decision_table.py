@@ -73,8 +73,9 @@ def _recipe(decisions: Decisions) -> tuple[str, str]:
         return "finetune", "plain text; --sft and --dpo take TRL's trainers"
     if recipe == "dpo":
         return "dpo", "TRL's DPOTrainer (--dpo): chosen answers are learned over rejected ones"
-    learned = "the assistant's tokens are learned" if assistant_only else "all tokens are learned"
-    return "sft", f"TRL's SFTTrainer: {learned} (--train-on); of a prompt none"
+    if assistant_only:
+        return "sft", "TRL's SFTTrainer: the assistant's tokens are learned (--train-on)"
+    return "sft", "TRL's SFTTrainer: labels are learned, or completions, or else all tokens"
 
 
 def _rows(decisions: Decisions) -> str:

@@ -26,7 +26,7 @@ line per step), settings.json (the settings as used), checkpoints (`{save_every}
 
 An interrupted run goes on from its newest checkpoint with `--resume`, added to its own command:
 repeat the settings that you added then. A run that differs in what decides its numbers is a new
-one. So is a longer run (`--max-steps`), unless its learning rate is constant (`--scheduler`).
+one. So is a longer run (`--max-steps`), unless its learning rate is constant (`{scheduler}`).
 
 ## Check the numbers
 
@@ -121,6 +121,7 @@ def render_readme(decisions: Decisions) -> str:
         launch=decisions.launch_command,
         settings_file=decisions.settings_file,
         save_every="--save-every" if is_finetune else "--save-steps",
+        scheduler="--scheduler" if is_finetune else "--lr-scheduler-type",
         how_to_start=_how_to_start(decisions),
         degree=decisions.sequence_degree,
         verify=shlex.join(["longctx", "verify", str(decisions.options.folder)]),

@@ -1,6 +1,7 @@
 """What a run over one of TRL's trainers trains and evaluates on."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,9 @@ def tables_of_run(file: Path) -> RunData:
 
     kind = DPOConfig if file.stem == "dpo" else SFTConfig
     on_cpu = ["--use-cpu", "1", "--bf16", "0"]  # nothing is computed here
-    settings, args = parse(kind, ["--config", str(file), *on_cpu])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of TRL's own defaults
+        settings, args = parse(kind, ["--config", str(file), *on_cpu])
     if settings.streaming:
         raise ValueError(f"{file}: streaming, so that there is no table to look at.")
     config, tokenizer = models.load_config(settings), models.load_tokenizer(settings)

@@ -153,9 +153,13 @@ def messages_of(record: Record, field: str) -> list[Message]:
     is_list = isinstance(given, list) and all(isinstance(each, Mapping) for each in given)
     if not is_list or not given:
         raise record.refused(f"{field} is {str(given)[:60]!r}: give a list of messages.")
-    for message in given:
+    for number, message in enumerate(given, start=1):
         if not isinstance(message.get("role"), str):
             raise record.refused(f"a message of {field} has no role: {str(message)[:80]!r}.")
+        if all(value is None for name, value in message.items() if name != "role"):
+            raise record.refused(
+                f"message {number} of {field}, of role {message['role']!r}, has no content."
+            )
     return list(given)
 
 
@@ -177,7 +181,8 @@ _NO_MARKERS = (
     "assistant_only_loss=True, and the chat template can't mark the assistant's tokens. Put "
     "{% generation %} and {% endgeneration %} around them in the template, the end of the turn "
     "included (chat_template.jinja beside the tokenizer); or learn all tokens "
-    "(assistant_only_loss: false); or give prompt and completion in each record."
+    "(assistant_only_loss: false; `longctx patch --train-on all`); or give prompt and "
+    "completion in each record."
 )
 _NO_STOP = (
     "assistant_only_loss=True, and the chat template marks the assistant's words without the token "

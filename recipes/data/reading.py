@@ -128,8 +128,9 @@ class Reading:
         """Rows of `seq_len` tokens at most, those in which nothing is learned left out."""
         if len(ids) > self.seq_len and self.too_long == "refuse":
             raise record.refused(
-                f"{len(ids)} tokens, and rows have {self.seq_len} at most. Give more (--seq-len), "
-                "or say what to do: --too-long cut (drop the end) or split (several rows)."
+                f"{len(ids)} tokens, and rows have {self.seq_len} at most. Give more "
+                "(seq_len), or say what to do by the setting too_long: cut (drop the end) or split "
+                "(several rows)."
             )
         stop = len(ids) if self.too_long == "split" else self.seq_len
         num_cut = max(0, len(ids) - stop)

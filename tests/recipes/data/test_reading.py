@@ -206,13 +206,22 @@ REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
         {"messages": [{"content": "w1"}]},
         "a message of messages has no role",
     ),
+    "no content": (
+        reading("chat"),
+        {"messages": [user("w1"), {"role": "assistant", "content": None}]},
+        "message 2 of messages, of role 'assistant', has no content",
+    ),
     "no messages": (reading("chat"), {"messages": []}, r"messages is '\[\]': give a list"),
     "nothing learned": (
         reading("chat", assistant_only=True),
         {"messages": [user("w1")]},
         "none of its 2 tokens is learned, since the assistant says nothing",
     ),
-    "too long": (reading("text"), {"text": "w1 " * 30}, r"31 tokens, .* --too-long cut"),
+    "too long": (
+        reading("text"),
+        {"text": "w1 " * 30},
+        "31 tokens, .* by the setting too_long: cut",
+    ),
     "pair too long": (
         reading("preference"),
         {"prompt": "w1 " * 9, "chosen": "w1", "rejected": "w2 w2"},
