@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
@@ -53,21 +53,16 @@ def write(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
+def invoke(job: Path, *options: str) -> Result:
+    """`longctx patch` for two CPU processes."""
+    words = ["patch", str(job / "tiny" / "config.json"), "--seq-len", "96", "--rope", "linear"]
+    words += ["--gpus", "2", "--cpu", "--out", str(job / "run")]
+    return CliRunner().invoke(longctx, [*words, *options])
+
+
 def patch(job: Path, *options: str) -> str:
-    """`longctx patch` for two CPU processes; returns what it says."""
-    model = str(job / "tiny" / "config.json")
-    usual = [
-        "--seq-len",
-        "96",
-        "--rope",
-        "linear",
-        "--gpus",
-        "2",
-        "--cpu",
-        "--out",
-        str(job / "run"),
-    ]
-    found = CliRunner().invoke(longctx, ["patch", model, *usual, *options])
+    """What `longctx patch` says when it writes a run folder."""
+    found = invoke(job, *options)
     assert found.exit_code == 0, found.output
     return found.output
 
@@ -177,19 +172,8 @@ def test_a_run_goes_on_where_it_stopped(job: Path) -> None:
 
 
 def refused(job: Path, *options: str) -> str:
-    model = str(job / "tiny" / "config.json")
-    usual = [
-        "--seq-len",
-        "96",
-        "--rope",
-        "linear",
-        "--gpus",
-        "2",
-        "--cpu",
-        "--out",
-        str(job / "run"),
-    ]
-    found = CliRunner().invoke(longctx, ["patch", model, *usual, *options])
+    """What it says when it writes none."""
+    found = invoke(job, *options)
     assert found.exit_code == 1
     assert not (job / "run").exists()
     return found.output
