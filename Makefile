@@ -25,7 +25,7 @@ STAMP := $(VENV)/.installed
 OLDEST := transformers==5.17.0
 OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/loss tests/hf/model \
     tests/trainer/test_exactness.py tests/trainer/test_refusals.py \
-    tests/trl/test_trainers.py
+    tests/trl/test_trainers.py tests/recipes/data
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 TYPED := longctx_patch cli recipes examples benchmarks docs tests
