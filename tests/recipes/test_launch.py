@@ -50,8 +50,8 @@ def test_two_replicas_of_two_ranks_train_as_one_process_and_resume(
     again = [*sharded, "--output", str(tmp_path / "four"), "--resume"]
     run_launched(finetune.main, 4, again)
     for repeated, before in zip(read_metrics(tmp_path / "four"), whole, strict=True):
-        # Not to the last bit, as with one or two processes: DDP orders its buckets anew after its
-        # first step, so four ranks add their gradients in another order.
+        # Not to the last bit, as with one process: on some machines the last digit of a norm over
+        # four DDP ranks differs, perhaps since DDP orders its buckets anew after its first step.
         for name in ("loss", "grad_norm"):
             assert repeated[name] == pytest.approx(before[name], rel=1e-6), name
 
