@@ -1,4 +1,4 @@
-"""FSDP2's mixed precision without rounding what is reduced."""
+"""FSDP2's gradients: reduced without rounding, and sharded between the forwards of a step."""
 
 from typing import Any
 
@@ -18,3 +18,13 @@ def exact_mixed_precision(precision: str) -> Any:
     if precision not in _DTYPES:
         return None
     return MixedPrecisionPolicy(param_dtype=_DTYPES[precision], reduce_dtype=torch.float32)
+
+
+def keep_gradients_sharded(accelerator: Any) -> None:
+    """Reduce gradients after every forward of a step, not after the last one only.
+
+    Accelerate's `no_sync`, which trainers enter before all but the last forward, would save
+    messages; but FSDP2 then keeps gradients whole, as many bytes as all trained weights take, on
+    every rank until the last backward.
+    """
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True

@@ -18,7 +18,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.accelerator import launched_sizes, read_when_sharded
-from longctx_patch.plugin.fsdp import exact_mixed_precision
+from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
 from longctx_patch.plugin.parallelism import data_parallel_sizes
 from longctx_patch.plugin.together import refuse_together
 from longctx_patch.rules.launched import flag
@@ -130,7 +130,7 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
         super().create_accelerator_and_postprocess()
         refuse_together(accelerator_problems(self.accelerator, degree))
         read_when_sharded(self.accelerator)
-        self._keep_reductions_exact()
+        self._settle_reductions()
         self._gather = GroupGather(self.accelerator, degree)
         self._groups = GroupsAsProcesses(self.accelerator, degree)
         self.accelerator.gather_for_metrics = self._gather.repeated
@@ -146,12 +146,16 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
         )
         return trainer_parallelism(config, dp_replicate_size=replicate, dp_shard_size=shard)
 
-    def _keep_reductions_exact(self) -> None:
-        """Under FSDP2, reduce in float32, and hand losses on as they are."""
+    def _settle_reductions(self) -> None:
+        """Under FSDP2, reduce in float32, hand losses on as they are, and keep gradients sharded
+        between the forwards of a step unless the arguments decide that."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         policy = exact_mixed_precision(str(self.accelerator.mixed_precision))
         if plugin is not None and policy is not None:
             plugin.mixed_precision_policy = policy
+        asked = self.args.accelerator_config.gradient_accumulation_kwargs or {}
+        if self.accelerator.is_fsdp2 and "sync_each_batch" not in asked:
+            keep_gradients_sharded(self.accelerator)
 
     def _patch(self, model: Any) -> None:
         self.unpatch()
