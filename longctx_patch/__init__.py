@@ -49,7 +49,12 @@ if TYPE_CHECKING:
     )
     from longctx_patch.transport import run_virtual_ranks
     from longctx_patch.transport.meeting import SequenceParallelismError
-    from longctx_patch.verification import all_configs, run_processes, verify
+    from longctx_patch.verification import (
+        all_configs,
+        run_processes,
+        verify,
+        verify_on_virtual_ranks,
+    )
 
 __version__ = "0.1.0"
 
@@ -84,7 +89,7 @@ _NAMES_IN = {
     ),
     "transport": ("run_virtual_ranks",),
     "transport.meeting": ("SequenceParallelismError",),
-    "verification": ("all_configs", "run_processes", "verify"),
+    "verification": ("all_configs", "run_processes", "verify", "verify_on_virtual_ranks"),
 }
 _HOME = {name: module for module, names in _NAMES_IN.items() for name in names}
 
@@ -126,6 +131,7 @@ __all__ = [
     "states_on_host",
     "trainer_parallelism",
     "verify",
+    "verify_on_virtual_ranks",
     "virtual_group",
     "world_place",
 ]

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.engine.groups import make_sequence_group
+from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.row import MaskFactory
@@ -31,7 +31,11 @@ from longctx_patch.kernels import available
 
 
 def patch(
-    model: nn.Module, config: LongContextConfig, *, mask: MaskFactory | None = None
+    model: nn.Module,
+    config: LongContextConfig,
+    *,
+    mask: MaskFactory | None = None,
+    group: SequenceGroup | None = None,
 ) -> PatchHandle:
     """Run a Hugging Face causal language model over sequences that are cut over ranks.
 
@@ -62,13 +66,18 @@ def patch(
             `Mask` (`longctx_patch.masks` has block-sparse ones, prefixes and more). Documents and
             sliding windows restrict it further (a window only looks back: later keys that the mask
             allows stay visible). With a mask, the stock path, and so `generate`, is refused.
+        group: the ranks that share rows, if they exist already; it stays open at `unpatch`. By
+            default the processes make one. With a `virtual_group` ranks are threads of this
+            process, each with a copy of the model: then calls are collective over the threads,
+            rows are whole, and you take the mean of the copies' gradients.
 
     The first training step proves that attention crossed the ranks, or raises
     `SequenceParallelismError`.
 
     Raises:
         UnsupportedModelError: the model has something that would silently go wrong.
-        ValueError: the degrees don't fit the world, or the model is patched already.
+        ValueError: the degrees don't fit the world, the group is one of another config, or the
+            model is patched already.
         In both cases the model is unchanged.
 
     Example:
@@ -80,10 +89,10 @@ def patch(
     base = transformers_api.causal_lm(model)
     stock = _checked_attention(base)
     _check_loss_and_weights(base)
-    _check_arguments(config, mask)
+    _check_arguments(config, mask, group)
     check_model_config(base.config, config)
     check_modules(model, transformers_api.attention_modules(base))
-    handle = _unbound_handle(base, config, mask)
+    handle = _unbound_handle(base, config, mask, group)
     try:
         _bind(handle, stock)
     except BaseException:
@@ -93,9 +102,12 @@ def patch(
 
 
 def _unbound_handle(
-    base: PreTrainedModel, config: LongContextConfig, mask: MaskFactory | None
+    base: PreTrainedModel,
+    config: LongContextConfig,
+    mask: MaskFactory | None,
+    given: SequenceGroup | None,
 ) -> PatchHandle:
-    group = make_sequence_group(config)
+    group = given or make_sequence_group(config)
     checkpoints = LayerCheckpoints(base, config.checkpoint, config.attention_kept)
     calls = DecoderCalls(
         group=group,
@@ -104,7 +116,8 @@ def _unbound_handle(
         first_step=FirstStep(base, group, checkpoints),
         checkpoints=checkpoints,
     )
-    return PatchHandle(base, calls, RowPasses(base, group), [group.close])
+    close = group.close if given is None else lambda: None  # a given group is its maker's
+    return PatchHandle(base, calls, RowPasses(base, group), [close])
 
 
 def _bind(handle: PatchHandle, stock: str) -> None:
@@ -155,7 +168,12 @@ def _check_loss_and_weights(base: PreTrainedModel) -> None:
         )
 
 
-def _check_arguments(config: LongContextConfig, mask: object) -> None:
+def _check_arguments(config: LongContextConfig, mask: object, group: SequenceGroup | None) -> None:
+    if group is not None and group.config != config:
+        raise ValueError(
+            f"the group was made for {group.config}, not for {config}: give group.config as the "
+            "config, or make the group of this one."
+        )
     if mask is not None and not callable(mask):
         raise ValueError(
             f"mask is a {type(mask).__name__}: give a function from the length of a padded row to "

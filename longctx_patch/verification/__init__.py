@@ -4,14 +4,17 @@ from longctx_patch.processes import ProcessesFailedError, run_processes
 from longctx_patch.verification.cases import TOLERANCES, CaseResult, Report, all_configs
 from longctx_patch.verification.proof import verify
 from longctx_patch.verification.shrink import shrink_config
+from longctx_patch.verification.virtual_ranks import VirtualParity, verify_on_virtual_ranks
 
 __all__ = [
     "TOLERANCES",
     "CaseResult",
     "ProcessesFailedError",
     "Report",
+    "VirtualParity",
     "all_configs",
     "run_processes",
     "shrink_config",
     "verify",
+    "verify_on_virtual_ranks",
 ]

@@ -143,7 +143,7 @@ def _run_case(
     small_config: Any, config: LongContextConfig, rows: Rows, dtype: str, reference: Reference
 ) -> RankResult:
     model = build_small_model(small_config, getattr(torch, dtype))
-    handle = patch(model, _on_cpu(config))
+    handle = patch(model, on_cpu(config))
     collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
     batch = collate(rows)
     documents = ShardedRow.read(batch[SHARD_KEY]).documents
@@ -172,7 +172,7 @@ def _run_case(
     )
 
 
-def _on_cpu(config: LongContextConfig) -> LongContextConfig:
+def on_cpu(config: LongContextConfig) -> LongContextConfig:
     """The config, without a kernel that only a GPU has."""
     return replace(config, kernel="reference" if config.kernel == "reference" else "auto")
 

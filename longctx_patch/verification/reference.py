@@ -60,7 +60,7 @@ def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
     """
     model = build_small_model(small_config, getattr(torch, dtype))
     batches = list(_batches(rows))
-    with _one_thread():
+    with one_thread():
         outputs = [model(input_ids=batch.ids, use_cache=False) for batch in batches]
         loss = _token_loss(outputs, batches) + _router_loss(model, outputs, batches)
         loss.backward()
@@ -72,7 +72,7 @@ def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Compute with one thread, as the ranks do: sums split over threads round differently."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

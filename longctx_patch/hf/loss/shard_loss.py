@@ -15,6 +15,7 @@ from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.token_head import TokenFields, shard_log_probs
 from longctx_patch.loss.law import IGNORE_INDEX, replica_scale, scale_of, sum_of_token_losses
+from longctx_patch.transport import VirtualTransport
 from longctx_patch.transport.meeting import Meeting, meet
 
 
@@ -105,6 +106,7 @@ class ShardLoss:
         if replica is not None:  # the router's loss is added whole, as to one process's loss
             scale = replica_scale(replica.num_items, **counts)
         else:
+            self._check_virtual_ranks()
             self._check_accumulation()
             scale = scale_of(
                 current.shift_labels.to(logits.device),
@@ -155,6 +157,15 @@ class ShardLoss:
         if any(row[2] for row in everyone):
             raise ValueError(GRADIENTS_IN_EVALUATION)
         return LossPass(shift_labels, num_labels, sum(row[0] for row in everyone))
+
+    def _check_virtual_ranks(self) -> None:
+        """Refuse a shard where ranks are threads: its loss is scaled by the processes."""
+        if isinstance(self._group.everyone, VirtualTransport):
+            raise ValueError(
+                "labels in a batch of SequenceShardCollator on virtual ranks: its loss counts the "
+                "processes of torch.distributed, and virtual ranks are threads of one. Give the "
+                "model whole rows."
+            )
 
     def _check_accumulation(self) -> None:
         """Refuse a shard where `accelerator.backward` would divide its loss: it is a share of all

@@ -1,0 +1,187 @@
+"""Compare a patched model on virtual ranks with the stock model, both in the calling process.
+
+For a notebook: any model object, config and batch, and no launcher. `verify` compares processes
+instead, and needs a model's config only.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.engine.groups import virtual_group
+from longctx_patch.hf.patching import patch
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.transport import VirtualTransport, run_virtual_ranks
+from longctx_patch.verification.cases import TOLERANCES
+from longctx_patch.verification.proof import on_cpu
+from longctx_patch.verification.reference import one_thread, relative_error
+
+TOLERANCE = TOLERANCES["float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualParity:
+    """One training step on virtual ranks against the same step of the stock model; print it."""
+
+    loss: float
+    """Of the whole rows; of the ranks' values, the one that is farthest from `stock_loss`."""
+    stock_loss: float
+    grad_rel_errs: Mapping[str, float]
+    """Relative error of each trained parameter's gradient, by the parameter's name."""
+    messages: int
+    """Of all ranks, as `bytes`."""
+    bytes: int
+    traffic_as_planned: bool
+    """Whether each rank sent what its plans say, to the byte."""
+    tolerance: float = TOLERANCE
+
+    @property
+    def loss_rel_err(self) -> float:
+        return abs(self.loss / self.stock_loss - 1)
+
+    @property
+    def worst_parameter(self) -> str:
+        """The parameter whose gradient has the largest error; NaN is the largest."""
+        errors = self.grad_rel_errs
+        return max(errors, key=lambda name: (errors[name] != errors[name], errors[name]))
+
+    @property
+    def ok(self) -> bool:
+        """Whether all errors are within the tolerance, and the traffic is as planned."""
+        errors = (self.loss_rel_err, *self.grad_rel_errs.values())
+        return self.traffic_as_planned and all(error <= self.tolerance for error in errors)
+
+    def __str__(self) -> str:
+        """A line for the loss and for each gradient, then the verdict."""
+        lines = {"loss": self.loss_rel_err, **self.grad_rel_errs}
+        width = max(map(len, lines))
+        planned = "as planned" if self.traffic_as_planned else "NOT as planned"
+        return "\n".join(
+            [
+                f"loss {self.loss:.7f}, stock {self.stock_loss:.7f}; relative errors:",
+                *(f"{name:{width}}  {error:.1e}" for name, error in lines.items()),
+                f"{self.messages} messages, {self.bytes} bytes, {planned}",
+                f"{'equal' if self.ok else 'NOT equal'} to the stock model within "
+                f"{self.tolerance:g}",
+            ]
+        )
+
+
+class _Step(NamedTuple):
+    """What one copy of the model computes."""
+
+    loss: float
+    grads: dict[str, Tensor]
+    sent: Traffic = Traffic()
+    planned: Traffic = Traffic()
+
+
+def verify_on_virtual_ranks(
+    model: nn.Module, config: LongContextConfig, batch: Mapping[str, Any]
+) -> VirtualParity:
+    """Train one step of whole rows on virtual ranks, and compare it with the stock model.
+
+    The ranks are threads of this process, and each patches a copy of the model. So this needs
+    memory for one model more than there are ranks: try small models. The model itself stays as it
+    is.
+
+    Args:
+        model: a stock model on the CPU, in float32, without dropout; also one of PEFT.
+        config: what to patch with; its `sequence_degree` is the number of ranks. A kernel that only
+            GPUs have is replaced by the CPU's.
+        batch: whole rows with `labels`, as for the model itself.
+
+    Raises:
+        UnsupportedModelError, ValueError: as `patch` does and as a patched model does of a batch;
+            or the model is not as above.
+        RuntimeError: a rank failed for another reason, which the text has.
+
+    Example:
+        >>> parity = verify_on_virtual_ranks(model, config, batch)  # doctest: +SKIP
+        >>> print(parity)  # doctest: +SKIP
+        >>> assert parity.ok  # doctest: +SKIP
+    """
+    _check(model)
+    copies = [_fresh_copy(model) for _ in range(config.sequence_degree)]
+    config = on_cpu(config)
+
+    def on_one_rank(transport: VirtualTransport) -> _Step:
+        mine = copies[transport.group_rank]
+        handle = patch(mine, config, group=virtual_group(transport, config))
+        found = _train(mine, batch)
+        counters, step = handle.counters, handle.first_step
+        sent = Traffic(counters.messages, counters.bytes)
+        planned = Traffic() if step is None else step.planned_forward() + step.planned_backward()
+        return found._replace(sent=sent, planned=planned)
+
+    with one_thread():
+        try:
+            ranks = run_virtual_ranks(config.sequence_degree, on_one_rank)
+        except RuntimeError as error:
+            if isinstance(error.__cause__, ValueError):  # a refusal, which all ranks raise alike
+                raise error.__cause__ from None
+            raise
+        return _compare(ranks, _train(_fresh_copy(model), batch))
+
+
+def _check(model: nn.Module) -> None:
+    """Refuse what could not be compared; `patch` refuses the rest."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("no parameter requires a gradient: unfreeze some, to compare gradients.")
+    others = {(p.device.type, p.dtype) for p in model.parameters()} - {("cpu", torch.float32)}
+    if others:
+        device, dtype = min(others, key=str)
+        raise ValueError(
+            f"parameters of {dtype} on {device}: virtual ranks run on the CPU, and the bound of "
+            f"{TOLERANCE:g} is one of float32. Give model.to('cpu', torch.float32)."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(
+                f"dropout of {module.p} in {name}: ranks would draw other numbers than the stock "
+                "model. Set it to 0 (lora_dropout=0 for an adapter)."
+            )
+
+
+def _fresh_copy(model: nn.Module) -> nn.Module:
+    mine = copy.deepcopy(model).train()
+    mine.zero_grad(set_to_none=True)
+    return mine
+
+
+def _train(model: nn.Module, batch: Mapping[str, Any]) -> _Step:
+    """Loss and gradients of one batch; a parameter that has none stays out."""
+    loss = model(**{**batch, "use_cache": False}).loss
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return _Step(loss.item(), grads)
+
+
+def _compare(ranks: Sequence[_Step], stock: _Step) -> VirtualParity:
+    """Gradients are averaged over the ranks, as DDP does."""
+    names = dict.fromkeys(name for step in (stock, *ranks) for name in step.grads)
+    errors = {name: _error([step.grads.get(name) for step in ranks], stock, name) for name in names}
+    sent = sum((rank.sent for rank in ranks), Traffic())
+    return VirtualParity(
+        loss=max((rank.loss for rank in ranks), key=lambda loss: abs(loss - stock.loss)),
+        stock_loss=stock.loss,
+        grad_rel_errs=errors,
+        messages=sent.messages,
+        bytes=sent.bytes,
+        traffic_as_planned=all(rank.sent == rank.planned for rank in ranks),
+    )
+
+
+def _error(grads: Sequence[Tensor | None], stock: _Step, name: str) -> float:
+    """Of the ranks' mean; 0 where both are all zeros, as of an adapter's first matrix at first."""
+    some = next(grad for grad in (stock.grads.get(name), *grads) if grad is not None)
+    zeros = torch.zeros_like(some)
+    expected = stock.grads.get(name, zeros)
+    mean = sum((zeros if grad is None else grad for grad in grads), zeros) / len(grads)
+    return 0.0 if torch.equal(mean, expected) else relative_error(mean, expected)

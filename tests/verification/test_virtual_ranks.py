@@ -1,0 +1,167 @@
+"""A model on virtual ranks is compared with the stock model in one process, or refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longctx_patch import (
+    LongContextConfig,
+    SequenceShardCollator,
+    UnsupportedModelError,
+    patch,
+    run_virtual_ranks,
+    verify_on_virtual_ranks,
+    virtual_group,
+)
+from longctx_patch.hf.loss import shard_loss
+from longctx_patch.loss.law import Scale
+from longctx_patch.transport import VirtualTransport
+from tests.hf.tiny import VOCABULARY, featured_model, tiny_model, token_rows
+
+RING = LongContextConfig(ring_degree=4)
+TWO = LongContextConfig(ring_degree=2)
+TOKENS = 31
+
+
+def padded_rows() -> dict[str, Tensor]:
+    """Two rows, one with a prompt that has no loss and one with padding."""
+    ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[0, :13] = -100
+    labels[1, 20:] = -100
+    mask[1, 20:] = 0
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def packed_row() -> dict[str, Tensor]:
+    batch = {name: value[:1] for name, value in padded_rows().items() if name != "attention_mask"}
+    batch["position_ids"] = torch.cat([torch.arange(length) for length in (3, 17, 11)])[None]
+    batch["labels"][0, [0, 3, 20]] = -100
+    return batch
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LongContextConfig(),
+        RING,
+        LongContextConfig(ulysses_degree=2, ring_degree=2, checkpoint="attention", mlp_tiles=2),
+        LongContextConfig(ulysses_degree=4, checkpoint="full", loss="logits"),
+        LongContextConfig(ring_degree=3, layout="contiguous"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch", [padded_rows(), packed_row()], ids=["padded", "packed"])
+def test_every_gradient_is_that_of_the_stock_model(
+    config: LongContextConfig, batch: dict[str, Tensor]
+) -> None:
+    model = tiny_model()
+    found = verify_on_virtual_ranks(model, config, batch)
+    assert found.ok, str(found)
+    assert set(found.grad_rel_errs) == {name for name, _ in model.named_parameters()}
+    assert (found.messages > 0) == (config.sequence_degree > 1)
+    assert "equal to the stock model within 1e-05" in str(found)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3_text", "qwen3_moe"])
+def test_windows_sinks_softcap_and_experts(family: str) -> None:
+    router = {"output_router_logits": True} if family == "qwen3_moe" else {}
+    found = verify_on_virtual_ranks(featured_model(family, **router), RING, padded_rows())
+    assert found.ok, str(found)
+
+
+def test_an_adapter_is_compared_and_the_model_stays_as_it_was() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear")).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = verify_on_virtual_ranks(model, RING, padded_rows())
+    assert found.ok, str(found)
+    assert all("lora_" in name for name in found.grad_rel_errs)
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    patch(model, LongContextConfig()).unpatch()  # nothing was left behind
+
+
+def test_a_wrong_number_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_label_more(num_items: float | None, *, group_labels: int, group_ranks: int) -> Scale:
+        return Scale(group_labels + 1, group_ranks)
+
+    monkeypatch.setattr(shard_loss, "replica_scale", one_label_more)
+    found = verify_on_virtual_ranks(tiny_model(), TWO, padded_rows())
+    assert not found.ok
+    assert found.grad_rel_errs[found.worst_parameter] > 0.01
+    assert "NOT equal to the stock model" in str(found)
+
+
+def without(name: str) -> dict[str, Tensor]:
+    return {key: value for key, value in padded_rows().items() if key != name}
+
+
+def lora_with_dropout() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(target_modules="all-linear", lora_dropout=0.1)
+    return get_peft_model(tiny_model(), adapter)
+
+
+def patched_model() -> nn.Module:
+    model = tiny_model()
+    patch(model, LongContextConfig())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "batch", "says"),
+    [
+        (lambda: tiny_model("mistral", attention_dropout=0.5), TWO, padded_rows(), "dropout=0.5"),
+        (tiny_model, LongContextConfig(ulysses_degree=8), padded_rows(), "query heads"),
+        (tiny_model, TWO, without("labels"), "whole rows without labels in training"),
+        (tiny_model, TWO, without("attention_mask") | {"position_ids": 3}, "position_ids"),
+        (lambda: tiny_model().bfloat16(), TWO, padded_rows(), r"bfloat16 .*Give model\.to\('cpu'"),
+        (lambda: tiny_model().requires_grad_(False), TWO, padded_rows(), "unfreeze some"),
+        (lora_with_dropout, TWO, padded_rows(), r"dropout of 0.1 .*lora_dropout=0 for an adapter"),
+        (patched_model, TWO, padded_rows(), "a patched model can't be copied"),
+    ],
+)
+def test_what_can_not_be_compared_is_refused_as_patch_does(
+    make: Any, config: LongContextConfig, batch: dict[str, Tensor], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        verify_on_virtual_ranks(make(), config, batch)
+
+
+def test_a_family_that_is_not_supported() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(
+        GPT2Config(n_embd=32, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    )
+    with pytest.raises(UnsupportedModelError, match="'gpt2' is not supported"):
+        verify_on_virtual_ranks(model, TWO, padded_rows())
+
+
+def test_labels_of_a_shard_need_processes() -> None:
+    """Their loss is scaled by the number of processes, which virtual ranks are not."""
+    models = [tiny_model(), tiny_model()]
+
+    def on_one_rank(transport: VirtualTransport) -> None:
+        rank = transport.group_rank
+        patch(models[rank], TWO, group=virtual_group(transport, TWO))
+        collate = SequenceShardCollator(TWO, group_rank=rank, pad_token_id=0)
+        with pytest.raises(ValueError, match=r"virtual ranks are threads of one. Give .* whole"):
+            models[rank](**collate(token_rows(TOKENS)))
+
+    run_virtual_ranks(2, on_one_rank)
+
+
+def test_a_group_of_another_config_is_refused() -> None:
+    def on_one_rank(transport: VirtualTransport) -> None:
+        group = virtual_group(transport, TWO)
+        with pytest.raises(ValueError, match=r"give group\.config as the config"):
+            patch(tiny_model(), RING, group=group)
+
+    run_virtual_ranks(2, on_one_rank)
