@@ -13,7 +13,6 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 MOVED_FOLDERS = {"cli": "longctx_patch.cli", "recipes": "longctx_patch.recipes"}
 
-DATA = ["datasets"]
 DRAW = ["matplotlib"]
 FOUR_BITS = ["bitsandbytes>=0.48"]
 TRL = ["trl>=1.16"]
@@ -25,7 +24,6 @@ DEV = [
     "pytest-xdist",
     "ruff",
     "types-PyYAML",
-    *DATA,
     *DRAW,
     *FOUR_BITS,
     *TRL,
@@ -73,17 +71,18 @@ setup(
         "torch>=2.11",
         "transformers>=5.17,<6",
         "accelerate>=1.15",
+        "datasets>=4",  # reads and keeps what every recipe trains on
         "peft",
         "click",
         "numpy",
         "packaging",
         "psutil",
+        "pyarrow",
         "PyYAML",
         "tokenizers",
         "tqdm",
     ],
     extras_require={
-        "data": DATA,
         "dev": DEV,
         "draw": DRAW,
         # A pre-release whose functions may still change, so one version. [cu13] is the compiler for

@@ -9,9 +9,9 @@ import click
 import numpy as np
 
 from longctx_patch.cli.text_table import aligned
-from longctx_patch.data import pack_rows
+from longctx_patch.data import pack_lengths
 from longctx_patch.loss.law import IGNORE_INDEX
-from longctx_patch.recipes.data.table import lengths_of
+from longctx_patch.recipes.data.token_table import lengths_of
 from longctx_patch.recipes.trl_data import RunData
 
 BARS = 40
@@ -50,8 +50,7 @@ def _summary(data: RunData, table: Any) -> list[str]:
 
 def packing_of(lengths: np.ndarray, seq_len: int) -> tuple[int, float]:
     """(number of packed rows, how full they are on the average), by best fit."""
-    documents = ({"input_ids": np.zeros(length, np.int32)} for length in lengths)
-    filled = [sum(row["seq_lengths"]) for row in pack_rows(documents, seq_len)]
+    filled = [int(lengths[row].sum()) for row in pack_lengths(map(int, lengths), seq_len)]
     return len(filled), sum(filled) / (len(filled) * seq_len)
 
 

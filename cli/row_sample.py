@@ -5,13 +5,13 @@ from itertools import islice
 from math import ceil
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from longctx_patch.cli.run_recipe import first_kind
-from longctx_patch.data import pack_rows
-from longctx_patch.recipes import models, texts
+from longctx_patch.data import pack_lengths
+from longctx_patch.recipes import models
+from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
-from longctx_patch.recipes.data.sources import parts_of, records_of
+from longctx_patch.recipes.data.sources import parts_of
+from longctx_patch.recipes.data.text_reading import documents_of, tokens_of
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.documents import Documents
 
@@ -63,11 +63,11 @@ def _first_lengths(settings: Settings) -> Iterator[int]:
     if first_kind(settings.text[0]) != "text":
         yield from islice(_lengths_of_records(settings, tokenizer), MOST_DOCUMENTS)
         return
-    documents = texts.read_documents(settings.text, settings.text_field)
+    documents = documents_of(settings.text, settings.text_field)
     for document in islice(documents, MOST_DOCUMENTS):
         length = 0
         for start in range(0, len(document), PIECE):
-            length += len(texts.tokens_of(document[start : start + PIECE], tokenizer))
+            length += len(tokens_of(document[start : start + PIECE], tokenizer))
             if length >= most:
                 break
         yield min(length, most)
@@ -88,7 +88,7 @@ def _lengths_of_records(settings: Settings, tokenizer: Any) -> Iterator[int]:
 def _packed(lengths: list[int], seq_len: int) -> list[tuple[int, ...]]:
     """Some of the rows that the recipe would pack from documents of these lengths, repeated."""
     times = ceil(PACKED_ROWS * seq_len / sum(lengths))
-    documents = ({"input_ids": np.zeros(n, np.int32)} for n in times * lengths)
-    rows = [tuple(row["seq_lengths"]) for row in pack_rows(documents, seq_len)]
+    lengths = times * lengths
+    rows = [tuple(lengths[n] for n in row) for row in pack_lengths(lengths, seq_len)]
     full = rows[:-1] or rows  # the last row may not be full
     return full[:: ceil(len(full) / NUM_ROWS)]

@@ -5,9 +5,10 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
 from longctx_patch.cli.patch_options import PatchOptions
+from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import FIELDS, Kind, kind_of
-from longctx_patch.recipes.data.sources import parts_of, records_of
+from longctx_patch.recipes.data.sources import parts_of
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
 
 RecipeName = Literal["finetune", "sft", "dpo"]

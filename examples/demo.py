@@ -19,14 +19,14 @@ import warnings
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
 import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from longctx_patch.recipes.data.text_reading import TextReading
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.texts import read_documents, token_rows
+from longctx_patch.recipes.text_rows import joined_rows, stream_of
 
 SHORT, LONG = 256, 2048
 PRETRAIN_STEPS, FINETUNE_STEPS = 300, 20
@@ -158,20 +158,17 @@ def held_out_losses(folder: Path) -> tuple[float, float]:
     final = folder / "two" / "final"
     config = AutoConfig.from_pretrained(final)  # carries the YaRN change
     base = AutoModelForCausalLM.from_pretrained(folder / "pretrain" / "final", config=config)
-    rows = token_rows(
-        read_documents([str(folder / "held_out.jsonl")], "text"),
-        AutoTokenizer.from_pretrained(final),
-        seq_len=LONG,
-        one_document_per_row=False,
-    )[:HELD_OUT_ROWS]
-    before = mean_loss(base, rows)
-    return before, mean_loss(PeftModel.from_pretrained(base, str(final)), rows)
+    reading = TextReading(AutoTokenizer.from_pretrained(final))
+    rows = joined_rows(stream_of([str(folder / "held_out.jsonl")], reading), LONG)
+    held_out = [rows[number]["input_ids"] for number in range(HELD_OUT_ROWS)]
+    before = mean_loss(base, held_out)
+    return before, mean_loss(PeftModel.from_pretrained(base, str(final)), held_out)
 
 
 @torch.inference_mode()
-def mean_loss(model: torch.nn.Module, rows: list[np.ndarray]) -> float:
+def mean_loss(model: torch.nn.Module, rows: list[list[int]]) -> float:
     """The mean loss of rows that all have one length."""
-    batches = [torch.from_numpy(row)[None].long() for row in rows]
+    batches = [torch.tensor(row)[None] for row in rows]
     losses = [model.eval()(input_ids=ids, labels=ids).loss.item() for ids in batches]
     return sum(losses) / len(losses)
 

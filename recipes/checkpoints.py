@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from .model_card import how_to_load, mark_adapter
+from .row_order import RowOrder
 from .settings import PARALLELISM, Settings
-from .texts import RowOrder, digest
 
 RUN_FILE = "run.json"
 WRITERS = 4
@@ -54,15 +54,15 @@ class TrainState:
     """Optimizer steps done; with the row order this is also the position in the data."""
 
 
-def fingerprint(settings: Settings, order: RowOrder, processes: int) -> dict[str, Any]:
+def fingerprint(settings: Settings, order: RowOrder, digest: str, processes: int) -> dict[str, Any]:
     """What a resumed run must share with the run that it continues (`exact`), and that run's world:
-    its processes and how they share rows."""
+    its processes and how they share rows. `digest`: of the rows."""
     values = dataclasses.asdict(settings)
     return {
         "exact": {
             **{key: values[key] for key in values if key not in FREE | WORLD | ROWS},
             "rows_per_step": order.rows_per_step,
-            "rows": digest(order.rows, order.seq_lengths),
+            "rows": digest,
         },
         "world": {"processes": processes, **{key: values[key] for key in sorted(WORLD | ROWS)}},
     }

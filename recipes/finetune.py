@@ -36,30 +36,31 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.hf.preflight import preflight
 from longctx_patch.loss.law import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
-from longctx_patch.recipes import checkpoints, hub, models, texts
+from longctx_patch.recipes import checkpoints, hub, models
 from longctx_patch.recipes.bars import ProgressBar
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes, read_metrics
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
-from longctx_patch.recipes.packed import PackedText, pack_documents
-from longctx_patch.recipes.record import write_record
+from longctx_patch.recipes.row_order import RowOrder
+from longctx_patch.recipes.run_record import write_record
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
+from longctx_patch.recipes.text_rows import TextRows, rows_of_run
 
 
 class Data(NamedTuple):
     """What this process trains on."""
 
-    order: texts.RowOrder
+    rows: TextRows
+    order: RowOrder
     """The order of all rows, the same in every process."""
     collator: SequenceShardCollator
     """Cuts this process's shard."""
     replica: int
-    packed: PackedText | None = None
 
     def metrics(self) -> dict[str, float]:
         """What every line of metrics.jsonl says about the rows."""
-        return {"packing_efficiency": self.packed.efficiency} if self.packed else {}
+        return {} if self.rows.edges is None else {"packing_efficiency": self.rows.efficiency}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,7 +91,9 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     settings = models.with_dtype(settings, config, on_cpu=device_type == "cpu")
     tokenizer, model = build_model(settings, config, accelerator)
     data = build_data(settings, tokenizer)
-    run = checkpoints.fingerprint(settings, data.order, accelerator.num_processes)
+    run = checkpoints.fingerprint(
+        settings, data.order, data.rows.digest(), accelerator.num_processes
+    )
     if checkpoint:
         checkpoints.check_fingerprint(checkpoint, run)
     fused = choose_fused_layers(settings.fused_layers, model, device_type)
@@ -106,8 +109,8 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     if checkpoint:
         checkpoints.load_checkpoint(accelerator, state, checkpoint)
     accelerator.print(f"fused layers: {fused.how} ({fused.why})\nweights: {settings.dtype}")
-    if data.packed:
-        accelerator.print(data.packed.summary)
+    if data.rows.summary:
+        accelerator.print(data.rows.summary)
     with explained(settings, handle.model.config, accelerator):
         if states_on_host(accelerator):
             handle.reserve_host(states_to_come(state))
@@ -209,24 +212,12 @@ def _reads_shards(settings: Settings, accelerator: Any) -> bool:
 
 
 def build_data(settings: Settings, tokenizer: Any) -> Data:
-    """Read the text into rows of tokens, packed or cut from the joined text."""
+    """Find the rows of the text, which one process of each machine makes, and their order."""
     config = settings.sequence_parallelism()
     replica, group_rank, replicas = world_place(config)
-    documents = texts.read_documents(settings.text, settings.text_field)
-    packed = None
-    if settings.pack:
-        packed = pack_documents(documents, tokenizer, seq_len=settings.seq_len)
-        rows = packed.rows
-    else:
-        rows = texts.token_rows(
-            documents,
-            tokenizer,
-            seq_len=settings.seq_len,
-            one_document_per_row=settings.one_document_per_row,
-        )
-    order = texts.RowOrder(
+    rows = rows_of_run(settings, tokenizer)
+    order = RowOrder(
         rows=rows,
-        seq_lengths=packed and packed.seq_lengths,
         replicas=replicas,
         batch_size=settings.batch_size,
         accumulation=settings.gradient_accumulation_steps,
@@ -242,7 +233,7 @@ def build_data(settings: Settings, tokenizer: Any) -> Data:
         # The rows of a forward become one row, always of the same length, so that memory is reused.
         pad_to_length=settings.seq_len * settings.batch_size if settings.pack else 0,
     )
-    return Data(order, collator, replica, packed)
+    return Data(rows, order, collator, replica)
 
 
 def micro_batches(data: Data, steps: range) -> Iterator[dict[str, torch.Tensor]]:

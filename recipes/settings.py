@@ -129,8 +129,12 @@ class ModelSettings:
 class _Text:
     """On what is trained, and to where."""
 
-    text: list[str] = setting("text files, folders, globs, .jsonl files, datasets", default=[])
-    text_field: str = setting("name of the text field in JSONL and datasets", default="text")
+    text: list[str] = setting(
+        "files (.jsonl, .json, .csv, .parquet, .arrow, texts), folders, globs, saved datasets, "
+        "hub names",
+        default=[],
+    )
+    text_field: str = setting("name of the text field in records", default="text")
     load_sharded: bool = setting(
         "under FSDP2 each process reads its own rows of the weights only, from safetensors; not "
         "yet run on GPUs",

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from datasets import concatenate_datasets
 
 from longctx_patch.recipes import models
+from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import FIELDS, Kind, kind_of
-from longctx_patch.recipes.data.sources import parts_of, records_of
-from longctx_patch.recipes.data.table import mixed, stream_of, table_of
+from longctx_patch.recipes.data.sources import parts_of
+from longctx_patch.recipes.data.token_table import mixed, stream_of, table_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
 

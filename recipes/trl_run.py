@@ -23,7 +23,7 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.recipes import checkpoints, models
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
-from longctx_patch.recipes.record import write_record
+from longctx_patch.recipes.run_record import write_record
 from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback
 from longctx_patch.recipes.trl_data import load_data, reading_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse

@@ -26,7 +26,8 @@ class TrlSettings(Parallelism, ModelSettings):
     """What belongs to the model, its data and how ranks share a row."""
 
     data: list[str] = setting(
-        "files (.jsonl, .json, .csv, .parquet, texts), folders, globs, saved datasets, hub names",
+        "files (.jsonl, .json, .csv, .parquet, .arrow, texts), folders, globs, saved datasets, "
+        "hub names",
         default=[],
     )
     data_shares: list[float] = setting(

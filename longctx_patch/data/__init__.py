@@ -1,7 +1,14 @@
 """Batches for sequence parallelism."""
 
 from longctx_patch.data.collator import SHARD_KEY, SequenceShardCollator
-from longctx_patch.data.packing import PackedRows, pack_rows
+from longctx_patch.data.packing import PackedRows, pack_lengths, pack_rows
 from longctx_patch.data.whole_rows import ROWS_KEY
 
-__all__ = ["ROWS_KEY", "SHARD_KEY", "PackedRows", "SequenceShardCollator", "pack_rows"]
+__all__ = [
+    "ROWS_KEY",
+    "SHARD_KEY",
+    "PackedRows",
+    "SequenceShardCollator",
+    "pack_lengths",
+    "pack_rows",
+]

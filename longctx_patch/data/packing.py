@@ -1,14 +1,15 @@
 """Packing of documents into rows of a given length, with as little padding as possible.
 
 `pack_rows` goes once over tokenised rows and yields packed ones for `SequenceShardCollator`, which
-keeps attention, positions and labels within documents. `best_fit` is the packing algorithm.
+keeps attention, positions and labels within documents. `pack_lengths` says which documents these
+rows have, from their lengths alone. `best_fit` is the packing algorithm.
 
 Packing is deterministic: ranks that are given the same rows in the same order pack them alike.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from longctx_patch.data.rows import parse_row
 
 TooLong = Literal["refuse", "split"]
+T = TypeVar("T")
 
 
 class PackedRow(TypedDict):
@@ -144,30 +146,9 @@ class PackedRows(IterableDataset[PackedRow]):
             )
 
     def _bins(self) -> Iterator[list["_Document"]]:
-        """The documents of each packed row.
-
-        When the buffer is full, all bins are yielded except the emptiest, whose documents stay in
-        the buffer.
-        """
-        buffer: list[_Document] = []
-        num_buffered = 0
-        for document in self._documents():
-            buffer.append(document)
-            num_buffered += len(document.ids)
-            if num_buffered >= self.buffer_rows * self.seq_len:
-                *full, buffer = self._packed(buffer)
-                yield from full
-                num_buffered = sum(len(document.ids) for document in buffer)
-        if buffer:
-            yield from self._packed(buffer)
-
-    def _packed(self, documents: list["_Document"]) -> list[list["_Document"]]:
-        """Bins in the order of the stream, except that the emptiest comes last."""
-        lengths = [len(document.ids) for document in documents]
-        bins = list(best_fit(lengths, self.seq_len))
-        emptiest = min(range(len(bins)), key=lambda n: sum(lengths[i] for i in bins[n]))
-        bins.append(bins.pop(emptiest))
-        return [[documents[index] for index in indices] for indices in bins]
+        """The documents of each packed row."""
+        documents = ((len(document.ids), document) for document in self._documents())
+        return _filled(documents, self.seq_len, self.buffer_rows)
 
     def _documents(self) -> Iterator["_Document"]:
         """The documents of all rows, none empty and none longer than a packed row."""
@@ -192,6 +173,44 @@ class PackedRows(IterableDataset[PackedRow]):
         self.num_split += 1
         whole, rest = divmod(length, self.seq_len)
         yield from _cut(document, [self.seq_len] * whole + [rest] * (rest > 0))
+
+
+def pack_lengths(
+    lengths: Iterable[int], seq_len: int, *, buffer_rows: int = 32
+) -> Iterator[list[int]]:
+    """The numbers (from 0) of the documents in each row that `pack_rows` makes of documents with
+    these lengths, each from 1 to `seq_len`."""
+    return _filled(
+        ((length, number) for number, length in enumerate(lengths)), seq_len, buffer_rows
+    )
+
+
+def _filled(items: Iterable[tuple[int, T]], seq_len: int, buffer_rows: int) -> Iterator[list[T]]:
+    """Items, given with their lengths, in the order of packed rows.
+
+    When the buffer is full, all bins are yielded except the emptiest, whose items stay in the
+    buffer.
+    """
+    buffer: list[tuple[int, T]] = []
+    num_buffered = 0
+    for item in items:
+        buffer.append(item)
+        num_buffered += item[0]
+        if num_buffered >= buffer_rows * seq_len:
+            *full, buffer = _packed(buffer, seq_len)
+            yield from ([found for _, found in row] for row in full)
+            num_buffered = sum(length for length, _ in buffer)
+    if buffer:
+        yield from ([found for _, found in row] for row in _packed(buffer, seq_len))
+
+
+def _packed(items: Sequence[tuple[int, T]], seq_len: int) -> list[list[tuple[int, T]]]:
+    """Bins in the order of the stream, except that the emptiest comes last."""
+    lengths = [length for length, _ in items]
+    bins = list(best_fit(lengths, seq_len))
+    emptiest = min(range(len(bins)), key=lambda n: sum(lengths[i] for i in bins[n]))
+    bins.append(bins.pop(emptiest))
+    return [[items[index] for index in indices] for indices in bins]
 
 
 class _Document(NamedTuple):

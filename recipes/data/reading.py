@@ -35,6 +35,14 @@ class Reading:
     vocab_size: int | None = None
     """Ids are below; None: not checked."""
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """Types of a row's fields."""
+        names: tuple[str, ...] = ("input_ids", "labels")
+        if self.kind == "preference":
+            names = ("prompt_ids", "chosen_ids", "rejected_ids")
+        return {**dict.fromkeys(names, "tokens"), "num_cut": "int64"}
+
     def rows(self, record: Record) -> Iterator[Row]:
         """The rows of a record; several if it is split. Raises BadRecord."""
         found = kind_of(record, self.text_field)

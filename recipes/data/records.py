@@ -20,6 +20,10 @@ class BadRecord(ValueError):
     """A record that can't be trained on: the message begins with its file and row."""
 
 
+class NoRecords(ValueError):
+    """A source whose files hold nothing to train on."""
+
+
 class Record(NamedTuple):
     """One line of a source."""
 

@@ -8,6 +8,12 @@ import pytest
 from tests.tiny_llama import TINY_LLAMA
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of rows that this process makes are made for one test."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     """The config.json of a model with an original length of 64 tokens."""

@@ -220,7 +220,7 @@ def test_a_constant_schedule_may_be_extended_and_rows_divided_anew(
     ("flags", "changes", "message"),
     [
         (["--lora-targets", "q_proj", "query"], {}, "lora_targets query: .*It has down_proj"),
-        ([], {"text": "nowhere/*.txt"}, "no text found"),
+        ([], {"text": "nowhere/*.txt"}, r"no data at 'nowhere/\*\.txt'"),
         ([], {"seq-len": 60000, "rope": "yarn"}, "5001 tokens, less than one row"),
         ([], {"seq-len": 65}, "65 tokens.*reaches 64.*--rope yarn"),
         ([], {"model": "nobody/nothing"}, "nobody/nothing.*config.json, or set HF_HOME"),

@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 
 import datasets
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from datasets import Dataset
 
-from longctx_patch.recipes.data import sources
+from longctx_patch.recipes.data import readers, sources
+from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.records import BadRecord, Record, kind_of
-from longctx_patch.recipes.data.sources import parts_of, records_of
+from longctx_patch.recipes.data.sources import parts_of
 
 RECORDS = [{"text": f"Zeile {n} mit ä", "extra": {"n": n}} for n in range(100)]
 
@@ -45,12 +48,34 @@ def test_tables_are_read_once_wherever_they_are_cut(
     table = Dataset.from_list(records)
     table.save_to_disk(str(tmp_path / "saved"))
     table.to_parquet(str(tmp_path / "a.parquet"))
+    pq.write_table(table.data.table, tmp_path / "groups.parquet", row_group_size=13)
+    with pa.ipc.new_file(tmp_path / "file.arrow", table.data.table.schema) as file:
+        file.write_table(table.data.table)
+    stream = next((tmp_path / "saved").glob("*.arrow"))
+    stream.rename(tmp_path / "stream.arrow")
+    stream.symlink_to(tmp_path / "stream.arrow")
+    names = ("saved", "a.parquet", "groups.parquet", "file.arrow", "stream.arrow")
+    monkeypatch.setattr(readers, "BATCH_RECORDS", 5)
     for size in (1, 7, 1000):
         monkeypatch.setattr(sources, "PART_RECORDS", size)
-        for name in ("saved", "a.parquet"):
+        for name in names:
             found = read(tmp_path / name)
             assert [record.fields for record in found] == records
             assert str(found[41].place) == f"{tmp_path / name}, record 42"
+
+
+def test_of_a_folder_with_tables_the_training_split(tmp_path: Path) -> None:
+    """Not its README and not its test split; files of another kind are not dropped in silence."""
+    (tmp_path / "data").mkdir()
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        Dataset.from_dict({"text": [name]}).to_parquet(str(tmp_path / f"data/{name}.parquet"))
+    (tmp_path / "README.md").write_text("about")
+    found = [record.fields["text"] for record in read(tmp_path)]
+    assert found == ["train-00000-of-00002", "train-00001-of-00002"]
+    write_lines(tmp_path / "more.jsonl", [json.dumps(RECORDS[0])])
+    with pytest.raises(BadRecord, match=r"more\.jsonl: .* Give a glob of the files that are meant"):
+        read(tmp_path)
+    assert len(read(f"{tmp_path}/data/*.parquet")) == 3
 
 
 def test_folders_globs_and_other_files(tmp_path: Path) -> None:
@@ -82,6 +107,7 @@ BAD = {
     "short.csv": (b"text,n\na,1\nb\n", "short.csv, line 3: not as many fields"),
     "long.csv": (b"text,n\na,1,2\n", "long.csv, line 2: not as many fields"),
     "bytes.csv": (b"text\na\n\xff\n", "bytes.csv, after line 0: no CSV in UTF-8"),
+    "cut.arrow": (b"ARROW1", "cut.arrow: no arrow file, or one cut short"),
     "cut.parquet": (b"PAR1", "cut.parquet: no parquet file, or one cut short"),
     "bytes.txt": (b"\xff", "bytes.txt is not UTF-8 text"),
 }

@@ -10,13 +10,8 @@ import pytest
 from longctx_patch.recipes.data import sources
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import BadRecord
-from longctx_patch.recipes.data.table import lengths_of, mixed, stream_of, table_of
+from longctx_patch.recipes.data.token_table import lengths_of, mixed, stream_of, table_of
 from tests.trl.cases import rows, tokenizer
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> str:
@@ -51,7 +46,7 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
         raise AssertionError("records were read again")
 
     with monkeypatch.context() as patched:
-        patched.setattr("longctx_patch.recipes.data.table.records_of", fail)
+        patched.setattr("longctx_patch.recipes.data.token_table.records_of", fail)
         assert table_of(source, reading("completion"))[:] == table[:]
         for other in (
             reading("completion", 99),

@@ -1,0 +1,220 @@
+"""Records of a part of a source, one reader for each kind of file.
+
+Records are read as Python objects: a table of `datasets` would fill the fields that a message lacks
+with None, which chat templates then print.
+"""
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from longctx_patch.recipes.data.records import TEXT_FILE, BadRecord, Record
+
+Reader = Literal["jsonl", "json", "csv", "parquet", "arrow", "saved", "hub", "text"]
+BATCH_RECORDS = 1000
+"""Records of a table that are Python objects at a time."""
+BLOCK_BYTES = 2**20
+
+
+class Part(NamedTuple):
+    """What one process reads in one go."""
+
+    reader: Reader
+    path: str
+    start: int
+    """First byte of a `.jsonl` file, first record of a table."""
+    stop: int
+    stamp: tuple[int, int]
+    """Size and time of the last change, by which a cache notices another file."""
+
+
+def records_of(part: Part) -> Iterator[Record]:
+    """The records of a part. Raises BadRecord for one that can't be read."""
+    read = {
+        "jsonl": _jsonl_records,
+        "json": _json_records,
+        "csv": _csv_records,
+        "parquet": _parquet_records,
+        "arrow": _arrow_records,
+        "saved": _saved_records,
+        "hub": _hub_records,
+        "text": _text_records,
+    }
+    yield from read[part.reader](part)
+
+
+class Line(NamedTuple):
+    """The place of a line: counted when it is printed, since few are."""
+
+    path: str
+    start: int
+    """Its first byte."""
+
+    def __str__(self) -> str:
+        number = 1
+        with open(self.path, "rb") as file:
+            while left := self.start - file.tell():
+                number += file.read(min(left, BLOCK_BYTES)).count(b"\n")
+        return f"{self.path}, line {number}"
+
+
+def _jsonl_records(part: Part) -> Iterator[Record]:
+    with open(part.path, "rb") as file:
+        if part.start:
+            file.seek(part.start - 1)
+            file.readline()  # the line that the part before this one ends with
+        while (start := file.tell()) < part.stop and (line := file.readline()):
+            if line.strip():
+                yield _parsed(line, Line(part.path, start))
+
+
+def _parsed(line: bytes, place: Line) -> Record:
+    try:
+        found = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"{place}: not UTF-8 text ({error.reason}).") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        cut = (
+            "" if line.endswith(b"\n") else " The file may be cut short: its last line has no end."
+        )
+        raise BadRecord(f"{place}: no JSON ({error}).{cut}") from error
+    return _object(found, place)
+
+
+def _json_records(part: Part) -> Iterator[Record]:
+    try:
+        found = json.loads(Path(part.path).read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise BadRecord(
+            f"{part.path}: no JSON ({error}). Give one object per line a name ending in .jsonl."
+        ) from error
+    for number, record in enumerate(found if isinstance(found, list) else [found], start=1):
+        yield _object(record, f"{part.path}, record {number}")
+
+
+def _object(found: Any, place: Line | str) -> Record:
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise BadRecord(f"{place}: a {kind}, not an object with named fields.")
+    return Record(found, place)
+
+
+def _csv_records(part: Part) -> Iterator[Record]:
+    with open(part.path, encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, strict=True)
+        try:
+            for record in rows:
+                place = f"{part.path}, line {rows.line_num}"
+                if None in record or None in record.values():
+                    raise BadRecord(f"{place}: not as many fields as the first line has names.")
+                yield Record(record, place)
+        except (UnicodeDecodeError, csv.Error) as error:
+            place = f"{part.path}, after line {rows.line_num}"
+            raise BadRecord(f"{place}: no CSV in UTF-8 ({error}).") from error
+
+
+def _parquet_records(part: Part) -> Iterator[Record]:
+    file, first = open_parquet(part.path), 0
+    for group in range(file.num_row_groups):
+        size = file.metadata.row_group(group).num_rows
+        if first < part.stop and first + size > part.start:
+            number = first
+            for batch in file.iter_batches(batch_size=BATCH_RECORDS, row_groups=[group]):
+                start, stop = (max(0, place - number) for place in (part.start, part.stop))
+                yield from _batch_records(part, batch[start:stop], number + start)
+                number += len(batch)
+        first += size
+
+
+def open_parquet(path: str) -> Any:
+    """The file, of which nothing is read yet. Raises BadRecord for one that is none."""
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped]
+
+    try:
+        return ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise BadRecord(f"{path}: no parquet file, or one cut short ({error}).") from error
+
+
+def _arrow_records(part: Part) -> Iterator[Record]:
+    table = open_arrow(part.path)
+    for start in range(part.start, part.stop, BATCH_RECORDS):
+        yield from _batch_records(part, table[start : min(part.stop, start + BATCH_RECORDS)], start)
+
+
+def open_arrow(path: str) -> Any:
+    """The table in an arrow file of either form, mapped. Raises BadRecord for one that is none."""
+    import pyarrow
+
+    try:
+        mapped = pyarrow.memory_map(path)
+        try:
+            return pyarrow.ipc.open_stream(mapped).read_all()
+        except pyarrow.ArrowInvalid:
+            return pyarrow.ipc.open_file(mapped).read_all()
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise BadRecord(f"{path}: no arrow file, or one cut short ({error}).") from error
+
+
+def _batch_records(part: Part, batch: Any, first: int) -> Iterator[Record]:
+    for number, fields in enumerate(batch.to_pylist(), start=first + 1):
+        yield Record(without_none(fields), f"{part.path}, record {number}")
+
+
+def _saved_records(part: Part) -> Iterator[Record]:
+    found = open_saved(part.path)
+    for number in range(part.start, part.stop):
+        yield Record(without_none(found[number]), f"{part.path}, record {number + 1}")
+
+
+def open_saved(path: str) -> Any:
+    """A saved dataset, mapped. Raises BadRecord for one without a split for training."""
+    from datasets import load_from_disk
+
+    return _train_split(load_from_disk(path), path)
+
+
+def _hub_records(part: Part) -> Iterator[Record]:
+    from datasets import load_dataset
+
+    try:
+        found = _train_split(load_dataset(part.path, streaming=True), part.path)
+    except (OSError, ValueError) as error:
+        raise BadRecord(
+            f"{part.path}: no file or folder here, and no dataset that the hub gives "
+            f"({' '.join(str(error).split())[:300]})."
+        ) from error
+    for number, fields in enumerate(found, start=1):
+        yield Record(without_none(fields), f"{part.path}, record {number}")
+
+
+def _train_split(found: Any, path: str) -> Any:
+    if not isinstance(found, dict):
+        return found
+    if "train" not in found:
+        raise BadRecord(f"{path} has the splits {', '.join(found)}: one named train is needed.")
+    return found["train"]
+
+
+def _text_records(part: Part) -> Iterator[Record]:
+    try:
+        text = Path(part.path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRecord(
+            f"{part.path} is not UTF-8 text ({error.reason} at byte {error.start}). Leave it out, "
+            "for example with a glob: 'folder/**/*.txt'"
+        ) from error
+    if text:
+        yield Record({TEXT_FILE: text}, part.path)
+
+
+def without_none(value: Any) -> Any:
+    """A table's record without the fields that only other records of its table have."""
+    if isinstance(value, dict):
+        return {name: without_none(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_none(each) for each in value]
+    return value

@@ -1,0 +1,90 @@
+"""Documents of plain text as tokens, each closed by the eos token.
+
+A document is a record's field of text, or a whole text file. A long one is several rows of a table,
+so that a writer never holds much; where rows of training are cut is decided later, from lengths.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from longctx_patch.recipes.data.readers import records_of
+from longctx_patch.recipes.data.records import CHAT_FIELDS, TEXT_FILE, Record
+from longctx_patch.recipes.data.sources import parts_of
+
+PIECE_TOKENS = 2**14
+"""Most tokens in a row of the table."""
+
+
+@dataclass(frozen=True)
+class TextReading:
+    """How documents become rows of a table."""
+
+    tokenizer: Any
+    text_field: str = "text"
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return {"input_ids": "tokens", "ends": "bool", "digest": "int64"}
+
+    def rows(self, record: Record) -> Iterator[dict[str, Any]]:
+        """`input_ids`, whether the document `ends` with them, and their `digest`.
+
+        Raises BadRecord for a record without text.
+        """
+        text = text_of(record, self.text_field)
+        ids = tokens_of(text, self.tokenizer) if text else np.zeros(0, np.int32)
+        for start in range(0, len(ids), PIECE_TOKENS):
+            piece = ids[start : start + PIECE_TOKENS]
+            digest = hashlib.blake2b(piece.tobytes(), digest_size=8).digest()
+            yield {
+                "input_ids": piece,
+                "ends": start + PIECE_TOKENS >= len(ids),
+                "digest": int.from_bytes(digest, "little", signed=True),
+            }
+
+
+def tokens_of(document: str, tokenizer: Any) -> np.ndarray:
+    """int32 tokens of a document and the eos token."""
+    ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+    return np.array([*ids, tokenizer.eos_token_id], dtype=np.int32)
+
+
+def documents_of(sources: Sequence[str], text_field: str) -> Iterator[str]:
+    """The documents of all sources in order: sources as given, files of a folder or glob sorted.
+
+    Raises ValueError for a source that is not there, or a record without text.
+    """
+    for source in sources:
+        for part in parts_of(source):
+            for record in records_of(part):
+                if text := text_of(record, text_field):
+                    yield text
+
+
+def text_of(record: Record, text_field: str) -> str:
+    """The record's text, which may be empty. Raises BadRecord for a record without any."""
+    found = record.fields.get(TEXT_FILE, record.fields.get(text_field))
+    if not isinstance(found, str):
+        raise record.refused(_why_no_text(record.fields, text_field))
+    return found
+
+
+def _why_no_text(fields: Mapping[str, Any], text_field: str) -> str:
+    found = f"no text in field {text_field!r}, there is: {', '.join(fields) or 'nothing'}."
+    if {*CHAT_FIELDS, "conversation", "input_ids", "prompt", "chosen"} & fields.keys():
+        return (
+            f"{found} This recipe trains on plain text. Conversations, completions, pairs and rows "
+            "of tokens are for longctx_patch.recipes.sft and .dpo, whose run folder `longctx patch "
+            "--data` writes."
+        )
+    texts = [name for name, value in fields.items() if isinstance(value, str)]
+    if not texts:
+        return f"{found} None of them holds text. Give records with a field of text."
+    return (
+        f"{found} Give --text-field NAME, for example --text-field {texts[0]}; or leave the file "
+        "out, for example with a glob: --text 'folder/**/*.txt'"
+    )

@@ -1,0 +1,215 @@
+"""Rows of tokens in a memory-mapped table on disk, made once on each machine.
+
+`datasets` writes the table into its cache by several processes and maps it into memory; whoever
+asks for the same rows again, other processes of this run or later ones, gets the file that is
+there. While it is written, the others wait at a file's lock, not at a collective.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+from datasets import (
+    ArrowBasedBuilder,
+    BuilderConfig,
+    Dataset,
+    DatasetInfo,
+    Features,
+    IterableDataset,
+    List,
+    SplitGenerator,
+    Value,
+    interleave_datasets,
+)
+from datasets.exceptions import DatasetGenerationError
+
+from longctx_patch.recipes.data.readers import Part, records_of
+from longctx_patch.recipes.data.records import BadRecord, NoRecords, Record
+from longctx_patch.recipes.data.sources import parts_of
+
+FORMAT = 1
+"""Goes up when the same records and settings give other rows than before."""
+MOST_PROCESSES = 64
+CHUNK_ROWS, CHUNK_TOKENS = 1000, 2**20
+"""A chunk of the table, which its writer holds in memory, ends with the row that has so many."""
+
+Row = Mapping[str, Any]
+
+
+class RowReading(Protocol):
+    """How records become rows: a frozen dataclass."""
+
+    tokenizer: Any
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Types of a row's fields: `tokens` (ids or labels), or one of numpy's."""
+
+    def rows(self, record: Record) -> Iterator[Row]:
+        """The rows of a record. Raises BadRecord."""
+
+
+def table_of(source: str, reading: RowReading, *, num_proc: int = 1) -> Dataset:
+    """The rows of one source, in order.
+
+    Raises:
+        BadRecord: a record can't be trained on.
+        NoRecords: the source has none.
+        ValueError: it is not there.
+    """
+    parts = parts_of(source)
+    num_proc = max(1, min(num_proc, len(parts), MOST_PROCESSES))
+    key = fingerprint(parts, reading)
+    try:
+        builder = _Builder(config_id=f"rows-{key}", parts=parts, reading=reading)
+        builder.download_and_prepare(num_proc=num_proc if num_proc > 1 else None)
+        table = builder.as_dataset(split="train")
+    except (DatasetGenerationError, ValueError) as error:
+        if "corresponds to no data" in str(error):
+            raise NoRecords(f"no data in {source!r}: its files hold no records.") from None
+        raise _reason(error) from None
+    table._fingerprint = key
+    return table
+
+
+@dataclass
+class _Config(BuilderConfig):
+    parts: Sequence[Part] = ()
+    reading: Any = None
+
+
+class _Builder(ArrowBasedBuilder):
+    """Writes rows by chunks of arrays: as Python's numbers they would take ten times the memory."""
+
+    BUILDER_CONFIG_CLASS = _Config
+
+    def _info(self) -> DatasetInfo:
+        return DatasetInfo(features=_features(self.config.reading))
+
+    def _split_generators(self, _: Any) -> list[SplitGenerator]:
+        given = {"parts": list(self.config.parts), "reading": self.config.reading}
+        return [SplitGenerator(name="train", gen_kwargs=given)]
+
+    def _generate_tables(
+        self, parts: Sequence[Part], reading: RowReading
+    ) -> Iterator[tuple[int, pa.Table]]:
+        yield from enumerate(chunks_of(rows_of_parts(parts, reading), reading.columns))
+
+
+def chunks_of(rows: Iterator[Row], columns: Mapping[str, str]) -> Iterator[pa.Table]:
+    """The rows as tables, each of two rows or more, but for the last."""
+    held: list[Row] = []
+    num_tokens = 0
+    for row in rows:
+        arrays = {name: _array(row[name], kind) for name, kind in columns.items()}
+        num_tokens += sum(array.size for array in arrays.values())
+        held.append(arrays)
+        # A table of one row would wait in the builder's own list for a thousand others.
+        if len(held) == CHUNK_ROWS or (len(held) > 1 and num_tokens >= CHUNK_TOKENS):
+            yield _chunk(held, columns)
+            held, num_tokens = [], 0
+    if held:
+        yield _chunk(held, columns)
+
+
+def _array(value: Any, kind: str) -> np.ndarray:
+    return np.asarray(value, np.int32 if kind == "tokens" else kind)
+
+
+def _chunk(rows: Sequence[Row], columns: Mapping[str, str]) -> pa.Table:
+    return pa.table({name: _column([r[name] for r in rows], columns[name]) for name in columns})
+
+
+def _column(values: Sequence[np.ndarray], kind: str) -> pa.Array:
+    if kind != "tokens":
+        return pa.array(np.stack(values))
+    edges = np.cumsum([0, *map(len, values)]).astype(np.int32)
+    return pa.ListArray.from_arrays(edges, np.concatenate(values))
+
+
+def stream_of(source: str, reading: RowReading) -> IterableDataset:
+    """The same rows, made while they are read."""
+    return IterableDataset.from_generator(
+        rows_of_parts,
+        features=_features(reading),
+        gen_kwargs={"parts": parts_of(source), "reading": reading},
+    )
+
+
+def rows_of_parts(parts: Sequence[Part], reading: RowReading) -> Iterator[Row]:
+    for part in parts:
+        for record in records_of(part):
+            yield from reading.rows(record)
+
+
+def mixed(tables: Sequence[Dataset], shares: Sequence[float], *, seed: int) -> Dataset:
+    """Rows of all tables, drawn so that each has its share of all tokens.
+
+    Rows of a table are taken in order, and over again until each table has been taken once.
+    `shares`: numbers above 0, which need not add up to 1.
+    """
+    per_row = [share / _mean_length(table) for table, share in zip(tables, shares, strict=True)]
+    return interleave_datasets(
+        list(tables),
+        probabilities=[part / sum(per_row) for part in per_row],
+        seed=seed,
+        stopping_strategy="all_exhausted",
+    )
+
+
+def lengths_of(table: Dataset) -> np.ndarray:
+    """Tokens of each row, int64: read from the table's offsets, not from its tokens."""
+    total = np.zeros(table.data.num_rows, np.int64)
+    for name in table.column_names:
+        if name.endswith("_ids"):
+            chunks = table.data.column(name).chunks
+            total += np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
+    if table._indices is None:
+        return total
+    return total[table._indices.column(0).to_numpy()]  # of rows that were drawn or shuffled
+
+
+def fingerprint(parts: Sequence[Part], reading: RowReading) -> str:
+    """Equal for equal files, settings and tokenizers."""
+    tokenizer = reading.tokenizer
+    names = [field.name for field in dataclasses.fields(reading)]  # type: ignore[arg-type]
+    settings = {name: getattr(reading, name) for name in names if name != "tokenizer"}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    content = [
+        FORMAT,
+        type(reading).__name__,
+        parts,
+        settings,
+        words,
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+    ]
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:32]
+
+
+def _features(reading: RowReading) -> Features:
+    kinds = reading.columns.items()
+    return Features({n: List(Value("int32")) if k == "tokens" else Value(k) for n, k in kinds})
+
+
+def _mean_length(table: Dataset) -> float:
+    return float(lengths_of(table).mean())
+
+
+def _reason(error: BaseException) -> ValueError:
+    """What a process that reads has raised; of another process there is the text of its trace."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, BadRecord):
+            return found
+        if told := re.search(r"\.BadRecord: (.*?)\n\n", str(found), re.DOTALL):
+            return BadRecord(told[1])
+        found = found.__cause__ or found.__context__
+    return ValueError(f"the data can't be read: {error.__cause__ or error}")

@@ -1,0 +1,47 @@
+"""Which rows each step takes: it follows from the step's number alone, so that a run can resume at
+any step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Row = dict[str, list[int]]
+"""`input_ids`, and `seq_lengths` where rows are packed: the lengths of the row's documents."""
+
+
+@dataclass(kw_only=True)
+class RowOrder:
+    """Which rows each replica takes in each forward: shuffled anew in every pass over the data.
+
+    A step takes the next `replicas * batch_size * accumulation` rows of one endless sequence, so
+    two worlds with the same product train on the same rows in every step.
+    """
+
+    rows: Sequence[Row]
+    replicas: int
+    batch_size: int
+    accumulation: int
+    seed: int
+    _shuffled: tuple[int, np.ndarray] | None = field(default=None, init=False)
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.replicas * self.batch_size * self.accumulation
+
+    def micro_batches(self, step: int, replica: int) -> list[list[Row]]:
+        """Rows of `replica` in `step` (from 0), one list per forward."""
+        batches = []
+        for micro in range(self.accumulation):
+            first = step * self.rows_per_step
+            first += (micro * self.replicas + replica) * self.batch_size
+            indices = [self._row_index(first + offset) for offset in range(self.batch_size)]
+            batches.append([self.rows[index] for index in indices])
+        return batches
+
+    def _row_index(self, position: int) -> int:
+        epoch, within = divmod(position, len(self.rows))
+        if self._shuffled is None or self._shuffled[0] != epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            self._shuffled = (epoch, generator.permutation(len(self.rows)))
+        return int(self._shuffled[1][within])

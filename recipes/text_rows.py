@@ -1,0 +1,175 @@
+"""Rows of a run on plain text, cut or packed of documents whose tokens stay on disk.
+
+Everything here is a pure function of the files and the settings: every process computes the same
+rows. It holds where rows lie, 8 to 20 bytes for each document in them, and no tokens.
+"""
+
+import hashlib
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longctx_patch.data import pack_lengths
+from longctx_patch.recipes.data.records import NoRecords
+from longctx_patch.recipes.data.text_reading import TextReading
+from longctx_patch.recipes.data.token_stream import TokenStream
+from longctx_patch.recipes.data.token_table import table_of
+from longctx_patch.recipes.row_order import Row
+from longctx_patch.recipes.settings import Settings
+
+NO_TEXT = "no text found: the sources of text hold only empty documents."
+
+
+class Pieces(NamedTuple):
+    """Parts of documents, or of the joined text, in order."""
+
+    starts: np.ndarray
+    """int64, places in the stream."""
+    lengths: np.ndarray
+    """int32 tokens."""
+
+    def taken(self, which: np.ndarray) -> "Pieces":
+        return Pieces(self.starts[which], self.lengths[which])
+
+
+@dataclass(frozen=True)
+class TextRows(Sequence[Row]):
+    """Rows of tokens, read from disk one by one."""
+
+    stream: TokenStream
+    seq_len: int
+    pieces: Pieces
+    edges: np.ndarray | None = None
+    """Of packed rows: row n has the pieces `edges[n]` to before `edges[n + 1]`. None: piece n."""
+    summary: str = ""
+    """How rows were packed."""
+
+    def __len__(self) -> int:
+        return len(self.pieces.starts if self.edges is None else self.edges[1:])
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        if self.edges is None:
+            return {"input_ids": self._tokens(index).tolist()}
+        which = range(self.edges[index], self.edges[index + 1])
+        ids = np.concatenate([self._tokens(piece) for piece in which])
+        lengths = self.pieces.lengths[which.start : which.stop]
+        return {"input_ids": ids.tolist(), "seq_lengths": lengths.tolist()}
+
+    def _tokens(self, piece: int) -> np.ndarray:
+        start = int(self.pieces.starts[piece])
+        return self.stream.read(start, start + int(self.pieces.lengths[piece]))
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.pieces.lengths.sum(dtype=np.int64))
+
+    @property
+    def efficiency(self) -> float:
+        """Share of real tokens in the rows, each counted as `seq_len` long."""
+        return self.num_tokens / (len(self) * self.seq_len)
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row."""
+        if self.edges is None:
+            return self.pieces.lengths
+        return np.add.reduceat(self.pieces.lengths, self.edges[:-1])
+
+    def digest(self) -> str:
+        """A short fingerprint, equal for equal tokens in equal rows and documents."""
+        content = hashlib.sha256(self.stream.digest())
+        for places in (*self.pieces, self.edges):
+            if places is not None:
+                content.update(places.tobytes())
+        return content.hexdigest()[:16]
+
+
+def rows_of_run(settings: Settings, tokenizer: Any) -> TextRows:
+    """The rows of a run, whose tokens are made by one process of each machine, or found made.
+
+    Raises ValueError for sources that are not there, records without text, less text than a row.
+    """
+    stream = stream_of(settings.text, TextReading(tokenizer, settings.text_field))
+    if settings.pack:
+        return packed_rows(stream, settings.seq_len)
+    if settings.one_document_per_row:
+        return single_rows(stream, settings.seq_len)
+    return joined_rows(stream, settings.seq_len)
+
+
+def stream_of(sources: Sequence[str], reading: TextReading) -> TokenStream:
+    """The documents of all sources, as tokens. Raises ValueError without any."""
+    num_proc = max(1, (os.cpu_count() or 1) // 2)
+    tables = []
+    for source in sources:
+        try:
+            tables.append(table_of(source, reading, num_proc=num_proc))
+        except NoRecords:
+            continue
+    if not tables:
+        raise ValueError(NO_TEXT)
+    return TokenStream(tables)
+
+
+def joined_rows(stream: TokenStream, seq_len: int) -> TextRows:
+    """Rows of exactly `seq_len` tokens, cut from the joined documents; the rest is dropped."""
+    starts = np.arange(0, len(stream) - seq_len + 1, seq_len)
+    lengths = np.full(len(starts), seq_len, np.int32)
+    return _with_rows(TextRows(stream, seq_len, Pieces(starts, lengths)))
+
+
+def single_rows(stream: TokenStream, seq_len: int) -> TextRows:
+    """Rows of tokens of one document: a longer one gives several, and the last row of each may be
+    shorter (2 tokens at least)."""
+    pieces = _cut(stream.document_lengths(), seq_len)
+    return _with_rows(TextRows(stream, seq_len, pieces.taken(pieces.lengths > 1)))
+
+
+def _with_rows(rows: TextRows) -> TextRows:
+    if not len(rows):
+        raise ValueError(
+            f"the text has {len(rows.stream)} tokens, less than one row of seq_len={rows.seq_len}. "
+            "Give more text, a shorter --seq-len, or --pack or --one-document-per-row, which pad."
+        )
+    return rows
+
+
+def packed_rows(stream: TokenStream, seq_len: int) -> TextRows:
+    """Rows of `seq_len` tokens filled with documents, best fit first, which don't see each other.
+
+    A document longer than a row is cut into documents of `seq_len` tokens and a rest. They don't
+    see each other, and the first token after a cut is not predicted. A row in which nothing is
+    predicted (a rest of one token that fitted into no other row) is left out.
+    """
+    documents = stream.document_lengths()
+    pieces = _cut(documents, seq_len)
+    order, edges = array("q"), array("q", [0])
+    for row in pack_lengths(map(int, pieces.lengths), seq_len):
+        if pieces.lengths[row].max() > 1:
+            order.extend(row)
+            edges.append(len(order))
+    if len(edges) == 1:
+        raise ValueError(NO_TEXT)
+    found = TextRows(stream, seq_len, pieces.taken(np.array(order)), np.array(edges))
+    summary = (
+        f"packed {len(documents):,} documents into {len(found):,} rows, "
+        f"{found.efficiency:.1%} full; longer than a row, so split: "
+        f"{int((documents > seq_len).sum()):,}"
+    )
+    return TextRows(stream, seq_len, found.pieces, found.edges, summary)
+
+
+def _cut(documents: np.ndarray, seq_len: int) -> Pieces:
+    """Documents of these lengths in pieces of `seq_len` tokens, the last of each a rest."""
+    firsts = np.cumsum(documents) - documents
+    counts = -(-documents // seq_len)
+    lengths = np.full(int(counts.sum()), seq_len, np.int32)
+    last = np.cumsum(counts) - 1
+    lengths[last] = documents - (counts - 1) * seq_len
+    within = np.arange(len(lengths)) - np.repeat(last + 1 - counts, counts)
+    return Pieces(np.repeat(firsts, counts) + within * seq_len, lengths)

@@ -1,0 +1,121 @@
+"""Documents of every source, what is refused, and that several processes tokenise them once."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict
+
+from longctx_patch.processes import run_processes
+from longctx_patch.recipes.data import text_reading
+from longctx_patch.recipes.data.records import BadRecord
+from longctx_patch.recipes.data.text_reading import TextReading, documents_of
+from longctx_patch.recipes.models import byte_tokenizer
+from longctx_patch.recipes.text_rows import joined_rows, stream_of
+
+
+def documents(*sources: Path | str) -> list[str]:
+    return list(documents_of([str(source) for source in sources], "text"))
+
+
+def test_files_folders_and_globs_in_a_fixed_order(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "deep/c.md", ".hidden", "empty.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("" if name == "empty.txt" else name)
+    assert documents(tmp_path) == ["a.txt", "b.txt", "deep/c.md"]
+    assert documents(f"{tmp_path}/*.txt") == ["a.txt", "b.txt"]
+    assert documents(tmp_path / "b.txt", tmp_path / "a.txt") == ["b.txt", "a.txt"]
+
+
+def test_jsonl_and_its_field(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
+    assert documents(file) == ["one", "two"]
+    for record, message in (
+        ({"body": "two"}, r"line 2.*'text', there is: body.*for example --text-field body"),
+        ({"messages": [{"role": "user"}]}, "there is: messages. This recipe trains on plain text"),
+        ({"input_ids": [1]}, "there is: input_ids. .*longctx_patch.recipes.sft"),
+        ({"text": 1}, "there is: text. None of them holds text"),
+        ([], "a list, not an object with named fields"),
+    ):
+        file.write_text('{"text": "one"}\n' + json.dumps(record))
+        with pytest.raises(BadRecord, match=message):
+            documents(file)
+        with pytest.raises(BadRecord, match=message):
+            stream_of([str(file)], TextReading(byte_tokenizer()))
+
+
+def test_datasets_saved_to_disk_and_as_files(tmp_path: Path) -> None:
+    dataset = Dataset.from_dict({"text": ["one", "two"]})
+    dataset.save_to_disk(tmp_path / "saved")
+    DatasetDict(train=dataset).save_to_disk(tmp_path / "splits")
+    (tmp_path / "files").mkdir()
+    dataset.to_parquet(tmp_path / "files" / "train.parquet")
+    arrow = next((tmp_path / "saved").glob("*.arrow"))
+    for name in ("saved", "splits", "files", "files/train.parquet", "files/*.parquet", arrow):
+        assert documents(tmp_path / name) == ["one", "two"]
+
+
+def test_nothing_found_and_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no data at .*none\.txt"):
+        documents(tmp_path / "none.txt")
+    with pytest.raises(ValueError, match="no data at"):
+        documents(tmp_path)
+    (tmp_path / "image.png").write_bytes(b"\x89PNG")
+    with pytest.raises(ValueError, match=r"image\.png is not UTF-8 text"):
+        documents(tmp_path)
+
+
+class CountingTokenizer:
+    """Bytes; each call is a line in a file."""
+
+    eos_token_id = 256
+    chat_template = None
+    special_tokens_map: dict[str, str]
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.special_tokens_map = log, {}
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        with self.log.open("a") as log:
+            log.write(f"{os.getpid()}\n")
+        return {"input_ids": list(text.encode())}
+
+
+def read_rows(_: int, source: str, folder: Path) -> np.ndarray:
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    rows = joined_rows(stream_of([source], TextReading(CountingTokenizer(folder / "calls"))), 7)
+    return np.array([row["input_ids"] for row in rows])
+
+
+def test_one_process_tokenises_for_all(tmp_path: Path) -> None:
+    """Processes that start together call the tokenizer once for each document, and a later run not
+    at all; all have the same rows."""
+    texts = [f"document {number} " * (number % 7 + 1) for number in range(60)]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    joined = [i for text in texts for i in (*text.encode(), 256)]
+    wanted = np.array(joined[: len(joined) // 7 * 7]).reshape(-1, 7)
+    for processes in (3, 1):
+        for found in run_processes(read_rows, processes, str(source), tmp_path, timeout_s=120):
+            assert np.array_equal(found, wanted)
+        assert len((tmp_path / "calls").read_text().split()) == len(texts)
+
+
+def test_long_documents_are_pieces_that_say_where_they_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(text_reading, "PIECE_TOKENS", 4)
+    made = text_reading.Record({"text": "abcdefghijk"}, "here")
+    rows = list(TextReading(byte_tokenizer()).rows(made))
+    assert [len(row["input_ids"]) for row in rows] == [4, 4, 4]
+    assert [row["ends"] for row in rows] == [False, False, True]
+    assert len({row["digest"] for row in rows}) == 3
