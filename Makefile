@@ -10,6 +10,7 @@
 #   make faults     plant a fault in each of twelve rooms: a test of the room has to notice it
 #   make pictures   draw each picture of docs/schedules again
 #   make docs       write the generated pages of docs/reference
+#   make notebook   run the notebook of examples/ and write what its cells show
 #   make check      formatting, lint, types
 #   make clean      remove build output and caches (remove .venv by hand to start over)
 #
@@ -32,7 +33,7 @@ TYPED := longctx_patch cli recipes examples benchmarks docs tests
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-trainers test-grid test-oldest test-gpu faults pictures docs check clean
+.PHONY: install demo test test-trainers test-grid test-oldest test-gpu faults pictures docs notebook check clean
 
 install: $(STAMP)
 
@@ -93,6 +94,9 @@ pictures: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/make_reference.py
+
+notebook: $(STAMP)
+	$(BIN)/python -m docs.make_notebook
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

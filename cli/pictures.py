@@ -17,8 +17,13 @@ def check_picture(option: str, path: Path, endings: tuple[str, ...]) -> None:
             f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}, and none is made. "
             "Make it first, or give another folder."
         )
+    require_matplotlib(f"{option} {str(path)!r}")
+
+
+def require_matplotlib(asked: str) -> None:
+    """Raise ValueError where it is not installed; `asked` is what wants a picture."""
     if find_spec("matplotlib") is None:
         raise ValueError(
-            f"{option} {str(path)!r}: pictures are drawn with matplotlib, which is not installed. "
+            f"{asked}: pictures are drawn with matplotlib, which is not installed. "
             "Run: pip install longctx-patch[draw]"
         )

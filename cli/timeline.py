@@ -5,7 +5,7 @@ timeline_boxes.py says what is where and in which colour. matplotlib is loaded a
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from longctx_patch.cli.pictures import check_picture
 from longctx_patch.cli.timeline_boxes import (
@@ -49,8 +49,11 @@ def check_drawable(path: Path, num_ranks: int) -> None:
         )
 
 
-def draw(prediction: "Prediction", path: Path, *, caption: str) -> None:
-    """Write the picture of a prediction made `with_timeline`; `caption` says what was assumed."""
+def draw(prediction: "Prediction", path: Path | BinaryIO, *, caption: str) -> None:
+    """Write the picture of a prediction made `with_timeline`; `caption` says what was assumed.
+
+    A file that is open gets a PNG.
+    """
     import matplotlib
 
     # matplotlib reads these when a figure is made, and again when it is written.

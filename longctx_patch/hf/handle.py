@@ -27,15 +27,22 @@ from longctx_patch.transport import Counters
 Batch = TypeVar("Batch", bound=Mapping[str, Any])
 
 
-@dataclass
+@dataclass(repr=False)
 class PatchHandle:
     """A patched model; `unpatch` restores it."""
 
     model: PreTrainedModel
-    _calls: DecoderCalls = field(repr=False)
-    _rows: RowPasses = field(repr=False)
-    _undo: list[Callable[[], None]] = field(repr=False, default_factory=list)
-    _knows_ddp: bool = field(repr=False, default=False)
+    _calls: DecoderCalls
+    _rows: RowPasses
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+    _knows_ddp: bool = False
+
+    def __repr__(self) -> str:
+        """What is patched and how, in a line; the model itself would fill a page."""
+        return (
+            f"<patched {type(self.model).__name__}: rank {self.group_rank} of "
+            f"{self.config.degrees_in_words}, loss={self.config.loss!r}, {self.checkpointing}>"
+        )
 
     @property
     def group(self) -> SequenceGroup:
