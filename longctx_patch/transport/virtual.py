@@ -22,6 +22,8 @@ from longctx_patch.transport.protocol import Message, Pending
 
 T = TypeVar("T")
 _Address = tuple[tuple[int, ...], int, int]
+_CLOSED = object()
+"""The last item of a closed mailbox."""
 
 
 class Mailboxes:
@@ -31,23 +33,37 @@ class Mailboxes:
         self.timeout_s = timeout_s
         self._boxes: dict[_Address, Queue[object]] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def _box(self, address: _Address) -> "Queue[object]":
         with self._lock:
-            return self._boxes.setdefault(address, Queue())
+            if address not in self._boxes:
+                self._boxes[address] = Queue()
+                if self._is_closed:
+                    self._boxes[address].put(_CLOSED)
+            return self._boxes[address]
+
+    def close(self) -> None:
+        """Wake all ranks that wait, now or later, for something that was not sent."""
+        with self._lock:
+            self._is_closed = True
+            for box in self._boxes.values():
+                box.put(_CLOSED)
 
     def put(self, address: _Address, item: object) -> None:
         self._box(address).put(item)
 
     def take(self, address: _Address) -> object:
+        ranks, source, destination = address
+        waits = f"virtual rank {ranks[destination]} waited"
         try:
-            return self._box(address).get(timeout=self.timeout_s)
+            item = self._box(address).get(timeout=self.timeout_s)
         except Empty:
-            ranks, source, destination = address
-            raise TimeoutError(
-                f"virtual rank {ranks[destination]} waited {self.timeout_s} s "
-                f"for rank {ranks[source]}"
-            ) from None
+            raise TimeoutError(f"{waits} {self.timeout_s} s for rank {ranks[source]}") from None
+        if item is _CLOSED:
+            self.put(address, item)  # for whoever waits next
+            raise ConnectionAbortedError(f"{waits} for rank {ranks[source]} when a rank failed")
+        return item
 
 
 @dataclass
@@ -126,8 +142,8 @@ def run_virtual_ranks(
 ) -> list[T]:
     """Run `function(transport)` on every virtual rank; return the results by rank.
 
-    Raises RuntimeError from the first error of any rank; the ranks that wait for it give up after
-    `timeout_s`.
+    Raises RuntimeError from the first error of any rank; the others end when they next wait for a
+    rank. `timeout_s` is the longest that one waits for another.
     """
     mailboxes = Mailboxes(timeout_s)
     ranks = tuple(range(num_ranks))
@@ -141,6 +157,7 @@ def run_virtual_ranks(
                 results[group_rank] = function(VirtualTransport(mailboxes, ranks, group_rank))
         except BaseException as error:
             errors.append((group_rank, error))
+            mailboxes.close()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:

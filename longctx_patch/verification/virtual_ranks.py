@@ -82,7 +82,11 @@ class _Step(NamedTuple):
 
 
 def verify_on_virtual_ranks(
-    model: nn.Module, config: LongContextConfig, batch: Mapping[str, Any]
+    model: nn.Module,
+    config: LongContextConfig,
+    batch: Mapping[str, Any],
+    *,
+    timeout_s: float = 300.0,
 ) -> VirtualParity:
     """Train one step of whole rows on virtual ranks, and compare it with the stock model.
 
@@ -95,6 +99,7 @@ def verify_on_virtual_ranks(
         config: what to patch with; its `sequence_degree` is the number of ranks. A kernel that only
             GPUs have is replaced by the CPU's.
         batch: whole rows with `labels`, as for the model itself.
+        timeout_s: the longest that a rank waits for another.
 
     Raises:
         UnsupportedModelError, ValueError: as `patch` does and as a patched model does of a batch;
@@ -121,7 +126,7 @@ def verify_on_virtual_ranks(
 
     with one_thread():
         try:
-            ranks = run_virtual_ranks(config.sequence_degree, on_one_rank)
+            ranks = run_virtual_ranks(config.sequence_degree, on_one_rank, timeout_s=timeout_s)
         except RuntimeError as error:
             if isinstance(error.__cause__, ValueError):  # a refusal, which all ranks raise alike
                 raise error.__cause__ from None

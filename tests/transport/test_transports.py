@@ -80,6 +80,23 @@ def test_a_virtual_rank_that_fails_names_itself() -> None:
         run_virtual_ranks(2, run)
 
 
+def test_virtual_ranks_that_wait_end_when_one_fails() -> None:
+    """At once: in a notebook a failure would else be seen after the time limit only."""
+    ended: list[int] = []
+
+    def run(transport: VirtualTransport) -> None:
+        if transport.group_rank == 2:
+            raise ValueError("on purpose")
+        for _ in range(2):  # waiting again ends as well
+            with pytest.raises(ConnectionAbortedError, match="for rank 2 when a rank failed"):
+                transport.exchange([], [Message(2, torch.empty(1))]).wait()
+        ended.append(transport.group_rank)
+
+    with pytest.raises(RuntimeError, match="virtual rank 2 failed: on purpose"):
+        run_virtual_ranks(3, run, timeout_s=3600)
+    assert sorted(ended) == [0, 1]
+
+
 def test_a_virtual_rank_that_waits_in_vain_gives_up() -> None:
     def run(transport: VirtualTransport) -> None:
         if transport.group_rank == 0:
