@@ -33,7 +33,8 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reach}"),
         ("rope", settings.rope, _rope_reason(decisions)),
         ("attention", describe_layers(decisions.model_config), _rows(decisions)),
-        ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.why_degrees),
+        ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.sharing.why),
+        *_rows_per_step(decisions),
         ("shards", f"{decisions.tokens_per_gpu} tokens per {unit}", sequences),
         (
             "layout",
@@ -45,11 +46,23 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("mlp tiles", *_mlp_tiles(settings.mlp_tiles)),
         ("weights", *_weights(decisions)),
         *prediction_rows(
-            decisions.predicted,
+            decisions.sharing.predicted,
             is_asked=decisions.names_gpus,
             is_causal=not (settings.pack or any(facts.windows_in(settings.seq_len))),
         ),
     ]
+
+
+def _rows_per_step(decisions: Decisions) -> list[tuple[str, str, str]]:
+    options, settings = decisions.options, decisions.settings
+    if options.step_rows is None:
+        return []
+    forwards = settings.gradient_accumulation_steps
+    at_once = options.num_gpus // decisions.sequence_degree
+    tokens = options.step_rows * settings.seq_len
+    option = "--rows-per-step" if options.tokens_per_step is None else "--tokens-per-step"
+    why = f"{option}: {at_once} at once x {forwards} (gradient_accumulation_steps)"
+    return [("rows per step", f"{options.step_rows}, of {tokens:,} tokens in all", why)]
 
 
 def _attention_kept(share: float) -> list[tuple[str, str, str]]:

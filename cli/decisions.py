@@ -3,26 +3,21 @@
 `run_folder.py` writes the files that say so.
 """
 
-import dataclasses
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from longctx_patch.choose.degrees import Way
-from longctx_patch.choose.search import Result
-from longctx_patch.cli.degree_options import asked_degrees, choose_degrees
 from longctx_patch.cli.patch_options import PatchOptions
-from longctx_patch.cli.prediction import cluster_of, prediction
+from longctx_patch.cli.prediction import cluster_of
 from longctx_patch.cli.run_checks import check_out
 from longctx_patch.cli.run_recipe import Task, check_first_records, choose_task
+from longctx_patch.cli.step_sharing import Sharing, degrees_of, share
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.model.checks import check_model_config
-from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.hf.model.load import is_local, load_model_config
 from longctx_patch.plugin import accelerate_yaml
-from longctx_patch.predict.machines import MACHINES
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import Settings
@@ -47,16 +42,17 @@ class Decisions:
 
     options: PatchOptions
     task: Task
-    settings: Settings
+    sharing: Sharing
     model_config: Any
     """The config with the RoPE change."""
     old_config: Any
-    why_degrees: str
     launch_yaml: str
-    predicted: Result | None
-    """The predicted memory and time; None where these GPUs or the model are not known."""
     names_gpus: bool
     """Whether --gpus names a kind."""
+
+    @property
+    def settings(self) -> Settings:
+        return self.sharing.settings
 
     @property
     def has_text(self) -> bool:
@@ -123,50 +119,22 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)
-    degree, asked = asked_degrees(
-        num_ranks=options.num_gpus,
-        num_nodes=options.nodes,
-        sequence_degree=options.sequence_degree,
-        ulysses=options.ulysses,
-        ring=options.ring,
-    )
+    degrees_of(options)
     settings = models.with_dtype(_settings(model, options, cluster), config, on_cpu=options.cpu)
     scaled = models.load_config(settings)
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, scaled)
     check_first_records(task, options, tokenizer, scaled.vocab_size)
-    way, why = (asked, "as asked") if asked else _chosen(options, settings, scaled, degree, cluster)
-    settings = dataclasses.replace(
-        settings, ulysses=way.ulysses, ring=way.ring, layout=way.layout or settings.layout
-    )
-    check_model_config(scaled, settings.sequence_parallelism())
-    predicted = cluster and prediction(settings, scaled, cluster, options.states_on_host)
-    models.check_4bit(settings, fsdp=options.fsdp)
+    sharing = share(options, settings, scaled, cluster)
+    models.check_4bit(sharing.settings, fsdp=options.fsdp)
     return Decisions(
         options=options,
         task=task,
-        settings=settings,
+        sharing=sharing,
         model_config=scaled,
         old_config=config,
-        why_degrees=why,
-        launch_yaml=_launch_yaml(options, degree),
-        predicted=predicted,
+        launch_yaml=_launch_yaml(options, sharing.settings),
         names_gpus=cluster is not None,
-    )
-
-
-def _chosen(
-    options: PatchOptions, settings: Settings, config: Any, degree: int, cluster: Cluster | None
-) -> tuple[Way, str]:
-    """The degrees that the cost model takes for the model's layers and its rows' documents."""
-    kind = MACHINES[settings.hardware] if cluster is None else cluster.hardware
-    return choose_degrees(
-        settings,
-        ModelFacts.of(config),
-        degree,
-        options.num_gpus // options.nodes,
-        None if options.cpu else kind,
-        has_text=bool(options.data),
     )
 
 
@@ -185,10 +153,10 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
     )
 
 
-def _launch_yaml(options: PatchOptions, degree: int) -> str:
+def _launch_yaml(options: PatchOptions, settings: Settings) -> str:
     return accelerate_yaml(
         options.num_gpus,
-        degree,
+        settings.ulysses * settings.ring,
         fsdp=options.fsdp,
         num_machines=options.nodes,
         cpu=options.cpu,

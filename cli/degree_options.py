@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from longctx_patch.choose.degrees import Way, costs_of_ways, most_ulysses
 from longctx_patch.choose.tie import TIE, Cost, preferred
@@ -10,7 +11,7 @@ from longctx_patch.cli.row_sample import TYPICAL_TOKENS, RowSample, sample_rows
 from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.machines import Hardware
-from longctx_patch.predict.run.cluster import MOST_GPUS
+from longctx_patch.predict.run.cluster import MOST_GPUS, gpus_together
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.rules.world import require_whole_groups
 
@@ -66,38 +67,51 @@ def _check_divides(degree: int, num_ranks: int, ulysses: int | None, ring: int |
             )
 
 
-def choose_degrees(
-    settings: Settings,
-    facts: ModelFacts,
-    degree: int,
-    gpus_per_node: int,
-    hardware: Hardware | None,
-    *,
-    has_text: bool,
-) -> tuple[Way, str]:
-    """The way in which `degree` ranks share a row, and why; the degrees of `settings` are ignored.
+@dataclass(frozen=True, kw_only=True)
+class DegreeChooser:
+    """Chooses the way in which GPUs share the rows of a run."""
 
-    `hardware` is None for CPUs, for which nothing is predicted. With `has_text`, the lengths of
-    documents are taken from the text that `settings` names.
-    """
-    if degree == 1:
-        return Way(1, 1), "one rank per sequence, so nothing is cut"
-    if hardware is None or degree > MOST_GPUS:
-        heads = facts.num_kv_heads
-        way = most_ulysses(degree, num_kv_heads=heads, gpus_per_node=gpus_per_node)
-        limits = f"the {heads} key-value heads and the {gpus_per_node} ranks of a node"
-        return way, f"Ulysses as far as it divides {limits}, ring for the rest"
-    machine = replace(hardware, gpus_per_node=gpus_per_node)
-    rows = sample_rows(settings, has_text=has_text)
-    layers = _layers(settings.seq_len, facts, rows)
-    costs = costs_of_ways(layers, machine, degree, settings.sequence_parallelism())
-    kinds = [rows.describe()] if settings.pack else []
-    kinds += ["layers with a window"] if any(facts.windows_in(settings.seq_len)) else []
-    what = f"{' and '.join(kinds) or 'causal rows'} on {hardware.name.upper()}"
-    reason = f"for {what}, a layer predicted: {_times(costs, layers.total())}"
-    if rows.assumed:
-        reason += f"; documents of {TYPICAL_TOKENS} tokens assumed: {rows.assumed}"
-    return preferred(costs), reason
+    settings: Settings
+    """Their degrees are ignored."""
+    facts: ModelFacts
+    gpus_per_node: int
+    hardware: Hardware | None
+    """None for CPUs, for which nothing is predicted."""
+    has_text: bool
+    """Whether the lengths of documents are taken from the text that `settings` names."""
+
+    @cached_property
+    def rows(self) -> RowSample:
+        """Read once, for whichever degrees."""
+        return sample_rows(self.settings, has_text=self.has_text)
+
+    def choose(self, degree: int) -> tuple[Way, str]:
+        """The way in which `degree` ranks share a row, and why."""
+        if degree == 1:
+            return Way(1, 1), "one rank per sequence, so nothing is cut"
+        hardware, settings, facts = self.hardware, self.settings, self.facts
+        if hardware is None or degree > MOST_GPUS:
+            heads, per_node = facts.num_kv_heads, self.gpus_per_node
+            way = most_ulysses(degree, num_kv_heads=heads, gpus_per_node=per_node)
+            limits = f"the {heads} key-value heads and the {per_node} ranks of a node"
+            return way, f"Ulysses as far as it divides {limits}, ring for the rest"
+        together = gpus_together(degree, self.gpus_per_node)
+        machine = replace(hardware, gpus_per_node=together)
+        layers = _layers(settings.seq_len, facts, self.rows)
+        costs = costs_of_ways(layers, machine, degree, settings.sequence_parallelism())
+        return preferred(costs), self._reason(costs, layers)
+
+    def _reason(self, costs: Mapping[Way, Cost], layers: Counter[Workload]) -> str:
+        assert self.hardware is not None
+        settings, rows = self.settings, self.rows
+        kinds = [rows.describe()] if settings.pack else []
+        has_windows = any(self.facts.windows_in(settings.seq_len))
+        kinds += ["layers with a window"] if has_windows else []
+        what = f"{' and '.join(kinds) or 'causal rows'} on {self.hardware.name.upper()}"
+        reason = f"for {what}, a layer predicted: {_times(costs, layers.total())}"
+        if rows.assumed:
+            reason += f"; documents of {TYPICAL_TOKENS} tokens assumed: {rows.assumed}"
+        return reason
 
 
 def _layers(seq_len: int, facts: ModelFacts, rows: RowSample) -> Counter[Workload]:

@@ -41,7 +41,15 @@ class Gpus(click.ParamType[str]):
     help="Ulysses degree [by the model's heads, and what its rows hold].",
 )
 @click.option("--ring", type=click.IntRange(1), help="Ring degree [the rest].")
-@click.option("--sequence-degree", type=click.IntRange(1), help="GPUs per sequence [all].")
+@click.option(
+    "--sequence-degree",
+    type=click.IntRange(1),
+    help="GPUs per sequence [all, or the fastest number for the rows of a step].",
+)
+@click.option(
+    "--rows-per-step", type=click.IntRange(1), help="Rows of an optimizer step [those at once]."
+)
+@click.option("--tokens-per-step", type=Tokens(), help="The same in tokens: 1M.")
 @click.option("--nodes", type=click.IntRange(1), default=1, help="Machines [1].")
 @click.option("--host-gib", type=float, help="Memory of a machine's host [not checked].")
 @click.option(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.cli.run_checks import check_weights
+from longctx_patch.cli.step_rows import rows_of_step
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.recipes.data.sources import HUB_NAME
 from longctx_patch.recipes.settings import RopeName
@@ -25,6 +26,8 @@ class PatchOptions:
     ulysses: int | None
     ring: int | None
     sequence_degree: int | None
+    rows_per_step: int | None
+    tokens_per_step: int | None
     nodes: int
     host_gib: float | None
     checkpoint: CheckpointPolicy
@@ -60,6 +63,15 @@ class PatchOptions:
         return int(re.split(r"\D", self.gpus)[0])
 
     @property
+    def step_rows(self) -> int | None:
+        """Rows of an optimizer step over all GPUs; None: as many as are trained at once."""
+        return rows_of_step(self.rows_per_step, self.tokens_per_step, self.seq_len)
+
+    @property
+    def names_degrees(self) -> bool:
+        return any((self.ulysses, self.ring, self.sequence_degree))
+
+    @property
     def fsdp(self) -> bool:
         """Whether parameters are sharded: Accelerate does that on GPUs, and not in 4 bits."""
         return not (self.cpu or self.load_in_4bit)
@@ -67,6 +79,7 @@ class PatchOptions:
     def check(self) -> None:
         """Raise ValueError for options that exclude each other."""
         check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
+        _ = self.step_rows
         if self.states_on_host and not self.fsdp:
             all_there, no_fsdp = "--cpu, where all is on the host", "--load-in-4bit, which has no"
             other = all_there if self.cpu else f"{no_fsdp} FSDP2"

@@ -10,6 +10,7 @@ import click
 
 from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.pictures import check_picture
+from longctx_patch.cli.step_rows import rows_of_step
 from longctx_patch.cli.tokens import Tokens
 from longctx_patch.predict.machines import HardwareName
 
@@ -28,6 +29,8 @@ class PlanOptions:
 
     gpus: str
     seq_len: int | None
+    rows_per_step: int | None
+    tokens_per_step: int | None
     lora: bool
     rank: int | None
     dtype: Literal["float32", "bfloat16"] | None
@@ -49,6 +52,11 @@ class PlanOptions:
             )
         if self.seq_len is None and not self.max_seq_len:
             raise click.UsageError("--seq-len: say how long rows are, or ask --max-seq-len.")
+        if self.tokens_per_step is not None and self.seq_len is None:
+            raise click.UsageError(
+                f"--tokens-per-step {self.tokens_per_step} without --seq-len, the tokens of a row. "
+                "Add it, or use --rows-per-step."
+            )
         if self.png is not None:
             if self.seq_len is None or self.max_seq_len:
                 raise click.UsageError(
@@ -77,6 +85,9 @@ class PlanOptions:
             dtype="nf4" if self.load_in_4bit else self.dtype or usual,
             fsdp=not self.load_in_4bit,
             fused_layers=not self.stock_layers and config.model_type in LIGER_FAMILIES,
+            rows_per_step=rows_of_step(
+                self.rows_per_step, self.tokens_per_step, self.seq_len or SHORT_ROW
+            ),
         )
 
 
@@ -84,6 +95,10 @@ class PlanOptions:
 @click.argument("model")
 @click.option("--gpus", required=True, help=f"Such as 4xH200; H200 is one. Kinds: {KINDS}.")
 @click.option("--seq-len", type=Tokens(), help="Tokens of a row: 131072, 128K or 1M.")
+@click.option(
+    "--rows-per-step", type=click.IntRange(1), help="Rows of an optimizer step [those at once]."
+)
+@click.option("--tokens-per-step", type=Tokens(), help="The same in tokens: 1M.")
 @click.option("--lora/--full", default=True, help="Train an adapter or every weight [lora].")
 @click.option("--rank", type=click.IntRange(1), help="Of the adapter [16].")
 @click.option(

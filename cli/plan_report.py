@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from longctx_patch.choose.advice import flags, ways_out
+from longctx_patch.choose.groups import left_out
 from longctx_patch.choose.search import MARGIN, Result, usable_bytes
 from longctx_patch.choose.tie import TIE
 from longctx_patch.cli.text_table import aligned
 from longctx_patch.memory.policies import POLICIES, count_on_host, describe_layers
 from longctx_patch.predict.machines import GIB
+from longctx_patch.predict.run.candidate import Job
 
 TABLE_ROWS = 12
 SHORTER = "shorter rows, or more GPUs"
@@ -18,6 +20,7 @@ MEANINGS = {
     "but attention; offload: the same, with what layers keep in host memory; full: everything)",
     "tiles": "parts in which an MLP runs",
     "rows": "rows trained at once",
+    "forwards": "rows that each group of GPUs trains in a step, one after the other",
     "MFU": "share of the GPU's peak, without recompute",
 }
 """What the columns of the table and the bars of the picture are."""
@@ -31,7 +34,7 @@ COMPONENTS = {
 """Explanations of those memory components whose names don't say enough."""
 _HEADER = (
     *("sp (ulysses x ring)", "plan", "checkpoint", "tiles", "peak GiB", "host GiB"),
-    *("s/step", "rows", "tokens/s/GPU", "MFU"),
+    *("s/step", "rows", "forwards", "tokens/s/GPU", "MFU"),
 )
 
 
@@ -43,6 +46,8 @@ def as_json(results: Sequence[Result], max_seq_len: int) -> dict[str, Any]:
         "model": job.shape.name,
         "gpus": str(job.cluster),
         "seq_len": job.seq_len,
+        "rows_per_step": job.rows_per_step,
+        "left_out": {str(degree): reason for degree, reason in left_out(job).items()},
         "candidates": [_candidate(result) for result in results],
         "max_seq_len": max_seq_len,
     }
@@ -55,11 +60,12 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
     how = f"LoRA of rank {job.lora_rank} (--full: every weight)" if job.lora else "every weight"
     where = "sharded over all GPUs" if job.num_shards > 1 else "a whole copy on each GPU"
     how += f", loaded in {job.dtype}, {where}"
-    lines = [f"{job.shape.name} on {job.cluster}, rows of {job.seq_len:,} tokens, {how}.", ""]
+    rows = f"{job.rows_per_step} rows a step, each" if job.rows_per_step else "rows"
+    lines = [f"{job.shape.name} on {job.cluster}, {rows} of {job.seq_len:,} tokens, {how}.", ""]
     if fitting:
-        lines += aligned([_HEADER, *map(_row, fitting[:TABLE_ROWS])])
-        left = len(fitting) - TABLE_ROWS
-        lines += [f"and {left} more that fit"] if left > 0 else []
+        lines += aligned([_columns(job, _HEADER), *(_row(r) for r in fitting[:TABLE_ROWS])])
+        more = len(fitting) - TABLE_ROWS
+        lines += [f"and {more} more that fit"] if more > 0 else []
         lines += [text for result in fitting[:TABLE_ROWS] if (text := _choice_by_layer(result))]
         lines += [
             "(The fastest for each number of GPUs that share a row and each checkpoint policy;",
@@ -67,10 +73,13 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
             "on the GPUs come first, then the least host memory.)",
             "",
         ]
-        lines += [f"{name}: {meaning}." for name, meaning in MEANINGS.items()]
+        lines += [f"{name}: {MEANINGS[name]}." for name in _columns(job, tuple(MEANINGS))]
         lines += ["", f"The first: {flags(fitting[0])}", *_parts(fitting[0])]
     else:
         lines += ["Nothing fits."]
+    left = left_out(job)
+    if left:
+        lines += ["", "Not listed:", *(f"  sp {degree}: {left[degree]}" for degree in left)]
     refused = [result for result in results if not result.fits]
     if refused:
         lines += ["", f"{len(refused)} do not fit; the nearest:"]
@@ -101,6 +110,11 @@ def _fastest_of_each(results: Sequence[Result]) -> list[Result]:
     return list(found.values())
 
 
+def _columns(job: Job, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Without `forwards` where a step has one."""
+    return names if job.rows_per_step else tuple(name for name in names if name != "forwards")
+
+
 def _candidate(result: Result) -> dict[str, Any]:
     candidate = result.candidate
     return {
@@ -122,6 +136,8 @@ def _candidate(result: Result) -> dict[str, Any]:
         "components_gib": {name: value / GIB for name, value in result.memory.parts().items()}
         | {"fragmentation": usable_bytes(result.job) / (1 - MARGIN) * MARGIN / GIB},
         "host_gib": result.host_bytes / GIB,
+        "rows_at_once": result.rows_at_once,
+        "forwards": result.forwards,
         "step_s": result.time.total,
         "parts_s": result.time.parts(),
         "flags": flags(result),
@@ -175,6 +191,7 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{result.host_bytes / GIB:.0f}",
         f"{result.time.total:.2f}",
         f"{result.rows_at_once}",
+        *([f"{result.forwards}"] if result.job.rows_per_step else []),
         f"{result.tokens_per_second_per_gpu:,.0f}",
         f"{result.mfu:.1%}",
     )

@@ -38,7 +38,12 @@ def cluster_of(
 
 
 def prediction(
-    settings: Settings, config: Any, cluster: Cluster, states_on_host: bool
+    settings: Settings,
+    config: Any,
+    cluster: Cluster,
+    *,
+    states_on_host: bool,
+    rows_per_step: int | None,
 ) -> Result | None:
     """What the run is predicted to take; None for experts, which the planner does not know.
 
@@ -46,11 +51,23 @@ def prediction(
     """
     if ModelFacts.of(config).experts:
         return None
-    result = predict_run(settings, config, cluster, states_on_host=states_on_host)
+    return require_fit(
+        predict_run(
+            settings,
+            config,
+            cluster,
+            states_on_host=states_on_host,
+            rows_per_step=rows_per_step,
+        )
+    )
+
+
+def require_fit(result: Result) -> Result:
+    """Raise ValueError where a run is predicted not to fit, with what to change."""
     if not result.fits:
         raise ValueError(
-            f"--gpus {cluster}: the run {result.reason}. {advice(result)}. `longctx plan` compares "
-            "more; with the number of GPUs alone nothing is predicted."
+            f"--gpus {result.job.cluster}: the run {result.reason}. {advice(result)}. `longctx "
+            "plan` compares more; with the number of GPUs alone nothing is predicted."
         )
     return result
 

@@ -4,6 +4,7 @@ import shlex
 
 from longctx_patch.cli.decision_table import describe_layers, table
 from longctx_patch.cli.decisions import Decisions
+from longctx_patch.cli.sharing_table import sharing_section
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.recipes.models import is_bare_config
@@ -52,7 +53,7 @@ writes one HTML page about the run, also while it goes on, and says how to go on
 | | | why |
 |---|---|---|
 {table}
-
+{sharing}
 One rank's logits would be {logits} in float32. The loss is computed for a part of the tokens at a
 time, so they are never held at once (with `--loss logits` they are). If memory runs out: more GPUs
 per sequence, a smaller `--seq-len`, more `--mlp-tiles`, or `--checkpoint offload`, which moves what
@@ -131,7 +132,8 @@ def render_readme(decisions: Decisions) -> str:
         logits=size_text(decisions.tokens_per_gpu * settings.batch_size * facts.vocab_size * 4),
         loading=_loading(decisions),
         slurm=SLURM if decisions.options.nodes > 1 else "",
-        memory="" if decisions.predicted else "that memory suffices, ",
+        sharing=sharing_section(decisions.sharing),
+        memory="" if decisions.sharing.predicted else "that memory suffices, ",
         as_here=", as here" if settings.pack else "",
         layers=describe_layers(decisions.model_config),
         rows=_rows(decisions),

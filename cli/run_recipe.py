@@ -104,20 +104,20 @@ def trl_settings(task: Task, options: PatchOptions, settings: Settings) -> dict[
         "eval_data": options.eval_sources,
         "too_long": "refuse",
     }
-    found |= _training(task.recipe, options)
+    found |= _training(task.recipe, options, settings)
     if task.recipe == "sft":
         found |= {"assistant_only_loss": task.assistant_only, "packing": options.pack}
     return found
 
 
-def _training(recipe: RecipeName, options: PatchOptions) -> dict[str, Any]:
+def _training(recipe: RecipeName, options: PatchOptions, settings: Settings) -> dict[str, Any]:
     evaluates = bool(options.eval_data)
     return {
         "output_dir": str(options.folder / "training"),
         "num_train_epochs": 1,
         "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 1,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
         "learning_rate": LEARNING_RATES.get((recipe, options.lora), 1e-6),
         "lr_scheduler_type": "cosine",
         "logging_steps": 1,

@@ -81,20 +81,17 @@ def predict_run(
     *,
     fsdp: bool = True,
     states_on_host: bool = False,
+    rows_per_step: int | None = None,
 ) -> Result:
-    """Predict memory and time of these settings. Raises ValueError for models not covered."""
-    dtype: WeightsDtype = "float32" if settings.dtype == "float32" else "bfloat16"
-    job = Job(
-        shape=shape_of(config, settings.model),
-        cluster=cluster,
-        seq_len=settings.seq_len * settings.batch_size,
-        lora=settings.uses_lora,
-        lora_rank=settings.lora_rank,
-        dtype="nf4" if settings.load_in_4bit else dtype,
-        fsdp=fsdp and not settings.load_in_4bit,
-        fused_layers=settings.fused_layers != "none" and config.model_type in LIGER_FAMILIES,
-    )
+    """Predict memory and time of these settings. Raises ValueError for models not covered.
+
+    Without `rows_per_step` a step has the rows that the settings accumulate.
+    """
     parallelism = settings.sequence_parallelism()
+    forwards = settings.gradient_accumulation_steps
+    if rows_per_step is None and forwards > 1:
+        rows_per_step = forwards * (cluster.num_gpus // parallelism.sequence_degree)
+    job = job_of(settings, config, cluster, fsdp=fsdp, rows_per_step=rows_per_step)
     return result_of(
         job,
         ulysses=parallelism.ulysses_degree,
@@ -103,4 +100,27 @@ def predict_run(
         attention_kept=parallelism.attention_kept,
         offload_states=states_on_host,
         mlp_tiles=parallelism.mlp_tiles or usual_tiles(job, parallelism.sequence_degree),
+    )
+
+
+def job_of(
+    settings: Settings,
+    config: Any,
+    cluster: Cluster,
+    *,
+    fsdp: bool = True,
+    rows_per_step: int | None = None,
+) -> Job:
+    """What these settings train, whatever their degrees. The rows of a forward count as one."""
+    dtype: WeightsDtype = "float32" if settings.dtype == "float32" else "bfloat16"
+    return Job(
+        shape=shape_of(config, settings.model),
+        cluster=cluster,
+        seq_len=settings.seq_len * settings.batch_size,
+        lora=settings.uses_lora,
+        lora_rank=settings.lora_rank,
+        dtype="nf4" if settings.load_in_4bit else dtype,
+        fsdp=fsdp and not settings.load_in_4bit,
+        fused_layers=settings.fused_layers != "none" and config.model_type in LIGER_FAMILIES,
+        rows_per_step=rows_per_step,
     )

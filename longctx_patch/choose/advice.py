@@ -31,7 +31,9 @@ def advice(used: Result) -> str:
         lighter = [r for r in other if r.memory.total < used.memory.total]
     if lighter:
         best = lighter[0]
-        text = f"{flags(best)} is predicted to take {best.memory.total / GIB:.1f} GiB"
+        again = best.forwards != used.forwards and job.rows_per_step is not None
+        how = f"{flags(best)}, with {best.forwards} forwards a step," if again else flags(best)
+        text = f"{how} is predicted to take {best.memory.total / GIB:.1f} GiB"
         return text + (f" and {best.host_bytes / GIB:.0f} of a host" if best.host_bytes else "")
     return (
         f"the longest row predicted to fit on {job.cluster} has {longest(job):,} tokens: shorten "

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from longctx_patch.choose.degrees import Way, best_way
+from longctx_patch.choose.groups import possible_degrees
 from longctx_patch.choose.plans import decide
 from longctx_patch.choose.tie import TIE
 from longctx_patch.config import LongContextConfig
@@ -14,7 +15,7 @@ from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.memory.limits import MARGIN, RESERVE, tiles_that_fit
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, LayerPolicy, Policy
 from longctx_patch.plans.generators.setting import Setting
-from longctx_patch.predict.machines import GIB, Hardware
+from longctx_patch.predict.machines import GIB
 from longctx_patch.predict.run.candidate import Candidate, Job
 from longctx_patch.predict.run.components import (
     BF16,
@@ -62,17 +63,27 @@ class Result:
 
     @property
     def rows_at_once(self) -> int:
-        return self.job.cluster.num_gpus // self.candidate.sequence_degree
+        return self.job.replicas(self.candidate.sequence_degree)
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of each GPU in a step."""
+        return self.job.forwards(self.candidate.sequence_degree)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a step, over all GPUs."""
+        return self.job.rows(self.candidate.sequence_degree)
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        tokens = self.rows_at_once * self.job.seq_len
+        tokens = self.num_rows * self.job.seq_len
         return tokens / self.time.total / self.job.cluster.num_gpus
 
     @property
     def mfu(self) -> float:
         """FLOP/s of causal rows, without recompute, as a share of the data sheet's peak."""
-        cluster, flops = self.job.cluster, self.job.step_flops * self.rows_at_once
+        cluster, flops = self.job.cluster, self.job.step_flops * self.num_rows
         return flops / self.time.total / cluster.num_gpus / cluster.hardware.peak_flops
 
 
@@ -129,20 +140,13 @@ def _order(result: Result) -> tuple[float, ...]:
 
 def _ways(job: Job) -> Iterator[Way]:
     """The best way for each number of GPUs that may share a row."""
-    num_gpus = job.cluster.num_gpus
-    for degree in range(1, num_gpus + 1):
-        if num_gpus % degree == 0 and degree <= job.seq_len:
-            yield _best_way(job, degree)
+    for degree in possible_degrees(job):
+        yield _best_way(job, degree)
 
 
 def _best_way(job: Job, degree: int) -> Way:
     """The way that `longctx patch` takes for causal rows."""
-    return best_way({job.workload: 1}, _hardware(job), degree)
-
-
-def _hardware(job: Job) -> Hardware:
-    """The machine, with as many GPUs in a node as there are."""
-    return replace(job.cluster.hardware, gpus_per_node=job.cluster.gpus_per_node)
+    return best_way({job.workload: 1}, job.cluster.seen_by(degree), degree)
 
 
 def setting_of(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -> Setting:
@@ -153,7 +157,7 @@ def setting_of(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -
         checkpoint="attention",
         attention_kept=attention_kept,
     )
-    return decide(config, job.workload, _hardware(job))
+    return decide(config, job.workload, job.cluster.seen_by(ulysses * ring))
 
 
 def _of_way(job: Job, way: Way) -> Iterator[Result]:

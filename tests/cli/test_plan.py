@@ -43,7 +43,10 @@ def planned(run: Run, *words: object) -> Any:
 
 def test_json_has_these_keys(run: Run, llama_8b: Path) -> None:
     found = planned(run, llama_8b, "--gpus", "4xH200", "--seq-len", "1M", "--full")
-    assert set(found) == {"model", "gpus", "seq_len", "candidates", "max_seq_len"}
+    assert set(found) == {
+        *("model", "gpus", "seq_len", "rows_per_step", "left_out", "candidates", "max_seq_len"),
+    }
+    assert (found["rows_per_step"], found["left_out"]) == (None, {})
     assert (found["model"], found["gpus"], found["seq_len"]) == (str(llama_8b), "4xH200", 2**20)
     assert found["max_seq_len"] > 2**20
     assert {candidate["fits"] for candidate in found["candidates"]} == {True, False}
@@ -249,3 +252,36 @@ def test_bars_of_a_small_model_are_seen_and_explained(config: WriteConfig) -> No
 def test_constants_that_need_no_torch_are_the_planners() -> None:
     assert ", ".join(MACHINES) == KINDS
     assert MOST_TOKENS == SEARCHED
+
+
+def test_the_rows_of_a_step(run: Run, llama_8b: Path) -> None:
+    words = (llama_8b, "--gpus", "24xH200", "--seq-len", "32K", "--full")
+    found = planned(run, *words, "--tokens-per-step", "1536K")
+    assert found["rows_per_step"] == 48
+    assert set(found["left_out"]) == {"3", "6", "12"}
+    assert found["left_out"]["12"] == "groups of 12 GPUs would lie across nodes of 8"
+    assert found["candidates"][0]["sp"] == 1  # every GPU trains two rows of its own
+    for candidate in found["candidates"]:
+        assert candidate["rows_at_once"] == 24 // candidate["sp"]
+        assert candidate["rows_at_once"] * candidate["forwards"] == 48
+        speed = 48 * 2**15 / candidate["step_s"] / 24
+        assert candidate["tokens_per_second_per_gpu"] == pytest.approx(speed)
+    text = run("plan", *words, "--rows-per-step", 48).stdout
+    lines = text.splitlines()
+    assert "48 rows a step, each of 32,768 tokens" in lines[0]
+    assert lines[2].split()[-5:] == ["s/step", "rows", "forwards", "tokens/s/GPU", "MFU"]
+    assert lines[3].split()[-4:-2] == ["24", "2"]
+    assert "forwards: rows that each group of GPUs trains in a step, one after the other." in lines
+    assert "  sp 3: groups of 3 GPUs would lie across nodes of 8" in lines
+    few = run("plan", *words, "--rows-per-step", 6).stdout
+    assert "  sp 2: 12 rows at once don't divide 6 rows a step" in few
+    without = run("plan", *words).stdout
+    assert "forwards" not in without
+    assert "  sp 3: groups of 3 GPUs would lie across nodes of 8" in without.splitlines()
+
+
+def test_tokens_of_a_step_need_the_length_of_a_row(run: Run, llama_8b: Path) -> None:
+    words = ("plan", llama_8b, "--gpus", "H200", "--max-seq-len", "--tokens-per-step", "1M")
+    result = run(*words)
+    assert result.exit_code == 2
+    assert "--tokens-per-step 1048576 without --seq-len" in " ".join(result.output.split())

@@ -47,7 +47,7 @@ def patched_s(model: Path, out: Path, gpus: str) -> float:
     words = [str(model), "--gpus", gpus, "--seq-len", str(TOKENS), "--out", str(out)]
     words += ["--tokenizer", "bytes", "--checkpoint", "attention"]
     options = patch_command.make_context("patch", words).params
-    predicted = decide(options.pop("model"), PatchOptions(**options)).predicted
+    predicted = decide(options.pop("model"), PatchOptions(**options)).sharing.predicted
     assert predicted is not None
     return predicted.time.attention / LAYERS
 

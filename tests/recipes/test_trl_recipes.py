@@ -67,12 +67,12 @@ def patch(job: Path, *options: str) -> str:
     return found.output
 
 
-def agree(folder: Path, other: Path) -> None:
+def agree(folder: Path, other: Path, *, compared: re.Pattern[str] = COMPARED) -> None:
     """Two runs have logged the same."""
     found, wanted = read_metrics(folder), read_metrics(other)
     assert len(found) == len(wanted) > 0
     for ours, theirs in zip(found, wanted, strict=True):
-        names = [name for name in theirs if COMPARED.search(name)]
+        names = [name for name in theirs if compared.search(name)]
         assert names
         for name in names:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
@@ -146,6 +146,23 @@ def test_a_preference_job(job: Path) -> None:
         alone = [*usual, *more, "--ulysses", "1", "--output-dir", str(folders[1])]
         run_launched(dpo.main, 1, alone)
         agree(*folders)
+
+
+@pytest.mark.timeout(600)
+def test_a_step_of_rows_that_two_replicas_train(job: Path) -> None:
+    """Each process trains three rows of its own, and their step is that of one process with six.
+
+    Not TRL's accuracy: it averages the forwards of a step, which are three in place of six.
+    """
+    rows_of_step = ["--rows-per-step", "6", "--sequence-degree", "1"]
+    patch(job, "--data", str(job / "chats.jsonl"), *rows_of_step)
+    usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "3", "--optim", "sgd"]
+    usual += ["--learning-rate", "0.5"]
+    run_launched(sft.main, 2, [*usual, "--output-dir", str(job / "two")])
+    alone = ["--gradient-accumulation-steps", "6", "--output-dir", str(job / "one")]
+    run_launched(sft.main, 1, [*usual, *alone])
+    compared = re.compile(r"loss|grad_norm|learning_rate|num_tokens")
+    agree(job / "two", job / "one", compared=compared)
 
 
 @pytest.mark.timeout(600)

@@ -34,13 +34,42 @@ class Job:
     is installed."""
     clips: bool = True
     """Whether gradients are clipped to a norm, as in the recipe; on the host this takes time."""
+    rows_per_step: int | None = None
+    """Rows of an optimizer step, over all GPUs; None: as many as are trained at once."""
 
     def __post_init__(self) -> None:
+        if self.rows_per_step is not None and self.rows_per_step < 1:
+            raise ValueError(f"rows_per_step={self.rows_per_step}: it must be 1 or more.")
         if self.dtype == "nf4" and (self.fsdp or not self.lora):
             raise ValueError(
                 "dtype='nf4' is for the frozen weights of an adapter, which FSDP2 does not shard. "
                 "Use lora=True and fsdp=False."
             )
+
+    def replicas(self, degree: int) -> int:
+        """How many rows are trained at once if `degree` GPUs share each."""
+        return self.cluster.num_gpus // degree
+
+    def rows(self, degree: int) -> int:
+        """How many rows a step has."""
+        return self.rows_per_step or self.replicas(degree)
+
+    def divides(self, degree: int) -> bool:
+        """Whether the rows of a step are a whole number of forwards for every GPU."""
+        return self.rows(degree) % self.replicas(degree) == 0
+
+    def forwards(self, degree: int) -> int:
+        """How many rows each group of `degree` GPUs trains in a step, one after the other.
+
+        Raises ValueError if some groups would have more rows than others.
+        """
+        rows, at_once = self.rows(degree), self.replicas(degree)
+        if rows % at_once:
+            raise ValueError(
+                f"rows_per_step={rows} with {at_once} rows at once: it must be a multiple, since a "
+                f"step of other rows has other gradients. Use {nearest_multiples(rows, at_once)}."
+            )
+        return rows // at_once
 
     @property
     def workload(self) -> Workload:
@@ -71,6 +100,17 @@ class Job:
         if not self.lora:
             return self.shape.num_weights
         return self.lora_rank * self.shape.linear_sides * self.shape.num_layers
+
+
+def nearest_multiples(number: int, factor: int) -> str:
+    """The multiples of `factor` next to a number that is none, in words.
+
+    Example:
+        >>> nearest_multiples(10, 4)
+        '8 or 12'
+    """
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else f"{factor}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longctx_patch.predict.machines import GIB, MACHINES, Hardware
 from longctx_patch.rules.names import did_you_mean
@@ -24,8 +24,30 @@ class Cluster:
     def gpus_per_node(self) -> int:
         return min(self.num_gpus, self.hardware.gpus_per_node)
 
+    def fills_nodes(self, degree: int) -> bool:
+        """Whether groups of `degree` consecutive GPUs lie within a node or take whole nodes."""
+        return gpus_together(degree, self.gpus_per_node) in (degree, self.gpus_per_node)
+
+    def seen_by(self, degree: int) -> Hardware:
+        """The machine, with as many GPUs in a node as a group of `degree` surely has together."""
+        together = gpus_together(degree, self.gpus_per_node)
+        return replace(self.hardware, gpus_per_node=together)
+
     def __str__(self) -> str:
         return f"{self.num_gpus}x{self.hardware.name.upper()}"
+
+
+def gpus_together(degree: int, gpus_per_node: int) -> int:
+    """How many consecutive GPUs of every group of `degree` lie within one node.
+
+    Groups that don't fill nodes lie across their borders: of groups of 12 in nodes of 8, one has 8
+    and 4 GPUs of two nodes and the next has 4 and 8, so 4 are sure to lie together.
+
+    Example:
+        >>> gpus_together(12, 8), gpus_together(3, 8), gpus_together(4, 8)
+        (4, 1, 4)
+    """
+    return math.gcd(degree, gpus_per_node)
 
 
 def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:

@@ -13,6 +13,8 @@ A step has three moments at which it can peak, and the largest is the prediction
 - **backward of the last layer**: the other layers' tensors are still kept, and this layer has all
   of its own;
 - **backward of the first layer**: all gradients are there.
+
+In a step of several forwards all gradients are there at each of them, from the second forward on.
 """
 
 from dataclasses import dataclass
@@ -181,6 +183,11 @@ def _states_on_gpu(job: Job, candidate: Candidate) -> tuple[float, float, float]
     return (0.0, 0.0, 0.0) if candidate.offload_states else states(job)
 
 
+def _accumulates(job: Job, candidate: Candidate) -> bool:
+    """Whether a step has several forwards, so that all gradients are there from the second on."""
+    return job.forwards(candidate.sequence_degree) > 1
+
+
 def _gathered(job: Job, num_layers: int) -> float:
     """Bytes that FSDP has gathered: whole layers, and the head with the norm before it, which
     stays whole from its use to the end."""
@@ -209,7 +216,7 @@ def _kept(job: Job, candidate: Candidate, tokens: float, skipped: int) -> float:
 def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     """Memory while the loss is computed."""
     shape = job.shape
-    weights, _, optimizer = _states_on_gpu(job, candidate)
+    weights, gradients, optimizer = _states_on_gpu(job, candidate)
     chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
     head = 0 if job.lora else FP32 * shape.head_weights
     # FSDP holds the buffer of its last gathering, beside the weights, until the next one.
@@ -219,7 +226,7 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     buffer += _cast(job, alive, shape.head_weights)
     return Components(
         weights=weights + _gathered(job, 0) + buffer,
-        gradients=head,
+        gradients=head + (gradients if _accumulates(job, candidate) else 0.0),
         optimizer=optimizer,
         checkpoints=_kept(job, candidate, tokens, skipped=0),
         layer=4 * BF16 * shape.hidden_size * tokens,
@@ -242,6 +249,8 @@ def _backward(
         skipped, done = 1, 0.0
     else:
         skipped, done = shape.num_layers, gradients * (1 - _share(outside + trained_here, job))
+    if _accumulates(job, candidate):
+        done = gradients
     # What was kept of attention is there beside what is computed again for the other tokens.
     recomputes_some = 0 < candidate.attention_kept < 1
     keeps = POLICIES[candidate.policies[-1 if is_last_layer else 0]].keeps_attention

@@ -66,12 +66,17 @@ class Attention:
 
 def predict_attention(job: Job, setting: Setting) -> Attention:
     """Simulate one layer's attention of a row with the plans that were decided."""
-    hardware = job.cluster.hardware
+    hardware = job.cluster.seen_by(setting.ulysses_degree * setting.ring_degree)
     return Attention(*(predict(setting, way, job.workload, hardware) for way in Direction))
 
 
 def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Attention) -> StepTime:
-    """Seconds of a step, where a rank has so many `tokens`."""
+    """Seconds of a step, where a rank has so many `tokens` of a row.
+
+    Every forward of a step is followed by its backward, and FSDP2 gathers weights and reduces
+    gradients in each. The optimizer steps once.
+    """
+    forwards = job.forwards(candidate.sequence_degree)
     shape, machine, policies = job.shape, job.cluster.hardware, candidate.policies
     again = count_recomputed(policies)
     forward_s, backward_s = attention.forward.makespan_s, attention.backward.makespan_s
@@ -90,14 +95,16 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     layer_s = forward_s + 2 * tokens * shape.layer_linear_weights / machine.matmul_flops
     keeps = sum(POLICIES[policy].keeps_attention for policy in policies)
     runs_again = again - keeps + keeps * (1 - candidate.attention_kept) ** 2
+    attention_s = shape.num_layers * (forward_s + backward_s) + runs_again * forward_s
     return StepTime(
-        attention=shape.num_layers * (forward_s + backward_s) + runs_again * forward_s,
-        linear=products / machine.matmul_flops,
-        elementwise=moved / (ELEMENTWISE_SHARE * bandwidth),
-        loss=tokens
+        attention=forwards * attention_s,
+        linear=forwards * products / machine.matmul_flops,
+        elementwise=forwards * moved / (ELEMENTWISE_SHARE * bandwidth),
+        loss=forwards
+        * tokens
         * (each * head / machine.matmul_flops + LOSS_BYTES * shape.vocab_size / bandwidth),
-        fsdp=_fsdp_seconds(job, products / machine.matmul_flops),
-        offload=_offload_seconds(job, candidate, tokens, layer_s),
+        fsdp=forwards * _fsdp_seconds(job, products / machine.matmul_flops),
+        offload=forwards * _offload_seconds(job, candidate, tokens, layer_s),
         optimizer=_optimizer_seconds(job, candidate),
     )
 

@@ -1,9 +1,13 @@
 """Clusters are parsed from text such as 4xH200."""
 
+from dataclasses import replace
+
 import pytest
 
+from longctx_patch.choose.search import result_of
 from longctx_patch.predict.machines import GIB, MACHINES
-from longctx_patch.predict.run.cluster import parse_cluster
+from longctx_patch.predict.run.cluster import gpus_together, parse_cluster
+from tests.predict.run.jobs import llama_job
 
 
 @pytest.mark.parametrize(
@@ -59,3 +63,36 @@ def test_memory_of_the_host_is_in_gib() -> None:
 def test_the_nearest_kind_is_named() -> None:
     with pytest.raises(ValueError, match=r"'4xH300': .*Did you mean 'H[12]00'\?"):
         parse_cluster("4xH300")
+
+
+@pytest.mark.parametrize(
+    ("degree", "per_node", "together"),
+    [(1, 8, 1), (4, 8, 4), (8, 8, 8), (16, 8, 8), (3, 8, 1), (6, 8, 2), (12, 8, 4), (24, 8, 8)],
+)
+def test_how_many_gpus_of_every_group_lie_together(
+    degree: int, per_node: int, together: int
+) -> None:
+    """The smallest part of a group that lies in a node, over the groups of three nodes."""
+    assert gpus_together(degree, per_node) == together
+    parts = [
+        sum(rank // per_node == node for rank in range(first, first + degree))
+        for first in range(0, 3 * per_node // degree * degree, degree)
+        for node in range(3)
+    ]
+    assert min(part for part in parts if part) >= together
+
+
+@pytest.mark.parametrize("degree", [3, 6, 12])
+def test_groups_across_nodes_are_costed_so(degree: int) -> None:
+    """In a ring of three GPUs of one node NVLink carries what a NIC carries between nodes."""
+    cluster = parse_cluster("24xH100")
+    assert not cluster.fills_nodes(degree)
+    assert all(cluster.fills_nodes(fitting) for fitting in (1, 2, 4, 8, 24))
+    job = llama_job("24xH100", 2**15)
+    near = replace(cluster.hardware, gpus_per_node=24)
+    within = replace(job, cluster=replace(cluster, hardware=near))
+    seconds = [
+        result_of(each, ulysses=1, ring=degree, checkpoint="none").time.attention
+        for each in (job, within)
+    ]
+    assert seconds[0] > 1.02 * seconds[1]

@@ -1,0 +1,163 @@
+"""How the GPUs of a run folder share the rows of a step: as asked, or as is predicted fastest."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from longctx_patch.choose.degrees import Way
+from longctx_patch.choose.groups import left_out, possible_degrees
+from longctx_patch.choose.search import Result
+from longctx_patch.choose.sharing import fastest
+from longctx_patch.cli.degree_options import DegreeChooser, asked_degrees
+from longctx_patch.cli.patch_options import PatchOptions
+from longctx_patch.cli.prediction import prediction, require_fit
+from longctx_patch.cli.step_rows import forwards_of_step
+from longctx_patch.hf.model.checks import check_model_config
+from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.predict.machines import MACHINES
+from longctx_patch.predict.run.cluster import Cluster
+from longctx_patch.recipes.memory_report import job_of, predict_run
+from longctx_patch.recipes.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """Degrees and forwards of a step, and why."""
+
+    settings: Settings
+    """The run's, with degrees, layout and forwards."""
+    why: str
+    """Why these degrees."""
+    predicted: Result | None
+    """None where these GPUs or the model are not known."""
+    compared: tuple[Result, ...] = ()
+    """One way for each number of GPUs that may share a row, where the number was chosen."""
+    not_possible: tuple[str, ...] = ()
+    """Other numbers that divide the GPUs, and why they may not."""
+
+
+def share(
+    options: PatchOptions, settings: Settings, config: Any, cluster: Cluster | None
+) -> Sharing:
+    """Decide how many GPUs share each row, in which way, and how many rows each trains in a step.
+
+    Raises ValueError for degrees that don't fit, and for a run that is predicted not to fit.
+    """
+    chooser = _chooser(options, settings, config, cluster)
+    if options.step_rows is not None and not options.names_degrees:
+        return _fastest(options, settings, config, cluster, chooser)
+    degree, asked = degrees_of(options)
+    forwards = forwards_of_step(options.step_rows, options.num_gpus, degree)
+    way, why = (asked, "as asked") if asked else chooser.choose(degree)
+    decided = _decided(settings, way, forwards)
+    check_model_config(config, decided.sequence_parallelism())
+    predicted = (
+        None
+        if cluster is None
+        else prediction(
+            decided,
+            config,
+            cluster,
+            states_on_host=options.states_on_host,
+            rows_per_step=options.step_rows,
+        )
+    )
+    return Sharing(settings=decided, why=why, predicted=predicted)
+
+
+def degrees_of(options: PatchOptions) -> tuple[int, Way | None]:
+    """The GPUs that share a row, and the degrees that were asked for. Raises ValueError for those
+    that don't fit."""
+    return asked_degrees(
+        num_ranks=options.num_gpus,
+        num_nodes=options.nodes,
+        sequence_degree=options.sequence_degree,
+        ulysses=options.ulysses,
+        ring=options.ring,
+    )
+
+
+def _chooser(
+    options: PatchOptions, settings: Settings, config: Any, cluster: Cluster | None
+) -> DegreeChooser:
+    kind = MACHINES[settings.hardware] if cluster is None else cluster.hardware
+    return DegreeChooser(
+        settings=settings,
+        facts=ModelFacts.of(config),
+        gpus_per_node=options.num_gpus // options.nodes,
+        hardware=None if options.cpu else kind,
+        has_text=bool(options.data),
+    )
+
+
+def _decided(settings: Settings, way: Way, forwards: int) -> Settings:
+    return dataclasses.replace(
+        settings,
+        ulysses=way.ulysses,
+        ring=way.ring,
+        layout=way.layout or settings.layout,
+        gradient_accumulation_steps=forwards,
+    )
+
+
+def _fastest(
+    options: PatchOptions,
+    settings: Settings,
+    config: Any,
+    cluster: Cluster | None,
+    chooser: DegreeChooser,
+) -> Sharing:
+    """The way that is predicted to take the least time for the rows of a step."""
+    if cluster is None or chooser.facts.experts:
+        raise ValueError(_not_predicted(options, chooser))
+    job = job_of(settings, config, cluster, rows_per_step=options.step_rows)
+    ways = {degree: chooser.choose(degree) for degree in possible_degrees(job)}
+    decided = {d: _decided(settings, way, job.forwards(d)) for d, (way, _) in ways.items()}
+    results = {
+        degree: predict_run(
+            its,
+            config,
+            cluster,
+            states_on_host=options.states_on_host,
+            rows_per_step=options.step_rows,
+        )
+        for degree, its in decided.items()
+    }
+    best = require_fit(fastest(list(results.values())))
+    degree = best.candidate.sequence_degree
+    return Sharing(
+        settings=decided[degree],
+        why=f"{_why_fastest(best, list(results.values()))}; {ways[degree][1]}",
+        predicted=best,
+        compared=tuple(results.values()),
+        not_possible=tuple(f"{degree} ({reason})" for degree, reason in left_out(job).items()),
+    )
+
+
+def _not_predicted(options: PatchOptions, chooser: DegreeChooser) -> str:
+    if chooser.facts.experts:
+        why = "what experts take is not predicted"
+    elif options.cpu:
+        why = "nothing is predicted for CPUs"
+    else:
+        why = f"--gpus names no kind of GPU, such as {options.num_gpus}xH200"
+    rows, num_gpus = options.step_rows or 1, options.num_gpus
+    degrees = (d for d in range(1, num_gpus + 1) if num_gpus % d == 0)
+    fitting = next(degree for degree in degrees if rows % (num_gpus // degree) == 0)
+    return (
+        f"{rows} rows per step without degrees: the way that is predicted fastest is taken, but "
+        f"{why}. Say how many GPUs or processes share a row, such as --sequence-degree {fitting}."
+    )
+
+
+def _why_fastest(best: Result, results: list[Result]) -> str:
+    degree = best.candidate.sequence_degree
+    rows = f"{best.num_rows} row{'s' if best.num_rows > 1 else ''} per step"
+    if len(results) == 1:
+        return f"no other number of GPUs per row is possible with {rows}"
+    others = sorted((r for r in results if r is not best and r.fits), key=lambda r: r.time.total)
+    text = f"of {rows}, {degree} per row predicted {best.time.total:.3g} s"
+    if not others:
+        return f"{text}, and no other number of GPUs per row fits"
+    second = others[0]
+    return f"{text}, {second.candidate.sequence_degree} per row {second.time.total:.3g} s"

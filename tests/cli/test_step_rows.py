@@ -1,0 +1,203 @@
+"""`longctx patch` with the rows or tokens of a step: who shares what, and a folder that trains."""
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import yaml
+
+from longctx_patch.cli import degree_options
+from longctx_patch.cli.step_rows import forwards_of_step, rows_of_step
+from longctx_patch.recipes import finetune
+from longctx_patch.recipes.metrics import read_metrics
+from tests.cli.conftest import Run
+from tests.launching import run_module
+from tests.predict.run.jobs import LLAMA_8B
+
+WriteConfig = Callable[..., Path]
+EIGHT_LAYERS = LLAMA_8B | {"num_hidden_layers": 8, "max_position_embeddings": 131072}
+
+
+@pytest.fixture
+def eight_layers(config: WriteConfig) -> Path:
+    return config(**EIGHT_LAYERS)
+
+
+def patched(run: Run, model: Path, out: Path, *words: object) -> str:
+    """The README of a run folder for rows of 32,768 tokens."""
+    given = [*(() if "--gpus" in words else ("--gpus", "4xH200")), "--tokenizer", "bytes"]
+    found = run("patch", model, "--seq-len", 32768, *given, *words, "--out", out)
+    assert found.exit_code == 0, found.output
+    return (out / "README.md").read_text()
+
+
+def refused(run: Run, model: Path, *words: object) -> str:
+    out = model.parent.parent / "refused"
+    found = run("patch", model, "--seq-len", 32768, "--tokenizer", "bytes", *words, "--out", out)
+    assert found.exit_code == 1, found.output
+    assert not out.exists()
+    return found.output
+
+
+def decided(folder: Path, file: str = "finetune.yaml") -> tuple[int, int, int, int, int]:
+    """Ulysses, ring, forwards, and Accelerate's sizes of the sequence and of shards."""
+    settings = yaml.safe_load((folder / file).read_text())
+    sizes = yaml.safe_load((folder / "accelerate.yaml").read_text())["parallelism_config"]
+    assert settings.get("batch_size", settings.get("per_device_train_batch_size")) == 1
+    assert sizes["parallelism_config_dp_replicate_size"] == 1
+    return (
+        settings["ulysses"],
+        settings["ring"],
+        settings["gradient_accumulation_steps"],
+        sizes["parallelism_config_cp_size"],
+        sizes["parallelism_config_dp_shard_size"],
+    )
+
+
+@pytest.mark.parametrize("asked", [("--rows-per-step", 8), ("--tokens-per-step", "256K")])
+def test_each_gpu_takes_rows_of_its_own(
+    run: Run, eight_layers: Path, tmp_path: Path, asked: tuple[object, ...]
+) -> None:
+    readme = patched(run, eight_layers, tmp_path / "run", *asked)
+    assert decided(tmp_path / "run") == (1, 1, 2, 1, 4)
+    assert "| degrees | ulysses 1 x ring 1 | of 8 rows per step, 1 per row predicted " in readme
+    assert f"| rows per step | 8, of 262,144 tokens in all | {asked[0]}: 4 at once x 2 " in readme
+    table = [line for line in readme.splitlines() if line.endswith((" chosen |", "longer |"))]
+    assert [line.split(" | ")[:4] for line in table] == [
+        ["| 1", "1 x 1", "4", "2"],
+        ["| 2", "2 x 1", "2", "4"],
+        ["| 4", "4 x 1", "1", "8"],
+    ]
+    assert [line.endswith(" chosen |") for line in table] == [True, False, False]
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert [way["sequence_degree"] for way in plan["compared"]] == [1, 2, 4]
+    assert plan["compared"][0]["reason"] == "chosen"
+    assert plan["memory_bytes"] == plan["compared"][0]["memory_bytes"]
+    assert ["step", f"{plan['compared'][0]['step_s']:.3g} s"] == plan["decided"][-1][:2]
+
+
+def test_without_them_all_gpus_share_a_row(run: Run, eight_layers: Path, tmp_path: Path) -> None:
+    readme = patched(run, eight_layers, tmp_path / "run")
+    assert decided(tmp_path / "run") == (4, 1, 1, 4, 1)
+    assert "rows per step" not in readme
+    assert "were compared" not in readme
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["compared"] == []
+
+
+def test_rows_that_few_degrees_divide(run: Run, eight_layers: Path, tmp_path: Path) -> None:
+    readme = patched(run, eight_layers, tmp_path / "two", "--rows-per-step", 2)
+    assert decided(tmp_path / "two") == (2, 1, 1, 2, 2)
+    assert "Not possible: 1 (4 rows at once don't divide 2 rows a step)." in readme
+    readme = patched(run, eight_layers, tmp_path / "three", "--rows-per-step", 3)
+    assert decided(tmp_path / "three") == (4, 1, 3, 4, 1)
+    assert "no other number of GPUs per row is possible with 3 rows per step" in readme
+    assert "2 (2 rows at once don't divide 3 rows a step)" in readme
+
+
+def test_degrees_that_are_named_stay(run: Run, eight_layers: Path, tmp_path: Path) -> None:
+    """Nothing is compared then, so the number of GPUs is enough."""
+    words = ("--rows-per-step", 8, "--sequence-degree", 2)
+    readme = patched(run, eight_layers, tmp_path / "kind", *words)
+    assert decided(tmp_path / "kind") == (2, 1, 4, 2, 2)
+    assert "were compared" not in readme
+    patched(run, eight_layers, tmp_path / "number", *words, "--ring", 2, "--gpus", 4)
+    assert decided(tmp_path / "number") == (1, 2, 4, 2, 2)
+
+
+def test_the_text_is_read_once(run: Run, config: WriteConfig, tmp_path: Path) -> None:
+    """Packed rows: how they are shared depends on their documents, which the text tells."""
+    text = tmp_path / "text.txt"
+    text.write_text("x" * 100_000)
+    model = config(**EIGHT_LAYERS)
+    with patch.object(
+        degree_options, "sample_rows", side_effect=degree_options.sample_rows
+    ) as sampled:
+        words = ("--rows-per-step", 2, "--pack", "--data", text)
+        readme = patched(run, model, tmp_path / "run", *words, "--gpus", "8xH200")
+    assert sampled.call_count == 1
+    assert readme.count(" per row predicted ") == 1
+
+
+def test_recipes_over_trl_accumulate_too(run: Run, eight_layers: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "pairs.jsonl"
+    chats.write_text('{"prompt": "a", "completion": "b"}\n' * 2)
+    patched(run, eight_layers, tmp_path / "run", "--rows-per-step", 12, "--data", chats)
+    assert decided(tmp_path / "run", "sft.yaml") == (1, 1, 3, 1, 4)
+
+
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "both": (
+        ("--gpus", "4xH200", "--rows-per-step", 4, "--tokens-per-step", "128K"),
+        "both --rows-per-step and --tokens-per-step are set. Choose one.",
+    ),
+    "part of a row": (
+        ("--gpus", "4xH200", "--tokens-per-step", 100_000),
+        "Use --tokens-per-step 98304 or 131072.",
+    ),
+    "rows left over": (
+        ("--gpus", "4xH200", "--rows-per-step", 10, "--sequence-degree", 1),
+        "4 rows are trained at once, so a step has a multiple of 4. Use --rows-per-step 8 or 12",
+    ),
+    "no kind": (
+        ("--gpus", 4, "--rows-per-step", 6),
+        "--gpus names no kind of GPU, such as 4xH200. Say how many GPUs or processes share a row, "
+        "such as --sequence-degree 2.",
+    ),
+    "CPUs": (
+        ("--gpus", 2, "--cpu", "--rows-per-step", 4),
+        "nothing is predicted for CPUs. Say how many",
+    ),
+    "no room": (
+        ("--gpus", "1xA100-40", "--rows-per-step", 4, "--full", "--checkpoint", "none"),
+        "--gpus 1xA100-40: the run needs ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(run: Run, eight_layers: Path, case: str) -> None:
+    words, says = REFUSED[case]
+    assert says in " ".join(refused(run, eight_layers, *words).split())
+
+
+def test_experts_are_not_predicted(run: Run, config: WriteConfig) -> None:
+    model = config(model_type="mixtral", num_local_experts=4, max_position_embeddings=32768)
+    said = refused(run, model, "--gpus", "4xH200", "--rows-per-step", 8)
+    assert "what experts take is not predicted. Say how many" in said
+
+
+def test_rows_of_a_step_by_hand() -> None:
+    assert rows_of_step(None, None, 1000) is None
+    assert rows_of_step(7, None, 1000) == 7
+    assert rows_of_step(None, 3000, 1000) == 3
+    with pytest.raises(ValueError, match=r"Use --tokens-per-step 1000\."):
+        rows_of_step(None, 999, 1000)
+    assert forwards_of_step(None, 8, 2) == 1
+    assert forwards_of_step(12, 8, 2) == 3
+
+
+@pytest.mark.timeout(300)
+def test_a_folder_of_two_replicas_trains_as_one_process(
+    run: Run, config: WriteConfig, text_file: Path, tmp_path: Path
+) -> None:
+    """Two processes with three rows each make the step of one process with six."""
+    words: list[Any] = ["--seq-len", 61, "--gpus", 2, "--cpu", "--sequence-degree", 1]
+    words += ["--tokens-per-step", 366, "--data", text_file, "--tokenizer", "bytes"]
+    out = tmp_path / "run"
+    found = run("patch", config(), *words, "--out", out)
+    assert found.exit_code == 0, found.output
+    assert "2 at once x 3 (gradient_accumulation_steps)" in found.output
+    launch = shlex.split(found.output.strip().splitlines()[-1])[2:]
+    more = ["--max-steps", "3", "--learning-rate", "1e-2"]
+    run_module(tmp_path, "accelerate.commands.launch", "--main_process_port", "0", *launch, *more)
+    again = ["--settings", str(out / "finetune.yaml"), *more, "--output", str(tmp_path / "one")]
+    finetune.main([*again, "--gradient-accumulation-steps", "6"])
+    lines, wanted = read_metrics(out / "training"), read_metrics(tmp_path / "one")
+    assert len(lines) == len(wanted) == 3
+    for two, one in zip(lines, wanted, strict=True):
+        for name in ("step", "loss", "grad_norm", "tokens", "learning_rate"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5), name
