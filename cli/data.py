@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-SETTINGS_FILES = ("sft.yaml", "dpo.yaml")
+SETTINGS_FILES = ("sft.yaml", "dpo.yaml", "finetune.yaml")
 
 
 @click.command("data")
@@ -17,15 +17,16 @@ def data_command(run: Path, rows: int, seed: int, color: bool | None) -> None:
 
     Makes the tables of tokens that the run will find in the cache, so that no GPU waits for them,
     and prints how long rows are, how many tokens are learned, what is cut, how well packing fills
-    rows, and some rows with the tokens that are learned in green.
+    rows, and some rows, as they are packed, with the tokens that are learned in green.
     """
-    from longctx_patch.cli.data_report import render, shown
-    from longctx_patch.recipes.trl_data import tables_of_run
+    from longctx_patch.cli.data_report import render
+    from longctx_patch.cli.row_text import shown
+    from longctx_patch.cli.run_data import data_of_run
 
     file = settings_in(run)
-    found = tables_of_run(file)
+    found = data_of_run(file)
     click.echo(render(found, file))
-    for text in shown(found, rows, seed):
+    for text in shown(found.rows, found.decode, rows, seed):
         click.echo(text, color=color)
 
 
@@ -36,10 +37,7 @@ def settings_in(run: Path) -> Path:
     for name in SETTINGS_FILES:
         if (run / name).is_file():
             return run / name
-    more = ""
-    if (run / "finetune.yaml").is_file():
-        more = (
-            " finetune.yaml is for plain text, whose rows are made when the run starts; "
-            "`longctx patch --sft` writes a run whose rows can be seen."
-        )
-    raise ValueError(f"{run} has no {' or '.join(SETTINGS_FILES)}.{more}")
+    raise ValueError(
+        f"{run} has no {' or '.join(SETTINGS_FILES)}: give a run folder that `longctx patch` has "
+        "written, or a settings file."
+    )

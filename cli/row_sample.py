@@ -67,7 +67,7 @@ def _first_lengths(settings: Settings) -> Iterator[int]:
     for document in islice(documents, MOST_DOCUMENTS):
         length = 0
         for start in range(0, len(document), PIECE):
-            length += len(tokens_of(document[start : start + PIECE], tokenizer))
+            length += len(tokens_of([document[start : start + PIECE]], tokenizer)[0])
             if length >= most:
                 break
         yield min(length, most)

@@ -38,7 +38,7 @@ def render(decisions: Decisions) -> str:
     start = "Start it" if decisions.has_text else f"Start it, with your text for {NO_TEXT}"
     written = f"Written to {decisions.options.folder} (README.md says more). {start}:"
     look = []
-    if decisions.task.recipe != "finetune" and decisions.has_text:
+    if decisions.has_text:
         data = shlex.join(["longctx", "data", str(decisions.options.folder)])
         look = [f"To see what the model will learn: {data}"]
     lines = [*aligned(table(decisions)), "", *look, written, "", f"  {decisions.launch_command}"]

@@ -22,7 +22,17 @@ class RunData(NamedTuple):
     train: Any
     evaluation: Any
     reading: Reading
-    packing: bool
+    args: Any
+    """The trainer's own."""
+
+    @property
+    def packs(self) -> bool:
+        return bool(getattr(self.args, "packing", False))
+
+    @property
+    def packs_evaluation(self) -> bool:
+        said = getattr(self.args, "eval_packing", None)
+        return self.packs if said is None else bool(said)
 
 
 def first_kind(source: str, text_field: str) -> Kind:
@@ -81,11 +91,10 @@ def reading_of(settings: TrlSettings, args: Any, tokenizer: Any, vocab_size: int
 
 def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
     """Make the tables, or find them made; each process of a run calls this."""
-    packing = getattr(args, "packing", False)
     if settings.streaming:
         train = stream_of(settings.data[0], reading)
         evaluation = _tables(settings.eval_data, args, reading)
-        return RunData(train, _joined(evaluation), reading, packing)
+        return RunData(train, _joined(evaluation), reading, args)
     tables = _tables(settings.data, args, reading)
     if settings.data_shares:
         train = mixed(tables, settings.data_shares, seed=args.seed)
@@ -95,7 +104,19 @@ def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
     if settings.eval_share:
         parts = train.train_test_split(settings.eval_share, seed=args.seed)
         train, evaluation = parts["train"], parts["test"]
-    return RunData(train, evaluation, reading, packing)
+    return RunData(train, evaluation, reading, args)
+
+
+def packed_rows(table: Any, args: Any, name: str) -> Any:
+    """The rows that TRL's SFTTrainer packs of a table (`SFTTrainer._prepare_dataset`), which it
+    then finds in the cache. `name`: `train` or `eval`."""
+    from trl.data_utils import pack_dataset
+
+    rows = table.select_columns(["input_ids", "labels"])
+    if args.shuffle_dataset:
+        rows = rows.shuffle(seed=args.seed)
+    options = {"num_proc": args.dataset_num_proc, "desc": f"Packing {name} dataset"}
+    return pack_dataset(rows, args.max_length, args.packing_strategy, options)
 
 
 def _tables(sources: list[str], args: Any, reading: Reading) -> list[Any]:

@@ -4,7 +4,7 @@ Tokens, masks and ends of text are those that TRL's SFTTrainer and DPOTrainer ma
 records (trl/trainer/sft_trainer.py, `_prepare_dataset`); here each record's troubles have a place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -42,6 +42,11 @@ class Reading:
         if self.kind == "preference":
             names = ("prompt_ids", "chosen_ids", "rejected_ids")
         return {**dict.fromkeys(names, "tokens"), "num_cut": "int64"}
+
+    def rows_of(self, records: Iterable[Record]) -> Iterator[Row]:
+        """The rows of records, in order. Raises BadRecord."""
+        for record in records:
+            yield from self.rows(record)
 
     def rows(self, record: Record) -> Iterator[Row]:
         """The rows of a record; several if it is split. Raises BadRecord."""

@@ -5,7 +5,7 @@ so that a writer never holds much; where rows of training are cut is decided lat
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from longctx_patch.recipes.data.sources import parts_of
 
 PIECE_TOKENS = 2**14
 """Most tokens in a row of the table."""
+BATCH_CHARACTERS = 2**20
+"""A tokenizer gets documents of so many together: one by one they take longer."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,17 @@ class TextReading:
     def columns(self) -> dict[str, str]:
         return {"input_ids": "tokens", "ends": "bool", "digest": "int64"}
 
-    def rows(self, record: Record) -> Iterator[dict[str, Any]]:
+    def rows_of(self, records: Iterable[Record]) -> Iterator[dict[str, Any]]:
         """`input_ids`, whether the document `ends` with them, and their `digest`.
 
         Raises BadRecord for a record without text.
         """
-        text = text_of(record, self.text_field)
-        ids = tokens_of(text, self.tokenizer) if text else np.zeros(0, np.int32)
+        texts = (text_of(record, self.text_field) for record in records)
+        for batch in _batches(text for text in texts if text):
+            for ids in tokens_of(batch, self.tokenizer):
+                yield from self._pieces(ids)
+
+    def _pieces(self, ids: np.ndarray) -> Iterator[dict[str, Any]]:
         for start in range(0, len(ids), PIECE_TOKENS):
             piece = ids[start : start + PIECE_TOKENS]
             digest = hashlib.blake2b(piece.tobytes(), digest_size=8).digest()
@@ -47,10 +53,25 @@ class TextReading:
             }
 
 
-def tokens_of(document: str, tokenizer: Any) -> np.ndarray:
-    """int32 tokens of a document and the eos token."""
-    ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-    return np.array([*ids, tokenizer.eos_token_id], dtype=np.int32)
+def tokens_of(documents: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
+    """int32 tokens of each document and the eos token."""
+    found = tokenizer(
+        list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False
+    )
+    return [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in found["input_ids"]]
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    num_characters = 0
+    for text in texts:
+        batch.append(text)
+        num_characters += len(text)
+        if num_characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
 
 
 def documents_of(sources: Sequence[str], text_field: str) -> Iterator[str]:

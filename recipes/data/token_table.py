@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,8 +51,8 @@ class RowReading(Protocol):
     def columns(self) -> dict[str, str]:
         """Types of a row's fields: `tokens` (ids or labels), or one of numpy's."""
 
-    def rows(self, record: Record) -> Iterator[Row]:
-        """The rows of a record. Raises BadRecord."""
+    def rows_of(self, records: Iterable[Record]) -> Iterator[Row]:
+        """The rows of records, in order. Raises BadRecord."""
 
 
 def table_of(source: str, reading: RowReading, *, num_proc: int = 1) -> Dataset:
@@ -143,9 +143,7 @@ def stream_of(source: str, reading: RowReading) -> IterableDataset:
 
 
 def rows_of_parts(parts: Sequence[Part], reading: RowReading) -> Iterator[Row]:
-    for part in parts:
-        for record in records_of(part):
-            yield from reading.rows(record)
+    yield from reading.rows_of(record for part in parts for record in records_of(part))
 
 
 def mixed(tables: Sequence[Dataset], shares: Sequence[float], *, seed: int) -> Dataset:

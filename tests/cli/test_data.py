@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from trl import SFTConfig, SFTTrainer
 
-from longctx_patch.cli.data_report import packing_of
 from longctx_patch.cli.main import main as longctx
+from longctx_patch.cli.run_data import data_of_run
+from longctx_patch.data import pack_rows
+from longctx_patch.recipes.trl_data import tables_of_run
+from tests.hf.tiny import featured_model
 from tests.recipes.test_trl_recipes import job, patch, write
 from tests.trl.cases import rows
 
@@ -19,10 +23,25 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL's own defaults
     pytest.mark.usefixtures("forgets_accelerate"),
 ]
+GREEN = r"\x1b\[32m(.*?)\x1b\[0m"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def data(*words: str) -> Result:
     return CliRunner().invoke(longctx, ["data", *words], color=True)
+
+
+def change(file: Path, **values: Any) -> None:
+    """Set other values in a settings file."""
+    text = file.read_text()
+    for name, value in values.items():
+        text, found = re.subn(rf"^{name}:.*$", f"{name}: {value}", text, flags=re.M)
+        assert found == 1
+    file.write_text(text)
 
 
 def test_what_a_chat_run_will_see(job: Path) -> None:
@@ -33,7 +52,7 @@ def test_what_a_chat_run_will_see(job: Path) -> None:
     answers = [m["content"] for c in chats for m in c["messages"] if m["role"] == "assistant"]
     num_learned = sum(len(answer.split()) + 1 for answer in answers)
     assert re.search(rf"rows +12 .*learned +{num_learned} ", found.output.replace("\n", " "))
-    green = re.findall(r"\x1b\[32m(.*?)\x1b\[0m", found.output)
+    green = re.findall(GREEN, found.output)
     assert sorted(green) == sorted(f"{answer} <eos>" for answer in answers)
     assert f"-m longctx_patch.recipes.sft --config {job}/run/sft.yaml" in found.output
     plain = data(str(job / "run" / "sft.yaml"), "--no-color", "--rows", "0")
@@ -41,19 +60,50 @@ def test_what_a_chat_run_will_see(job: Path) -> None:
     assert "\nrow " not in plain.output
 
 
-def test_cut_and_packed_rows(job: Path) -> None:
-    patch(job, "--data", str(job / "texts.jsonl"), "--sft", "--pack")
-    settings = job / "run" / "sft.yaml"
-    settings.write_text(settings.read_text().replace("too_long: refuse", "too_long: cut"))
-    settings.write_text(settings.read_text().replace("seq_len: 96", "seq_len: 20"))
-    settings.write_text(settings.read_text().replace("rope: linear", "rope: none"))
+def test_cut_rows(job: Path) -> None:
+    patch(job, "--data", str(job / "texts.jsonl"), "--sft")
+    change(job / "run" / "sft.yaml", too_long="cut", seq_len=20, rope="none")
     found = data(str(job / "run"))
     lengths = np.array([len(text["text"].split()) + 1 for text in rows("text", 8, 4)])
     num_cut = int((lengths - 20).clip(min=0).sum())
     assert num_cut
     assert re.search(rf"cut off +{num_cut} +of {(lengths > 20).sum()} rows", found.output)
-    packed, fill = packing_of(lengths.clip(max=20), 20)
-    assert re.search(rf"packed +{packed} +rows, {fill:.1%} full", found.output)
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+def test_packed_rows_are_those_of_the_trainer(job: Path, strategy: str) -> None:
+    patch(job, "--data", str(job / "texts.jsonl"), "--sft", "--pack")
+    settings = job / "run" / "sft.yaml"
+    change(settings, seq_len=40, rope="none", too_long="cut")
+    settings.write_text(settings.read_text() + f"packing_strategy: {strategy}\n")
+    run = tables_of_run(settings)
+    trainer = SFTTrainer(
+        model=featured_model("llama"),
+        args=SFTConfig(
+            str(job / "out"),
+            use_cpu=True,
+            bf16=False,
+            max_length=40,
+            report_to=[],
+            packing=True,
+            packing_strategy=strategy,
+            seed=run.args.seed,
+        ),
+        train_dataset=run.train,
+        processing_class=run.reading.tokenizer,
+    )
+    seen = data_of_run(settings).rows
+    wanted = [str(row) for row in trainer.train_dataset]
+    assert len(wanted) > 1
+    assert sorted(str(row) for row in seen) == sorted(wanted)  # the trainer shuffles them again
+
+    found = data(str(job / "run"), "--rows", str(len(seen)), "--color")
+    tokens = sum(len(row["input_ids"]) for row in seen)
+    full = tokens / (len(seen) * 40)
+    assert re.search(rf"packed +{len(seen)} +rows, {full:.1%} full", found.output)
+    assert found.output.count("\nrow ") == len(seen)
+    counts = [len(row.get("seq_lengths", [1])) for row in seen]
+    assert found.output.count("-- document ") == sum(count for count in counts if count > 1)
 
 
 def test_pairs(job: Path) -> None:
@@ -64,14 +114,63 @@ def test_pairs(job: Path) -> None:
     assert f"{pair['prompt']}\nchosen: {pair['chosen'].strip()} <eos>\nrejected: " in found.output
 
 
-def test_what_can_not_be_shown(job: Path) -> None:
-    patch(job, "--data", str(job / "texts.jsonl"))
+def test_what_a_run_on_plain_text_will_see(job: Path) -> None:
+    """Joined, with a rest that fills no row; and packed, as the recipe packs them."""
+    said = patch(job, "--data", str(job / "texts.jsonl"))
+    assert f"longctx data {job}/run" in said
+    change(job / "run" / "finetune.yaml", seq_len=40, rope="none")
     found = data(str(job / "run"))
+    assert found.exit_code == 0, found.output
+    lengths = [len(text["text"].split()) + 1 for text in rows("text", 8, 4)]
+    full, rest = divmod(sum(lengths), 40)
+    flat = " ".join(found.output.split())
+    assert f"documents 8 {sum(lengths)} tokens rows {full} {full * 40} tokens, 100.0% full" in flat
+    assert f"learned {full * 39} 97.5% of the tokens left out {rest} tokens" in flat
+    assert f"recipes.finetune --settings {job}/run/finetune.yaml" in found.output
+
+    change(job / "run" / "finetune.yaml", pack="true", seq_len=max(lengths) - 1)
+    found = data(str(job / "run"), "--rows", "99", "--color")
+    documents = [{"input_ids": [0] * length} for length in lengths]
+    packed = pack_rows(documents, max(lengths) - 1, too_long="split")
+    wanted = [
+        f"-- document {number}, {length} tokens"
+        for row in packed
+        for number, length in enumerate(row["seq_lengths"], start=1)
+        if len(row["seq_lengths"]) > 1
+    ]
+    assert wanted
+    assert re.findall(r"-- document .*", found.output) == wanted
+    assert f"{packed.efficiency:.1%} full" in found.output
+    assert packed.num_split
+    assert f"split {packed.num_split} documents longer" in " ".join(found.output.split())
+    green = sum(len(text.split()) for text in re.findall(GREEN, found.output))
+    assert green == sum(lengths) - packed.num_documents  # all but the first of each
+
+
+def test_long_rows_are_shown_in_part(job: Path) -> None:
+    texts = [{"text": " ".join(["w1"] * number)} for number in [3000, *[20] * 30]]
+    patch(job, "--data", str(write(job / "long.jsonl", texts)))
+    change(job / "run" / "finetune.yaml", seq_len=3001, pack="true")
+    found = data(str(job / "run"), "--no-color")
+    assert "row 0:\nw1" in found.output
+    assert "... 2,201 tokens left out ..." in found.output
+    assert "row 1, 630 tokens of 30 documents:\n-- document 1, 21 tokens\nw1" in found.output
+    assert found.output.rstrip().endswith("-- 22 more documents")
+
+
+def test_what_can_not_be_shown(job: Path) -> None:
+    (job / "empty").mkdir()
+    found = data(str(job / "empty"))
     assert found.exit_code == 1
-    assert "has no sft.yaml or dpo.yaml. finetune.yaml is for plain text" in found.output
+    assert "has no sft.yaml or dpo.yaml or finetune.yaml: give a run folder" in found.output
     chats = write(job / "more.jsonl", [*rows("chat", 30, 1), {"text": "w1"}])
-    (job / "run").rename(job / "before")
     patch(job, "--data", str(chats))
     found = data(str(job / "run"))
     assert found.exit_code == 1
     assert "more.jsonl, line 31: a record with a field of text, among those with" in found.output
+    texts = write(job / "texts.jsonl", [{"text": "w1"}, {"other": "w1"}])
+    (job / "run").rename(job / "before")
+    patch(job, "--data", str(texts))
+    found = data(str(job / "run"))
+    assert found.exit_code == 1
+    assert "texts.jsonl, line 2: no text in field 'text', there is: other" in found.output

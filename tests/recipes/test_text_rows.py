@@ -92,8 +92,9 @@ def test_rows_are_those_of_tokens_held_in_memory(
 ) -> None:
     """Documents are several rows of the table, and its chunks end anywhere."""
     monkeypatch.setattr(text_reading, "PIECE_TOKENS", piece)
+    monkeypatch.setattr(text_reading, "BATCH_CHARACTERS", 20 * piece)
     monkeypatch.setattr(token_table, "CHUNK_TOKENS", 11)
-    documents = [tokens_of(text, byte_tokenizer()).tolist() for text in AWKWARD]
+    documents = [ids.tolist() for ids in tokens_of(AWKWARD, byte_tokenizer())]
     joined = list(chain(*documents))
     cut = [joined[n : n + seq_len] for n in range(0, len(joined) - seq_len + 1, seq_len)]
     assert [row["input_ids"] for row in made(joined_rows, AWKWARD, seq_len)] == cut

@@ -72,7 +72,7 @@ def test_nothing_found_and_no_text(tmp_path: Path) -> None:
 
 
 class CountingTokenizer:
-    """Bytes; each call is a line in a file."""
+    """Bytes; each document is a line in a file."""
 
     eos_token_id = 256
     chat_template = None
@@ -84,10 +84,10 @@ class CountingTokenizer:
     def get_vocab(self) -> dict[str, int]:
         return {}
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
         with self.log.open("a") as log:
-            log.write(f"{os.getpid()}\n")
-        return {"input_ids": list(text.encode())}
+            log.write(f"{os.getpid()}\n" * len(texts))
+        return {"input_ids": [list(text.encode()) for text in texts]}
 
 
 def read_rows(_: int, source: str, folder: Path) -> np.ndarray:
@@ -115,7 +115,7 @@ def test_long_documents_are_pieces_that_say_where_they_end(
 ) -> None:
     monkeypatch.setattr(text_reading, "PIECE_TOKENS", 4)
     made = text_reading.Record({"text": "abcdefghijk"}, "here")
-    rows = list(TextReading(byte_tokenizer()).rows(made))
+    rows = list(TextReading(byte_tokenizer()).rows_of([made]))
     assert [len(row["input_ids"]) for row in rows] == [4, 4, 4]
     assert [row["ends"] for row in rows] == [False, False, True]
     assert len({row["digest"] for row in rows}) == 3

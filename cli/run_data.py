@@ -1,0 +1,121 @@
+"""What a run trains on, in figures and in rows, whichever recipe it is for."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from longctx_patch.loss.law import IGNORE_INDEX
+from longctx_patch.recipes import models
+from longctx_patch.recipes.data.token_table import lengths_of
+from longctx_patch.recipes.settings import parse_settings
+from longctx_patch.recipes.text_rows import TextRows, rows_of_run
+from longctx_patch.recipes.trl_data import RunData, packed_rows, tables_of_run
+
+Facts = list[tuple[str, str, str]]
+"""(name, figure, what it counts)"""
+
+
+class SeenData(NamedTuple):
+    """What the model of a run will see."""
+
+    recipe: str
+    kind: str
+    """Of the records."""
+    seq_len: int
+    facts: dict[str, Facts]
+    """By `train` and `eval`."""
+    lengths: np.ndarray
+    """Tokens of each document, or of each row before it is packed."""
+    rows: Sequence[Any]
+    """As the model sees them: packed, if they are packed."""
+    decode: Callable[[Any], str]
+
+
+def data_of_run(file: Path) -> SeenData:
+    """What the run with this settings file will train on. Raises ValueError as the run would."""
+    values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    return _of_text(file) if "text" in values else _of_tables(file)
+
+
+def _of_text(file: Path) -> SeenData:
+    settings = parse_settings(["--settings", str(file)])
+    config, tokenizer = models.load_config(settings), models.load_tokenizer(settings)
+    models.check_vocabulary(tokenizer, config)
+    rows = rows_of_run(settings, tokenizer)
+    documents = rows.stream.document_lengths()
+    facts = {"train": _text_facts(rows, documents)}
+    return SeenData("finetune", "text", settings.seq_len, facts, documents, rows, tokenizer.decode)
+
+
+def _text_facts(rows: TextRows, documents: np.ndarray) -> Facts:
+    facts = [
+        ("documents", f"{len(documents):,}", f"{len(rows.stream):,} tokens"),
+        ("rows", f"{len(rows):,}", f"{rows.num_tokens:,} tokens, {rows.efficiency:.1%} full"),
+        _learned(rows.num_tokens - len(rows.pieces.starts), rows.num_tokens),
+    ]
+    if left_out := len(rows.stream) - rows.num_tokens:
+        facts.append(("left out", f"{left_out:,}", "tokens, which fill no row"))
+    if split := int((documents > rows.seq_len).sum()):
+        facts.append(("split", f"{split:,}", "documents longer than a row"))
+    return facts
+
+
+def _of_tables(file: Path) -> SeenData:
+    data = tables_of_run(file)
+    facts, rows = {}, data.train
+    for name, table, is_packed in (
+        ("train", data.train, data.packs),
+        ("eval", data.evaluation, data.packs_evaluation),
+    ):
+        if table is None:
+            continue
+        facts[name] = _table_facts(data, table)
+        if is_packed:
+            packed = packed_rows(table, data.args, name)
+            facts[name].append(_packing(lengths_of(packed), data.reading.seq_len))
+            rows = packed if name == "train" else rows
+    reading = data.reading
+    return SeenData(
+        "dpo" if reading.kind == "preference" else "sft",
+        reading.kind,
+        reading.seq_len,
+        facts,
+        lengths_of(data.train),
+        rows,
+        reading.tokenizer.decode,
+    )
+
+
+def _table_facts(data: RunData, table: Any) -> Facts:
+    lengths = lengths_of(table)
+    facts = [("rows", f"{len(table):,}", f"{int(lengths.sum()):,} tokens")]
+    if data.reading.kind != "preference":
+        facts.append(_learned(_num_learned(table), int(lengths.sum())))
+    num_cut = np.asarray(table.with_format("numpy")["num_cut"][:])
+    if num_cut.any():
+        facts.append(
+            ("cut off", f"{int(num_cut.sum()):,}", f"of {int((num_cut > 0).sum()):,} rows")
+        )
+    return facts
+
+
+def _packing(lengths: np.ndarray, seq_len: int) -> tuple[str, str, str]:
+    full = lengths.sum() / (len(lengths) * seq_len)
+    return ("packed", f"{len(lengths):,}", f"rows, {full:.1%} full")
+
+
+def _learned(number: int, tokens: int) -> tuple[str, str, str]:
+    return ("learned", f"{number:,}", f"{number / max(1, tokens):.1%} of the tokens")
+
+
+def _num_learned(table: Any) -> int:
+    """Tokens that are predicted: labels, but for the first of each row."""
+    total = 0
+    for batch in table.with_format("arrow").iter(batch_size=1000):
+        for labels in batch["labels"]:
+            values = labels.values.to_numpy(zero_copy_only=False)
+            total += int((values[1:] != IGNORE_INDEX).sum())
+    return total
