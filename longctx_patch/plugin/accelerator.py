@@ -17,7 +17,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.allocator import let_segments_grow
-from longctx_patch.plugin.fsdp import exact_mixed_precision
+from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
 from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
 from longctx_patch.plugin.unread import is_unread, load_sharded
@@ -47,7 +47,9 @@ def make_accelerator(
 
     Under FSDP2 with mixed precision, gradients are reduced in float32, and outputs, such as the
     loss, keep their dtype; Accelerate's default would round both to the low precision. Give your
-    own `fsdp_plugin` to decide otherwise. torch's CUDA allocator is set to segments that grow,
+    own `fsdp_plugin` to decide otherwise. Within `accelerator.accumulate` gradients are reduced
+    after every forward, so that they stay sharded; give your own `gradient_accumulation_plugin` to
+    reduce them after the last one only. torch's CUDA allocator is set to segments that grow,
     unless `PYTORCH_ALLOC_CONF` says otherwise. Between machines, gloo is given the interface that
     leads to the first one where it would take the loopback, unless `GLOO_SOCKET_IFNAME` names one.
 
@@ -86,6 +88,8 @@ def make_accelerator(
     accelerator = _Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
     _check_ours(accelerator, parallelism)
     read_when_sharded(accelerator)
+    if fsdp2 and accelerator_kwargs.get("gradient_accumulation_plugin") is None:
+        keep_gradients_sharded(accelerator)
     _share_cores(accelerator)
     return accelerator
 

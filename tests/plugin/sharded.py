@@ -6,6 +6,7 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from longctx_patch import LongContextConfig, make_accelerator
 
@@ -24,6 +25,15 @@ def whole(tensor: Any) -> Tensor:
     """All of a parameter of which each rank has a part; collective."""
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return found.detach().clone()
+
+
+def has_part_of_gradient(parameter: Any) -> bool:
+    """Whether a sharded parameter holds its rank's part of the gradient, and only this."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter.data, DTensor):
+        return False
+    local, mine = gradient.to_local(), parameter.data.to_local()
+    return local.shape == mine.shape and local.numel() < parameter.numel()
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, bytes]:

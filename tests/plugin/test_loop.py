@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from longctx_patch import LongContextConfig, SequenceShardCollator, make_accelerator, patch
 from tests.hf.tiny import tiny_model, token_rows
 from tests.plugin.launched import run_launched, sharding_on_cpus
+from tests.plugin.sharded import has_part_of_gradient
 from tests.reference import relative_error
 from tests.trainer.trained import weights_of
 
@@ -47,6 +48,8 @@ def trained(accumulation: int, shards: bool) -> tuple[list[float], dict[str, tor
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)
+            if shards:  # between the forwards of a step, too
+                assert all(map(has_part_of_gradient, model.parameters()))
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from tests.plugin.launched import run_launched, sharding_on_cpus
+from tests.plugin.sharded import has_part_of_gradient
 from tests.trainer.trained import Case, make_trainer, sharded
 
 RING = {"ring_degree": 2}
@@ -32,15 +32,7 @@ class Watch(TrainerCallback):
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         trained = [p for p in given["model"].parameters() if p.requires_grad]
-        self.found.append(all(_is_part(parameter) for parameter in trained))
-
-
-def _is_part(parameter: Any) -> bool:
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter.data, DTensor):
-        return False
-    local, mine = gradient.to_local(), parameter.data.to_local()
-    return local.shape == mine.shape and local.numel() < parameter.numel()
+        self.found.append(all(has_part_of_gradient(parameter) for parameter in trained))
 
 
 def watched(case: Case, folder: str) -> list[bool]:
