@@ -86,19 +86,30 @@ class Decisions:
         return sum(parameter.numel() for parameter in model.parameters())
 
     @property
+    def start_command(self) -> str:
+        """What starts the run: on one machine `longctx train`, on several their launchers."""
+        if self.options.nodes > 1:
+            return self.launch_command
+        words = ["longctx", "train", str(self.options.folder)]
+        return shlex.join(words if self.has_text else [*words, f"--{self._sources}", NO_TEXT])
+
+    @property
     def launch_command(self) -> str:
+        """What starts the processes of one machine."""
         words = [
             "accelerate",
             "launch",
             "--config_file",
             str(self.options.folder / "accelerate.yaml"),
         ]
-        flag, sources = (
-            ("settings", "text") if self.task.recipe == "finetune" else ("config", "data")
-        )
+        flag = "settings" if self.task.recipe == "finetune" else "config"
         words += ["-m", f"longctx_patch.recipes.{self.task.recipe}"]
         words += [f"--{flag}", str(self.options.folder / self.settings_file)]
-        return shlex.join(words if self.has_text else [*words, f"--{sources}", NO_TEXT])
+        return shlex.join(words if self.has_text else [*words, f"--{self._sources}", NO_TEXT])
+
+    @property
+    def _sources(self) -> str:
+        return "text" if self.task.recipe == "finetune" else "data"
 
     @property
     def settings_file(self) -> str:

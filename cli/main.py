@@ -14,6 +14,7 @@ from longctx_patch.cli.patch import patch_command
 from longctx_patch.cli.plan import plan_command
 from longctx_patch.cli.report import report_command
 from longctx_patch.cli.schedule import schedule_command
+from longctx_patch.cli.train import train_command
 from longctx_patch.cli.verify import verify_command
 
 
@@ -44,6 +45,7 @@ main.add_command(patch_command)
 main.add_command(plan_command)
 main.add_command(report_command)
 main.add_command(schedule_command)
+main.add_command(train_command)
 main.add_command(verify_command)
 
 if __name__ == "__main__":

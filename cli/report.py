@@ -3,11 +3,11 @@
 import shlex
 from collections.abc import Iterable, Sequence
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 
 import click
 
+from longctx_patch import __version__
 from longctx_patch.cli.report_data import MEMORY, Points, RunData, read_run
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 200, 62, 24
@@ -58,9 +58,10 @@ def page(data: RunData) -> str:
         *(f'<p class="note">{escape(note)}</p>' for note in data.notes),
         *_charts(data),
         *_table("Last steps", *_last_steps(data)),
+        *_table("The start, until the first step", ("stage", "seconds"), data.start.items()),
         *_table("What was decided, and why", ("what", "decided", "why"), data.decided),
         *_table("Settings", ("setting", "value"), data.settings.items()),
-        f"<p>longctx-patch {escape(version('longctx-patch'))}</p>",
+        f"<p>longctx-patch {escape(__version__)}</p>",
     ]
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>'
     body = "\n".join(parts)

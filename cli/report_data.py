@@ -15,6 +15,7 @@ from longctx_patch.cli.verify import SETTINGS_FILES
 Points = list[tuple[float, float]]
 """(step, value), by rising step."""
 METRICS_FILE, STATE_FILE, PLAN_FILE = "metrics.jsonl", "trainer_state.json", "plan.json"
+START_FILE = "start.json"
 SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
 MEMORY = "peak_memory_bytes"
 
@@ -27,6 +28,8 @@ class RunData:
     series: Mapping[str, Points]
     """Finite values of each metric that is shown."""
     settings: Mapping[str, Any]
+    start: Mapping[str, float]
+    """Seconds of each stage of the last start, as far as it is known."""
     decided: Sequence[Sequence[str]]
     """(what, value, why) of `longctx patch`."""
     planned_bytes: float | None
@@ -71,6 +74,7 @@ def read_run(run: Path) -> RunData:
         folder=run,
         series=series,
         settings=settings,
+        start=_json(output / START_FILE).get("seconds", {}),
         decided=plan.get("decided", ()),
         planned_bytes=plan.get("memory_bytes"),
         state=_state(series, total, final, output, sources),

@@ -41,7 +41,7 @@ def render(decisions: Decisions) -> str:
     if decisions.has_text:
         data = shlex.join(["longctx", "data", str(decisions.options.folder)])
         look = [f"To see what the model will learn: {data}"]
-    lines = [*aligned(table(decisions)), "", *look, written, "", f"  {decisions.launch_command}"]
+    lines = [*aligned(table(decisions)), "", *look, written, "", f"  {decisions.start_command}"]
     return "\n".join(lines)
 
 

@@ -18,9 +18,9 @@ tokenizer.
 ## Start
 
 ```
-{launch}
+{start}
 ```
-{how_to_start}
+{same}{how_to_start}
 Settings can be added to the command, for example `--max-steps 10`, or `--full` to train every
 weight in place of an adapter; they override `{settings_file}`. `training/` gets metrics.jsonl (one
 line per step), settings.json (the settings as used), checkpoints (`{save_every} N`) and final/.
@@ -62,8 +62,8 @@ weights and optimizer on the host (`longctx patch --states-on-host`).{loading}
 
 Two packages make GPUs faster where they are installed, and nothing has to be set for them:
 flash-attn 4 on Hopper and Blackwell (`pip install "flash-attn-4[cu13]==4.0.0b36"`; see
-`longctx kernels`), and Liger Kernel (`pip install "liger-kernel>=0.8.5"`; the run's first line says
-whether layers take it).
+`longctx kernels`), and Liger Kernel (`pip install "liger-kernel>=0.8.5"`; the run says as it
+starts whether layers take it).
 
 ## What was checked
 
@@ -119,7 +119,8 @@ def render_readme(decisions: Decisions) -> str:
     return TEMPLATE.format(
         model=settings.model,
         seq_len=settings.seq_len,
-        launch=decisions.launch_command,
+        start=decisions.start_command,
+        same=_same(decisions),
         settings_file=decisions.settings_file,
         save_every="--save-every" if is_finetune else "--save-steps",
         scheduler="--scheduler" if is_finetune else "--lr-scheduler-type",
@@ -140,6 +141,13 @@ def render_readme(decisions: Decisions) -> str:
         heads=facts.num_heads,
         kv_heads=facts.num_kv_heads,
     )
+
+
+def _same(decisions: Decisions) -> str:
+    """The command that `longctx train` is short for."""
+    if decisions.start_command == decisions.launch_command:
+        return ""
+    return f"\nis short for this, and starts sooner:\n\n```\n{decisions.launch_command}\n```\n"
 
 
 def _rows(decisions: Decisions) -> str:

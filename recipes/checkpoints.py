@@ -37,7 +37,7 @@ FREE = {
     *("text", "output", "resume", "save_every", "tokenizer", "text_field"),
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
     *("ulysses_waves", "fused_layers"),  # these change rounding only
-    *("skip_rehearsal", "push_to_hub", "hub_private"),
+    *("skip_rehearsal", "push_to_hub", "hub_private", "load_sharded", "library_warnings"),
 }
 WORLD = {*PARALLELISM} - FREE
 ROWS = {"batch_size", "gradient_accumulation_steps"}

@@ -11,7 +11,6 @@ tokens of the step on all processes), checkpoints/ and final/.
 """
 
 import dataclasses
-import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -42,9 +41,11 @@ from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes, read_metrics
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
+from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.row_order import RowOrder
 from longctx_patch.recipes.run_record import write_record
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
+from longctx_patch.recipes.stages import Stages
 from longctx_patch.recipes.text_rows import TextRows, rows_of_run
 
 
@@ -65,9 +66,9 @@ class Data(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from command-line arguments; every process of the job runs this."""
-    # bitsandbytes, where installed, warns of a missing CPU kernel even if nothing uses it.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     settings = parse_settings(arguments)
+    if not settings.library_warnings:
+        quiet_libraries()
     check_launcher(settings_file(arguments))
     checkpoint = checkpoints.check_output(settings)
     accelerator = build_accelerator(settings)
@@ -84,12 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None:
     """Build everything, go on from `checkpoint` if there is one, and train to the last step."""
+    stages = Stages(speaks=accelerator.is_main_process)
     device_type = accelerator.device.type
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=accelerator.is_fsdp2)
     config = models.load_config(settings)
     settings = models.with_dtype(settings, config, on_cpu=device_type == "cpu")
+    stages.enter("model")
     tokenizer, model = build_model(settings, config, accelerator)
+    stages.enter("data")
     data = build_data(settings, tokenizer)
     run = checkpoints.fingerprint(
         settings, data.order, data.rows.digest(), accelerator.num_processes
@@ -99,6 +103,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
     fused = choose_fused_layers(settings.fused_layers, model, device_type)
     fuse_layers(model, fused.how)
     handle = patch(model, settings.sequence_parallelism())
+    stages.enter("shards")
     state = build_state(settings, accelerator, model)
 
     # Nothing was written so far, so a refusal above leaves no files behind.
@@ -115,8 +120,13 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None
         if states_on_host(accelerator):
             handle.reserve_host(states_to_come(state))
         if not settings.skip_rehearsal:
+            stages.enter("rehearsal")
             check_memory(accelerator, state, handle, data)
+        stages.enter("first step")
+        first = state.step + 1
         for _ in train_steps(settings, accelerator, state, handle, data):
+            if state.step == first:
+                stages.end(output)
             if settings.save_every and state.step % settings.save_every == 0:
                 checkpoints.save_checkpoint(accelerator, state, tokenizer, output, run)
     final = output / "final"
@@ -187,28 +197,23 @@ def build_accelerator(settings: Settings) -> Any:
 def build_model(settings: Settings, config: Any, accelerator: Any) -> tuple[Any, Any]:
     """Tokenizer and model, with scaled RoPE and adapter, the same in every process.
 
-    With `load_sharded` its weights are read later, by `prepare`. Otherwise the model is on the CPU,
-    or on the device if its weights have 4 bits.
+    Where processes read their own rows of the weights, `prepare` does so later. Otherwise the
+    model is on the CPU, or on the device if its weights have 4 bits.
     """
     set_seed(settings.seed)  # random weights are the same in every process
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
     model = models.load_model(
-        settings, config, accelerator.device, sharded=_reads_shards(settings, accelerator)
+        settings,
+        config,
+        accelerator.device,
+        sharded=models.reads_shards(settings),
+        say=accelerator.print,
     )
     if settings.uses_lora:
         model = models.add_lora(model, settings)
     set_seed(settings.seed, device_specific=True)  # from here on only dropout draws numbers
     return tokenizer, model.train()  # from_pretrained returns it in evaluation mode
-
-
-def _reads_shards(settings: Settings, accelerator: Any) -> bool:
-    if settings.load_sharded and not accelerator.is_fsdp2:
-        raise ValueError(
-            "load_sharded without FSDP2: each process then holds the whole model. Leave it out, or "
-            "put distributed_type: FSDP into the YAML."
-        )
-    return settings.load_sharded
 
 
 def build_data(settings: Settings, tokenizer: Any) -> Data:

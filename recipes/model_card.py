@@ -17,13 +17,14 @@ from typing import Any
 import yaml
 from transformers import PreTrainedConfig
 
+from longctx_patch import __version__
 from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.recipes.models import is_bare_config
 from longctx_patch.recipes.settings import ModelSettings, parallelism_of
 
 MARK = "WARNING_load_the_base_with_config_json_of_this_folder_as_README_md_says"
 ADAPTER_FILE = "adapter_config.json"
-PACKAGES = ("longctx-patch", "torch", "transformers", "accelerate", "peft")
+PACKAGES = ("torch", "transformers", "accelerate", "peft")
 NUMBERS = ("step", "loss", "eval_loss")
 TEMPLATE = """\
 ---
@@ -111,11 +112,15 @@ def card_of(
         ("degrees", f"ulysses {degrees.ulysses_degree} x ring {degrees.ring_degree}"),
         *training.items(),
         *((name, f"{numbers[name]:.6g}") for name in NUMBERS if name in numbers),
-        ("versions", ", ".join(f"{name} {version(name)}" for name in PACKAGES)),
+        ("versions", ", ".join([f"longctx-patch {__version__}", *map(_versioned, PACKAGES)])),
     ]
     return Card(
         base=settings.model, rows=rows, is_adapter=settings.uses_lora, seed=seed, place=place
     )
+
+
+def _versioned(package: str) -> str:
+    return f"{package} {version(package)}"
 
 
 def ending(final: Path) -> str:

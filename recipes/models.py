@@ -1,7 +1,7 @@
 """The recipe's model and tokenizer: from the hub, a local folder or a bare config.json."""
 
 import shlex
-import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +20,10 @@ from transformers import (
 
 from longctx_patch.hf.model.load import is_bare_config, load_model_config
 from longctx_patch.hf.model.rope import scale_rope
-from longctx_patch.plugin import unread_model
+from longctx_patch.plugin import NeedsWholeReading, unread_model
+from longctx_patch.rules.launched import flag
 
-from .settings import DtypeName, Settings
+from .settings import DtypeName, ModelSettings, Settings
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 BYTE_VOCABULARY = 258
@@ -80,23 +81,38 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    settings: Settings, config: PreTrainedConfig, device: torch.device, *, sharded: bool = False
+    settings: ModelSettings,
+    config: PreTrainedConfig,
+    device: torch.device,
+    *,
+    sharded: bool = False,
+    say: Callable[[str], object] = print,
 ) -> PreTrainedModel:
-    """The model in `settings.dtype`; random weights follow torch's current seed.
+    """The model in `settings.dtype`; random weights follow torch's current seed. Collective.
 
-    With `sharded`, weights are read when FSDP2 shards the model, each process its own. Otherwise
-    the model is on the CPU, but weights of 4 bits are on `device`, where they are quantised while
-    loading.
+    With `sharded`, weights are read when FSDP2 shards the model, each process its own rows, unless
+    the checkpoint can't be read so, which `say` is told. Otherwise the model is on the CPU, but
+    weights of 4 bits are on `device`, where they are quantised while loading.
     """
     dtype = getattr(torch, settings.dtype)
     if sharded:
-        return cast(PreTrainedModel, unread_model(settings.model, config=config, dtype=dtype))
+        try:
+            return cast(PreTrainedModel, unread_model(settings.model, config=config, dtype=dtype))
+        except NeedsWholeReading as reason:
+            say(f"each process reads all weights: {reason}")
     if is_bare_config(settings.model):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
     options: dict[str, Any] = {"config": config, "dtype": dtype}
     if settings.load_in_4bit:
         options |= {"quantization_config": four_bits(dtype), "device_map": {"": device}}
     return AutoModelForCausalLM.from_pretrained(settings.model, **options)
+
+
+def reads_shards(settings: ModelSettings) -> bool:
+    """Whether each process reads its own rows of the weights: under FSDP2, unless Accelerate sends
+    them from one process or the settings say no."""
+    is_sent = flag("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    return settings.load_sharded and flag("ACCELERATE_USE_FSDP") and not is_sent
 
 
 def four_bits(dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -164,10 +180,7 @@ def add_lora(model: PreTrainedModel, settings: Settings) -> Any:
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear" if everything else settings.lora_targets,
     )
-    with warnings.catch_warnings():
-        # peft reads a property of transformers by its old name; users can't do anything about it.
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`")
-        return get_peft_model(model, adapter)
+    return get_peft_model(model, adapter)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -81,6 +81,10 @@ class ModelSettings:
         "on GPUs, else float32",
         default="auto",
     )
+    load_sharded: bool = setting(
+        "under FSDP2 each process reads its own rows of the weights only, from safetensors",
+        default=True,
+    )
     load_in_4bit: bool = setting("an adapter's frozen weights in 4 bits (NF4)", default=False)
     fused_layers: FusedLayersName = setting(
         "RMSNorm, RoPE and SwiGLU by liger or compile; auto: liger where it fits", default="auto"
@@ -91,6 +95,9 @@ class ModelSettings:
     lora_alpha: float = setting("scale of the adapter, divided by its rank", default=32.0)
     lora_dropout: float = setting("dropout before the adapter", default=0.0)
     lora_targets: list[str] = setting("module names, or all-linear", default=["all-linear"])
+    library_warnings: bool = setting(
+        "show too what other packages warn of and users can't change", default=False
+    )
 
     @property
     def uses_lora(self) -> bool:
@@ -135,11 +142,6 @@ class _Text:
         default=[],
     )
     text_field: str = setting("name of the text field in records", default="text")
-    load_sharded: bool = setting(
-        "under FSDP2 each process reads its own rows of the weights only, from safetensors; not "
-        "yet run on GPUs",
-        default=False,
-    )
     one_document_per_row: bool = setting("rows never join two documents", default=False)
     pack: bool = setting("rows are packed of documents that don't see each other", default=False)
     output: str = setting("folder to write, empty or new", default="")

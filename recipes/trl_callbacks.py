@@ -1,4 +1,4 @@
-"""What runs beside a trainer: a line of metrics.jsonl per log, and answers to sample prompts."""
+"""What runs beside a trainer: metrics.jsonl, the stages of its start, answers to sample prompts."""
 
 import json
 import time
@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
+from longctx_patch.recipes.stages import Stages
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -52,6 +53,22 @@ class MetricsCallback(TrainerCallback):
             "tokens_per_second": speed,
             "tokens_per_second_per_device": speed / self._num_devices,
         }
+
+
+class StagesCallback(TrainerCallback):
+    """Goes through the last stages of a start: the first step, and its end."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages: Stages | None = stages
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._stages is not None:
+            self._stages.enter("first step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._stages is not None:
+            self._stages.end(Path(args.output_dir))
+            self._stages = None
 
 
 class SampleCallback(TrainerCallback):

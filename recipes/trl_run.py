@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +22,10 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.recipes import checkpoints, models
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
+from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.run_record import write_record
-from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback
+from longctx_patch.recipes.stages import Stages
+from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback, StagesCallback
 from longctx_patch.recipes.trl_data import load_data, reading_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
@@ -52,9 +53,9 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
 
     Returns the trainer, whose model is no longer patched.
     """
-    # bitsandbytes, where installed, warns of a missing CPU kernel even if nothing uses it.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     settings, args = parse(method.config, arguments)
+    if not settings.library_warnings:
+        quiet_libraries()
     check_launcher(settings_file(arguments), method.name)
     resumed = check_output(settings, args)
     trainer = build(method, settings, args)
@@ -98,26 +99,30 @@ def model_card(method: Method, settings: TrlSettings, trainer: Any) -> Card:
 def build(method: Method, settings: TrlSettings, args: Any) -> Any:
     """The trainer of a run."""
     device_type = args.device.type
+    stages = Stages(speaks=args.process_index == 0)
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=bool(args.fsdp))
     config = models.load_config(settings)
     settings = models.with_dtype(settings, config, on_cpu=device_type == "cpu")
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
+    stages.enter("data")
     data = load_data(settings, args, reading_of(settings, args, tokenizer, config.vocab_size))
     if hasattr(args, "assistant_only_loss"):
         args.assistant_only_loss = False  # labels say it already
-    model = load(settings, config, args)
+    stages.enter("model")
+    model = load(settings, config, args, sharded=models.reads_shards(settings))
     given: dict[str, Any] = {}
     if method.compares and not settings.uses_lora:  # else the model with its adapter off
         given["ref_model"] = load(settings, config, args)
+    stages.enter("trainer")
     trainer = method.trainer(
         model=model,
         args=args,
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        callbacks=callbacks(settings, args, tokenizer),
+        callbacks=[*callbacks(settings, args, tokenizer), StagesCallback(stages)],
         long_context=settings.sequence_parallelism(),
         **given,
     )
@@ -125,10 +130,10 @@ def build(method: Method, settings: TrlSettings, args: Any) -> Any:
     return trainer
 
 
-def load(settings: TrlSettings, config: Any, args: Any) -> Any:
+def load(settings: TrlSettings, config: Any, args: Any, *, sharded: bool = False) -> Any:
     """The model with scaled RoPE, adapter and fused layers, the same in every process."""
     set_seed(args.seed)  # random weights are the same in every process
-    model = models.load_model(settings, config, args.device)
+    model = models.load_model(settings, config, args.device, sharded=sharded)
     if settings.uses_lora:
         model = models.add_lora(model, settings)
     fuse_layers(model, choose_fused_layers(settings.fused_layers, model, args.device.type).how)

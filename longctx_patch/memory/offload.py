@@ -53,15 +53,22 @@ class HostCopies:
     """What the layers of one process and device keep on the host."""
 
     def __init__(
-        self, device: torch.device, *, must_leave: bool = True, num_layers: int = 1
+        self,
+        device: torch.device,
+        *,
+        must_leave: bool = True,
+        num_layers: int = 1,
+        pinned: bool = True,
     ) -> None:
         """A tensor that finds no room on the host stays on the device, with a warning.
 
         With `must_leave`, HostMemoryFull is raised instead: already after the first of
-        `num_layers` layers, if what all of them would keep has no room.
+        `num_layers` layers, if what all of them would keep has no room. Memory that is used once
+        need not be `pinned`, which takes longer than a copy gains by it.
         """
         self.device = device
         self._num_layers = num_layers
+        self._pinned = pinned and device.type == "cuda"
         self._is_checked = False
         self.room = HostRoom.now
         total = total_bytes(device)
@@ -122,7 +129,7 @@ class HostCopies:
         if not self._has_room(num_bytes):
             return None
         self.num_bytes += num_bytes
-        return _Slot(num_bytes, pinned=self.device.type == "cuda")
+        return _Slot(num_bytes, pinned=self._pinned)
 
     def _check_all_layers(self) -> None:
         """Refuse unless all layers of all processes, each as large as the first, have room."""
@@ -220,9 +227,9 @@ class _Slot:
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.memory.zero_()  # creates its pages on all cores; pinning or a copy would do so on one
         self.last_copy = _LastCopy()
         if pinned:
-            self.memory.zero_()  # creates its pages on all cores; pinning would do so on one
             address = self.memory.data_ptr()
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
             weakref.finalize(self.memory, _unpin, address, self.last_copy).atexit = False

@@ -1,5 +1,6 @@
 """Sequence parallelism inside Accelerate: device mesh, checks of the world, launch YAML."""
 
+from longctx_patch.hf.model.stored_weights import NeedsWholeReading
 from longctx_patch.plugin.accelerator import (
     close_accelerator,
     make_accelerator,
@@ -10,6 +11,7 @@ from longctx_patch.plugin.parallelism import SequenceParallelismConfig
 from longctx_patch.plugin.unread import load_sharded, unread_model
 
 __all__ = [
+    "NeedsWholeReading",
     "SequenceParallelismConfig",
     "accelerate_yaml",
     "close_accelerator",

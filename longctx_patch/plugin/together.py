@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 
-def refuse_together(problems: Iterable[str]) -> None:
-    """Raise ValueError on all ranks if one of them has a problem. Collective over the world."""
+def refuse_together(problems: Iterable[str], error: type[ValueError] = ValueError) -> None:
+    """Raise `error` on all ranks if one of them has a problem. Collective over the world."""
     mine = next(iter(problems), "")
     everyones = [mine]
     if dist.is_available() and dist.is_initialized():
@@ -14,4 +14,4 @@ def refuse_together(problems: Iterable[str]) -> None:
         dist.all_gather_object(everyones, mine)
     found = mine or next(filter(None, everyones), "")
     if found:
-        raise ValueError(found)
+        raise error(found)

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from longctx_patch.hf.model.load import is_bare_config, load_model_config
 from longctx_patch.hf.model.stored_weights import (
     READERS,
+    NeedsWholeReading,
     StoredWeight,
     read_headers,
     stored_weights,
@@ -69,19 +70,24 @@ def unread_model(model: str, *, config: Any = None, dtype: torch.dtype | None = 
 
     Raises:
         ValueError: on all ranks, with file and weight: one that is missing, unexpected or of
-            another shape, a file that was cut short, none in safetensors, quantised weights.
+            another shape, a file that was cut short.
+        NeedsWholeReading: a ValueError on all ranks, for what `from_pretrained` reads but can't be
+            read by rows: weights not in safetensors, quantised, or converted while loading.
 
     Example:
         >>> model = unread_model("Qwen/Qwen3-8B", dtype=torch.bfloat16)
     """
-    made, problem = None, []
+    made, problem, whole = None, [], []
     try:
         config = copy.deepcopy(load_model_config(model) if config is None else config)
         made = _drawn(config, dtype) if is_bare_config(model) else _stored(model, config, dtype)
+    except NeedsWholeReading as error:
+        whole = [str(error)]
     except ValueError as error:
         problem = [str(error)]
     _wait_for_all()
     refuse_together(problem)
+    refuse_together(whole, NeedsWholeReading)
     return made
 
 
@@ -134,14 +140,14 @@ def load_sharded(
 def _stored(name: str, config: Any, dtype: torch.dtype | None) -> Any:
     """A model whose weights are in files."""
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
+        raise NeedsWholeReading(
             f"model {name!r} has quantised weights, which are not read by rows. Load it with "
             "AutoModelForCausalLM.from_pretrained, without FSDP2."
         )
     folder = str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
     files = weight_files(folder)
     if not files:
-        raise ValueError(
+        raise NeedsWholeReading(
             f"model {name!r} has no weights in safetensors. Load it with AutoModelForCausalLM."
             "from_pretrained and write it anew with save_pretrained."
         )
@@ -151,7 +157,7 @@ def _stored(name: str, config: Any, dtype: torch.dtype | None) -> Any:
     dtype = dtype or config.dtype or next(floats, torch.float32)
     model = _without_memory(config, dtype)
     if plan := model._get_dtype_plan(dtype):
-        raise ValueError(
+        raise NeedsWholeReading(
             f"{type(model).__name__} keeps {', '.join(plan)} in float32, not in {dtype}: load it "
             "in float32 or bfloat16."
         )

@@ -16,7 +16,6 @@ from longctx_patch.recipes.settings import parse_settings
 from tests.cli.conftest import Run
 from tests.launching import run_module
 
-ACCELERATE = "accelerate.commands.accelerate_cli"
 FILES = ["README.md", "accelerate.yaml", "config.json", "finetune.yaml", "plan.json"]
 
 
@@ -53,13 +52,14 @@ def test_the_run_folder_trains_and_verifies(
     assert "Rows are packed" in readme
     assert "with `--resume`, added to its own command" in readme
 
-    launch, verify, report = commands(folder)
-    assert launch in result.output
+    start, launch, verify, report = commands(folder)
+    assert start in result.output
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    program, *arguments = shlex.split(launch)
-    assert (program, arguments[0]) == ("accelerate", "launch")
-    run_module(elsewhere, ACCELERATE, *arguments, "--max-steps", "2")
+    program, *arguments = shlex.split(start)
+    assert (program, arguments[0]) == ("longctx", "train")
+    run_module(elsewhere, "longctx_patch.cli.main", *arguments, "--max-steps", "2")
+    assert launch.startswith("accelerate launch --config_file ")
     lines = read_metrics(folder / "training")
     again = ["--settings", str(folder / "finetune.yaml"), "--max-steps", "2"]
     finetune.main([*again, "--ring", "1", "--output", "one"])

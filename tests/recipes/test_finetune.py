@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings
+from longctx_patch.recipes.stages import START_FILE
 from tests.recipes.conftest import write_documents
 
 KEYS = {
@@ -20,6 +21,8 @@ KEYS = {
     *("tokens_per_second_per_device", "peak_memory_bytes"),
     *("layers_not_recomputed", "layers_offloaded", "mlp_tiles"),
 }
+
+STAGES = ["model", "data", "shards", "rehearsal", "first step"]
 
 
 class Run:
@@ -50,10 +53,15 @@ def numbers(output: Path) -> list[tuple[float, ...]]:
 
 
 def test_metrics_have_a_line_per_step_and_the_loss_falls(
-    run: Run, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = read_metrics(run("out", "--full"))
-    assert capsys.readouterr().out.startswith("fused layers: none (Liger Kernel has no")
+    said = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("fused layers: none (Liger Kernel has no") for line in said)
+    stages = [line.split("] ")[1].split(":")[0] for line in said if line.startswith("[")]
+    assert stages == [*STAGES, "the first step is done"]
+    written = json.loads((tmp_path / "out" / START_FILE).read_text())["seconds"]
+    assert list(written) == ["launch and imports", *STAGES]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(set(line) >= KEYS for line in lines)
     assert all(line["tokens"] == 63 and line["peak_memory_bytes"] > 0 for line in lines)

@@ -85,7 +85,7 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
         job, "--data", str(job / "chats.jsonl"), "--eval-data", str(job / "held_out.jsonl")
     )
     command = said.strip().splitlines()[-1].split()
-    assert command[:2] == ["accelerate", "launch"]
+    assert command[:2] == ["longctx", "train"]
     more = ["--num-train-epochs", "3", "--eval-strategy", "epoch", "--save-strategy", "epoch"]
     more += ["--learning-rate", "0.5", "--gradient-accumulation-steps", "2", "--lr-scheduler-type"]
     more += [
@@ -101,8 +101,7 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
     ]
     more += ["--early-stopping", "5", "--metric-for-best-model", "eval_loss"]
     more += ["--greater-is-better", "1"]  # so that the best is not the last
-    launch = ["accelerate.commands.launch", "--main_process_port", "0", *command[2:], *more]
-    run_module(job, *launch)
+    run_module(job, "longctx_patch.cli.main", *command[1:], *more)
     training = job / "run" / "training"
     settings = str(job / "run" / "sft.yaml")
     one = ["--config", settings, *more, "--ulysses", "1", "--output-dir", str(job / "one")]

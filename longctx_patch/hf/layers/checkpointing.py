@@ -136,14 +136,16 @@ class LayerCheckpoints:
         has host memory of its own, so that what it keeps is counted apart from what the run keeps.
         """
         if self._policy.chooses_by_layer or self._host is None:
-            return self.new_host(device)
+            return self.new_host(device, pinned=False)
         return self._host
 
-    def new_host(self, device: torch.device) -> HostCopies:
+    def new_host(self, device: torch.device, *, pinned: bool = True) -> HostCopies:
         """Host memory for what layers offload. Under `auto`, tensors without room there stay on the
         device."""
         must_leave = not self._policy.chooses_by_layer
-        host = HostCopies(device, must_leave=must_leave, num_layers=len(self._layers))
+        host = HostCopies(
+            device, must_leave=must_leave, num_layers=len(self._layers), pinned=pinned
+        )
         host.reserved_bytes = self._reserved_bytes
         return host
 

@@ -34,6 +34,10 @@ DTYPES = {
 }
 
 
+class NeedsWholeReading(ValueError):
+    """A checkpoint that `from_pretrained` reads and that can't be read by rows."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor of a file: its rows lie one after the other from `offset` on."""
@@ -145,7 +149,7 @@ def read_headers(files: list[str]) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         for key, each in header.items():
             if each["dtype"] not in DTYPES:
-                raise ValueError(
+                raise NeedsWholeReading(
                     f"{name}: {key} is of dtype {each['dtype']}, but {', '.join(DTYPES)} are read "
                     "by rows. Load the model with AutoModelForCausalLM.from_pretrained."
                 )
@@ -227,7 +231,7 @@ def _require_rows(name: str, converter: Any) -> None:
         (type(each).__name__, getattr(each, "dim", None)) for each in converter.operations
     )
     if operations not in (STACKED, STACKED_PAIRS):
-        raise ValueError(
+        raise NeedsWholeReading(
             f"{name} is converted by {list(converter.operations)} while loading, which is not done "
             "by rows here. Load the model with AutoModelForCausalLM.from_pretrained."
         )

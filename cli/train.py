@@ -1,0 +1,102 @@
+"""`longctx train`: start the recipe of a run folder on this machine.
+
+It does what `accelerate launch` does with the folder's accelerate.yaml, but imports what the recipe
+needs once, before the processes are forked. `accelerate launch` imports it in itself and again in
+each process.
+"""
+
+import os
+import shlex
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from longctx_patch.cli.verify import SETTINGS_FILES
+
+FLAGS = {"finetune": "--settings", "sft": "--config", "dpo": "--config"}
+"""Each recipe's option for its settings file."""
+SHARED_IMPORTS = (
+    *("accelerate", "torch.distributed.run", "torch.distributed.fsdp"),
+    *("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
+    *("longctx_patch.hf.patching", "longctx_patch.plugin"),
+)
+"""What every recipe imports, without peft: that imports bitsandbytes, which sets up CUDA where it
+is imported, and a forked process can't use what another one set up."""
+
+
+@click.command("train", context_settings={"ignore_unknown_options": True})
+@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("settings", nargs=-1, type=click.UNPROCESSED)
+def train_command(run: Path, settings: tuple[str, ...]) -> None:
+    """Train the run folder RUN of `longctx patch` with this machine's GPUs.
+
+    SETTINGS go on to the recipe, for example `--max-steps 10` or `--resume`. The same as
+    `accelerate launch` with the folder's accelerate.yaml, and sooner at its first step.
+    """
+    file = next((run / name for name in SETTINGS_FILES if (run / name).is_file()), None)
+    launch_file = run / "accelerate.yaml"
+    if file is None or not launch_file.is_file():
+        raise ValueError(
+            f"{run} is no run folder: it needs accelerate.yaml and {', '.join(SETTINGS_FILES[:-1])}"
+            f" or {SETTINGS_FILES[-1]}. Make one with `longctx patch MODEL --out {run} ...`."
+        )
+    launch = yaml.safe_load(launch_file.read_text(encoding="utf-8"))
+    _check_one_machine(run, launch)
+    _limit_threads(launch)
+    recipe = file.stem
+    forks = import_shared(recipe)
+    start(launch_file, recipe, [FLAGS[recipe], str(file), *settings], forks=forks)
+
+
+def _check_one_machine(run: Path, launch: dict[str, Any]) -> None:
+    machines = launch.get("num_machines", 1)
+    if machines > 1:
+        slurm = shlex.join(["sbatch", "--nodes", str(machines), str(run / "slurm.sh"), str(run)])
+        raise ValueError(
+            f"{run} is for {machines} machines, and this starts the processes of one. Under Slurm: "
+            f"`{slurm}`; otherwise `accelerate launch` on each, as {run / 'README.md'} says."
+        )
+
+
+def _limit_threads(launch: dict[str, Any]) -> None:
+    """Set the threads of each process as `accelerate launch` does. They are read as torch is
+    imported, so processes that are forked afterwards have what was set before."""
+    processes = launch.get("num_processes", 1)
+    if processes == 1 or "OMP_NUM_THREADS" in os.environ:
+        return
+    from psutil import cpu_count
+
+    cores = (cpu_count(logical=False) or 1) // processes if launch.get("use_cpu") else 1
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores))
+
+
+def import_shared(recipe: str) -> bool:
+    """Import what the recipe's processes share. Returns whether they can be forked from here."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking whether there are GPUs sets up none
+    for name in SHARED_IMPORTS:
+        import_module(name)
+    if find_spec("bitsandbytes") is None:
+        import_module(f"longctx_patch.recipes.{recipe}")
+    import torch
+
+    return not torch.cuda.is_initialized()
+
+
+def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) -> None:
+    """Start the processes by Accelerate's launcher and torch's, and wait for them."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    script = find_spec(f"longctx_patch.recipes.{recipe}").origin  # type: ignore[union-attr]
+    given = ["--config_file", str(launch_file), "--main_process_port", "0", script, *options]
+    arguments = launch_command_parser().parse_args(given)
+    arguments.run_path = True  # torchrun then runs the script in its own child processes,
+    arguments.start_method = "fork" if forks else "spawn"
+    try:
+        launch_command(arguments)
+    except ChildFailedError as error:
+        raise SystemExit(1) from error

@@ -1,0 +1,23 @@
+"""Messages of other packages that a user can do nothing about."""
+
+import logging
+import warnings
+
+LOGGERS = (
+    "bitsandbytes",  # a missing CPU kernel, even if nothing uses it
+    "liger_kernel.backends.registry",  # backends for machines that this one isn't
+)
+WARNINGS = (
+    r"Argument .* cannot be converted to a JitArgument",  # flash-attn 4 in NVIDIA's compiler
+    r"Slicing a flattened dim from root mesh",  # Accelerate's way to ask torch for a mesh
+    r"`is_gradient_checkpointing`",  # peft reads a property of transformers by its old name
+)
+"""Beginnings of messages."""
+
+
+def quiet_libraries() -> None:
+    """Hide these messages in this process."""
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)

@@ -1,0 +1,79 @@
+"""`longctx train` starts what `accelerate launch` starts, from one process that has imported it."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from longctx_patch.recipes.metrics import read_metrics
+from tests.cli.conftest import Run
+from tests.launching import run_module
+
+NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+TRAIN = ("longctx_patch.cli.main", "train")
+
+
+@pytest.fixture
+def folder(run: Run, config: Callable[..., Path], text_file: Path, tmp_path: Path) -> Path:
+    """A run folder for two CPU processes."""
+    made = tmp_path / "a run"
+    options = ["--gpus", 2, "--cpu", "--seq-len", 64, "--data", text_file, "--out", made]
+    result = run("patch", config(), *options)
+    assert f"\n  longctx train {shlex.quote(str(made))}\n" in result.output
+    return made
+
+
+def numbers(output: Path) -> list[tuple[float, ...]]:
+    return [tuple(line[name] for name in NUMBERS) for line in read_metrics(output)]
+
+
+def test_its_numbers_are_those_of_accelerate_launch(folder: Path) -> None:
+    """To the last bit; settings go on to the recipe, and the processes share their imports."""
+    settings = ["--max-steps", "2", "--output"]
+    run_module(folder, *TRAIN, str(folder), *settings, "trained")
+    launch = ["accelerate.commands.launch", "--config_file", "accelerate.yaml"]
+    launch += ["--main_process_port", "0"]
+    launch += ["-m", "longctx_patch.recipes.finetune", "--settings", "finetune.yaml"]
+    run_module(folder, *launch, *settings, "launched")
+    assert len(numbers(folder / "trained")) == 2
+    assert numbers(folder / "trained") == numbers(folder / "launched")
+
+
+def test_a_refusal_ends_it_with_one_message(folder: Path) -> None:
+    with pytest.raises(AssertionError) as failed:
+        run_module(folder, *TRAIN, str(folder), "--max-steps", "0")
+    assert "finetune: max_steps=0: it must be 1 or more." in str(failed.value)
+
+
+@pytest.mark.parametrize("initialised", [False, True])
+def test_processes_are_forked_unless_cuda_was_set_up(
+    initialised: bool, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then they are started anew, since a forked one could not use CUDA."""
+    started = []
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: initialised)
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", started.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert run("train", folder).exit_code == 0
+    (arguments,) = started
+    assert arguments.start_method == ("spawn" if initialised else "fork")
+    assert arguments.run_path
+    assert arguments.training_script_args == ["--settings", str(folder / "finetune.yaml")]
+
+
+def test_several_machines_and_other_folders_are_refused(
+    folder: Path, run: Run, tmp_path: Path
+) -> None:
+    launch = yaml.safe_load((folder / "accelerate.yaml").read_text()) | {"num_machines": 2}
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(launch))
+    result = run("train", folder)
+    assert result.exit_code == 1
+    assert "is for 2 machines" in result.output
+    assert "sbatch --nodes 2" in result.output
+    (tmp_path / "empty").mkdir()
+    result = run("train", tmp_path / "empty")
+    assert result.exit_code == 1
+    assert "is no run folder" in result.output
+    assert "longctx patch MODEL --out" in result.output
