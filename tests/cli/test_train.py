@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -52,7 +53,7 @@ def test_processes_are_forked_unless_cuda_was_set_up(
     initialised: bool, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then they are started anew, since a forked one could not use CUDA."""
-    started = []
+    started: list[Any] = []
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: initialised)
     monkeypatch.setattr("accelerate.commands.launch.launch_command", started.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -1,6 +1,7 @@
 """Weights that each rank reads by itself, against `from_pretrained` and one process."""
 
 import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,15 @@ def saved(folder: Path, case: str = "llama", dtype: torch.dtype = torch.float32)
     model.save_pretrained(folder, max_shard_size="30KB")
     assert len(list(folder.glob("*.safetensors"))) > 3
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in the ranks: products of experts are summed in another order by several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def shard(model: nn.Module) -> None:
