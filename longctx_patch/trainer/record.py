@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from longctx_patch import __version__
 from longctx_patch.hf.handle import PatchHandle
 
 logger = logging.getLogger(__name__)
@@ -19,10 +18,7 @@ RECORD = "longctx.json"
 def record_of(handle: PatchHandle, num_processes: int) -> dict[str, Any]:
     """Degrees, layout and versions of a run."""
     return {
-        "versions": {
-            "longctx-patch": __version__,
-            **{name: version(name) for name in ("torch", "transformers")},
-        },
+        "versions": {name: version(name) for name in ("longctx-patch", "torch", "transformers")},
         "num_processes": num_processes,
         "sequence_degree": handle.config.sequence_degree,
         "has_mask": handle.mask is not None,
