@@ -1,5 +1,6 @@
 """What to say when a run is out of memory: what was predicted, what was used, what to change."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,6 +72,8 @@ def out_of_memory(said: str, settings: Settings, config: Any, accelerator: Any) 
 def _for_the_recipe(text: str) -> str:
     """The advice in the recipe's flags. Where states are is set in the launcher's YAML instead."""
     text = text.replace("--rank", "--lora-rank")
+    forwards = r", with (\d+) forwards a step,"
+    text = re.sub(forwards, r" --gradient-accumulation-steps \1", text)
     return text.replace(" --states-on-host", " and fsdp_offload_params: true in accelerate.yaml")
 
 

@@ -151,6 +151,10 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         ("--gpus", 2, "--cpu", "--rows-per-step", 4),
         "nothing is predicted for CPUs. Say how many",
     ),
+    "pairs": (
+        ("--gpus", "4xH200", "--dpo", "--rows-per-step", 8),
+        "what pairs and their reference take is not predicted (--dpo). Say how many",
+    ),
     "no room": (
         ("--gpus", "1xA100-40", "--rows-per-step", 4, "--full", "--checkpoint", "none"),
         "--gpus 1xA100-40: the run needs ",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MixtralConfig
 
+from longctx_patch.predict.run.cluster import parse_cluster
 from longctx_patch.recipes import finetune, memory_report
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings, parse_settings
@@ -76,6 +77,12 @@ def test_the_flags_are_the_recipes() -> None:
     required = ["--model", "m", "--output", "out", "--text", "t", "--seq-len", "8"]
     found = parse_settings([*required, *words])
     assert (found.lora_rank, found.ulysses, found.checkpoint) == (8, 4, "auto")
+    more = {"seq_len": 3 * 2**20, "ulysses": 2, "gradient_accumulation_steps": 2}
+    said = report(checkpoint="none", **more).splitlines()[3]
+    words = said.split("To change: ")[1].split(" is predicted")[0].split()
+    found = parse_settings([*required, *words])
+    replicas = 4 // (found.ulysses * found.ring)
+    assert found.gradient_accumulation_steps * replicas == 4, "the rows of a step are the same"
     said = report(num_gpus=1, ulysses=1, checkpoint="none")
     assert "--states-on-host" not in said
     assert "and fsdp_offload_params: true in accelerate.yaml is predicted" in said
@@ -149,3 +156,17 @@ def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(memory_report, "out_of_memory", said)
     with pytest.raises(memory_report.OutOfMemory, match="Predicted"):
         finetune.main(small_run(tmp_path))
+
+
+def test_gradients_stay_from_one_forward_of_a_step_to_the_next() -> None:
+    """A run that accumulates holds a quarter of them on each of four GPUs, in float32."""
+    cluster = parse_cluster("4xH200")
+    once, twice = (
+        memory_report.predict_run(
+            settings(checkpoint="none", gradient_accumulation_steps=forwards), SHAPE, cluster
+        )
+        for forwards in (1, 2)
+    )
+    assert twice.memory.total - once.memory.total == pytest.approx(once.job.shape.num_weights)
+    assert (once.num_rows, twice.num_rows, twice.forwards) == (1, 2, 2)
+    assert twice.time.attention == pytest.approx(2 * once.time.attention)
