@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
-from longctx_patch.recipes.data.records import FIELDS, Kind, kind_of
+from longctx_patch.recipes.data.records import FIELDS, Kind, kind_of, named
 from longctx_patch.recipes.data.sources import parts_of
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
 
@@ -68,7 +68,7 @@ def first_kind(source: str) -> Kind:
             "text_field: in the run folder's settings."
         )
         raise ValueError(
-            f"--data {source}: {error}{hint if '--text-field' in str(error) else ''}"
+            f"--data: {named(source, error)}{hint if '--text-field' in str(error) else ''}"
         ) from error
     raise ValueError(f"--data {source}: no text in it. Give files or folders with text.")
 
@@ -90,7 +90,7 @@ def check_first_records(task: Task, options: PatchOptions, tokenizer: Any, vocab
             for record in islice(records_of(parts_of(source)[0]), NUM_CHECKED):
                 list(reading.rows(record))
         except ValueError as error:
-            raise ValueError(f"--data {source}: {error}") from error
+            raise ValueError(f"--data: {named(source, error)}") from error
 
 
 def trl_settings(task: Task, options: PatchOptions, settings: Settings) -> dict[str, Any]:

@@ -76,7 +76,11 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
             "with a folder or a name, or --tokenizer bytes for a model that reads bytes."
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer at {source!r} has no eos token, which ends documents.")
+        raise ValueError(
+            f"the tokenizer at {source!r} has no eos token, which ends documents. Name the token "
+            'that ends a text in its tokenizer_config.json ("eos_token": "</s>", for example), or '
+            "give --tokenizer with one that has it."
+        )
     return tokenizer
 
 

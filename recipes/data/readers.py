@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from longctx_patch.recipes.data.records import TEXT_FILE, BadRecord, Record
+from longctx_patch.recipes.data.records import TEXT_FILE, BadRecord, Record, named
 
 Reader = Literal["jsonl", "json", "csv", "parquet", "arrow", "saved", "hub", "text"]
 BATCH_RECORDS = 1000
@@ -183,9 +183,9 @@ def _hub_records(part: Part) -> Iterator[Record]:
     try:
         found = _train_split(load_dataset(part.path, streaming=True), part.path)
     except (OSError, ValueError) as error:
+        why = named(part.path, " ".join(str(error).split())[:300])
         raise BadRecord(
-            f"{part.path}: no file or folder here, and no dataset that the hub gives "
-            f"({' '.join(str(error).split())[:300]})."
+            f"no file or folder here, and no dataset that the hub gives: {why}"
         ) from error
     for number, fields in enumerate(found, start=1):
         yield Record(without_none(fields), f"{part.path}, record {number}")

@@ -35,6 +35,12 @@ class Record(NamedTuple):
         return BadRecord(f"{self.place}: {why}")
 
 
+def named(source: str, error: object) -> str:
+    """An error's text, which begins with the source where it does not name it itself."""
+    text = str(error)
+    return text if source in text else f"{source}: {text}"
+
+
 def kind_of(record: Record, text_field: str) -> Kind:
     """The kind of a record, by its fields. Raises BadRecord for one of no known kind."""
     fields = {name for name, value in record.fields.items() if value is not None}

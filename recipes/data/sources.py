@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from yaml import YAMLError
+
 from longctx_patch.recipes.data.readers import Part, Reader, open_arrow, open_parquet, open_saved
 from longctx_patch.recipes.data.records import BadRecord
 
@@ -28,9 +30,7 @@ TABLE_FILES = (".parquet", ".arrow")
 def parts_of(source: str) -> list[Part]:
     """The parts of a source, in order. Raises ValueError for a source that is not there."""
     path = Path(source).expanduser()
-    if path.is_dir() and (
-        (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
-    ):
+    if path.is_dir() and _is_saved(path):
         size = len(open_saved(str(path)))
         stamp = _stamp(next(file for file in path.rglob("*.json")))
         return list(_pieces("saved", path, size, PART_RECORDS, stamp))
@@ -48,6 +48,12 @@ def parts_of(source: str) -> list[Part]:
     return [part for file in files for part in _parts_of_file(file)]
 
 
+def _is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` wrote the folder."""
+    names = {file.name for file in folder.iterdir()}
+    return "dataset_dict.json" in names or {"state.json", "dataset_info.json"} <= names
+
+
 def _files_of(source: str, path: Path) -> list[Path]:
     if path.is_file():
         return [path]
@@ -62,11 +68,17 @@ def _training_files(folder: Path, files: list[Path]) -> list[Path]:
     """Of a dataset's folder, as it lies on the hub, the files of its split `train`."""
     from datasets import load_dataset_builder
 
-    splits = load_dataset_builder(str(folder)).config.data_files
+    try:
+        splits = load_dataset_builder(str(folder)).config.data_files
+    except (OSError, ValueError, YAMLError) as error:
+        raise BadRecord(
+            f"{folder}: `datasets` can't tell which of its files are for training "
+            f"({' '.join(str(error).split())[:300]}). Give a glob of those that are meant."
+        ) from error
     if "train" not in splits:
         raise BadRecord(
-            f"{folder} has the splits {', '.join(splits)}: one named train is needed. Or give a "
-            "glob of the files that are meant."
+            f"{folder} has the splits {', '.join(map(str, splits))}: one named train is needed. Or "
+            "give a glob of the files that are meant."
         )
     known = {Path(name) for names in splits.values() for name in names}
     tables = (file for file in files if file.suffix in (*TABLE_FILES, ".jsonl", ".csv"))

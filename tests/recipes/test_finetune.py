@@ -262,6 +262,14 @@ def test_a_tokenizer_that_does_not_fit_is_refused(run: Run, config_file: Path) -
         run("out")
 
 
+def test_a_tokenizer_without_an_eos_token_is_refused(run: Run, tmp_path: Path) -> None:
+    tokenizer = models.byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "words")
+    with pytest.raises(ValueError, match=r'no eos token.*tokenizer_config.json \("eos_token"'):
+        run("out", tokenizer=tmp_path / "words")
+
+
 def test_layers_that_cannot_be_fused_here_are_refused_before_a_model_is_built(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

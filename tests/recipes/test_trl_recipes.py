@@ -207,7 +207,7 @@ SAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "no eval file": (
         lambda job: ["--data", f"{job}/chats.jsonl", "--eval-data", f"{job}/gone.jsonl"],
-        "gone.jsonl: no data at",
+        r"--data: no data at '.*gone.jsonl'",
     ),
     "empty": (
         lambda job: ["--data", str(write(job / "empty.jsonl", []))],
@@ -249,7 +249,10 @@ def cut_short(job: Path) -> Path:
 @pytest.mark.parametrize("name", SAYS)
 def test_data_that_a_run_folder_is_not_made_for(job: Path, name: str) -> None:
     options, message = SAYS[name]
-    assert re.search(message, refused(job, *options(job)))
+    words = options(job)
+    found = refused(job, *words)
+    assert re.search(message, found)
+    assert found.count(words[-1]) <= 1, "a source is named once"
 
 
 FLAGS: dict[str, tuple[list[str], str]] = {

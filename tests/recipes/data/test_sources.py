@@ -7,7 +7,7 @@ import datasets
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from longctx_patch.recipes.data import readers, sources
 from longctx_patch.recipes.data.readers import records_of
@@ -78,6 +78,22 @@ def test_of_a_folder_with_tables_the_training_split(tmp_path: Path) -> None:
     assert len(read(f"{tmp_path}/data/*.parquet")) == 3
 
 
+def test_folders_of_which_no_training_split_is_known(tmp_path: Path) -> None:
+    table = Dataset.from_dict({"text": ["a"]})
+    DatasetDict(test=table).save_to_disk(str(tmp_path / "saved"))
+    for name, file in (("other", "test-00000-of-00001.parquet"), ("broken", "a.parquet")):
+        (tmp_path / name).mkdir()
+        table.to_parquet(str(tmp_path / name / file))
+    (tmp_path / "broken" / "README.md").write_text("---\nconfigs: [\n---\n")
+    for name, message in (
+        ("saved", "saved has the splits test: one named train"),
+        ("other", "other has the splits test: one named train is needed. Or give a glob"),
+        ("broken", "broken: `datasets` can't tell which of its files .* Give a glob"),
+    ):
+        with pytest.raises(BadRecord, match=message):
+            parts_of(str(tmp_path / name))
+
+
 def test_folders_globs_and_other_files(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
@@ -130,7 +146,7 @@ def test_a_source_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(
-        BadRecord, match=r"owner/name: no file or folder here, and no dataset .*no network"
+        BadRecord, match=r"no file or folder here, and no dataset .*: owner/name: no network"
     ):
         read("owner/name")
 
