@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from longctx_patch.choose.sharing import why
+from longctx_patch.choose.sharing import reason
 from longctx_patch.cli.step_sharing import Sharing
 from longctx_patch.predict.machines import GIB
 
@@ -34,7 +34,7 @@ def compared_as_json(sharing: Sharing) -> list[dict[str, Any]]:
             "tokens_per_second_per_gpu": result.tokens_per_second_per_gpu,
             "memory_bytes": result.memory.total,
             "host_bytes": result.host_bytes,
-            "reason": why(result, chosen),
+            "reason": reason(result, chosen),
         }
         for result in sharing.compared
         if chosen is not None

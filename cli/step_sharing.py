@@ -7,7 +7,7 @@ from typing import Any
 from longctx_patch.choose.degrees import Way
 from longctx_patch.choose.groups import left_out, possible_degrees
 from longctx_patch.choose.search import Result
-from longctx_patch.choose.sharing import fastest
+from longctx_patch.choose.sharing import fastest, reason
 from longctx_patch.cli.degree_options import DegreeChooser, asked_degrees
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.cli.prediction import prediction, require_fit
@@ -162,4 +162,5 @@ def _why_fastest(best: Result, results: list[Result]) -> str:
     if not others:
         return f"{text}, and no other number of GPUs per row fits"
     second = others[0]
-    return f"{text}, {second.candidate.sequence_degree} per row {second.time.total:.3g} s"
+    text += f", {second.candidate.sequence_degree} per row {second.time.total:.3g} s"
+    return f"{text} ({reason(second, best)})" if second.time.total < best.time.total else text

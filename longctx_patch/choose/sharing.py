@@ -21,7 +21,7 @@ def fastest(results: Sequence[Result]) -> Result:
     return min(tied, key=lambda result: (result.host_bytes, result.candidate.sequence_degree))
 
 
-def why(result: Result, chosen: Result) -> str:
+def reason(result: Result, chosen: Result) -> str:
     """Why a way was chosen, or was not."""
     if result is chosen:
         return "chosen"

@@ -6,7 +6,7 @@ import pytest
 
 from longctx_patch.choose.groups import left_out, possible_degrees
 from longctx_patch.choose.search import Result, result_of, search
-from longctx_patch.choose.sharing import fastest, why
+from longctx_patch.choose.sharing import fastest, reason
 from longctx_patch.choose.tie import TIE
 from tests.predict.run.jobs import llama_job
 
@@ -51,7 +51,7 @@ def test_long_rows_are_shared_since_one_gpu_has_no_room() -> None:
     taken = fastest(list(found.values()))
     assert taken.fits
     assert taken.candidate.sequence_degree > 1
-    assert why(found[1], taken).startswith("needs ")
+    assert reason(found[1], taken).startswith("needs ")
 
 
 def test_nothing_that_fits_leaves_the_nearest() -> None:
@@ -68,7 +68,7 @@ def test_of_equally_fast_ways_the_one_with_least_on_the_host_is_taken() -> None:
     tied = [r for r in found.values() if r.tokens_per_second_per_gpu * (1 + TIE) >= best]
     assert len(tied) > 2
     assert taken.host_bytes == min(r.host_bytes for r in tied)
-    others = [why(r, taken) for r in tied if r is not taken]
+    others = [reason(r, taken) for r in tied if r is not taken]
     assert all(text.startswith("as fast to 1.5%, with more of the host") for text in others)
 
 
@@ -78,8 +78,8 @@ def test_of_equals_the_one_with_fewest_gpus_per_row_is_taken() -> None:
     assert {result.host_bytes for result in equals} == {0}
     taken = fastest(equals)
     assert taken is equals[2]
-    assert why(taken, taken) == "chosen"
-    assert why(equals[0], taken) == "as fast to 1.5%, with messages of more GPUs per row"
+    assert reason(taken, taken) == "chosen"
+    assert reason(equals[0], taken) == "as fast to 1.5%, with messages of more GPUs per row"
 
 
 def test_groups_do_not_lie_across_nodes() -> None:
