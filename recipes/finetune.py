@@ -283,7 +283,13 @@ def check_memory(
 
     with gradients_stay_local(accelerator, state.model, until_last=True):
         goes_on = bool(state.optimizer.state)
-        found = preflight(handle, loss, accelerator.backward, has_optimizer_states=goes_on)
+        found = preflight(
+            handle,
+            loss,
+            accelerator.backward,
+            has_optimizer_states=goes_on,
+            num_forwards=data.order.accumulation,
+        )
     if found is not None:
         accelerator.print(f"memory: {found}")
 

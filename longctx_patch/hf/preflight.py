@@ -17,7 +17,7 @@ gradients and random numbers as they were. FSDP2 gathers only the layers that ru
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,7 @@ def preflight(
     backward: Callable[[Tensor], object] = torch.Tensor.backward,
     *,
     has_optimizer_states: bool = False,
+    num_forwards: int = 1,
 ) -> Preflight | None:
     """Rehearse a training step of a patched model in training mode. Collective.
 
@@ -97,6 +98,8 @@ def preflight(
         backward: what training calls with the loss, such as `accelerator.backward`.
         has_optimizer_states: whether the states are allocated already, as in a run that goes on.
             Otherwise AdamW's two states of each trained weight are added.
+        num_forwards: how many forward passes a step has, each with its backward. From the second on
+            gradients of all trained weights are held; they are counted as sharded as weights are.
 
     Warns if a step fits but leaves no room for gaps between tensors, where the allocator's segments
     are of fixed size.
@@ -129,8 +132,10 @@ def preflight(
         trained_bytes=trained_bytes,
         state_bytes=0 if has_optimizer_states else ADAMW_STATES * trained_bytes,
     )
-    found = _checked_result(handle, step, meter)
+    accumulated = replace(step, has_gradients=num_forwards > 1)
+    found = _checked_result(handle, accumulated, meter)
     if rehearsal.chooses_by_layer:
+        # `auto` adds what is held between passes itself.
         checkpoints.know(device, step.known(meter.allocated()))
     return found
 

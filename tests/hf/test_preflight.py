@@ -39,6 +39,21 @@ def test_what_is_expected_is_what_a_step_takes(policy: LayerPolicy) -> None:
     assert found.fits
 
 
+@pytest.mark.parametrize("policy", ["none", "full", "attention"])
+def test_gradients_stay_between_the_forwards_of_a_step(policy: LayerPolicy) -> None:
+    with LiveBytes(PLENTY) as meter:
+        run = Run(meter, checkpoint=policy)
+        once = run.rehearse()
+        found = run.rehearse(num_forwards=2)
+        run.train()
+        run.loss().backward()
+        meter.reset_peak()
+        run.loss().backward()
+        peak = meter.peak()
+    assert once.expected_bytes < peak <= found.expected_bytes * 1.01
+    assert found.expected_bytes <= peak * 1.12
+
+
 @pytest.mark.parametrize("capacity", [1.0, 1.15, 1.3, 1.6, 2.5])
 def test_auto_begins_as_measuring_would_have_ended(capacity: float) -> None:
     """The first pass after a rehearsal has the policies that passes without one end with, and no

@@ -140,7 +140,11 @@ def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert len(losses["with"]) == 2
     more = ["--save-every", "2", "--max-steps", "3", "--resume"]
     finetune.main([*small_run(tmp_path / "with"), *more])
-    assert told == [{"has_optimizer_states": False}, {"has_optimizer_states": True}]
+    assert [options["has_optimizer_states"] for options in told] == [False, True]
+    (tmp_path / "accumulated").mkdir()
+    finetune.main([*small_run(tmp_path / "accumulated"), "--gradient-accumulation-steps", "2"])
+    assert [options["num_forwards"] for options in told] == [1, 1, 2]
+    assert found[2].expected_bytes > found[0].expected_bytes
 
 
 def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -163,19 +163,23 @@ class WholeStep:
     """Bytes of the weights that are trained."""
     state_bytes: int
     """Bytes of optimizer states that are not allocated yet."""
+    has_gradients: bool = False
+    """Whether all gradients are there already, as in all forwards of a step but the first."""
 
     @property
     def loss_bytes(self) -> int:
         """Peak until backward reaches the layers, with the last layer on the lowest rung."""
-        return (
-            self.seen.loss_peak - self._last_layer_bytes + self._kept_by_others + self.state_bytes
-        )
+        before = self.seen.loss_peak + (self.trained_bytes if self.has_gradients else 0)
+        return before - self._last_layer_bytes + self._kept_by_others + self.state_bytes
 
     @property
     def backward_bytes(self) -> int:
-        """Peak once backward has reached the layers."""
+        """Peak once backward has reached the layers; with `has_gradients` a bound, since those of
+        the rehearsed layers are in the peak that was seen, too."""
         gradients_to_come = max(0, self.trained_bytes - self.seen.gradient_bytes)
         more = max(self._kept_by_others, gradients_to_come)
+        if self.has_gradients:
+            more = self._kept_by_others + self.trained_bytes
         return self.seen.layers_peak + more + self.state_bytes
 
     def known(self, allocated_bytes: int) -> Rehearsed:
