@@ -66,16 +66,18 @@ class Data(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run from command-line arguments; every process of the job runs this."""
+    stages = Stages()
     settings = parse_settings(arguments)
     if not settings.library_warnings:
         quiet_libraries()
     check_launcher(settings_file(arguments))
     checkpoint = checkpoints.check_output(settings)
+    stages.enter("processes")
     accelerator = build_accelerator(settings)
     is_main = accelerator.is_main_process
     if settings.push_to_hub:
         hub.require_repository(settings.push_to_hub, private=settings.hub_private, asks=is_main)
-    train(settings, accelerator, checkpoint)
+    train(settings, accelerator, checkpoint, stages)
     accelerator.free_memory()
     close_accelerator(accelerator)
     if settings.push_to_hub and is_main:  # the others need not wait for an upload
@@ -83,9 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"uploaded to {place}", flush=True)
 
 
-def train(settings: Settings, accelerator: Any, checkpoint: Path | None) -> None:
+def train(settings: Settings, accelerator: Any, checkpoint: Path | None, stages: Stages) -> None:
     """Build everything, go on from `checkpoint` if there is one, and train to the last step."""
-    stages = Stages(speaks=accelerator.is_main_process)
     device_type = accelerator.device.type
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=accelerator.is_fsdp2)

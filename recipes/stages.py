@@ -20,16 +20,21 @@ class Stages:
     """
 
     def __init__(
-        self, *, speaks: bool, launched: float | None = None, now: Callable[[], float] = time.time
+        self,
+        *,
+        speaks: bool | None = None,
+        launched: float | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
-        """Only a process that `speaks` prints and writes.
+        """Only a process that `speaks` prints and writes; default: the launcher's first one.
 
         Args:
             launched: when the launch began, in seconds since the epoch; default: when the process
                 that started this one did, or this one itself if no launcher did.
             now: the clock.
         """
-        self._speaks, self._now = speaks, now
+        self._speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
+        self._now = now
         self._begins = [("launch and imports", launched_at() if launched is None else launched)]
 
     def enter(self, name: str) -> None:

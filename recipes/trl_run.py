@@ -53,12 +53,14 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
 
     Returns the trainer, whose model is no longer patched.
     """
+    stages = Stages()
+    stages.enter("processes")
     settings, args = parse(method.config, arguments)
     if not settings.library_warnings:
         quiet_libraries()
     check_launcher(settings_file(arguments), method.name)
     resumed = check_output(settings, args)
-    trainer = build(method, settings, args)
+    trainer = build(method, settings, args, stages)
     output, is_main = Path(args.output_dir), trainer.accelerator.is_main_process
     if is_main:
         values = args.to_dict()
@@ -96,10 +98,9 @@ def model_card(method: Method, settings: TrlSettings, trainer: Any) -> Card:
     )
 
 
-def build(method: Method, settings: TrlSettings, args: Any) -> Any:
+def build(method: Method, settings: TrlSettings, args: Any, stages: Stages) -> Any:
     """The trainer of a run."""
     device_type = args.device.type
-    stages = Stages(speaks=args.process_index == 0)
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=bool(args.fsdp))
     config = models.load_config(settings)

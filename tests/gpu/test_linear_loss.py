@@ -125,9 +125,10 @@ def test_rows_have_the_error_of_rounding(
     fewer, _ = softmax_scores(logits.clone(), labels, **how, grad_dtype=dtype)
     scores, grads = softmax_scores(logits, labels, **how, grad_dtype=dtype, with_statistics=True)
     losses = scores.losses
-    for one, other in zip(scores, alone, strict=True):
-        assert torch.equal(one, other)
-    assert torch.allclose(fewer.losses, losses, rtol=1e-6, atol=1e-6)  # compiled on its own
+    assert torch.equal(scores.is_top1, alone.is_top1)
+    # Each variant is compiled on its own, which may add in another order.
+    for one, other in zip((fewer.losses, *alone[:2]), (losses, *scores[:2]), strict=True):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-6)
     probs = capped.detach().softmax(-1)
     is_valid = labels >= 0
     entropy = torch.special.entr(probs).sum(-1).where(is_valid, 0)
