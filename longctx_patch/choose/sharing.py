@@ -28,11 +28,18 @@ def reason(result: Result, chosen: Result) -> str:
     if result.reason is not None:
         return result.reason
     slower = chosen.tokens_per_second_per_gpu / result.tokens_per_second_per_gpu - 1
-    if slower <= TIE:
-        takes_host = result.host_bytes > chosen.host_bytes
-        extra = "more of the host" if takes_host else "messages of more GPUs per row"
+    if slower <= TIE and (extra := _what_is_more(result, chosen)):
         return f"as fast to {TIE:.1%}, with {extra}"
     return f"{slower:.1%} slower: {_what_takes_longer(result, chosen)}"
+
+
+def _what_is_more(result: Result, chosen: Result) -> str:
+    """Why the other of two equally fast ways was chosen; empty if a third way decided, which is as
+    fast as the chosen one and faster than `result`."""
+    if result.host_bytes > chosen.host_bytes:
+        return "more of the host"
+    shares_more = result.candidate.sequence_degree > chosen.candidate.sequence_degree
+    return "messages of more GPUs per row" if shares_more else ""
 
 
 def _what_takes_longer(result: Result, chosen: Result) -> str:

@@ -1,5 +1,6 @@
 """How many GPUs share each row of a step: which numbers may, and which is taken."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,11 @@ from longctx_patch.choose.groups import left_out, possible_degrees
 from longctx_patch.choose.search import Result, result_of, search
 from longctx_patch.choose.sharing import fastest, reason
 from longctx_patch.choose.tie import TIE
+from longctx_patch.predict.run.step_time import StepTime
 from tests.predict.run.jobs import llama_job
+
+PARTS = ("attention", "linear", "elementwise", "loss", "fsdp", "offload", "optimizer", "idle")
+IDLE = StepTime(**dict.fromkeys(PARTS, 0.0))
 
 MEASURED = {1: 28384, 2: 25423, 4: 24117}
 """Tokens per second and GPU of 8 layers and rows of 32,768 tokens, where so many H200 share a row
@@ -80,6 +85,20 @@ def test_of_equals_the_one_with_fewest_gpus_per_row_is_taken() -> None:
     assert taken is equals[2]
     assert reason(taken, taken) == "chosen"
     assert reason(equals[0], taken) == "as fast to 1.5%, with messages of more GPUs per row"
+
+
+def test_a_way_within_the_tie_of_the_chosen_one_only_is_slower() -> None:
+    """The chosen way is a little slower than the fastest, and the third a little more than that."""
+    ways_of = ways("4xH200", 32768, 8)
+    steps = {4: 1.0, 2: 1 + 0.9 * TIE, 1: 1 + 1.8 * TIE}
+    timed = {
+        degree: replace(ways_of[degree], time=replace(IDLE, attention=seconds))
+        for degree, seconds in steps.items()
+    }
+    taken = fastest(list(timed.values()))
+    assert taken is timed[2]
+    assert reason(timed[4], taken) == "as fast to 1.5%, with messages of more GPUs per row"
+    assert reason(timed[1], taken).startswith("1.3% slower: attention takes")
 
 
 def test_groups_do_not_lie_across_nodes() -> None:
