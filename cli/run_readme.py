@@ -72,8 +72,8 @@ The model's family, that its attention ({layers}) is covered and has no dropout,
 length, and that the tokenizer fits the vocabulary. The first training step checks that attention
 crosses the ranks as planned.
 
-Not checked: {memory}that weights can be downloaded, and whether the text is enough
-for a row (the recipe says so when it starts).
+Not checked: {memory}that weights can be downloaded, and all of the data: `longctx data` reads
+it, makes the rows that the run then finds, and shows some.
 
 ## Rows
 

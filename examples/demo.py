@@ -160,7 +160,7 @@ def held_out_losses(folder: Path) -> tuple[float, float]:
     base = AutoModelForCausalLM.from_pretrained(folder / "pretrain" / "final", config=config)
     reading = TextReading(AutoTokenizer.from_pretrained(final))
     rows = joined_rows(stream_of([str(folder / "held_out.jsonl")], reading), LONG)
-    held_out = [rows[number]["input_ids"] for number in range(HELD_OUT_ROWS)]
+    held_out = [rows[number]["input_ids"] for number in range(min(HELD_OUT_ROWS, len(rows)))]
     before = mean_loss(base, held_out)
     return before, mean_loss(PeftModel.from_pretrained(base, str(final)), held_out)
 

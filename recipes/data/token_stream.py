@@ -1,7 +1,7 @@
 """The tokens of tables of text, as one stream that stays on disk, and where its documents are."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,14 +49,14 @@ class TokenStream:
     def digest(self) -> bytes:
         """Equal for equal documents, wherever they are stored; made from those of the rows."""
         content = hashlib.sha256()
-        for table in self._tables:
-            content.update(_column(table, "digest").tobytes())
-            content.update(_column(table, "ends").tobytes())
+        for name in ("digest", "ends"):
+            for table in self._tables:
+                content.update(_column(table, name).tobytes())
         return content.digest()
 
 
 def _column(table: Any, name: str) -> np.ndarray:
-    chunks: Iterator[Any] = iter(table.data.column(name).chunks)
+    chunks = table.data.column(name).chunks
     return np.concatenate([chunk.to_numpy(zero_copy_only=False) for chunk in chunks])
 
 
