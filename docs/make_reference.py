@@ -159,7 +159,9 @@ def cli() -> Iterator[str]:
     assert isinstance(longctx, click.Group)
     yield from ("# Command line", "", str(longctx.help), "")
     for name, command in sorted(longctx.commands.items()):
-        context = click.Context(command, info_name=f"longctx {name}")
+        # Click makes a command's help option once, by the first context that it sees.
+        settings: dict[str, Any] = dict(longctx.context_settings)
+        context = click.Context(command, info_name=f"longctx {name}", **settings)
         usage = " ".join(command.collect_usage_pieces(context))
         yield from (f"## longctx {name}", "", f"`longctx {name} {usage}`", "")
         yield from (inspect.cleandoc(command.help or ""), "")
