@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -136,9 +137,36 @@ def plan_command(model: str, **options: Any) -> None:
     if asked.max_seq_len:
         _say_longest(job, most, as_json=asked.as_json)
     else:
-        _say_candidates(asked, results, most, reachable_length(config))
+        reach = reachable_length(config)
+        _say_candidates(asked, results, most, reach)
+        if not asked.as_json and any(result.fits for result in results):
+            click.echo(f"\nNext: {next_command(model, asked, job, reach)}")
     if not (any(result.fits for result in results) if results else most):
         raise click.exceptions.Exit(1)
+
+
+def next_command(model: str, asked: PlanOptions, job: "Job", reach: int | None) -> str:
+    """The `longctx patch` that makes the run folder of what was planned.
+
+    Args:
+        reach: the length that the model's RoPE reaches as published; None: any.
+    """
+    cluster = job.cluster
+    words = ["longctx", "patch", model, "--gpus", str(cluster), "--seq-len", str(job.seq_len)]
+    nodes = cluster.num_gpus // cluster.gpus_per_node
+    given = {
+        "--nodes": nodes if nodes > 1 else None,
+        "--rope": "yarn" if reach is not None and job.seq_len > reach else None,
+        "--rank": asked.rank,
+        "--dtype": asked.dtype,
+        "--host-gib": asked.host_gib,
+        "--rows-per-step": job.rows_per_step or None,
+    }
+    for name, value in given.items():
+        words += [] if value is None else [name, str(value)]
+    words += [] if asked.lora else ["--full"]
+    words += ["--load-in-4bit"] if asked.load_in_4bit else []
+    return shlex.join([*words, "--data", "DATA", "--out", "run/"])
 
 
 def _say_longest(job: "Job", most: int, *, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,12 +90,33 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     assert float(layer.split()[1]) == pytest.approx(first["components_gib"]["layer"], abs=0.06)
     assert "do not fit; the nearest:" in text
     assert "that tensors may take on a GPU; most of it " in text
-    assert lines[-2].startswith("Longest row that fits: ")
-    assert lines[-2].endswith(" tokens, if host memory were unlimited (see --host-gib).")
+    assert lines[-4].startswith("Longest row that fits: ")
+    assert lines[-4].endswith(" tokens, if host memory were unlimited (see --host-gib).")
     assert re.search(r"checkpoints +[0-9.]+  what layers keep for backward", text)
     assert "sp: GPUs that share a row" in text
     said = run("plan", *words[:-1], "--rank", 8).stdout.splitlines()[0]
     assert "LoRA of rank 8 (--full: every weight), loaded in float32" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ([], ["--rope", "yarn"]),
+        (["--full"], ["--rope", "yarn", "--full"]),
+        (["--rank", "8", "--rows-per-step", "6"], "--rope yarn --rank 8 --rows-per-step 6".split()),
+    ],
+)
+def test_the_next_command_makes_the_folder(
+    run: Run, llama_8b: Path, tmp_path: Path, options: list[str], more: list[str]
+) -> None:
+    """It is taken as it stands; 256K is longer than the model as published reaches."""
+    said = run("plan", llama_8b, "--gpus", "16xH200", "--seq-len", "256K", *options).output
+    words = shlex.split(said.splitlines()[-1].removeprefix("Next: "))
+    wanted = ["longctx", "patch", str(llama_8b), "--gpus", "16xH200", "--seq-len", "262144"]
+    wanted += ["--nodes", "2", *more]
+    assert words == [*wanted, "--data", "DATA", "--out", "run/"]
+    done = run(*words[1:-4], "--out", tmp_path / "run")
+    assert done.exit_code == 0, done.output
 
 
 def test_the_longest_row_alone(run: Run, llama_8b: Path) -> None:
