@@ -103,7 +103,10 @@ def test_text_has_a_table_its_parts_and_the_longest_row(run: Run, llama_8b: Path
     [
         ([], ["--rope", "yarn"]),
         (["--full"], ["--rope", "yarn", "--full"]),
-        (["--rank", "8", "--rows-per-step", "6"], "--rope yarn --rank 8 --rows-per-step 6".split()),
+        (
+            ["--rank", "8", "--rows-per-step", "6"],
+            ["--rope", "yarn", "--rank", "8", "--rows-per-step", "6"],
+        ),
     ],
 )
 def test_the_next_command_makes_the_folder(

@@ -36,13 +36,16 @@ by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 def options_of(command: str) -> set[str]:
     """Options of one `longctx` command; for "" all options that pages may name."""
     assert isinstance(longctx, click.Group)
+    negated = {f"no_{name}" for name, kind in FIELD_TYPES.items() if kind is bool}
+    recipe = {f"--{name}" for name in (*FIELD_TYPES, *negated)}
+    recipe |= {name.replace("_", "-") for name in recipe}
     if command:
         parameters = longctx.commands[command].params
-        return {option for p in parameters for option in (*p.opts, *p.secondary_opts)}
-    recipe = {f"--{name}" for name in FIELD_TYPES}
+        ours = {option for p in parameters for option in (*p.opts, *p.secondary_opts)}
+        return ours | recipe if command == "train" else ours
     scripts = " ".join(path.read_text() for path in (ROOT / "benchmarks").glob("*.py"))
     found = recipe | OTHER_PROGRAMS | set(re.findall(r'"(--[\w-]+)"', scripts))
-    found |= {name.replace("_", "-") for name in recipe} | {"--no-floor", "--num-layers"}
+    found |= {"--no-floor", "--num-layers"}
     return found.union(*map(options_of, longctx.commands))
 
 
