@@ -134,7 +134,8 @@ def build(method: Method, settings: TrlSettings, args: Any, stages: Stages) -> A
 def load(settings: TrlSettings, config: Any, args: Any, *, sharded: bool = False) -> Any:
     """The model with scaled RoPE, adapter and fused layers, the same in every process."""
     set_seed(args.seed)  # random weights are the same in every process
-    model = models.load_model(settings, config, args.device, sharded=sharded)
+    say = args.distributed_state.print
+    model = models.load_model(settings, config, args.device, sharded=sharded, say=say)
     if settings.uses_lora:
         model = models.add_lora(model, settings)
     fuse_layers(model, choose_fused_layers(settings.fused_layers, model, args.device.type).how)

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+from longctx_patch.rules.launched import flag
 from tests.harness import run_distributed
 
 
@@ -56,7 +57,8 @@ def sharding_on_cpus() -> Iterator[None]:
     with (
         patch.object(PartialState, "__init__", init),
         patch(
-            "longctx_patch.plugin.accelerator._uses_fsdp2", lambda plugin, cpu: plugin is not None
+            "longctx_patch.plugin.accelerator._uses_fsdp2",
+            lambda plugin, cpu: plugin is not None or flag("ACCELERATE_USE_FSDP"),
         ),
     ):
         yield

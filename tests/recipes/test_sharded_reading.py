@@ -1,0 +1,254 @@
+"""Recipes under FSDP2: each process reads its own rows of the weights, and the numbers are those of
+processes that read everything; what can't be read by rows is read whole or refused."""
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.elastic.utils.distributed import get_free_port
+from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
+
+from longctx_patch.plugin import unread
+from longctx_patch.recipes import dpo, finetune, sft
+from longctx_patch.recipes.models import four_bits
+from longctx_patch.recipes.metrics import read_metrics
+from tests.plugin.launched import run_launched, sharding_on_cpus
+from tests.recipes.data.test_reading import words
+from tests.tiny_llama import TINY_LLAMA
+from tests.trl.cases import rows
+
+RECIPES: dict[str, Callable[[list[str]], Any]] = {
+    "finetune": finetune.main,
+    "sft": sft.main,
+    "dpo": dpo.main,
+}
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+}
+WHOLE = ["--no-load-sharded"]
+HOWS: tuple[tuple[str, list[str]], ...] = (("rows", []), ("whole", WHOLE))
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+"""The one that tests spoil."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint of several files, with a tokenizer."""
+    folder, tokenizer = tmp_path / "model", words()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    set_seed(5)
+    config = LlamaConfig(**TINY_LLAMA | ends | {"vocab_size": len(tokenizer)})
+    whole = AutoModelForCausalLM.from_config(config)
+    whole.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    tokenizer.save_pretrained(folder)
+    for name, kind, seed in (("texts", "text", 4), ("pairs", "pairs", 3)):
+        lines = (json.dumps(record) for record in rows(kind, 8, seed))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def arguments(recipe: str, model: Path, output: str, *more: str) -> list[str]:
+    """A run of four steps on two processes."""
+    folder = model.parent
+    usual = ["--model", str(model), "--seq-len", "64", "--ring", "2", "--max-steps", "4"]
+    usual += ["--learning-rate", "0.01", *more]
+    place = str(folder / output)
+    if recipe == "finetune":
+        return [*usual, "--text", str(folder / "texts.jsonl"), "--output", place]
+    data = "pairs" if recipe == "dpo" else "texts"
+    usual += ["--data", str(folder / f"{data}.jsonl"), "--output-dir", place, "--use-cpu", "true"]
+    return [*usual, "--bf16", "false", "--logging-steps", "1", "--optim", "sgd"]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run did on one process."""
+
+    by_rows: int
+    """How often a model was read by rows."""
+    said: list[str]
+    """Lines about what was not read so."""
+    refusal: str = ""
+
+
+def run(recipe: str, runs: list[tuple[list[str], Path | None]], ports: list[int]) -> list[Ran]:
+    """Runs of a recipe on this process, one after the other.
+
+    `runs` have their arguments, and the checkpoint that is put away before.
+    """
+    os.environ |= FSDP2
+    found = []
+    for (given, away), port in zip(runs, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        if away is not None:
+            with suppress(FileNotFoundError):  # the other process was faster
+                away.rename(away.parent / f"away-{away.name}")
+        found.append(run_one(RECIPES[recipe], given))
+        forget_accelerate()
+    return found
+
+
+def run_one(recipe: Callable[[list[str]], Any], given: list[str]) -> Ran:
+    refusal, printed = "", io.StringIO()
+    with counting() as counted, sharding_on_cpus(), redirect_stdout(printed):
+        try:
+            recipe(given)
+        except ValueError as error:
+            refusal = str(error)
+    said = [line for line in printed.getvalue().splitlines() if "reads all" in line]
+    return Ran(len(counted), said, refusal)
+
+
+def forget_accelerate() -> None:
+    """Let the next run set up its processes anew."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@contextmanager
+def counting() -> Iterator[list[Any]]:
+    """Has an entry for each model that is read by rows."""
+    read, models = unread._read, list[Any]()
+
+    def noted(*args: Any) -> None:
+        models.append(None)
+        read(*args)
+
+    with patch.object(unread, "_read", noted):
+        yield models
+
+
+def run_all(recipe: str, *runs: list[str], away: dict[int, Path] | None = None) -> list[list[Ran]]:
+    """`run` on two processes; for each run what each process found."""
+    ports = [get_free_port() for _ in runs]
+    planned = [(given, (away or {}).get(number)) for number, given in enumerate(runs)]
+    by_rank = run_launched(run, 2, recipe, planned, ports)
+    return [list(found) for found in zip(*by_rank, strict=True)]
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    """What each step logged of the model, without times."""
+    wanted = ("loss", "grad_norm", "rewards/margins", "rewards/chosen")
+    lines = [{name: line[name] for name in wanted if name in line} for line in read_metrics(folder)]
+    return [line for line in lines if line]
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("recipe", "saving", "newest"),
+    [
+        ("finetune", ["--save-every", "2"], "checkpoints/step_000004"),
+        ("sft", ["--save-strategy", "steps", "--save-steps", "2"], "checkpoint-4"),
+    ],
+)
+def test_numbers_are_those_of_weights_read_whole(
+    recipe: str, saving: list[str], newest: str, model: Path
+) -> None:
+    """To the last bit, of adapters and of all weights; also of a run that was resumed."""
+    runs, away = [], {}
+    for what in ("lora", "full"):
+        usual = [f"--{what}", *saving]
+        by_rows = arguments(recipe, model, f"rows-{what}", *usual)
+        runs += [by_rows, arguments(recipe, model, f"whole-{what}", *usual, *WHOLE)]
+        away[len(runs)] = model.parent / f"rows-{what}" / newest
+        runs.append([*by_rows, "--resume"])
+    found = run_all(recipe, *runs, away=away)
+    assert found == [[Ran(count, [])] * 2 for count in (1, 0, 1) * 2]
+    for what in ("lora", "full"):
+        ours, theirs = (model.parent / f"{how}-{what}" for how in ("rows", "whole"))
+        assert numbers(ours) == numbers(theirs)
+        assert len({line["loss"] for line in numbers(ours)[:4]}) == 4
+        assert_equal(weights(ours / "final"), weights(theirs / "final"))
+        assert (ours / newest).is_dir(), "it was resumed"
+
+
+@pytest.mark.timeout(300)
+def test_a_preference_is_learned_against_the_model_as_it_was(model: Path) -> None:
+    """All weights are trained: the reference, a second model, is read whole by each process."""
+    runs = [arguments("dpo", model, how, "--full", *more) for how, more in HOWS]
+    found = run_all("dpo", *runs)
+    assert found == [[Ran(1, [])] * 2, [Ran(0, [])] * 2]
+    ours, theirs = (model.parent / how for how, _ in HOWS)
+    logged = numbers(ours)
+    assert logged == numbers(theirs)
+    assert_equal(weights(ours / "final"), weights(theirs / "final"))
+    assert logged[0]["rewards/chosen"] == logged[0]["rewards/margins"] == 0  # equal at first
+    assert abs(logged[3]["rewards/margins"]) > 1e-6
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", ["finetune", "sft"])
+def test_what_is_not_in_safetensors_is_read_whole_and_said(recipe: str, model: Path) -> None:
+    files = list(model.glob("*.safetensors"))
+    torch.save({n: w for file in files for n, w in load_file(file).items()}, model / "whole.bin")
+    by_rows = arguments(recipe, model, "rows")
+    other = model.parent / "pickled"
+    other.mkdir()
+    for file in model.iterdir():
+        if "safetensors" not in file.name:
+            (other / file.name.replace("whole", "pytorch_model")).write_bytes(file.read_bytes())
+    found = run_all(recipe, by_rows, arguments(recipe, other, "pickled-run"))
+    said = [
+        f"each process reads all weights: model '{other}' has no weights in safetensors. Load it "
+        "with AutoModelForCausalLM.from_pretrained and write it anew with save_pretrained."
+    ]
+    assert found == [[Ran(1, [])] * 2, [Ran(0, said), Ran(0, [])]]
+    assert numbers(model.parent / "rows") == numbers(model.parent / "pickled-run")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", ["finetune", "sft"])
+def test_weights_that_do_not_fit_are_refused(recipe: str, model: Path) -> None:
+    runs, wanted = [], []
+    for how in ("missing", "unexpected"):
+        folder = model.parent / how
+        shutil.copytree(model, folder)
+        wanted.append(spoil(folder, how))
+        runs.append(arguments(recipe, folder, f"{how}-run"))
+    for found, said in zip(run_all(recipe, *runs), wanted, strict=True):
+        assert found[0] == found[1]
+        assert said in found[0].refusal
+    assert not list(model.parent.glob("*-run")), "nothing was written"
+
+
+def spoil(folder: Path, how: str) -> str:
+    """Leave a weight out of its file, or add one; returns what the refusal says."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"][WEIGHT]
+    tensors = load_file(file)
+    if how == "missing":
+        del tensors[WEIGHT]
+        said = f"{WEIGHT} is in none of its"
+    else:
+        tensors["model.layers.1.mlp.extra.weight"] = tensors[WEIGHT].clone()
+        said = f"{file}: model.layers.1.mlp.extra.weight is no weight of a LlamaForCausalLM"
+    save_file(tensors, file, metadata={"format": "pt"})
+    return said
