@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
 from longctx_patch.plugin import unread
 from longctx_patch.recipes import dpo, finetune, sft
-from longctx_patch.recipes.models import four_bits
 from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.models import four_bits
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.recipes.data.test_reading import words
 from tests.tiny_llama import TINY_LLAMA
@@ -252,3 +252,19 @@ def spoil(folder: Path, how: str) -> str:
         said = f"{file}: model.layers.1.mlp.extra.weight is no weight of a LlamaForCausalLM"
     save_file(tensors, file, metadata={"format": "pt"})
     return said
+
+
+def test_quantised_weights_are_read_whole_and_said(model: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = model.parent / "quantised"
+    options = {"quantization_config": four_bits(torch.float32), "device_map": {"": "cpu"}}
+    quantised = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **options)
+    quantised.save_pretrained(folder)
+    for file in model.glob("token*"):
+        shutil.copy(file, folder)
+    runs = [arguments("finetune", folder, how, *more) for how, more in HOWS]
+    (first, second), whole = run_all("finetune", *runs)
+    assert len(first.said) == 1
+    assert f"model '{folder}' has quantised weights, which are not read by rows" in first.said[0]
+    assert whole == [second] * 2 == [Ran(0, [])] * 2
+    assert numbers(model.parent / "rows") == numbers(model.parent / "whole")
