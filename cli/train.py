@@ -5,9 +5,11 @@ needs once, before the processes are forked. `accelerate launch` imports it in i
 each process.
 """
 
+import logging
 import os
 import shlex
 from importlib import import_module
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -89,14 +91,41 @@ def import_shared(recipe: str) -> bool:
 def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) -> None:
     """Start the processes by Accelerate's launcher and torch's, and wait for them."""
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    script = find_spec(f"longctx_patch.recipes.{recipe}").origin  # type: ignore[union-attr]
-    given = ["--config_file", str(launch_file), "--main_process_port", "0", script, *options]
-    arguments = launch_command_parser().parse_args(given)
-    arguments.run_path = True  # torchrun then runs the script in its own child processes,
+    script = str(files("longctx_patch.recipes") / "forked.py")
+    given = ["--config_file", str(launch_file), "--main_process_port", "0"]
+    arguments = launch_command_parser().parse_args([*given, script, recipe, *options])
+    arguments.run_path = True  # torch then runs the script in children of this process
     arguments.start_method = "fork" if forks else "spawn"
+    # The processes say themselves why they end; torch would add the launcher's own traceback.
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
-        raise SystemExit(1) from error
+        _, failure = error.get_first_failure()
+        click.echo(ending_of(failure), err=True, nl=False)
+        raise SystemExit(1) from None
+    except SignalException as stopped:
+        raise SystemExit(128 + stopped.sigval) from None
+
+
+def ending_of(failure: Any) -> str:
+    """What is to be said of a process that ended a run, beyond what it has said itself.
+
+    Args:
+        failure: torch's `ProcessFailure`. A refusal was printed by the process; the traceback of
+            another exception is only in the file that it left.
+    """
+    message = failure.error_file_data.get("message")
+    if isinstance(message, dict) and (trace := message["extraInfo"].get("py_callstack")):
+        return str(trace)
+    if failure.exitcode < 0:
+        return (
+            f"process {failure.local_rank} of this machine was ended by {failure.signal_name()} "
+            "(SIGKILL: often the system, when the host's memory is full). `--resume` goes on from "
+            "the newest checkpoint.\n"
+        )
+    return ""

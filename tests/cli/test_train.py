@@ -1,5 +1,6 @@
 """`longctx train` starts what `accelerate launch` starts, from one process that has imported it."""
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from longctx_patch.cli.train import ending_of
 from longctx_patch.recipes.metrics import read_metrics
 from tests.cli.conftest import Run
 from tests.launching import run_module
@@ -42,10 +45,31 @@ def test_its_numbers_are_those_of_accelerate_launch(folder: Path) -> None:
     assert numbers(folder / "trained") == numbers(folder / "launched")
 
 
-def test_a_refusal_ends_it_with_one_message(folder: Path) -> None:
+def test_a_refusal_is_one_message(folder: Path) -> None:
     with pytest.raises(AssertionError) as failed:
         run_module(folder, *TRAIN, str(folder), "--max-steps", "0")
-    assert "finetune: max_steps=0: it must be 1 or more." in str(failed.value)
+    said = str(failed.value).splitlines()
+    assert said[0] == "finetune: max_steps=0: it must be 1 or more."
+    assert "Traceback" not in str(failed.value)
+
+
+def failure(tmp_path: Path, exitcode: int, message: Any) -> ProcessFailure:
+    """A process that has left this message."""
+    file = tmp_path / "error.json"
+    if message:
+        file.write_text(json.dumps({"message": message}))
+    return ProcessFailure(local_rank=1, pid=5, exitcode=exitcode, error_file=str(file))
+
+
+def test_of_other_ends_the_reason_is_shown(tmp_path: Path) -> None:
+    """What a process has printed itself is not repeated."""
+    killed = ending_of(failure(tmp_path, -9, None))
+    assert killed.startswith("process 1 of this machine was ended by SIGKILL")
+    assert "--resume" in killed
+    told = {"message": "finetune: no", "extraInfo": {"timestamp": "1"}}
+    assert ending_of(failure(tmp_path, 1, told)) == ""
+    crashed = told | {"extraInfo": {"timestamp": "1", "py_callstack": "Traceback: x\n"}}
+    assert ending_of(failure(tmp_path, 1, crashed)) == "Traceback: x\n"
 
 
 @pytest.mark.parametrize("initialised", [False, True])
@@ -61,7 +85,8 @@ def test_processes_are_forked_unless_cuda_was_set_up(
     (arguments,) = started
     assert arguments.start_method == ("spawn" if initialised else "fork")
     assert arguments.run_path
-    assert arguments.training_script_args == ["--settings", str(folder / "finetune.yaml")]
+    wanted = ["finetune", "--settings", str(folder / "finetune.yaml")]
+    assert arguments.training_script_args == wanted
 
 
 def test_several_machines_and_other_folders_are_refused(
