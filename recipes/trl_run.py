@@ -19,7 +19,7 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
     require_fused_layers,
 )
-from longctx_patch.recipes import checkpoints, models
+from longctx_patch.recipes import checkpoints, hub, models
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
@@ -60,8 +60,12 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
         quiet_libraries()
     check_launcher(settings_file(arguments), method.name)
     resumed = check_output(settings, args)
+    if args.push_to_hub:
+        private = bool(args.hub_private_repo)
+        hub.require_repository(args.hub_model_id, private=private, asks=args.process_index == 0)
     trainer = build(method, settings, args, stages)
     output, is_main = Path(args.output_dir), trainer.accelerator.is_main_process
+    checkpoints.make_output(trainer.accelerator, output)
     if is_main:
         values = args.to_dict()
         used = {name: values[name] for name in RECORDED}
@@ -76,6 +80,8 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
         write_card(final, model_card(method, settings, trainer), config)
         print(ending(final), flush=True)
     trainer.unpatch()
+    if args.push_to_hub and is_main:  # over what the trainer has uploaded of its checkpoints
+        print(f"uploaded to {hub.upload(args.hub_model_id, final)}", flush=True)
     return trainer
 
 
@@ -95,6 +101,7 @@ def model_card(method: Method, settings: TrlSettings, trainer: Any) -> Card:
         },
         numbers=numbers,
         seed=args.seed,
+        place=args.hub_model_id if args.push_to_hub else "",
     )
 
 

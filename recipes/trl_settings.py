@@ -113,6 +113,11 @@ def check_together(settings: TrlSettings, args: Any) -> None:
             f"early_stopping={settings.early_stopping} without load_best_model_at_end: true, which "
             "says that the best evaluation counts."
         )
+    if args.push_to_hub and not args.hub_model_id:
+        raise ValueError(
+            "push_to_hub without hub_model_id: say where the model goes. Give --hub_model_id "
+            "USER/NAME."
+        )
     for name in args.report_to:
         _check_tracker(name)
 

@@ -6,13 +6,15 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import huggingface_hub
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
 
 from longctx_patch.cli.main import main as longctx
 from longctx_patch.recipes import dpo, sft
@@ -21,6 +23,7 @@ from longctx_patch.recipes.trl_callbacks import SAMPLES_FILE
 from tests.launching import run_module
 from tests.plugin.launched import run_launched
 from tests.recipes.data.test_reading import words
+from tests.recipes.test_model_card import Hub
 from tests.tiny_llama import TINY_LLAMA
 from tests.trl.cases import rows
 
@@ -274,6 +277,7 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "stream": (["--streaming"], "streaming without max_steps"),
     "resume": (["--resume"], "has no checkpoint"),
     "output": (["--output-dir", "trainer_output"], "output_dir is not set"),
+    "hub": (["--push-to-hub", "1"], "push_to_hub without hub_model_id"),
     "too long": (["--too-long", "cut", "--eval-share", "1"], "eval_share=1.0: a part"),
 }
 
@@ -287,6 +291,31 @@ def test_settings_that_exclude_each_other(job: Path, name: str) -> None:
     with pytest.raises(ValueError, match=message):
         sft.main(["--config", str(job / "run" / "sft.yaml"), *flags])
     assert not (job / "run" / "training").exists()
+
+
+def train_and_push(arguments: list[str]) -> list[tuple[str, ...]]:
+    """What a run asks the hub for; Trainer's own uploads of its checkpoints are left out."""
+    fake = Hub()
+    with (
+        mock.patch.object(huggingface_hub, "HfApi", fake),
+        mock.patch.object(Trainer, "init_hf_repo"),
+        mock.patch.object(Trainer, "_push_from_checkpoint"),
+    ):
+        sft.main(arguments)
+    return fake.calls
+
+
+def test_the_trained_model_is_uploaded(job: Path) -> None:
+    patch(job, "--data", str(job / "chats.jsonl"))
+    usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "1", "--ulysses", "1"]
+    push = ["--push-to-hub", "1", "--hub-model-id", "me/model", "--hub-private-repo", "1"]
+    (calls,) = run_launched(train_and_push, 1, [*usual, *push])
+    final = job / "run" / "training" / "final"
+    files = sorted(path.name for path in final.iterdir())
+    assert calls[0] == ("create_repo", "me/model", "True", "True")
+    assert calls[-1] == ("upload_folder", "me/model", *files)
+    assert {"README.md", "adapter_model.safetensors", "config.json"} <= set(files)
+    assert 'AutoConfig.from_pretrained("me/model")' in (final / "README.md").read_text()
 
 
 @pytest.mark.timeout(600)
