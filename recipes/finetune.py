@@ -104,7 +104,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None, stages:
     fused = choose_fused_layers(settings.fused_layers, model, device_type)
     fuse_layers(model, fused.how)
     handle = patch(model, settings.sequence_parallelism())
-    stages.enter("shards")
+    stages.enter("weights")
     state = build_state(settings, accelerator, model)
 
     # Nothing was written so far, so a refusal above leaves no files behind.

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils.logging import tqdm
 
 from longctx_patch.hf.model.load import is_bare_config, load_model_config
 from longctx_patch.hf.model.stored_weights import (
@@ -250,7 +251,9 @@ def _read(unread: _Unread, slots: dict[str, tuple[nn.Module, str]], where: torch
         with ThreadPoolExecutor(READERS) as readers:
             jobs = ([n for n in names if n in unread.stored] for names in groups)
             read = readers.map(lambda names: _rows(unread, names, slots, where), jobs)
-            for names, local in zip(groups, read, strict=True):
+            pairs = zip(groups, read, strict=True)
+            # The bar that from_pretrained has.
+            for names, local in tqdm(pairs, total=len(groups), desc="Loading weights"):
                 _put(names, slots, local)
     except ValueError as error:
         problem = [str(error)]

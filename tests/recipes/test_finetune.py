@@ -22,7 +22,7 @@ KEYS = {
     *("layers_not_recomputed", "layers_offloaded", "mlp_tiles"),
 }
 
-STAGES = ["processes", "model", "data", "shards", "rehearsal", "first step"]
+STAGES = ["processes", "model", "data", "weights", "rehearsal", "first step"]
 
 
 class Run:
