@@ -24,7 +24,18 @@ WANTED_KEY = "longctx_wanted"
 
 Wanted = Literal["loss", "logits", "log_probs", "fused", "scores"]
 """What a pass over whole rows returns: `log_probs` of labels by our own head, the fields of TRL's
-fused head (`fused`), or those of them that TRL's SFTTrainer reads, by our head (`scores`)."""
+fused head (`fused`), or those of them that TRL's trainers read, by our head (`scores`)."""
+
+
+class HeadScores(NamedTuple):
+    """How our head makes `scores`."""
+
+    by_row: bool = False
+    """Whether the gradients of log-probabilities are one number in each row, and may differ from
+    row to row."""
+    with_mean_logits: bool = False
+    """Whether the mean of each token's logits over words is one of them."""
+
 
 READ = frozenset(
     {
@@ -65,6 +76,8 @@ class RowsPass(NamedTuple):
     wanted: Wanted = "loss"
     columns: tuple[int, ...] | None = None
     """Columns of the batch whose logits are wanted; None: all of them."""
+    scores: HeadScores = HeadScores()
+    """How `scores` are made."""
 
 
 def read_rows(given: Mapping[str, Any], stock: StockModel) -> WholeRows:

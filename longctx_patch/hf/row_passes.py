@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
-from longctx_patch.data.whole_rows import READ, WANTED_KEY, RowsPass, read_rows
+from longctx_patch.data.whole_rows import READ, WANTED_KEY, HeadScores, RowsPass, read_rows
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import option_problem
 from longctx_patch.hf.counted import number_of, require_known_group
@@ -40,9 +40,9 @@ class RowPasses:
     def __init__(self, model: PreTrainedModel, group: SequenceGroup) -> None:
         self.shares_evaluation = False
         """Whether the ranks of a group share whole rows with labels in evaluation too."""
-        self.sums_fused = False
-        """Whether log-probabilities of TRL's fused head are only summed, so that all have one
-        gradient: then our head computes them, with fewer matrix products and float32 logits."""
+        self.head_scores: Callable[[], HeadScores | None] = lambda: None
+        """How our head computes what is asked of TRL's fused head, with fewer matrix products and
+        float32 logits; None where it can't, since its gradients are made in forward."""
         self._model, self._group = model, group
         self._stock = stock_model(model)
         self._collate = SequenceShardCollator(
@@ -130,9 +130,10 @@ class RowPasses:
 
     def _request(self, given: Arguments) -> Request:
         request = request_of(given, self._group.config.loss)
-        if request.wanted == "fused" and self.sums_fused and computes_scores(self._model):
-            return request._replace(wanted="scores")
-        return request
+        if request.wanted != "fused" or not computes_scores(self._model):
+            return request
+        how = self.head_scores()
+        return request if how is None else request._replace(wanted="scores", scores=how)
 
     def _cut(self, given: Mapping[str, Any], request: Request) -> Arguments:
         whole = read_rows(given, self._stock)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch.config import LossName
-from longctx_patch.data.whole_rows import WANTED_KEY, Wanted
+from longctx_patch.data.whole_rows import WANTED_KEY, HeadScores, Wanted
 
 ASKING = frozenset({WANTED_KEY, "logits_to_keep"})
 """Arguments that this file reads, and the model doesn't get."""
@@ -19,6 +19,8 @@ class Request(NamedTuple):
     wanted: Wanted
     columns: tuple[int, ...] | None = None
     """Columns whose logits are wanted; None: all of them."""
+    scores: HeadScores = HeadScores()
+    """How `scores` are made."""
 
 
 def request_of(given: Mapping[str, Any], loss: LossName) -> Request:

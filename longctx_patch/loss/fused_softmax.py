@@ -75,7 +75,7 @@ def softmax_scores(
             HAS_STATISTICS=with_statistics,
             num_warps=NUM_WARPS,
         )
-    full = Scores(losses_C, entropy_C, is_top1_C)
+    full = Scores(losses_C, entropy_C, is_top1_C, losses_C[:0])
     scores = full if with_statistics else Scores.of_losses(losses_C)
     return scores, None if grad_dtype is None else grad_CV
 

@@ -7,13 +7,13 @@ torch >= 2.13 has `F.linear_cross_entropy`. It is not used: it has no softcap an
 four supported families need, and older versions of torch don't have it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.linear_head import CHUNK_BYTES, LinearHead
 from longctx_patch.loss.scores import Scores
 
@@ -81,36 +81,59 @@ def linear_scores(
     softcap: float | None = None,
     scale: float = 1.0,
     chunk_bytes: int = CHUNK_BYTES,
+    segments: Sequence[int] | None = None,
+    with_mean_logits: bool = False,
 ) -> Scores:
-    """`linear_cross_entropy`'s loss of each token, for a sum or a mean of one's own; with the
-    entropy of its words, and whether its label is the likeliest, both without gradient.
+    """`linear_cross_entropy`'s loss of each token, for a loss of one's own; with the entropy of its
+    words, and whether its label is the likeliest, both without gradient.
 
-    The gradients are made for a sum of the losses. So the gradients of all losses of labels must be
-    the same number, which backward reads on the host; those of `IGNORE_INDEX` don't count.
+    Where weight and bias need no gradient, those of the losses may be any numbers. Else the
+    gradients of weight and bias are made for sums of the losses, one for each segment and as large
+    as the weight, in float32. So the gradients of the losses of one segment must be the same
+    number, which backward reads on the host; those of `IGNORE_INDEX` don't count.
 
-    Args: as those of `linear_cross_entropy`.
+    Args: as those of `linear_cross_entropy`, and
+        segments: how many tokens each segment has, in order; None: all are one segment.
+        with_mean_logits: whether the mean of a token's logits over words is wanted.
 
     Returns:
         `[N]` each, for the N tokens of `hidden`; 0 where there is no label.
 
     Raises:
-        ValueError: as `linear_cross_entropy`.
-        RuntimeError: in backward, for gradients of the losses that differ.
+        ValueError: as `linear_cross_entropy`; segments that don't have N tokens.
+        RuntimeError: in backward, for gradients of one segment's losses that differ.
     """
-    head = LinearHead(softcap=softcap, scale=scale, chunk_bytes=chunk_bytes, with_statistics=True)
-    return Scores(*_run(hidden, weight, bias, labels, head)[1:])
+    head = LinearHead(
+        softcap=softcap,
+        scale=scale,
+        chunk_bytes=chunk_bytes,
+        with_statistics=True,
+        with_mean_logits=with_mean_logits,
+    )
+    if segments is not None and sum(segments) != labels.numel():
+        raise ValueError(
+            f"segments of {sum(segments)} tokens for {labels.numel()} labels: each token is part "
+            "of one segment."
+        )
+    return Scores(*_run(hidden, weight, bias, labels, head, segments)[1:])
 
 
 def _run(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: LinearHead
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    head: LinearHead,
+    segments: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
     """The sum of the losses, and the scores."""
     head.check(hidden, weight, bias, labels)
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    sizes = [len(labels)] if segments is None else segments
     if not torch.is_grad_enabled():
-        scores, _ = head.walk(hidden, weight, bias, labels, (False, False, False))
+        scores, _ = head.walk(hidden, weight, bias, labels, (False, False, False), sizes)
         return (scores.losses.sum(), *scores)
-    found: tuple[Tensor, ...] = _LinearScores.apply(hidden, weight, bias, labels, head)
+    found: tuple[Tensor, ...] = _LinearScores.apply(hidden, weight, bias, labels, head, sizes)
     return found
 
 
@@ -123,13 +146,14 @@ class _LinearScores(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         head: LinearHead,
+        sizes: Sequence[int],
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         wanted = ctx.needs_input_grad[:3]
-        scores, ctx.gradients = head.walk(hidden, weight, bias, labels, wanted)
+        scores, ctx.gradients = head.walk(hidden, weight, bias, labels, wanted, sizes)
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         ctx.scale = head.scale
-        ctx.mark_non_differentiable(scores.entropy, scores.is_top1)
+        ctx.mark_non_differentiable(*scores[1:])
         ctx.save_for_backward(labels)
         return (scores.losses.sum(), *scores)
 
@@ -146,24 +170,10 @@ class _LinearScores(torch.autograd.Function):
             )
         gradients, ctx.gradients = ctx.gradients, None
         (labels,) = ctx.saved_tensors
-        factor = ctx.scale * (0.0 if of_sum is None else of_sum)
-        if of_losses is not None:
-            factor = factor + ctx.scale * _common(of_losses[labels != IGNORE_INDEX])
         scaled = (
-            None if gradient is None else gradient.mul_(factor).to(dtype)
-            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+            None if gradient is None else gradient.to(dtype)
+            for gradient, dtype in zip(
+                gradients.scaled(ctx.scale, of_sum, of_losses, labels), ctx.dtypes, strict=True
+            )
         )
-        return (*scaled, None, None)
-
-
-def _common(gradients: Tensor) -> Tensor:
-    """The number that all of them are; 0 for none."""
-    if not len(gradients):
-        return gradients.new_zeros(())
-    if bool((gradients != gradients[0]).any()):
-        raise RuntimeError(
-            "the losses of tokens have different gradients, but those of the head were made for a "
-            "sum of the losses. Take log-probabilities with gradients of their own from "
-            "handle.token_log_probs(batch)."
-        )
-    return gradients[0]
+        return (*scaled, None, None, None)

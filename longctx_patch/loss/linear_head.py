@@ -1,29 +1,30 @@
 """A linear head over a chunk of tokens at a time: what is wanted of their logits, and gradients.
 
 The logits of a chunk are made, and at once turned into numbers of each token and gradients of the
-inputs, which are small: this is the chunked loss of Liger Kernel (arXiv 2410.10989, section 3.2);
-cut cross-entropy (arXiv 2411.09009) takes the idea down into one kernel. There are three matrix
-products in all, as many as with full logits; none is computed twice. Between them runs one Triton
-kernel on NVIDIA GPUs (`fused_softmax.py`), and torch's operations elsewhere.
+inputs, which are small (`head_gradients.py`): this is the chunked loss of Liger Kernel (arXiv
+2410.10989, section 3.2); cut cross-entropy (arXiv 2411.09009) takes the idea down into one kernel.
+There are three matrix products in all, as many as with full logits; none is computed twice. Between
+them runs one Triton kernel on NVIDIA GPUs (`fused_softmax.py`), and torch's operations elsewhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longctx_patch.kernels.installed import runs_triton
+from longctx_patch.loss.head_gradients import HeadGradients, Wanted
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.scores import Scores
-from longctx_patch.loss.wide_products import add_wide_product, wide_product
+from longctx_patch.loss.wide_products import wide_product
 
 CHUNK_BYTES = 2 * 2**30
 """Bytes of a chunk's float32 logits: at 128,256 words those of 4,185 tokens, which keep a GPU
 busy."""
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""Gradients with respect to hidden, weight and bias; the last two in float32 or wider."""
+_CAPPED_ROWS = 64
+"""Tokens whose capped logits are copied at once for their mean."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class LinearHead:
     chunk_bytes: int
     with_statistics: bool = False
     """Whether entropy and top-1 hits are wanted beside the losses."""
+    with_mean_logits: bool = False
+    """Whether means of logits over words are wanted, which cost a pass over the logits."""
 
     def check(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> None:
         """Raise ValueError for inputs that don't fit, see `linear_cross_entropy`."""
@@ -68,20 +71,16 @@ class LinearHead:
         weight_VD: Tensor,
         bias: Tensor | None,
         labels_N: Tensor,
-        wanted: tuple[bool, bool, bool],
-    ) -> tuple[Scores, Gradients]:
-        """Scores, and gradients of the sum of their losses, yet to be multiplied by `scale`.
+        wanted: Wanted,
+        segments: Sequence[int],
+    ) -> tuple[Scores, HeadGradients]:
+        """Scores, and gradients of sums of their losses, yet to be multiplied by `scale`.
 
-        `wanted`: whether hidden, weight and bias need a gradient.
+        `segments`: tokens of each segment, see `HeadGradients`; N in all.
         """
         dtype = _product_dtype(hidden_ND)
         wide = torch.promote_types(dtype, torch.float32)
-        wants_hidden, wants_weight, wants_bias = wanted
-        grads = (
-            torch.empty_like(hidden_ND) if wants_hidden else None,
-            torch.zeros_like(weight_VD, dtype=wide) if wants_weight else None,
-            torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None,
-        )
+        grads = HeadGradients.zeros(hidden_ND, weight_VD, bias, wanted, segments, wide)
         found = []
         with torch.autocast(hidden_ND.device.type, enabled=False):
             factors_VD = weight_VD.to(dtype)
@@ -97,14 +96,12 @@ class LinearHead:
         factors_VD: Tensor,
         bias: Tensor | None,
         labels_C: Tensor,
-        grads: Gradients,
+        grads: HeadGradients,
     ) -> Scores:
         """The scores of a chunk; adds to the gradients that are wanted."""
-        wants_any = any(gradient is not None for gradient in grads)
-        scores, grad_CV = self._scores(hidden_CD, factors_VD, bias, labels_C, wants_any)
+        scores, grad_CV = self._scores(hidden_CD, factors_VD, bias, labels_C, grads.any_wanted)
         if grad_CV is not None:
-            is_valid_C = labels_C != IGNORE_INDEX
-            _add_gradients(grads, rows, grad_CV, hidden_CD, factors_VD, is_valid_C)
+            grads.add(rows, grad_CV, hidden_CD, factors_VD, labels_C)
         return scores
 
     def _chunks(self, num_tokens: int, num_words: int) -> Iterator[slice]:
@@ -127,11 +124,12 @@ class LinearHead:
         logits_CV = wide_product(hidden_CD, factors_VD.t())
         if bias is not None:
             logits_CV += bias
+        means_C = self._mean_logits(logits_CV, labels_C)
         dtype = factors_VD.dtype
         if fits_fused(logits_CV.device.type, dtype) and runs_triton():
             from longctx_patch.loss.fused_softmax import softmax_scores
 
-            return softmax_scores(
+            scores, grad_CV = softmax_scores(
                 logits_CV,
                 labels_C,
                 softcap=self.softcap,
@@ -139,6 +137,7 @@ class LinearHead:
                 grad_dtype=dtype if with_gradient else None,
                 with_statistics=self.with_statistics,
             )
+            return scores._replace(mean_logits=means_C), grad_CV
         self._scale_and_cap_(logits_CV)
         logs_CV = logits_CV.log_softmax(-1)
         if self.softcap is None:
@@ -146,6 +145,7 @@ class LinearHead:
         words_C1 = labels_C.where(labels_C != IGNORE_INDEX, 0)[:, None]
         logs_C1 = logs_CV.gather(1, words_C1)
         scores = self._scores_of_logs(logs_CV, logs_C1[:, 0], labels_C)
+        scores = scores._replace(mean_logits=means_C)
         if not with_gradient:
             return scores, None
         grad_CV = self._gradient_of_logits(logs_CV, words_C1, logs_C1, dtype)
@@ -161,14 +161,26 @@ class LinearHead:
         if not self.with_statistics:
             return Scores.of_losses(losses_C)
         entropy_C = torch.special.entr(logs_CV.exp()).sum(-1).where(is_valid_C, 0)
-        return Scores(losses_C, entropy_C, logs_CV.argmax(-1) == labels_C)
+        return Scores(losses_C, entropy_C, logs_CV.argmax(-1) == labels_C, losses_C[:0])
 
-    def _scale_and_cap_(self, logits_CV: Tensor) -> None:
+    def _mean_logits(self, logits_CV: Tensor, labels_C: Tensor) -> Tensor:
+        """Means over words after scale and softcap, `[0]` if they aren't wanted."""
+        if not self.with_mean_logits:
+            return logits_CV.new_zeros(0)
+        if self.softcap is None:
+            means_C = self.scale * logits_CV.mean(-1)
+        else:
+            parts = (part.clone() for part in logits_CV.split(_CAPPED_ROWS))
+            means_C = torch.cat([self._scale_and_cap_(part).mean(-1) for part in parts])
+        return means_C.where(labels_C != IGNORE_INDEX, 0)
+
+    def _scale_and_cap_(self, logits_CV: Tensor) -> Tensor:
         """Scale logits and apply the softcap, in place."""
         if self.scale != 1:
             logits_CV *= self.scale
         if self.softcap is not None:
             logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits_CV
 
     def _gradient_of_logits(
         self, logs_CV: Tensor, words_C1: Tensor, logs_C1: Tensor, dtype: torch.dtype
@@ -183,25 +195,6 @@ class LinearHead:
         else:
             grad_CV = torch.exp(logs_CV, out=torch.empty_like(logs_CV, dtype=dtype))
         return grad_CV.scatter_(1, words_C1, logs_C1.expm1().to(grad_CV.dtype))
-
-
-def _add_gradients(
-    grads: Gradients,
-    rows: slice,
-    grad_CV: Tensor,
-    hidden_CD: Tensor,
-    factors_VD: Tensor,
-    is_valid_C: Tensor,
-) -> None:
-    """Add a chunk's gradients. Rows without a label are zeroed in small factors and products."""
-    grad_hidden, grad_weight, grad_bias = grads
-    is_valid_C1 = is_valid_C[:, None]
-    if grad_hidden is not None:
-        grad_hidden[rows] = (grad_CV @ factors_VD).where(is_valid_C1, 0)
-    if grad_weight is not None:
-        add_wide_product(grad_weight, grad_CV.t(), hidden_CD.where(is_valid_C1, 0))
-    if grad_bias is not None:
-        grad_bias += grad_CV.t() @ is_valid_C.to(grad_CV.dtype)
 
 
 def fits_fused(device_type: str, dtype: torch.dtype) -> bool:

@@ -16,14 +16,16 @@ class Scores(NamedTuple):
     is_top1: Tensor
     """Whether no word is likelier than the label, nor as likely with a lower number; `[0]` where it
     is not wanted."""
+    mean_logits: Tensor
+    """Over words, after scale and softcap; `[0]` where it is not wanted."""
 
     @classmethod
     def of_losses(cls, losses: Tensor) -> "Scores":
         """Without what is not wanted."""
-        return cls(losses, losses[:0].detach(), losses[:0].bool())
+        none = losses[:0].detach()
+        return cls(losses, none, none.bool(), none)
 
     @classmethod
     def join(cls, chunks: "list[Scores]") -> "Scores":
         """Those of all chunks, of which there is one at least."""
-        losses, entropy, is_top1 = (torch.cat(column) for column in zip(*chunks, strict=True))
-        return cls(losses, entropy, is_top1)
+        return cls(*(torch.cat(column) for column in zip(*chunks, strict=True)))

@@ -2,8 +2,8 @@
 
 The logits of one tile are made, used and dropped, and made again in backward: that is
 `torch.utils.checkpoint` over a tile (Chen et al., arXiv 1604.06174). Any module can be the head,
-adapters and quantised weights included. `linear_cross_entropy` takes a quarter less work, but it
-only knows the sum over tokens.
+adapters and quantised weights included. `linear_scores` takes a quarter less work, but gradients of
+a head that learns are then those of sums over tokens.
 """
 
 from collections.abc import Callable

@@ -60,13 +60,6 @@ def is_patched(model: Any) -> bool:
     return name in transformers_api.NAME_OVER_STOCK.values()
 
 
-def sums_log_probs(trainer: Any) -> bool:
-    """Whether a trainer only sums the log-probabilities of TRL's fused head: the loss of SFT."""
-    own = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
-    is_sft = own.__name__ == "SFTTrainer" and own.__module__.split(".")[0] == "trl"
-    return is_sft and trainer.args.loss_type == "nll"
-
-
 def settle_checkpointing(args: Any, config: LongContextConfig) -> None:
     """Switch transformers' checkpointing off where the config has a policy of its own.
 

@@ -29,7 +29,6 @@ from longctx_patch.trainer.binding import (
     patch_for_trainer,
     patch_reference,
     settle_checkpointing,
-    sums_log_probs,
 )
 from longctx_patch.trainer.evaluation import GroupGather, logits_problem
 from longctx_patch.trainer.generation import (
@@ -38,6 +37,7 @@ from longctx_patch.trainer.generation import (
     generation_problems,
     settle_generation,
 )
+from longctx_patch.trainer.head_scores import scores_of
 from longctx_patch.trainer.record import log_changes, record_of, resume_problems, write_record
 from longctx_patch.trainer.refusals import (
     accelerator_problems,
@@ -160,7 +160,7 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
     def _patch(self, model: Any) -> None:
         self.unpatch()
         self.long_context_handle = handle = patch_for_trainer(model, self._long_context)
-        handle._rows.sums_fused = sums_log_probs(self)
+        handle._rows.head_scores = scores_of(self)
         if handle is not self._long_context:
             self._undo.append(handle.unpatch)
         self._undo.append(keep_checkpointing(handle))
@@ -189,6 +189,8 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
         is_new = isinstance(base, PreTrainedModel) and model is not self._reference
         if is_new and not isinstance(base, FSDPModule):  # then it was patched before
             handle = patch_reference(model, self._config)
+            # By the same head, so that rounding cancels out of the policy's ratio to it.
+            handle._rows.head_scores = scores_of(self)
             self._undo.append(handle.unpatch)
             self._contexts.enter_context(handle.sharing_evaluation())
         self._reference = model

@@ -161,6 +161,20 @@ class Largest(TorchDispatchMode):
         return out
 
 
+class Work(TorchDispatchMode):
+    """Counts multiply-adds of products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiply_adds = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            a, b = args[-2:]
+            self.multiply_adds += a.shape[0] * a.shape[1] * b.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_never_holds_all_logits(dtype: torch.dtype, softcap: float | None) -> None:
@@ -176,6 +190,12 @@ def test_never_holds_all_logits(dtype: torch.dtype, softcap: float | None) -> No
     assert largest.products == 3 * 16
 
 
+def full_losses(given: Inputs, labels: Tensor, softcap: float | None, scale: float) -> Tensor:
+    logits = scale * F.linear(given.hidden, given.weight, given.bias).flatten(0, 1)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return F.cross_entropy(logits, labels.flatten(), reduction="none")
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_scores_of_tokens(variant: dict[str, Any]) -> None:
     """Losses, entropy and hits are those of full logits, and so are gradients of a mean."""
@@ -188,8 +208,9 @@ def test_scores_of_tokens(variant: dict[str, Any]) -> None:
     labels = given.labels.clone()
     labels[:, ::2] = best[:, ::2].where(labels[:, ::2] >= 0, -100)
     is_valid = labels.flatten() >= 0
-    scores = linear_scores(*given[:2], labels, bias=given.bias, **options)
-    losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+    scores = linear_scores(*given[:2], labels, bias=given.bias, with_mean_logits=True, **options)
+    assert torch.allclose(scores.mean_logits, logits.mean(-1).where(is_valid, 0))
+    losses = full_losses(plain, labels, softcap, scale)
     assert torch.allclose(scores.losses, losses)
     entropy = torch.distributions.Categorical(logits=logits).entropy().where(is_valid, 0)
     assert torch.allclose(scores.entropy, entropy)
@@ -200,7 +221,7 @@ def test_scores_of_tokens(variant: dict[str, Any]) -> None:
     wanted = gradients(losses.sum() / 7, plain)
     assert max(relative_error(a, b) for a, b in zip(found, wanted, strict=True)) < 1e-13
     with torch.no_grad():
-        alone = linear_scores(*given[:2], labels, bias=given.bias, **options)
+        alone = linear_scores(*given[:2], labels, bias=given.bias, with_mean_logits=True, **options)
     assert all(torch.equal(a, b) for a, b in zip(alone, scores, strict=True))
 
 
@@ -209,11 +230,84 @@ def test_the_first_of_equal_words_is_the_likeliest() -> None:
     assert linear_scores(hidden, weight, torch.tensor([1, 2, 3])).is_top1.tolist() == [True, 0, 0]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tokens_of_chunk", CHUNKS)
+def test_a_frozen_head_takes_any_gradients(variant: dict[str, Any], tokens_of_chunk: int) -> None:
+    """Each token's own; what comes back for tokens without a label is not even read."""
+    softcap, scale = variant.get("softcap"), variant.get("scale", 1.0)
+    given, plain = inputs(bias="bias" in variant), inputs(bias="bias" in variant)
+    for head in (*given[1:3], *plain[1:3]):
+        if head is not None:
+            head.requires_grad_(False)
+    options: dict[str, Any] = {"softcap": softcap, "scale": scale}
+    weights = torch.linspace(-1, 2, given.labels.numel(), dtype=torch.float64)
+    (weights * full_losses(plain, given.labels, **options)).sum().backward()
+    with Largest() as counter:
+        losses = linear_scores(
+            *given[:2],
+            given.labels,
+            bias=given.bias,
+            chunk_bytes=4 * WORDS * tokens_of_chunk,
+            **options,
+        ).losses
+        losses.backward(weights.where(given.labels.flatten() >= 0, torch.nan))
+    assert counter.products == 2 * -(-given.labels.numel() // tokens_of_chunk)
+    assert given.hidden.grad is not None
+    assert plain.hidden.grad is not None
+    assert relative_error(given.hidden.grad, plain.hidden.grad) < 1e-13
+
+
+SEGMENTS = [(17, 34), (0, 20, 31), (51, 0), (3, 0, 6, 42), (17, 17, 17)]
+"""The first have tokens without a label, some segments have no token, and the last no label."""
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sizes", SEGMENTS)
+def test_segments_have_gradients_of_their_own(
+    variant: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    softcap, scale = variant.get("softcap"), variant.get("scale", 1.0)
+    for tokens_of_chunk in CHUNKS:
+        given, plain = inputs(bias="bias" in variant), inputs(bias="bias" in variant)
+        options: dict[str, Any] = {"softcap": softcap, "scale": scale}
+        numbers = torch.linspace(-1, 2, len(sizes), dtype=torch.float64)
+        weights = numbers.repeat_interleave(torch.tensor(sizes))
+        weights = weights.where(given.labels.flatten() >= 0, torch.nan)  # these don't count
+        with Work() as counter:
+            losses = linear_scores(
+                *given[:2],
+                given.labels,
+                bias=given.bias,
+                chunk_bytes=4 * WORDS * tokens_of_chunk,
+                segments=sizes,
+                **options,
+            ).losses
+            losses.backward(weights)
+        assert counter.multiply_adds == 3 * len(losses) * WIDTH * WORDS
+        full = full_losses(plain, given.labels, **options)
+        (weights.nan_to_num(0) * full).sum().backward()
+        leaves = [(a, b) for a, b in zip(given[:3], plain[:3], strict=True) if a is not None]
+        for leaf, other in leaves:
+            assert leaf.grad is not None
+            assert relative_error(leaf.grad, other.grad) < 1e-13  # type: ignore[arg-type, union-attr]
+
+
 def test_different_gradients_of_tokens_are_refused() -> None:
+    for segments in (None, (17, 34)):
+        given = inputs()
+        losses = linear_scores(*given[:2], given.labels, segments=segments).losses
+        with pytest.raises(RuntimeError, match=r"different gradients.*token_log_probs"):
+            (losses * torch.linspace(1, 2, len(losses))).sum().backward()
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_loss_that_is_no_number_has_gradients_that_are_none(number: float) -> None:
+    """They are alike, so they are handed on as one process would."""
     given = inputs()
-    losses = linear_scores(*given[:2], given.labels).losses
-    with pytest.raises(RuntimeError, match=r"different gradients.*token_log_probs"):
-        (losses * torch.linspace(1, 2, len(losses))).sum().backward()
+    losses = linear_scores(*given[:2], given.labels, segments=(17, 34)).losses
+    (losses.sum() * number).backward()
+    assert given.weight.grad is not None
+    assert not given.weight.grad.isfinite().any()
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -293,6 +387,8 @@ def test_shapes_and_numbers_that_can_not_be_right() -> None:
         linear_cross_entropy(hidden, weight, labels.flatten())
     with pytest.raises(ValueError, match=r"bias \(3,\)"):
         linear_cross_entropy(hidden, weight, labels, bias=torch.ones(3))
+    with pytest.raises(ValueError, match="segments of 50 tokens for 51 labels"):
+        linear_scores(hidden, weight, labels, segments=(20, 30))
     with pytest.raises(ValueError, match="softcap=0"):
         linear_cross_entropy(hidden, weight, labels, softcap=0.0)
     with pytest.raises(ValueError, match="chunk_bytes=0"):

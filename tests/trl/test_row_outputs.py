@@ -1,6 +1,7 @@
 """What ranks return of whole rows beside a loss, TRL's per-token fields and logits, is what the
 stock model returns of them in one process, and so are the gradients of what is computed of it."""
 
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
 
 from longctx_patch import LongContextConfig, patch
+from longctx_patch.data.whole_rows import HeadScores
 from tests.harness import run_distributed
 from tests.hf.steps import Step, complaints, over_ranks
 from tests.hf.test_token_log_probs import BATCHES, DOCUMENTS, LENGTHS, Batch
@@ -59,17 +61,23 @@ def check_fused(rank: int) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products with as many rows or columns as there are words."""
+    """Multiply-adds of each matrix product with as many rows or columns as there are words."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = 0
+        self.work: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        shapes = {size for arg in args if isinstance(arg, Tensor) for size in arg.shape}
-        is_product = func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
-        self.number += is_product and VOCABULARY in shapes
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_):
+            (num_rows, num_terms), num_columns = args[-2].shape, args[-1].shape[1]
+            if VOCABULARY in (num_rows, num_terms, num_columns):
+                self.work.append(num_rows * num_terms * num_columns)
         return func(*args, **(kwargs or {}))
+
+    @property
+    def number(self) -> float:
+        """Of products of the first one's size."""
+        return sum(self.work) / self.work[0]
 
 
 def check_sums(rank: int) -> None:
@@ -83,7 +91,7 @@ def check_sums(rank: int) -> None:
         add_fused_lm_head(stock, outputs=fields)
         add_fused_lm_head(model, outputs=fields)
         handle = patch(model, config)
-        handle._rows.sums_fused = True
+        handle._rows.head_scores = HeadScores
         results = []
         for each in (stock, model):
             with Products() as counter:
@@ -105,8 +113,75 @@ def check_sums(rank: int) -> None:
         model.get_output_embeddings().register_forward_hook(lambda *_: None)
         with Products() as counter:
             model(**given, fused_lm_head=True, use_cache=False).loss.backward()
-        assert counter.number > 3
+        assert len(counter.work) > 3
         handle.unpatch()
+
+
+def loss_of_rows(log_probs: Tensor) -> Tensor:
+    """One gradient for all tokens of a row, and another for each row."""
+    return -torch.nn.functional.logsigmoid(
+        log_probs.sum(1) * torch.tensor([0.1, 0.2, 0, -0.1])
+    ).sum()
+
+
+def loss_of_tokens(log_probs: Tensor) -> Tensor:
+    weights = torch.linspace(-1, 2, log_probs.numel()).view_as(log_probs)
+    return (weights * log_probs).exp().sum()
+
+
+def check_rows_and_tokens(rank: int) -> None:
+    """Gradients that are alike in each row, or with a frozen head nowhere, are made in forward."""
+    fields = ("log_probs", "entropy", "mean_logits", "is_top1")
+    families, sides = ("llama", "gemma2", "mixtral"), ("right", "left")
+    for family, side, learns in product(families, sides, (True, False)):
+        given = BATCHES[side].given
+        stock, model = featured_model(family), featured_model(family)
+        for each in (stock, model):
+            add_fused_lm_head(each, outputs=fields)
+            if not learns:
+                each.requires_grad_(False)
+                each.model.layers.requires_grad_(True)
+        handle = patch(model, LongContextConfig(ring_degree=2))
+        handle._rows.head_scores = partial(HeadScores, learns, with_mean_logits=True)
+        of_log_probs = loss_of_rows if learns else loss_of_tokens
+        wanted = stock(**given, fused_lm_head=True, use_cache=False)
+        expected = of_log_probs(wanted.log_probs)
+        expected.backward()
+        with Products() as products:
+            found = model(**given, fused_lm_head=True, use_cache=False)
+            loss = of_log_probs(found.log_probs)
+            loss.backward()
+        assert products.number == (3 if learns else 2)
+        for name in fields:
+            assert found[name].dtype == wanted[name].dtype, name
+            assert relative_error(found[name].detach(), wanted[name].detach()) < 1e-5, name
+        step = over_ranks(loss, model)
+        assert not complaints(step, Step(expected.detach(), gradients(stock)), (family, side))
+        if learns:
+            found = model(**given, fused_lm_head=True, use_cache=False)
+            with pytest.raises(RuntimeError, match=r"different gradients.*token_log_probs"):
+                loss_of_tokens(found.log_probs).backward()
+        handle.unpatch()
+
+
+def check_rows_without_labels(rank: int) -> None:
+    """A rank has labels of the second row only, and the other one none."""
+    given = dict(BATCHES["right"].given)
+    given["labels"] = torch.full_like(given["labels"], -100)
+    given["labels"][1, :3] = given["input_ids"][1, :3]
+    stock, model = featured_model("llama"), featured_model("llama")
+    config = LongContextConfig(ulysses_degree=2, layout="contiguous")
+    handle = patch(model, config)
+    handle._rows.head_scores = lambda: HeadScores(by_row=True)
+    results = []
+    for each in (stock, model):
+        add_fused_lm_head(each)
+        log_probs = each(**given, fused_lm_head=True, use_cache=False).log_probs
+        results.append(log_probs.sum(1).square().sum())
+        results[-1].backward()
+    step = over_ranks(results[1], model)
+    assert not complaints(step, Step(results[0].detach(), gradients(stock)), "one row")
+    handle.unpatch()
 
 
 def check_fused_evaluation(rank: int) -> None:
@@ -184,6 +259,8 @@ def check_refusals(rank: int) -> None:
 def check_everything(rank: int) -> None:
     check_fused(rank)
     check_sums(rank)
+    check_rows_and_tokens(rank)
+    check_rows_without_labels(rank)
     check_fused_evaluation(rank)
     check_logits(rank)
     check_refusals(rank)

@@ -24,6 +24,8 @@ ALL_LOSSES = {
     "label_smoothing": 0.1,
 }
 BEFOREHAND = {"precompute_ref_log_probs": True}
+ONE_PAIR = {"per_device_train_batch_size": 1}
+"""Then gradients of a head that learns are made in forward."""
 PACKED = {"packing": True, "max_length": 40}
 
 GENERATED = {"max_completion_length": 8, "num_generations": 4, "beta": 0.1}
@@ -50,6 +52,7 @@ TWO = [
         arguments={"label_smoothing_factor": 0.1},
     ),
     Case("dpo", "dpo", "pairs", RING, arguments=THRICE),
+    Case("dpo of one pair", "dpo", "pairs", RING, arguments=ALL_LOSSES | ONE_PAIR),
     Case("kto", "kto", "labelled", ULYSSES, "qwen3"),
     Case(
         "rloo",
@@ -116,7 +119,7 @@ REPLICAS = [
         "dpo",
         "pairs",
         RING,
-        arguments={"max_steps": 6} | THRICE,
+        arguments={"max_steps": 6} | THRICE | ONE_PAIR,
         sharding=sharded(RING, "LlamaDecoderLayer", copies=2),
     ),
     Case(

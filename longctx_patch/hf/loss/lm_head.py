@@ -64,8 +64,8 @@ def bind_passes(
         given = signature.bind_partial(*args, **kwargs).arguments | kwargs
         wanted = "loss" if rows is None else rows.wanted
         _open(loss, given, looks_up=wanted == "log_probs" or not keeps_logits)
-        if loss.current is not None and wanted in ("log_probs", "scores"):
-            loss.current.wants = wanted
+        if loss.current is not None and rows is not None and wanted in ("log_probs", "scores"):
+            loss.current.wants, loss.current.how = wanted, rows.scores
         if loss.current is not None and wanted == "log_probs":
             _begin_log_probs(stand_in, loss.current, model, loss.num_words)
         if rows is not None and rows.columns is not None:
@@ -215,11 +215,21 @@ def _scores(
     head: nn.Linear, hidden: Tensor, current: LossPass, softcap: float | None, scale: float
 ) -> TokenFields:
     """What is known of each label."""
+    segments = _labelled_by_row(current) if current.how.by_row else None
     hidden, labels = _labelled(hidden, current)
-    losses, entropy, is_top1 = linear_scores(
-        hidden, head.weight, labels, bias=head.bias, softcap=softcap, scale=scale
+    losses, entropy, is_top1, mean_logits = linear_scores(
+        hidden,
+        head.weight,
+        labels,
+        bias=head.bias,
+        softcap=softcap,
+        scale=scale,
+        segments=segments,
+        with_mean_logits=current.how.with_mean_logits,
     )
     found: dict[str, Tensor] = {"log_probs": -losses, "entropy": entropy, "is_top1": is_top1}
+    if current.how.with_mean_logits:
+        found["mean_logits"] = mean_logits
     shape, rows = current.shift_labels.shape, current.rows
     if rows is not None:
         rows = rows.to(hidden.device)
@@ -244,6 +254,15 @@ def _labelled(hidden: Tensor, current: LossPass) -> tuple[Tensor, Tensor]:
         rows = current.rows.to(hidden.device)
         hidden, labels = hidden.index_select(0, rows), labels[rows]
     return hidden, labels
+
+
+def _labelled_by_row(current: LossPass) -> list[int]:
+    """How many tokens of each row `_labelled` returns; the host waits for the device."""
+    num_rows, length = current.shift_labels.shape
+    if current.rows is None:
+        return [length] * num_rows
+    counts: list[int] = (current.shift_labels != IGNORE_INDEX).sum(1).tolist()
+    return counts
 
 
 def _softcap_and_scale(

@@ -1,7 +1,7 @@
 """The loss of a patched model: the loss law for shards, the stock loss for everything else."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY
-from longctx_patch.data.whole_rows import RowsPass
+from longctx_patch.data.whole_rows import HeadScores, RowsPass
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
@@ -38,6 +38,8 @@ class LossPass:
     """Whether the model's forward passes what the head returns to the loss unchanged."""
     wants: Literal["loss", "log_probs", "scores"] = "loss"
     """Whether each label's log-probability is wanted, or more of it, instead of the loss."""
+    how: HeadScores = field(default_factory=HeadScores)
+    """How the head makes scores."""
     log_probs: Tensor | None = None
     """`[B, L]`, once they are computed: by the head, or of logits."""
     scores: TokenFields | None = None

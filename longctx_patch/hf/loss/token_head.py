@@ -30,6 +30,7 @@ class TokenFields(ModelOutput):
     """A scalar."""
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    mean_logits: Tensor | None = None
     is_top1: Tensor | None = None
     label_mask: Tensor | None = None
     aux_loss: Tensor | None = None
