@@ -24,6 +24,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         | {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
         | {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 259},
         "llama-8b": _LLAMA_8B,
+        "llama-70b": _LLAMA_8B
+        | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+        | {"num_attention_heads": 64},
         "llama-8b-32k": _LLAMA_8B | {"vocab_size": 32000},
         "llama-1b": _LLAMA_8B
         | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}

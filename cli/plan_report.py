@@ -11,6 +11,7 @@ from longctx_patch.cli.text_table import aligned
 from longctx_patch.memory.policies import POLICIES, count_on_host, describe_layers
 from longctx_patch.predict.machines import GIB
 from longctx_patch.predict.run.candidate import Job
+from longctx_patch.predict.run.loading import how_loaded
 
 TABLE_ROWS = 12
 SHORTER = "shorter rows, or more GPUs"
@@ -136,6 +137,7 @@ def _candidate(result: Result) -> dict[str, Any]:
         "components_gib": {name: value / GIB for name, value in result.memory.parts().items()}
         | {"fragmentation": usable_bytes(result.job) / (1 - MARGIN) * MARGIN / GIB},
         "host_gib": result.host_bytes / GIB,
+        "loading_host_gib": result.loading_bytes / GIB,
         "rows_at_once": result.rows_at_once,
         "forwards": result.forwards,
         "step_s": result.time.total,
@@ -206,4 +208,6 @@ def _parts(result: Result) -> list[str]:
             lines.append(f"  {name:<16}{value / GIB:7.1f}{meaning}")
     seconds = {name: value for name, value in result.time.parts().items() if value}
     lines += ["and seconds of a step:"]
-    return lines + [f"  {name:<16}{value:7.2f}" for name, value in seconds.items()]
+    lines += [f"  {name:<16}{value:7.2f}" for name, value in seconds.items()]
+    loading = f"{result.loading_bytes / GIB:.1f} GiB of a host ({how_loaded(result.job)})"
+    return [*lines, f"Loading takes {loading}."]

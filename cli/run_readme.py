@@ -4,6 +4,7 @@ import shlex
 
 from longctx_patch.cli.decision_table import describe_layers, table
 from longctx_patch.cli.decisions import Decisions
+from longctx_patch.cli.run_loading import loading_section
 from longctx_patch.cli.sharing_table import sharing_section
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts
@@ -58,7 +59,8 @@ One rank's logits would be {logits} in float32. The loss is computed for a part 
 time, so they are never held at once (with `--loss logits` they are). If memory runs out: more GPUs
 per sequence, a smaller `--seq-len`, more `--mlp-tiles`, or `--checkpoint offload`, which moves what
 layers keep to host memory (`auto` does so where it has to); then `--attention-kept 0.5`, and
-weights and optimizer on the host (`longctx patch --states-on-host`).{loading}
+weights and optimizer on the host (`longctx patch --states-on-host`).
+{loading}
 
 Two packages make GPUs faster where they are installed, and nothing has to be set for them:
 flash-attn 4 on Hopper and Blackwell (`pip install "flash-attn-4[cu13]==4.0.0b36"`; see
@@ -131,7 +133,7 @@ def render_readme(decisions: Decisions) -> str:
         after=_after(decisions),
         table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table(decisions)),
         logits=size_text(decisions.tokens_per_gpu * settings.batch_size * facts.vocab_size * 4),
-        loading=_loading(decisions),
+        loading=loading_section(decisions),
         slurm=SLURM if decisions.options.nodes > 1 else "",
         sharing=sharing_section(decisions.sharing),
         memory="" if decisions.sharing.predicted else "that memory suffices, ",
@@ -167,17 +169,6 @@ def _after(decisions: Decisions) -> str:
         return "final/ is loaded as its README.md says."
     merge = shlex.join(["longctx", "merge", str(decisions.options.folder)])
     return f"`{merge}` merges\nthe adapter into the weights, for vLLM and plain transformers."
-
-
-def _loading(decisions: Decisions) -> str:
-    settings = decisions.settings
-    if decisions.options.cpu or settings.load_in_4bit:
-        return ""
-    size = size_text(decisions.num_parameters * (4 if settings.dtype == "float32" else 2))
-    return (
-        f"\nWhile loading, every process holds the whole model in {settings.dtype} in CPU "
-        f"memory: {size}."
-    )
 
 
 def _how_to_start(decisions: Decisions) -> str:

@@ -21,9 +21,9 @@ from longctx_patch.predict.run.components import (
     BF16,
     Components,
     host_bytes,
-    loaded_bytes,
     predict_memory,
 )
+from longctx_patch.predict.run.loading import how_loaded, loading_bytes
 from longctx_patch.predict.run.step_time import Attention, StepTime, predict_attention, predict_time
 
 CONTEXT_BYTES = 2.5 * GIB
@@ -43,7 +43,9 @@ class Result:
     candidate: Candidate
     memory: Components
     host_bytes: float
-    """Memory taken of one machine's host."""
+    """Memory taken of one machine's host while training."""
+    loading_bytes: float
+    """The same while weights are loaded."""
     time: StepTime
     reason: str | None
     """Why it does not fit; None: it does."""
@@ -57,7 +59,7 @@ class Result:
         """Memory needed as a share of usable memory, of a GPU or a host; it fits at 1 or less."""
         shares = [self.memory.total / usable_bytes(self.job)]
         if self.job.cluster.host_bytes is not None:
-            most = max(self.host_bytes, _loading_bytes(self.job))
+            most = max(self.host_bytes, self.loading_bytes)
             shares.append(most / _usable_host_bytes(self.job.cluster.host_bytes))
         return max(shares)
 
@@ -240,20 +242,20 @@ def usual_tiles(job: Job, degree: int) -> int:
 def _result(job: Job, candidate: Candidate, attention: Attention) -> Result:
     tokens = tokens_of_a_rank(job, candidate.sequence_degree)
     memory = predict_memory(job, candidate, tokens, attention.buffer_bytes)
-    on_host = host_bytes(job, candidate, tokens)
+    on_host, loading = host_bytes(job, candidate, tokens), loading_bytes(job, candidate)
     return Result(
         job=job,
         candidate=candidate,
         memory=memory,
         host_bytes=on_host,
+        loading_bytes=loading,
         time=predict_time(job, candidate, tokens, attention),
-        reason=_reason(job, memory, on_host),
+        reason=_reason(job, memory, on_host, loading),
     )
 
 
-def _reason(job: Job, memory: Components, on_host: float) -> str | None:
+def _reason(job: Job, memory: Components, on_host: float, loading: float) -> str | None:
     usable = usable_bytes(job)
-    loading = _loading_bytes(job)
     if memory.total > usable:
         name, most = max(memory.parts().items(), key=lambda part: part[1])
         return (
@@ -262,17 +264,12 @@ def _reason(job: Job, memory: Components, on_host: float) -> str | None:
         )
     available = job.cluster.host_bytes
     if available is not None and max(on_host, loading) > _usable_host_bytes(available):
-        when = ", while every process loads the model," if loading > on_host else ""
+        when = f" while loading ({how_loaded(job)})" if loading > on_host else ""
         return (
             f"needs {max(on_host, loading) / GIB:.0f} GiB{when} of the "
             f"{_usable_host_bytes(available) / GIB:.0f} that may be taken on a host"
         )
     return None
-
-
-def _loading_bytes(job: Job) -> float:
-    """Host memory that loading takes: every process loads the whole model, unless it has 4 bits."""
-    return 0.0 if job.dtype == "nf4" else loaded_bytes(job) * job.cluster.gpus_per_node
 
 
 def _usable_host_bytes(available: float) -> float:

@@ -106,12 +106,25 @@ def test_a_small_host_refuses_what_is_offloaded() -> None:
     assert f"needs {needed:.0f} GiB of the {needed - 0.95:.0f} that may be taken on a host" == (
         refused.reason
     )
+
+
+def test_a_host_too_small_for_loading_refuses_whole_models_only() -> None:
+    """Where processes read their own rows, loading takes readers' buffers of each."""
     loads = 4 * 2 * 8_030_261_248 / GIB  # four processes, in bfloat16
-    for host_gib, fits in ((loads / 0.95 + 1, True), (loads / 0.95 - 1, False)):
-        on_gpu = llama_job("4xH200", 2**17, host_gib=host_gib)
-        found = result_of(on_gpu, ulysses=4, ring=1, checkpoint="attention")
-        assert found.fits == fits
-    assert "needs 60 GiB, while every process loads the model, of" in (found.reason or "")
+
+    def found(host_gib: float, fsdp: bool) -> Result:
+        job = llama_job("4xH200", 2**14, host_gib=host_gib, lora=True, fsdp=fsdp)
+        return result_of(job, ulysses=4, ring=1, checkpoint="attention")
+
+    assert found(loads / 0.95 + 1, fsdp=False).fits
+    small = found(loads / 0.95 - 1, fsdp=False)
+    assert not small.fits
+    assert "needs 60 GiB while loading (every process holds the whole model) of" in str(
+        small.reason
+    )
+    assert small.shortfall == pytest.approx(loads / (loads - 0.95))
+    assert found(1, fsdp=True).fits
+    assert found(1, fsdp=True).loading_bytes == 4 * 4 * 2**23
 
 
 @pytest.mark.parametrize(
@@ -136,16 +149,17 @@ def test_a_small_host_shortens_rows() -> None:
 
 
 def test_the_nearest_to_fitting_is_so_in_all_that_it_takes() -> None:
-    """GPU memory suffices here; the host is too small for loading and for offloaded layers."""
-    results = search(llama_job("4xH200", 2**20, host_gib=50))
+    """GPU memory suffices here; the host is too small for offloaded layers."""
+    results = search(llama_job("4xH200", 3 * 2**20, host_gib=400))
     assert not any(result.fits for result in results)
     short = [result.shortfall for result in results]
     assert short == sorted(short)
     assert short[0] > 1
-    assert results[0].host_bytes < results[-1].host_bytes
+    on_host = [result.host_bytes for result in results if "on a host" in str(result.reason)]
+    assert on_host[0] == min(on_host) < max(on_host)
     text = render(results, longest(results[0].job))
     assert "What would fit:\n  a host with more memory (--host-gib): rows of up to 4," in text
-    assert "--lora" not in text.split("What would fit:")[1]  # loading with it takes as much
+    assert "--lora" not in text.split("What would fit:")[1]  # layers keep as much with it
 
 
 def test_other_weights_and_gpus_are_offered_for_a_row_too_long() -> None:

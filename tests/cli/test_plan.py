@@ -152,11 +152,11 @@ def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
 
 
 def test_no_row_at_all_says_why(run: Run, llama_8b: Path) -> None:
-    words = (llama_8b, "--gpus", "8xH200", "--host-gib", 200, "--full")
+    words = (llama_8b, "--gpus", "H100", "--host-gib", 100, "--full")
     result = run("plan", *words, "--max-seq-len")
     assert (result.stdout, result.exit_code) == ("0\n", 1)
-    assert "while every process loads the model, of the 190" in result.stderr
-    assert "--dtype bfloat16: rows of up to" in result.stderr
+    assert "needs 120 GiB of the 95 that may be taken on a host" in result.stderr
+    assert "--lora, an adapter in place of every weight: rows of up to" in result.stderr
     for form in ([], ["--json"]):
         assert run("plan", *words, "--seq-len", "4K", *form).exit_code == 1
 

@@ -6,6 +6,7 @@ says which tensor of a file becomes which weight of the model, and which experts
 
 import json
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,7 +61,7 @@ class StoredTensor:
                     self._fill(out, file)
                     return
                 blocks = out.split(max(1, BLOCK_BYTES // max(1, row_bytes)))
-                buffer = torch.empty(blocks[0].shape, dtype=self.dtype)
+                buffer = _buffer(blocks[0].shape, self.dtype)
                 for block in blocks:
                     self._fill(buffer[: len(block)], file)
                     found = buffer[: len(block)].to(out.device)
@@ -76,6 +77,12 @@ class StoredTensor:
             if not read:
                 raise OSError("it ends too early")
             left = left[read:]
+
+
+def _buffer(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Memory that the system gets back at once: malloc would keep several blocks of each thread."""
+    memory = mmap(-1, max(1, shape.numel() * dtype.itemsize))
+    return torch.frombuffer(memory, dtype=dtype, count=shape.numel()).view(shape)
 
 
 @dataclass(frozen=True)
