@@ -19,10 +19,8 @@ def render(data: SeenData, file: Path) -> str:
         lines += [f"{name}:", *(f"  {line}" for line in aligned(facts)), ""]
     what = "document" if data.recipe == "finetune" else "row"
     lines += [f"tokens of a {what} (train):", *_histogram(data.lengths), ""]
-    launch = ["accelerate", "launch", "--config_file", str(file.parent / "accelerate.yaml")]
-    option = "--settings" if data.recipe == "finetune" else "--config"
-    launch += ["-m", f"longctx_patch.recipes.{data.recipe}", option, str(file)]
-    return "\n".join([*lines, f"The run finds these rows made:\n  {shlex.join(launch)}"])
+    train = shlex.join(["longctx", "train", str(file.parent)])
+    return "\n".join([*lines, f"The run finds these rows made. Next: {train}"])
 
 
 def _histogram(lengths: np.ndarray) -> list[str]:

@@ -28,6 +28,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     return [
         ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
         ("data", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
+        *_evaluation(decisions),
         ("recipe", *_recipe(decisions)),
         ("trained", "LoRA adapter" if settings.uses_lora else "every weight", "--lora or --full"),
         ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reach}"),
@@ -81,14 +82,22 @@ def _mlp_tiles(tiles: int | None) -> tuple[str, str]:
 
 
 def _recipe(decisions: Decisions) -> tuple[str, str]:
-    recipe, assistant_only = decisions.task
+    recipe, assistant_only, is_text = decisions.task
     if recipe == "finetune":
         return "finetune", "plain text; --sft and --dpo take TRL's trainers"
     if recipe == "dpo":
         return "dpo", "TRL's DPOTrainer (--dpo): chosen answers are learned over rejected ones"
     if assistant_only:
         return "sft", "TRL's SFTTrainer: the assistant's tokens are learned (--train-on)"
+    if is_text:
+        why = "TRL's SFTTrainer evaluates (--eval-data): each record is a row, for one epoch"
+        return "sft", f"{why}; without --eval-data rows are cut from joined text"
     return "sft", "TRL's SFTTrainer: labels are learned, or completions, or else all tokens"
+
+
+def _evaluation(decisions: Decisions) -> list[tuple[str, str, str]]:
+    found = decisions.options.eval_sources
+    return [("evaluation", ", ".join(found), "--eval-data")] if found else []
 
 
 def _rows(decisions: Decisions) -> str:

@@ -153,6 +153,7 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
     return Settings(
         model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
         text=options.sources or [NO_TEXT],
+        text_field=options.text_field,
         output=str(options.folder / "training"),
         rope=options.rope or "none",
         full=not options.lora,

@@ -11,6 +11,7 @@ from longctx_patch.cli.tokens import Tokens
 from longctx_patch.memory.policies import POLICIES
 
 ROPE_KINDS = ("linear", "dynamic", "yarn")
+TOO_LONG = ("refuse", "cut", "split")
 
 
 class Gpus(click.ParamType[str]):
@@ -85,6 +86,12 @@ class Gpus(click.ParamType[str]):
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
 @click.option("--data", multiple=True, help="What to train on: files, folders, datasets.")
 @click.option("--eval-data", multiple=True, help="What to evaluate on, of the same kind.")
+@click.option("--text-field", default="text", help="Field of a record that is its text [text].")
+@click.option(
+    "--too-long",
+    type=Choice(TOO_LONG),
+    help="Records longer than a row, in conversations and the like [refuse].",
+)
 @click.option("--sft", is_flag=True, help="Train with TRL's SFTTrainer [if --data is no text].")
 @click.option("--dpo", is_flag=True, help="Train with TRL's DPOTrainer, on preference data.")
 @click.option(

@@ -9,6 +9,7 @@ from typing import Any
 from longctx_patch.cli.run_checks import check_weights
 from longctx_patch.cli.step_rows import rows_of_step
 from longctx_patch.memory.policies import CheckpointPolicy
+from longctx_patch.recipes.data.reading import TooLong
 from longctx_patch.recipes.data.sources import HUB_NAME
 from longctx_patch.recipes.settings import RopeName
 
@@ -41,6 +42,8 @@ class PatchOptions:
     pack: bool
     data: Sequence[str]
     eval_data: Sequence[str]
+    text_field: str
+    too_long: TooLong | None
     sft: bool
     dpo: bool
     train_on: str | None
@@ -57,6 +60,10 @@ class PatchOptions:
     @property
     def eval_sources(self) -> list[str]:
         return [absolute(source) for source in self.eval_data]
+
+    @property
+    def sources_by_option(self) -> dict[str, list[str]]:
+        return {"--data": self.sources, "--eval-data": self.eval_sources}
 
     @property
     def num_gpus(self) -> int:

@@ -60,7 +60,7 @@ def _first_lengths(settings: Settings) -> Iterator[int]:
     """The number of tokens of each of the first documents, at most a row's."""
     tokenizer, total = models.load_tokenizer(settings), 0
     most = min(settings.seq_len, MOST_TOKENS)
-    if first_kind(settings.text[0]) != "text":
+    if first_kind(settings.text[0], settings.text_field) != "text":
         yield from islice(_lengths_of_records(settings, tokenizer), MOST_DOCUMENTS)
         return
     documents = documents_of(settings.text, settings.text_field)
@@ -79,7 +79,10 @@ def _first_lengths(settings: Settings) -> Iterator[int]:
 def _lengths_of_records(settings: Settings, tokenizer: Any) -> Iterator[int]:
     """The same of conversations and the like."""
     for source in settings.text:
-        reading = Reading(tokenizer, first_kind(source), settings.seq_len, too_long="cut")
+        kind = first_kind(source, settings.text_field)
+        reading = Reading(
+            tokenizer, kind, settings.seq_len, too_long="cut", text_field=settings.text_field
+        )
         for part in parts_of(source):
             for record in records_of(part):
                 yield from (len(row["input_ids"]) for row in reading.rows(record))

@@ -124,7 +124,7 @@ def render_readme(decisions: Decisions) -> str:
         start=decisions.start_command,
         same=_same(decisions),
         settings_file=decisions.settings_file,
-        save_every="--save-every" if is_finetune else "--save-steps",
+        save_every=_save_every(decisions),
         scheduler="--scheduler" if is_finetune else "--lr-scheduler-type",
         how_to_start=_how_to_start(decisions),
         degree=decisions.sequence_degree,
@@ -143,6 +143,12 @@ def render_readme(decisions: Decisions) -> str:
         heads=facts.num_heads,
         kv_heads=facts.num_kv_heads,
     )
+
+
+def _save_every(decisions: Decisions) -> str:
+    if decisions.task.recipe == "finetune":
+        return "--save-every"
+    return "--save-steps N --eval-steps" if decisions.options.eval_data else "--save-steps"
 
 
 def _same(decisions: Decisions) -> str:

@@ -18,7 +18,6 @@ LEARNING_RATES = {("sft", True): 2e-4, ("sft", False): 2e-5, ("dpo", True): 1e-5
 SAVE_STEPS = 25
 NUM_CHECKED = 20
 """Records of each source that are read before a run folder is written."""
-TEXT_FIELD = "text"
 
 
 class Task(NamedTuple):
@@ -27,6 +26,8 @@ class Task(NamedTuple):
     recipe: RecipeName
     assistant_only: bool
     """Whether only the assistant's tokens are learned."""
+    is_text: bool = False
+    """Whether it was chosen for plain text, not asked for."""
 
 
 def choose_task(options: PatchOptions) -> Task:
@@ -37,7 +38,11 @@ def choose_task(options: PatchOptions) -> Task:
     asked: RecipeName | None = "dpo" if options.dpo else "sft" if options.sft else None
     if options.dpo and options.sft:
         raise ValueError("both --sft and --dpo are set. Choose one.")
-    kinds = {source: first_kind(source) for source in (*options.sources, *options.eval_sources)}
+    kinds = {
+        source: first_kind(source, options.text_field, option)
+        for option, sources in options.sources_by_option.items()
+        for source in sources
+    }
     if len(set(kinds.values())) > 1:
         held = "; ".join(f"{source}: {FIELDS[kind]}" for source, kind in kinds.items())
         raise ValueError(f"--data holds records of different kinds ({held}). Give one kind.")
@@ -51,26 +56,26 @@ def choose_task(options: PatchOptions) -> Task:
         raise ValueError(f"--dpo with records that have {FIELDS[kind]}: {FIELDS['preference']}.")
     if options.train_on == "assistant" and kind in ("text", "tokens"):
         raise ValueError("--train-on assistant with data that is no conversation. Leave it out.")
-    is_text = kind in (None, "text") and not options.eval_data
+    is_text = kind in (None, "text")
+    recipe = asked or ("finetune" if is_text and not options.eval_data else "sft")
+    if recipe == "finetune" and options.too_long:
+        raise ValueError(
+            f"--too-long {options.too_long} with plain text: rows are cut from the joined text. "
+            "Leave it out; or add --sft, where each record is a row."
+        )
     only = options.train_on == "assistant" or (options.train_on is None and kind == "chat")
-    return Task(asked or ("finetune" if is_text else "sft"), only and asked != "dpo")
+    return Task(recipe, only and asked != "dpo", is_text and not asked)
 
 
-def first_kind(source: str) -> Kind:
-    """The kind of a source's first record."""
+def first_kind(source: str, text_field: str, option: str = "--data") -> Kind:
+    """The kind of a source's first record; `option` named it."""
     try:
         for part in parts_of(source):
             for record in records_of(part):
-                return kind_of(record, TEXT_FIELD)
+                return kind_of(record, text_field)
     except ValueError as error:
-        hint = (
-            " `longctx patch` reads the field 'text' only: leave --data out, and set the data and "
-            "text_field: in the run folder's settings."
-        )
-        raise ValueError(
-            f"--data: {named(source, error)}{hint if '--text-field' in str(error) else ''}"
-        ) from error
-    raise ValueError(f"--data {source}: no text in it. Give files or folders with text.")
+        raise ValueError(f"{option}: {named(source, error)}") from error
+    raise ValueError(f"{option} {source}: no text in it. Give files or folders with text.")
 
 
 def check_first_records(task: Task, options: PatchOptions, tokenizer: Any, vocab_size: int) -> None:
@@ -78,19 +83,22 @@ def check_first_records(task: Task, options: PatchOptions, tokenizer: Any, vocab
     refuse."""
     if task.recipe == "finetune":
         return
-    for source in (*options.sources, *options.eval_sources):
-        reading = Reading(
-            tokenizer,
-            first_kind(source),
-            options.seq_len,
-            assistant_only=task.assistant_only,
-            vocab_size=vocab_size,
-        )
-        try:
-            for record in islice(records_of(parts_of(source)[0]), NUM_CHECKED):
-                list(reading.rows(record))
-        except ValueError as error:
-            raise ValueError(f"--data: {named(source, error)}") from error
+    for option, sources in options.sources_by_option.items():
+        for source in sources:
+            reading = Reading(
+                tokenizer,
+                first_kind(source, options.text_field, option),
+                options.seq_len,
+                assistant_only=task.assistant_only,
+                too_long=options.too_long or "refuse",
+                text_field=options.text_field,
+                vocab_size=vocab_size,
+            )
+            try:
+                for record in islice(records_of(parts_of(source)[0]), NUM_CHECKED):
+                    list(reading.rows(record))
+            except ValueError as error:
+                raise ValueError(f"{option}: {named(source, error)}") from error
 
 
 def trl_settings(task: Task, options: PatchOptions, settings: Settings) -> dict[str, Any]:
@@ -102,7 +110,8 @@ def trl_settings(task: Task, options: PatchOptions, settings: Settings) -> dict[
         "dtype": options.dtype or "auto",
         "data": options.sources,
         "eval_data": options.eval_sources,
-        "too_long": "refuse",
+        "text_field": options.text_field,
+        "too_long": options.too_long or "refuse",
     }
     found |= _training(task.recipe, options, settings)
     if task.recipe == "sft":

@@ -1,6 +1,7 @@
 """`longctx verify`: compare patched processes with one process, on this machine's CPU."""
 
 import json
+import shlex
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,6 +96,8 @@ def verify_command(target: str, as_json: bool, **options: Any) -> None:
         click.echo(json.dumps(report.as_json(), allow_nan=False))
     else:
         click.echo(render(report, time.perf_counter() - started))
+        if report.ok and settings_file_of(target) is not None:
+            click.echo(f"Next: {shlex.join(['longctx', 'train', target])}")
     raise SystemExit(0 if report.ok else 1)
 
 
@@ -115,14 +118,19 @@ def load_target(target: str) -> Target:
     """Load the model's config; a folder that holds the recipe's settings is a run folder."""
     from longctx_patch.hf.model.load import load_model_config
 
-    folder = Path(target)
-    file = next((folder / name for name in SETTINGS_FILES if (folder / name).is_file()), None)
+    file = settings_file_of(target)
     if file is None:
         return Target(model_config=load_model_config(target))
     from longctx_patch.recipes.settings import parallelism_in
 
     run, packed = parallelism_in(file)
-    return Target(model_config=load_model_config(str(folder)), run=run, packed=packed)
+    return Target(model_config=load_model_config(target), run=run, packed=packed)
+
+
+def settings_file_of(target: str) -> Path | None:
+    """The recipe's settings in a run folder; None where `target` is none."""
+    files = (Path(target) / name for name in SETTINGS_FILES)
+    return next((file for file in files if file.is_file()), None)
 
 
 def choose_configs(

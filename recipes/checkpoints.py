@@ -198,7 +198,9 @@ def export_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path, *, 
     weights = get_model_state_dict(model, options=options)  # collective; only rank 0 gets them
     weights = _without_frozen(weights, model)
     if accelerator.is_main_process:
-        extra = {"save_embedding_layers": False} if adapter else {}
+        # TRL keeps the adapter as it was beside the trained one, as "ref".
+        alone = {"save_embedding_layers": False, "selected_adapters": ["default"]}
+        extra = alone if adapter else {}
         inner.save_pretrained(folder, state_dict=weights, **extra)
         tokenizer.save_pretrained(folder)
         if adapter:

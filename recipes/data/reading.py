@@ -142,8 +142,8 @@ class Reading:
         if len(ids) > self.seq_len and self.too_long == "refuse":
             raise record.refused(
                 f"{len(ids)} tokens, and rows have {self.seq_len} at most. Give more "
-                "(seq_len), or say what to do by the setting too_long: cut (drop the end) or split "
-                "(several rows)."
+                "(seq_len), or say what to do by the setting too_long: cut (--too-long cut drops "
+                "the end) or split (--too-long split makes several rows)."
             )
         stop = len(ids) if self.too_long == "split" else self.seq_len
         num_cut = max(0, len(ids) - stop)

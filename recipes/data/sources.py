@@ -20,6 +20,7 @@ PART_BYTES = 64 * 2**20
 PART_RECORDS = 10_000
 """Of a table."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+FILE_NAME = re.compile(r".*\.(jsonl|json|csv|parquet|arrow|txt|md|gz|zst)")
 HIDDEN = re.compile(r"(^|/)\.")
 READERS: dict[str, Reader] = {
     **{".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
@@ -35,7 +36,7 @@ def parts_of(source: str) -> list[Part]:
         stamp = _stamp(next(file for file in path.rglob("*.json")))
         return list(_pieces("saved", path, size, PART_RECORDS, stamp))
     files = _files_of(source, path)
-    if not files and HUB_NAME.fullmatch(source):
+    if not files and HUB_NAME.fullmatch(source) and not FILE_NAME.fullmatch(source):
         return [Part("hub", source, 0, 0, (0, 0))]
     if not files:
         raise ValueError(

@@ -99,10 +99,7 @@ def test_patch_refuses(
 @pytest.mark.parametrize(
     ("record", "advice"),
     [
-        (
-            '{"content": "some text"}',
-            "leave --data out, and set the data and text_field: in the run",
-        ),
+        ('{"content": "some text"}', "Give --text-field NAME, for example --text-field content."),
         ('{"title": 3}', "there is: title. A record has `input_ids` and"),
     ],
 )

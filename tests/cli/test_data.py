@@ -54,7 +54,7 @@ def test_what_a_chat_run_will_see(job: Path) -> None:
     assert re.search(rf"rows +12 .*learned +{num_learned} ", found.output.replace("\n", " "))
     green = re.findall(GREEN, found.output)
     assert sorted(green) == sorted(f"{answer} <eos>" for answer in answers)
-    assert f"-m longctx_patch.recipes.sft --config {job}/run/sft.yaml" in found.output
+    assert f"Next: longctx train {job}/run\n" in found.output
     plain = data(str(job / "run" / "sft.yaml"), "--no-color", "--rows", "0")
     assert "\x1b" not in plain.output
     assert "\nrow " not in plain.output
@@ -126,7 +126,7 @@ def test_what_a_run_on_plain_text_will_see(job: Path) -> None:
     flat = " ".join(found.output.split())
     assert f"documents 8 {sum(lengths)} tokens rows {full} {full * 40} tokens, 100.0% full" in flat
     assert f"learned {full * 39} 97.5% of the tokens left out {rest} tokens" in flat
-    assert f"recipes.finetune --settings {job}/run/finetune.yaml" in found.output
+    assert f"Next: longctx train {job}/run\n" in found.output
 
     change(job / "run" / "finetune.yaml", pack="true", seq_len=max(lengths) - 1)
     found = data(str(job / "run"), "--rows", "99", "--color")

@@ -5,13 +5,14 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from matplotlib.figure import Figure
 
 from longctx_patch.choose.search import MOST_TOKENS as SEARCHED
 from longctx_patch.choose.search import search
+from longctx_patch.cli.patch import TOO_LONG
 from longctx_patch.cli.plan import KINDS
 from longctx_patch.cli.plan_chart import draw_bars
 from longctx_patch.cli.tokens import MOST_TOKENS, Tokens
@@ -20,6 +21,7 @@ from longctx_patch.predict.machines import MACHINES
 from longctx_patch.predict.run.candidate import Job
 from longctx_patch.predict.run.cluster import parse_cluster
 from longctx_patch.predict.run.shape import shape_of
+from longctx_patch.recipes.data.reading import TooLong
 from tests.cli.conftest import Run
 from tests.predict.run.jobs import LLAMA_8B
 
@@ -275,6 +277,7 @@ def test_bars_of_a_small_model_are_seen_and_explained(config: WriteConfig) -> No
 
 
 def test_constants_that_need_no_torch_are_the_planners() -> None:
+    assert get_args(TooLong) == TOO_LONG
     assert ", ".join(MACHINES) == KINDS
     assert MOST_TOKENS == SEARCHED
 

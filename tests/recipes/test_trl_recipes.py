@@ -11,6 +11,7 @@ from unittest import mock
 import huggingface_hub
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner, Result
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -148,6 +149,8 @@ def test_a_preference_job(job: Path) -> None:
         alone = [*usual, *more, "--ulysses", "1", "--output-dir", str(folders[1])]
         run_launched(dpo.main, 1, alone)
         agree(*folders)
+        # TRL's second adapter, the one before training, is not saved with the trained one.
+        assert not [path for path in (folders[0] / "final").iterdir() if path.is_dir()]
 
 
 @pytest.mark.timeout(600)
@@ -210,7 +213,7 @@ SAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "no eval file": (
         lambda job: ["--data", f"{job}/chats.jsonl", "--eval-data", f"{job}/gone.jsonl"],
-        r"--data: no data at '.*gone.jsonl'",
+        r"--eval-data: no data at '.*gone.jsonl'",
     ),
     "empty": (
         lambda job: ["--data", str(write(job / "empty.jsonl", []))],
@@ -256,6 +259,33 @@ def test_data_that_a_run_folder_is_not_made_for(job: Path, name: str) -> None:
     found = refused(job, *words)
     assert re.search(message, found)
     assert found.count(words[-1]) <= 1, "a source is named once"
+
+
+def test_what_patch_says_of_text_that_is_evaluated(job: Path) -> None:
+    """--eval-data takes TRL's trainer, for which records are rows: the table says so. --text-field
+    and --too-long reach the settings file."""
+    texts = [{"body": " ".join(f"w{n}" for n in range(number))} for number in (60, 150, 20)]
+    data = str(write(job / "bodies.jsonl", texts))
+    options = ["--data", data, "--eval-data", data, "--text-field", "body"]
+    assert "--too-long cut drops the end" in refused(job, *options)
+    said = patch(job, *options, "--too-long", "split")
+    assert "without --eval-data rows are cut from joined text" in said
+    assert re.search(r"evaluation +\S+bodies.jsonl", said)
+    settings = yaml.safe_load((job / "run" / "sft.yaml").read_text())
+    assert (settings["text_field"], settings["too_long"]) == ("body", "split")
+    assert "--save-steps N --eval-steps N" in (job / "run" / "README.md").read_text()
+
+
+def test_options_for_records_with_joined_text_are_refused(job: Path) -> None:
+    found = refused(job, "--data", str(job / "texts.jsonl"), "--too-long", "cut")
+    assert "--too-long cut with plain text: rows are cut from the joined text" in found
+
+
+def test_a_missing_file_is_no_name_on_the_hub(job: Path) -> None:
+    """And the error names the option that gave it."""
+    data = ["--data", str(job / "chats.jsonl"), "--eval-data", "held/missing.jsonl"]
+    found = refused(job, *data)
+    assert "Error: --eval-data: no data at 'held/missing.jsonl'" in found
 
 
 FLAGS: dict[str, tuple[list[str], str]] = {

@@ -63,7 +63,8 @@ def parse_cluster(text: str, host_gib: float | None = None) -> Cluster:
         known = ", ".join(name.upper() for name in MACHINES)
         near = did_you_mean(name, (kind.upper() for kind in MACHINES))
         raise ValueError(
-            f"--gpus {text!r}: write a number and a kind, as 4xH200. Kinds: {known}.{near}"
+            f"--gpus {text!r}: write a number and a kind, as 4xH200. Kinds: {known}.{near} For "
+            "processes on a CPU nothing is predicted: `longctx patch --gpus 2 --cpu`."
         )
     hardware, count = MACHINES[name], int(match[1] or 1)
     per_node = hardware.gpus_per_node
