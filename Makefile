@@ -27,6 +27,9 @@ OLDEST := transformers==5.17.0
 OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/loss tests/hf/model \
     tests/trainer/test_exactness.py tests/trainer/test_refusals.py \
     tests/trl/test_trainers.py tests/recipes/data
+# Runs under Trainer and TRL's trainers, apart from the rest for their time.
+TRAINER_TESTS := tests/trainer tests/trl tests/recipes/test_trl_recipes.py \
+    tests/recipes/test_sharded_reading.py
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 TYPED := longctx_patch cli recipes examples benchmarks docs tests
@@ -66,10 +69,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal \
-	    --ignore=tests/trainer --ignore=tests/trl
+	    $(addprefix --ignore=,$(TRAINER_TESTS))
 
 test-trainers: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/trainer tests/trl
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(TRAINER_TESTS)
 
 test-grid: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/trl/grid.py

@@ -71,9 +71,9 @@ setup(
         "torch>=2.11",
         "transformers>=5.17,<6",
         "accelerate>=1.15",
-        "datasets>=4",  # reads and keeps what every recipe trains on
         "peft",
         "click",
+        "datasets>=4",  # reads and keeps what every recipe trains on
         "numpy",
         "packaging",
         "psutil",

@@ -208,9 +208,10 @@ def test_a_folder_of_two_replicas_trains_as_one_process(
     found = run("patch", config(), *words, "--out", out)
     assert found.exit_code == 0, found.output
     assert "2 at once x 3 (gradient_accumulation_steps)" in found.output
-    launch = shlex.split(found.output.strip().splitlines()[-1])[2:]
+    start = shlex.split(found.output.strip().splitlines()[-1])
+    assert start == ["longctx", "train", str(out)]
     more = ["--max-steps", "3", "--learning-rate", "1e-2"]
-    run_module(tmp_path, "accelerate.commands.launch", "--main_process_port", "0", *launch, *more)
+    run_module(tmp_path, "longctx_patch.cli.main", *start[1:], *more)
     again = ["--settings", str(out / "finetune.yaml"), *more, "--output", str(tmp_path / "one")]
     finetune.main([*again, "--gradient-accumulation-steps", "6"])
     lines, wanted = read_metrics(out / "training"), read_metrics(tmp_path / "one")
