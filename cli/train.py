@@ -48,7 +48,7 @@ def train_command(run: Path, settings: tuple[str, ...]) -> None:
         )
     launch = yaml.safe_load(launch_file.read_text(encoding="utf-8"))
     _check_one_machine(run, launch)
-    _limit_threads(launch)
+    limit_threads(launch)
     recipe = file.stem
     forks = import_shared(recipe)
     start(launch_file, recipe, [FLAGS[recipe], str(file), *settings], forks=forks)
@@ -64,7 +64,7 @@ def _check_one_machine(run: Path, launch: dict[str, Any]) -> None:
         )
 
 
-def _limit_threads(launch: dict[str, Any]) -> None:
+def limit_threads(launch: dict[str, Any]) -> None:
     """Set the threads of each process as `accelerate launch` does. They are read as torch is
     imported, so processes that are forked afterwards have what was set before."""
     processes = launch.get("num_processes", 1)

@@ -1,6 +1,7 @@
 """`longctx train` starts what `accelerate launch` starts, from one process that has imported it."""
 
 import json
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import yaml
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from longctx_patch.cli.train import ending_of
+from longctx_patch.cli.train import ending_of, limit_threads
 from longctx_patch.recipes.metrics import read_metrics
 from tests.cli.conftest import Run
 from tests.launching import run_module
@@ -103,3 +104,25 @@ def test_several_machines_and_other_folders_are_refused(
     assert result.exit_code == 1
     assert "is no run folder" in result.output
     assert "longctx patch MODEL --out" in result.output
+
+
+@pytest.mark.parametrize(
+    ("launch", "given", "threads"),
+    [
+        ({"num_processes": 2}, None, "1"),
+        ({"num_processes": 2, "use_cpu": True}, None, "4"),
+        ({"num_processes": 16, "use_cpu": True}, None, "1"),
+        ({"num_processes": 2}, "3", "3"),
+        ({"num_processes": 1}, None, None),
+    ],
+)
+def test_threads_are_those_of_accelerate_launch(
+    launch: dict[str, Any], given: str | None, threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine of 8 cores, unless the user has said how many."""
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")  # so that it is given back
+    if given is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    limit_threads(launch)
+    assert os.environ.get("OMP_NUM_THREADS") == threads

@@ -1,0 +1,23 @@
+"""What other packages say that users can't change is hidden; everything else is shown."""
+
+import logging
+import warnings
+
+from longctx_patch.recipes.quiet import LOGGERS, quiet_libraries
+
+
+def test_only_what_is_named_is_hidden() -> None:
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    try:
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            quiet_libraries()
+            warnings.warn("Argument aux_data cannot be converted to a JitArgument", stacklevel=1)
+            warnings.warn("Slicing a flattened dim from root mesh will end", stacklevel=1)
+            warnings.warn("the learning rate is odd", stacklevel=1)
+        assert [str(each.message) for each in shown] == ["the learning rate is odd"]
+        assert not any(logging.getLogger(name).isEnabledFor(logging.WARNING) for name in LOGGERS)
+        assert all(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in LOGGERS)
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
