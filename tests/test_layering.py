@@ -30,6 +30,7 @@ FLOORS = (
     ("hf/call",),
     ("hf/loss",),
     ("hf",),
+    ("health",),
     ("trainer",),
     ("__init__",),
     ("verification", "diagnosis"),

@@ -1,0 +1,1 @@
+"""Whether a run is still right: its numbers, its ranks, and its progress."""
