@@ -1,6 +1,7 @@
 """Batches for sequence parallelism."""
 
-from longctx_patch.data.collator import SHARD_KEY, SequenceShardCollator
+from longctx_patch.data.collator import SequenceShardCollator
+from longctx_patch.data.descriptor import SHARD_KEY
 from longctx_patch.data.packing import PackedRows, pack_lengths, pack_rows
 from longctx_patch.data.whole_rows import ROWS_KEY
 

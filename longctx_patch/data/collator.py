@@ -5,7 +5,6 @@ the whole row before it is cut, so that the last token of a shard still learns f
 the next.
 """
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,13 +12,10 @@ import torch
 from torch import Tensor
 
 from longctx_patch.config import LongContextConfig
+from longctx_patch.data.descriptor import SHARD_KEY, Cut, describe
 from longctx_patch.data.rows import Row, join_rows, parse_row
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.sequence.documents import Documents
-
-SHARD_KEY = "longctx_shard"
-"""Key of an int64 tensor `[B, 2 + n]`: length of the padded row, a checksum of the whole row, and
-the lengths of its documents (at most n), filled up with zeros."""
 
 
 class SequenceShardCollator:
@@ -97,28 +93,18 @@ class SequenceShardCollator:
             "position_ids": positions.expand(len(parsed), -1).contiguous(),
             "labels": shard_labels,
             "shift_labels": shard_labels.clone(),
-            SHARD_KEY: _describe(parsed, length, input_ids, labels),
+            SHARD_KEY: describe(parsed, self._cut(documents), length, input_ids, labels),
         }
+
+    def _cut(self, documents: Documents) -> Cut:
+        config = self.config
+        name = config.placement_of(documents)
+        return Cut.of(self.group_rank, config.ulysses_degree, config.ring_degree, name)
 
     def _padded_length(self, rows: Sequence[Row]) -> int:
         multiple = self.config.padding_multiple(packed=len(rows[0].lengths) > 1)
         wanted = max(*(len(row.ids) for row in rows), self.pad_to_length, 1)
         return -(-wanted // multiple) * multiple
-
-
-def _describe(rows: Sequence[Row], length: int, input_ids: Tensor, labels: Tensor) -> Tensor:
-    """The tensor under `SHARD_KEY`."""
-    checksums = [
-        zlib.crc32(ids.numpy().tobytes() + row.numpy().tobytes())
-        for ids, row in zip(input_ids, labels, strict=True)
-    ]
-    most = max(len(row.lengths) for row in rows)
-    return torch.tensor(
-        [
-            [length, checksum, *row.lengths, *[0] * (most - len(row.lengths))]
-            for checksum, row in zip(checksums, rows, strict=True)
-        ]
-    )
 
 
 def _pad(row: Tensor, length: int, value: int) -> Tensor:

@@ -1,9 +1,9 @@
 from typing import Any
 
 import pytest
-import torch
 
 from longctx_patch import LongContextConfig, SequenceShardCollator
+from longctx_patch.data.descriptor import Descriptor
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import LayoutName, make_layout
 from longctx_patch.sequence.placement import place
@@ -37,7 +37,9 @@ def test_shards_are_the_whole_batch(layout: LayoutName, length: int) -> None:
     wanted = [*range(11, 10 + length), *[-100] * (padded - length + 1)]
     assert unshard("shift_labels") == [wanted, [-100] * padded]
     assert unshard("labels") == unshard("shift_labels")
-    assert len({tuple(batch["longctx_shard"].flatten().tolist()) for batch in batches}) == 1
+    said = [Descriptor.read(batch["longctx_shard"]) for batch in batches]
+    assert len({descriptor.checksum for descriptor in said}) == 1
+    assert [descriptor.cut.group_rank for descriptor in said] == [0, 1, 2, 3]
 
 
 def put_together(
@@ -48,10 +50,11 @@ def put_together(
         SequenceShardCollator(config, group_rank=rank, pad_token_id=9, **options)(rows)
         for rank in range(config.sequence_degree)
     ]
-    ((length, _, *lengths),) = batches[0]["longctx_shard"].tolist()
-    assert all(torch.equal(b["longctx_shard"], batches[0]["longctx_shard"]) for b in batches)
+    said = [Descriptor.read(batch["longctx_shard"]) for batch in batches]
+    _, length, _, (lengths,) = said[0]
+    assert all(descriptor[1:] == said[0][1:] for descriptor in said)
     assert len({batch["input_ids"].shape for batch in batches}) == 1  # equal shards
-    documents = Documents.of_row(tuple(lengths), length)
+    documents = Documents.of_row(lengths, length)
     layout = place(
         config.placement_of(documents),
         documents,

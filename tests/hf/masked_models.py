@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from longctx_patch import LongContextConfig, PatchHandle, patch
+from longctx_patch.data.descriptor import Descriptor
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import LayoutName
@@ -190,7 +191,7 @@ def packed_rows(packs: Sequence[Pack]) -> Rows:
 
 def packed_step(case: Case, model: Any, handle: PatchHandle) -> Step:
     batch = collated(handle, packed_rows(case.packs), pad_to_length=case.pad_to)
-    assert batch["longctx_shard"][0, 0] == case.num_tokens
+    assert Descriptor.read(batch["longctx_shard"]).length == case.num_tokens
     assert batch["input_ids"].shape[1] * handle.config.sequence_degree == case.num_tokens
     return sharded_step(model, batch)
 

@@ -10,6 +10,7 @@ from peft import PrefixTuningConfig, get_peft_model
 from torch.nn.functional import cross_entropy
 
 from longctx_patch import LongContextConfig, PatchHandle, patch
+from longctx_patch.data.descriptor import Descriptor
 from longctx_patch.sequence.masks import bidirectional, block_sparse, causal, prefix_lm
 from tests.harness import run_distributed
 from tests.hf.masked_cases import CASES
@@ -69,7 +70,7 @@ def rows_alone(lengths: Pack, mask: str) -> Step:
 def refusals(handle: PatchHandle, model: Any, rank: int) -> None:
     """A model patched without a mask refuses on every rank, before anything is sent."""
     packed = collated(handle, packed_rows(((3, 9, 1, 11),)))
-    layout = handle.group.layout(int(packed["longctx_shard"][0, 0]))
+    layout = handle.group.layout(Descriptor.read(packed["longctx_shard"]).length)
     whole_positions = layout.positions(handle.group_rank)[None]
     local_positions = torch.arange(packed["input_ids"].shape[1])[None]
 

@@ -8,7 +8,13 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from longctx_patch import LongContextConfig, PatchHandle, UnsupportedModelError, patch
+from longctx_patch import (
+    LongContextConfig,
+    PatchHandle,
+    SequenceShardCollator,
+    UnsupportedModelError,
+    patch,
+)
 from longctx_patch.hf import patching
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.sequence.masks import bidirectional
@@ -186,7 +192,7 @@ def check_refused_on_every_rank(rank: int) -> None:
     """Wrong batches are refused on every rank, before anything is sent."""
     model, handle, good = of_two_ranks()
     short = {"input_ids": good["input_ids"][:, : 1 - rank]}
-    short["longctx_shard"] = torch.tensor([[1, 0]] * 2)
+    short["longctx_shard"] = torch.tensor([[rank, 1, 2, 0, 1, 0]] * 2)
     ids = torch.tensor([row["input_ids"] for row in token_rows(16)])
     whole = {"input_ids": ids, "labels": ids}
     counted = whole | {"position_ids": torch.arange(16)[None]}
@@ -221,6 +227,29 @@ def check_refused_on_every_rank(rank: int) -> None:
             model(**batch)
         assert handle.counters.messages == 0
     model(**good).loss.backward()  # still works
+
+
+def check_shards_of_another_place(rank: int) -> None:
+    """A shard that was cut for another rank, or in another layout, had a wrong loss without an
+    error where positions can't tell: where all documents of a row are equally long, or where
+    `position_ids` are left out."""
+    model, handle, good = of_two_ranks()
+    equally_long: list[dict[str, Any]] = [token_rows(16)[0] | {"seq_lengths": [4] * 4}]
+    for rows in (equally_long, token_rows(16)):
+        for config, place, message in (
+            (handle.config, 0, "cut for rank 0 of .* patched here as rank 1"),
+            (LongContextConfig(ring_degree=2, layout="striped"), rank, "layout 'striped', and"),
+            (LongContextConfig(ulysses_degree=2), rank, "cut for .*ulysses_degree=2 x ring"),
+        ):
+            batch = SequenceShardCollator(config, group_rank=place, pad_token_id=0)(rows)
+            del batch["position_ids"]
+            with pytest.raises(ValueError, match=message):
+                model(**batch)
+    with pytest.raises(ValueError, match=r"describes no shard"):
+        model(**good | {"longctx_shard": good["longctx_shard"][:, 4 * rank :]})
+    other_name = LongContextConfig(ring_degree=2, layout=("balanced", "zigzag")[rank])
+    collate = SequenceShardCollator(other_name, group_rank=rank, pad_token_id=0)
+    model(**collate(token_rows(16))).loss.backward()  # the same tokens under another name
 
 
 def check_ranks_that_differ(rank: int) -> None:
@@ -272,6 +301,7 @@ def check_two_models(rank: int) -> None:
 
 CHECKS = (
     check_refused_on_every_rank,
+    check_shards_of_another_place,
     check_ranks_that_differ,
     check_configs_that_differ,
     check_two_models,

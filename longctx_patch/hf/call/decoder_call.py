@@ -1,6 +1,5 @@
 """The arguments that a patched decoder gets for a sharded or a stock forward pass."""
 
-import zlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -101,7 +100,7 @@ class DecoderCalls:
     def _read(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Arguments, shard: Tensor
     ) -> _Batch:
-        tokens, row = tokens_of(args, kwargs), ShardedRow.read(shard)
+        tokens, row = tokens_of(args, kwargs), ShardedRow.read(shard).placed(self.group)
         held = self.group.layout(row.documents).positions(self.group.group_rank, tokens.device)
         positions, routed = (
             row.documents.positions(held)[None],
@@ -125,7 +124,7 @@ class DecoderCalls:
             Meeting.BATCH,
             documents,
             batch.tokens.shape[1],
-            self._agreed_state(decoder, shard, batch, count),
+            self._agreed_state(decoder, batch, count),
             (self.checkpoints.propose(decoder, batch.tokens, documents.num_tokens),),
             problem=self._problem(batch),
             whole="the same batch",
@@ -161,13 +160,12 @@ class DecoderCalls:
             return SequenceParallelismError(misfire)
         return None if batch.problem is None else ValueError(batch.problem)
 
-    def _agreed_state(self, decoder: nn.Module, shard: Tensor, batch: _Batch, count: Any) -> str:
+    def _agreed_state(self, decoder: nn.Module, batch: _Batch, count: Any) -> str:
         """What must be the same on all ranks before a forward pass, in words."""
-        checksum = zlib.crc32(repr(shard.tolist()).encode())  # of the documents and their padding
         mask = 0 if batch.mask is None else batch.mask.checksum
         counted = count is not None and not batch.problem
         return (
-            f"{batch.tokens.shape[0]} rows, checksum {checksum:08x}, "
+            f"{batch.tokens.shape[0]} rows, checksum {batch.row.checksum:08x}, "
             f"{'training' if decoder.training else 'evaluating'}, "
             f"gradients {'on' if torch.is_grad_enabled() else 'off'}, mask {mask:08x}, "
             f"router logits {'on' if batch.routed else 'off'}, "

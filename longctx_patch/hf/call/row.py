@@ -1,10 +1,12 @@
 """What a batch says about its rows, and the mask that a user's function makes for them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from longctx_patch.data.descriptor import Cut, Descriptor
+from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import Mask, within
 
@@ -20,23 +22,42 @@ class ShardedRow:
     """The documents of the row (every row of the batch has the same)."""
     real_lengths: tuple[int, ...]
     """Tokens of each row of the batch without its padding."""
-
+    cut: Cut | None = None
+    """Whose tokens of the row it has; None if that can't be read."""
+    checksum: int = 0
+    """Of what all ranks of a group have alike: the rows, their documents and their padding."""
     problem: str | None = None
     """What makes the batch unusable, in words."""
 
     @classmethod
     def read(cls, shard: Tensor) -> "ShardedRow":
-        rows = shard.tolist()
-        lengths = [tuple(length for length in row[2:] if length) for row in rows]
-        documents = Documents.of_row(lengths[0], rows[0][0])
+        try:
+            cut, length, _, lengths = said = Descriptor.read(shard)
+        except ValueError as error:  # the other ranks must learn of it, not wait
+            return cls(Documents.one(1), (1,), problem=str(error))
+        documents = Documents.of_row(lengths[0], length)
         problem = None
-        if len(rows) > 1 and any(len(row) > 1 for row in lengths):
+        if len(lengths) > 1 and any(len(row) > 1 for row in lengths):
             problem = (
-                f"a batch of {len(rows)} packed rows: rows with documents of their own have masks "
-                "of their own. Give all rows to one call of SequenceShardCollator, which joins "
-                "them, instead of joining its batches."
+                f"a batch of {len(lengths)} packed rows: rows with documents of their own have "
+                "masks of their own. Give all rows to one call of SequenceShardCollator, which "
+                "joins them, instead of joining its batches."
             )
-        return cls(documents, tuple(map(sum, lengths)), problem)
+        return cls(documents, tuple(map(sum, lengths)), cut, said.checksum, problem)
+
+    def placed(self, group: SequenceGroup) -> "ShardedRow":
+        """The same, with the problem that its tokens are not those of this rank, if they aren't."""
+        config, documents = group.config, self.documents
+        name = config.placement_of(documents)
+        mine = Cut.of(group.group_rank, config.ulysses_degree, config.ring_degree, name)
+        if self.problem or self.cut is None or mine.is_same_as(self.cut, documents):
+            return self
+        problem = (
+            f"the batch was cut for {self.cut}, and the model is patched here as {mine}: its "
+            "tokens would be taken for others of the row. Make the collator with "
+            "SequenceShardCollator(handle.config, group_rank=handle.group_rank, ...)."
+        )
+        return replace(self, problem=problem)
 
     @property
     def has_padding(self) -> bool:

@@ -1,0 +1,114 @@
+"""What a shard says of itself: of which row it is, and whose tokens of it.
+
+The collator puts it into the batch and the patched model reads it there, so that a shard that was
+cut for another rank or another layout is refused: its numbers could be wrong without an error.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from longctx_patch.data.rows import Row
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Layout, LayoutName
+from longctx_patch.sequence.placement import place
+
+SHARD_KEY = "longctx_shard"
+"""Key of an int64 tensor `[B, 6 + n]`: the fields of `Cut`, the length of the padded row, a
+checksum of the whole row, and the lengths of its documents (at most n), filled up with zeros."""
+_LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
+
+
+class Cut(NamedTuple):
+    """Which of a row's tokens a shard has: those of one rank in one placement."""
+
+    group_rank: int
+    ulysses: int
+    ring: int
+    layout: int
+    """Index among the names of layouts."""
+
+    @classmethod
+    def of(cls, group_rank: int, ulysses: int, ring: int, name: LayoutName) -> "Cut":
+        return cls(group_rank, ulysses, ring, _LAYOUTS.index(name))
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.group_rank} of ulysses_degree={self.ulysses} x ring_degree={self.ring}, "
+            f"layout {_LAYOUTS[self.layout]!r}"
+        )
+
+    def is_same_as(self, other: "Cut", documents: Documents) -> bool:
+        """Whether both give a rank the same tokens: layouts of two names may."""
+        return self == other or self._tokens(documents) == other._tokens(documents)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a collator may have written it."""
+        return 0 <= self.group_rank < self.ulysses * self.ring and self.layout in range(
+            len(_LAYOUTS)
+        )
+
+    def _tokens(self, documents: Documents) -> object:
+        name = _LAYOUTS[self.layout]
+        layout: Layout = place(name, documents, ring=self.ring, ulysses=self.ulysses)
+        return layout.intervals[self.group_rank]
+
+
+_FIRST_LENGTH = len(Cut._fields) + 2
+
+
+class Descriptor(NamedTuple):
+    """The tensor under `SHARD_KEY`, read."""
+
+    cut: Cut
+    length: int
+    """Of the padded row."""
+    checksums: tuple[int, ...]
+    """Of each whole row: its tokens and labels."""
+    documents: tuple[tuple[int, ...], ...]
+    """Lengths of the documents of each row, without its padding."""
+
+    @classmethod
+    def read(cls, shard: Tensor) -> "Descriptor":
+        """Raises ValueError for a tensor that no collator of this version has made."""
+        rows = shard.tolist() if shard.ndim == 2 and shard.shape[1] >= _FIRST_LENGTH else []
+        cuts = {Cut(*row[: len(Cut._fields)]) for row in rows}
+        lengths = {row[len(Cut._fields)] for row in rows}
+        if len(cuts) != 1 or len(lengths) != 1 or not next(iter(cuts)).is_possible:
+            raise ValueError(
+                f"{SHARD_KEY} {list(shard.shape)} describes no shard: pass the batch of "
+                "SequenceShardCollator unchanged. Batches of two calls can't be joined: give all "
+                "rows to one call."
+            )
+        return cls(
+            cuts.pop(),
+            lengths.pop(),
+            tuple(row[_FIRST_LENGTH - 1] for row in rows),
+            tuple(tuple(length for length in row[_FIRST_LENGTH:] if length) for row in rows),
+        )
+
+    @property
+    def checksum(self) -> int:
+        """Of what all ranks of a group have alike: everything but whose tokens it has."""
+        return zlib.crc32(repr(self[1:]).encode())
+
+
+def describe(
+    rows: Sequence[Row], cut: Cut, length: int, input_ids: Tensor, labels: Tensor
+) -> Tensor:
+    """The tensor under `SHARD_KEY` of rows padded to `length`, `[B, length]` each."""
+    checksums = [
+        zlib.crc32(ids.numpy().tobytes() + row.numpy().tobytes())
+        for ids, row in zip(input_ids, labels, strict=True)
+    ]
+    most = max(len(row.lengths) for row in rows)
+    return torch.tensor(
+        [
+            [*cut, length, checksum, *row.lengths, *[0] * (most - len(row.lengths))]
+            for checksum, row in zip(checksums, rows, strict=True)
+        ]
+    )
