@@ -1,14 +1,16 @@
 """Which recipe a run folder is for, by what its data holds, and that recipe's settings."""
 
 import dataclasses
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
-from longctx_patch.recipes.data.records import FIELDS, Kind, kind_of, named
+from longctx_patch.recipes.data.records import FIELDS, Kind, Record, kind_of, named
 from longctx_patch.recipes.data.sources import parts_of
+from longctx_patch.recipes.data.text_reading import text_of
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
 
 RecipeName = Literal["finetune", "sft", "dpo"]
@@ -17,7 +19,7 @@ LEARNING_RATES = {("sft", True): 2e-4, ("sft", False): 2e-5, ("dpo", True): 1e-5
 """TRL's defaults, and ten times as much for an adapter, as TRL advises; by (recipe, adapter)."""
 SAVE_STEPS = 25
 NUM_CHECKED = 20
-"""Records of each source that are read before a run folder is written."""
+"""Records of each source's first file that are read before a run folder is written."""
 
 
 class Task(NamedTuple):
@@ -79,15 +81,14 @@ def first_kind(source: str, text_field: str, option: str = "--data") -> Kind:
 
 
 def check_first_records(task: Task, options: PatchOptions, tokenizer: Any, vocab_size: int) -> None:
-    """Read some records as the recipe will read all of them. Raises ValueError for what it would
-    refuse."""
-    if task.recipe == "finetune":
-        return
+    """Read the first records of every file as the recipe will read all of them. Raises ValueError
+    for what it would refuse."""
     for option, sources in options.sources_by_option.items():
         for source in sources:
+            kind = first_kind(source, options.text_field, option)
             reading = Reading(
                 tokenizer,
-                first_kind(source, options.text_field, option),
+                kind,
                 options.seq_len,
                 assistant_only=task.assistant_only,
                 too_long=options.too_long or "refuse",
@@ -95,10 +96,23 @@ def check_first_records(task: Task, options: PatchOptions, tokenizer: Any, vocab
                 vocab_size=vocab_size,
             )
             try:
-                for record in islice(records_of(parts_of(source)[0]), NUM_CHECKED):
-                    list(reading.rows(record))
+                for record in _first_records(source, kind):
+                    if task.recipe == "finetune":
+                        text_of(record, options.text_field)
+                    else:
+                        list(reading.rows(record))
             except ValueError as error:
                 raise ValueError(f"{option}: {named(source, error)}") from error
+
+
+def _first_records(source: str, kind: Kind) -> Iterator[Record]:
+    """Some of the first file, and one of each other; of texts, each a whole file, the first."""
+    number = NUM_CHECKED
+    for part in parts_of(source):
+        is_more_text = kind == "text" and part.reader == "text" and number < NUM_CHECKED
+        if part.start == 0 and not is_more_text:
+            yield from islice(records_of(part), number)
+            number = 1
 
 
 def trl_settings(task: Task, options: PatchOptions, settings: Settings) -> dict[str, Any]:

@@ -5,11 +5,13 @@ with None, which chat templates then print.
 """
 
 import csv
-import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from longctx_patch.recipes.data import strict_json
+from longctx_patch.recipes.data.encoding import ZERO_BYTE, not_utf8
 from longctx_patch.recipes.data.records import TEXT_FILE, BadRecord, Record, named
 
 Reader = Literal["jsonl", "json", "csv", "parquet", "arrow", "saved", "hub", "text"]
@@ -72,21 +74,24 @@ def _jsonl_records(part: Part) -> Iterator[Record]:
 
 def _parsed(line: bytes, place: Line) -> Record:
     try:
-        found = json.loads(line)
+        found = strict_json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadRecord(f"{place}: not UTF-8 text ({error.reason}).") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+        raise BadRecord(not_utf8(place.path)) from error
+    except ValueError as error:
         cut = (
             "" if line.endswith(b"\n") else " The file may be cut short: its last line has no end."
         )
-        raise BadRecord(f"{place}: no JSON ({error}).{cut}") from error
+        raise BadRecord(
+            f"{place}: no JSON ({error}). Each line of a .jsonl file is one object.{cut}"
+        ) from error
     return _object(found, place)
 
 
 def _json_records(part: Part) -> Iterator[Record]:
+    text = _text_of(part.path)
     try:
-        found = json.loads(Path(part.path).read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        found = strict_json.loads(text)
+    except ValueError as error:
         raise BadRecord(
             f"{part.path}: no JSON ({error}). Give one object per line a name ending in .jsonl."
         ) from error
@@ -94,25 +99,43 @@ def _json_records(part: Part) -> Iterator[Record]:
         yield _object(record, f"{part.path}, record {number}")
 
 
+def _text_of(path: str) -> str:
+    """All of a file's text, without a byte order mark. Raises BadRecord for other bytes."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadRecord(not_utf8(path)) from error
+
+
 def _object(found: Any, place: Line | str) -> Record:
     if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise BadRecord(f"{place}: a {kind}, not an object with named fields.")
+        kind = "null" if found is None else f"a {type(found).__name__}"
+        raise BadRecord(f"{place}: {kind}, not an object with named fields.")
     return Record(found, place)
 
 
 def _csv_records(part: Part) -> Iterator[Record]:
-    with open(part.path, encoding="utf-8", newline="") as file:
+    csv.field_size_limit(sys.maxsize)  # long texts are fields too
+    with open(part.path, encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         try:
-            for record in rows:
-                place = f"{part.path}, line {rows.line_num}"
-                if None in record or None in record.values():
-                    raise BadRecord(f"{place}: not as many fields as the first line has names.")
-                yield Record(record, place)
-        except (UnicodeDecodeError, csv.Error) as error:
+            yield from _csv_rows(rows, part.path)
+        except UnicodeDecodeError as error:
+            raise BadRecord(not_utf8(part.path)) from error
+        except csv.Error as error:
             place = f"{part.path}, after line {rows.line_num}"
-            raise BadRecord(f"{place}: no CSV in UTF-8 ({error}).") from error
+            raise BadRecord(f"{place}: no CSV ({error}).") from error
+
+
+def _csv_rows(rows: "csv.DictReader[str]", path: str) -> Iterator[Record]:
+    names = list(rows.fieldnames or ())
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise BadRecord(f"{path}, line 1: the field {twice[0]!r} is named twice.")
+    for record in rows:
+        place = f"{path}, line {rows.line_num}"
+        if None in record or None in record.values():
+            raise BadRecord(f"{place}: not as many fields as the first line has names.")
+        yield Record(record, place)
 
 
 def _parquet_records(part: Part) -> Iterator[Record]:
@@ -161,13 +184,13 @@ def open_arrow(path: str) -> Any:
 
 def _batch_records(part: Part, batch: Any, first: int) -> Iterator[Record]:
     for number, fields in enumerate(batch.to_pylist(), start=first + 1):
-        yield Record(without_none(fields), f"{part.path}, record {number}")
+        yield Record(_without_none(fields), f"{part.path}, record {number}")
 
 
 def _saved_records(part: Part) -> Iterator[Record]:
     found = open_saved(part.path)
     for number in range(part.start, part.stop):
-        yield Record(without_none(found[number]), f"{part.path}, record {number + 1}")
+        yield Record(_without_none(found[number]), f"{part.path}, record {number + 1}")
 
 
 def open_saved(path: str) -> Any:
@@ -188,7 +211,7 @@ def _hub_records(part: Part) -> Iterator[Record]:
             f"no file or folder here, and no dataset that the hub gives: {why}"
         ) from error
     for number, fields in enumerate(found, start=1):
-        yield Record(without_none(fields), f"{part.path}, record {number}")
+        yield Record(_without_none(fields), f"{part.path}, record {number}")
 
 
 def _train_split(found: Any, path: str) -> Any:
@@ -200,21 +223,22 @@ def _train_split(found: Any, path: str) -> Any:
 
 
 def _text_records(part: Part) -> Iterator[Record]:
-    try:
-        text = Path(part.path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BadRecord(
-            f"{part.path} is not UTF-8 text ({error.reason} at byte {error.start}). Leave it out, "
-            "for example with a glob: 'folder/**/*.txt'"
-        ) from error
+    text = _text_of(part.path)
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise BadRecord(f"{part.path}, line {line}: {ZERO_BYTE}")
     if text:
         yield Record({TEXT_FILE: text}, part.path)
 
 
-def without_none(value: Any) -> Any:
-    """A table's record without the fields that only other records of its table have."""
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A table's record, within whose fields nothing is that only other records of it have."""
+    return {name: _dropped(value) for name, value in fields.items()}
+
+
+def _dropped(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: without_none(each) for name, each in value.items() if each is not None}
+        return {name: _dropped(each) for name, each in value.items() if each is not None}
     if isinstance(value, list):
-        return [without_none(each) for each in value]
+        return [_dropped(each) for each in value]
     return value

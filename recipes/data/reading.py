@@ -115,7 +115,7 @@ class Reading:
         """A row of DPO: what comes after the tokens that prompt and both answers begin with."""
         from trl.data_utils import extract_prompt
 
-        if "prompt" not in record.fields:
+        if record.fields.get("prompt") is None:
             record = record._replace(fields=extract_prompt(dict(record.fields)))
         prompt, chosen, _ = self._completion(record, "chosen")
         _, rejected, _ = self._completion(record, "rejected")

@@ -58,8 +58,20 @@ def kind_of(record: Record, text_field: str) -> Kind:
 
 
 def _why_unknown(fields: Mapping[str, Any], text_field: str) -> str:
-    found = f"no text in field {text_field!r}, there is: {', '.join(fields) or 'nothing'}."
-    texts = [name for name, value in fields.items() if isinstance(value, str)]
-    if texts:
+    found = no_text(fields, text_field)
+    if texts := names_of_texts(fields):
         return f"{found} Give --text-field NAME, for example --text-field {texts[0]}."
     return f"{found} A record has {'; or '.join(FIELDS.values())}."
+
+
+def no_text(fields: Mapping[str, Any], text_field: str) -> str:
+    """What the field of text holds instead, or which others there are."""
+    if text_field in fields:
+        value = fields[text_field]
+        held = "null" if value is None else f"{str(value)[:40]} (a {type(value).__name__})"
+        return f"the field {text_field!r} is {held}, not a text."
+    return f"no text in field {text_field!r}, there is: {', '.join(fields) or 'nothing'}."
+
+
+def names_of_texts(fields: Mapping[str, Any]) -> list[str]:
+    return [name for name, value in fields.items() if isinstance(value, str)]

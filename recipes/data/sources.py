@@ -1,17 +1,19 @@
 """Sources of training data, cut into parts that processes read side by side.
 
-A source is a file (`.jsonl`, `.json`, `.csv`, `.parquet`, `.arrow`, and any other as one text), a
-folder of such files, a glob, a folder that `Dataset.save_to_disk` wrote, or the name of a dataset
-on the hub. Of a folder with parquet or arrow files, `datasets` says which are for training.
+A source is a file (`kinds.py` says of which kinds), a folder of such files, a glob, a folder that
+`Dataset.save_to_disk` wrote, or the name of a dataset on the hub. Of a folder with parquet or arrow
+files, `datasets` says which are for training.
 """
 
 import glob
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from yaml import YAMLError
 
+from longctx_patch.recipes.data.kinds import READERS, TABLE_FILES, reader_of
 from longctx_patch.recipes.data.readers import Part, Reader, open_arrow, open_parquet, open_saved
 from longctx_patch.recipes.data.records import BadRecord
 
@@ -20,12 +22,14 @@ PART_BYTES = 64 * 2**20
 PART_RECORDS = 10_000
 """Of a table."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-FILE_NAME = re.compile(r".*\.(jsonl|json|csv|parquet|arrow|txt|md|gz|zst)")
+FILE_NAME = re.compile(
+    r".*\.(jsonl|ndjson|jsonlines|json|csv|tsv|parquet|arrow|txt|md|gz|zst|zip)", re.IGNORECASE
+)
 HIDDEN = re.compile(r"(^|/)\.")
-READERS: dict[str, Reader] = {
-    **{".jsonl": "jsonl", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-}
-TABLE_FILES = (".parquet", ".arrow")
+ABOUT = re.compile(
+    r"(readme|license|licence|notice|citation|requirements|dataset_infos?)\b.*", re.I
+)
+"""Files that lie beside the tables of a dataset and say something of it."""
 
 
 def parts_of(source: str) -> list[Part]:
@@ -44,7 +48,7 @@ def parts_of(source: str) -> list[Part]:
             "any, and no name of a dataset on the hub (OWNER/NAME). Relative paths are taken from "
             "the current directory."
         )
-    if path.is_dir() and any(file.suffix in TABLE_FILES for file in files):
+    if path.is_dir() and any(file.suffix.lower() in TABLE_FILES for file in files):
         files = _training_files(path, files)
     return [part for file in files for part in _parts_of_file(file)]
 
@@ -62,7 +66,22 @@ def _files_of(source: str, path: Path) -> list[Path]:
         found = [f for f in path.rglob("*") if not HIDDEN.search(f.relative_to(path).as_posix())]
     else:
         found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+    for file in found:
+        _check_link(file)
     return sorted(file for file in found if file.is_file())
+
+
+def _check_link(file: Path) -> None:
+    """Refuse links behind which data would be left out in silence."""
+    if not file.is_symlink() or file.is_file():
+        return
+    target = os.readlink(file)
+    if file.is_dir():
+        raise BadRecord(
+            f"{file} is a link to the folder {target}, and folders behind links are not read. Give "
+            f"that folder as a source of its own, in place of the link."
+        )
+    raise BadRecord(f"{file} is a link to {target}, where no file is. Mend it, or remove it.")
 
 
 def _training_files(folder: Path, files: list[Path]) -> list[Path]:
@@ -82,9 +101,9 @@ def _training_files(folder: Path, files: list[Path]) -> list[Path]:
             "give a glob of the files that are meant."
         )
     known = {Path(name) for names in splits.values() for name in names}
-    tables = (file for file in files if file.suffix in (*TABLE_FILES, ".jsonl", ".csv"))
-    for file in tables:
-        if file.absolute() not in known:
+    for file in files:
+        is_data = file.suffix.lower() in (*READERS, ".txt", ".tsv") and not ABOUT.match(file.name)
+        if is_data and file.absolute() not in known:
             raise BadRecord(
                 f"{file}: `datasets` reads the files of one kind in a folder, and this is not one "
                 "of them. Give a glob of the files that are meant."
@@ -93,7 +112,7 @@ def _training_files(folder: Path, files: list[Path]) -> list[Path]:
 
 
 def _parts_of_file(file: Path) -> Iterator[Part]:
-    reader, stamp = READERS.get(file.suffix, "text"), _stamp(file)
+    reader, stamp = reader_of(file), _stamp(file)
     if reader == "jsonl":
         yield from _pieces(reader, file, stamp[0], PART_BYTES, stamp)
     elif reader == "parquet":

@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 
 from longctx_patch.recipes.data.readers import records_of
-from longctx_patch.recipes.data.records import CHAT_FIELDS, TEXT_FILE, Record
+from longctx_patch.recipes.data.records import (
+    CHAT_FIELDS,
+    TEXT_FILE,
+    Record,
+    names_of_texts,
+    no_text,
+)
 from longctx_patch.recipes.data.sources import parts_of
 
 PIECE_TOKENS = 2**14
@@ -95,17 +101,19 @@ def text_of(record: Record, text_field: str) -> str:
 
 
 def _why_no_text(fields: Mapping[str, Any], text_field: str) -> str:
-    found = f"no text in field {text_field!r}, there is: {', '.join(fields) or 'nothing'}."
+    found = no_text(fields, text_field)
     if {*CHAT_FIELDS, "conversation", "input_ids", "prompt", "chosen"} & fields.keys():
         return (
             f"{found} This recipe trains on plain text. Conversations, completions, pairs and rows "
             "of tokens are for longctx_patch.recipes.sft and .dpo, whose run folder `longctx patch "
             "--data` writes."
         )
-    texts = [name for name, value in fields.items() if isinstance(value, str)]
+    if text_field in fields:
+        return f"{found} Give each record a text (an empty one is no document)."
+    texts = names_of_texts(fields)
     if not texts:
         return f"{found} None of them holds text. Give records with a field of text."
     return (
         f"{found} Give --text-field NAME, for example --text-field {texts[0]}; or leave the file "
-        "out, for example with a glob: --text 'folder/**/*.txt'"
+        "out, for example with a glob: 'folder/**/*.txt'"
     )

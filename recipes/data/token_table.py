@@ -33,7 +33,7 @@ from longctx_patch.recipes.data.readers import Part, records_of
 from longctx_patch.recipes.data.records import BadRecord, NoRecords, Record
 from longctx_patch.recipes.data.sources import parts_of
 
-FORMAT = 1
+FORMAT = 2
 """Goes up when the same records and settings give other rows than before."""
 MOST_PROCESSES = 64
 CHUNK_ROWS, CHUNK_TOKENS = 1000, 2**20

@@ -111,6 +111,46 @@ def test_patch_says_what_to_do_with_rows_that_hold_no_text(
     assert advice in refuse_patch(run, tmp_path, config(), "--data", tmp_path / "data")
 
 
+@pytest.mark.parametrize(
+    ("other", "content", "message"),
+    [
+        ("z.jsonl", b'{"x": 1}\n', "z.jsonl, line 1: no text in field 'text', there is: x"),
+        ("z.jsonl", b"[]\n", "z.jsonl, line 1: a list, not an object"),
+        ("z.png", b"\x89PNG\0", "z.png is a picture"),
+        ("z.md", b"\xfc", "z.md, line 1: not UTF-8 text"),
+        ("z.jsonl.zst", b"", "z.jsonl.zst is a compressed file"),
+        ("z.parquet", b"PAR1", "`datasets` reads the files of one kind"),
+    ],
+)
+def test_patch_and_data_refuse_a_folder_for_the_same_file(
+    run: Run, config: WriteConfig, tmp_path: Path, other: str, content: bytes, message: str
+) -> None:
+    """What stands in any file is found before a run folder is written, not by the run."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "a"}\n')
+    words = ["--seq-len", 64, "--gpus", 1, "--data", folder]
+    good = run("patch", config(), "--out", tmp_path / "run", *words)
+    assert good.exit_code == 0, good.output
+    (folder / other).write_bytes(content)
+    assert message in refuse_patch(run, tmp_path, config(), "--data", folder)
+    shown = run("data", tmp_path / "run")
+    assert shown.exit_code == 1
+    assert message in " ".join(shown.stderr.split())
+
+
+def test_patch_reads_texts_beside_conversations_as_the_run_does(
+    run: Run, config: WriteConfig, tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    chat = {"prompt": "a", "completion": "b"}
+    (folder / "a.jsonl").write_text(json.dumps(chat) + "\n")
+    (folder / "b.md").write_text("a text")
+    message = refuse_patch(run, tmp_path, config(), "--data", folder)
+    assert "b.md: a record with a field of text, among those with `prompt` and" in message
+
+
 def test_patch_refuses_models_that_are_not_there(
     run: Run, config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,9 +168,9 @@ def test_what_can_not_be_shown(job: Path) -> None:
     found = data(str(job / "run"))
     assert found.exit_code == 1
     assert "more.jsonl, line 31: a record with a field of text, among those with" in found.output
-    texts = write(job / "texts.jsonl", [{"text": "w1"}, {"other": "w1"}])
+    texts = write(job / "texts.jsonl", [*[{"text": "w1"}] * 30, {"other": "w1"}])
     (job / "run").rename(job / "before")
     patch(job, "--data", str(texts))
     found = data(str(job / "run"))
     assert found.exit_code == 1
-    assert "texts.jsonl, line 2: no text in field 'text', there is: other" in found.output
+    assert "texts.jsonl, line 31: no text in field 'text', there is: other" in found.output

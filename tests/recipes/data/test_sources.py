@@ -1,5 +1,6 @@
 """Sources give the same records however they are cut, and name file and row of what is wrong."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -75,6 +76,9 @@ def test_of_a_folder_with_tables_the_training_split(tmp_path: Path) -> None:
     write_lines(tmp_path / "more.jsonl", [json.dumps(RECORDS[0])])
     with pytest.raises(BadRecord, match=r"more\.jsonl: .* Give a glob of the files that are meant"):
         read(tmp_path)
+    (tmp_path / "more.jsonl").rename(tmp_path / "more.txt")
+    with pytest.raises(BadRecord, match=r"more\.txt: .* Give a glob of the files that are meant"):
+        read(tmp_path)
     assert len(read(f"{tmp_path}/data/*.parquet")) == 3
 
 
@@ -113,19 +117,57 @@ def test_folders_globs_and_other_files(tmp_path: Path) -> None:
     assert str(read(tmp_path / "d.csv")[1].place) == f"{tmp_path / 'd.csv'}, line 4"
 
 
+GOOD = b'{"text": "a"}\n'
 BAD = {
-    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', r"cut.jsonl, line 2: no JSON .*cut short"),
-    "bytes.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "bytes.jsonl, line 2: not UTF-8"),
+    "cut.jsonl": (GOOD + b'{"text": "b', r"cut.jsonl, line 2: no JSON .*cut short"),
+    "broken.jsonl": (
+        GOOD + b'{"text": "b"\n' + GOOD,
+        r"broken.jsonl, line 2: no JSON .*one object",
+    ),
+    "null.jsonl": (GOOD + b"\nnull\n", "null.jsonl, line 3: null, not an object"),
+    "half.jsonl": (
+        GOOD + b'{"text": "a\\ud800"}\n',
+        r"half.jsonl, line 2: .*text has half of a pair",
+    ),
+    "twice.jsonl": (
+        b'{"text": "a", "text": "b"}\n',
+        "twice.jsonl, line 1: .*'text' is given twice",
+    ),
+    "nan.jsonl": (
+        GOOD + b'{"text": "b", "n": NaN}\n',
+        "nan.jsonl, line 2: .*NaN is no number of J",
+    ),
+    "bytes.jsonl": (
+        GOOD * 1000 + b'{"text": "Z\xfcrich"}\n',
+        r"bytes.jsonl, line 1001: not UTF-8 text: byte 0xfc at offset 14011 .* "
+        r"iconv -f latin1 -t utf-8 \S*bytes.jsonl > NEW_FILE",
+    ),
+    "zeros.jsonl": (GOOD + b"\0\0\n", "zeros.jsonl, line 2: a byte 0x00, which no text has"),
     "list.jsonl": (b"[1, 2]\n", "list.jsonl, line 1: a list, not an object"),
-    "deep.jsonl": (b"[" * 100_000 + b"\n", "deep.jsonl, line 1: no JSON"),
-    "a.json": (b'{"text": "a"}\n{"text": "b"}\n', r"a.json: no JSON .*ending in .jsonl"),
+    "deep.jsonl": (b"[" * 100_000 + b"\n", "deep.jsonl, line 1: no JSON .*too many to read"),
+    "a.json": (GOOD * 2, r"a.json: no JSON .*ending in .jsonl"),
     "b.json": (b'["a"]', "b.json, record 1: a str"),
+    "bytes.json": (
+        b'[{"text":\n"\xfc"}]',
+        "bytes.json, line 2: not UTF-8 text: byte 0xfc at offset 11",
+    ),
     "short.csv": (b"text,n\na,1\nb\n", "short.csv, line 3: not as many fields"),
     "long.csv": (b"text,n\na,1,2\n", "long.csv, line 2: not as many fields"),
-    "bytes.csv": (b"text\na\n\xff\n", "bytes.csv, after line 0: no CSV in UTF-8"),
+    "twice.csv": (b"text,text\na,b\n", "twice.csv, line 1: the field 'text' is named twice"),
+    "bytes.csv": (b"text\na\n\xff\n", "bytes.csv, line 3: not UTF-8 text: byte 0xff at offset 7"),
+    "far.csv": (b"text\n" + b"a\n" * 9000 + b"\xfc\n", "far.csv, line 9002: not UTF-8 text"),
     "cut.arrow": (b"ARROW1", "cut.arrow: no arrow file, or one cut short"),
     "cut.parquet": (b"PAR1", "cut.parquet: no parquet file, or one cut short"),
-    "bytes.txt": (b"\xff", "bytes.txt is not UTF-8 text"),
+    "bytes.txt": (b"\xff", "bytes.txt, line 1: not UTF-8 text: byte 0xff at offset 0"),
+    "far.txt": (b"a\n" * 9000 + b"\xfc", "far.txt, line 9001: not UTF-8 .* offset 18000"),
+    "zero.txt": (b"a\n" * 9000 + b"\0", "zero.txt, line 9001: a byte 0x00"),
+    "wide.txt": ("a\n".encode("utf-16"), r"wide.txt, line 1: .*If it is UTF-16.*iconv -f utf-16"),
+    "a.JSONL.gz": (gzip.compress(GOOD), r"a.JSONL.gz is a compressed file.*Unpack it"),
+    "packed.jsonl": (gzip.compress(GOOD), "packed.jsonl holds gzip data, not text. Unpack it"),
+    "a.PDF": (b"%PDF-1.4", "a.PDF is a document with a layout.*Extract the text"),
+    "no_suffix": (b"%PDF-1.4", "no_suffix holds PDF data"),
+    "a.bin": (b"abc", "a.bin is a file of weights"),
+    "a.tsv": (b"text\tn\na\t1\n", r"a.tsv is a table of a form that is not read here.* as .jsonl"),
 }
 
 
@@ -135,6 +177,41 @@ def test_what_can_not_be_read_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadRecord, match=message):
         read(tmp_path / name)
+
+
+def test_names_in_capitals_and_marks_of_byte_order(tmp_path: Path) -> None:
+    """A file's kind does not depend on how its name is written, nor on what wrote it."""
+    lines = b"".join(json.dumps(record).encode() + b"\n" for record in RECORDS[:3])
+    mark = b"\xef\xbb\xbf"
+    for name in ("a.JSONL", "b.Ndjson", "c.jsonlines"):
+        (tmp_path / name).write_bytes(mark + lines)
+        assert [record.fields for record in read(tmp_path / name)] == RECORDS[:3]
+    (tmp_path / "d.JSON").write_bytes(mark + json.dumps(RECORDS[:3]).encode())
+    assert [record.fields for record in read(tmp_path / "d.JSON")] == RECORDS[:3]
+    Dataset.from_list(RECORDS[:3]).to_parquet(str(tmp_path / "e.PARQUET"))
+    assert [record.fields for record in read(tmp_path / "e.PARQUET")] == RECORDS[:3]
+    long = "x" * 200_000  # more than Python's csv takes unless it is told
+    (tmp_path / "f.CSV").write_bytes(mark + f"text\n{long}\n".encode())
+    assert [record.fields for record in read(tmp_path / "f.CSV")] == [{"text": long}]
+    (tmp_path / "g.txt").write_bytes(mark + b"a")
+    assert [record.fields for record in read(tmp_path / "g.txt")] == [{"": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [
+        ("b.jsonl", "nowhere", r"b.jsonl is a link to nowhere, where no file is. Mend it"),
+        ("b.jsonl", "b.jsonl", r"b.jsonl is a link to b.jsonl, where no file is"),
+        ("more", "..", r"more is a link to the folder \.\., .* Give that folder as a source"),
+    ],
+)
+def test_links_that_would_hide_data(tmp_path: Path, name: str, target: str, message: str) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_bytes(GOOD)
+    (folder / name).symlink_to(target)
+    with pytest.raises(BadRecord, match=message):
+        read(folder)
 
 
 def test_a_source_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

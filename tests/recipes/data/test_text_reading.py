@@ -40,7 +40,8 @@ def test_jsonl_and_its_field(tmp_path: Path) -> None:
         ({"body": "two"}, r"line 2.*'text', there is: body.*for example --text-field body"),
         ({"messages": [{"role": "user"}]}, "there is: messages. This recipe trains on plain text"),
         ({"input_ids": [1]}, "there is: input_ids. .*longctx_patch.recipes.sft"),
-        ({"text": 1}, "there is: text. None of them holds text"),
+        ({"text": 1}, "the field 'text' is 1 .a int., not a text"),
+        ({"text": None}, "line 2: the field 'text' is null, not a text. Give each record a text"),
         ([], "a list, not an object with named fields"),
     ):
         file.write_text('{"text": "one"}\n' + json.dumps(record))
@@ -67,7 +68,7 @@ def test_nothing_found_and_no_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no data at"):
         documents(tmp_path)
     (tmp_path / "image.png").write_bytes(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"image\.png is not UTF-8 text"):
+    with pytest.raises(ValueError, match=r"image\.png is a picture, sound or film"):
         documents(tmp_path)
 
 

@@ -1,0 +1,79 @@
+"""Which reader a file has, by its name and its first bytes.
+
+Names count whether they have capitals or not. What has no reader is read as one text, unless it is
+none: compressed, a table of another form, weights, or anything with bytes that no text has.
+"""
+
+import codecs
+from pathlib import Path
+
+from longctx_patch.recipes.data.encoding import UTF_16, ZERO_BYTE, not_utf8
+from longctx_patch.recipes.data.readers import Reader
+from longctx_patch.recipes.data.records import BadRecord
+
+READERS: dict[str, Reader] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), "jsonl"),
+    **{".json": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"},
+}
+TABLE_FILES = (".parquet", ".arrow")
+_OTHERS = {
+    "a compressed file, which is not unpacked here": (
+        *(".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".zip", ".7z", ".rar", ".tar", ".tgz"),
+    ),
+    "a table of a form that is not read here": (
+        *(".tsv", ".xls", ".xlsx", ".ods", ".orc", ".avro", ".feather", ".db", ".sqlite"),
+        *(".npy", ".npz", ".h5", ".hdf5", ".pkl", ".pickle", ".tfrecord", ".lance", ".mds"),
+    ),
+    "a file of weights": (".bin", ".safetensors", ".pt", ".pth", ".ckpt", ".gguf", ".onnx"),
+    "a document with a layout, not a plain text": (
+        *(".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ppt", ".pptx", ".ps", ".djvu"),
+    ),
+    "a picture, sound or film": (
+        *(".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".ico"),
+        *(".wav", ".mp3", ".flac", ".ogg", ".mp4", ".avi", ".mov", ".webm"),
+    ),
+}
+_UNREAD = {suffix: what for what, suffixes in _OTHERS.items() for suffix in suffixes}
+_MAGIC = {
+    b"\x1f\x8b": "gzip",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"%PDF": "PDF",
+}
+_ADVICE = {
+    "a compressed file, which is not unpacked here": " Unpack it (gunzip, unzip, zstd -d).",
+    "a table of a form that is not read here": " Write it as .jsonl, .csv or .parquet.",
+}
+_LEAVE_OUT = " Or leave it out, for example with a glob: 'folder/**/*.txt'"
+SNIFFED_BYTES = 2**13
+
+
+def reader_of(file: Path) -> Reader:
+    """Raises BadRecord for a file that is neither records nor text."""
+    suffix = file.suffix.lower()
+    if what := _UNREAD.get(suffix):
+        advice = _ADVICE.get(what, " Extract the text that is in it.")
+        raise BadRecord(f"{file} is {what}.{advice}{_LEAVE_OUT}")
+    reader = READERS.get(suffix, "text")
+    if suffix not in TABLE_FILES:
+        _check_text(file)
+    return reader
+
+
+def _check_text(file: Path) -> None:
+    """Look at the first bytes of a file that should be text."""
+    with file.open("rb") as opened:
+        head = opened.read(SNIFFED_BYTES)
+    for magic, name in _MAGIC.items():
+        if head.startswith(magic):
+            raise BadRecord(f"{file} holds {name} data, not text. Unpack it.{_LEAVE_OUT}")
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError as error:
+        if 0 not in head or head.startswith(UTF_16):
+            raise BadRecord(f"{not_utf8(str(file))}.{_LEAVE_OUT}") from error
+    if 0 in head:
+        line = head[: head.index(0)].count(b"\n") + 1
+        raise BadRecord(f"{file}, line {line}: {ZERO_BYTE}{_LEAVE_OUT}")
