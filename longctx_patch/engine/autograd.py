@@ -10,6 +10,7 @@ the tokens, both run again for the others.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from longctx_patch.sequence.masks import Mask
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.transport.meeting import Meeting, meet
 
+LEAST_SCALE, MOST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""Of numbers that kernels, which hold the scale in float32, can compute with."""
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,10 +47,26 @@ def distributed_attention(
             "ranks that wait for each other in it would hang. Use CPU tensors, torch.no_grad(), or "
             "real processes."
         )
+    q, call = _with_scale_above_zero(q, call)
     # Kernels read the head dim as contiguous and don't check.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = _DistributedAttention.apply(q, k, v, sinks, call)
     return out, lse
+
+
+def _with_scale_above_zero(q: Tensor, call: AttentionCall) -> tuple[Tensor, AttentionCall]:
+    """The same scores from a scale above 0, which is all that kernels take.
+
+    They scale after they have masked and taken the maximum, so that -inf would become inf or NaN.
+    A negative scale is that of -q, bit by bit; a scale of 0 is any scale of a q of zeros, and so is
+    one that float32 would round to 0.
+    """
+    scale = call.score.scale
+    if scale >= LEAST_SCALE:
+        return q, call
+    is_zero = abs(scale) < LEAST_SCALE
+    score = call.score._replace(scale=1.0 if is_zero else -scale)
+    return (q * 0.0 if is_zero else -q), replace(call, score=score)
 
 
 class _DistributedAttention(torch.autograd.Function):
@@ -167,10 +186,18 @@ def _value_problem(
             f"sinks {list(sinks.shape)} {sinks.dtype} for {q.shape[2]} heads: give a logit for "
             "each head, in a float dtype."
         )
+    return score_problem(score)
+
+
+def score_problem(score: Score) -> str | None:
+    """What is wrong with a scale or softcap, in words."""
     if score.softcap is not None and not 0 < score.softcap < math.inf:
         return f"softcap={score.softcap}: scores are capped by a number above 0. Or give None."
-    if not math.isfinite(score.scale):
-        return f"softmax_scale={score.scale}: give a finite number, or None."
+    if not isinstance(score.scale, int | float) or not abs(score.scale) <= MOST_SCALE:
+        return (
+            f"softmax_scale={score.scale!r}: give a finite number of float32, also 0 or below, "
+            "or None for the square root of the head dim, inverted."
+        )
     return None
 
 

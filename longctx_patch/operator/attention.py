@@ -5,7 +5,7 @@ Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head
 
 from torch import Tensor
 
-from longctx_patch.engine.autograd import check_shards, distributed_attention
+from longctx_patch.engine.autograd import check_shards, distributed_attention, score_problem
 from longctx_patch.engine.call import CallShape
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.kernels import Score
@@ -49,7 +49,8 @@ def attention(
         sinks: `[H]`, differentiable: a logit of each head that joins the softmax of every row and
             has no value (gpt-oss).
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2).
-        softmax_scale: default `D ** -0.5`; the same on every rank.
+        softmax_scale: any finite number, default `D ** -0.5`; the same on every rank. Below 0 it
+            turns the order of keys around, and 0 weighs all that are seen alike.
         check_ranks: compare shapes, dtype and mask over the group first; it waits for all ranks,
             so a model with many layers may check once and pass False afterwards.
 
@@ -70,7 +71,7 @@ def attention(
     allowed, problem = _allowed(mask, row, window)
     if check_ranks:
         check_shards(q, k, v, sinks, num_tokens, row, allowed, score, group, problem)
-    elif problem is not None:
+    elif (problem := problem or score_problem(score)) is not None:
         raise ValueError(problem)
     call = decided_call(group, row, allowed, score, CallShape.of(q, k), returns_lse=True)
     return distributed_attention(q, k, v, sinks, call)
