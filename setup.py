@@ -68,10 +68,11 @@ setup(
         "longctx_patch.recipes": ["accelerate/*.yaml", "slurm/*.sh"],
     },
     install_requires=[
-        "torch>=2.11",
+        # Tested versions: longctx_patch/rules/versions.py.
+        "torch>=2.11,<3",
         "transformers>=5.17,<6",
-        "accelerate>=1.15",
-        "peft",
+        "accelerate>=1.15,<2",
+        "peft>=0.21,<1",
         "click",
         "datasets>=4",  # reads and keeps what every recipe trains on
         "numpy",

@@ -28,6 +28,7 @@ from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config, check_modules
 from longctx_patch.hf.row_passes import RowPasses
 from longctx_patch.kernels import available
+from longctx_patch.rules.versions import warn_untested
 
 
 def patch(
@@ -86,6 +87,7 @@ def patch(
         >>> handle.unpatch()
     """
     transformers_api.check_version()
+    warn_untested()
     base = transformers_api.causal_lm(model)
     stock = _checked_attention(base)
     _check_loss_and_weights(base)

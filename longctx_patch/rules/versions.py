@@ -1,0 +1,31 @@
+"""Versions of the packages that this one was tested with."""
+
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+
+from packaging.version import Version
+
+TESTED = {"torch": ("2.11", "2.13"), "accelerate": ("1.15", "1.15"), "peft": ("0.21", "0.21")}
+"""Oldest and newest minor version. setup.py allows more: newer ones up to the next major version,
+which change numbers seldom, and private names that this package relies on more often."""
+
+
+def warn_untested(version_of: Callable[[str], str] = version) -> None:
+    """Warn of installed versions outside `TESTED`: once, since the message stays the same.
+
+    Args:
+        version_of: the installed version of a package.
+    """
+    found = {name: Version(version_of(name)) for name in TESTED}
+    untested = [
+        f"{name} {found[name]} (tested: {oldest} to {newest})"
+        for name, (oldest, newest) in TESTED.items()
+        if not Version(oldest).release <= found[name].release[:2] <= Version(newest).release
+    ]
+    if untested:
+        warnings.warn(
+            f"longctx-patch was not tested with {', '.join(untested)}. `longctx verify` shows "
+            "whether a model's loss and gradients are exact with them.",
+            stacklevel=2,
+        )
