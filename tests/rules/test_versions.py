@@ -34,7 +34,9 @@ def test_versions_outside_are_named_once(name: str, found: str, tested: bool) ->
     assert len(heard) == (0 if tested else 1)
     oldest, newest = TESTED[name]
     for each in heard:
-        assert f"not tested with {name} {found} (tested: {oldest} to {newest})." in str(each.message)
+        assert f"not tested with {name} {found} (tested: {oldest} to {newest})." in str(
+            each.message
+        )
 
 
 def test_readme_states_them() -> None:
