@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,17 +36,26 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.hf.preflight import preflight
 from longctx_patch.loss.law import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
-from longctx_patch.recipes import checkpoints, hub, models
+from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.bars import ProgressBar
+from longctx_patch.recipes.exporting import export_model
+from longctx_patch.recipes.identity import check_fingerprint, fingerprint
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes, read_metrics
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.row_order import RowOrder
-from longctx_patch.recipes.run_record import write_record
+from longctx_patch.recipes.run_record import RECORD_FILE, write_record
+from longctx_patch.recipes.saving import lock
+from longctx_patch.recipes.saving.keeper import Keeper
+from longctx_patch.recipes.saving.names import steps_of
+from longctx_patch.recipes.saving.output import Output, make_output
+from longctx_patch.recipes.saving.reading import load_checkpoint
+from longctx_patch.recipes.saving.retention import Retention
+from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
-from longctx_patch.recipes.stages import Stages
+from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.text_rows import TextRows, rows_of_run
 
 
@@ -71,18 +81,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not settings.library_warnings:
         quiet_libraries()
     check_launcher(settings_file(arguments))
-    checkpoint = checkpoints.check_output(settings)
+    output = output_of(settings)
+    output.check()
+    lock.check_free(output.folder)
     stages.enter("processes")
     accelerator = build_accelerator(settings)
     is_main = accelerator.is_main_process
     if settings.push_to_hub:
         hub.require_repository(settings.push_to_hub, private=settings.hub_private, asks=is_main)
-    train(settings, accelerator, checkpoint, stages)
+    with lock.held(output.folder, launched=launched_at(), say=accelerator.print):
+        train(settings, accelerator, output.find(accelerator.print), stages)
     accelerator.free_memory()
     close_accelerator(accelerator)
     if settings.push_to_hub and is_main:  # the others need not wait for an upload
         place = hub.upload(settings.push_to_hub, Path(settings.output) / "final")
         print(f"uploaded to {place}", flush=True)
+
+
+def output_of(settings: Settings) -> Output:
+    """Where the run writes, and how it is asked to begin there."""
+    return Output(
+        folder=Path(settings.output),
+        checkpoints=steps_of(settings.output),
+        resume=settings.resume,
+        record=RECORD_FILE,
+    )
 
 
 def train(settings: Settings, accelerator: Any, checkpoint: Path | None, stages: Stages) -> None:
@@ -96,11 +119,9 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None, stages:
     tokenizer, model = build_model(settings, config, accelerator)
     stages.enter("data")
     data = build_data(settings, tokenizer)
-    run = checkpoints.fingerprint(
-        settings, data.order, data.rows.digest(), accelerator.num_processes
-    )
+    run = fingerprint(settings, data.order, data.rows.digest(), accelerator.num_processes)
     if checkpoint:
-        checkpoints.check_fingerprint(checkpoint, run)
+        check_fingerprint(checkpoint, run)
     fused = choose_fused_layers(settings.fused_layers, model, device_type)
     fuse_layers(model, fused.how)
     handle = patch(model, settings.sequence_parallelism())
@@ -109,14 +130,17 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None, stages:
 
     # Nothing was written so far, so a refusal above leaves no files behind.
     output = Path(settings.output)
-    checkpoints.make_output(accelerator, output)
+    make_output(accelerator, output)
     if accelerator.is_main_process:
         write_record(output, dataclasses.asdict(settings), accelerator.num_processes)
     if checkpoint:
-        checkpoints.load_checkpoint(accelerator, state, checkpoint)
+        load_checkpoint(state, checkpoint)
     accelerator.print(f"fused layers: {fused.how} ({fused.why})\nweights: {settings.dtype}")
     if data.rows.summary:
         accelerator.print(data.rows.summary)
+    export = partial(export_model, accelerator, state.model, tokenizer, seed=settings.seed)
+    kept = Retention(keep_last=settings.keep_last, keep_every=settings.keep_every)
+    keeper = Keeper(series=steps_of(output), run=run, export=export, retention=kept)
     with explained(settings, handle.model.config, accelerator):
         if states_on_host(accelerator):
             handle.reserve_host(states_to_come(state))
@@ -129,9 +153,9 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None, stages:
             if state.step == first:
                 stages.end(output)
             if settings.save_every and state.step % settings.save_every == 0:
-                checkpoints.save_checkpoint(accelerator, state, tokenizer, output, run)
+                keeper.save(state)
     final = output / "final"
-    checkpoints.export_model(accelerator, state.model, tokenizer, final, seed=settings.seed)
+    export(final)
     if accelerator.is_main_process:
         write_card(final, model_card(settings, config, accelerator.num_processes), config)
         print(ending(final), flush=True)
@@ -157,7 +181,7 @@ def model_card(settings: Settings, config: Any, processes: int) -> Card:
 def train_steps(
     settings: Settings,
     accelerator: Any,
-    state: checkpoints.TrainState,
+    state: TrainState,
     handle: PatchHandle,
     data: Data,
 ) -> Iterator[None]:
@@ -249,7 +273,7 @@ def micro_batches(data: Data, steps: range) -> Iterator[dict[str, torch.Tensor]]
             yield data.collator(rows)
 
 
-def build_state(settings: Settings, accelerator: Any, model: Any) -> checkpoints.TrainState:
+def build_state(settings: Settings, accelerator: Any, model: Any) -> TrainState:
     """The optimizer of the trained weights, its scheduler, and the model wrapped for this world."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -267,12 +291,10 @@ def build_state(settings: Settings, accelerator: Any, model: Any) -> checkpoints
         num_training_steps=settings.max_steps,
     )
     model, optimizer = accelerator.prepare(model, optimizer)
-    return checkpoints.TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+    return TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
 
 
-def check_memory(
-    accelerator: Any, state: checkpoints.TrainState, handle: PatchHandle, data: Data
-) -> None:
+def check_memory(accelerator: Any, state: TrainState, handle: PatchHandle, data: Data) -> None:
     """Rehearse a step with three layers on a GPU, and print the memory predicted for all layers."""
     batch = next(micro_batches(data, range(state.step, state.step + 1)))
     batch = {name: value.to(accelerator.device) for name, value in batch.items()}
@@ -295,7 +317,7 @@ def check_memory(
         accelerator.print(f"memory: {found}")
 
 
-def states_to_come(state: checkpoints.TrainState) -> int:
+def states_to_come(state: TrainState) -> int:
     """Bytes of this process's gradients and of AdamW's two states, before the first step."""
     if state.optimizer.state:
         return 0
@@ -304,7 +326,7 @@ def states_to_come(state: checkpoints.TrainState) -> int:
 
 
 def train_step(
-    settings: Settings, accelerator: Any, state: checkpoints.TrainState, batches: list[Any]
+    settings: Settings, accelerator: Any, state: TrainState, batches: list[Any]
 ) -> dict[str, float]:
     """One optimizer step over all micro batches; returns the line for metrics.jsonl."""
     started = time.perf_counter()

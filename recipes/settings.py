@@ -21,6 +21,7 @@ from transformers import HfArgumentParser
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
+from longctx_patch.recipes.saving.output import ResumeName, resume_name
 from longctx_patch.rules.names import did_you_mean, require_choice
 
 RopeName = Literal["none", "linear", "dynamic", "yarn"]
@@ -34,12 +35,22 @@ OTHER_DEFAULTS = {"layout": "auto", "checkpoint": "auto"}
 """Defaults here that differ from LongContextConfig's; `auto` stands for a layout of None."""
 
 
-def setting(help_text: str, *, default: Any) -> Any:
-    """A dataclass field with the line that `--help` prints."""
-    metadata = {"help": help_text}
+def setting(help_text: str, *, default: Any, **options: Any) -> Any:
+    """A dataclass field with the line that `--help` prints. `options`: argparse's own."""
+    metadata = {"help": help_text, **options}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def resume_setting() -> Any:
+    """The setting `resume`: `--resume` alone is yes, and so is `resume: true` in YAML."""
+    return setting(
+        "go on from the newest whole checkpoint in the output; auto: or start, as it finds",
+        default="no",
+        nargs="?",
+        const="yes",
+    )
 
 
 def _parallelism_settings() -> Iterator[tuple[str, Any, Any]]:
@@ -145,7 +156,7 @@ class _Text:
     one_document_per_row: bool = setting("rows never join two documents", default=False)
     pack: bool = setting("rows are packed of documents that don't see each other", default=False)
     output: str = setting("folder to write, empty or new", default="")
-    resume: bool = setting("go on from the newest checkpoint in the output", default=False)
+    resume: ResumeName = resume_setting()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,6 +176,10 @@ class Settings(Parallelism, _Text, ModelSettings):
     max_grad_norm: float = setting("clip to this gradient norm; 0 never clips", default=1.0)
     seed: int = setting("seed of weights, row order and dropout", default=0)
     save_every: int = setting("steps between checkpoints; 0 saves at the end only", default=0)
+    keep_last: int = setting("newest checkpoints that are kept; 0 keeps all", default=0)
+    keep_every: int = setting(
+        "with keep_last, checkpoints of every so many steps are kept for ever", default=0
+    )
     push_to_hub: str = setting("hub name to upload final/ to at the end", default="")
     hub_private: bool = setting("the repository on the hub is made private", default=False)
 
@@ -184,6 +199,8 @@ class Settings(Parallelism, _Text, ModelSettings):
             self._check_at_least(name, 1)
         for name in ("warmup_steps", "save_every", "max_grad_norm", "learning_rate"):
             self._check_at_least(name, 0)
+        object.__setattr__(self, "resume", resume_name(self.resume))
+        self._check_kept()
         if self.hub_private and not self.push_to_hub:
             raise ValueError("hub_private without push_to_hub: give --push-to-hub NAME too.")
         if self.scheduler == "constant" and self.warmup_steps:
@@ -192,6 +209,20 @@ class Settings(Parallelism, _Text, ModelSettings):
                 "Use --scheduler constant_with_warmup."
             )
         parallelism_of(self)
+
+    def _check_kept(self) -> None:
+        for name in ("keep_last", "keep_every"):
+            self._check_at_least(name, 0)
+        if self.keep_every and not self.keep_last:
+            raise ValueError(
+                f"keep_every={self.keep_every} without keep_last: all checkpoints are kept then. "
+                "Give --keep-last N too."
+            )
+        if self.keep_every and self.save_every and self.keep_every % self.save_every:
+            raise ValueError(
+                f"keep_every={self.keep_every} with save_every={self.save_every}: no checkpoint "
+                "has such a step regularly. Give a multiple of save_every."
+            )
 
     def sequence_parallelism(self) -> LongContextConfig:
         """The settings as the config that `patch` takes."""

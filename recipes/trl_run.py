@@ -12,21 +12,24 @@ from typing import Any
 
 from accelerate.utils import set_seed
 from transformers import EarlyStoppingCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
     fuse_layers,
     require_fused_layers,
 )
-from longctx_patch.recipes import checkpoints, hub, models
+from longctx_patch.recipes import hub, models
+from longctx_patch.recipes.exporting import export_model
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.run_record import write_record
-from longctx_patch.recipes.stages import Stages
+from longctx_patch.recipes.saving import lock
+from longctx_patch.recipes.saving.output import make_output
+from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback, StagesCallback
 from longctx_patch.recipes.trl_data import load_data, reading_of
+from longctx_patch.recipes.trl_saving import SealCallback, output_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
 RECORDED = (
@@ -59,20 +62,35 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     if not settings.library_warnings:
         quiet_libraries()
     check_launcher(settings_file(arguments), method.name)
-    resumed = check_output(settings, args)
+    output = output_of(settings, args)
+    output.check()
+    lock.check_free(output.folder)
     if args.push_to_hub:
         private = bool(args.hub_private_repo)
         hub.require_repository(args.hub_model_id, private=private, asks=args.process_index == 0)
+    say = args.distributed_state.print
+    with lock.held(output.folder, launched=launched_at(), say=say):
+        trainer = train(method, settings, args, output.find(say), stages)
+    if args.push_to_hub and args.process_index == 0:
+        # Over what the trainer has uploaded of its checkpoints.
+        print(f"uploaded to {hub.upload(args.hub_model_id, output.folder / 'final')}", flush=True)
+    return trainer
+
+
+def train(
+    method: Method, settings: TrlSettings, args: Any, resumed: Path | None, stages: Stages
+) -> Any:
+    """Build the trainer, go on from the checkpoint `resumed` if there is one, train to the end."""
     trainer = build(method, settings, args, stages)
     output, is_main = Path(args.output_dir), trainer.accelerator.is_main_process
-    checkpoints.make_output(trainer.accelerator, output)
+    make_output(trainer.accelerator, output)
     if is_main:
         values = args.to_dict()
         used = {name: values[name] for name in RECORDED}
         write_record(output, dataclasses.asdict(settings) | used, args.world_size)
-    trainer.train(resume_from_checkpoint=resumed)
+    trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     final = output / "final"
-    checkpoints.export_model(
+    export_model(
         trainer.accelerator, trainer.model_wrapped, trainer.processing_class, final, seed=args.seed
     )
     if is_main:
@@ -80,8 +98,6 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
         write_card(final, model_card(method, settings, trainer), config)
         print(ending(final), flush=True)
     trainer.unpatch()
-    if args.push_to_hub and is_main:  # over what the trainer has uploaded of its checkpoints
-        print(f"uploaded to {hub.upload(args.hub_model_id, final)}", flush=True)
     return trainer
 
 
@@ -150,26 +166,12 @@ def load(settings: TrlSettings, config: Any, args: Any, *, sharded: bool = False
 
 
 def callbacks(settings: TrlSettings, args: Any, tokenizer: Any) -> list[Any]:
-    found: list[Any] = [MetricsCallback(args.world_size)]
+    found: list[Any] = [MetricsCallback(args.world_size), SealCallback(args)]
     if settings.early_stopping:
         found.append(EarlyStoppingCallback(settings.early_stopping))
     if settings.sample_prompts:
         found.append(SampleCallback(tokenizer, settings.sample_prompts, settings.sample_tokens))
     return found
-
-
-def check_output(settings: TrlSettings, args: Any) -> str | None:
-    """The checkpoint to go on from. Raises ValueError for a folder that a run has written to."""
-    folder = Path(args.output_dir)
-    newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if settings.resume and newest is None:
-        raise ValueError(f"resume: {folder} has no checkpoint. Leave it out to start anew.")
-    if not settings.resume and folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(
-            f"output_dir {folder} holds files. Go on from its newest checkpoint with --resume, or "
-            "give another folder."
-        )
-    return newest if settings.resume else None
 
 
 def len_text(rows: Any) -> str:

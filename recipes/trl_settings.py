@@ -14,7 +14,14 @@ from trl import TrlParser
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.recipes.data.reading import TooLong
-from longctx_patch.recipes.settings import ModelSettings, Parallelism, parallelism_of, setting
+from longctx_patch.recipes.saving.output import ResumeName, resume_name
+from longctx_patch.recipes.settings import (
+    ModelSettings,
+    Parallelism,
+    parallelism_of,
+    resume_setting,
+    setting,
+)
 from longctx_patch.rules.names import require_choice
 
 USUAL_MAX_LENGTH = (None, 1024, 2048)
@@ -40,7 +47,7 @@ class TrlSettings(Parallelism, ModelSettings):
         "records longer than seq_len: refuse, cut (drop the end) or split", default="refuse"
     )
     streaming: bool = setting("make rows while reading, no table on disk", default=False)
-    resume: bool = setting("go on from the newest checkpoint in the output", default=False)
+    resume: ResumeName = resume_setting()
     early_stopping: int = setting(
         "stop after so many evaluations without a better one; 0: never", default=0
     )
@@ -69,6 +76,7 @@ class TrlSettings(Parallelism, ModelSettings):
             )
         require_choice("too_long", self.too_long, get_args(TooLong))
         self._check_at_least("early_stopping", 0)
+        object.__setattr__(self, "resume", resume_name(self.resume))
         self.sequence_parallelism()
 
     def sequence_parallelism(self) -> LongContextConfig:

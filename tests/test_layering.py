@@ -34,7 +34,7 @@ FLOORS = (
     ("trainer",),
     ("__init__",),
     ("verification", "diagnosis"),
-    ("recipes/data",),
+    ("recipes/data", "recipes/saving"),
     ("recipes",),
     ("cli",),
 )

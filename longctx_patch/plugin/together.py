@@ -1,17 +1,40 @@
-"""Refusals that all ranks raise, so that none waits for one that has stopped."""
+"""What all ranks tell each other on the host: facts, and refusals that none is left out of."""
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch.distributed as dist
 
+Fact = TypeVar("Fact")
+
+
+def own_rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if _has_group() else 0
+
+
+def num_ranks() -> int:
+    """The processes of the group; 1 without one."""
+    return dist.get_world_size() if _has_group() else 1
+
+
+def of_all_ranks(mine: Fact) -> list[Fact]:
+    """What each rank gives, by rank. Collective over the world; anything that pickles."""
+    if not _has_group():
+        return [mine]
+    everyones: list[Fact] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    return everyones
+
 
 def refuse_together(problems: Iterable[str], error: type[ValueError] = ValueError) -> None:
-    """Raise `error` on all ranks if one of them has a problem. Collective over the world."""
+    """Raise `error` on all ranks if one of them has a problem, so that none waits for one that has
+    stopped. Collective over the world."""
     mine = next(iter(problems), "")
-    everyones = [mine]
-    if dist.is_available() and dist.is_initialized():
-        everyones = [""] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
-    found = mine or next(filter(None, everyones), "")
+    found = mine or next(filter(None, of_all_ranks(mine)), "")
     if found:
         raise error(found)
+
+
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,20 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
 
 from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
-from longctx_patch.recipes import checkpoints
+from longctx_patch.recipes.exporting import export_model
+from longctx_patch.recipes.identity import check_fingerprint
 from longctx_patch.recipes.models import byte_tokenizer
+from longctx_patch.recipes.saving.names import steps_of
+from longctx_patch.recipes.saving.output import make_output
+from longctx_patch.recipes.saving.reading import load_checkpoint
+from longctx_patch.recipes.saving.state import TrainState
+from longctx_patch.recipes.saving.writing import WRITERS, Writer, save_checkpoint
 from tests.harness import run_distributed
 from tests.plugin.launched import run_launched
 from tests.tiny_llama import TINY_LLAMA
 
 
-def sharded_state(*, lora: bool) -> checkpoints.TrainState:
+def sharded_state(*, lora: bool) -> TrainState:
     """A freshly initialised model, sharded layer by layer as Accelerate does it."""
     set_seed(0)
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA))
@@ -36,20 +43,19 @@ def sharded_state(*, lora: bool) -> checkpoints.TrainState:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=9)
-    return checkpoints.TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+    return TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
 
 
 def accelerator_of(rank: int) -> Any:
     """The part of an Accelerator that checkpoints use; the real one can't shard on the CPU."""
     return SimpleNamespace(
         is_main_process=rank == 0,
-        process_index=rank,
         wait_for_everyone=dist.barrier,
         unwrap_model=lambda model: model,
     )
 
 
-def step(state: checkpoints.TrainState) -> float:
+def step(state: TrainState) -> float:
     ids = torch.arange(40).view(2, 20) + state.step
     loss = state.model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -65,14 +71,15 @@ def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
     step(state)
     step(state)
     run = {"exact": {"seed": 0}, "world": dist.get_world_size()}
-    checkpoints.save_checkpoint(accelerator_of(rank), state, byte_tokenizer(), folder, run)
+    export = partial(export_model, accelerator_of(rank), state.model, byte_tokenizer(), seed=0)
+    save_checkpoint(state, steps_of(folder).path_of(state.step), run, export)
     return [step(state) for _ in range(3)]
 
 
-def load_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
+def load_and_go_on(folder: Path, *, lora: bool) -> list[float]:
     state = sharded_state(lora=lora)
     step(state)  # an older state there is replaced
-    checkpoints.load_checkpoint(accelerator_of(rank), state, folder / "checkpoints/step_000002")
+    load_checkpoint(state, folder / "checkpoints/step_000002")
     assert state.step == 2
     return [step(state) for _ in range(3)]
 
@@ -82,12 +89,12 @@ def save_and_load(rank: int, folder: str) -> dict[str, list[float]]:
     for name in ("full", "lora"):
         output, lora = Path(folder) / name, name == "lora"
         losses[name] = save_and_go_on(rank, output, lora=lora)
-        assert load_and_go_on(rank, output, lora=lora) == losses[name]
+        assert load_and_go_on(output, lora=lora) == losses[name]
     return losses
 
 
-def load_full(rank: int, folder: str) -> list[float]:
-    return load_and_go_on(rank, Path(folder) / "full", lora=False)
+def load_full(_: int, folder: str) -> list[float]:
+    return load_and_go_on(Path(folder) / "full", lora=False)
 
 
 def test_sharded_models_go_on_exactly_and_are_saved_whole(tmp_path: Path) -> None:
@@ -126,7 +133,7 @@ def test_what_one_thread_could_not_write_is_no_checkpoint(
 
     monkeypatch.setattr(filesystem, "_write_item", fails_beside)
     states = {str(number): torch.zeros(100) for number in range(8)}
-    writer = checkpoints._Writer(tmp_path / "state", thread_count=checkpoints.WRITERS)
+    writer = Writer(tmp_path / "state", thread_count=WRITERS)
     with pytest.raises(CheckpointException, match="states could not be written to"):
         dcp.save(states, storage_writer=writer, no_dist=True)
 
@@ -137,25 +144,25 @@ def test_a_run_of_an_older_version_goes_on_in_its_world(tmp_path: Path) -> None:
     now: dict[str, Any] = {"exact": exact, "world": {"processes": 2, "ulysses": 2}}
     then = {"exact": exact, "world": {"processes": 2, "ulysses": 2, "ulysses_waves": 2}}
     (tmp_path / "run.json").write_text(json.dumps({"fingerprint": then}))
-    checkpoints.check_fingerprint(tmp_path, now)
+    check_fingerprint(tmp_path, now)
     # If the older version had no such setting, it ran with the default.
     now["exact"] = {**exact, "load_in_4bit": False}
-    checkpoints.check_fingerprint(tmp_path, now)
+    check_fingerprint(tmp_path, now)
     now["exact"] = {**exact, "load_in_4bit": True}
     with pytest.raises(ValueError, match=r"load_in_4bit is True, the run at .* has False"):
-        checkpoints.check_fingerprint(tmp_path, now)
+        check_fingerprint(tmp_path, now)
     now["exact"] = exact
     now["world"]["ulysses"] = 1
     with pytest.raises(ValueError, match=r"the world was .*'ulysses': 2.* and is .*'ulysses': 1"):
-        checkpoints.check_fingerprint(tmp_path, now)
+        check_fingerprint(tmp_path, now)
 
 
 def make_outputs(folder: Path) -> None:
     accelerator = make_accelerator(LongContextConfig())
-    checkpoints.make_output(accelerator, folder / "shared")
+    make_output(accelerator, folder / "shared")
     own = folder / f"of_{accelerator.process_index}"
     with pytest.raises(ValueError, match=r"another folder for processes \[1\] than for process 0"):
-        checkpoints.make_output(accelerator, own)
+        make_output(accelerator, own)
     close_accelerator(accelerator)
 
 

@@ -1,0 +1,35 @@
+"""Trained models as plain transformers and peft load them: an adapter, or all weights."""
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from longctx_patch.recipes.model_card import how_to_load, mark_adapter
+from longctx_patch.recipes.saving.writing import without_frozen
+
+
+def export_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path, *, seed: int) -> None:
+    """Save the adapter or the model, its config and tokenizer; every process calls this.
+
+    `seed` is the run's: an adapter's base model may have random weights that were made from it.
+    """
+    inner = accelerator.unwrap_model(model)
+    adapter = hasattr(inner, "peft_config")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
+    weights = get_model_state_dict(model, options=options)  # collective; only rank 0 gets them
+    weights = without_frozen(weights, model)
+    if accelerator.is_main_process:
+        # TRL keeps the adapter as it was beside the trained one, as "ref".
+        alone = {"save_embedding_layers": False, "selected_adapters": ["default"]}
+        extra = alone if adapter else {}
+        inner.save_pretrained(folder, state_dict=weights, **extra)
+        tokenizer.save_pretrained(folder)
+        if adapter:
+            base = inner.get_base_model()
+            base.config.save_pretrained(folder)
+            warns = mark_adapter(folder, base.config, base.name_or_path)
+            place = str(folder.resolve())
+            text = how_to_load(base.config, base.name_or_path, place, seed, warns=warns)
+            (folder / "README.md").write_text(f"# Adapter\n\n{text}", encoding="utf-8")
+    accelerator.wait_for_everyone()

@@ -1,0 +1,100 @@
+"""The folder that a run writes: whether a run may begin or go on in it, and who shares it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from longctx_patch.plugin.together import own_rank, refuse_together
+from longctx_patch.rules.names import require_choice
+
+from .choosing import complete, newest_good
+from .lock import LOCK_FILE
+from .names import Series
+
+ResumeName = Literal["no", "yes", "auto"]
+OWN_FILES = {LOCK_FILE, ".shared"}
+"""Files that a run leaves where it ends before it has written anything."""
+
+
+def resume_name(given: object) -> ResumeName:
+    """The name for what a flag, or a yes or no in YAML, says. Raises ValueError for other words."""
+    name: Any = {True: "yes", False: "no"}.get(given, given) if isinstance(given, bool) else given
+    require_choice("resume", name, get_args(ResumeName))
+    return name  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where a run writes, and how it is asked to begin there."""
+
+    folder: Path
+    checkpoints: Series
+    resume: ResumeName
+    record: str
+    """The file that every run writes as it begins: a folder with it is a run's."""
+
+    def check(self) -> None:
+        """Raise ValueError for a folder that the run can't begin or go on in. Changes nothing."""
+        if self.resume == "yes":
+            if not complete(self.checkpoints):
+                raise ValueError(
+                    f"resume: there is no complete checkpoint under {self.checkpoints.folder}. "
+                    "Start without --resume in an empty folder, or with --resume auto, which "
+                    "starts or goes on as it finds."
+                )
+            return
+        is_own_run = self.resume == "auto" and (self.folder / self.record).is_file()
+        if self.folder.exists() and not (self.is_free() or is_own_run):
+            hint = (
+                "no run of this recipe has begun there. Give an empty or new folder."
+                if self.resume == "auto"
+                else "Give an empty or new folder, or go on with the run in it with --resume."
+            )
+            raise ValueError(f"output {str(self.folder)!r} holds files. {hint}")
+
+    def _problems(self) -> list[str]:
+        try:
+            self.check()
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def is_free(self) -> bool:
+        """Whether it is a folder without a file of anybody's."""
+        return self.folder.is_dir() and all(p.name in OWN_FILES for p in self.folder.iterdir())
+
+    def find(self, say: Callable[[str], object]) -> Path | None:
+        """The checkpoint to go on from, None to begin. Collective; raises where `check` does, and
+        where no checkpoint is whole."""
+        refuse_together(self._problems() if own_rank() == 0 else ())
+        found = None if self.resume == "no" else newest_good(self.checkpoints, say)
+        if self.resume == "auto":
+            say(
+                f"resume: going on from {found}"
+                if found
+                else "resume: starting from the first step"
+            )
+        return found
+
+
+def make_output(accelerator: Any, output: Path) -> None:
+    """Make the folder; every process calls this. Raises ValueError on all where one sees another
+    folder, as on a machine that doesn't share it: the first checkpoint would fail there."""
+    marker = output / ".shared"
+    if accelerator.is_main_process:
+        output.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+    accelerator.wait_for_everyone()
+    output.mkdir(parents=True, exist_ok=True)
+    sees = torch.tensor([marker in output.iterdir()], dtype=torch.int, device=accelerator.device)
+    blind = [rank for rank, seen in enumerate(accelerator.gather(sees).tolist()) if not seen]
+    if accelerator.is_main_process:
+        marker.unlink()
+    if blind:
+        raise ValueError(
+            f"output {str(output)!r} is another folder for processes {blind} than for process 0: "
+            "checkpoints need one that all machines share. Give --output on a shared disk."
+        )

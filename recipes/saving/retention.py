@@ -1,0 +1,41 @@
+"""Which checkpoints are kept: the newest, and one of every so many steps."""
+
+import shutil
+from collections.abc import Container
+from dataclasses import dataclass
+from pathlib import Path
+
+from .choosing import complete
+from .manifest import MANIFEST
+from .names import Series
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """How many checkpoints an output holds; by default all, since what is deleted can't be had
+    back."""
+
+    keep_last: int = 0
+    """The newest so many are kept; 0: all."""
+    keep_every: int = 0
+    """Those whose step is a multiple of this are kept for ever; 0: none."""
+
+
+def delete_old(series: Series, retention: Retention, *, spared: Container[Path] = ()) -> list[Path]:
+    """Delete what is no longer to be kept; one process calls this, after a checkpoint is complete.
+
+    A folder loses its manifest first, so that what a kill leaves of it is no checkpoint. `spared`:
+    checkpoints that are kept whatever their step. Returns what was deleted.
+    """
+    if not retention.keep_last:
+        return []
+    old = complete(series)[: -retention.keep_last]
+    every = retention.keep_every
+    paths = [each.path for each in old if not (every and each.step % every == 0)]
+    gone = [path for path in paths if path not in spared]
+    for path in gone:
+        (path / MANIFEST).unlink()
+        shutil.rmtree(path)
+    for path in series.aside():
+        shutil.rmtree(path)
+    return gone

@@ -1,0 +1,51 @@
+"""Checkpoints of transformers' trainers with a manifest, and their deletion after it is written."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from longctx_patch.plugin.together import own_rank
+from longctx_patch.recipes.run_record import RECORD_FILE
+from longctx_patch.recipes.saving.manifest import seal
+from longctx_patch.recipes.saving.names import Series, trainer_checkpoints_of
+from longctx_patch.recipes.saving.output import Output
+from longctx_patch.recipes.saving.retention import Retention, delete_old
+from longctx_patch.recipes.trl_settings import TrlSettings
+
+
+def output_of(settings: TrlSettings, args: Any) -> Output:
+    """Where the run writes, and how it is asked to begin there."""
+    return Output(
+        folder=Path(args.output_dir),
+        checkpoints=trainer_checkpoints_of(args.output_dir),
+        resume=settings.resume,
+        record=RECORD_FILE,
+    )
+
+
+class SealCallback(TrainerCallback):
+    """Writes the manifest of each checkpoint that the trainer has saved.
+
+    It takes `save_total_limit` over: the trainer would delete old checkpoints before the new one is
+    complete on disk.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self._limit = args.save_total_limit or 0
+        args.save_total_limit = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        checkpoints = trainer_checkpoints_of(args.output_dir)
+        seal(checkpoints.path_of(state.global_step))
+        if own_rank() == 0:
+            self._delete_old(checkpoints, state.best_model_checkpoint)
+
+    def _delete_old(self, checkpoints: Series, best: str | None) -> None:
+        """As transformers does it: the best one is one of those that are kept."""
+        spared = {Path(best)} if best else set()
+        newest = {each.path for each in checkpoints.found()[-self._limit :]}
+        others = self._limit - 1 if spared - newest else self._limit
+        # The newest is kept beside the best also where one alone is asked for.
+        keep_last = max(1, others) if self._limit else 0
+        delete_old(checkpoints, Retention(keep_last=keep_last), spared=spared)

@@ -1,0 +1,147 @@
+"""Damaged checkpoints of a real run: each is named with its file, and the one before is taken."""
+
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from longctx_patch.plugin.together import own_rank
+from longctx_patch.recipes import finetune
+from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.saving.choosing import newest_good
+from longctx_patch.recipes.saving.manifest import MANIFEST, names_in, seal
+from longctx_patch.recipes.saving.names import Series, steps_of
+from tests.harness import run_distributed
+
+RANDOM = random.Random(22)
+
+
+def cut(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: RANDOM.randrange(len(content))])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[RANDOM.randrange(len(content))] ^= 1 << RANDOM.randrange(8)
+    path.write_bytes(content)
+
+
+def grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def blank(path: Path) -> None:
+    """Zeros in place of the second half, as a disk that lost power leaves them."""
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+
+
+WAYS: list[Callable[[Path], None]] = [grow, empty, blank, Path.unlink, *[cut, flip] * 6]
+
+
+def arguments(config_file: Path, text_file: Path, output: Path, *more: str) -> list[str]:
+    pairs = {"model": config_file, "text": text_file, "seq-len": 64, "output": output}
+    given = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
+    return [*given, "--max-steps", "4", "--save-every", "2", "--lora-dropout", "0.1", *more]
+
+
+@pytest.fixture
+def output(config_file: Path, text_file: Path, tmp_path: Path) -> Path:
+    finetune.main(arguments(config_file, text_file, tmp_path / "out"))
+    return tmp_path / "out"
+
+
+def damaged(output: Path) -> Iterator[tuple[Series, str]]:
+    """The checkpoints with one file of the newest damaged, and that file's name."""
+    series = steps_of(output)
+    newest, whole = series.path_of(4), output / "whole"
+    shutil.copytree(newest, whole)
+    for name in [*names_in(whole), MANIFEST]:
+        for way in WAYS:
+            for left in series.folder.glob("step_000004*"):
+                shutil.rmtree(left)
+            shutil.copytree(whole, newest, copy_function=os.link)
+            (newest / name).unlink()
+            shutil.copyfile(whole / name, newest / name)
+            way(newest / name)
+            if (
+                not (newest / name).exists()
+                or (newest / name).read_bytes() != (whole / name).read_bytes()
+            ):
+                yield series, name
+
+
+def test_every_damage_of_every_file_is_named_and_the_one_before_is_taken(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpickled: list[str] = []
+    monkeypatch.setattr(torch, "load", lambda *_, **__: unpickled.append("torch.load"))
+    monkeypatch.setattr(pickle, "load", lambda *_, **__: unpickled.append("pickle.load"))
+    trials = 0
+    for series, name in damaged(output):
+        said: list[str] = []
+        with monkeypatch.context() as looked:
+            looked.setattr(
+                "longctx_patch.recipes.saving.choosing.not_plain",
+                lambda folder: [] if folder == series.path_of(2) else [f"{folder} was unpickled"],
+            )
+            assert newest_good(series, said.append) == series.path_of(2)
+        assert f"step_000004: {name} " in said[0]
+        assert said[1].startswith(f"going on from {series.path_of(2)}")
+        assert [each.step for each in series.found()] == [2]
+        trials += 1
+    assert trials >= 200
+    assert not unpickled
+
+
+def test_a_run_goes_on_from_the_one_before_with_the_same_numbers(
+    output: Path, config_file: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(output)]
+    path = steps_of(output).path_of(4) / "state" / "__0_0.distcp"
+    flip(path)
+    finetune.main(arguments(config_file, text_file, output, "--resume"))
+    said = capsys.readouterr().out
+    assert f"a checkpoint is damaged: {path.parents[1]}: state/__0_0.distcp is damaged" in said
+    assert (path.parents[2] / "step_000004.damaged").is_dir()
+    again = [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(output)]
+    assert again == before
+    flip(path)
+    flip(steps_of(output).path_of(2) / "run.json")
+    for resume in ("yes", "auto"):
+        with pytest.raises(ValueError, match=r"none of the checkpoints .* is whole") as refused:
+            finetune.main(arguments(config_file, text_file, output, "--resume", resume))
+        assert f"{path.parents[1]}: state/__0_0.distcp is damaged" in str(refused.value)
+        assert "step_000002: run.json is damaged" in str(refused.value)
+
+
+def of_two_ranks(rank: int, folder: str) -> list[str]:
+    """Rank 1's file is damaged; both ranks say so."""
+    series = steps_of(folder)
+    for step in (1, 2):
+        path = series.path_of(step)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"random_{own_rank()}.safetensors").write_bytes(bytes([rank]) * 99)
+        seal(path)
+    if rank == 1:
+        flip(series.path_of(2) / "random_1.safetensors")
+    torch.distributed.barrier()
+    said: list[str] = []
+    assert newest_good(series, said.append) == series.path_of(1)
+    return said
+
+
+def test_ranks_hash_their_own_files_and_agree(tmp_path: Path) -> None:
+    said, same = run_distributed(of_two_ranks, 2, str(tmp_path))
+    assert said == same
+    assert "random_1.safetensors is damaged: it has another checksum" in said[0]
