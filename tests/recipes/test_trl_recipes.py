@@ -305,7 +305,7 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "shares": (["--data-shares", "1", "2"], "2 data_shares for 1 sources"),
     "share": (["--data-shares", "0"], "each is a number above 0"),
     "stream": (["--streaming"], "streaming without max_steps"),
-    "resume": (["--resume"], "has no checkpoint"),
+    "resume": (["--resume"], "there is no complete checkpoint under"),
     "output": (["--output-dir", "trainer_output"], "output_dir is not set"),
     "hub": (["--push-to-hub", "1"], "push_to_hub without hub_model_id"),
     "too long": (["--too-long", "cut", "--eval-share", "1"], "eval_share=1.0: a part"),
