@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
@@ -21,9 +21,9 @@ OWN_FILES = {LOCK_FILE, ".shared"}
 
 def resume_name(given: object) -> ResumeName:
     """The name for what a flag, or a yes or no in YAML, says. Raises ValueError for other words."""
-    name: Any = {True: "yes", False: "no"}.get(given, given) if isinstance(given, bool) else given
+    name: Any = {True: "yes", False: "no"}[given] if isinstance(given, bool) else given
     require_choice("resume", name, get_args(ResumeName))
-    return name  # type: ignore[no-any-return]
+    return cast(ResumeName, name)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,9 +44,8 @@ def series(tmp_path: Path) -> Series:
 
 
 def test_what_torch_writes_is_read(series: Series) -> None:
-    content = {"model": {name: torch.zeros(0) for name in ()}, "optimizer": {"lr": 0.0}}
     wanted = states()
-    content = {
+    content: dict[str, Any] = {
         "model": {name: torch.zeros_like(value) for name, value in wanted["model"].items()},
         "optimizer": {"lr": 0.0, "betas": (0.0, 0.0), "name": ""},
     }
@@ -90,10 +89,12 @@ def test_nothing_is_unpickled_of_a_file_with_another_checksum(
     series: Series, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_into: list[Path] = []
-    monkeypatch.setattr(
-        "longctx_patch.recipes.saving.choosing.not_plain",
-        lambda folder: looked_into.append(folder) or [],
-    )
+
+    def look(folder: Path) -> list[str]:
+        looked_into.append(folder)
+        return []
+
+    monkeypatch.setattr("longctx_patch.recipes.saving.choosing.not_plain", look)
     (series.path_of(2) / "state/.metadata").write_bytes(pickle.dumps(Evil(tmp_path / "x")))
     assert newest_good(series, lambda _: None) == series.path_of(1)
     assert looked_into == [series.path_of(1)]
