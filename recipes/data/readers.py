@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from longctx_patch.recipes.data import strict_json
 from longctx_patch.recipes.data.encoding import ZERO_BYTE, not_utf8
 from longctx_patch.recipes.data.records import TEXT_FILE, BadRecord, Record, named
+from longctx_patch.rules import strict_json
 
 Reader = Literal["jsonl", "json", "csv", "parquet", "arrow", "saved", "hub", "text"]
 BATCH_RECORDS = 1000

@@ -66,7 +66,7 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
             [],
             ["RoPE is of type 'dynamic'", "ranks would disagree", "--rope dynamic"],
         ),
-        ({"vocab_size": 200}, [], ["258 tokens", "vocab_size=200"]),
+        ({"vocab_size": 200, "pad_token_id": None}, [], ["258 tokens", "vocab_size=200"]),
         ({}, ["--rank", 8, "--full"], ["--rank 8 with --full", "Use --lora"]),
         ({}, ["--states-on-host", "--cpu"], ["--states-on-host with --cpu", "use one of them"]),
         ({}, ["--states-on-host", "--load-in-4bit"], ["with --load-in-4bit", "no FSDP2"]),

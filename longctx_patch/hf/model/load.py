@@ -1,18 +1,15 @@
 """A model's config from a hub name, a local folder or a config.json; weights are not needed."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
+from longctx_patch.hf.model.config_values import problem_of
+from longctx_patch.rules import strict_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-
-_SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "vocab_size"),
-)
 
 
 def load_model_config(model: str) -> "PreTrainedConfig":
@@ -24,6 +21,8 @@ def load_model_config(model: str) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     local = is_local(model)
+    if local:
+        _check_file(model)
     try:
         config = AutoConfig.from_pretrained(str(Path(model).expanduser()) if local else model)
     except OSError as error:
@@ -34,22 +33,35 @@ def load_model_config(model: str) -> "PreTrainedConfig":
             f"({str(error).splitlines()[0]}): longctx-patch supports {', '.join(FAMILIES)}."
         ) from error
     except Exception as error:  # config classes raise anything for impossible values
-        said = str(error).splitlines()[0]
+        said = " ".join(str(error).split())[:300]
         raise ValueError(
             f"model {model!r}: its config can't be used ({said}). Give a valid config.json."
         ) from error
-    _check_sizes(model, config)
+    if problem := problem_of(config):
+        raise ValueError(f"model {model!r}: in its config, {problem}. Give a valid config.json.")
     return config
 
 
-def _check_sizes(model: str, config: "PreTrainedConfig") -> None:
-    for name in _SIZES:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value < 1:  # some families have a list: one for each layer
-            raise ValueError(
-                f"model {model!r}: {name}={value} in its config: it counts something, and is 1 or "
-                "more. Give a valid config.json."
-            )
+def _check_file(model: str) -> None:
+    """Refuse a config file that transformers would read in another way, or not name."""
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        found = strict_json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror}).") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} can't be read: byte {error.start} is no UTF-8 text.") from error
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: its config can't be read, since it is no JSON ({error}). Give a valid "
+            "config.json."
+        ) from error
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ValueError(f"{path} holds a {kind}, not an object. Give a valid config.json.")
+    if problem := problem_of(SimpleNamespace(**found), as_written=True):
+        raise ValueError(f"{path}: {problem}. Give a valid config.json.")
 
 
 def is_bare_config(model: str) -> bool:

@@ -135,7 +135,7 @@ BAD = {
     ),
     "nan.jsonl": (
         GOOD + b'{"text": "b", "n": NaN}\n',
-        "nan.jsonl, line 2: .*NaN is no number of J",
+        "nan.jsonl, line 2: .*n is NaN, which is no n",
     ),
     "bytes.jsonl": (
         GOOD * 1000 + b'{"text": "Z\xfcrich"}\n',
