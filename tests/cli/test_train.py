@@ -1,5 +1,6 @@
 """`longctx train` starts what `accelerate launch` starts, from one process that has imported it."""
 
+import gc
 import json
 import os
 import shlex
@@ -86,6 +87,7 @@ def test_processes_are_forked_unless_cuda_was_set_up(
     (arguments,) = started
     assert arguments.start_method == ("spawn" if initialised else "fork")
     assert arguments.run_path
+    assert gc.isenabled()
     wanted = ["finetune", "--settings", str(folder / "finetune.yaml")]
     assert arguments.training_script_args == wanted
 
