@@ -18,6 +18,9 @@ if TYPE_CHECKING:
         virtual_group,
         world_place,
     )
+    from longctx_patch.health.finite import BadStepError, FiniteSteps, StepHistory
+    from longctx_patch.health.step_numbers import StepNumbers
+    from longctx_patch.health.weights import check_weights
     from longctx_patch.hf.handle import PatchHandle
     from longctx_patch.hf.layers.fused_layers import (
         choose_fused_layers,
@@ -63,6 +66,9 @@ _NAMES_IN = {
     "config": ("LongContextConfig",),
     "data": ("SequenceShardCollator", "pack_rows"),
     "engine.groups": ("SequenceGroup", "make_sequence_group", "virtual_group", "world_place"),
+    "health.finite": ("BadStepError", "FiniteSteps", "StepHistory"),
+    "health.step_numbers": ("StepNumbers",),
+    "health.weights": ("check_weights",),
     "hf.layers.fused_layers": ("choose_fused_layers", "fuse_layers", "require_fused_layers"),
     "hf.model.checks": ("UnsupportedModelError",),
     "hf.model.rope": ("scale_rope",),
@@ -94,7 +100,9 @@ _NAMES_IN = {
 _HOME = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 __all__ = [
+    "BadStepError",
     "Documents",
+    "FiniteSteps",
     "LongContextConfig",
     "LongContextTrainer",
     "LongContextTrainerMixin",
@@ -104,6 +112,8 @@ __all__ = [
     "SequenceParallelismConfig",
     "SequenceParallelismError",
     "SequenceShardCollator",
+    "StepHistory",
+    "StepNumbers",
     "TrainerParallelism",
     "UnsupportedModelError",
     "WillNotFit",
@@ -112,6 +122,7 @@ __all__ = [
     "accelerate_yaml",
     "all_configs",
     "attention",
+    "check_weights",
     "choose_fused_layers",
     "close_accelerator",
     "compare",

@@ -12,9 +12,7 @@ tokens of the step on all processes), checkpoints/ and final/.
 
 import dataclasses
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,6 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 # Absolute imports: they still hold in a copy of this file.
 from longctx_patch import PatchHandle, SequenceShardCollator, patch
 from longctx_patch.engine.groups import world_place
+from longctx_patch.health.finite import FiniteSteps
+from longctx_patch.health.weights import check_weights
 from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
     fuse_layers,
@@ -42,7 +42,7 @@ from longctx_patch.recipes.exporting import export_model
 from longctx_patch.recipes.identity import check_fingerprint, fingerprint
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
-from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes, read_metrics
+from longctx_patch.recipes.metrics import MetricsFile, read_metrics
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.row_order import RowOrder
@@ -57,6 +57,7 @@ from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
 from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.text_rows import TextRows, rows_of_run
+from longctx_patch.recipes.train_step import gradients_stay_local, train_step
 
 
 class Data(NamedTuple):
@@ -68,6 +69,11 @@ class Data(NamedTuple):
     collator: SequenceShardCollator
     """Cuts this process's shard."""
     replica: int
+
+    def called(self, step: int) -> list[str]:
+        """The rows of this process in `step` (from 0), in words, one text per forward."""
+        batches = self.order.indices(step, self.replica)
+        return [", ".join(map(self.rows.called, batch)) for batch in batches]
 
     def metrics(self) -> dict[str, float]:
         """What every line of metrics.jsonl says about the rows."""
@@ -135,6 +141,7 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None, stages:
         write_record(output, dataclasses.asdict(settings), accelerator.num_processes)
     if checkpoint:
         load_checkpoint(state, checkpoint)
+    check_weights(state.model, accelerator.device)
     accelerator.print(f"fused layers: {fused.how} ({fused.why})\nweights: {settings.dtype}")
     if data.rows.summary:
         accelerator.print(data.rows.summary)
@@ -194,9 +201,22 @@ def train_steps(
         micro_batches(data, range(state.step, settings.max_steps)),
         depth=settings.gradient_accumulation_steps,
     )
+    steps = FiniteSteps(
+        state.optimizer,
+        skip_bad_steps=settings.skip_bad_steps,
+        max_loss_spike=settings.max_loss_spike,
+        history=state.history,
+    )
     while state.step < settings.max_steps:
         batches = list(islice(ahead, settings.gradient_accumulation_steps))
-        values = train_step(settings, accelerator, state, batches)
+        values = train_step(
+            accelerator,
+            state,
+            batches,
+            steps=steps,
+            max_grad_norm=settings.max_grad_norm,
+            rows=partial(data.called, state.step),
+        )
         handle.reserve_host(0)  # the optimizer has made its states
         kept = {
             "layers_not_recomputed": handle.checkpointing.num_whole_layers,
@@ -323,54 +343,6 @@ def states_to_come(state: TrainState) -> int:
         return 0
     trained = [p for p in state.model.parameters() if p.requires_grad]
     return 3 * sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in trained)
-
-
-def train_step(
-    settings: Settings, accelerator: Any, state: TrainState, batches: list[Any]
-) -> dict[str, float]:
-    """One optimizer step over all micro batches; returns the line for metrics.jsonl."""
-    started = time.perf_counter()
-    batches = [{name: value.to(accelerator.device) for name, value in b.items()} for b in batches]
-    tokens = count_valid_tokens(batches)
-    loss = torch.zeros((), device=accelerator.device)
-    for number, batch in enumerate(batches, start=1):
-        with gradients_stay_local(accelerator, state.model, until_last=number < len(batches)):
-            # The loss is this process's share of the mean over all tokens of the step.
-            part = state.model(**batch, num_valid_tokens=tokens, use_cache=False).loss
-            accelerator.backward(part)
-        loss += part.detach()
-    trained = [p for p in state.model.parameters() if p.requires_grad]
-    grad_norm = accelerator.clip_grad_norm_(trained, settings.max_grad_norm or float("inf"))
-    learning_rate = state.optimizer.param_groups[0]["lr"]
-    state.optimizer.step()
-    state.scheduler.step()
-    state.optimizer.zero_grad()
-    state.step += 1
-
-    mine = [loss.item(), peak_memory_bytes(loss.device)]
-    mine_tensor = torch.tensor(mine, dtype=torch.float64, device=loss.device)
-    everyone = accelerator.gather(mine_tensor).view(-1, 2).cpu()  # waits for the whole step
-    tokens_per_second = tokens / (time.perf_counter() - started)
-    return {
-        "step": state.step,
-        "loss": everyone[:, 0].mean().item(),
-        "grad_norm": float(grad_norm),
-        "learning_rate": learning_rate,
-        "tokens": tokens,
-        "tokens_per_second": tokens_per_second,
-        "tokens_per_second_per_device": tokens_per_second / accelerator.num_processes,
-        "peak_memory_bytes": int(everyone[:, 1].max().item()),
-    }
-
-
-def gradients_stay_local(
-    accelerator: Any, model: Any, *, until_last: bool
-) -> AbstractContextManager[Any]:
-    """Skip DDP's all-reduce before the last micro batch. Not under FSDP2, which would then keep
-    unsharded gradients."""
-    if until_last and not accelerator.is_fsdp2:
-        return accelerator.no_sync(model)
-    return nullcontext()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from longctx_patch.health.finite import BadStepError
 from longctx_patch.recipes.memory_report import OutOfMemory
 
 SECONDS_AFTER_RANK_0 = 5.0
@@ -49,7 +50,7 @@ def one_message(program: str) -> Iterator[None]:
     """End the process with a refusal's message in place of a traceback; exit code 1."""
     try:
         yield
-    except (ValueError, OutOfMemory) as error:
+    except (ValueError, OutOfMemory, BadStepError) as error:
         _say(f"{program}: {error}")
         raise SystemExit(1) from None
 

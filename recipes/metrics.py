@@ -1,8 +1,11 @@
 """One line of JSON per step, and the numbers of this process that belong in it."""
 
 import json
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,17 +20,30 @@ class MetricsFile:
         self._path = folder / METRICS_FILE if writes else None
         if self._path is not None and self._path.exists():
             kept = [line for line in read_metrics(folder) if line["step"] <= first_step]
-            self._path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            self._path.write_text("".join(map(strict_line, kept)), encoding="utf-8")
 
-    def write(self, **values: float | int) -> None:
+    def write(self, **values: Any) -> None:
         """Add one line; it is on disk when this returns."""
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
+                file.write(strict_line(values))
 
 
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The lines of a run's `metrics.jsonl`; a last line cut off by a kill is left out."""
+def strict_line(values: Mapping[str, Any]) -> str:
+    """A line of JSON, which has no word for what is not finite: such a number is null, and
+    `non_finite` has its name and what it was."""
+    odd = {
+        name: str(value)
+        for name, value in values.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
+    said = {**values, **dict.fromkeys(odd), **({"non_finite": odd} if odd else {})}
+    return json.dumps(said, allow_nan=False) + "\n"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's `metrics.jsonl`, each with a number of its step; a last line cut off by
+    a kill is left out."""
     lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -31,12 +31,15 @@ class RowOrder:
 
     def micro_batches(self, step: int, replica: int) -> list[list[Row]]:
         """Rows of `replica` in `step` (from 0), one list per forward."""
+        return [[self.rows[index] for index in batch] for batch in self.indices(step, replica)]
+
+    def indices(self, step: int, replica: int) -> list[list[int]]:
+        """The numbers of these rows in `rows`."""
         batches = []
         for micro in range(self.accumulation):
             first = step * self.rows_per_step
             first += (micro * self.replicas + replica) * self.batch_size
-            indices = [self._row_index(first + offset) for offset in range(self.batch_size)]
-            batches.append([self.rows[index] for index in indices])
+            batches.append([self._row_index(first + offset) for offset in range(self.batch_size)])
         return batches
 
     def _row_index(self, position: int) -> int:

@@ -20,7 +20,9 @@ import yaml
 from transformers import HfArgumentParser
 
 from longctx_patch.config import LongContextConfig
+from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
+from longctx_patch.recipes.number_rules import check_numbers
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
 from longctx_patch.rules.names import did_you_mean, require_choice
 
@@ -174,6 +176,15 @@ class Settings(Parallelism, _Text, ModelSettings):
     batch_size: int = setting("rows per data-parallel replica and forward", default=1)
     gradient_accumulation_steps: int = setting("forwards per optimizer step", default=1)
     max_grad_norm: float = setting("clip to this gradient norm; 0 never clips", default=1.0)
+    skip_bad_steps: int = setting(
+        "how many steps whose loss or gradient is not finite are left out; one more ends the run",
+        default=0,
+    )
+    max_loss_spike: float = setting(
+        "a loss above so many times the median of the last 32 steps is left out like one that is "
+        "not finite; 0 never",
+        default=0.0,
+    )
     seed: int = setting("seed of weights, row order and dropout", default=0)
     save_every: int = setting("steps between checkpoints; 0 saves at the end only", default=0)
     keep_last: int = setting("newest checkpoints that are kept; 0 keeps all", default=0)
@@ -201,6 +212,8 @@ class Settings(Parallelism, _Text, ModelSettings):
             self._check_at_least(name, 0)
         object.__setattr__(self, "resume", resume_name(self.resume))
         self._check_kept()
+        check_guard_settings(self.skip_bad_steps, self.max_loss_spike)
+        check_numbers(self)
         if self.hub_private and not self.push_to_hub:
             raise ValueError("hub_private without push_to_hub: give --push-to-hub NAME too.")
         if self.scheduler == "constant" and self.warmup_steps:

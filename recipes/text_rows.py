@@ -80,6 +80,20 @@ class TextRows(Sequence[Row]):
             return self.pieces.lengths
         return np.add.reduceat(self.pieces.lengths, self.edges[:-1])
 
+    def called(self, index: int) -> str:
+        """A row by its number and those of its documents, both from 0, in words."""
+        which = slice(index, index + 1)
+        if self.edges is not None:
+            which = slice(self.edges[index], self.edges[index + 1])
+        ends = np.cumsum(self.stream.document_lengths())
+        starts, lengths = (places[which].astype(np.int64) for places in self.pieces)
+        first, last = (
+            np.searchsorted(ends, at, side="right") for at in (starts, starts + lengths - 1)
+        )
+        numbers = [n for a, b in zip(first, last, strict=True) for n in range(a, b + 1)]
+        word = "document" if len(numbers) == 1 else "documents"
+        return f"row {index} ({word} {', '.join(map(str, numbers))})"
+
     def digest(self) -> str:
         """A short fingerprint, equal for equal tokens in equal rows and documents."""
         content = hashlib.sha256(self.stream.digest())

@@ -14,6 +14,7 @@ from trl import TrlParser
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.recipes.data.reading import TooLong
+from longctx_patch.recipes.number_rules import check_numbers
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
 from longctx_patch.recipes.settings import (
     ModelSettings,
@@ -77,6 +78,7 @@ class TrlSettings(Parallelism, ModelSettings):
         require_choice("too_long", self.too_long, get_args(TooLong))
         self._check_at_least("early_stopping", 0)
         object.__setattr__(self, "resume", resume_name(self.resume))
+        check_numbers(self)
         self.sequence_parallelism()
 
     def sequence_parallelism(self) -> LongContextConfig:
@@ -96,6 +98,7 @@ def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[T
     parser = TrlParser((TrlSettings, config_class), allow_abbrev=False)
     settings, args = parser.parse_args_and_config(arguments)
     check_together(settings, args)
+    check_numbers(args)
     args.max_length = settings.seq_len if getattr(args, "packing", False) else None
     return settings, args
 

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from longctx_patch.health.finite import StepHistory
 from longctx_patch.plugin.together import own_rank
 
 from .plain_pickle import load_plain
@@ -40,7 +41,8 @@ def load_checkpoint(state: TrainState, folder: Path) -> None:
     random = folder / random_file(own_rank())
     if random.exists():  # there are fewer where the run had fewer processes
         _set_random_states(load_file(random))
-    state.step = _json(folder / RUN_FILE)["step"]
+    run = _json(folder / RUN_FILE)
+    state.step, state.history = run["step"], StepHistory(**run.get("history", {}))
 
 
 def fingerprint_of(folder: Path) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from longctx_patch.health.finite import StepHistory
+
 
 @dataclasses.dataclass(kw_only=True)
 class TrainState:
@@ -14,4 +16,5 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scheduler: Any
     step: int = 0
-    """Optimizer steps done; with the row order this is also the position in the data."""
+    """Optimizer steps done or skipped; with the row order this is also the position in the data."""
+    history: StepHistory = dataclasses.field(default_factory=StepHistory)

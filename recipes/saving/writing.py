@@ -1,6 +1,7 @@
 """Writing a checkpoint: a folder that is complete once its manifest is there."""
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import warnings
@@ -55,7 +56,9 @@ def save_checkpoint(
     if is_main:
         schedule = json.dumps(state.scheduler.state_dict())
         (folder / SCHEDULER_FILE).write_text(schedule, encoding="utf-8")
-        content = json.dumps({"step": state.step, "fingerprint": run}, indent=2)
+        history = dataclasses.asdict(state.history)
+        said = {"step": state.step, "history": history, "fingerprint": run}
+        content = json.dumps(said, indent=2, allow_nan=False)
         (folder / RUN_FILE).write_text(content, encoding="utf-8")
     seal(folder)
 

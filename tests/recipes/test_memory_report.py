@@ -148,7 +148,7 @@ def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def full(*_: object) -> Callable[[], None]:
+    def full(*_: object, **__: object) -> Callable[[], None]:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     def said(text: str, _: Settings, config: Any, __: Any) -> RuntimeError:

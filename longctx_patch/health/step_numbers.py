@@ -1,0 +1,76 @@
+"""The loss of each rank and the gradient's norm: judged on the device, read by the host later."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNumbers:
+    """What the numbers of a step were, the same on every rank."""
+
+    loss: float
+    """The mean over all ranks."""
+    grad_norm: float
+    problem: str
+    """Why the step was not applied, in words; empty if it was."""
+
+    @property
+    def is_applied(self) -> bool:
+        return not self.problem
+
+
+class PendingStep:
+    """The numbers of a step on their way to the host."""
+
+    def __init__(self, by_rank: Tensor, *, judges_norm: bool, limit: float) -> None:
+        """`by_rank`: `[ranks, 2]` losses and gradient norms, float64. `limit`: of the mean loss."""
+        self._limit = limit
+        self.device = by_rank.device
+        judged = by_rank if judges_norm else by_rank[:, 0]
+        is_bad = torch.isfinite(judged).all().logical_not() | (by_rank[:, 0].mean() > limit)
+        self.is_bad = is_bad.float()
+        """1 or 0 on the device, a scalar. The host reads this decision, and makes none of its
+        own."""
+        numbers = torch.cat([is_bad.double()[None], by_rank.flatten()])
+        self._host, self._arrived = numbers, None
+        if self.device.type == "cuda":
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def numbers(self) -> StepNumbers:
+        """Wait for the numbers. The same on every rank."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        by_rank = self._host[1:].view(-1, 2)
+        loss, norm = by_rank[:, 0].mean().item(), by_rank[0, 1].item()
+        problem = self._problem(by_rank.tolist(), loss) if self._host[0].item() else ""
+        return StepNumbers(loss=loss, grad_norm=norm, problem=problem)
+
+    def _problem(self, by_rank: list[list[float]], mean: float) -> str:
+        odd = {rank: loss for rank, (loss, _) in enumerate(by_rank) if not math.isfinite(loss)}
+        if odd:
+            values = " and ".join(sorted({str(value) for value in odd.values()}))
+            return f"the loss is {values} on rank {', '.join(map(str, odd))}"
+        if not mean > self._limit:
+            norm = next((norm for _, norm in by_rank if not math.isfinite(norm)), math.inf)
+            return f"the gradient norm is {norm}"
+        return (
+            f"the loss {mean:.4g} is above {self._limit:.4g}, the median of the steps before times "
+            "max_loss_spike"
+        )
+
+
+def gathered(mine: Tensor) -> Tensor:
+    """`[ranks, *mine.shape]` of all processes, without a wait of the host. Collective."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return mine[None]
+    # Concatenated: gloo takes no other form.
+    found = mine.new_empty(dist.get_world_size() * mine.numel())
+    dist.all_gather_into_tensor(found, mine.flatten())
+    return found.view(-1, *mine.shape)

@@ -1,0 +1,64 @@
+"""Settings that can't give finite numbers are refused before a model is built."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+HIGHEST_LEARNING_RATE = 100.0
+"""Adam moves each weight by about the learning rate in a step, and weights of language models are
+mostly far below 1; SGD, whose rates are larger, has trained none above it."""
+
+
+class Bounds(NamedTuple):
+    """From `least` to `most`, each in or out of what is allowed."""
+
+    least: float
+    most: float
+    why: str
+    has_least: bool = True
+    has_most: bool = True
+
+    def hold(self, value: float) -> bool:
+        above = value >= self.least if self.has_least else value > self.least
+        return above and (value <= self.most if self.has_most else value < self.most)
+
+    def __str__(self) -> str:
+        low = "from" if self.has_least else "above"
+        high = "to" if self.has_most else "to below"
+        return f"{low} {self.least:g} {high} {self.most:g}"
+
+
+_DECAY = "an average of gradients that forgets none would grow without end"
+RULES = {
+    "learning_rate": Bounds(
+        0, HIGHEST_LEARNING_RATE, "a step moves each weight by about as much with Adam"
+    ),
+    "weight_decay": Bounds(0, math.inf, "weights shrink by it", has_most=False),
+    "max_grad_norm": Bounds(0, math.inf, "0 never clips", has_most=False),
+    "adam_beta1": Bounds(0, 1, _DECAY, has_most=False),
+    "adam_beta2": Bounds(0, 1, _DECAY, has_most=False),
+    "adam_epsilon": Bounds(
+        0, math.inf, "a weight without a gradient divides by it", has_least=False, has_most=False
+    ),
+}
+"""Of the recipes' settings and of transformers' arguments, which have the same names."""
+
+
+def check_numbers(settings: Any) -> None:
+    """Raise ValueError for a number of a dataclass that is not finite or beyond its bounds, and for
+    weight decay that makes weights grow."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{field.name}={value}: it must be a finite number.")
+        bounds = RULES.get(field.name)
+        if bounds is not None and value is not None and not bounds.hold(value):
+            raise ValueError(
+                f"{field.name}={value}: a number {bounds} ({bounds.why}). Give one in this range."
+            )
+    rate, decay = (getattr(settings, name, 0) or 0 for name in ("learning_rate", "weight_decay"))
+    if rate * decay > 1:
+        raise ValueError(
+            f"learning_rate={rate} with weight_decay={decay}: a step multiplies each weight by "
+            f"1 - {rate * decay:g}, so that its sign changes. Their product must not exceed 1."
+        )

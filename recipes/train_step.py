@@ -1,0 +1,101 @@
+"""One optimizer step over several micro batches, which changes nothing unless its numbers are
+finite."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from longctx_patch.health.finite import FiniteSteps
+from longctx_patch.health.where import Pass, source_of
+from longctx_patch.loss.law import count_valid_tokens
+from longctx_patch.memory.random_state import RandomState
+from longctx_patch.recipes.metrics import peak_memory_bytes
+from longctx_patch.recipes.saving.state import TrainState
+
+
+def train_step(
+    accelerator: Any,
+    state: TrainState,
+    batches: list[Any],
+    *,
+    steps: FiniteSteps,
+    max_grad_norm: float,
+    rows: Callable[[], list[str]],
+) -> dict[str, Any]:
+    """Train on all micro batches of a step; returns the line for metrics.jsonl.
+
+    Args:
+        rows: says which rows each of the micro batches has.
+
+    Raises:
+        BadStepError: on all ranks, for a step with bad numbers where none may be skipped any more.
+            `state` is that after the step before.
+    """
+    started = time.perf_counter()
+    batches = [{name: value.to(accelerator.device) for name, value in b.items()} for b in batches]
+    tokens = count_valid_tokens(batches)
+    random = RandomState.now(accelerator.device)
+    loss = run_batches(accelerator, state.model, batches, tokens)
+    trained = [p for p in state.model.parameters() if p.requires_grad]
+    grad_norm = accelerator.clip_grad_norm_(trained, max_grad_norm or float("inf"))
+    learning_rate = state.optimizer.param_groups[0]["lr"]
+
+    def explain() -> str:
+        passes = [
+            Pass(
+                partial(run_batches, accelerator, state.model, [batch], tokens, averages=False),
+                said,
+            )
+            for batch, said in zip(batches, rows(), strict=True)
+        ]
+        return source_of(state.model, passes, random)
+
+    numbers = steps.step(loss, grad_norm, explain)  # waits for the whole step
+    state.scheduler.step()
+    state.optimizer.zero_grad()
+    state.step += 1
+    peak = torch.tensor([peak_memory_bytes(loss.device)], dtype=torch.float64, device=loss.device)
+    peak_bytes = int(accelerator.gather(peak).max().item())
+    tokens_per_second = tokens / (time.perf_counter() - started)
+    skipped = {} if numbers.is_applied else {"skipped": numbers.problem}
+    return {
+        "step": state.step,
+        "loss": numbers.loss,
+        "grad_norm": numbers.grad_norm,
+        "learning_rate": learning_rate,
+        "tokens": tokens,
+        "tokens_per_second": tokens_per_second,
+        "tokens_per_second_per_device": tokens_per_second / accelerator.num_processes,
+        "peak_memory_bytes": peak_bytes,
+        **skipped,
+    }
+
+
+def run_batches(
+    accelerator: Any, model: Any, batches: list[Any], tokens: int, *, averages: bool = True
+) -> torch.Tensor:
+    """Forward and backward of every micro batch; returns this process's share of the mean loss over
+    the `tokens` of the step. `averages`: whether gradients are averaged over processes at the end,
+    which under FSDP2 they always are."""
+    loss = torch.zeros((), device=accelerator.device)
+    for number, batch in enumerate(batches, start=1):
+        is_last = averages and number == len(batches)
+        with gradients_stay_local(accelerator, model, until_last=not is_last):
+            part = model(**batch, num_valid_tokens=tokens, use_cache=False).loss
+            accelerator.backward(part)
+        loss += part.detach()
+    return loss
+
+
+def gradients_stay_local(
+    accelerator: Any, model: Any, *, until_last: bool
+) -> AbstractContextManager[Any]:
+    """Skip DDP's all-reduce before the last micro batch. Not under FSDP2, which would then keep
+    unsharded gradients."""
+    if until_last and not accelerator.is_fsdp2:
+        return accelerator.no_sync(model)
+    return nullcontext()

@@ -1,0 +1,236 @@
+"""Nothing is trained on numbers that are none, and nothing of them is saved: the recipe, in this
+process and on two, with what was seen to go on silently before."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
+from trl import DPOConfig, SFTConfig
+
+from longctx_patch.health.finite import BadStepError
+from longctx_patch.recipes import finetune
+from longctx_patch.recipes.metrics import read_metrics, strict_line
+from longctx_patch.recipes.number_rules import check_numbers
+from longctx_patch.recipes.settings import Settings
+from tests.health.planted import planted
+from tests.plugin.launched import run_launched
+from tests.recipes.conftest import write_documents
+from tests.tiny_llama import TINY_LLAMA
+
+GRADIENT = "model.layers.1.mlp.up_proj.weight"
+COMPARED = ("step", "loss", "grad_norm", "learning_rate", "tokens", "skipped")
+
+
+@pytest.fixture
+def job(tmp_path: Path, config_file: Path, text_file: Path) -> list[str]:
+    """Arguments of a run of seven steps without an output."""
+    flags = ["--model", str(config_file), "--text", str(text_file), "--seq-len", "64", "--full"]
+    return [*flags, "--max-steps", "7", "--learning-rate", "1e-2", "--weight-decay", "0.1"]
+
+
+def numbers(output: Path) -> list[list[Any]]:
+    return [[line.get(name) for name in COMPARED] for line in read_metrics(output)]
+
+
+def strict(output: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl as a parser reads them that keeps to JSON."""
+
+    def refuse(token: str) -> Any:
+        raise AssertionError(f"{token} is no JSON")
+
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def without_step(job: list[str], left_out: int) -> list[float]:
+    """Losses of a plain loop of torch and transformers over the same rows, without one step."""
+    settings = finetune.parse_settings([*job, "--output", "unused"])
+    set_seed(settings.seed)
+    config = LlamaConfig(**TINY_LLAMA)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    scheduler = get_scheduler("cosine", optimizer, 0, 7)
+    data = finetune.build_data(settings, finetune.models.byte_tokenizer())
+    losses = []
+    for step in range(7):
+        ((row,),) = data.order.micro_batches(step, 0)
+        ids = torch.tensor([row["input_ids"]])
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(loss.item())
+        if step + 1 != left_out:
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+    return losses
+
+
+def test_a_skipped_step_is_left_out_and_a_resumed_run_knows_of_it(
+    job: list[str], tmp_path: Path
+) -> None:
+    whole = tmp_path / "whole"
+    flags = [*job, "--skip-bad-steps", "1", "--save-every", "5", "--output", str(whole)]
+    with planted(GRADIENT, 4):
+        finetune.main(flags)
+    lines = strict(whole)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in lines if "skipped" in line] == [4]
+    assert lines[3]["grad_norm"] is None
+    assert lines[3]["non_finite"] == {"grad_norm": "nan"}
+    assert f"gradient of weight {GRADIENT} is not finite" in lines[3]["skipped"]
+    ((row,),) = finetune.build_data(
+        finetune.parse_settings(flags), finetune.models.byte_tokenizer()
+    ).order.indices(3, 0)
+    assert lines[3]["skipped"].endswith(f"its rows: row {row} (document 0)")
+    wanted = without_step(job, 4)
+    assert [line["loss"] for line in lines] == pytest.approx(wanted, rel=1e-5)
+
+    parts = tmp_path / "parts"
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "final")
+    finetune.main([*flags[:-1], str(parts), "--resume"])
+    assert numbers(parts) == numbers(whole)
+    ours, theirs = (load_file(f / "final" / "model.safetensors") for f in (parts, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    shutil.rmtree(parts / "final")
+    with planted("loss", 1), pytest.raises(BadStepError, match="1 steps were skipped before it"):
+        finetune.main([*flags[:-1], str(parts), "--resume"])
+
+
+@pytest.mark.parametrize("place", ["loss", GRADIENT, "model.layers.0.self_attn.o_proj"])
+def test_a_bad_step_ends_a_run_and_only_good_states_are_saved(
+    job: list[str], tmp_path: Path, place: str
+) -> None:
+    out = tmp_path / "out"
+    flags = [*job, "--save-every", "1", "--output", str(out)]
+    with planted(place, 4), pytest.raises(BadStepError) as raised:
+        finetune.main(flags)
+    assert "skip_bad_steps=0, so the run ends" in str(raised.value)
+    assert "first on rank 0: " in str(raised.value)
+    assert {"loss": "the loss is nan", GRADIENT: GRADIENT}.get(place, f" {place} (") in str(
+        raised.value
+    )
+    assert [line["step"] for line in strict(out)] == [1, 2, 3]
+    saved = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert saved == ["step_000001", "step_000002", "step_000003"]
+    assert not (out / "final").exists()
+
+
+def test_a_guarded_run_has_the_bits_of_a_plain_one(job: list[str], tmp_path: Path) -> None:
+    """With a spike guard, too, as long as nothing is a spike."""
+    for name, more in (("a", []), ("b", ["--skip-bad-steps", "3", "--max-loss-spike", "9"])):
+        finetune.main([*job, *more, "--output", str(tmp_path / name)])
+    assert numbers(tmp_path / "a") == numbers(tmp_path / "b")
+
+
+def test_a_weight_that_is_nan_is_named_before_the_first_step(
+    job: list[str], tmp_path: Path, config_file: Path
+) -> None:
+    set_seed(0)
+    folder = tmp_path / "spoilt"
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights[GRADIENT][3, 4] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for kind in ("--full", "--lora"):
+        flags = [*job, "--model", str(folder), "--tokenizer", "bytes", kind]
+        flags = [flag for flag in flags if kind == "--full" or flag != "--full"]
+        with pytest.raises(ValueError, match=r"up_proj\.\S*weight has 1 values that are not fin"):
+            finetune.main([*flags, "--output", str(tmp_path / kind)])
+        assert not (tmp_path / kind / "metrics.jsonl").exists()
+
+
+def test_packed_rows_are_named_by_their_documents(job: list[str], tmp_path: Path) -> None:
+    text = write_documents(tmp_path, 3, 50, 17, 150, 31, 8, 40, 2, 59)
+    flags = [*job, "--text", str(text), "--pack", "--output", str(tmp_path / "out")]
+    data = finetune.build_data(finetune.parse_settings(flags), finetune.models.byte_tokenizer())
+    lengths = data.rows.stream.document_lengths().tolist()
+    with planted("loss", 1), pytest.raises(BadStepError) as raised:
+        finetune.main(flags)
+    (said,) = data.called(0)
+    assert f"its rows: {said}." in str(raised.value)
+    named = [int(n) for n in said.split("documents ")[1].rstrip(")").split(", ")]
+    ((row,),) = data.order.micro_batches(0, 0)
+    assert sum(lengths[number] for number in named) >= len(row["input_ids"])
+    assert len(named) == len(row["seq_lengths"])
+
+
+def fails(flags: list[str], place: str, rank: int, batch: int) -> str:
+    with (
+        planted(place, batch, when=lambda: dist.get_rank() == rank),
+        pytest.raises(BadStepError) as raised,
+    ):
+        finetune.main(flags)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("ring", "place"), [(1, "loss"), (2, "model.layers.1.mlp.down_proj")])
+def test_all_ranks_end_alike_and_name_the_rank_at_fault(
+    job: list[str], tmp_path: Path, ring: int, place: str
+) -> None:
+    """A NaN of rank 1 alone: in its loss, as a replica of DDP; in a layer, beside a rank of the
+    same row, whose gradients are then NaN too."""
+    out = tmp_path / "out"
+    flags = [*job, "--ring", str(ring), "--save-every", "1", "--output", str(out)]
+    messages = run_launched(fails, 2, flags, place, 1, 3)
+    assert len(set(messages)) == 1
+    assert "the loss is nan on rank 1;" in messages[0]
+    assert "first on rank 1: " in messages[0]
+    assert ("the loss is nan, and every layer" if ring == 1 else place) in messages[0]
+    assert [line["step"] for line in strict(out)] == [1, 2]
+    assert not (out / "final").exists()
+
+
+RULES: dict[str, tuple[dict[str, Any], str]] = {
+    "rate": ({"learning_rate": 1e30}, "learning_rate=1e[+]30: a number from 0 to 100"),
+    "rate inf": ({"learning_rate": math.inf}, "learning_rate=inf: it must be a finite number"),
+    "rate nan": ({"learning_rate": math.nan}, "learning_rate=nan"),
+    "rate below": ({"learning_rate": -1e-4}, "learning_rate=-0.0001"),
+    "decay": ({"weight_decay": math.nan}, "weight_decay=nan"),
+    "decay below": ({"weight_decay": -0.1}, "weight_decay=-0.1: a number from 0"),
+    "both": ({"learning_rate": 50.0, "weight_decay": 0.1}, "multiplies each weight by 1 - 5"),
+    "norm": ({"max_grad_norm": math.nan}, "max_grad_norm=nan"),
+    "norm below": ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
+}
+OF_TRAINERS: dict[str, tuple[dict[str, Any], str]] = {
+    "beta1": ({"adam_beta1": 1.0}, "adam_beta1=1.0: a number from 0 to below 1"),
+    "beta2": ({"adam_beta2": -0.1}, "adam_beta2=-0.1"),
+    "epsilon": ({"adam_epsilon": 0.0}, "adam_epsilon=0.0: a number above 0"),
+    "any": ({"warmup_steps": math.inf}, "warmup_steps=inf: it must be a finite number"),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_settings_that_cannot_give_finite_numbers_are_refused(name: str) -> None:
+    values, message = RULES[name]
+    with pytest.raises(ValueError, match=message):
+        Settings(model="m", text=["t"], output="o", seq_len=64, **values)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("config", [SFTConfig, DPOConfig])
+def test_so_are_arguments_of_trainers_and_their_defaults_are_not(config: Any) -> None:
+    usual = {"output_dir": "out", "report_to": [], "use_cpu": True, "bf16": False}
+    check_numbers(config(**usual))
+    for values, message in (RULES | OF_TRAINERS).values():
+        with pytest.raises(ValueError, match=message):
+            check_numbers(config(**usual | values))
+
+
+def test_lines_of_metrics_are_strict_json() -> None:
+    line = strict_line({"step": 3, "loss": math.nan, "eval_loss": -math.inf, "skipped": "why"})
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "step": 3,
+        "loss": None,
+        "eval_loss": None,
+        "skipped": "why",
+        "non_finite": {"loss": "nan", "eval_loss": "-inf"},
+    }
