@@ -17,8 +17,9 @@ from longctx_patch.sequence.layout import Layout, LayoutName
 from longctx_patch.sequence.placement import place
 
 SHARD_KEY = "longctx_shard"
-"""Key of an int64 tensor `[B, 6 + n]`: the fields of `Cut`, the length of the padded row, a
-checksum of the whole row, and the lengths of its documents (at most n), filled up with zeros."""
+"""Key of an int64 tensor `[B, 7 + n]`: the fields of `Cut`, the length of the padded row, a
+checksum of the whole row, its largest token, and the lengths of its documents (at most n), filled
+up with zeros."""
 _LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
@@ -58,7 +59,7 @@ class Cut(NamedTuple):
         return layout.intervals[self.group_rank]
 
 
-_FIRST_LENGTH = len(Cut._fields) + 2
+_FIRST_LENGTH = len(Cut._fields) + 3
 
 
 class Descriptor(NamedTuple):
@@ -71,6 +72,8 @@ class Descriptor(NamedTuple):
     """Of each whole row: its tokens and labels."""
     documents: tuple[tuple[int, ...], ...]
     """Lengths of the documents of each row, without its padding."""
+    most_id: int
+    """The largest token of all rows, padding included."""
 
     @classmethod
     def read(cls, shard: Tensor) -> "Descriptor":
@@ -87,8 +90,9 @@ class Descriptor(NamedTuple):
         return cls(
             cuts.pop(),
             lengths.pop(),
-            tuple(row[_FIRST_LENGTH - 1] for row in rows),
+            tuple(row[_FIRST_LENGTH - 2] for row in rows),
             tuple(tuple(length for length in row[_FIRST_LENGTH:] if length) for row in rows),
+            max(row[_FIRST_LENGTH - 1] for row in rows),
         )
 
     @property
@@ -101,14 +105,14 @@ def describe(
     rows: Sequence[Row], cut: Cut, length: int, input_ids: Tensor, labels: Tensor
 ) -> Tensor:
     """The tensor under `SHARD_KEY` of rows padded to `length`, `[B, length]` each."""
-    checksums = [
-        zlib.crc32(ids.numpy().tobytes() + row.numpy().tobytes())
+    most = max(len(row.lengths) for row in rows)
+    said = [
+        [*cut, length, _checksum(ids, row), int(ids.max())]
         for ids, row in zip(input_ids, labels, strict=True)
     ]
-    most = max(len(row.lengths) for row in rows)
-    return torch.tensor(
-        [
-            [*cut, length, checksum, *row.lengths, *[0] * (most - len(row.lengths))]
-            for checksum, row in zip(checksums, rows, strict=True)
-        ]
-    )
+    filled = [[*row.lengths, *[0] * (most - len(row.lengths))] for row in rows]
+    return torch.tensor([[*start, *lengths] for start, lengths in zip(said, filled, strict=True)])
+
+
+def _checksum(ids: Tensor, labels: Tensor) -> int:
+    return zlib.crc32(ids.numpy().tobytes() + labels.numpy().tobytes())

@@ -59,9 +59,8 @@ def parse_row(row: Mapping[str, Any], number: int) -> Row:
             f"row {number} has {', '.join(unknown)}, which would be dropped: a row has "
             f"{', '.join(sorted(_KEYS))}. {fix}"
         )
-    ids = torch.as_tensor(row["input_ids"], dtype=torch.int64)
-    given = row.get("labels")
-    labels = ids if given is None else torch.as_tensor(given, dtype=torch.int64)
+    ids = _whole_numbers(row, "input_ids", number)
+    labels = ids if row.get("labels") is None else _whole_numbers(row, "labels", number)
     if ids.ndim != 1 or labels.shape != ids.shape:
         raise ValueError(
             f"row {number}: input_ids {list(ids.shape)} and labels {list(labels.shape)} must be "
@@ -77,6 +76,29 @@ def parse_row(row: Mapping[str, Any], number: int) -> Row:
             "right only. Left padding shifts positions; pad on the right, or don't pad at all."
         )
     return Row(ids[:real], labels[:real], _lengths(row, number, real))
+
+
+def _whole_numbers(row: Mapping[str, Any], name: str, number: int) -> Tensor:
+    """The ids as int64: none is rounded. The model looks at values of labels, in its loss."""
+    try:
+        given = torch.as_tensor(row[name])
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"row {number}: {name} is {str(row[name])[:60]} ({str(error).splitlines()[0]}): give "
+            "a list of whole numbers, the ids of a tokenizer."
+        ) from error
+    if given.numel() and (given.is_floating_point() or given.dtype == torch.bool):
+        raise ValueError(
+            f"row {number}: {name} holds {given.dtype}, such as {given.flatten()[0].item()}: give "
+            "whole numbers, the ids of a tokenizer."
+        )
+    found = given.to(torch.int64)
+    if name == "input_ids" and (found < 0).any():
+        place = int((found < 0).flatten().nonzero()[0])
+        raise ValueError(
+            f"row {number}: {name}[{place}] is {found.flatten()[place].item()}: an id is 0 or more."
+        )
+    return found
 
 
 def _lengths(row: Mapping[str, Any], number: int, real: int) -> tuple[int, ...]:

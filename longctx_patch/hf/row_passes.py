@@ -21,6 +21,7 @@ from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
 from longctx_patch.data.whole_rows import READ, WANTED_KEY, HeadScores, RowsPass, read_rows
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import option_problem
+from longctx_patch.hf.call.vocabulary import vocabulary_problem
 from longctx_patch.hf.counted import number_of, require_known_group
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.lm_head import computes_scores
@@ -32,6 +33,10 @@ from longctx_patch.hf.stock import stock_model
 from longctx_patch.transport.meeting import Meeting, digest, meet, table
 
 Arguments = dict[str, Any]
+
+
+class UnknownTokens(ValueError):
+    """Ids that no way to run the model has an embedding for."""
 
 
 class RowPasses:
@@ -115,7 +120,8 @@ class RowPasses:
             problem = error
         except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
             problem = ValueError(f"whole rows can't be read: {error!r}")
-        if self._group.num_ranks == 1 and problem is not None and WANTED_KEY not in given:
+        is_unread = problem is not None and not isinstance(problem, UnknownTokens)
+        if self._group.num_ranks == 1 and is_unread and WANTED_KEY not in given:
             return None
         asked = meet(self._group.everyone, Meeting.ROWS, (digest(repr(request)),), problem)
         if len(set(asked)) > 1:
@@ -159,16 +165,11 @@ class RowPasses:
             )
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Refuse ids without an embedding: one rank would fail to look them up, the others wait.
-        They are on the CPU, where they were read: the device need not be waited for."""
+        """Refuse ids without an embedding. They are on the CPU, where they were read: the device
+        need not be waited for."""
         least, most = (int(edge) for edge in ids.aminmax()) if len(ids) else (0, 0)
-        found = self._model.get_input_embeddings().modules()  # adapters wrap the table
-        size = next(module for module in found if isinstance(module, nn.Embedding)).num_embeddings
-        if least < 0 or most >= size:
-            raise ValueError(
-                f"input_ids from {least} to {most}: the model's embedding has {size} rows. Check "
-                "the tokenizer against the model's vocab_size."
-            )
+        if problem := vocabulary_problem(self._model, least, most):
+            raise UnknownTokens(problem)
 
     def _check(self, given: Mapping[str, Any]) -> None:
         """Refuse what outputs of whole rows can't have."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
+
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes.data.conversations import Template, is_conversation, messages_of
 from longctx_patch.recipes.data.records import FIELDS, TEXT_FILE, Kind, Record, kind_of
@@ -62,7 +64,9 @@ class Reading:
         if found == "text" and not self._text(record):
             return  # an empty file or field is no document
         ids, labels = self._tokens(record)
-        self._check_ids(record, ids)
+        self._check_ids(record, "input_ids", ids)
+        if labels is not ids:
+            self._check_ids(record, "labels", labels, ignored=IGNORE_INDEX)
         if all(label == IGNORE_INDEX for label in labels[1:]):
             raise record.refused(
                 f"none of its {len(ids)} tokens is learned, since "
@@ -121,7 +125,7 @@ class Reading:
         _, rejected, _ = self._completion(record, "rejected")
         start = min(_common_prefix(prompt, chosen), _common_prefix(prompt, rejected))
         for name, ids in (("chosen", chosen), ("rejected", rejected)):
-            self._check_ids(record, ids)
+            self._check_ids(record, name, ids)
             if len(ids) == start:
                 raise record.refused(f"{name} adds no token to the prompt.")
         longest = max(len(chosen), len(rejected))
@@ -165,19 +169,32 @@ class Reading:
         end = self.tokenizer.eos_token
         return text if text.endswith(end) else text + end
 
-    def _check_ids(self, record: Record, ids: Ids) -> None:
-        most = max(ids, default=0)
-        if self.vocab_size is not None and (most >= self.vocab_size or min(ids, default=0) < 0):
+    def _check_ids(self, record: Record, name: str, ids: Ids, *, ignored: int = 0) -> None:
+        """Refuse ids that the model has no weights for, whether they are learned or not.
+
+        `ignored`: an id that stands for none.
+        """
+        array = np.asarray(ids)
+        beyond = False if self.vocab_size is None else array >= self.vocab_size
+        (wrong,) = np.nonzero((array != ignored) & ((array < 0) | beyond))
+        if len(wrong):
             raise record.refused(
-                f"token {most}, and the model has vocab_size={self.vocab_size}. The data was "
-                "tokenised for another model, or the tokenizer is another model's."
+                f"{name}[{wrong[0]}] is {ids[wrong[0]]}, and the model has vocab_size="
+                f"{self.vocab_size}. The data was tokenised for another model, or the tokenizer is "
+                "another model's."
             )
 
 
 def _ids(record: Record, field: str) -> Ids:
     found = record.fields[field]
-    if not isinstance(found, list) or not all(type(each) is int for each in found):
+    if not isinstance(found, list):
         raise record.refused(f"{field} is {str(found)[:60]!r}: give a list of whole numbers.")
+    for place, each in enumerate(found):
+        if type(each) is not int:
+            raise record.refused(
+                f"{field}[{place}] is {str(each)[:60]!r} of type {type(each).__name__}: give a "
+                "list of whole numbers."
+            )
     return found
 
 

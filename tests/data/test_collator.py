@@ -1,6 +1,8 @@
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from longctx_patch import LongContextConfig, SequenceShardCollator
 from longctx_patch.data.descriptor import Descriptor
@@ -51,7 +53,7 @@ def put_together(
         for rank in range(config.sequence_degree)
     ]
     said = [Descriptor.read(batch["longctx_shard"]) for batch in batches]
-    _, length, _, (lengths,) = said[0]
+    _, length, _, (lengths,), _ = said[0]
     assert all(descriptor[1:] == said[0][1:] for descriptor in said)
     assert len({batch["input_ids"].shape for batch in batches}) == 1  # equal shards
     documents = Documents.of_row(lengths, length)
@@ -144,6 +146,13 @@ def test_rows_of_one_document_are_joined_where_asked_for() -> None:
     assert apart["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
 
 
+def test_ids_of_any_whole_type() -> None:
+    for dtype in (np.uint16, np.int32, np.int64):
+        array = np.array([1, 2, 3], dtype)
+        for ids in (array, torch.as_tensor(array)):
+            assert collator()([{"input_ids": ids}])["input_ids"].tolist() == [[1, 2, 3]]
+
+
 def test_empty_rows_add_nothing() -> None:
     rows: list[dict[str, Any]] = [{"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3]}]
     whole, documents = put_together(LongContextConfig(ring_degree=3), rows, packed=True)
@@ -170,6 +179,13 @@ def test_one_document_of_a_packed_row_is_an_ordinary_row() -> None:
         ({"input_ids": [1, 2], "position_ids": [0, 0]}, "row 0 has position_ids, which would be"),
         ({"input_ids": [1], "assistant_masks": [1]}, "Make labels of assistant_masks: the token"),
         ({"input_ids": [[1, 2]]}, "must be one-dimensional"),
+        ({"input_ids": [1, 2.5]}, "input_ids holds torch.float32, such as 1.0: give whole numbers"),
+        ({"input_ids": [True]}, "input_ids holds torch.bool, such as True"),
+        ({"input_ids": ["1", "2"]}, r"input_ids is \['1', '2'\].*give a list of whole numbers"),
+        ({"input_ids": [1, [2]]}, r"input_ids is \[1, \[2\]\].*give a list of whole numbers"),
+        ({"input_ids": [1, None]}, "give a list of whole numbers"),
+        ({"input_ids": [3, 4, -5]}, r"input_ids\[2\] is -5: an id is 0 or more\."),
+        ({"input_ids": [1, 2], "labels": [-100, 0.5]}, "labels holds torch.float32, such as -100"),
         ({"input_ids": [1, 2], "labels": [1]}, r"labels \[1\] must be"),
         ({"input_ids": [0, 1], "attention_mask": [0, 1]}, "Left padding shifts positions"),
         ({"input_ids": [0, 1], "attention_mask": [1]}, "as long as input_ids"),

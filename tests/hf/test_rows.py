@@ -264,6 +264,10 @@ def check_refused(rank: int) -> None:
         ({"return_dict": False}, "return_dict=False with whole rows"),
         ({"input_ids": [[1, 2]]}, "input_ids: list"),
         ({"input_ids": good["input_ids"] + 60}, "the model's embedding has 97 rows"),
+        (
+            {"labels": good["labels"].where(good["labels"] < 9, 99)},
+            "labels are from 0 to 96, or -100 for tokens without",
+        ),
         ({"num_items_in_batch": torch.ones(2)}, r"num_items_in_batch \[2\]: it is one number"),
         ({"token_type_ids": good["input_ids"]}, "token_type_ids=tensor"),
     ):
@@ -303,6 +307,16 @@ def test_one_rank_reads_whole_rows_alike_or_takes_the_stock_path() -> None:
         stock, model = featured_model("llama"), featured_model("llama")
         patch(model, LongContextConfig())
         assert torch.equal(model(**given | stays).logits, stock(**given | stays).logits)
+
+
+def test_one_rank_does_not_look_up_what_is_not_there() -> None:
+    """On a GPU transformers' own path would end in an assertion of a kernel."""
+    model = featured_model("llama")
+    patch(model, LongContextConfig())
+    given = dict(BATCHES["right"].given)
+    given["input_ids"] = given["input_ids"] + 60
+    with pytest.raises(ValueError, match="the model's embedding has 97 rows"):
+        model(**given)
 
 
 def test_positions_that_attention_depends_on() -> None:

@@ -17,6 +17,7 @@ from longctx_patch.hf.call.inputs import (
 )
 from longctx_patch.hf.call.row import MaskFactory, ShardedRow, made_mask
 from longctx_patch.hf.call.sharded import LayerKind, ShardedCall, key_of
+from longctx_patch.hf.call.vocabulary import vocabulary_problem
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.sequence.masks import Mask
@@ -106,7 +107,11 @@ class DecoderCalls:
             row.documents.positions(held)[None],
             wants_router_logits(decoder, kwargs),
         )
-        problem = row.problem or input_problem(kwargs, positions, routed)
+        problem = (
+            row.problem
+            or vocabulary_problem(decoder, 0, row.most_id)
+            or input_problem(kwargs, positions, routed)
+        )
         return _Batch(tokens, row, positions, routed, *self._mask(row, problem))
 
     def _mask(self, row: ShardedRow, problem: str | None) -> tuple[Mask | None, str | None]:

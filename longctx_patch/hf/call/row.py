@@ -26,13 +26,15 @@ class ShardedRow:
     """Whose tokens of the row it has; None if that can't be read."""
     checksum: int = 0
     """Of what all ranks of a group have alike: the rows, their documents and their padding."""
+    most_id: int = 0
+    """The largest token of the whole rows."""
     problem: str | None = None
     """What makes the batch unusable, in words."""
 
     @classmethod
     def read(cls, shard: Tensor) -> "ShardedRow":
         try:
-            cut, length, _, lengths = said = Descriptor.read(shard)
+            cut, length, _, lengths, most_id = said = Descriptor.read(shard)
         except ValueError as error:  # the other ranks must learn of it, not wait
             return cls(Documents.one(1), (1,), problem=str(error))
         documents = Documents.of_row(lengths[0], length)
@@ -43,7 +45,7 @@ class ShardedRow:
                 "masks of their own. Give all rows to one call of SequenceShardCollator, which "
                 "joins them, instead of joining its batches."
             )
-        return cls(documents, tuple(map(sum, lengths)), cut, said.checksum, problem)
+        return cls(documents, tuple(map(sum, lengths)), cut, said.checksum, most_id, problem)
 
     def placed(self, group: SequenceGroup) -> "ShardedRow":
         """The same, with the problem that its tokens are not those of this rank, if they aren't."""

@@ -235,10 +235,38 @@ REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
     "other vocabulary": (
         reading("tokens", vocab_size=100),
         {"input_ids": [1, 100]},
-        "token 100, and the model has vocab_size=100",
+        r"input_ids\[1\] is 100, and the model has vocab_size=100",
     ),
-    "negative": (reading("tokens", vocab_size=9), {"input_ids": [1, -1]}, "token 1, and the model"),
-    "no numbers": (reading("tokens"), {"input_ids": [1, 2.5]}, "give a list of whole numbers"),
+    "masked": (
+        reading("tokens", vocab_size=100),
+        {"input_ids": [1, 2, 100], "labels": [1, 2, -100]},
+        r"input_ids\[2\] is 100, and the model has",
+    ),
+    "negative": (
+        reading("tokens", vocab_size=9),
+        {"input_ids": [1, -1]},
+        r"input_ids\[1\] is -1, and the model",
+    ),
+    "unknown label": (
+        reading("tokens", vocab_size=9),
+        {"input_ids": [1, 2], "labels": [-100, 9]},
+        r"labels\[1\] is 9, and the model has vocab_size=9",
+    ),
+    "other mark": (
+        reading("tokens"),
+        {"input_ids": [1, 2, 3], "labels": [1, -1, 3]},
+        r"labels\[1\] is -1, and the model",
+    ),
+    "huge": (reading("tokens", vocab_size=9), {"input_ids": [2**70, 1]}, r"input_ids\[0\] is 118"),
+    "no numbers": (
+        reading("tokens"),
+        {"input_ids": [1, 2.0]},
+        r"input_ids\[1\] is '2.0' of type float: give a list of whole numbers",
+    ),
+    "yes and no": (reading("tokens"), {"input_ids": [1, True]}, r"\[1\] is 'True' of type bool"),
+    "words": (reading("tokens"), {"input_ids": ["1", 2]}, r"input_ids\[0\] is '1' of type str"),
+    "nested": (reading("tokens"), {"input_ids": [[1, 2]]}, r"input_ids\[0\] is .* of type list"),
+    "no list": (reading("tokens"), {"input_ids": "1 2"}, "input_ids is '1 2': give a list"),
     "labels": (reading("tokens"), {"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids"),
     "one token": (reading("tokens"), {"input_ids": [1]}, "none of its 1 tokens is learned"),
 }
