@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import shlex
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
@@ -109,27 +110,43 @@ def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) ->
     try:
         launch_command(arguments)
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
-        click.echo(ending_of(failure), err=True, nl=False)
+        click.echo(ending_of(error.failures), err=True, nl=False)
         raise SystemExit(1) from None
     except SignalException as stopped:
         raise SystemExit(128 + stopped.sigval) from None
 
 
-def ending_of(failure: Any) -> str:
-    """What is to be said of a process that ended a run, beyond what it has said itself.
+def ending_of(failures: Mapping[int, Any]) -> str:
+    """What is to be said of processes that ended a run, beyond what they have said themselves.
+
+    A process that lost another one fails too, and torch notices a signal late: so those that a
+    signal ended come first, then the others in the order of their time.
 
     Args:
-        failure: torch's `ProcessFailure`. A refusal was printed by the process; the traceback of
-            another exception is only in the file that it left.
+        failures: torch's `ProcessFailure` by rank. A refusal was printed by its process; the
+            traceback of another exception is only in the file that it left.
     """
+    signals = {rank: each for rank, each in failures.items() if each.exitcode < 0}
+    traces = {rank: trace for rank, each in failures.items() if (trace := _trace(each))}
+    lines = [
+        f"rank {rank} was ended by {each.signal_name()}{_hint(each)}. `--resume` goes on from the "
+        "newest checkpoint."
+        for rank, each in sorted(signals.items())
+    ]
+    if traces and not signals:
+        first = min(traces, key=lambda rank: (failures[rank].timestamp, rank))
+        lines.append(f"rank {first} failed:\n{traces.pop(first).rstrip()}")
+    last_lines = {rank: trace.strip().splitlines()[-1] for rank, trace in sorted(traces.items())}
+    lines += [f"rank {rank} failed too: {line}" for rank, line in last_lines.items()]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _hint(failure: Any) -> str:
+    often = " (often the system, when the host's memory is full)"
+    return often if failure.signal_name() == "SIGKILL" else ""
+
+
+def _trace(failure: Any) -> str | None:
+    """The traceback of an exception; None for a refusal."""
     message = failure.error_file_data.get("message")
-    if isinstance(message, dict) and (trace := message["extraInfo"].get("py_callstack")):
-        return str(trace)
-    if failure.exitcode < 0:
-        return (
-            f"process {failure.local_rank} of this machine was ended by {failure.signal_name()} "
-            "(SIGKILL: often the system, when the host's memory is full). `--resume` goes on from "
-            "the newest checkpoint.\n"
-        )
-    return ""
+    return message["extraInfo"].get("py_callstack") if isinstance(message, dict) else None

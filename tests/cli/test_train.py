@@ -55,23 +55,39 @@ def test_a_refusal_is_one_message(folder: Path) -> None:
     assert "Traceback" not in str(failed.value)
 
 
-def failure(tmp_path: Path, exitcode: int, message: Any) -> ProcessFailure:
+def failure(tmp_path: Path, rank: int, exitcode: int, message: Any = None) -> ProcessFailure:
     """A process that has left this message."""
-    file = tmp_path / "error.json"
+    file = tmp_path / f"{rank}.json"
     if message:
         file.write_text(json.dumps({"message": message}))
-    return ProcessFailure(local_rank=1, pid=5, exitcode=exitcode, error_file=str(file))
+    return ProcessFailure(local_rank=rank, pid=5, exitcode=exitcode, error_file=str(file))
+
+
+def crash(at: int, last_line: str) -> dict[str, Any]:
+    """What a process leaves that ended with an exception at a time."""
+    trace = f"Traceback: x\n{last_line}\n"
+    return {"message": "m", "extraInfo": {"timestamp": str(at), "py_callstack": trace}}
 
 
 def test_of_other_ends_the_reason_is_shown(tmp_path: Path) -> None:
-    """What a process has printed itself is not repeated."""
-    killed = ending_of(failure(tmp_path, -9, None))
-    assert killed.startswith("process 1 of this machine was ended by SIGKILL")
-    assert "--resume" in killed
+    """With the rank. What a process has printed itself is not repeated."""
+    killed = failure(tmp_path, 1, -9)
+    assert ending_of({1: killed}) == (
+        "rank 1 was ended by SIGKILL (often the system, when the host's memory is full). "
+        "`--resume` goes on from the newest checkpoint.\n"
+    )
     told = {"message": "finetune: no", "extraInfo": {"timestamp": "1"}}
-    assert ending_of(failure(tmp_path, 1, told)) == ""
-    crashed = told | {"extraInfo": {"timestamp": "1", "py_callstack": "Traceback: x\n"}}
-    assert ending_of(failure(tmp_path, 1, crashed)) == "Traceback: x\n"
+    assert ending_of({0: failure(tmp_path, 0, 1, told)}) == ""
+    lost = failure(tmp_path, 0, 1, crash(1, "RuntimeError: Connection closed by peer"))
+    assert ending_of({0: lost, 1: killed}).splitlines() == [
+        ending_of({1: killed}).strip(),
+        "rank 0 failed too: RuntimeError: Connection closed by peer",
+    ]
+    cause = failure(tmp_path, 2, 1, crash(0, "KeyError: 3"))
+    assert ending_of({0: lost, 2: cause}).splitlines() == [
+        *("rank 2 failed:", "Traceback: x", "KeyError: 3"),
+        "rank 0 failed too: RuntimeError: Connection closed by peer",
+    ]
 
 
 @pytest.mark.parametrize("initialised", [False, True])
