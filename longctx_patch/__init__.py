@@ -19,7 +19,9 @@ if TYPE_CHECKING:
         world_place,
     )
     from longctx_patch.health.finite import BadStepError, FiniteSteps, StepHistory
+    from longctx_patch.health.limits import TimeLimits
     from longctx_patch.health.step_numbers import StepNumbers
+    from longctx_patch.health.watchdog import Watchdog
     from longctx_patch.health.weights import check_weights
     from longctx_patch.hf.handle import PatchHandle
     from longctx_patch.hf.layers.fused_layers import (
@@ -72,6 +74,8 @@ _NAMES_IN = {
     "hf.layers.fused_layers": ("choose_fused_layers", "fuse_layers", "require_fused_layers"),
     "hf.model.checks": ("UnsupportedModelError",),
     "hf.model.rope": ("scale_rope",),
+    "health.limits": ("TimeLimits",),
+    "health.watchdog": ("Watchdog",),
     "hf.handle": ("PatchHandle",),
     "hf.patching": ("patch",),
     "hf.preflight": ("WillNotFit", "preflight"),
@@ -114,8 +118,10 @@ __all__ = [
     "SequenceShardCollator",
     "StepHistory",
     "StepNumbers",
+    "TimeLimits",
     "TrainerParallelism",
     "UnsupportedModelError",
+    "Watchdog",
     "WillNotFit",
     "Workload",
     "__version__",

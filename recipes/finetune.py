@@ -27,6 +27,8 @@ from transformers.utils.logging import disable_progress_bar
 from longctx_patch import PatchHandle, SequenceShardCollator, patch
 from longctx_patch.engine.groups import world_place
 from longctx_patch.health.finite import FiniteSteps
+from longctx_patch.health.flight import FOLDER as FLIGHT
+from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.health.weights import check_weights
 from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
@@ -90,15 +92,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = output_of(settings)
     output.check()
     lock.check_free(output.folder)
-    stages.enter("processes")
-    accelerator = build_accelerator(settings)
-    is_main = accelerator.is_main_process
-    if settings.push_to_hub:
-        hub.require_repository(settings.push_to_hub, private=settings.hub_private, asks=is_main)
-    with lock.held(output.folder, launched=launched_at(), say=accelerator.print):
-        train(settings, accelerator, output.find(accelerator.print), stages)
-    accelerator.free_memory()
-    close_accelerator(accelerator)
+    with Watchdog(settings.time_limits(), folder=output.folder / FLIGHT) as watchdog:
+        stages.enter("processes")
+        accelerator = build_accelerator(settings)
+        is_main = accelerator.is_main_process
+        if settings.push_to_hub:
+            hub.require_repository(settings.push_to_hub, private=settings.hub_private, asks=is_main)
+        with lock.held(output.folder, launched=launched_at(), say=accelerator.print):
+            train(settings, accelerator, output.find(accelerator.print), stages, watchdog)
+        accelerator.free_memory()
+        close_accelerator(accelerator)
     if settings.push_to_hub and is_main:  # the others need not wait for an upload
         place = hub.upload(settings.push_to_hub, Path(settings.output) / "final")
         print(f"uploaded to {place}", flush=True)
@@ -114,7 +117,13 @@ def output_of(settings: Settings) -> Output:
     )
 
 
-def train(settings: Settings, accelerator: Any, checkpoint: Path | None, stages: Stages) -> None:
+def train(
+    settings: Settings,
+    accelerator: Any,
+    checkpoint: Path | None,
+    stages: Stages,
+    watchdog: Watchdog,
+) -> None:
     """Build everything, go on from `checkpoint` if there is one, and train to the last step."""
     device_type = accelerator.device.type
     require_fused_layers(settings.fused_layers, device_type)
@@ -157,10 +166,13 @@ def train(settings: Settings, accelerator: Any, checkpoint: Path | None, stages:
         stages.enter("first step")
         first = state.step + 1
         for _ in train_steps(settings, accelerator, state, handle, data):
+            watchdog.done(state.step)
             if state.step == first:
                 stages.end(output)
             if settings.save_every and state.step % settings.save_every == 0:
-                keeper.save(state)
+                with watchdog.saving():
+                    keeper.save(state)
+    watchdog.enter("end")
     final = output / "final"
     export(final)
     if accelerator.is_main_process:

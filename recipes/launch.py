@@ -1,9 +1,7 @@
 """Checks how the recipe was started, and ends it with one message where it refuses a run."""
 
-import json
 import os
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from longctx_patch.health.finite import BadStepError
+from longctx_patch.health.last_words import say
 from longctx_patch.recipes.memory_report import OutOfMemory
 
 SECONDS_AFTER_RANK_0 = 5.0
@@ -59,8 +58,4 @@ def _say(message: str) -> None:
     """Print a message that every process of a machine may have, and hand it to the launcher."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(SECONDS_AFTER_RANK_0)
-    print(message, file=sys.stderr, flush=True)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # The launcher ends with a summary of what failed, and shows this in it.
-        content = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": content}), encoding="utf-8")
+    say(message)

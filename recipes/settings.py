@@ -21,6 +21,7 @@ from transformers import HfArgumentParser
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.health.finite import check_guard_settings
+from longctx_patch.health.limits import TimeLimits
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
 from longctx_patch.recipes.number_rules import check_numbers
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
@@ -108,6 +109,14 @@ class ModelSettings:
     lora_alpha: float = setting("scale of the adapter, divided by its rank", default=32.0)
     lora_dropout: float = setting("dropout before the adapter", default=0.0)
     lora_targets: list[str] = setting("module names, or all-linear", default=["all-linear"])
+    start_timeout: float = setting(
+        "seconds from the start to the end of the first step; a job that takes longer ends",
+        default=1800.0,
+    )
+    step_timeout: float = setting(
+        "seconds of a step; 0: ten times the median step, and two minutes at least", default=0.0
+    )
+    save_timeout: float = setting("seconds of saving a checkpoint", default=1800.0)
     library_warnings: bool = setting(
         "show too what other packages warn of and users can't change", default=False
     )
@@ -117,7 +126,14 @@ class ModelSettings:
         """Whether an adapter is trained, which is so unless `full` was asked for."""
         return not self.full
 
+    def time_limits(self) -> TimeLimits:
+        """How long each part of the run may take before it counts as hung."""
+        return TimeLimits(
+            start_s=self.start_timeout, step_s=self.step_timeout, save_s=self.save_timeout
+        )
+
     def _check_model(self) -> None:
+        self.time_limits()
         if not self.model:
             raise ValueError("model is not set. Give --model or 'model:' in the settings.")
         if self.seq_len < 2:

@@ -34,9 +34,17 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def distributed_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    call: AttentionCall,
+    *,
+    layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run a call and return (out_BLHD, lse_BHL); shapes are not checked.
+
+    `layer` is the number of the model's layer, which the record of a run that hangs names.
 
     Without `call.returns_lse`, lse under Ulysses is as it was computed: of this rank's heads and
     all tokens of its Ulysses group.
@@ -50,7 +58,7 @@ def distributed_attention(
     q, call = _with_scale_above_zero(q, call)
     # Kernels read the head dim as contiguous and don't check.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse = _DistributedAttention.apply(q, k, v, sinks, call)
+    out, lse = _DistributedAttention.apply(q, k, v, sinks, call, layer)
     return out, lse
 
 
@@ -72,9 +80,15 @@ def _with_scale_above_zero(q: Tensor, call: AttentionCall) -> tuple[Tensor, Atte
 class _DistributedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        call: AttentionCall,
+        layer: int | None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.call = call
+        ctx.call, ctx.layer = call, layer
         frame = current_frame()
         selection = None if frame is None else selection_of(call, frame.share)
         # Checkpointing wants the recompute to save the same shapes as the first forward, whose
@@ -94,13 +108,15 @@ class _DistributedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
         sinks, *flat = ctx.saved_tensors
         size = len(Saved._fields)
         saved = [Saved(*flat[first : first + size]) for first in range(0, len(flat), size)]
         with torch.autocast(grads[0].device.type, enabled=False):
             gradients = usp_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
-        return *gradients, None
+        return *gradients, None, None
 
 
 def _kept_whole(

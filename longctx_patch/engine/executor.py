@@ -109,8 +109,10 @@ class Executor:
     ) -> None:
         """Each step: post its messages, compute its works, wait for what arrives."""
         rank = self.transport.group_rank
-        for works, (with_inputs, with_results) in zip(
-            kernel_calls(plan, rank, self.kernel.traits), plan.rank_messages[rank], strict=True
+        calls_of_steps = kernel_calls(plan, rank, self.kernel.traits)
+        # The number is for the flight record of a run that hangs here.
+        for number, (works, (with_inputs, with_results)) in enumerate(  # noqa: B007
+            zip(calls_of_steps, plan.rank_messages[rank], strict=True)
         ):
             arriving_inputs = _post(self.transport, inputs, with_inputs)
             arriving_results = _post(self.results_transport, partials, with_results)

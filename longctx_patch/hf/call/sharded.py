@@ -116,7 +116,9 @@ def sharded_attention(
         raise ValueError(f"{layer_name(module)}: {error}") from error
     if call.fire_check is not None:
         call.fire_check.layer_begins(module)
-    out_BLHD, _lse = distributed_attention(q_BLHD, k_BLGD, v_BLGD, s_aux, attention_call)
+    out_BLHD, _lse = distributed_attention(
+        q_BLHD, k_BLGD, v_BLGD, s_aux, attention_call, layer=getattr(module, "layer_idx", None)
+    )
     if call.fire_check is not None:
         call.fire_check.layer_ran(
             module, attention_call, q_BLHD, out_BLHD, has_sinks=s_aux is not None

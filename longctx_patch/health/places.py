@@ -1,0 +1,182 @@
+"""Where a process is, from the Python frames of its threads: its layer, and the exchange in it.
+
+Nothing is recorded beforehand, so a run that is all right pays nothing for it. Frames of backward
+are found in autograd's threads as well.
+"""
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+OWN_THREADS = "longctx-watchdog"
+"""Begins the names of threads that watch, which are not where a process is."""
+_WAITING = ("torch/distributed/", "longctx_patch/transport/", "torch/autograd/graph.py")
+"""Files whose functions wait for other ranks, or for backward, in which DDP does."""
+
+
+class Place(NamedTuple):
+    code: str
+    """File, line and function of the innermost frame."""
+    layer: int | None = None
+    direction: str = ""
+    exchange: str = ""
+    waits_for: tuple[int, ...] = ()
+    """Global ranks that the exchange gets something from, where that is known."""
+    waits: bool = False
+    """Whether the innermost frame is one that waits for other ranks."""
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f"layer {self.layer}"
+        ranks = ", ".join(map(str, self.waits_for))
+        waits = f"waits for rank {ranks}" if ranks else ""
+        parts = [part for part in (layer, self.direction, self.exchange, waits) if part]
+        return ", ".join([*parts, f"at {self.code}"])
+
+
+def place_here() -> Place:
+    """Where this process is: in the thread that is in an exchange, else in the main one."""
+    main = threading.main_thread().ident
+    found = {}
+    for thread, frame in _threads().items():
+        found[thread] = place_of(list(_outwards(frame)))
+    in_exchange = (place for place in found.values() if place.waits)
+    return next(in_exchange, None) or found.get(main or 0) or Place("an unknown place")
+
+
+def stacks() -> dict[str, list[str]]:
+    """The frames of each thread, the outermost first, for the flight record."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        names.get(number, f"thread {number}"): [
+            f"{entry.filename}:{entry.lineno} {entry.name}"
+            for entry in traceback.extract_stack(frame)
+        ]
+        for number, frame in _threads().items()
+    }
+
+
+def _threads() -> dict[int, FrameType]:
+    ours = {t.ident for t in threading.enumerate() if t.name.startswith(OWN_THREADS)}
+    return {n: frame for n, frame in sys._current_frames().items() if n not in ours}
+
+
+def place_of_error(error: BaseException) -> Place:
+    """Where an exception was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return place_of(frames[::-1])
+
+
+def place_of(frames: Sequence[FrameType]) -> Place:
+    """What the frames of one thread say, the innermost first."""
+    innermost = frames[0]
+    exchange, waits_for = next(filter(None, map(_exchange, frames)), ("", ()))
+    return Place(
+        code=_code(innermost),
+        layer=next((n for n in map(_layer, frames) if n is not None), None),
+        direction=next(filter(None, map(_direction, frames)), ""),
+        exchange=exchange,
+        waits_for=waits_for,
+        waits=bool(exchange) and any(_is(innermost, file) for file in _WAITING),
+    )
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _code(frame: FrameType) -> str:
+    path = PurePath(frame.f_code.co_filename)
+    return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _is(frame: FrameType, file: str, *functions: str) -> bool:
+    is_there = file in PurePath(frame.f_code.co_filename).as_posix()
+    return is_there and (not functions or frame.f_code.co_name in functions)
+
+
+def _layer(frame: FrameType) -> int | None:
+    """The number of the layer whose method or backward this frame runs."""
+    if frame.f_code.co_name not in ("forward", "backward", "sharded_attention", "__call__"):
+        return None
+    held = frame.f_locals
+    for name, attribute in (("self", "layer_idx"), ("module", "layer_idx"), ("ctx", "layer")):
+        number = getattr(held.get(name), attribute, None)
+        if isinstance(number, int):
+            return number
+    return None
+
+
+def _direction(frame: FrameType) -> str:
+    if _is(frame, "torch/autograd/graph.py") or _is(frame, "engine/autograd.py", "backward"):
+        return "backward"
+    if _is(frame, "torch/optim/"):
+        return "the optimizer"
+    if frame.f_code.co_name == "forward" and hasattr(frame.f_locals.get("self"), "parameters"):
+        return "forward"
+    return ""
+
+
+def _exchange(frame: FrameType) -> tuple[str, tuple[int, ...]] | None:
+    """(exchange in words, ranks it waits for) if this frame is in one."""
+    held = frame.f_locals
+    if _is(frame, "longctx_patch/engine/executor.py", "_walk"):
+        return _of_plan(held)
+    if _is(frame, "longctx_patch/engine/ulysses.py"):
+        return "attention's exchange of heads", ()
+    if _is(frame, "longctx_patch/transport/meeting.py", "meet"):
+        return f"the meeting {held['meeting'].name}", _others(held["everyone"])
+    if _is(frame, "torch/distributed/distributed_c10d.py"):
+        return f"{_outermost_of_torch(frame)} of torch.distributed", ()
+    if _is(frame, "torch/distributed/fsdp/"):
+        return f"FSDP's {frame.f_code.co_name}", ()
+    if _is(frame, "torch/autograd/graph.py", "_engine_run_backward") and _is_reduced():
+        return "backward's own operations or the averaging of gradients", ()
+    return None
+
+
+def _of_plan(held: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    plan, rank, number = held["plan"], held["rank"], held.get("number")
+    name = f"attention's exchange by the plan {plan.name!r}"
+    if number is None:
+        return name, ()
+    messages = plan.rank_messages[rank]
+    sources = {t.source for half in messages[number] for t in half.receives}
+    text = f"{name}, its step {number + 1} of {len(messages)}"
+    return text, _global(held["self"].transport, sorted(sources))
+
+
+def _is_reduced() -> bool:
+    """Whether gradients are averaged over processes, as DDP does within backward."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _outermost_of_torch(frame: FrameType) -> str:
+    """The function of torch.distributed that was called from outside of it."""
+    name = frame.f_code.co_name
+    for outer in _outwards(frame.f_back):
+        if _is(outer, "torch/distributed/distributed_c10d.py"):
+            name = outer.f_code.co_name
+        elif not _is(outer, "torch/distributed/c10d_logger.py"):
+            break
+    return name
+
+
+def _others(transport: Any) -> tuple[int, ...]:
+    ranks = [rank for rank in range(transport.num_ranks) if rank != transport.group_rank]
+    return _global(transport, ranks)
+
+
+def _global(transport: Any, group_ranks: list[int]) -> tuple[int, ...]:
+    """Ranks of the world, where the group is one of torch.distributed."""
+    group = getattr(transport, "group", None)
+    if group is None:
+        return tuple(group_ranks)
+    return tuple(dist.get_global_rank(group, rank) for rank in group_ranks)

@@ -1,0 +1,73 @@
+"""What the training process is busy with, and since when: marked by the host, which waits for
+nothing to do so."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from threading import Lock
+from typing import NamedTuple
+
+from longctx_patch.health.limits import Phase, TimeLimits
+
+REMEMBERED = 101
+"""Steps whose median is taken."""
+
+
+class At(NamedTuple):
+    phase: Phase
+    step: int
+    """The step under way, or, outside of steps, the last one done."""
+    since: float
+    """By the clock of the progress."""
+
+    def __str__(self) -> str:
+        words = {
+            "start": "the start, before the end of the first step",
+            "step": f"step {self.step}",
+            "evaluate": f"an evaluation after step {self.step}",
+            "save": f"saving after step {self.step}",
+            "end": f"the end, after step {self.step}",
+        }
+        return words[self.phase]
+
+
+class Progress:
+    """Written by the process that trains, and read by the thread that watches it."""
+
+    def __init__(self, limits: TimeLimits, now: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits
+        self._now = now
+        self._lock = Lock()
+        self._at = At("start", 0, now())
+        self._steps_s: deque[float] = deque(maxlen=REMEMBERED)
+
+    @property
+    def at(self) -> At:
+        return self._at
+
+    def enter(self, phase: Phase) -> None:
+        with self._lock:
+            step = self._at.step + (phase == "step") - (self._at.phase == "step")
+            self._at = At(phase, step, self._now())
+
+    def done(self, step: int) -> None:
+        """Step number `step` is done, and the next one begins. The first, which compiles and
+        allocates, doesn't count for the median."""
+        with self._lock:
+            now = self._now()
+            if self._at.phase == "step":
+                self._steps_s.append(now - self._at.since)
+            self._at = At("step", step + 1, now)
+
+    def forgive(self, seconds: float) -> None:
+        """The whole process was stopped for so long, which is nobody's fault."""
+        with self._lock:
+            self._at = self._at._replace(since=self._at.since + seconds)
+
+    def seconds(self) -> float:
+        """Spent in what is under way."""
+        return self._now() - self._at.since
+
+    def limit_s(self) -> float:
+        with self._lock:
+            return self.limits.of(self._at.phase, self._steps_s)

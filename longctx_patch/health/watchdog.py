@@ -1,0 +1,265 @@
+"""`Watchdog` ends a job that hangs, and says which rank, step, layer and exchange it was.
+
+Two threads run beside the training: one counts the time, the other (`teller.py`) exchanges signs of
+life with other ranks. Training only marks what it begins, which waits for nothing.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from longctx_patch.health import family, flight
+from longctx_patch.health.beats import Alarm, Beat
+from longctx_patch.health.finite import BadStepError
+from longctx_patch.health.last_words import say, undisturbed
+from longctx_patch.health.limits import Phase, TimeLimits
+from longctx_patch.health.places import OWN_THREADS, Place, place_here, place_of_error
+from longctx_patch.health.progress import Progress
+from longctx_patch.health.teller import Readings, Teller
+from longctx_patch.health.verdict import judge
+
+STALL_S = 5.0
+"""A thread that slept so much longer than it asked for was stopped with its whole process."""
+FAILED_S = 5.0
+"""How long ranks may end by themselves once another one has failed."""
+TRIES = 5
+SAY_WHERE = (ValueError, BadStepError)
+"""Errors whose own message says where, if that matters."""
+REPORT_S = 2.0
+"""How long a rank that fails waits for the store."""
+
+
+class Watchdog:
+    """Watches this process, and the other ranks through it, as a context.
+
+    Args:
+        limits: how long each part of the run may take.
+        folder: where flight records go if the job hangs; None: nowhere.
+        interval_s: seconds between signs of life.
+        end: ends the process with an exit code.
+
+    Once a limit passes on some rank, each rank writes `rank_N.json` into `folder`, one prints what
+    the job waits for, and all end with exit code 1; a rank of the same machine that was stopped is
+    killed. A process whose launcher (torchrun, `accelerate launch`) is gone ends as well.
+
+    Example:
+        >>> with Watchdog(TimeLimits(), folder=Path("out/flight")) as watchdog:  # doctest: +SKIP
+        ...     for step, batch in enumerate(loader, start=1):
+        ...         train(batch)
+        ...         watchdog.done(step)
+        ...     with watchdog.saving():
+        ...         save()
+    """
+
+    def __init__(
+        self,
+        limits: TimeLimits | None = None,
+        *,
+        folder: Path | None = None,
+        interval_s: float = 1.0,
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._progress = Progress(limits or TimeLimits())
+        self._folder, self._end = folder, end
+        self._launcher = family.launcher()
+        self._identity = (socket.gethostname(), os.getpid(), family.born_at())
+        self._place: Place | None = None
+        self._missed: set[int] = set()
+        self._closing = threading.Event()
+        self._teller = Teller(self._beat, interval_s)
+        self._clock = threading.Thread(target=self._watch, name=f"{OWN_THREADS}-clock", daemon=True)
+
+    # ---- What the training marks ----
+
+    def done(self, step: int) -> None:
+        """Step number `step` is done; the next one begins."""
+        self._progress.done(step)
+
+    def enter(self, phase: Phase) -> None:
+        """Another part of the run begins: a batch of an evaluation, or the end."""
+        self._progress.enter(phase)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within the context a checkpoint is saved."""
+        before = self._progress.at.phase
+        self._progress.enter("save")
+        yield
+        self._progress.enter(before)
+
+    def __enter__(self) -> "Watchdog":
+        self._teller.start()
+        self._clock.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, Exception):
+            with undisturbed():
+                self._report(error)
+        self.close()
+
+    def close(self) -> None:
+        """Watch no longer. The other ranks learn that this one has come to its end."""
+        self._progress.enter("end")
+        self._closing.set()
+        self._teller.close()
+        if self._clock.is_alive():
+            self._clock.join(2 * self._teller.interval_s)
+
+    # ---- The thread that counts the time ----
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._closing.wait(self._teller.interval_s):
+            stalled_s = time.monotonic() - last - self._teller.interval_s
+            if stalled_s > STALL_S:
+                self._progress.forgive(stalled_s)
+            last = time.monotonic()
+            if self._launcher not in (None, os.getppid()):
+                self._end_orphan()
+            alarm = self._teller.alarm or self._late() or self._lost()
+            if alarm is not None:
+                self._answer(self._teller.raise_alarm(alarm))
+                return
+
+    def _late(self) -> Alarm | None:
+        limit_s = self._progress.limit_s()
+        if self._progress.seconds() <= limit_s:
+            return None
+        at = self._progress.at
+        text = f"{at} has taken longer than its limit of {limit_s:.0f} s"
+        return Alarm(_rank(), "late", text)
+
+    def _lost(self) -> Alarm | None:
+        """A rank of this machine that is gone without having come to its end. Read anew once: it
+        may have done so since it was read."""
+        for rank, beat in self._peers_here().items():
+            if beat.phase == "end" or family.state_of(beat.pid, beat.born) != "gone":
+                continue
+            if rank in self._missed:
+                return Alarm(_rank(), "late", f"rank {rank} is gone, in {beat.at}")
+            self._missed.add(rank)
+            self._teller.look_again()
+        return None
+
+    def _answer(self, alarm: Alarm) -> None:
+        """End this process, for the job has to end."""
+        if alarm.kind == "failed":
+            if alarm.rank != _rank() and not self._closing.wait(FAILED_S):
+                self._finish()
+            return  # it ends by itself
+        try:
+            self._explain(alarm)
+        finally:  # whatever goes wrong with words, the job has to end
+            if not self._closing.is_set():
+                self._finish()
+
+    def _explain(self, alarm: Alarm) -> None:
+        """Leave a record, print who is waited for, and end ranks of this machine that are stopped,
+        which don't end by themselves."""
+        nccl = flight.unfinished_on_nccl()
+        self._place = flight.place_on_device(place_here(), nccl)
+        with suppress(OSError):
+            if self._folder is not None:
+                flight.write_record(self._folder, self._beat(0), alarm.text, self._place, nccl)
+        readings = self._teller.read()
+        if self._closing.is_set():
+            return
+        self._speak(alarm, readings)
+        for beat in self._peers_here().values():
+            if family.state_of(beat.pid, beat.born) == "stopped":
+                family.kill(beat.pid, beat.born)
+
+    def _speak(self, alarm: Alarm, readings: Readings | None) -> None:
+        """Print what the job waits for, or leave that to the rank that does."""
+        here = self._peers_here()
+        states = {rank: family.state_of(beat.pid, beat.born) for rank, beat in here.items()}
+        ranks: Iterable[int] = range(self._teller.world)
+        lost = ""
+        if readings is None and self._teller.world > 1:
+            lost = (
+                "\nThe job's store doesn't answer: the process that holds it has stopped or ended."
+            )
+        if readings is None:  # what is known of this machine
+            known = here | {_rank(): self._beat(0)}
+            first = min((rank for rank in here if states[rank] == "runs"), default=_rank())
+            readings = Readings({}, known, _rank() <= first)
+            ranks = sorted(known)
+        if not readings.is_speaker:
+            time.sleep(self._teller.interval_s)  # the launcher ends all as soon as one has ended
+            return
+        where = "" if self._folder is None else f"\nEach rank's record: {self._folder}/rank_*.json."
+        say(
+            f"watchdog: {alarm.text} on rank {alarm.rank}, so the job ends.{lost}\n"
+            f"{judge(readings, ranks, states).text}{where}\nA limit is raised with --step-timeout, "
+            "--start-timeout or --save-timeout SECONDS (TimeLimits)."
+        )
+
+    def _finish(self) -> None:
+        family.kill_children()
+        self._end(1)
+
+    def _end_orphan(self) -> None:
+        say(f"watchdog: rank {_rank()} ends in {self._progress.at}: its launcher is gone.")
+        self._finish()
+
+    # ---- What is said ----
+
+    def _report(self, error: Exception) -> None:
+        """Tell the other ranks that this one fails, and print where, unless one was first."""
+        at, place = self._progress.at, place_of_error(error)
+        gone = "" if isinstance(error, SAY_WHERE) else self._gone()
+        text = f"{gone}rank {_rank()} failed in {at}: {place}"
+        alarm = self._teller.raise_alarm(Alarm(_rank(), "failed", text), REPORT_S)
+        if alarm.rank != _rank():
+            error.add_note(f"Before that: {alarm.text}.")
+        elif gone or (at.phase != "start" and not isinstance(error, SAY_WHERE)):
+            say(f"watchdog: {text}: {type(error).__name__}: {error}")
+
+    def _gone(self) -> str:
+        """Ranks of this machine that are gone, in words. A connection is lost a moment before its
+        process is."""
+        for _ in range(TRIES):
+            for rank, beat in self._peers_here().items():
+                if beat.phase != "end" and family.state_of(beat.pid, beat.born) == "gone":
+                    return f"rank {rank} (process {beat.pid}) is gone, and "
+            time.sleep(0.01)
+        return ""
+
+    def _beat(self, count: int) -> Beat:
+        at, place = self._progress.at, self._place
+        return Beat(
+            _rank(),
+            count,
+            at.phase,
+            at.step,
+            self._progress.seconds(),
+            str(at),
+            *self._identity,
+            str(place or ""),
+            place is not None and place.waits,
+        )
+
+    def _peers_here(self) -> dict[int, Beat]:
+        """Other ranks of this machine."""
+        host = self._identity[0]
+        peers = self._teller.peers.items()
+        return {rank: beat for rank, beat in peers if beat.host == host and rank != _rank()}
+
+
+def _rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))

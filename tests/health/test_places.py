@@ -1,0 +1,93 @@
+"""Where the threads of a process are: layers, direction and exchange, from frames alone."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from longctx_patch import LongContextConfig, patch
+from longctx_patch.health.places import Place, place_here, place_of_error, stacks
+from tests.harness import run_distributed
+from tests.hf.tiny import tiny_model
+
+
+@contextmanager
+def held_by(function: Any) -> Iterator[None]:
+    """Run a function in a thread that waits until it is released; see where it is meanwhile."""
+    thread = threading.Thread(target=function, name="holds")
+    thread.start()
+    yield
+    thread.join()
+
+
+def wait(came: threading.Event, go_on: threading.Event) -> None:
+    came.set()
+    go_on.wait(60)
+
+
+def test_every_thread_has_its_frames() -> None:
+    came, go_on = threading.Event(), threading.Event()
+    with held_by(lambda: wait(came, go_on)):
+        assert came.wait(60)
+        frames = stacks()
+        go_on.set()
+    assert any(frame.endswith(" wait") and "test_places" in frame for frame in frames["holds"])
+    assert place_here().code.startswith("health/places.py")
+
+
+def place_in_layer(rank: int, backward: bool) -> Place | None:
+    """Rank 1 never comes to layer 1's attention, or to its backward: where rank 0 is then."""
+    model = tiny_model()
+    handle = patch(model, LongContextConfig(ring_degree=2))
+    ids = torch.arange(16)[None]
+    model(input_ids=ids, labels=ids).loss.backward()  # the first step is compared layer by layer
+    release = threading.Event()
+    places: list[Place] = []
+
+    def look() -> None:
+        if release.wait(3.0):
+            return
+        places.append(place_here())
+
+    layer = model.model.layers[1].self_attn
+    watcher = threading.Thread(target=look, name="longctx-watchdog-of-the-test")
+
+    def sleep(*_: Any) -> None:
+        time.sleep(5.0)
+
+    if rank == 1 and backward:
+        layer.o_proj.weight.register_hook(sleep)
+    elif rank == 1:
+        layer.register_forward_pre_hook(sleep)
+    watcher.start()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    release.set()
+    watcher.join()
+    handle.unpatch()
+    return places[0] if places else None
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_rank_that_waits_in_a_layer_says_which_and_for_whom(backward: bool) -> None:
+    waiting, sleeping = run_distributed(place_in_layer, 2, backward)
+    assert waiting.layer == 1
+    assert waiting.direction == ("backward" if backward else "forward")
+    assert waiting.exchange.startswith("attention's exchange by the plan")
+    assert (waiting.waits_for, waiting.waits) == ((1,), True)
+    assert sleeping.waits is False
+    assert "test_places.py" in sleeping.code
+
+
+def test_an_error_has_the_place_where_it_was_raised() -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        model(input_ids=torch.arange(8)[None])
+    place = place_of_error(caught.value)
+    assert (place.direction, place.waits) == ("forward", False)
+    assert "test_places.py" in place.code

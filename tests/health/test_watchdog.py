@@ -1,0 +1,144 @@
+"""The watchdog in one process, with an end of the test's own in place of the process's."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from longctx_patch.health import family, watchdog
+from longctx_patch.health.beats import Alarm, Beat, Board
+from longctx_patch.health.limits import TimeLimits
+from longctx_patch.health.teller import Teller
+from longctx_patch.health.watchdog import Watchdog
+
+SHORT = TimeLimits(start_s=0.2, step_s=0.2, save_s=0.2)
+WAIT_S = 60.0
+"""A time limit of tests, far above what they take."""
+
+
+class Ends:
+    """Stands for `os._exit`."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.came = threading.Event()
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+        self.came.set()
+
+
+def watching(ends: Ends, folder: Path | None, limits: TimeLimits = SHORT) -> Watchdog:
+    return Watchdog(limits, folder=folder, interval_s=0.02, end=ends)
+
+
+def test_a_step_that_takes_too_long_ends_the_process_with_a_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = Ends()
+    with watching(ends, tmp_path / "flight") as dog:
+        dog.done(6)
+        assert ends.came.wait(WAIT_S)
+    assert ends.codes == [1]
+    record = json.loads((tmp_path / "flight" / "rank_0.json").read_text())
+    assert record["reason"] == "step 7 has taken longer than its limit of 0 s"
+    assert (record["rank"], record["step"], record["phase"]) == (0, 7, "step")
+    assert any("test_watchdog.py" in frame for frame in record["threads"]["MainThread"])
+    said = capsys.readouterr().err
+    assert said.count("so the job ends") == 1
+    assert "raised with --step-timeout" in said
+
+
+def test_nothing_is_written_into_an_output_that_is_not_there_yet(tmp_path: Path) -> None:
+    """Else the next start would find its output filled."""
+    ends = Ends()
+    with watching(ends, tmp_path / "out" / "flight"):
+        assert ends.came.wait(WAIT_S)
+    assert ends.codes == [1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_steps_within_the_limit_go_on(tmp_path: Path) -> None:
+    ends = Ends()
+    with watching(ends, tmp_path, TimeLimits(step_s=WAIT_S)) as dog:
+        for step in range(1, 9):
+            dog.done(step)
+        with dog.saving():
+            assert str(dog._progress.at) == "saving after step 8"
+        assert not ends.came.wait(0.1)
+    assert not list(tmp_path.iterdir())
+    assert not ends.codes
+
+
+def test_it_ends_the_process_also_if_it_finds_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("a pipe that nobody reads")
+
+    monkeypatch.setattr(watchdog, "judge", fails)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    ends = Ends()
+    with watching(ends, None):
+        assert ends.came.wait(WAIT_S)
+    assert ends.codes == [1]
+
+
+def test_a_process_whose_launcher_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "launcher", lambda: 4_000_000)
+    ends = Ends()
+    with watching(ends, None, TimeLimits()):
+        assert ends.came.wait(WAIT_S)
+    assert set(ends.codes) == {1}
+
+
+def test_an_error_is_named_with_its_step_and_place(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        with watching(Ends(), None, TimeLimits()) as dog:
+            dog.done(3)
+            raise KeyError("something of the user's")
+
+    with pytest.raises(KeyError, match="of the user"):
+        fails()
+    said = capsys.readouterr().err
+    assert said.startswith("watchdog: rank 0 failed in step 4: at health/test_watchdog.py:")
+    assert "KeyError" in said
+
+
+def test_a_refusal_at_the_start_is_left_to_its_own_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(ValueError, match="not set"), watching(Ends(), None, TimeLimits()):
+        raise ValueError("model is not set")
+    assert capsys.readouterr().err == ""
+
+
+def beats_of(rank: int) -> Callable[[int], Beat]:
+    return lambda number: Beat(rank, number, "step", 5, 0.0, "step 5", "host", 1, 0.0)
+
+
+def test_ranks_learn_of_an_alarm_and_read_who_lives() -> None:
+    """Two ranks over one store; a third has never come, and a fourth has fallen silent."""
+    store = HashStore()
+    boards = [Board(store, 4) for _ in range(2)]
+    boards[0].publish(beats_of(3)(7))
+    tellers = [
+        Teller(beats_of(rank), 0.02, find_board=lambda rank=rank: boards[rank])  # type: ignore[misc]
+        for rank in range(2)
+    ]
+    for teller in tellers:
+        teller.start()
+    first = tellers[0].raise_alarm(Alarm(0, "late", "step 5"), WAIT_S)
+    assert first == Alarm(0, "late", "step 5")
+    assert tellers[1].raise_alarm(Alarm(1, "late", "step 6"), WAIT_S) == first
+    readings = [teller.read() for teller in tellers]
+    found = [r for r in readings if r is not None]
+    assert len(found) == 2
+    assert sorted(r.is_speaker for r in found) == [False, True]
+    before, after, _ = found[0]
+    assert sorted(after) == [0, 1, 3]
+    assert after[0].number > before[0].number
+    assert after[3].number == before[3].number == 7
+    for teller in tellers:
+        teller.close()
