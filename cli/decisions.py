@@ -18,6 +18,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.load import is_local, load_model_config
 from longctx_patch.plugin import accelerate_yaml
+from longctx_patch.plugin.stored_check import check_stored
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import Settings
@@ -130,6 +131,8 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)
+    if Path(model).expanduser().is_dir():  # a hub name's files would have to be downloaded
+        check_stored(model, config, options.allow_weights)
     degrees_of(options)
     settings = models.with_dtype(_settings(model, options, cluster), config, on_cpu=options.cpu)
     scaled = models.load_config(settings)
@@ -159,6 +162,7 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
         full=not options.lora,
         dtype=options.dtype or "auto",
         save_every=SAVE_EVERY,
+        allow_weights=list(options.allow_weights),
         **{name: getattr(options, name) for name in SAME_NAME},
         **({} if options.rank is None else {"lora_rank": options.rank}),
         **({} if cluster is None else {"hardware": cluster.hardware.name}),

@@ -82,6 +82,11 @@ class Gpus(click.ParamType[str]):
 )
 @click.option("--rank", type=click.IntRange(1), help="Rank of the adapter [16].")
 @click.option("--load-in-4bit", is_flag=True, help="The adapter's frozen weights in 4 bits.")
+@click.option(
+    "--allow-weights",
+    multiple=True,
+    help="Weights that the checkpoint may lack (then random) or have beyond the model's.",
+)
 @click.option("--tokenizer", default="", help="Name or folder if not the model's own; 'bytes'.")
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
 @click.option("--data", multiple=True, help="What to train on: files, folders, datasets.")

@@ -38,6 +38,7 @@ class PatchOptions:
     dtype: Any
     rank: int | None
     load_in_4bit: bool
+    allow_weights: Sequence[str]
     tokenizer: str
     pack: bool
     data: Sequence[str]

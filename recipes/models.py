@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
 from longctx_patch.hf.model.load import is_bare_config, load_model_config
 from longctx_patch.hf.model.rope import scale_rope
 from longctx_patch.plugin import NeedsWholeReading, unread_model
+from longctx_patch.plugin.stored_check import check_loaded, check_stored
 from longctx_patch.rules.launched import flag
 
 from .settings import DtypeName, ModelSettings, Settings
@@ -101,7 +103,10 @@ def load_model(
     dtype = getattr(torch, settings.dtype)
     if sharded:
         try:
-            return cast(PreTrainedModel, unread_model(settings.model, config=config, dtype=dtype))
+            found = unread_model(
+                settings.model, config=config, dtype=dtype, allow_weights=settings.allow_weights
+            )
+            return cast(PreTrainedModel, found)
         except NeedsWholeReading as reason:
             say(f"each process reads all weights: {reason}")
     if is_bare_config(settings.model):
@@ -109,7 +114,17 @@ def load_model(
     options: dict[str, Any] = {"config": config, "dtype": dtype}
     if settings.load_in_4bit:
         options |= {"quantization_config": four_bits(dtype), "device_map": {"": device}}
-    return AutoModelForCausalLM.from_pretrained(settings.model, **options)
+    check_stored(settings.model, config, settings.allow_weights)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            settings.model, **options, output_loading_info=True
+        )
+    except (OSError, UnpicklingError) as error:
+        raise ValueError(
+            f"model {settings.model!r}: its weights can't be read ({error})."
+        ) from error
+    check_loaded(settings.model, info, settings.allow_weights)
+    return cast(PreTrainedModel, model)
 
 
 def reads_shards(settings: ModelSettings) -> bool:
@@ -214,7 +229,8 @@ def check_head(config: PreTrainedConfig) -> None:
 def check_weights(model: str) -> None:
     """Refuse a local folder without weights; those of a hub name are found when it is loaded."""
     folder = Path(model).expanduser()
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+    found = (file for pattern in WEIGHT_FILES for file in folder.glob(pattern))
+    if folder.is_dir() and not any(file.is_file() for file in found):
         path = shlex.quote(str(folder / "config.json"))
         raise ValueError(
             f"model folder {model!r} has no weights ({', '.join(WEIGHT_FILES)}). To start from "

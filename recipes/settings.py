@@ -99,6 +99,11 @@ class ModelSettings:
         "under FSDP2 each process reads its own rows of the weights only, from safetensors",
         default=True,
     )
+    allow_weights: list[str] = setting(
+        "names (or patterns: *.bias) of weights that the checkpoint may lack, so that they are "
+        "random, or have beyond the model's",
+        default=[],
+    )
     load_in_4bit: bool = setting("an adapter's frozen weights in 4 bits (NF4)", default=False)
     fused_layers: FusedLayersName = setting(
         "RMSNorm, RoPE and SwiGLU by liger or compile; auto: liger where it fits", default="auto"

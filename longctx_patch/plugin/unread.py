@@ -11,7 +11,7 @@ computes with it shows. `load_sharded` is for loops that call torch's `fully_sha
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -29,14 +28,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import tqdm
 
 from longctx_patch.hf.model.load import is_bare_config, load_model_config
-from longctx_patch.hf.model.stored_weights import (
+from longctx_patch.hf.model.stored_tensors import (
     READERS,
     NeedsWholeReading,
-    StoredWeight,
     read_headers,
-    stored_weights,
     weight_files,
 )
+from longctx_patch.hf.model.stored_weights import StoredWeight, stored_weights
+from longctx_patch.plugin.stored_check import model_without_memory
 from longctx_patch.plugin.together import refuse_together
 
 _ATTRIBUTE = "_longctx_unread"
@@ -55,7 +54,13 @@ class _Unread:
     """Random weights, on rank 0 only."""
 
 
-def unread_model(model: str, *, config: Any = None, dtype: torch.dtype | None = None) -> Any:
+def unread_model(
+    model: str,
+    *,
+    config: Any = None,
+    dtype: torch.dtype | None = None,
+    allow_weights: Sequence[str] = (),
+) -> Any:
     """The causal language model that `AutoModelForCausalLM.from_pretrained` makes, not yet read.
 
     Collective; call it after the process group was set up. Weights are read from safetensors when
@@ -68,6 +73,8 @@ def unread_model(model: str, *, config: Any = None, dtype: torch.dtype | None = 
             process with its seed would draw, and holds it until it is sharded.
         config: in place of the one published with the model.
         dtype: of the weights; default: the one that the config names, else the files'.
+        allow_weights: names, or patterns such as `*.bias`, of weights in the files that the model
+            does not have.
 
     Raises:
         ValueError: on all ranks, with file and weight: one that is missing, unexpected or of
@@ -81,7 +88,10 @@ def unread_model(model: str, *, config: Any = None, dtype: torch.dtype | None = 
     made, problem, whole = None, [], []
     try:
         config = copy.deepcopy(load_model_config(model) if config is None else config)
-        made = _drawn(config, dtype) if is_bare_config(model) else _stored(model, config, dtype)
+        if is_bare_config(model):
+            made = _drawn(config, dtype)
+        else:
+            made = _stored(model, config, dtype, allow_weights)
     except NeedsWholeReading as error:
         whole = [str(error)]
     except ValueError as error:
@@ -138,7 +148,7 @@ def load_sharded(
     delattr(holder, _ATTRIBUTE)
 
 
-def _stored(name: str, config: Any, dtype: torch.dtype | None) -> Any:
+def _stored(name: str, config: Any, dtype: torch.dtype | None, allowed: Sequence[str]) -> Any:
     """A model whose weights are in files."""
     if getattr(config, "quantization_config", None) is not None:
         raise NeedsWholeReading(
@@ -156,13 +166,13 @@ def _stored(name: str, config: Any, dtype: torch.dtype | None) -> Any:
     tensors = read_headers(files)
     floats = (t.dtype for t in tensors.values() if t.dtype.is_floating_point)
     dtype = dtype or config.dtype or next(floats, torch.float32)
-    model = _without_memory(config, dtype)
+    model = model_without_memory(config, dtype)
     if plan := model._get_dtype_plan(dtype):
         raise NeedsWholeReading(
             f"{type(model).__name__} keeps {', '.join(plan)} in float32, not in {dtype}: load it "
             "in float32 or bfloat16."
         )
-    _remember(model, stored=stored_weights(model, tensors))
+    _remember(model, stored=stored_weights(model, tensors, allowed))
     with suppress(OSError):  # then it follows from the config
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
@@ -172,20 +182,12 @@ def _drawn(config: Any, dtype: torch.dtype | None) -> Any:
     """A model of random weights, which rank 0 draws and holds."""
     dtype = dtype or config.dtype or torch.float32
     if _distributed() and dist.get_rank() > 0:
-        model = _without_memory(config, dtype)
+        model = model_without_memory(config, dtype)
         _remember(model)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         named = model.named_parameters(remove_duplicate=False)
         _remember(model, drawn={name: parameter.data for name, parameter in named})
-    return model
-
-
-def _without_memory(config: Any, dtype: torch.dtype) -> Any:
-    """The model with parameters on the meta device and real buffers, which it computes."""
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()
     return model
 
 

@@ -1,0 +1,52 @@
+"""Whether the files of a checkpoint hold the weights of its model, from their headers alone."""
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM
+
+from longctx_patch.hf.model.stored_tensors import NeedsWholeReading, read_headers, weight_files
+from longctx_patch.hf.model.stored_weights import ALLOW, is_allowed, stored_weights
+
+
+def check_stored(name: str, config: Any, allowed: Sequence[str] = ()) -> None:
+    """Raise ValueError for weights that are missing, unexpected or of another shape, and for files
+    that are cut short or not there.
+
+    Nothing is checked of what is not in safetensors, quantised, or converted while loading:
+    `check_loaded` does that after it.
+
+    Args:
+        name: a folder, or a hub name whose files are downloaded if need be.
+        allowed: names, or patterns of names, of weights that may be missing or unexpected.
+    """
+    path = Path(name).expanduser()
+    files = weight_files(str(path) if path.is_dir() else name)
+    tensors = read_headers(files)
+    if not files or getattr(config, "quantization_config", None) is not None:
+        return
+    with torch.random.fork_rng(devices=()), suppress(NeedsWholeReading):
+        model = model_without_memory(copy.deepcopy(config), torch.float32)
+        stored_weights(model, tensors, allowed)
+
+
+def check_loaded(name: str, info: Mapping[str, Iterable[Any]], allowed: Sequence[str] = ()) -> None:
+    """Raise ValueError for what `from_pretrained(output_loading_info=True)` says of weights."""
+    for key, what in (("missing_keys", "is in none of its files"), ("unexpected_keys", "is left")):
+        for weight in sorted(map(str, info.get(key, ()))):
+            if not is_allowed(weight, allowed):
+                end = "" if key == "missing_keys" else " over: this config has no place for it"
+                raise ValueError(f"model {name!r}: {weight} {what}{end}. {ALLOW}")
+
+
+def model_without_memory(config: Any, dtype: torch.dtype) -> Any:
+    """The model with parameters on the meta device and real buffers, which it computes."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
