@@ -54,7 +54,8 @@ def train_step(
         ]
         return source_of(state.model, passes, random)
 
-    numbers = steps.step(loss, grad_norm, explain)  # waits for the whole step
+    # Waits for the whole step.
+    numbers = steps.step(loss, grad_norm, explain, step=state.step + 1)
     state.scheduler.step()
     state.optimizer.zero_grad()
     state.step += 1

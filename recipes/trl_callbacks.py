@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
 from longctx_patch.recipes.stages import Stages
+from longctx_patch.trainer.bad_steps import SKIPPED
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -33,6 +34,9 @@ class MetricsCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self._file is None or not logs or "train_runtime" in logs:
+            return
+        if SKIPPED in logs:
+            self._file.write(step=logs[SKIPPED], loss=None, skipped=logs["skipped"])
             return
         values = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
         if "loss" in values:

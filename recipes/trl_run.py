@@ -148,6 +148,7 @@ def build(method: Method, settings: TrlSettings, args: Any, stages: Stages) -> A
         processing_class=tokenizer,
         callbacks=[*callbacks(settings, args, tokenizer), StagesCallback(stages)],
         long_context=settings.sequence_parallelism(),
+        skip_bad_steps=settings.skip_bad_steps,
         **given,
     )
     trainer.accelerator.print(f"{len_text(data.train)} rows of {settings.seq_len} tokens at most")

@@ -84,14 +84,20 @@ class FiniteSteps:
         self._optimizer = optimizer
         self.skip_bad_steps, self._max_loss_spike = skip_bad_steps, max_loss_spike
         self.history = history or StepHistory()
+        _torch_optimizer(optimizer).register_step_post_hook(_forget)
 
     def step(
-        self, loss: Tensor, grad_norm: Tensor, explain: Callable[[], str] | None = None
+        self,
+        loss: Tensor,
+        grad_norm: Tensor,
+        explain: Callable[[], str] | None = None,
+        *,
+        step: int | None = None,
     ) -> StepNumbers:
         """`guard`, the optimizer's step, and `settle`: it waits for the device."""
         pending = self.guard(loss, grad_norm)
         self._optimizer.step()
-        return self.settle(pending, explain)
+        return self.settle(pending, explain, step=step)
 
     def guard(self, loss: Tensor, grad_norm: Tensor) -> PendingStep:
         """Make the optimizer's next step change nothing if the numbers are bad. Collective.
@@ -116,16 +122,22 @@ class FiniteSteps:
                     parameter.grad = None
         return pending
 
-    def settle(self, pending: PendingStep, explain: Callable[[], str] | None = None) -> StepNumbers:
-        """Wait for a step's numbers, and count it. Every process calls it, after the step.
+    def settle(
+        self,
+        pending: PendingStep,
+        explain: Callable[[], str] | None = None,
+        *,
+        step: int | None = None,
+    ) -> StepNumbers:
+        """Wait for a step's numbers, and count it. Every process calls it for each step.
 
         Args:
             explain: says more of a bad step, such as which layer and rows; all ranks call it.
+            step: its number, for the error.
 
         Raises:
             BadStepError: on all ranks, for a bad step where no more may be skipped.
         """
-        _torch_optimizer(self._optimizer).__dict__.pop("found_inf", None)
         numbers = pending.numbers()
         history = self.history
         if numbers.is_applied:
@@ -133,13 +145,13 @@ class FiniteSteps:
             return numbers
         problem = f"{numbers.problem}{'; ' + explain() if explain else ''}"
         if history.num_skipped >= self.skip_bad_steps:
-            skipped = f"{history.num_skipped} steps were skipped before it, and " * bool(
-                history.num_skipped
-            )
+            before = f"{history.num_skipped} steps were skipped before it, and "
             raise BadStepError(
-                f"{problem}. {skipped}skip_bad_steps={self.skip_bad_steps}, so the run ends. The "
-                "step was not applied and nothing of it is saved. Use a lower learning rate, look "
-                "at the rows, or go on from the last checkpoint with a higher skip_bad_steps."
+                f"{'' if step is None else f'step {step}: '}{problem}. "
+                f"{before if history.num_skipped else ''}skip_bad_steps={self.skip_bad_steps}, so "
+                "the run ends. The step was not applied and nothing of it is saved. Use a lower "
+                "learning rate, look at the rows, or go on from the last checkpoint with a higher "
+                "skip_bad_steps."
             )
         history.num_skipped += 1
         return replace(numbers, problem=problem)
@@ -178,3 +190,8 @@ def _device_of(group: dict[str, Any]) -> torch.device | None:
 def _torch_optimizer(optimizer: Any) -> Any:
     """torch's optimizer inside Accelerate's."""
     return getattr(optimizer, "optimizer", optimizer)
+
+
+def _forget(optimizer: Any, *_: Any) -> None:
+    """A mark holds for one step."""
+    optimizer.__dict__.pop("found_inf", None)

@@ -37,6 +37,8 @@ class PendingStep:
         own."""
         numbers = torch.cat([is_bad.double()[None], by_rank.flatten()])
         self._host, self._arrived = numbers, None
+        self.is_on_host = self.device.type == "cpu"
+        """Whether `numbers` need not wait; the same on every rank."""
         if self.device.type == "cuda":
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._host.copy_(numbers, non_blocking=True)
@@ -47,6 +49,7 @@ class PendingStep:
         """Wait for the numbers. The same on every rank."""
         if self._arrived is not None:
             self._arrived.synchronize()
+        self.is_on_host = True
         by_rank = self._host[1:].view(-1, 2)
         loss, norm = by_rank[:, 0].mean().item(), by_rank[0, 1].item()
         problem = self._problem(by_rank.tolist(), loss) if self._host[0].item() else ""

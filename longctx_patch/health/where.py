@@ -75,9 +75,9 @@ class _Watch:
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._went_back(name, gradient))
 
-    def _went_back(self, name: str, gradient: Tensor) -> None:
+    def _went_back(self, name: str, gradient: Tensor | None) -> None:
         self.num_gradients += 1
-        if self.backward is not None:
+        if self.backward is not None or gradient is None:  # of an output that nothing used
             return
         if _is_finite(gradient):
             self.finite = f"; in backward that of {_called(name)}'s output, just before, is finite"

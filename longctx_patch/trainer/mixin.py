@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 
 from longctx_patch.config import LongContextConfig
+from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.accelerator import launched_sizes, read_when_sharded
@@ -24,6 +25,7 @@ from longctx_patch.plugin.together import refuse_together
 from longctx_patch.rules.launched import flag
 from longctx_patch.rules.world import require_whole_groups
 from longctx_patch.trainer.axis import num_processes, trainer_parallelism
+from longctx_patch.trainer.bad_steps import FiniteStepsMixin
 from longctx_patch.trainer.binding import (
     keep_checkpointing,
     patch_for_trainer,
@@ -54,7 +56,7 @@ else:
     _Trainer = object
 
 
-class LongContextTrainerMixin(GenerationMixin, _Trainer):
+class LongContextTrainerMixin(FiniteStepsMixin, GenerationMixin, _Trainer):
     """Trains a patched model with the numbers of one process.
 
     Write it before the trainer that it is mixed into, and give `long_context` beside the trainer's
@@ -65,6 +67,8 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
 
     Args:
         long_context: degrees and more; or the handle of the model, if it is patched already.
+        skip_bad_steps: how many steps may be left out of training because their loss or gradient is
+            not finite, in all. One more ends it, and nothing of such a step is saved.
         args, kwargs: passed on to the trainer.
 
     Attributes:
@@ -73,6 +77,7 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
     Raises:
         TypeError: a class has the trainer before the mixin.
         ValueError: on all ranks, if the trainer's arguments ask for what can't be exact.
+        BadStepError: on all ranks, in `train`.
         UnsupportedModelError: the model has something that would silently go wrong.
 
     Example:
@@ -91,9 +96,15 @@ class LongContextTrainerMixin(GenerationMixin, _Trainer):
         require_mixin_first(cls, LongContextTrainerMixin)
 
     def __init__(
-        self, *args: Any, long_context: LongContextConfig | PatchHandle, **kwargs: Any
+        self,
+        *args: Any,
+        long_context: LongContextConfig | PatchHandle,
+        skip_bad_steps: int = 0,
+        **kwargs: Any,
     ) -> None:
+        check_guard_settings(skip_bad_steps)
         let_segments_grow()
+        self._skip_bad_steps = skip_bad_steps
         self._long_context = long_context
         self._undo: list[Callable[[], None]] = []
         self._contexts = ExitStack()

@@ -39,7 +39,7 @@ def logged(folder: Path, *, liger: bool) -> list[tuple[float, float]]:
         use_liger_kernel=liger,
         liger_kernel_config={"fused_linear_cross_entropy": False} if liger else None,
     )
-    more = {"long_context": LongContextConfig()} if liger else {}
+    more: dict[str, Any] = {"long_context": LongContextConfig()} if liger else {}
     trainer = (LongContextTrainer if liger else Trainer)(
         model=model, args=args, train_dataset=rows, **more
     )

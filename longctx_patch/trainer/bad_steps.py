@@ -1,0 +1,145 @@
+"""A trainer's step whose loss or gradient is not finite changes nothing, and none of it is saved.
+
+Trainers log rarely, so each step is checked by itself (`longctx_patch.health`), at the moment when
+its gradient's norm is known. On a GPU the host reads what was found a step later, for which it need
+not wait; on the CPU at once. Whatever saves, evaluates or ends training waits for it first.
+"""
+
+import copy
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from longctx_patch.health.finite import FiniteSteps, StepHistory
+from longctx_patch.health.step_numbers import PendingStep
+from longctx_patch.health.weights import check_weights
+from longctx_patch.health.where import Pass, source_of
+from longctx_patch.memory.random_state import RandomState
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+logger = logging.getLogger(__name__)
+
+SKIPPED = "skipped_step"
+"""Key of an entry of the trainer's log: the number of a step that was left out."""
+_COUNTED = ("_metrics", "_total_train_tokens", "_logs", "_step")
+"""What TRL's trainers count in `compute_loss`."""
+
+
+@dataclass
+class _Step:
+    """A step that is being computed, or whose numbers are on their way."""
+
+    number: int
+    random: RandomState
+    losses: list[Tensor] = field(default_factory=list)
+    passes: list[Any] = field(default_factory=list)
+    """Arguments of `compute_loss`."""
+    pending: PendingStep | None = None
+
+
+class FiniteStepsMixin(_Trainer):
+    """The overrides that check every step."""
+
+    _skip_bad_steps: int
+    _guard: FiniteSteps | None = None
+    _step_now: _Step | None = None
+    _step_before: _Step | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's `train`. Raises BadStepError on all ranks, for a step that may not be
+        skipped, and ValueError for weights that are not finite before the first one."""
+        self._guard = self._step_now = self._step_before = None
+        found = super().train(*args, **kwargs)
+        self._settle_step()
+        return found
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._guard is None and self._step_now is None:  # before the first step
+            check_weights(model, self.accelerator.device)
+        if self._step_now is None:
+            random = RandomState.now(self.accelerator.device)
+            self._step_now = _Step(self.state.global_step + 1, random)
+        loss = super().training_step(model, *args, **kwargs)
+        self._step_now.losses.append(loss)
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._step_now is not None and model.training:
+            self._step_now.passes.append((model, dict(inputs), args, kwargs))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Called between a step's last backward and the optimizer's step, with the norm or without
+        it."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        step, self._step_now = self._step_now, None
+        if step is not None:
+            self._settle_step()
+            loss = sum(step.losses[1:], step.losses[0])
+            step.pending = self._finite_steps().guard(loss, norm)
+            self._step_before = step
+            if step.pending.is_on_host:
+                self._settle_step()
+        return norm
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_save or self.control.should_evaluate:
+            self._settle_step()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        self._settle_step()
+        super().save_model(*args, **kwargs)
+
+    def _finite_steps(self) -> FiniteSteps:
+        """Made when the trainer has its optimizer and, in a run that goes on, its log."""
+        if self._guard is None:
+            skipped = sum(SKIPPED in entry for entry in self.state.log_history)
+            self._guard = FiniteSteps(
+                self.optimizer,
+                skip_bad_steps=self._skip_bad_steps,
+                history=StepHistory(num_skipped=skipped),
+            )
+        return self._guard
+
+    def _settle_step(self) -> None:
+        """Wait for the numbers of the last step, and log it if it was left out. Collective if it
+        was bad, which all ranks find alike."""
+        step, self._step_before = self._step_before, None
+        if step is None or step.pending is None:
+            return
+        explain = partial(self._explain_step, step)
+        numbers = self._finite_steps().settle(step.pending, explain, step=step.number)
+        if not numbers.is_applied:
+            said = {SKIPPED: step.number, "skipped": numbers.problem}
+            if self.args.should_log:
+                logger.warning("step %d is skipped: %s", step.number, numbers.problem)
+            # Not by `log`, in which TRL's trainers empty what they have counted since the last one.
+            self.state.log_history.append({**said, "step": step.number})
+            self.callback_handler.on_log(self.args, self.state, self.control, said)
+
+    def _explain_step(self, step: _Step) -> str:
+        passes = [Pass(partial(self._run_again, *given)) for given in step.passes]
+        before = {name: copy.deepcopy(vars(self)[name]) for name in _COUNTED if name in vars(self)}
+        try:
+            return source_of(step.passes[0][0], passes, step.random)
+        finally:
+            self.__dict__.update(before)
+
+    def _run_again(self, model: Any, inputs: Any, args: Any, kwargs: Any) -> None:
+        with self._gradients_stay_local(model):
+            with self.compute_loss_context_manager():
+                loss = super().compute_loss(model, dict(inputs), *args, **kwargs)
+            self.accelerator.backward(loss)
+
+    def _gradients_stay_local(self, model: Any) -> AbstractContextManager[Any]:
+        """Under DDP, so that a gradient is that of this rank."""
+        return nullcontext() if self.accelerator.is_fsdp2 else self.accelerator.no_sync(model)
