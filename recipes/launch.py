@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
+from torch.distributed import DistError
 
 from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.last_words import say
@@ -16,6 +17,9 @@ from longctx_patch.recipes.memory_report import OutOfMemory
 SECONDS_AFTER_RANK_0 = 5.0
 """How long other processes wait before they repeat a refusal. If rank 0 of their machine refused
 too, the launcher ends them before, so the message appears once."""
+SECONDS_AFTER_ANOTHER = 2.0
+"""How long a process waits before it fails because it lost another one. A launcher ends a job with
+the first process that has failed, and only that one's error is of use."""
 
 
 def check_launcher(settings_file: Path | None, recipe: str = "finetune") -> None:
@@ -52,6 +56,15 @@ def one_message(program: str) -> Iterator[None]:
     except (ValueError, OutOfMemory, BadStepError) as error:
         _say(f"{program}: {error}")
         raise SystemExit(1) from None
+    except RuntimeError as error:
+        if _lost_another(error):
+            time.sleep(SECONDS_AFTER_ANOTHER)
+        raise
+
+
+def _lost_another(error: RuntimeError) -> bool:
+    """Whether a message could not be exchanged."""
+    return isinstance(error, DistError) or "gloo/transport" in str(error)
 
 
 def _say(message: str) -> None:

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 from peft import PeftModel
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
@@ -102,3 +103,23 @@ def test_a_refusal_is_one_message_that_the_launcher_repeats(
         assert capsys.readouterr().err == "finetune: no such file\n"
         shown = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(failure_file))
         assert "traceback : finetune: no such file" in str(ChildFailedError("job", {0: shown}))
+
+
+@pytest.mark.parametrize(
+    ("error", "waits"),
+    [
+        (DistNetworkError("the store is gone"), 1),
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), 1),
+        (RuntimeError("expected all tensors to be on the same device"), 0),
+        (KeyError("labels"), 0),
+    ],
+)
+def test_who_lost_another_process_lets_it_fail_first(
+    error: Exception, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    with pytest.raises(type(error)) as raised, one_message("finetune"):
+        raise error
+    assert raised.value is error
+    assert len(waited) == waits
