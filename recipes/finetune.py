@@ -48,7 +48,7 @@ from longctx_patch.recipes.metrics import MetricsFile, read_metrics
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.row_order import RowOrder
-from longctx_patch.recipes.run_record import RECORD_FILE, write_record
+from longctx_patch.recipes.run_record import ENDED, RECORD_FILE, has_ended, mark_ended, write_record
 from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.keeper import Keeper
 from longctx_patch.recipes.saving.names import steps_of
@@ -92,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = output_of(settings)
     output.check()
     lock.check_free(output.folder)
+    if settings.resume == "auto" and has_ended(output.folder, max_steps=settings.max_steps):
+        return print(ENDED.format(output.folder), flush=True)
     with Watchdog(settings.time_limits(), folder=output.folder / FLIGHT) as watchdog:
         stages.enter("processes")
         accelerator = build_accelerator(settings)
@@ -177,6 +179,7 @@ def train(
     export(final)
     if accelerator.is_main_process:
         write_card(final, model_card(settings, config, accelerator.num_processes), config)
+        mark_ended(output)
         print(ending(final), flush=True)
 
 

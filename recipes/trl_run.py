@@ -23,7 +23,7 @@ from longctx_patch.recipes.exporting import export_model
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
-from longctx_patch.recipes.run_record import write_record
+from longctx_patch.recipes.run_record import ENDED, has_ended, mark_ended, write_record
 from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.output import make_output
 from longctx_patch.recipes.stages import Stages, launched_at
@@ -65,6 +65,9 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     output = output_of(settings, args)
     output.check()
     lock.check_free(output.folder)
+    length = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
+    if settings.resume == "auto" and has_ended(output.folder, **length):
+        return print(ENDED.format(output.folder), flush=True)
     if args.push_to_hub:
         private = bool(args.hub_private_repo)
         hub.require_repository(args.hub_model_id, private=private, asks=args.process_index == 0)
@@ -96,6 +99,7 @@ def train(
     if is_main:
         config = trainer.model.config
         write_card(final, model_card(method, settings, trainer), config)
+        mark_ended(output)
         print(ending(final), flush=True)
     trainer.unpatch()
     return trainer

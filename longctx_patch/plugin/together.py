@@ -31,7 +31,8 @@ def refuse_together(problems: Iterable[str], error: type[ValueError] = ValueErro
     """Raise `error` on all ranks if one of them has a problem, so that none waits for one that has
     stopped. Collective over the world."""
     mine = next(iter(problems), "")
-    found = mine or next(filter(None, of_all_ranks(mine)), "")
+    everyones = of_all_ranks(mine)  # also where this rank has a problem: the others wait for it
+    found = mine or next(filter(None, everyones), "")
     if found:
         raise error(found)
 
