@@ -8,9 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from longctx_patch.cli.verify import SETTINGS_FILES
+from longctx_patch.recipes.yaml_file import read_yaml
 
 Points = list[tuple[float, float]]
 """(step, value), by rising step."""
@@ -150,5 +149,4 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _yaml(path: Path) -> dict[str, Any]:
-    content = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return content if isinstance(content, dict) else {}
+    return read_yaml(path) if path.is_file() else {}

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes import models
@@ -13,6 +12,7 @@ from longctx_patch.recipes.data.token_table import lengths_of
 from longctx_patch.recipes.settings import parse_settings
 from longctx_patch.recipes.text_rows import TextRows, rows_of_run
 from longctx_patch.recipes.trl_data import RunData, packed_rows, tables_of_run
+from longctx_patch.recipes.yaml_file import read_yaml
 
 Facts = list[tuple[str, str, str]]
 """(name, figure, what it counts)"""
@@ -36,8 +36,7 @@ class SeenData(NamedTuple):
 
 def data_of_run(file: Path) -> SeenData:
     """What the run with this settings file will train on. Raises ValueError as the run would."""
-    values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    return _of_text(file) if "text" in values else _of_tables(file)
+    return _of_text(file) if "text" in read_yaml(file) else _of_tables(file)
 
 
 def _of_text(file: Path) -> SeenData:

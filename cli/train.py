@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import yaml
 
 from longctx_patch.cli.verify import SETTINGS_FILES
+from longctx_patch.recipes.yaml_file import read_yaml
 
 FLAGS = {"finetune": "--settings", "sft": "--config", "dpo": "--config"}
 """Each recipe's option for its settings file."""
@@ -48,7 +48,7 @@ def train_command(run: Path, settings: tuple[str, ...]) -> None:
             f"{run} is no run folder: it needs accelerate.yaml and {', '.join(SETTINGS_FILES[:-1])}"
             f" or {SETTINGS_FILES[-1]}. Make one with `longctx patch MODEL --out {run} ...`."
         )
-    launch = yaml.safe_load(launch_file.read_text(encoding="utf-8"))
+    launch = read_yaml(launch_file)
     _check_one_machine(run, launch)
     limit_threads(launch)
     recipe = file.stem

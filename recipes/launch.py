@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import yaml
 from torch.distributed import DistError
 
 from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.last_words import say
 from longctx_patch.recipes.memory_report import OutOfMemory
+from longctx_patch.recipes.yaml_file import read_yaml
 
 SECONDS_AFTER_RANK_0 = 5.0
 """How long other processes wait before they repeat a refusal. If rank 0 of their machine refused
@@ -31,7 +31,7 @@ def check_launcher(settings_file: Path | None, recipe: str = "finetune") -> None
     launch_file = settings_file and settings_file.parent / "accelerate.yaml"
     if not launch_file or not launch_file.is_file():
         return
-    wanted = yaml.safe_load(launch_file.read_text(encoding="utf-8")) or {}
+    wanted = read_yaml(launch_file)
     lost = []
     if wanted.get("distributed_type") == "FSDP" and "ACCELERATE_USE_FSDP" not in os.environ:
         lost.append("distributed_type: FSDP")

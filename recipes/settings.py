@@ -7,7 +7,6 @@ that need only the values are made here.
 """
 
 # ruff: noqa: RUF009  # setting() returns a dataclasses.field, which ruff cannot see
-import argparse
 import ast
 import dataclasses
 import inspect
@@ -16,16 +15,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import yaml
-from transformers import HfArgumentParser
-
 from longctx_patch.config import LongContextConfig
 from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
 from longctx_patch.recipes.number_rules import check_numbers
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
-from longctx_patch.rules.names import did_you_mean, require_choice
+from longctx_patch.recipes.settings_file import SettingsParser, file_and_flags, read_settings
+from longctx_patch.recipes.yaml_file import read_yaml
+from longctx_patch.rules.names import require_choice
 
 RopeName = Literal["none", "linear", "dynamic", "yarn"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -273,7 +271,7 @@ def parallelism_of(settings: Any) -> LongContextConfig:
 def parallelism_in(file: Path) -> tuple[LongContextConfig, bool]:
     """How a run with this settings file cuts its rows, and whether it packs them. The file may be
     that of any recipe, and may have no data yet."""
-    values = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    values = read_yaml(file)
     given = {name: values[name] for name in PARALLELISM if name in values}
     packed = bool(values.get("pack") or values.get("packing"))
     return parallelism_of(Parallelism(**given)), packed
@@ -289,13 +287,12 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
 
     Raises ValueError for what cannot be right, naming the value, the rule and the fix.
     """
-    file_parser, found, flags = _settings_file(arguments)
-    parser = HfArgumentParser(
-        Settings, parents=[file_parser], allow_abbrev=False, prog="longctx_patch.recipes.finetune"
-    )
+    found, flags = file_and_flags("--settings", arguments)
+    parser = SettingsParser(Settings, allow_abbrev=False, prog="longctx_patch.recipes.finetune")
+    parser.add_argument("--settings", help="YAML file with these settings; flags win over it")
     if found:
         asked = vars(parser.parse_args(flags))
-        from_file = read_settings_file(found)
+        from_file = read_settings(found, FIELD_TYPES)
         taken_back = {name for name, opposite in OPPOSITES.items() if asked[opposite]}
         parser.set_defaults(**{k: v for k, v in from_file.items() if k not in taken_back})
     values = vars(parser.parse_args(flags))
@@ -305,55 +302,4 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
 
 def settings_file(arguments: Sequence[str] | None = None) -> Path | None:
     """The file that `--settings` names."""
-    return _settings_file(arguments)[1]
-
-
-def _settings_file(
-    arguments: Sequence[str] | None,
-) -> tuple[argparse.ArgumentParser, Path | None, list[str]]:
-    """The parser of `--settings` alone, what it found, and the other arguments."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(
-        "--settings", type=Path, help="YAML file with these settings; flags win over it"
-    )
-    found, flags = parser.parse_known_args(arguments)
-    return parser, found.settings, flags
-
-
-def read_settings_file(path: Path) -> dict[str, Any]:
-    """Read the file's keys and values, each as the type of its field."""
-    if not path.is_file():
-        raise ValueError(f"--settings {path}: no such file.")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, not lines of 'name: value'.")
-    unknown = [key for key in content if key not in FIELD_TYPES]
-    if unknown:
-        names, meant = ", ".join(map(str, unknown)), did_you_mean(unknown[0], FIELD_TYPES)
-        raise ValueError(
-            f"{path}: unknown settings {names}. Known: {', '.join(FIELD_TYPES)}.{meant}"
-        )
-    return {key: _typed(path, key, value, FIELD_TYPES[key]) for key, value in content.items()}
-
-
-def _typed(path: Path, key: str, value: Any, wanted: Any) -> Any:
-    """`value` as the field's type: YAML 1.1 reads 1e-4 as a string, and one path isn't a list."""
-    kinds = [kind for kind in get_args(wanted) if kind is not type(None)]
-    if get_origin(wanted) is list:
-        return [str(item) for item in value] if isinstance(value, list) else [str(value)]
-    if get_origin(wanted) is Literal:
-        return value
-    if value is None and type(None) in get_args(wanted):
-        return None
-    kind = kinds[0] if kinds else wanted
-    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    if type(value) is not kind:
-        raise ValueError(f"{path}: {key}: {value!r} should be of type {kind.__name__}.")
-    return value
+    return file_and_flags("--settings", arguments)[0]

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.run_record import ENDED, has_ended, mark_ended, write_record
 from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.output import make_output
+from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback, StagesCallback
 from longctx_patch.recipes.trl_data import load_data, reading_of
@@ -61,7 +61,7 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     settings, args = parse(method.config, arguments)
     if not settings.library_warnings:
         quiet_libraries()
-    check_launcher(settings_file(arguments), method.name)
+    check_launcher(file_and_flags("--config", arguments)[0], method.name)
     output = output_of(settings, args)
     output.check()
     lock.check_free(output.folder)
@@ -181,10 +181,3 @@ def callbacks(settings: TrlSettings, args: Any, tokenizer: Any) -> list[Any]:
 
 def len_text(rows: Any) -> str:
     return f"{len(rows):,}" if hasattr(rows, "__len__") else "a stream of"
-
-
-def settings_file(arguments: Sequence[str] | None) -> Path | None:
-    """The file that `--config` names."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    place = given.index("--config") + 1 if "--config" in given else len(given)
-    return Path(given[place]) if place < len(given) else None

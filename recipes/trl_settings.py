@@ -1,13 +1,13 @@
 """Settings of the recipes over TRL's trainers: ours, and all of the trainer's own.
 
-A YAML file (`--config FILE`) and flags set both, under one name each; a flag wins. TRL's parser
-refuses names that nobody knows.
+A YAML file (`--config FILE`) and flags set both, under one name each; a flag wins. Names that
+nobody knows, and values of another type, are refused.
 """
 
 # ruff: noqa: RUF009  # setting() returns a dataclasses.field, which ruff cannot see
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import TrlParser
@@ -23,6 +23,12 @@ from longctx_patch.recipes.settings import (
     parallelism_of,
     resume_setting,
     setting,
+)
+from longctx_patch.recipes.settings_file import (
+    SettingsParser,
+    file_and_flags,
+    read_settings,
+    set_environment,
 )
 from longctx_patch.rules.names import require_choice
 
@@ -96,13 +102,25 @@ class TrlSettings(Parallelism, ModelSettings):
         return bool(self.eval_data or self.eval_share)
 
 
+class _Parser(SettingsParser, TrlParser):
+    """TRL's parser, with our errors."""
+
+
 def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[TrlSettings, Any]:
     """(our settings, the trainer's own) of flags and of the file that `--config` names.
 
     Raises ValueError for what can't be right, naming the value, the rule and the fix.
     """
-    parser = TrlParser((TrlSettings, config_class), allow_abbrev=False)
-    settings, args = parser.parse_args_and_config(arguments)
+    file, flags = file_and_flags("--config", arguments)
+    parser = _Parser((TrlSettings, config_class), allow_abbrev=False)
+    if file:
+        kinds = get_type_hints(config_class) | get_type_hints(TrlSettings) | {"env": dict}
+        values = read_settings(file, kinds)
+        set_environment(values)
+        parser.set_defaults_with_config(**values)
+    if unknown := parser.parse_known_args(flags)[1]:
+        parser.refuse_unknown(unknown, "--config")
+    settings, args = parser.parse_args_into_dataclasses(flags)
     check_together(settings, args)
     check_numbers(args)
     args.max_length = settings.seq_len if getattr(args, "packing", False) else None
