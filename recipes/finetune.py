@@ -26,8 +26,10 @@ from transformers.utils.logging import disable_progress_bar
 # Absolute imports: they still hold in a copy of this file.
 from longctx_patch import PatchHandle, SequenceShardCollator, patch
 from longctx_patch.engine.groups import world_place
+from longctx_patch.health.agreement import model_facts, require_agreement
 from longctx_patch.health.finite import FiniteSteps
 from longctx_patch.health.flight import FOLDER as FLIGHT
+from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.health.weights import check_weights
 from longctx_patch.hf.layers.fused_layers import (
@@ -41,7 +43,7 @@ from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.bars import ProgressBar
 from longctx_patch.recipes.exporting import export_model
-from longctx_patch.recipes.identity import check_fingerprint, fingerprint
+from longctx_patch.recipes.identity import check_fingerprint, facts_of, fingerprint
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, read_metrics
@@ -97,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Watchdog(settings.time_limits(), folder=output.folder / FLIGHT) as watchdog:
         stages.enter("processes")
         accelerator = build_accelerator(settings)
+        require_agreement(facts_of(settings), "how to train")
         is_main = accelerator.is_main_process
         if settings.push_to_hub:
             hub.require_repository(settings.push_to_hub, private=settings.hub_private, asks=is_main)
@@ -143,7 +146,11 @@ def train(
     fuse_layers(model, fused.how)
     handle = patch(model, settings.sequence_parallelism())
     stages.enter("weights")
+    goes_on = {"goes on from": checkpoint and checkpoint.name}
+    facts = {"rows": run["exact"]["rows"], "fused_layers": fused.how, **goes_on}
+    require_agreement(facts | model_facts(model), "what to train")
     state = build_state(settings, accelerator, model)
+    replicas = ReplicaCheck(state.model)
 
     # Nothing was written so far, so a refusal above leaves no files behind.
     output = Path(settings.output)
@@ -169,6 +176,7 @@ def train(
         first = state.step + 1
         for _ in train_steps(settings, accelerator, state, handle, data):
             watchdog.done(state.step)
+            replicas.after_step(state.step)
             if state.step == first:
                 stages.end(output)
             if settings.save_every and state.step % settings.save_every == 0:

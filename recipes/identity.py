@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from longctx_patch.health.agreement import versions
 from longctx_patch.recipes.row_order import RowOrder
 from longctx_patch.recipes.saving.reading import fingerprint_of
 from longctx_patch.recipes.settings import PARALLELISM, Settings
@@ -18,6 +19,7 @@ FREE = {
     *("start_timeout", "step_timeout", "save_timeout"),
     *("skip_bad_steps", "max_loss_spike", "sentinel_every"),  # good steps are what they are
 }
+PLACES = {"model", "tokenizer", "text", "data", "eval_data", "output"}
 WORLD = {*PARALLELISM} - FREE
 ROWS = {"batch_size", "gradient_accumulation_steps"}
 
@@ -58,3 +60,11 @@ def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
             f"{now['exact']['lora_dropout']} each process has random numbers of its own, which "
             "another number of processes can't continue. Use the old world, or start a new run."
         )
+
+
+def facts_of(settings: Any) -> dict[str, Any]:
+    """What all ranks must be given alike, with the versions that they run. Where things lie may
+    differ between machines; what lies there is compared later."""
+    values = dataclasses.asdict(settings)
+    kept = {name: value for name, value in values.items() if name not in PLACES}
+    return {"settings": kept, "versions": versions()}

@@ -11,6 +11,7 @@ from torch.distributed import DistError
 
 from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.last_words import say
+from longctx_patch.health.replicas import ReplicasDivergedError
 from longctx_patch.recipes.memory_report import OutOfMemory
 from longctx_patch.recipes.yaml_file import read_yaml
 
@@ -53,7 +54,7 @@ def one_message(program: str) -> Iterator[None]:
     """End the process with a refusal's message in place of a traceback; exit code 1."""
     try:
         yield
-    except (ValueError, OutOfMemory, BadStepError) as error:
+    except (ValueError, OutOfMemory, BadStepError, ReplicasDivergedError) as error:
         _say(f"{program}: {error}")
         raise SystemExit(1) from None
     except RuntimeError as error:

@@ -12,6 +12,9 @@ from typing import Any
 from accelerate.utils import set_seed
 from transformers import EarlyStoppingCallback
 
+from longctx_patch.health.agreement import require_agreement
+from longctx_patch.health.flight import FOLDER as FLIGHT
+from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
     fuse_layers,
@@ -19,6 +22,7 @@ from longctx_patch.hf.layers.fused_layers import (
 )
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.exporting import export_model
+from longctx_patch.recipes.identity import facts_of
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
@@ -72,8 +76,11 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
         private = bool(args.hub_private_repo)
         hub.require_repository(args.hub_model_id, private=private, asks=args.process_index == 0)
     say = args.distributed_state.print
-    with lock.held(output.folder, launched=launched_at(), say=say):
-        trainer = train(method, settings, args, output.find(say), stages)
+    with (
+        Watchdog(settings.time_limits(), folder=output.folder / FLIGHT) as watchdog,
+        lock.held(output.folder, launched=launched_at(), say=say),
+    ):
+        trainer = train(method, settings, args, output.find(say), stages, watchdog)
     if args.push_to_hub and args.process_index == 0:
         # Over what the trainer has uploaded of its checkpoints.
         print(f"uploaded to {hub.upload(args.hub_model_id, output.folder / 'final')}", flush=True)
@@ -81,10 +88,16 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
 
 
 def train(
-    method: Method, settings: TrlSettings, args: Any, resumed: Path | None, stages: Stages
+    method: Method,
+    settings: TrlSettings,
+    args: Any,
+    resumed: Path | None,
+    stages: Stages,
+    watchdog: Watchdog,
 ) -> Any:
     """Build the trainer, go on from the checkpoint `resumed` if there is one, train to the end."""
-    trainer = build(method, settings, args, stages)
+    require_agreement(facts_of(settings), "how to train")
+    trainer = build(method, settings, args, stages, watchdog)
     output, is_main = Path(args.output_dir), trainer.accelerator.is_main_process
     make_output(trainer.accelerator, output)
     if is_main:
@@ -125,7 +138,9 @@ def model_card(method: Method, settings: TrlSettings, trainer: Any) -> Card:
     )
 
 
-def build(method: Method, settings: TrlSettings, args: Any, stages: Stages) -> Any:
+def build(
+    method: Method, settings: TrlSettings, args: Any, stages: Stages, watchdog: Watchdog
+) -> Any:
     """The trainer of a run."""
     device_type = args.device.type
     require_fused_layers(settings.fused_layers, device_type)
@@ -152,6 +167,7 @@ def build(method: Method, settings: TrlSettings, args: Any, stages: Stages) -> A
         processing_class=tokenizer,
         callbacks=[*callbacks(settings, args, tokenizer), StagesCallback(stages)],
         long_context=settings.sequence_parallelism(),
+        watchdog=watchdog,
         skip_bad_steps=settings.skip_bad_steps,
         **given,
     )

@@ -128,8 +128,23 @@ def world_place(config: LongContextConfig) -> WorldPlace:
     return WorldPlace(rank // degree, rank % degree, world_size // degree)
 
 
-def make_sequence_group(config: LongContextConfig) -> SequenceGroup:
-    """Build this process's groups. Collective: every process of the world calls it."""
+def make_sequence_group(
+    config: LongContextConfig, *, timeout: timedelta | None = None
+) -> SequenceGroup:
+    """Build this process's groups. Collective: every process of the world calls it.
+
+    Args:
+        config: the same on every rank.
+        timeout: how long a rank waits for the others in an exchange, before torch.distributed
+            raises on gloo, or ends the process on NCCL. None: as long as in the world's group,
+            which `init_process_group(timeout=...)`, `TrainingArguments(ddp_timeout=...)` and
+            Accelerate's `InitProcessGroupKwargs(timeout=...)` set.
+
+    Raises:
+        ValueError: on all ranks, if configs differ or don't fit the world.
+    """
+    if timeout is not None and timeout <= timedelta(0):
+        raise ValueError(f"timeout={timeout}: give a time above 0, such as timedelta(minutes=10).")
     place = world_place(config)
     _check_same_config(config)
     counters = Counters()
@@ -138,16 +153,17 @@ def make_sequence_group(config: LongContextConfig) -> SequenceGroup:
         return SequenceGroup(config, solo, solo, solo, solo, counters)
     shape = (place.data_parallel_size, config.ring_degree, config.ulysses_degree)
     ranks = torch.arange(dist.get_world_size()).view(shape)
-    everyone = _my_transport(ranks.flatten(1), counters)
+    timeout = timeout or _timeout_of_world()
+    everyone = _my_transport(ranks.flatten(1), counters, timeout)
     solo = SoloTransport(counters)
     if config.ring_degree == 1:
         return SequenceGroup(config, everyone, solo, solo, everyone, counters)
     rings = ranks.transpose(1, 2).flatten(0, 1)
-    results = _my_transport(rings, counters)
+    results = _my_transport(rings, counters, timeout)
     if config.ulysses_degree == 1:
         return SequenceGroup(config, everyone, everyone, results, solo, counters)
-    ring = _my_transport(rings, counters)
-    ulysses = _my_transport(ranks.flatten(0, 1), counters)
+    ring = _my_transport(rings, counters, timeout)
+    ulysses = _my_transport(ranks.flatten(0, 1), counters, timeout)
     return SequenceGroup(config, everyone, ring, results, ulysses, counters)
 
 
@@ -191,9 +207,8 @@ def _virtual_part(transport: VirtualTransport, members: torch.Tensor) -> Transpo
     return transport.subgroup(members.tolist())
 
 
-def _my_transport(groups: torch.Tensor, counters: Counters) -> Transport:
+def _my_transport(groups: torch.Tensor, counters: Counters, timeout: timedelta) -> Transport:
     """Create every group (torch wants all processes to take part); keep the one we are in."""
-    timeout = _timeout()
     mine, _ = dist.new_subgroups_by_enumeration(
         groups.tolist(),
         timeout=timeout,
@@ -203,7 +218,7 @@ def _my_transport(groups: torch.Tensor, counters: Counters) -> Transport:
     return ProcessGroupTransport(mine, _control_device(), counters)
 
 
-def _timeout() -> timedelta:
+def _timeout_of_world() -> timedelta:
     """How long the world's collectives wait, as with `TrainingArguments(ddp_timeout=...)`. A new
     group would take torch's default."""
     assert dist.group.WORLD is not None

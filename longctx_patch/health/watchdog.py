@@ -22,6 +22,7 @@ from longctx_patch.health.last_words import say, undisturbed
 from longctx_patch.health.limits import Phase, TimeLimits
 from longctx_patch.health.places import OWN_THREADS, Place, place_here, place_of_error
 from longctx_patch.health.progress import Progress
+from longctx_patch.health.replicas import ReplicasDivergedError
 from longctx_patch.health.teller import Readings, Teller
 from longctx_patch.health.verdict import judge
 
@@ -30,7 +31,7 @@ STALL_S = 5.0
 FAILED_S = 5.0
 """How long ranks may end by themselves once another one has failed."""
 TRIES = 5
-SAY_WHERE = (ValueError, BadStepError)
+SAY_WHERE = (ValueError, BadStepError, ReplicasDivergedError)
 """Errors whose own message says where, if that matters."""
 REPORT_S = 2.0
 """How long a rank that fails waits for the store."""

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, Trainer
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.health.finite import check_guard_settings
+from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.accelerator import launched_sizes, read_when_sharded
@@ -49,6 +50,7 @@ from longctx_patch.trainer.refusals import (
     shared_cache_problems,
     trainer_problems,
 )
+from longctx_patch.trainer.watching import HealthCallback, WatchedMixin
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -56,7 +58,7 @@ else:
     _Trainer = object
 
 
-class LongContextTrainerMixin(FiniteStepsMixin, GenerationMixin, _Trainer):
+class LongContextTrainerMixin(FiniteStepsMixin, WatchedMixin, GenerationMixin, _Trainer):
     """Trains a patched model with the numbers of one process.
 
     Write it before the trainer that it is mixed into, and give `long_context` beside the trainer's
@@ -67,6 +69,8 @@ class LongContextTrainerMixin(FiniteStepsMixin, GenerationMixin, _Trainer):
 
     Args:
         long_context: degrees and more; or the handle of the model, if it is patched already.
+        watchdog: a `Watchdog` in whose context the trainer trains; its steps, evaluations and
+            checkpoints are marked.
         skip_bad_steps: how many steps may be left out of training because their loss or gradient is
             not finite, in all. One more ends it, and nothing of such a step is saved.
         args, kwargs: passed on to the trainer.
@@ -100,12 +104,13 @@ class LongContextTrainerMixin(FiniteStepsMixin, GenerationMixin, _Trainer):
         *args: Any,
         long_context: LongContextConfig | PatchHandle,
         skip_bad_steps: int = 0,
+        watchdog: Watchdog | None = None,
         **kwargs: Any,
     ) -> None:
         check_guard_settings(skip_bad_steps)
         let_segments_grow()
         self._skip_bad_steps = skip_bad_steps
-        self._long_context = long_context
+        self._long_context, self._watchdog = long_context, watchdog
         self._undo: list[Callable[[], None]] = []
         self._contexts = ExitStack()
         self._reference: Any = None
@@ -118,6 +123,7 @@ class LongContextTrainerMixin(FiniteStepsMixin, GenerationMixin, _Trainer):
             self.unpatch()
             raise
         self.seed_groups()
+        self.add_callback(HealthCallback(watchdog))
 
     @property
     def _config(self) -> LongContextConfig:

@@ -1,0 +1,130 @@
+"""Copies of the trained weights that no longer are copies are found within 50 steps.
+
+Each step sums the bit patterns of a part of them, on the device; every `PARTS` steps ranks exchange
+these sums, and read them one step later, when they have arrived. So the host waits for nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from longctx_patch.health.step_numbers import gathered
+from longctx_patch.plugin.together import num_ranks, of_all_ranks
+
+PARTS = 16
+"""Weights that differ since a step are summed within as many steps, exchanged within as many more,
+and read one step later."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SHOWN = 3
+
+
+class ReplicasDivergedError(RuntimeError):
+    """Ranks that must have the same weights have different ones."""
+
+
+class ReplicaCheck:
+    """Compares the trained weights of the ranks that hold copies of them.
+
+    Under DDP all ranks do. Under FSDP2 those do that hold the same shard, as HSDP's replicas; where
+    each rank has a shard of its own there is nothing to compare.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Collective over the world. The model is wrapped already."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        shards = {_shard_of(parameter) for _, parameter in named}
+        owners = of_all_ranks(repr(sorted(shards)))
+        self._copies = [r for r in range(num_ranks()) if owners.count(owners[r]) > 1]
+        self._owners = owners
+        self._parts = _parts(named) if self._copies else []
+        self._steps = 0
+        self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        device = named[0][1].device if named else torch.device("cpu")
+        self._sums = torch.zeros(PARTS, dtype=torch.int64, device=device)
+
+    def after_step(self, step: int) -> None:
+        """Call it after each optimizer step, on every rank.
+
+        Raises:
+            ReplicasDivergedError: on all ranks.
+        """
+        if not self._parts:
+            return
+        self._read()
+        part = self._steps % PARTS
+        self._steps += 1
+        for _, parameter in self._parts[part]:
+            self._sums[part] += bit_sum(parameter)
+        if part == PARTS - 1:
+            self._send(step)
+            self._sums.zero_()
+
+    def _send(self, step: int) -> None:
+        everyones = gathered(self._sums)
+        arrived = None
+        if everyones.is_cuda:
+            host = torch.empty(everyones.shape, dtype=everyones.dtype, pin_memory=True)
+            everyones = host.copy_(everyones, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._pending = (step, everyones, arrived)
+
+    def _read(self) -> None:
+        if self._pending is None:
+            return
+        (step, everyones, arrived), self._pending = self._pending, None
+        if arrived is not None:
+            arrived.synchronize()
+        rows = everyones.tolist()
+        for owner in dict.fromkeys(self._owners):
+            ranks = [rank for rank in self._copies if self._owners[rank] == owner]
+            for part, weights in enumerate(self._parts):
+                self._require_alike(step, {rank: rows[rank][part] for rank in ranks}, weights)
+
+    def _require_alike(
+        self, step: int, sums: dict[int, int], weights: Sequence[tuple[str, Tensor]]
+    ) -> None:
+        if len(set(sums.values())) <= 1:
+            return
+        values = list(sums.values())
+        usual = max(dict.fromkeys(values), key=values.count)
+        odd = [rank for rank, value in sums.items() if value != usual]
+        names = ", ".join(name for name, _ in weights[:_SHOWN])
+        more = f" and {len(weights) - _SHOWN} more" if len(weights) > _SHOWN else ""
+        first = next(rank for rank, value in sums.items() if value == usual)
+        raise ReplicasDivergedError(
+            f"after step {step} the trained weights of rank {', '.join(map(str, odd))} are not "
+            f"those of rank {first} any more, in {names}{more}. They have differed for "
+            f"{2 * PARTS} steps at most: go on from a checkpoint before step "
+            f"{max(0, step - 2 * PARTS)}, and check that rank's device and memory."
+        )
+
+
+def bit_sum(weight: Tensor) -> Tensor:
+    """The sum of the bit patterns of what this rank holds, an int64 scalar on its device: another
+    number if a single bit differs."""
+    held = weight.detach()
+    held = held.to_local() if isinstance(held, DTensor) else held
+    return held.view(_INTEGERS[held.dtype.itemsize]).sum(dtype=torch.int64)
+
+
+def _shard_of(parameter: Tensor) -> tuple[int, ...]:
+    """Which shard this rank holds: its coordinates in the axes that cut the parameter."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
+    cuts = zip(place, parameter.placements, strict=False)
+    return tuple(at for at, placement in cuts if not isinstance(placement, Replicate))
+
+
+def _parts(named: Iterable[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
+    """The weights in `PARTS` parts of about equal size."""
+    parts: list[list[tuple[str, Tensor]]] = [[] for _ in range(PARTS)]
+    sizes = [0] * PARTS
+    for name, weight in sorted(named, key=lambda item: -item[1].numel()):
+        least = sizes.index(min(sizes))
+        parts[least].append((name, weight))
+        sizes[least] += weight.numel()
+    return parts

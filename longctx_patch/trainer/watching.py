@@ -1,0 +1,111 @@
+"""What runs beside a trainer's steps: the watchdog's marks, and the comparison of replicas."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from longctx_patch.health.agreement import model_facts, require_agreement, versions
+from longctx_patch.health.replicas import ReplicaCheck
+from longctx_patch.health.watchdog import Watchdog
+
+OF_ONE_RANK = {
+    *("local_rank", "output_dir", "logging_dir", "run_name", "disable_tqdm", "report_to"),
+    *("log_level", "log_level_replica", "log_on_each_node", "logging_strategy", "project"),
+}
+"""Arguments of a trainer that change nothing of the training and may differ between ranks."""
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class WatchedMixin(_Trainer):
+    """Compares ranks before they train, and tells the watchdog of checkpoints."""
+
+    _watchdog: Watchdog | None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' training. Raises ValueError on all ranks where they would not train the
+        same model on the same data in the same way."""
+        require_same_training(self)
+        return super().train(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with nullcontext() if self._watchdog is None else self._watchdog.saving():
+            super()._save_checkpoint(*args, **kwargs)
+
+
+class HealthCallback(TrainerCallback):
+    """Marks steps for the watchdog, if there is one, and compares replicas after each."""
+
+    def __init__(self, watchdog: Watchdog | None) -> None:
+        self._watchdog = watchdog
+        self._replicas: ReplicaCheck | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._replicas = ReplicaCheck(given["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._watchdog is not None:
+            self._watchdog.done(state.global_step)
+        if self._replicas is not None:
+            self._replicas.after_step(state.global_step)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._watchdog is not None:
+            self._watchdog.enter("evaluate")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._watchdog is not None:
+            self._watchdog.enter("step")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._watchdog is not None:
+            self._watchdog.enter("end")
+
+
+def require_same_training(trainer: Any) -> None:
+    """Raise ValueError on all ranks unless they train the same model on the same data in the same
+    way. Collective; before anything is wrapped."""
+    facts = {
+        "arguments": _arguments(trainer.args),
+        "versions": versions(),
+        "data": _data(trainer.train_dataset),
+    }
+    if trainer.model is not None:
+        facts |= model_facts(trainer.model)
+    require_agreement(facts, "how to train")
+
+
+def _arguments(args: Any) -> Mapping[str, Any]:
+    """Those that are plain values; objects are of this process."""
+    values = args.to_dict()
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in OF_ONE_RANK and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _data(rows: Any) -> Mapping[str, Any]:
+    """The number of rows and some of them. Data that is made as it is read may differ between
+    replicas."""
+    transform = getattr(rows, "format", None) or {}
+    is_fixed = isinstance(rows, Sequence) or type(rows).__module__.startswith("datasets.")
+    if not is_fixed or not hasattr(rows, "__len__") or transform.get("type") == "custom":
+        return {"kind": type(rows).__name__}
+    places = sorted({0, len(rows) // 2, len(rows) - 1}) if len(rows) else []
+    return {"rows": len(rows)} | {f"row {place}": rows[place] for place in places}

@@ -1,0 +1,83 @@
+"""Ranks that disagree, replicas that diverge, and the watchdog's marks, under a trainer."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from longctx_patch import TimeLimits, Watchdog
+from longctx_patch.health.replicas import ReplicasDivergedError
+from tests.plugin.launched import run_launched
+from tests.trainer.trained import Case, make_trainer
+
+
+class Perturbs(TrainerCallback):
+    """Changes one weight on rank 1 in step 4."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 3 and dist.get_rank() == 1:
+            with torch.no_grad():
+                given["model"].model.norm.weight[0] += 1e-3
+
+
+class Marks(TrainerCallback):
+    """Notes what the watchdog thinks the trainer does at the end of each step and evaluation."""
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self.found: list[str] = []
+        self._watchdog = watchdog
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.found.append(str(self._watchdog._progress.at))
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.found.append(str(self._watchdog._progress.at))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.found.append(str(self._watchdog._progress.at))
+
+
+def odd_trainers(folder: str) -> tuple[list[str], str, int, list[str]]:
+    """What trainers say of rank 1's arguments; the error of replicas that diverge and its step;
+    the watchdog's marks."""
+    said = []
+    two = {"ring_degree": 2}
+    for name, values in (("learning_rate", (0.02, 0.03)), ("max_steps", (3, 4))):
+        case = Case("odd", config=two, arguments={name: values[int(os.environ["RANK"])]})
+        trainer = make_trainer(case, Path(folder) / name, is_patched=True)
+        with pytest.raises(ValueError, match="disagree") as caught:
+            trainer.train()
+        said.append(str(caught.value))
+        trainer.unpatch()
+    case = Case("drifts", config=two, arguments={"max_steps": 60, "max_grad_norm": 0.0})
+    trainer = make_trainer(case, Path(folder) / "drifts", is_patched=True)
+    trainer.add_callback(Perturbs())
+    with pytest.raises(ReplicasDivergedError) as diverged:
+        trainer.train()
+    step = trainer.state.global_step
+    trainer.unpatch()
+    with Watchdog(TimeLimits()) as watchdog:
+        arguments = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        arguments |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8}
+        case = Case("marked", config=two, arguments=arguments)
+        trainer = make_trainer(case, Path(folder) / "marked", is_patched=True, watchdog=watchdog)
+        marks = Marks(watchdog)
+        trainer.add_callback(marks)
+        trainer.train()
+    return said, str(diverged.value), step, marks.found
+
+
+def test_ranks_that_disagree_or_diverge_under_a_trainer(tmp_path: Path) -> None:
+    both = run_launched(odd_trainers, 2, str(tmp_path))
+    assert both[0] == both[1]
+    (rate, steps), diverged, step, marks = both[0]
+    assert "arguments.learning_rate: 0.02 on rank 0, 0.03 on rank 1" in rate
+    assert "arguments.max_steps: 3 on rank 0, 4 on rank 1" in steps
+    assert "weights of rank 1 are not those of rank 0 any more" in diverged
+    assert 3 < step <= 4 + 50
+    evaluation = "an evaluation after step 2"
+    assert marks == ["step 2", "step 2", "step 3", evaluation, "step 3"]
