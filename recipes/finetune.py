@@ -79,6 +79,11 @@ class Data(NamedTuple):
         batches = self.order.indices(step, self.replica)
         return [", ".join(map(self.rows.called, batch)) for batch in batches]
 
+    def identity(self) -> dict[str, Any]:
+        """Equal for runs whose steps have equal rows."""
+        rows = {"rows": self.rows.digest(), "num_rows": len(self.rows)}
+        return {**rows, "rows_per_step": self.order.rows_per_step}
+
     def metrics(self) -> dict[str, float]:
         """What every line of metrics.jsonl says about the rows."""
         return {} if self.rows.edges is None else {"packing_efficiency": self.rows.efficiency}
@@ -139,9 +144,15 @@ def train(
     tokenizer, model = build_model(settings, config, accelerator)
     stages.enter("data")
     data = build_data(settings, tokenizer)
-    run = fingerprint(settings, data.order, data.rows.digest(), accelerator.num_processes)
-    if checkpoint:
-        check_fingerprint(checkpoint, run)
+    run = fingerprint(
+        settings,
+        config=config,
+        tokenizer=tokenizer,
+        data=data.identity(),
+        sources=settings.text,
+        processes=accelerator.num_processes,
+    )
+    check_fingerprint(checkpoint, run, settings)
     fused = choose_fused_layers(settings.fused_layers, model, device_type)
     fuse_layers(model, fused.how)
     handle = patch(model, settings.sequence_parallelism())

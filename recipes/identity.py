@@ -1,18 +1,32 @@
 """What makes a run one run: a resumed one must have the same, or say what it changes."""
 
 import dataclasses
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+
 from longctx_patch.health.agreement import versions
-from longctx_patch.recipes.row_order import RowOrder
+from longctx_patch.hf.model.load import is_bare_config
+from longctx_patch.plugin.together import own_rank, refuse_together
+from longctx_patch.recipes.data.sources import parts_of
+from longctx_patch.recipes.models import WEIGHT_FILES
+from longctx_patch.recipes.saving.fingerprint import Fingerprint, plain, problems
 from longctx_patch.recipes.saving.reading import fingerprint_of
-from longctx_patch.recipes.settings import PARALLELISM, Settings
+from longctx_patch.recipes.saving.sources import (
+    config_fields,
+    samples_of,
+    tokenizer_digest,
+)
+from longctx_patch.recipes.settings import PARALLELISM, ModelSettings
 
 # Settings that may differ between a run and its resumption without changing any number.
 FREE = {
-    *("text", "output", "resume", "save_every", "keep_last", "keep_every"),
-    *("tokenizer", "text_field"),
+    *("text", "data", "output", "resume", "allow_change"),
+    *("save_every", "keep_last", "keep_every"),
+    *("model", "tokenizer", "text_field"),  # what they lead to is compared
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
     *("ulysses_waves", "fused_layers"),  # these change rounding only
     *("skip_rehearsal", "push_to_hub", "hub_private", "load_sharded", "library_warnings"),
@@ -24,42 +38,55 @@ WORLD = {*PARALLELISM} - FREE
 ROWS = {"batch_size", "gradient_accumulation_steps"}
 
 
-def fingerprint(settings: Settings, order: RowOrder, digest: str, processes: int) -> dict[str, Any]:
-    """What a resumed run must share with the run that it continues (`exact`), and that run's world:
-    its processes and how they share rows. `digest`: of the rows."""
+def fingerprint(
+    settings: ModelSettings,
+    *,
+    config: Any,
+    tokenizer: Any,
+    data: Mapping[str, Any],
+    sources: Sequence[str],
+    processes: int,
+    unused: Collection[str] = ("python", "trl"),
+) -> dict[str, Any]:
+    """What a resumed run must share with the run that it continues, and that run's world.
+
+    Args:
+        config: of the model, as it is trained.
+        data: what says which rows a step has.
+        sources: of the data, whose files are named where the rows are others.
+        unused: packages whose versions change nothing here.
+
+    Files are read by process 0 alone; the others have none in their fingerprints.
+    """
     values = dataclasses.asdict(settings)
-    return {
-        "exact": {
-            **{key: values[key] for key in values if key not in FREE | WORLD | ROWS},
-            "rows_per_step": order.rows_per_step,
-            "rows": digest,
-        },
-        "world": {"processes": processes, **{key: values[key] for key in sorted(WORLD | ROWS)}},
-    }
+    is_main = own_rank() == 0
+    return plain(
+        {
+            "exact": {k: v for k, v in values.items() if k not in FREE | WORLD | ROWS} | dict(data),
+            "config": config_fields(config),
+            "weights": samples_of(weight_files(settings.model)) if is_main else {},
+            "tokenizer": tokenizer_digest(tokenizer),
+            "versions": {name: v for name, v in versions().items() if name not in unused},
+            "files": samples_of(data_files(sources)) if is_main else {},
+            "world": {
+                "processes": processes,
+                **{key: values[key] for key in sorted(WORLD | ROWS) if key in values},
+            },
+        }
+    )
 
 
-def check_fingerprint(checkpoint: Path, now: dict[str, Any]) -> None:
-    """Refuse to resume where the numbers would differ from those of an uninterrupted run."""
-    then = fingerprint_of(checkpoint)
-    free = {"max_steps"} if now["exact"]["scheduler"].startswith("constant") else set()
-    # If the version that began the run had no such setting, it ran with the default.
-    had = {field.name: field.default for field in dataclasses.fields(Settings)} | then["exact"]
-    for key, value in now["exact"].items():
-        before = had.get(key)
-        if before != value and key not in free:
-            raise ValueError(
-                f"resume: {key} is {value!r}, the run at {checkpoint} has {before!r}, so the "
-                "numbers would not be those of one run. Use the old value, or start a new run."
-            )
-    # Only settings that both versions count as the world are compared.
-    both = sorted(then["world"].keys() & now["world"].keys())
-    was, is_now = ({key: run["world"][key] for key in both} for run in (then, now))
-    if now["exact"]["lora_dropout"] > 0 and was != is_now:
-        raise ValueError(
-            f"resume: the world was {was} and is {is_now}. With lora_dropout="
-            f"{now['exact']['lora_dropout']} each process has random numbers of its own, which "
-            "another number of processes can't continue. Use the old world, or start a new run."
-        )
+def check_fingerprint(checkpoint: Path | None, now: Fingerprint, settings: Any) -> None:
+    """Refuse to go on from a checkpoint where the numbers would differ from those of one run.
+
+    Collective; raises ValueError on all processes. Without a checkpoint there is nothing to differ.
+    """
+    found: list[str] = []
+    if own_rank() == 0 and checkpoint is not None:
+        then, allowed = fingerprint_of(checkpoint), settings.allow_change
+        had = defaults_of(type(settings))
+        found = [*problems(checkpoint, then, now, allowed=allowed, defaults=had)]
+    refuse_together(found)
 
 
 def facts_of(settings: Any) -> dict[str, Any]:
@@ -68,3 +95,31 @@ def facts_of(settings: Any) -> dict[str, Any]:
     values = dataclasses.asdict(settings)
     kept = {name: value for name, value in values.items() if name not in PLACES}
     return {"settings": kept, "versions": versions()}
+
+
+def defaults_of(kind: type) -> dict[str, Any]:
+    """The defaults of a dataclass's fields."""
+    fields = dataclasses.fields(kind)
+    made = {f.name: f.default_factory() for f in fields if callable(f.default_factory)}
+    return made | {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+
+
+def weight_files(model: str) -> list[Path]:
+    """The files with a model's weights, of a folder or of the hub's cache; none for random ones."""
+    if is_bare_config(model):
+        return []
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        try:
+            patterns = [*WEIGHT_FILES]
+            found = snapshot_download(model, allow_patterns=patterns, local_files_only=True)
+        except (LocalEntryNotFoundError, OSError, ValueError):
+            return []
+        folder = Path(found)
+    return [path for pattern in WEIGHT_FILES for path in folder.glob(pattern)]
+
+
+def data_files(sources: Sequence[str]) -> set[Path]:
+    """The files of this machine that sources of data are read from."""
+    paths = {Path(part.path) for source in sources for part in parts_of(source)}
+    return {path for path in paths if path.is_file()}

@@ -54,6 +54,15 @@ def resume_setting() -> Any:
     )
 
 
+def allow_change_setting() -> Any:
+    """The setting `allow_change`, as all recipes have it."""
+    return setting(
+        "what a resumed run may change: names as the refusal says them, such as versions.torch or "
+        "weights",
+        default=[],
+    )
+
+
 def _parallelism_settings() -> Iterator[tuple[str, Any, Any]]:
     """(name, type, setting) of each field of LongContextConfig, with its docstring as help."""
     (source,) = ast.parse(inspect.getsource(LongContextConfig)).body
@@ -178,6 +187,7 @@ class _Text:
     pack: bool = setting("rows are packed of documents that don't see each other", default=False)
     output: str = setting("folder to write, empty or new", default="")
     resume: ResumeName = resume_setting()
+    allow_change: list[str] = allow_change_setting()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from longctx_patch.hf.layers.fused_layers import (
 )
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.exporting import export_model
-from longctx_patch.recipes.identity import facts_of
+from longctx_patch.recipes.identity import check_fingerprint, facts_of
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
@@ -33,6 +33,7 @@ from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback, StagesCallback
 from longctx_patch.recipes.trl_data import load_data, reading_of
+from longctx_patch.recipes.trl_identity import trl_fingerprint
 from longctx_patch.recipes.trl_saving import SealCallback, output_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
@@ -97,7 +98,7 @@ def train(
 ) -> Any:
     """Build the trainer, go on from the checkpoint `resumed` if there is one, train to the end."""
     require_agreement(facts_of(settings), "how to train")
-    trainer = build(method, settings, args, stages, watchdog)
+    trainer = build(method, settings, args, stages, watchdog, resumed)
     output, is_main = Path(args.output_dir), trainer.accelerator.is_main_process
     make_output(trainer.accelerator, output)
     if is_main:
@@ -139,9 +140,14 @@ def model_card(method: Method, settings: TrlSettings, trainer: Any) -> Card:
 
 
 def build(
-    method: Method, settings: TrlSettings, args: Any, stages: Stages, watchdog: Watchdog
+    method: Method,
+    settings: TrlSettings,
+    args: Any,
+    stages: Stages,
+    watchdog: Watchdog,
+    resumed: Path | None,
 ) -> Any:
-    """The trainer of a run."""
+    """The trainer of a run, which may go on from the checkpoint `resumed`."""
     device_type = args.device.type
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=bool(args.fsdp))
@@ -151,6 +157,8 @@ def build(
     models.check_vocabulary(tokenizer, config)
     stages.enter("data")
     data = load_data(settings, args, reading_of(settings, args, tokenizer, config.vocab_size))
+    run = trl_fingerprint(settings, args, config=config, tokenizer=tokenizer, rows=data.train)
+    check_fingerprint(resumed, run, settings)
     if hasattr(args, "assistant_only_loss"):
         args.assistant_only_loss = False  # labels say it already
     stages.enter("model")
@@ -165,7 +173,7 @@ def build(
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        callbacks=[*callbacks(settings, args, tokenizer), StagesCallback(stages)],
+        callbacks=[*callbacks(settings, args, tokenizer, run), StagesCallback(stages)],
         long_context=settings.sequence_parallelism(),
         watchdog=watchdog,
         skip_bad_steps=settings.skip_bad_steps,
@@ -186,8 +194,11 @@ def load(settings: TrlSettings, config: Any, args: Any, *, sharded: bool = False
     return model
 
 
-def callbacks(settings: TrlSettings, args: Any, tokenizer: Any) -> list[Any]:
-    found: list[Any] = [MetricsCallback(args.world_size), SealCallback(args)]
+def callbacks(
+    settings: TrlSettings, args: Any, tokenizer: Any, run: Mapping[str, Any]
+) -> list[Any]:
+    """What runs beside the trainer. `run`: the fingerprint that its checkpoints get."""
+    found: list[Any] = [MetricsCallback(args.world_size), SealCallback(args, run)]
     if settings.early_stopping:
         found.append(EarlyStoppingCallback(settings.early_stopping))
     if settings.sample_prompts:

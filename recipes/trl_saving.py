@@ -1,5 +1,6 @@
 """Checkpoints of transformers' trainers with a manifest, and their deletion after it is written."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from longctx_patch.recipes.saving.manifest import seal
 from longctx_patch.recipes.saving.names import Series, trainer_checkpoints_of
 from longctx_patch.recipes.saving.output import Output
 from longctx_patch.recipes.saving.retention import Retention, delete_old
+from longctx_patch.recipes.saving.writing import write_run
 from longctx_patch.recipes.trl_settings import TrlSettings
 
 
@@ -31,13 +33,18 @@ class SealCallback(TrainerCallback):
     complete on disk.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, run: Mapping[str, Any]) -> None:
+        """`run`: the fingerprint that a run which goes on must have."""
+        self._run = run
         self._limit = args.save_total_limit or 0
         args.save_total_limit = None
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         checkpoints = trainer_checkpoints_of(args.output_dir)
-        seal(checkpoints.path_of(state.global_step))
+        folder = checkpoints.path_of(state.global_step)
+        if own_rank() == 0:
+            write_run(folder, state.global_step, self._run)
+        seal(folder)
         if own_rank() == 0:
             self._delete_old(checkpoints, state.best_model_checkpoint)
 

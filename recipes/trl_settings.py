@@ -20,6 +20,7 @@ from longctx_patch.recipes.saving.output import ResumeName, resume_name
 from longctx_patch.recipes.settings import (
     ModelSettings,
     Parallelism,
+    allow_change_setting,
     parallelism_of,
     resume_setting,
     setting,
@@ -56,6 +57,7 @@ class TrlSettings(Parallelism, ModelSettings):
     )
     streaming: bool = setting("make rows while reading, no table on disk", default=False)
     resume: ResumeName = resume_setting()
+    allow_change: list[str] = allow_change_setting()
     early_stopping: int = setting(
         "stop after so many evaluations without a better one; 0: never", default=0
     )

@@ -56,11 +56,15 @@ def save_checkpoint(
     if is_main:
         schedule = json.dumps(state.scheduler.state_dict())
         (folder / SCHEDULER_FILE).write_text(schedule, encoding="utf-8")
-        history = dataclasses.asdict(state.history)
-        said = {"step": state.step, "history": history, "fingerprint": run}
-        content = json.dumps(said, indent=2, allow_nan=False)
-        (folder / RUN_FILE).write_text(content, encoding="utf-8")
+        write_run(folder, state.step, run, history=dataclasses.asdict(state.history))
     seal(folder)
+
+
+def write_run(folder: Path, step: int, run: Mapping[str, Any], **more: Any) -> None:
+    """Write `run.json`: the step, the run's fingerprint, and `more`."""
+    said = {"step": step, **more, "fingerprint": run}
+    content = json.dumps(said, indent=2, allow_nan=False)
+    (folder / RUN_FILE).write_text(content, encoding="utf-8")
 
 
 class Writer(dcp.FileSystemWriter):

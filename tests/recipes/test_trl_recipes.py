@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
 
 from longctx_patch.cli.main import main as longctx
+from longctx_patch.processes import ProcessesFailedError
 from longctx_patch.recipes import dpo, sft
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.trl_callbacks import SAMPLES_FILE
@@ -191,6 +192,28 @@ def test_a_run_goes_on_where_it_stopped(job: Path) -> None:
         load_file(folder / "adapter_model.safetensors") for folder in (last, job / "elsewhere")
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    check_what_is_refused(job, usual)
+
+
+def check_what_is_refused(job: Path, usual: list[str]) -> None:
+    """A flipped bit is named and the checkpoint before taken; another rate or text is refused."""
+    output = job / "whole"
+    path = output / "checkpoint-4" / "rng_state_1.pth"
+    content = bytearray(path.read_bytes())
+    content[50] ^= 1
+    path.write_bytes(content)
+    texts = job / "texts.jsonl"
+    texts.write_text(texts.read_text().replace("w1 ", "w2 "), encoding="utf-8")
+    for name, more in (
+        ("learning_rate", ["--learning-rate", "0.25", "--allow-change", "rows"]),
+        ("rows", []),
+    ):
+        with pytest.raises(ProcessesFailedError) as failed:
+            run_launched(sft.main, 2, [*usual, "--resume", *more])
+        assert f"--allow-change {name}." in str(failed.value)
+    assert (output / "checkpoint-4.damaged").is_dir()
+    assert [path.name for path in output.glob("checkpoint-*")] != []
+    assert not list(output.glob(".lock"))
 
 
 def refused(job: Path, *options: str) -> str:

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_s
 
 from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
 from longctx_patch.recipes.exporting import export_model
-from longctx_patch.recipes.identity import check_fingerprint
 from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.saving.names import steps_of
 from longctx_patch.recipes.saving.output import make_output
@@ -136,25 +135,6 @@ def test_what_one_thread_could_not_write_is_no_checkpoint(
     writer = Writer(tmp_path / "state", thread_count=WRITERS)
     with pytest.raises(CheckpointException, match="states could not be written to"):
         dcp.save(states, storage_writer=writer, no_dist=True)
-
-
-def test_a_run_of_an_older_version_goes_on_in_its_world(tmp_path: Path) -> None:
-    """With dropout the world must be the same, in the settings that both versions have."""
-    exact = {"scheduler": "cosine", "lora_dropout": 0.1}
-    now: dict[str, Any] = {"exact": exact, "world": {"processes": 2, "ulysses": 2}}
-    then = {"exact": exact, "world": {"processes": 2, "ulysses": 2, "ulysses_waves": 2}}
-    (tmp_path / "run.json").write_text(json.dumps({"fingerprint": then}))
-    check_fingerprint(tmp_path, now)
-    # If the older version had no such setting, it ran with the default.
-    now["exact"] = {**exact, "load_in_4bit": False}
-    check_fingerprint(tmp_path, now)
-    now["exact"] = {**exact, "load_in_4bit": True}
-    with pytest.raises(ValueError, match=r"load_in_4bit is True, the run at .* has False"):
-        check_fingerprint(tmp_path, now)
-    now["exact"] = exact
-    now["world"]["ulysses"] = 1
-    with pytest.raises(ValueError, match=r"the world was .*'ulysses': 2.* and is .*'ulysses': 1"):
-        check_fingerprint(tmp_path, now)
 
 
 def make_outputs(folder: Path) -> None:

@@ -1,0 +1,120 @@
+"""Compares a run with the one that it goes on from: what differs is refused, or allowed by name.
+
+A fingerprint is JSON: `exact` has settings by name, `config`, `weights` and `versions` have values
+by name, `tokenizer` a digest, `world` how ranks share rows, and `files` what `rows` were made of.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longctx_patch.rules.names import did_you_mean
+
+SECTIONS = ("config", "weights", "versions", "tokenizer", "world")
+Fingerprint = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that is another one than before."""
+
+    name: str
+    """Of a setting, or `SECTION.NAME`."""
+    then: Any
+    now: Any
+
+    def is_allowed(self, names: Collection[str]) -> bool:
+        return self.name in names or self.name.split(".")[0] in names
+
+
+def plain(fingerprint: Fingerprint) -> dict[str, Any]:
+    """A fingerprint as it is read back from a file."""
+    found: dict[str, Any] = json.loads(json.dumps(fingerprint, default=str))
+    return found
+
+
+def changes(
+    then: Fingerprint, now: Fingerprint, *, defaults: Mapping[str, Any]
+) -> Iterator[Change]:
+    """Yield what differs in a way that changes numbers, or may.
+
+    Args:
+        defaults: of settings. Where the version that began the run had no such setting, it ran with
+            the default.
+    """
+    exact = now["exact"]
+    schedule = str(exact.get("scheduler") or exact.get("lr_scheduler_type"))
+    free = {"max_steps", "num_train_epochs"} if schedule.startswith("constant") else set()
+    had = plain(defaults) | then["exact"]
+    for name, value in exact.items():
+        if name not in free and had.get(name) != value:
+            yield Change(name, had.get(name), value)
+    same_versions = then.get("versions") == now["versions"]
+    for section in ("config", "weights", "versions"):
+        before, after = then.get(section, {}), now[section]
+        # Another version of a library may know more fields than the one before.
+        keys = before.keys() | after.keys()
+        if section == "config" and not same_versions:
+            keys = before.keys() & after.keys()
+        for key in sorted(keys):
+            if before.get(key) != after.get(key):
+                yield Change(f"{section}.{key}", before.get(key), after.get(key))
+    if then.get("tokenizer") != now["tokenizer"]:
+        yield Change("tokenizer", then.get("tokenizer"), now["tokenizer"])
+
+
+def problems(
+    checkpoint: Path,
+    then: Fingerprint,
+    now: Fingerprint,
+    *,
+    allowed: Collection[str],
+    defaults: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yield why the run `now` is not that of the checkpoint, and which flag allows it."""
+    now = plain(now)
+    yield from _unknown(allowed, now)
+    found = [each for each in changes(then, now, defaults=defaults) if not each.is_allowed(allowed)]
+    if found:
+        listed = "\n  ".join(f"{e.name} is {e.now!r}, the run has {e.then!r}" for e in found)
+        names = " ".join(sorted({_flag_name(each) for each in found}))
+        yield (
+            f"resume: it differs from the run at {checkpoint}, so the numbers would not be those "
+            f"of one run:\n  {listed}\n{_other_files(then, now)}Use what the run had, start a new "
+            f"one, or go on all the same with --allow-change {names}."
+        )
+    # Only settings that both versions count as the world are compared.
+    both = sorted(then["world"].keys() & now["world"].keys())
+    was, is_now = ({key: run["world"][key] for key in both} for run in (then, now))
+    if now["exact"].get("lora_dropout", 0) > 0 and was != is_now and "world" not in allowed:
+        yield (
+            f"resume: the world was {was} and is {is_now}. With lora_dropout="
+            f"{now['exact']['lora_dropout']} each process has random numbers of its own, which "
+            "another number of processes can't continue. Use the old world, start a new run, or "
+            "go on with other random numbers: --allow-change world."
+        )
+
+
+def _unknown(allowed: Collection[str], now: Fingerprint) -> Iterator[str]:
+    inner = {f"{section}.{key}" for section in SECTIONS[:3] for key in now[section]}
+    known = [*now["exact"], *SECTIONS, *inner]
+    for name in allowed:
+        # Of a file of weights that is gone, only the checkpoint knows the name.
+        if name not in known and name.split(".")[0] not in SECTIONS[:3]:
+            yield f"allow_change: {name!r} is nothing that is compared.{did_you_mean(name, known)}"
+
+
+def _flag_name(change: Change) -> str:
+    """Files of weights have many names, so that their section is allowed as a whole."""
+    return "weights" if change.name.startswith("weights.") else change.name
+
+
+def _other_files(then: Fingerprint, now: Fingerprint) -> str:
+    """Which files of data are other ones, where the rows are."""
+    was, are = then.get("files", {}), now.get("files", {})
+    names = [name for name in sorted(was.keys() | are.keys()) if was.get(name) != are.get(name)]
+    if then["exact"].get("rows") == now["exact"].get("rows") or not names:
+        return ""
+    return "".join(f"  data {n}: {are.get(n, 'gone')}, was {was.get(n, 'none')}\n" for n in names)

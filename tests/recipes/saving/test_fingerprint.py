@@ -1,0 +1,170 @@
+"""A run goes on as one run, or says by name what it changes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
+
+from longctx_patch.health.agreement import versions
+from longctx_patch.recipes import finetune, identity
+from longctx_patch.recipes.models import byte_tokenizer
+from longctx_patch.recipes.saving.fingerprint import problems
+from longctx_patch.recipes.saving.sources import SAMPLE_BYTES, sample_of, tokenizer_digest
+from tests.tiny_llama import TINY_LLAMA
+
+EXACT: dict[str, Any] = {"scheduler": "cosine", "lora_dropout": 0.1, "rows": "ab"}
+RUN: dict[str, Any] = {
+    "exact": EXACT,
+    "config": {"num_hidden_layers": 2, "rms_norm_eps": 1e-6},
+    "weights": {"model.safetensors": "8 bytes, sample aa"},
+    "tokenizer": "cc",
+    "versions": {"torch": "2.12.0"},
+    "files": {"a.jsonl": "9 bytes, sample dd"},
+    "world": {"processes": 2, "ulysses": 2},
+}
+
+
+def found(then: dict[str, Any], now: dict[str, Any], *allowed: str, **defaults: Any) -> str:
+    said = problems(Path("out/step_000002"), then, now, allowed=allowed, defaults=defaults)
+    return "\n".join(said)
+
+
+def test_each_difference_is_named_with_both_values_and_allowed_by_name() -> None:
+    assert found(RUN, RUN) == ""
+    for section, changed, name, words in (
+        ("exact", {"lora_dropout": 0.2}, "lora_dropout", "lora_dropout is 0.2, the run has 0.1"),
+        ("config", {"num_hidden_layers": 3}, "config.num_hidden_layers", "is 3, the run has 2"),
+        ("config", {"rope_theta": 5}, "config.rope_theta", "is 5, the run has None"),
+        ("weights", {"model.safetensors": "7"}, "weights", "is '7', the run has '8 bytes, sample"),
+        ("versions", {"torch": "2.13.0"}, "versions.torch", "is '2.13.0', the run has '2.12.0'"),
+    ):
+        now = RUN | {section: RUN[section] | changed}
+        said = found(RUN, now)
+        assert words in said
+        assert said.endswith(f"--allow-change {name}.")
+        assert found(RUN, now, name) == ""
+        assert found(RUN, now, "versions.peft" if section != "versions" else "config") != ""
+    now = RUN | {"tokenizer": "ee"}
+    assert "tokenizer is 'ee', the run has 'cc'" in found(RUN, now)
+    assert found(RUN, now, "tokenizer") == ""
+
+
+def test_other_files_are_named_where_rows_differ() -> None:
+    now = RUN | {"files": {"a.jsonl": "8 bytes, sample ff"}}
+    assert found(RUN, now) == ""  # the rows are the same
+    now["exact"] = EXACT | {"rows": "cd"}
+    assert "data a.jsonl: 8 bytes, sample ff, was 9 bytes, sample dd" in found(RUN, now)
+
+
+def test_names_that_nothing_has_are_refused() -> None:
+    assert "Did you mean 'versions'?" in found(RUN, RUN, "version")
+
+
+def test_another_version_may_know_more_of_a_config() -> None:
+    newer = {"config": RUN["config"] | {"new_field": 1}, "versions": {"torch": "2.13.0"}}
+    assert "new_field" in found(RUN, RUN | {"config": newer["config"]})
+    assert found(RUN, RUN | newer, "versions") == ""
+
+
+def test_a_run_of_an_older_version_goes_on_in_its_world() -> None:
+    """With dropout the world must be the same, in the settings that both versions have."""
+    then = RUN | {"world": {"processes": 2, "ulysses": 2, "ulysses_waves": 2}}
+    assert found(then, RUN) == ""
+    # If the older version had no such setting, it ran with the default.
+    default = {"load_in_4bit": False}
+    assert found(then, RUN | {"exact": EXACT | default}, **default) == ""
+    now = RUN | {"exact": EXACT | {"load_in_4bit": True}}
+    assert "load_in_4bit is True, the run has False" in found(then, now, **default)
+    now = RUN | {"world": {"processes": 2, "ulysses": 1}}
+    assert "the world was {'processes': 2, 'ulysses': 2} and is" in found(then, now)
+    assert found(then, now, "world") == ""
+    without = {"exact": EXACT | {"lora_dropout": 0.0}}
+    assert found(then | without, now | without) == ""
+
+
+def test_a_sample_tells_files_apart(tmp_path: Path) -> None:
+    """Its header whole, and four places of what follows."""
+    path = tmp_path / "model.safetensors"
+    size = 8 * SAMPLE_BYTES
+    seen = set()
+    for dtype, first, last in (
+        (torch.uint8, 0, 0),
+        (torch.uint8, 1, 0),
+        (torch.uint8, 0, 1),
+        (torch.int8, 0, 0),
+    ):
+        content = torch.zeros(size, dtype=dtype)
+        content[0], content[-1] = first, last
+        save_file({"w": content}, path)
+        seen.add(sample_of(path))
+        assert sample_of(path) in seen  # it is the same each time
+    save_file({"w": torch.zeros(size + 1, dtype=torch.uint8)}, path)
+    assert len(seen | {sample_of(path)}) == 5
+    (tmp_path / "empty.txt").write_text("")
+    assert sample_of(tmp_path / "empty.txt").startswith("0 bytes")
+
+
+def test_a_tokenizer_is_known_by_what_it_does() -> None:
+    tokenizer = byte_tokenizer()
+    digest = tokenizer_digest(tokenizer)
+    assert tokenizer_digest(byte_tokenizer()) == digest
+    tokenizer.chat_template = "{{ messages }}"
+    assert tokenizer_digest(tokenizer) != digest
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "<eos>"
+    assert tokenizer_digest(tokenizer) != digest
+
+
+def resave_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_seed(1)
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(model)
+
+
+def change_config(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 1e-3}))
+
+
+def change_version(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "versions", lambda: versions() | {"peft": "0.1"})
+
+
+def change_text(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = model.parent / "text.txt"
+    file.write_text(file.read_text().replace("12 times", "13 times"))
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "words"),
+    [
+        (resave_weights, "weights", r"weights.model.safetensors is '.* bytes, sample"),
+        (change_config, "config.rms_norm_eps", "rms_norm_eps is 0.001, the run has 1e-0[56]"),
+        (change_version, "versions.peft", "versions.peft is '0.1', the run has"),
+        (change_text, "rows", "(?s)rows is '.*data text.txt: .* bytes"),
+    ],
+)
+def test_what_changes_between_a_stop_and_its_resumption_is_refused(
+    change: Callable[..., None],
+    name: str,
+    words: str,
+    tmp_path: Path,
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_seed(0)
+    model = tmp_path / "base"
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA)).save_pretrained(model)
+    command = [f"--model={model}", "--tokenizer=bytes", f"--text={text_file}", "--seq-len=64"]
+    command += [f"--output={tmp_path / 'out'}", "--save-every=2", "--max-steps=3"]
+    finetune.main(command)
+    finetune.main([*command, "--resume"])
+    change(model, monkeypatch)
+    with pytest.raises(ValueError, match=words) as refused:
+        finetune.main([*command, "--resume"])
+    assert f"--allow-change {name}" in str(refused.value)
+    finetune.main([*command, "--resume", "--allow-change", name])
