@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import shlex
+import signal
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.resources import files
@@ -99,20 +100,25 @@ def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) ->
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from longctx_patch.recipes.launch import INTERRUPTED
+
     script = str(files("longctx_patch.recipes") / "forked.py")
     given = ["--config_file", str(launch_file), "--main_process_port", "0"]
     arguments = launch_command_parser().parse_args([*given, script, recipe, *options])
     arguments.run_path = True  # torch then runs the script in children of this process
     arguments.start_method = "fork" if forks else "spawn"
     # The processes say themselves why they end; torch would add the launcher's own traceback.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in ("elastic", "elastic.agent.server.api", "elastic.multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
     try:
         launch_command(arguments)
     except ChildFailedError as error:
         click.echo(ending_of(error.failures), err=True, nl=False)
         raise SystemExit(1) from None
     except SignalException as stopped:
+        if stopped.sigval == signal.SIGINT:
+            click.echo(f"{recipe}: {INTERRUPTED}", err=True)
         raise SystemExit(128 + stopped.sigval) from None
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from longctx_patch.health.replicas import ReplicasDivergedError
 from longctx_patch.recipes.memory_report import OutOfMemory
 from longctx_patch.recipes.yaml_file import read_yaml
 
+INTERRUPTED = (
+    "interrupted by Ctrl-C. `--resume` goes on from the newest checkpoint, if one was saved."
+)
 SECONDS_AFTER_RANK_0 = 5.0
 """How long other processes wait before they repeat a refusal. If rank 0 of their machine refused
 too, the launcher ends them before, so the message appears once."""
@@ -51,9 +55,16 @@ def check_launcher(settings_file: Path | None, recipe: str = "finetune") -> None
 
 @contextmanager
 def one_message(program: str) -> Iterator[None]:
-    """End the process with a refusal's message in place of a traceback; exit code 1."""
+    """End the process with a refusal's message in place of a traceback; exit code 1.
+
+    Ctrl-C reaches every process of a machine: the first says so, and all end with 130.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            say(f"{program}: {INTERRUPTED}")
+        raise SystemExit(128 + signal.SIGINT) from None
     except (ValueError, OutOfMemory, BadStepError, ReplicasDivergedError) as error:
         _say(f"{program}: {error}")
         raise SystemExit(1) from None

@@ -19,6 +19,7 @@ from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.row import MaskFactory
 from longctx_patch.hf.call.sharded import sharded_attention, with_whole_router_logits
+from longctx_patch.hf.copies import refuse_copies
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.layers.mlp_tiles import bind_mlps
@@ -136,6 +137,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())
     handle._undo.append(handle._rows.bind())
+    handle._undo.append(refuse_copies(handle.model))
 
 
 def _checked_attention(base: PreTrainedModel) -> str:

@@ -4,15 +4,18 @@ import gc
 import json
 import os
 import shlex
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from longctx_patch.cli.train import ending_of, limit_threads
+from longctx_patch.recipes.launch import INTERRUPTED
 from longctx_patch.recipes.metrics import read_metrics
 from tests.cli.conftest import Run
 from tests.launching import run_module
@@ -106,6 +109,19 @@ def test_processes_are_forked_unless_cuda_was_set_up(
     assert gc.isenabled()
     wanted = ["finetune", "--settings", str(folder / "finetune.yaml")]
     assert arguments.training_script_args == wanted
+
+
+def test_ctrl_c_is_one_line(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked processes end without a word, and torch's launcher raises."""
+
+    def interrupted(_: Any) -> None:
+        raise SignalException("Process 7 got signal: 2", sigval=signal.SIGINT)
+
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", interrupted)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    result = run("train", folder)
+    assert result.exit_code == 130
+    assert result.output == f"finetune: {INTERRUPTED}\n"
 
 
 def test_several_machines_and_other_folders_are_refused(

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes import finetune
-from longctx_patch.recipes.launch import one_message
+from longctx_patch.recipes.launch import INTERRUPTED, one_message
 from longctx_patch.recipes.metrics import read_metrics
 from tests.launching import run_module
 from tests.plugin.launched import run_launched
@@ -103,6 +103,24 @@ def test_a_refusal_is_one_message_that_the_launcher_repeats(
         assert capsys.readouterr().err == "finetune: no such file\n"
         shown = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(failure_file))
         assert "traceback : finetune: no such file" in str(ChildFailedError("job", {0: shown}))
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0), (None, 1)])
+def test_ctrl_c_is_one_line_of_a_job(
+    rank: str | None,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(SystemExit) as ended, one_message("sft"):
+        raise KeyboardInterrupt
+    assert ended.value.code == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"sft: {INTERRUPTED}"] * lines
 
 
 @pytest.mark.parametrize(

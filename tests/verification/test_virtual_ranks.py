@@ -124,7 +124,7 @@ def patched_model() -> nn.Module:
         (lambda: tiny_model().bfloat16(), TWO, padded_rows(), r"bfloat16 .*Give model\.to\('cpu'"),
         (lambda: tiny_model().requires_grad_(False), TWO, padded_rows(), "unfreeze some"),
         (lora_with_dropout, TWO, padded_rows(), r"dropout of 0.1 .*lora_dropout=0 for an adapter"),
-        (patched_model, TWO, padded_rows(), "a patched model can't be copied"),
+        (patched_model, TWO, padded_rows(), "a patched model can't be copied or pickled"),
     ],
 )
 def test_what_can_not_be_compared_is_refused_as_patch_does(

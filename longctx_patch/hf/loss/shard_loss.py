@@ -67,12 +67,6 @@ class ShardLoss:
         self._coefficient: float | None = None
         """The model's own coefficient, while the pass under way has a scaled one."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardLoss":
-        raise ValueError(
-            "a patched model can't be copied: the copy would have the hooks and process groups of "
-            "this one. Copy it before patch(), or copy its weights (state_dict)."
-        )
-
     def close(self) -> None:
         self.current = None
         if self._coefficient is not None:

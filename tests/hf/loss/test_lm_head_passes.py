@@ -1,7 +1,6 @@
 """Passes of a model with the loss inside its head: those without labels are stock; those that would
 bypass the loss or change its logits are refused or use full logits."""
 
-import copy
 from types import MethodType
 from typing import Any
 
@@ -16,15 +15,6 @@ from tests.hf.loss.labelled import LENGTH, collated
 from tests.hf.steps import TOLERANCE
 from tests.hf.tiny import VOCABULARY, tiny_model
 from tests.reference import relative_error
-
-
-def test_patched_models_are_not_copied() -> None:
-    model = tiny_model()
-    handle = patch(model, LongContextConfig())
-    with pytest.raises(ValueError, match=r"a patched model can't be copied: .* before patch\(\)"):
-        copy.deepcopy(model)
-    handle.unpatch()
-    copy.deepcopy(model)
 
 
 def test_a_loss_that_the_model_makes_by_itself_is_refused() -> None:
