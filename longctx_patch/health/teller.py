@@ -17,6 +17,10 @@ RANKS_A_SECOND = 200
 """Of large jobs ranks write more rarely: the store serves all of them from one process."""
 
 
+SEARCH_S = 0.05
+"""Between looks for a store that is not there yet: so ranks that stop as they begin are known."""
+
+
 class Readings(NamedTuple):
     """Every rank's newest beat, read two times."""
 
@@ -86,7 +90,8 @@ class Teller:
                 if self._reads:
                     self._read_twice()
                     return
-                self._wake.wait(self.interval_s)
+                pause_s = self.interval_s if self._board else min(self.interval_s, SEARCH_S)
+                self._wake.wait(pause_s)
                 self._wake.clear()
             self._tell()
         except RuntimeError:  # torch's stores raise it where the one that holds them is gone

@@ -47,6 +47,7 @@ def seal(folder: Path) -> None:
     Collective: each rank calls it after it has written, and hashes its own files. When it returns,
     the checkpoint is complete on disk.
     """
+    of_all_ranks(None)  # a file that another rank writes has a temporary name until it is whole
     rank = own_rank()
     mine = {name: folder / name for name in names_in(folder) if _writer_of(name) == rank}
     with ThreadPoolExecutor(THREADS) as pool:

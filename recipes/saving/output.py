@@ -7,6 +7,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
+from longctx_patch.health.flight import FOLDER as FLIGHT
 from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.rules.names import require_choice
 
@@ -15,8 +16,8 @@ from .lock import LOCK_FILE
 from .names import Series
 
 ResumeName = Literal["no", "yes", "auto"]
-OWN_FILES = {LOCK_FILE, ".shared"}
-"""Files that a run leaves where it ends before it has written anything."""
+OWN_FILES = {LOCK_FILE, ".shared", FLIGHT}
+"""What a run leaves where it ends before it has written anything else."""
 
 
 def resume_name(given: object) -> ResumeName:
