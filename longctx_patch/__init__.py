@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     )
     from longctx_patch.health.finite import BadStepError, FiniteSteps, StepHistory
     from longctx_patch.health.limits import TimeLimits
+    from longctx_patch.health.sentinel import DriftError, Sentinel
     from longctx_patch.health.step_numbers import StepNumbers
     from longctx_patch.health.watchdog import Watchdog
     from longctx_patch.health.weights import check_weights
@@ -69,6 +70,7 @@ _NAMES_IN = {
     "data": ("SequenceShardCollator", "pack_rows"),
     "engine.groups": ("SequenceGroup", "make_sequence_group", "virtual_group", "world_place"),
     "health.finite": ("BadStepError", "FiniteSteps", "StepHistory"),
+    "health.sentinel": ("DriftError", "Sentinel"),
     "health.step_numbers": ("StepNumbers",),
     "health.weights": ("check_weights",),
     "hf.layers.fused_layers": ("choose_fused_layers", "fuse_layers", "require_fused_layers"),
@@ -106,12 +108,14 @@ _HOME = {name: module for module, names in _NAMES_IN.items() for name in names}
 __all__ = [
     "BadStepError",
     "Documents",
+    "DriftError",
     "FiniteSteps",
     "LongContextConfig",
     "LongContextTrainer",
     "LongContextTrainerMixin",
     "Mask",
     "PatchHandle",
+    "Sentinel",
     "SequenceGroup",
     "SequenceParallelismConfig",
     "SequenceParallelismError",

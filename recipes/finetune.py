@@ -30,6 +30,7 @@ from longctx_patch.health.agreement import model_facts, require_agreement
 from longctx_patch.health.finite import FiniteSteps
 from longctx_patch.health.flight import FOLDER as FLIGHT
 from longctx_patch.health.replicas import ReplicaCheck
+from longctx_patch.health.sentinel import Sentinel
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.health.weights import check_weights
 from longctx_patch.hf.layers.fused_layers import (
@@ -83,6 +84,12 @@ class Data(NamedTuple):
         """Equal for runs whose steps have equal rows."""
         rows = {"rows": self.rows.digest(), "num_rows": len(self.rows)}
         return {**rows, "rows_per_step": self.order.rows_per_step}
+
+    def document(self, step: int) -> torch.Tensor:
+        """The tokens of the longest document in this replica's first row of `step` (from 0)."""
+        row = self.rows[self.order.indices(step, self.replica)[0][0]]
+        ids = torch.tensor(row["input_ids"])
+        return max(ids.split(row.get("seq_lengths", [len(ids)])), key=len)
 
     def metrics(self) -> dict[str, float]:
         """What every line of metrics.jsonl says about the rows."""
@@ -241,6 +248,7 @@ def train_steps(
         max_loss_spike=settings.max_loss_spike,
         history=state.history,
     )
+    sentinel = Sentinel(handle, state.model)
     while state.step < settings.max_steps:
         batches = list(islice(ahead, settings.gradient_accumulation_steps))
         values = train_step(
@@ -252,6 +260,13 @@ def train_steps(
             rows=partial(data.called, state.step),
         )
         handle.reserve_host(0)  # the optimizer has made its states
+        if "skipped" in values:
+            accelerator.print(f"step {state.step} is skipped: {values['skipped']}")
+        if settings.sentinel_every and state.step % settings.sentinel_every == 0:
+            drift = sentinel.check(data.document(state.step - 1))
+            values["sentinel_error"] = drift.error
+            if not drift.is_within:
+                accelerator.print(f"step {state.step}: {drift}")
         kept = {
             "layers_not_recomputed": handle.checkpointing.num_whole_layers,
             "layers_offloaded": handle.checkpointing.num_offloaded_layers,

@@ -13,6 +13,7 @@ from torch.distributed import DistError
 from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.last_words import say
 from longctx_patch.health.replicas import ReplicasDivergedError
+from longctx_patch.health.sentinel import DriftError
 from longctx_patch.recipes.memory_report import OutOfMemory
 from longctx_patch.recipes.yaml_file import read_yaml
 
@@ -25,6 +26,8 @@ too, the launcher ends them before, so the message appears once."""
 SECONDS_AFTER_ANOTHER = 2.0
 """How long a process waits before it fails because it lost another one. A launcher ends a job with
 the first process that has failed, and only that one's error is of use."""
+WRONG_NUMBERS = BadStepError, DriftError, ReplicasDivergedError
+"""What ends a run that would go on with numbers that are not right."""
 
 
 def check_launcher(settings_file: Path | None, recipe: str = "finetune") -> None:
@@ -65,7 +68,7 @@ def one_message(program: str) -> Iterator[None]:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"{program}: {INTERRUPTED}")
         raise SystemExit(128 + signal.SIGINT) from None
-    except (ValueError, OutOfMemory, BadStepError, ReplicasDivergedError) as error:
+    except (ValueError, OutOfMemory, *WRONG_NUMBERS) as error:
         _say(f"{program}: {error}")
         raise SystemExit(1) from None
     except RuntimeError as error:

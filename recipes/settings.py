@@ -214,6 +214,9 @@ class Settings(Parallelism, _Text, ModelSettings):
         "not finite; 0 never",
         default=0.0,
     )
+    sentinel_every: int = setting(
+        "steps between comparisons of the sharded model with one rank alone; 0 never", default=0
+    )
     seed: int = setting("seed of weights, row order and dropout", default=0)
     save_every: int = setting("steps between checkpoints; 0 saves at the end only", default=0)
     keep_last: int = setting("newest checkpoints that are kept; 0 keeps all", default=0)
@@ -237,7 +240,7 @@ class Settings(Parallelism, _Text, ModelSettings):
         require_choice("scheduler", self.scheduler, get_args(FIELD_TYPES["scheduler"]))
         for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
             self._check_at_least(name, 1)
-        for name in ("warmup_steps", "save_every", "max_grad_norm", "learning_rate"):
+        for name in ("warmup_steps", "save_every", "sentinel_every"):
             self._check_at_least(name, 0)
         object.__setattr__(self, "resume", resume_name(self.resume))
         self._check_kept()

@@ -6,6 +6,7 @@ import math
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_s
 from trl import DPOConfig, SFTConfig
 
 from longctx_patch.health.finite import BadStepError
+from longctx_patch.health.sentinel import DriftError
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics, strict_line
 from longctx_patch.recipes.number_rules import check_numbers
@@ -187,6 +189,47 @@ def test_all_ranks_end_alike_and_name_the_rank_at_fault(
     assert ("the loss is nan, and every layer" if ring == 1 else place) in messages[0]
     assert [line["step"] for line in strict(out)] == [1, 2]
     assert not (out / "final").exists()
+
+
+def drifts(flags: list[str], factor: float) -> str:
+    """Train with a factor on rank 1's attention in evaluation mode, where ranks share a row."""
+    build = finetune.build_model
+
+    def flawed(*args: Any) -> Any:
+        tokenizer, model = build(*args)
+
+        def spoil(module: Any, _: Any, output: Any) -> Any:
+            shares = output[0].shape[1] < 64 and not module.training and dist.get_rank() == 1
+            return (output[0] * factor, *output[1:]) if shares else output
+
+        model.model.layers[0].self_attn.register_forward_hook(spoil)
+        return tokenizer, model
+
+    with mock.patch.object(finetune, "build_model", flawed):
+        try:
+            finetune.main(flags)
+        except DriftError as error:
+            return str(error)
+    return ""
+
+
+def test_the_sentinel_of_a_run_is_fatal_at_the_second_time_and_changes_no_number(
+    job: list[str], tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("plain", "watched", "drifts")]
+    plain, watch, drift = ([*job, "--ring", "2", "--output", str(f)] for f in folders)
+    watched = ["--sentinel-every", "2"]
+    assert run_launched(drifts, 2, plain, 1.0) == ["", ""]
+    assert run_launched(drifts, 2, [*watch, *watched], 1.0) == ["", ""]
+    said = run_launched(drifts, 2, [*drift, *watched], 1.05)
+    assert said[0] == said[1]
+    assert "for the second time in a row" in said[0]
+    assert numbers(folders[0]) == numbers(folders[1])
+    errors = [line.get("sentinel_error") for line in strict(folders[1])]
+    assert [error is not None for error in errors] == [False, True] * 3 + [False]
+    assert max(filter(None, errors)) < 1e-5
+    assert [line["step"] for line in strict(folders[2])] == [1, 2, 3]
+    assert not (folders[2] / "final").exists()
 
 
 RULES: dict[str, tuple[dict[str, Any], str]] = {
