@@ -107,6 +107,8 @@ def _series(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list
     odd = []
     for line in lines:
         step = line.get("step")
+        if "skipped" in line:
+            odd.append(f"Step {step} was skipped: {line['skipped']}.")
         for name in found:
             value = line.get(name)
             if not isinstance(step, int):
@@ -115,6 +117,8 @@ def _series(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list
                 found[name][step] = value
             elif value is not None:
                 odd.append(f"{name} of step {step} is {value}, which is not drawn.")
+            elif name in line.get("non_finite", {}):
+                odd.append(f"{name} of step {step} is {line['non_finite'][name]}, not drawn.")
     return {name: sorted(points.items()) for name, points in found.items() if points}, odd
 
 

@@ -111,7 +111,7 @@ def card_of(
         ("RoPE", _rope(config)),
         ("degrees", f"ulysses {degrees.ulysses_degree} x ring {degrees.ring_degree}"),
         *training.items(),
-        *((name, f"{numbers[name]:.6g}") for name in NUMBERS if name in numbers),
+        *((name, f"{numbers[name]:.6g}") for name in NUMBERS if numbers.get(name) is not None),
         ("versions", ", ".join([f"longctx-patch {__version__}", *map(_versioned, PACKAGES)])),
     ]
     return Card(

@@ -10,6 +10,7 @@ import pytest
 
 from longctx_patch.cli.report import MOST_POINTS, page
 from longctx_patch.cli.report_data import read_run
+from longctx_patch.recipes.metrics import MetricsFile
 from tests.cli.conftest import Run
 
 
@@ -174,6 +175,20 @@ def test_values_that_are_not_finite_are_named(tmp_path: Path) -> None:
         "loss of step 3 is inf, which is not drawn.",
     ]
     assert Page(page(data)).drawn("loss").keys() == {1, 2}
+
+
+def test_skipped_steps_and_what_was_not_finite_are_named(tmp_path: Path) -> None:
+    """As the recipes write them."""
+    file = MetricsFile(tmp_path, writes=True, first_step=0)
+    file.write(**line(1))
+    file.write(**line(2, loss=float("nan")), skipped="the loss is nan")
+    file.write(**line(3))
+    data = read_run(tmp_path)
+    assert data.notes == [
+        "Step 2 was skipped: the loss is nan.",
+        "loss of step 2 is nan, not drawn.",
+    ]
+    assert Page(page(data)).drawn("loss").keys() == {1, 3}
 
 
 def test_a_trainers_history_has_its_evaluations(tmp_path: Path) -> None:

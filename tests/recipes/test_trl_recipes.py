@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
 
 from longctx_patch.cli.main import main as longctx
 from longctx_patch.processes import ProcessesFailedError
-from longctx_patch.recipes import dpo, sft
+from longctx_patch.recipes import dpo, sft, trl_run
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.trl_callbacks import SAMPLES_FILE
+from tests.health.flaw import Flaw
 from tests.launching import run_module
 from tests.plugin.launched import run_launched
 from tests.recipes.data.test_reading import words
@@ -169,6 +170,33 @@ def test_a_step_of_rows_that_two_replicas_train(job: Path) -> None:
     run_launched(sft.main, 1, [*usual, *alone])
     compared = re.compile(r"loss|grad_norm|learning_rate|num_tokens")
     agree(job / "two", job / "one", compared=compared)
+
+
+def train_with_flaw(arguments: list[str], step: int) -> None:
+    load = trl_run.load
+
+    def flawed(*given: Any, **more: Any) -> Any:
+        model = load(*given, **more)
+        Flaw(model, "base_model.model.model.layers.1.mlp", {step})
+        return model
+
+    with mock.patch.object(trl_run, "load", flawed):
+        sft.main(arguments)
+
+
+@pytest.mark.timeout(600)
+def test_a_skipped_step_has_its_line(job: Path) -> None:
+    patch(job, "--data", str(job / "texts.jsonl"), "--sft")
+    usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "4", "--logging-steps", "1"]
+    run_launched(train_with_flaw, 2, [*usual, "--skip-bad-steps", "1"], 3)
+    lines = [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in (job / "run" / "training" / "metrics.jsonl").read_text().splitlines()
+    ]
+    (skipped,) = [line for line in lines if "skipped" in line]
+    assert (skipped["step"], skipped["loss"]) == (3, None)
+    assert "layers.1.mlp (" in skipped["skipped"]
+    assert {1, 2, 3, 4} == {line["step"] for line in lines}
 
 
 @pytest.mark.timeout(600)
@@ -331,6 +359,9 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "resume": (["--resume"], "there is no complete checkpoint under"),
     "output": (["--output-dir", "trainer_output"], "output_dir is not set"),
     "hub": (["--push-to-hub", "1"], "push_to_hub without hub_model_id"),
+    "rate": (["--learning-rate", "1e30"], r"learning_rate=1e\+30: a number from 0 to 100"),
+    "beta": (["--adam-beta2", "nan"], "adam_beta2=nan: it must be a finite number"),
+    "skips": (["--skip-bad-steps", "-1"], "skip_bad_steps=-1: a number of steps, 0 or more"),
     "too long": (["--too-long", "cut", "--eval-share", "1"], "eval_share=1.0: a part"),
 }
 

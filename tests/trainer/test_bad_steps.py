@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import Trainer, TrainerCallback
 
-from longctx_patch import LongContextTrainer
 from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.step_numbers import PendingStep
-from tests.health.planted import Flaw
+from tests.health.flaw import Flaw
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.trainer.trained import Case, make_trainer, model_of, sharded, weights_of
+from tests.trainer.unguarded import LeavesOut, Unguarded
 from tests.trl import cases as trl
 
 STEPS, BAD = 7, 4
@@ -54,14 +53,6 @@ class Found(NamedTuple):
     saved: list[str]
 
 
-class LeavesOut(TrainerCallback):
-    """Makes a trainer leave a step out: an optimizer has nothing to do without gradients."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        if state.global_step + 1 == BAD:
-            given["model"].zero_grad()
-
-
 def run(folder: str, trial: Trial) -> Found:
     case: Any = trial.case
     with ExitStack() as stack:
@@ -94,16 +85,8 @@ def run_all(folder: str, trials: list[Trial]) -> list[Found]:
     return [run(f"{folder}/{number}", trial) for number, trial in enumerate(trials)]
 
 
-class Unguarded(LongContextTrainer):
-    """Ours with transformers' own methods where steps are checked."""
-
-    training_step = Trainer.training_step
-    compute_loss = Trainer.compute_loss
-    _get_grad_norm = Trainer._get_grad_norm
-
-
 def unguarded(folder: str, case: Case, leaves_out: bool) -> dict[str, Tensor]:
-    callbacks = [LeavesOut()] if leaves_out else []
+    callbacks = [LeavesOut(BAD)] if leaves_out else []
     shards = sharding_on_cpus() if case.sharding else nullcontext()
     with shards, patch("tests.trainer.trained.LongContextTrainer", Unguarded):
         trainer = make_trainer(case, folder, is_patched=True, callbacks=callbacks)
