@@ -21,6 +21,7 @@ from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.plugin.stored_check import check_stored
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes import models
+from longctx_patch.recipes.data.sources import check_apart
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.layout import LayoutName
 
@@ -123,6 +124,8 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     Raises ValueError with the value, the rule and what to type.
     """
     check_out(options.out, options.folder)
+    for sources in options.sources_by_option.values():
+        check_apart(options.folder, sources)
     task = choose_task(options)
     options.check()
     cluster = cluster_of(

@@ -15,6 +15,7 @@ import numpy as np
 
 from longctx_patch.data import pack_lengths
 from longctx_patch.recipes.data.records import NoRecords
+from longctx_patch.recipes.data.sources import check_apart
 from longctx_patch.recipes.data.text_reading import TextReading
 from longctx_patch.recipes.data.token_stream import TokenStream
 from longctx_patch.recipes.data.token_table import table_of
@@ -108,6 +109,7 @@ def rows_of_run(settings: Settings, tokenizer: Any) -> TextRows:
 
     Raises ValueError for sources that are not there, records without text, less text than a row.
     """
+    check_apart(settings.output, settings.text)
     stream = stream_of(settings.text, TextReading(tokenizer, settings.text_field))
     if settings.pack:
         return packed_rows(stream, settings.seq_len)

@@ -11,7 +11,7 @@ from longctx_patch.recipes import models
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import FIELDS, Kind, kind_of
-from longctx_patch.recipes.data.sources import parts_of
+from longctx_patch.recipes.data.sources import check_apart, parts_of
 from longctx_patch.recipes.data.token_table import mixed, stream_of, table_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
@@ -91,6 +91,7 @@ def reading_of(settings: TrlSettings, args: Any, tokenizer: Any, vocab_size: int
 
 def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
     """Make the tables, or find them made; each process of a run calls this."""
+    check_apart(args.output_dir, [*settings.data, *settings.eval_data])
     if settings.streaming:
         train = stream_of(settings.data[0], reading)
         evaluation = _tables(settings.eval_data, args, reading)

@@ -160,6 +160,12 @@ def messages_of(record: Record, field: str) -> list[Message]:
             raise record.refused(
                 f"message {number} of {field}, of role {message['role']!r}, has no content."
             )
+        content = message.get("content")
+        if content is not None and not isinstance(content, str | list):
+            raise record.refused(
+                f"message {number} of {field}: its content is {str(content)[:60]} (a "
+                f"{type(content).__name__}), not a text."
+            )
     return list(given)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from longctx_patch.recipes.data.encoding import ZERO_BYTE, not_utf8
-from longctx_patch.recipes.data.records import TEXT_FILE, BadRecord, Record, named
+from longctx_patch.recipes.data.records import TEXT_FILE, BadRecord, Record, named, unreadable
 from longctx_patch.rules import strict_json
 
 Reader = Literal["jsonl", "json", "csv", "parquet", "arrow", "saved", "hub", "text"]
@@ -44,7 +44,10 @@ def records_of(part: Part) -> Iterator[Record]:
         "hub": _hub_records,
         "text": _text_records,
     }
-    yield from read[part.reader](part)
+    try:
+        yield from read[part.reader](part)
+    except OSError as error:
+        raise BadRecord(unreadable(part.path, error)) from error
 
 
 class Line(NamedTuple):

@@ -41,6 +41,12 @@ def named(source: str, error: object) -> str:
     return text if source in text else f"{source}: {text}"
 
 
+def unreadable(source: str, error: OSError) -> str:
+    """The refusal of a file that the system does not give."""
+    path = error.filename or source
+    return f"{path} can't be read ({error.strerror or error}). See its permissions and its disk."
+
+
 def kind_of(record: Record, text_field: str) -> Kind:
     """The kind of a record, by its fields. Raises BadRecord for one of no known kind."""
     fields = {name for name, value in record.fields.items() if value is not None}

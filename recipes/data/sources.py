@@ -8,14 +8,14 @@ files, `datasets` says which are for training.
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from yaml import YAMLError
 
 from longctx_patch.recipes.data.kinds import READERS, TABLE_FILES, reader_of
 from longctx_patch.recipes.data.readers import Part, Reader, open_arrow, open_parquet, open_saved
-from longctx_patch.recipes.data.records import BadRecord
+from longctx_patch.recipes.data.records import BadRecord, unreadable
 
 PART_BYTES = 64 * 2**20
 """Of a `.jsonl` file; a part ends with the line in which it has so many."""
@@ -33,7 +33,37 @@ ABOUT = re.compile(
 
 
 def parts_of(source: str) -> list[Part]:
-    """The parts of a source, in order. Raises ValueError for a source that is not there."""
+    """The parts of a source, in order. Raises ValueError for a source that is not there, or can't
+    be opened."""
+    try:
+        return _parts_of(source)
+    except OSError as error:
+        raise BadRecord(unreadable(source, error)) from error
+
+
+def check_unchanged(parts: Sequence[Part]) -> None:
+    """Raise ValueError for a file that another process has written to since its parts were made."""
+    stamps = {part.path: part.stamp for part in parts if part.reader not in ("hub", "saved")}
+    for path, stamp in stamps.items():
+        if not os.path.isfile(path) or _stamp(Path(path)) != stamp:
+            raise BadRecord(f"{path} was changed while it was read. Start again once it is whole.")
+
+
+def check_apart(output: str | Path, sources: Sequence[str]) -> None:
+    """Raise ValueError for an output within a folder of data, whose files would become data."""
+    for source in sources:
+        folder, written = Path(source).expanduser().resolve(), Path(output).expanduser().resolve()
+        if not folder.is_dir() or not written.is_relative_to(folder):
+            continue
+        if not any(part.startswith(".") for part in written.relative_to(folder).parts):
+            raise ValueError(
+                f"the output {written} lies in {source}, which is read as data: a later start "
+                "would train on what the run has written. Give an output beside it, or a glob of "
+                "the files that are meant."
+            )
+
+
+def _parts_of(source: str) -> list[Part]:
     path = Path(source).expanduser()
     if path.is_dir() and _is_saved(path):
         size = len(open_saved(str(path)))

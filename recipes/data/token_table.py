@@ -31,7 +31,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from longctx_patch.recipes.data.readers import Part, records_of
 from longctx_patch.recipes.data.records import BadRecord, NoRecords, Record
-from longctx_patch.recipes.data.sources import parts_of
+from longctx_patch.recipes.data.sources import check_unchanged, parts_of
 
 FORMAT = 2
 """Goes up when the same records and settings give other rows than before."""
@@ -69,6 +69,7 @@ def table_of(source: str, reading: RowReading, *, num_proc: int = 1) -> Dataset:
     try:
         builder = _Builder(config_id=f"rows-{key}", parts=parts, reading=reading)
         builder.download_and_prepare(num_proc=num_proc if num_proc > 1 else None)
+        check_unchanged(parts)
         table = builder.as_dataset(split="train")
     except (DatasetGenerationError, ValueError) as error:
         if "corresponds to no data" in str(error):

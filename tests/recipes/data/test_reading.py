@@ -211,6 +211,11 @@ REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
         {"messages": [user("w1"), {"role": "assistant", "content": None}]},
         "message 2 of messages, of role 'assistant', has no content",
     ),
+    "a number said": (
+        reading("chat"),
+        {"messages": [user("w1"), {"role": "assistant", "content": 3.5}]},
+        r"message 2 of messages: its content is 3.5 \(a float\), not a text",
+    ),
     "no messages": (reading("chat"), {"messages": []}, r"messages is '\[\]': give a list"),
     "nothing learned": (
         reading("chat", assistant_only=True),

@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -13,7 +15,7 @@ from datasets import Dataset, DatasetDict
 from longctx_patch.recipes.data import readers, sources
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.records import BadRecord, Record, kind_of
-from longctx_patch.recipes.data.sources import parts_of
+from longctx_patch.recipes.data.sources import check_apart, check_unchanged, parts_of
 
 RECORDS = [{"text": f"Zeile {n} mit ä", "extra": {"n": n}} for n in range(100)]
 
@@ -212,6 +214,66 @@ def test_links_that_would_hide_data(tmp_path: Path, name: str, target: str, mess
     (folder / name).symlink_to(target)
     with pytest.raises(BadRecord, match=message):
         read(folder)
+
+
+def test_files_that_the_system_does_not_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found when a file is first looked at, or when a disk fails in the middle of it."""
+    file = write_lines(tmp_path / "a.jsonl", ['{"text": "a"}'])
+    parts = parts_of(str(file))
+
+    def denied(path: Any, *_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.open", denied)
+        with pytest.raises(BadRecord, match=r"a.jsonl can't be read \(Permission denied\)"):
+            parts_of(str(file))
+    file.unlink()
+    with pytest.raises(BadRecord, match=r"a.jsonl can't be read \(No such file"):
+        list(records_of(parts[0]))
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for source in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match=f"no data at '{source}': it is no file"):
+            parts_of(str(source))
+
+
+NAMES = ["a b.jsonl", "ü ñ.jsonl", "new\nline.jsonl", "a'b\"c.jsonl", "[x]*.jsonl", "-a.jsonl"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_any_kind_are_read_and_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(GOOD + b"x\n")
+    with pytest.raises(BadRecord) as raised:
+        read(tmp_path / name)
+    assert str(raised.value).startswith(f"{tmp_path / name}, line 2: no JSON")
+
+
+def test_an_output_within_the_data(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for output in (data, data / "run" / "training", f"{data}/../data/x"):
+        with pytest.raises(ValueError, match=r"lies in .*data, which is read as data"):
+            check_apart(output, [str(data)])
+    (tmp_path / "link").symlink_to(data)
+    with pytest.raises(ValueError, match="Give an output beside it"):
+        check_apart(tmp_path / "link" / "run", ["owner/name", str(data)])
+    for output in (tmp_path / "run", data / ".runs" / "a", tmp_path / "data2"):
+        check_apart(output, [str(data), str(data / "*.txt")])
+
+
+def test_a_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "a.jsonl", ['{"text": "a"}'])
+    parts = parts_of(str(tmp_path))
+    check_unchanged(parts)
+    with file.open("a") as opened:
+        opened.write('{"text": "b"}\n')
+    with pytest.raises(BadRecord, match=r"a.jsonl was changed while it was read"):
+        check_unchanged(parts)
 
 
 def test_a_source_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
