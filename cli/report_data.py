@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.cli.verify import SETTINGS_FILES
+from longctx_patch.health.flight import FOLDER as FLIGHT
+from longctx_patch.recipes.run_record import FAILURE_FILE
+from longctx_patch.recipes.saving.lock import job_of
 from longctx_patch.recipes.yaml_file import read_yaml
 
 Points = list[tuple[float, float]]
@@ -77,7 +80,7 @@ def read_run(run: Path) -> RunData:
         decided=plan.get("decided", ()),
         planned_bytes=plan.get("memory_bytes"),
         state=_state(series, total, final, output, sources),
-        notes=[*broken, *odd],
+        notes=[*broken, *odd, *_flights(output)],
         final=final,
     )
 
@@ -131,13 +134,36 @@ def _state(
 ) -> str:
     last = int(max((points[-1][0] for points in series.values()), default=0))
     of = f" of {total}" if isinstance(total, int) and total > 0 else ""
+    job, holder = job_of(output)
+    if holder:
+        return f"Goes on: step {last}{of}; process {holder.pid} on {holder.host} writes there."
+    if failure := _json(output / FAILURE_FILE):
+        return (
+            f"Failed after step {last}{of}: {failure.get('error')} (rank {failure.get('rank')}, "
+            f"{failure.get('time')})."
+        )
     if final:
         return f"Finished: {last} steps, saved to {final}."
+    if job:
+        return (
+            f"Interrupted after step {last}{of}: its processes were ended without a word, as by "
+            "SIGKILL or a machine that stopped. `--resume` goes on."
+        )
     if not last:
         return f"No step yet in {output}."
     written = max(path.stat().st_mtime for path in sources)
     when = datetime.fromtimestamp(written).astimezone().isoformat(" ", "seconds")
     return f"Not finished: step {last}{of}, last written at {when}; it goes on, or was interrupted."
+
+
+def _flights(output: Path) -> list[str]:
+    """What ranks of a job that hung have left: where each was."""
+    records = [_json(path) for path in sorted((output / FLIGHT).glob("rank_*.json"))]
+    return [
+        f"flight record of rank {record.get('rank')}: {record.get('reason')}"
+        for record in records
+        if record
+    ]
 
 
 def _has_weights(folder: Path) -> bool:

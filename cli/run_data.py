@@ -72,6 +72,8 @@ def _of_tables(file: Path) -> SeenData:
         if table is None:
             continue
         facts[name] = _table_facts(data, table)
+        if name == "train":
+            facts[name] += _shares(data)
         if is_packed:
             packed = packed_rows(table, data.args, name)
             facts[name].append(_packing(lengths_of(packed), data.reading.seq_len))
@@ -98,6 +100,23 @@ def _table_facts(data: RunData, table: Any) -> Facts:
         facts.append(
             ("cut off", f"{int(num_cut.sum()):,}", f"of {int((num_cut > 0).sum()):,} rows")
         )
+    return facts
+
+
+def _shares(data: RunData) -> Facts:
+    """What each of several sources has of the train table's tokens."""
+    if len(data.sources) < 2:
+        return []
+    lengths, drawn = lengths_of(data.train), data.train._indices
+    rows = np.arange(len(lengths)) if drawn is None else drawn.column(0).to_numpy()
+    edges = np.cumsum([size for _, size in data.sources])
+    owners = np.searchsorted(edges, rows, side="right")
+    facts = []
+    for number, (source, size) in enumerate(data.sources):
+        mine = lengths[owners == number]
+        times = f"{len(mine) / max(1, size):.2f} times each of its {size:,}"
+        share = f"{mine.sum() / max(1, lengths.sum()):.1%}"
+        facts.append((source, share, f"of the tokens, {int(mine.sum()):,}; rows {times}"))
     return facts
 
 

@@ -51,7 +51,14 @@ from longctx_patch.recipes.metrics import MetricsFile, read_metrics
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.row_order import RowOrder
-from longctx_patch.recipes.run_record import ENDED, RECORD_FILE, has_ended, mark_ended, write_record
+from longctx_patch.recipes.run_record import (
+    ENDED,
+    RECORD_FILE,
+    has_ended,
+    mark_ended,
+    noting_failure,
+    write_record,
+)
 from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.keeper import Keeper
 from longctx_patch.recipes.saving.names import steps_of
@@ -115,7 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         is_main = accelerator.is_main_process
         if settings.push_to_hub:
             hub.require_repository(settings.push_to_hub, private=settings.hub_private, asks=is_main)
-        with lock.held(output.folder, launched=launched_at(), say=accelerator.print):
+        held = lock.held(output.folder, launched=launched_at(), say=accelerator.print)
+        with held, noting_failure(output.folder):
             train(settings, accelerator, output.find(accelerator.print), stages, watchdog)
         accelerator.free_memory()
         close_accelerator(accelerator)

@@ -1,13 +1,16 @@
-"""`settings.json` of a run's output: the settings as they were used, flags over the file."""
+"""What an output says of its run: the settings as they were used, and the error that ended it."""
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from longctx_patch.recipes.saving.files import write_whole
 
-RECORD_FILE = "settings.json"
+RECORD_FILE, FAILURE_FILE = "settings.json", "failure.json"
 ENDED = "resume: the run has ended, and {}/final is there"
 
 
@@ -15,6 +18,23 @@ def write_record(output: Path, settings: Mapping[str, Any], processes: int) -> N
     """Write the file into a folder, which is made if it is missing; a resumed run replaces it."""
     output.mkdir(parents=True, exist_ok=True)
     _write(output, {"processes": processes, "settings": settings})
+    (output / FAILURE_FILE).unlink(missing_ok=True)
+
+
+@contextmanager
+def noting_failure(output: Path) -> Iterator[None]:
+    """Leave the error that ends the block in a file, for `longctx report`; of several processes the
+    first one's. A run that has written nothing yet leaves nothing."""
+    try:
+        yield
+    except BaseException as error:
+        if (output / RECORD_FILE).is_file():
+            said = str(error) or type(error).__name__
+            when = datetime.now().astimezone().isoformat(" ", "seconds")
+            content = {"error": said, "rank": int(os.environ.get("RANK", "0")), "time": when}
+            with suppress(OSError), (output / FAILURE_FILE).open("x", encoding="utf-8") as file:
+                file.write(json.dumps(content, indent=2) + "\n")
+        raise
 
 
 def mark_ended(output: Path) -> None:

@@ -24,6 +24,8 @@ class RunData(NamedTuple):
     reading: Reading
     args: Any
     """The trainer's own."""
+    sources: tuple[tuple[str, int], ...] = ()
+    """Each source of the train table, and how many rows it has."""
 
     @property
     def packs(self) -> bool:
@@ -105,7 +107,8 @@ def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
     if settings.eval_share:
         parts = train.train_test_split(settings.eval_share, seed=args.seed)
         train, evaluation = parts["train"], parts["test"]
-    return RunData(train, evaluation, reading, args)
+    sources = zip(settings.data, map(len, tables), strict=True)
+    return RunData(train, evaluation, reading, args, tuple(sources))
 
 
 def packed_rows(table: Any, args: Any, name: str) -> Any:

@@ -26,7 +26,13 @@ from longctx_patch.recipes.identity import check_fingerprint, facts_of
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
-from longctx_patch.recipes.run_record import ENDED, has_ended, mark_ended, write_record
+from longctx_patch.recipes.run_record import (
+    ENDED,
+    has_ended,
+    mark_ended,
+    noting_failure,
+    write_record,
+)
 from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.output import make_output
 from longctx_patch.recipes.settings_file import file_and_flags
@@ -80,6 +86,7 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     with (
         Watchdog(settings.time_limits(), folder=output.folder / FLIGHT) as watchdog,
         lock.held(output.folder, launched=launched_at(), say=say),
+        noting_failure(output.folder),
     ):
         trainer = train(method, settings, args, output.find(say), stages, watchdog)
     if args.push_to_hub and args.process_index == 0:

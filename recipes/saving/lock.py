@@ -80,13 +80,16 @@ class Job:
 
 def check_free(folder: Path) -> None:
     """Raise ValueError if a job writes there now. Changes nothing."""
-    path = folder / LOCK_FILE
-    job = _read(path)
-    if job is None:
-        return
-    holder = job.holder(_silent_s(path))
+    job, holder = job_of(folder)
     if holder is not None:
         raise ValueError(_refusal(folder, job, holder))
+
+
+def job_of(folder: Path) -> tuple[Job | None, Process | None]:
+    """(the job that the lock file names, a process of it that may still write there)."""
+    path = folder / LOCK_FILE
+    job = _read(path)
+    return job, job.holder(_silent_s(path)) if job else None
 
 
 @contextmanager

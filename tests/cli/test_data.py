@@ -14,6 +14,7 @@ from longctx_patch.cli.run_data import data_of_run
 from longctx_patch.data import pack_rows
 from longctx_patch.recipes.trl_data import tables_of_run
 from tests.hf.tiny import featured_model
+from tests.recipes.data.test_reading import words
 from tests.recipes.test_trl_recipes import job, patch, write
 from tests.trl.cases import rows
 
@@ -104,6 +105,39 @@ def test_packed_rows_are_those_of_the_trainer(job: Path, strategy: str) -> None:
     assert found.output.count("\nrow ") == len(seen)
     counts = [len(row.get("seq_lengths", [1])) for row in seen]
     assert found.output.count("-- document ") == sum(count for count in counts if count > 1)
+
+
+@pytest.mark.parametrize("held_out", ["0.0", "0.25"])
+def test_shares_of_a_mixture(job: Path, held_out: str) -> None:
+    """By tokens, as they were asked for; a small source is drawn again. Also of sources that are
+    joined, of which each row comes once."""
+    many = write(job / "many.jsonl", [{"text": " ".join(["w1"] * 5)}] * 300)
+    few = write(job / "few.jsonl", [{"text": " ".join(["w2"] * 17)}] * 10)
+    patch(job, "--data", str(many), "--data", str(few), "--sft")
+    settings = job / "run" / "sft.yaml"
+    plain = settings.read_text() + f"eval_share: {held_out}\n"
+    settings.write_text(plain + "data_shares: [3, 1]\n")
+    said = data(str(job / "run"), "--no-color").output
+    shares = [float(each) for each in re.findall(r"([\d.]+)% +of the tokens, ", said)]
+    assert sum(shares) == pytest.approx(100, abs=0.11)
+    train = tables_of_run(settings).train
+    tokens = [0, 0]
+    for row in train:
+        tokens[words_of("w2")[0] in row["input_ids"]] += len(row["input_ids"])
+    assert shares == [round(100 * each / sum(tokens), 1) for each in tokens]
+    counts = [sum(token in row["input_ids"] for row in train) for token in words_of("w1", "w2")]
+    for file, count, size in ((many, counts[0], 300), (few, counts[1], 10)):
+        wanted = rf"{file} .*rows {count / size:.2f} times each of its {size}\n"
+        assert re.search(wanted, said)
+    settings.write_text(plain)
+    said = data(str(job / "run"), "--no-color").output
+    if held_out == "0.0":
+        assert f"of the tokens, {300 * 6:,}; rows 1.00 times each of its 300" in said
+        assert "of the tokens, 180; rows 1.00 times each of its 10\n" in said
+
+
+def words_of(*names: str) -> list[int]:
+    return [words().convert_tokens_to_ids(name) for name in names]
 
 
 def test_pairs(job: Path) -> None:

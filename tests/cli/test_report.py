@@ -1,7 +1,10 @@
 """The page about a run: its numbers are those of the files, its texts are only texts."""
 
 import json
+import os
 import re
+import socket
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import pytest
 from longctx_patch.cli.report import MOST_POINTS, page
 from longctx_patch.cli.report_data import read_run
 from longctx_patch.recipes.metrics import MetricsFile
+from longctx_patch.recipes.run_record import noting_failure, write_record
+from longctx_patch.recipes.saving.lock import Process
 from tests.cli.conftest import Run
 
 
@@ -128,6 +133,39 @@ def test_a_run_that_goes_on_has_an_incomplete_line(run: Run, tmp_path: Path) -> 
     assert shown.drawn("loss") == {1: 5 - 1 / 7, 2: 5 - 2 / 7}
     assert "line 3 is incomplete" in shown.text
     assert "goes on, or was interrupted" in shown.text
+
+
+def test_how_a_run_ended(run: Run, tmp_path: Path) -> None:
+    """An error that it noted, processes that are gone, one that lives, and what ranks left."""
+    write_metrics(tmp_path, [line(1), line(2)])
+    write_record(tmp_path, {"max_steps": 9}, 2)
+    with pytest.raises(ValueError, match="NaN"), noting_failure(tmp_path):
+        raise ValueError("step 3: the loss is NaN")
+    with pytest.raises(KeyError), noting_failure(tmp_path):  # a later one, of another process
+        raise KeyError
+    said = run("report", tmp_path).output
+    assert re.search(r"Failed after step 2 of 9: step 3: the loss is NaN \(rank 0, \d{4}-", said)
+    write_record(tmp_path, {"max_steps": 9}, 2)  # it was started again
+    assert run("report", tmp_path).output.startswith("Not finished: step 2 of 9")
+
+    gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "started": 1.0}
+    lock = tmp_path / ".lock"
+    lock.write_text(json.dumps({"processes": [gone], "launched": 1.0}))
+    assert (
+        "Interrupted after step 2 of 9: its processes were ended" in run("report", tmp_path).output
+    )
+    lock.write_text(json.dumps({"processes": [asdict(Process.own())], "launched": 1.0}))
+    said = run("report", tmp_path).output
+    assert f"Goes on: step 2 of 9; process {os.getpid()} on " in said
+    (tmp_path / "flight").mkdir()
+    (tmp_path / "flight" / "rank_1.json").write_text('{"rank": 1, "reason": "waits for rank 0"}')
+    assert "flight record of rank 1: waits for rank 0" in run("report", tmp_path).output
+
+
+def test_what_has_written_nothing_notes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="refused"), noting_failure(tmp_path / "out"):
+        raise ValueError("refused")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_without_steps_shows_what_was_decided(run: Run, tmp_path: Path) -> None:

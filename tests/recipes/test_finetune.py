@@ -257,7 +257,7 @@ def test_bad_input_is_refused_and_leaves_no_trace(
 
 def test_a_tokenizer_that_does_not_fit_is_refused(run: Run, config_file: Path) -> None:
     config = json.loads(config_file.read_text())
-    config_file.write_text(json.dumps({**config, "vocab_size": 256}))
+    config_file.write_text(json.dumps({**config, "vocab_size": 256, "pad_token_id": None}))
     with pytest.raises(ValueError, match="258 tokens, the model vocab_size=256"):
         run("out")
 
