@@ -68,6 +68,7 @@ class Progress:
         """Spent in what is under way."""
         return self._now() - self._at.since
 
-    def limit_s(self) -> float:
+    def limit_s(self, phase: Phase | None = None) -> float:
+        """The limit of a phase; None: of what is under way."""
         with self._lock:
-            return self.limits.of(self._at.phase, self._steps_s)
+            return self.limits.of(phase or self._at.phase, self._steps_s)

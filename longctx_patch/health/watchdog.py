@@ -72,7 +72,8 @@ class Watchdog:
         self._launcher = family.launcher()
         self._identity = (socket.gethostname(), os.getpid(), family.born_at())
         self._place: Place | None = None
-        self._missed: set[int] = set()
+        self._odd_since: dict[int, float] = {}
+        """When ranks of this machine were first seen stopped or gone."""
         self._closing = threading.Event()
         self._teller = Teller(self._beat, interval_s)
         self._clock = threading.Thread(target=self._watch, name=f"{OWN_THREADS}-clock", daemon=True)
@@ -84,7 +85,8 @@ class Watchdog:
         self._progress.done(step)
 
     def enter(self, phase: Phase) -> None:
-        """Another part of the run begins: a batch of an evaluation, or the end."""
+        """Another part of the run begins: a batch of an evaluation, saving, the next step after
+        them, or the end."""
         self._progress.enter(phase)
 
     @contextmanager
@@ -140,19 +142,23 @@ class Watchdog:
         if self._progress.seconds() <= limit_s:
             return None
         at = self._progress.at
-        text = f"{at} has taken longer than its limit of {limit_s:.0f} s"
+        text = f"{at} has taken longer than its limit of {limit_s:.0f} s on rank {_rank()}"
         return Alarm(_rank(), "late", text)
 
     def _lost(self) -> Alarm | None:
-        """A rank of this machine that is gone without having come to its end. Read anew once: it
-        may have done so since it was read."""
+        """A rank of this machine that is gone without having come to its end, or that has been
+        stopped for as long as a step may take. For these no long limit of a start is waited for."""
         for rank, beat in self._peers_here().items():
-            if beat.phase == "end" or family.state_of(beat.pid, beat.born) != "gone":
+            state = "runs" if beat.phase == "end" else family.state_of(beat.pid, beat.born)
+            if state == "runs":
+                self._odd_since.pop(rank, None)
                 continue
-            if rank in self._missed:
-                return Alarm(_rank(), "late", f"rank {rank} is gone, in {beat.at}")
-            self._missed.add(rank)
-            self._teller.look_again()
+            odd_s = time.monotonic() - self._odd_since.setdefault(rank, time.monotonic())
+            if state == "stopped" and odd_s > self._progress.limit_s("step"):
+                return Alarm(_rank(), "late", f"rank {rank} has been stopped for {odd_s:.0f} s")
+            if state == "gone" and odd_s > self._teller.interval_s:  # it has been read anew
+                return Alarm(_rank(), "late", f"rank {rank} is gone")
+            self._teller.look_again()  # it may have come to its end since it was read
         return None
 
     def _answer(self, alarm: Alarm) -> None:
@@ -168,8 +174,7 @@ class Watchdog:
                 self._finish()
 
     def _explain(self, alarm: Alarm) -> None:
-        """Leave a record, print who is waited for, and end ranks of this machine that are stopped,
-        which don't end by themselves."""
+        """Leave a record, and print who is waited for."""
         nccl = flight.unfinished_on_nccl()
         self._place = flight.place_on_device(place_here(), nccl)
         with suppress(OSError):
@@ -179,9 +184,6 @@ class Watchdog:
         if self._closing.is_set():
             return
         self._speak(alarm, readings)
-        for beat in self._peers_here().values():
-            if family.state_of(beat.pid, beat.born) == "stopped":
-                family.kill(beat.pid, beat.born)
 
     def _speak(self, alarm: Alarm, readings: Readings | None) -> None:
         """Print what the job waits for, or leave that to the rank that does."""
@@ -203,12 +205,17 @@ class Watchdog:
             return
         where = "" if self._folder is None else f"\nEach rank's record: {self._folder}/rank_*.json."
         say(
-            f"watchdog: {alarm.text} on rank {alarm.rank}, so the job ends.{lost}\n"
+            f"watchdog: {alarm.text}, so the job ends.{lost}\n"
             f"{judge(readings, ranks, states).text}{where}\nA limit is raised with --step-timeout, "
             "--start-timeout or --save-timeout SECONDS (TimeLimits)."
         )
 
     def _finish(self) -> None:
+        """End this process, with what it has started, and ranks of this machine that are stopped,
+        which can't end by themselves."""
+        for beat in self._peers_here().values():
+            if family.state_of(beat.pid, beat.born) == "stopped":
+                family.kill(beat.pid, beat.born)
         family.kill_children()
         self._end(1)
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -36,8 +35,9 @@ class WatchedMixin(_Trainer):
         return super().train(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with nullcontext() if self._watchdog is None else self._watchdog.saving():
-            super()._save_checkpoint(*args, **kwargs)
+        if self._watchdog is not None:
+            self._watchdog.enter("save")  # until the callbacks that come with it are done
+        super()._save_checkpoint(*args, **kwargs)
 
 
 class HealthCallback(TrainerCallback):
@@ -61,6 +61,10 @@ class HealthCallback(TrainerCallback):
             self._watchdog.enter("evaluate")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._watchdog is not None:
+            self._watchdog.enter("step")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._watchdog is not None:
             self._watchdog.enter("step")
 

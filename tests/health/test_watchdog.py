@@ -1,6 +1,9 @@
 """The watchdog in one process, with an end of the test's own in place of the process's."""
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +47,7 @@ def test_a_step_that_takes_too_long_ends_the_process_with_a_record(
         assert ends.came.wait(WAIT_S)
     assert ends.codes == [1]
     record = json.loads((tmp_path / "flight" / "rank_0.json").read_text())
-    assert record["reason"] == "step 7 has taken longer than its limit of 0 s"
+    assert record["reason"] == "step 7 has taken longer than its limit of 0 s on rank 0"
     assert (record["rank"], record["step"], record["phase"]) == (0, 7, "step")
     assert any("test_watchdog.py" in frame for frame in record["threads"]["MainThread"])
     said = capsys.readouterr().err
@@ -91,6 +94,27 @@ def test_a_process_whose_launcher_is_gone_ends(monkeypatch: pytest.MonkeyPatch) 
     with watching(ends, None, TimeLimits()):
         assert ends.came.wait(WAIT_S)
     assert set(ends.codes) == {1}
+
+
+def test_a_rank_that_is_stopped_is_found_in_a_phase_that_may_take_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Saving and starting may take half an hour, but a process that is stopped doesn't save."""
+    peer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    try:
+        peer.send_signal(signal.SIGSTOP)
+        ends = Ends()
+        with watching(ends, None, TimeLimits(step_s=0.2)) as dog:
+            host, _, _ = dog._identity
+            born = family.born_at(peer.pid)
+            dog._teller.peers = {1: Beat(1, 3, "save", 4, 1.0, "saving", host, peer.pid, born)}
+            assert ends.came.wait(WAIT_S)
+        assert peer.wait(WAIT_S) == -signal.SIGKILL
+    finally:
+        peer.kill()
+    said = capsys.readouterr().err
+    assert "watchdog: rank 1 has been stopped for 0 s, so the job ends" in said
+    assert "was stopped by a signal; last seen in saving" in said
 
 
 def test_an_error_is_named_with_its_step_and_place(capsys: pytest.CaptureFixture[str]) -> None:
