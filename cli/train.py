@@ -15,6 +15,7 @@ from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import click
@@ -100,7 +101,9 @@ def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) ->
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from longctx_patch.cli.hand_on import handing_signals_on
     from longctx_patch.recipes.launch import INTERRUPTED
+    from longctx_patch.recipes.saving.signals import STOPPED
 
     script = str(files("longctx_patch.recipes") / "forked.py")
     given = ["--config_file", str(launch_file), "--main_process_port", "0"]
@@ -112,10 +115,16 @@ def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) ->
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
     try:
-        launch_command(arguments)
+        with handing_signals_on():
+            launch_command(arguments)
     except ChildFailedError as error:
+        codes = {each.exitcode for each in error.failures.values()}
+        if codes <= STOPPED:  # a signal has stopped the run, which is saved
+            raise SystemExit(max(codes)) from None
         click.echo(ending_of(error.failures), err=True, nl=False)
         raise SystemExit(1) from None
+    except CalledProcessError as error:  # of a single process, which has said why
+        raise SystemExit(error.returncode if error.returncode in STOPPED else 1) from None
     except SignalException as stopped:
         if stopped.sigval == signal.SIGINT:
             click.echo(f"{recipe}: {INTERRUPTED}", err=True)

@@ -65,6 +65,7 @@ from longctx_patch.recipes.saving.names import steps_of
 from longctx_patch.recipes.saving.output import Output, make_output
 from longctx_patch.recipes.saving.reading import load_checkpoint
 from longctx_patch.recipes.saving.retention import Retention
+from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
 from longctx_patch.recipes.stages import Stages, launched_at
@@ -124,9 +125,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             hub.require_repository(settings.push_to_hub, private=settings.hub_private, asks=is_main)
         held = lock.held(output.folder, launched=launched_at(), say=accelerator.print)
         with held, noting_failure(output.folder):
-            train(settings, accelerator, output.find(accelerator.print), stages, watchdog)
+            found = output.find(accelerator.print)
+            stop = train(settings, accelerator, found, stages, watchdog)
         accelerator.free_memory()
         close_accelerator(accelerator)
+    if stop.agreed:
+        raise SystemExit(stop.exit_code)
     if settings.push_to_hub and is_main:  # the others need not wait for an upload
         place = hub.upload(settings.push_to_hub, Path(settings.output) / "final")
         print(f"uploaded to {place}", flush=True)
@@ -148,8 +152,9 @@ def train(
     checkpoint: Path | None,
     stages: Stages,
     watchdog: Watchdog,
-) -> None:
-    """Build everything, go on from `checkpoint` if there is one, and train to the last step."""
+) -> StopSignals:
+    """Build everything, go on from `checkpoint` if there is one, and train to the last step, or
+    until a signal stops the run after a step that is saved."""
     device_type = accelerator.device.type
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=accelerator.is_fsdp2)
@@ -192,7 +197,7 @@ def train(
     export = partial(export_model, accelerator, state.model, tokenizer, seed=settings.seed)
     kept = Retention(keep_last=settings.keep_last, keep_every=settings.keep_every)
     keeper = Keeper(series=steps_of(output), run=run, export=export, retention=kept)
-    with explained(settings, handle.model.config, accelerator):
+    with StopSignals() as stop, explained(settings, handle.model.config, accelerator):
         if states_on_host(accelerator):
             handle.reserve_host(states_to_come(state))
         if not settings.skip_rehearsal:
@@ -200,14 +205,18 @@ def train(
             check_memory(accelerator, state, handle, data)
         stages.enter("first step")
         first = state.step + 1
-        for _ in train_steps(settings, accelerator, state, handle, data):
+        for _ in train_steps(settings, accelerator, state, handle, data, stop):
             watchdog.done(state.step)
             replicas.after_step(state.step)
             if state.step == first:
                 stages.end(output)
-            if settings.save_every and state.step % settings.save_every == 0:
+            if stop.agreed or (settings.save_every and state.step % settings.save_every == 0):
                 with watchdog.saving():
-                    keeper.save(state)
+                    place = keeper.save(state)
+            if stop.agreed and state.step < settings.max_steps:
+                accelerator.print(stop.words(state.step, place), flush=True)
+                return stop
+    stop.agreed = 0  # what was asked for in the last step is done anyway
     watchdog.enter("end")
     final = output / "final"
     export(final)
@@ -215,6 +224,7 @@ def train(
         write_card(final, model_card(settings, config, accelerator.num_processes), config)
         mark_ended(output)
         print(ending(final), flush=True)
+    return stop
 
 
 def model_card(settings: Settings, config: Any, processes: int) -> Card:
@@ -240,6 +250,7 @@ def train_steps(
     state: TrainState,
     handle: PatchHandle,
     data: Data,
+    stop: StopSignals,
 ) -> Iterator[None]:
     """Train every step that is left, and stop after each, when its metrics are written."""
     writes = accelerator.is_main_process
@@ -266,6 +277,7 @@ def train_steps(
             steps=steps,
             max_grad_norm=settings.max_grad_norm,
             rows=partial(data.called, state.step),
+            stop=stop,
         )
         handle.reserve_host(0)  # the optimizer has made its states
         if "skipped" in values:

@@ -14,6 +14,7 @@ from longctx_patch.health.where import Pass, source_of
 from longctx_patch.loss.law import count_valid_tokens
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.recipes.metrics import peak_memory_bytes
+from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.saving.state import TrainState
 
 
@@ -25,10 +26,12 @@ def train_step(
     steps: FiniteSteps,
     max_grad_norm: float,
     rows: Callable[[], list[str]],
+    stop: StopSignals,
 ) -> dict[str, Any]:
     """Train on all micro batches of a step; returns the line for metrics.jsonl.
 
     Args:
+        stop: after the step all ranks agree whether one of them was asked to stop.
         rows: says which rows each of the micro batches has.
 
     Raises:
@@ -59,8 +62,9 @@ def train_step(
     state.scheduler.step()
     state.optimizer.zero_grad()
     state.step += 1
-    peak = torch.tensor([peak_memory_bytes(loss.device)], dtype=torch.float64, device=loss.device)
-    peak_bytes = int(accelerator.gather(peak).max().item())
+    mine = [peak_memory_bytes(loss.device), stop.asked]
+    mine_tensor = torch.tensor(mine, dtype=torch.float64, device=loss.device)
+    peak_bytes, stop.agreed = map(int, accelerator.gather(mine_tensor).view(-1, 2).amax(0).tolist())
     tokens_per_second = tokens / (time.perf_counter() - started)
     skipped = {} if numbers.is_applied else {"skipped": numbers.problem}
     return {

@@ -20,6 +20,7 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
     require_fused_layers,
 )
+from longctx_patch.plugin import close_accelerator
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.exporting import export_model
 from longctx_patch.recipes.identity import check_fingerprint, facts_of
@@ -34,13 +35,15 @@ from longctx_patch.recipes.run_record import (
     write_record,
 )
 from longctx_patch.recipes.saving import lock
+from longctx_patch.recipes.saving.names import trainer_checkpoints_of
 from longctx_patch.recipes.saving.output import make_output
+from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback, StagesCallback
 from longctx_patch.recipes.trl_data import load_data, reading_of
 from longctx_patch.recipes.trl_identity import trl_fingerprint
-from longctx_patch.recipes.trl_saving import SealCallback, output_of
+from longctx_patch.recipes.trl_saving import SealCallback, StopCallback, output_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
 RECORDED = (
@@ -88,7 +91,12 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
         lock.held(output.folder, launched=launched_at(), say=say),
         noting_failure(output.folder),
     ):
-        trainer = train(method, settings, args, output.find(say), stages, watchdog)
+        stop = StopSignals()
+        trainer = train(method, settings, args, output.find(say), stages, watchdog, stop)
+        if stop.agreed:
+            close_accelerator(trainer.accelerator)
+    if stop.agreed:
+        raise SystemExit(stop.exit_code)
     if args.push_to_hub and args.process_index == 0:
         # Over what the trainer has uploaded of its checkpoints.
         print(f"uploaded to {hub.upload(args.hub_model_id, output.folder / 'final')}", flush=True)
@@ -102,8 +110,10 @@ def train(
     resumed: Path | None,
     stages: Stages,
     watchdog: Watchdog,
+    stop: StopSignals,
 ) -> Any:
-    """Build the trainer, go on from the checkpoint `resumed` if there is one, train to the end."""
+    """Build the trainer, go on from the checkpoint `resumed` if there is one, train to the end or
+    until a signal stops the run after a step that is saved."""
     require_agreement(facts_of(settings), "how to train")
     trainer = build(method, settings, args, stages, watchdog, resumed)
     output, is_main = Path(args.output_dir), trainer.accelerator.is_main_process
@@ -112,7 +122,15 @@ def train(
         values = args.to_dict()
         used = {name: values[name] for name in RECORDED}
         write_record(output, dataclasses.asdict(settings) | used, args.world_size)
-    trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
+    trainer.add_callback(StopCallback(stop))
+    with stop:
+        trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
+    if stop.agreed:
+        step = trainer.state.global_step
+        words = stop.words(step, trainer_checkpoints_of(output).path_of(step))
+        trainer.accelerator.print(words, flush=True)
+        trainer.unpatch()
+        return trainer
     final = output / "final"
     export_model(
         trainer.accelerator, trainer.model_wrapped, trainer.processing_class, final, seed=args.seed

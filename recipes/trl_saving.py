@@ -12,6 +12,7 @@ from longctx_patch.recipes.saving.manifest import seal
 from longctx_patch.recipes.saving.names import Series, trainer_checkpoints_of
 from longctx_patch.recipes.saving.output import Output
 from longctx_patch.recipes.saving.retention import Retention, delete_old
+from longctx_patch.recipes.saving.signals import Agreement, StopSignals
 from longctx_patch.recipes.saving.writing import write_run
 from longctx_patch.recipes.trl_settings import TrlSettings
 
@@ -56,3 +57,26 @@ class SealCallback(TrainerCallback):
         # The newest is kept beside the best also where one alone is asked for.
         keep_last = max(1, others) if self._limit else 0
         delete_old(checkpoints, Retention(keep_last=keep_last), spared=spared)
+
+
+class StopCallback(TrainerCallback):
+    """Saves and ends the training after the step in which a signal came, on all ranks alike."""
+
+    def __init__(self, stop: StopSignals) -> None:
+        self._stop = stop
+        self._agreement: Agreement | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._agreement = Agreement(self._stop)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._agreement is not None:
+            self._agreement.begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._agreement is not None:
+            self._agreement.end()
+        if state.global_step >= state.max_steps:
+            self._stop.agreed = 0  # the training ends anyway
+        elif self._stop.agreed:
+            control.should_save = control.should_training_stop = True

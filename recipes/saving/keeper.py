@@ -24,9 +24,11 @@ class Keeper:
     """Writes the model as plain libraries load it; collective."""
     retention: Retention
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState) -> Path:
         """Write the checkpoint of `state.step`; every process calls this. Older ones go only when
-        it is complete on disk."""
-        save_checkpoint(state, self.series.path_of(state.step), self.run, self.export)
+        it is complete on disk. Returns its folder."""
+        folder = self.series.path_of(state.step)
+        save_checkpoint(state, folder, self.run, self.export)
         if own_rank() == 0:
             delete_old(self.series, self.retention)
+        return folder

@@ -7,6 +7,8 @@
 # One task on each machine: `accelerate launch` starts the processes of its machine.
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=64
+# Five minutes before the time limit, processes save and end; --resume auto in the next job goes on.
+#SBATCH --signal=USR1@300
 set -euo pipefail
 export RUN=${1:?"usage: sbatch --nodes N --gpus-per-node M RUN/slurm.sh RUN [settings]"}
 shift
@@ -25,6 +27,7 @@ PORT=$((10000 + SLURM_JOB_ID % 20000)) # jobs that share a machine have ports of
 export FIRST PORT
 # srun does not take over cpus-per-task by itself. In the quotes, each machine fills in its own rank.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" bash -c '
+    trap "" USR1 # is for the processes, which take it; the launcher would die of it
     exec accelerate launch --config_file "$RUN/accelerate.yaml" --rdzv_conf timeout=300 \
         --machine_rank "$SLURM_NODEID" --main_process_ip "$FIRST" --main_process_port "$PORT" \
         -m "longctx_patch.recipes.$RECIPE" "$FLAG" "$RUN/$RECIPE.yaml" "$@"' launch "$@"

@@ -3,6 +3,7 @@ the best, go on where they stopped; and what can't be right is refused before it
 
 import json
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from longctx_patch.processes import ProcessesFailedError
 from longctx_patch.recipes import dpo, sft, trl_run
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.trl_callbacks import SAMPLES_FILE
+from longctx_patch.recipes.trl_saving import StopCallback
 from tests.health.flaw import Flaw
 from tests.launching import run_module
 from tests.plugin.launched import run_launched
@@ -220,7 +222,40 @@ def test_a_run_goes_on_where_it_stopped(job: Path) -> None:
         load_file(folder / "adapter_model.safetensors") for folder in (last, job / "elsewhere")
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+    check_signals(job, usual, whole)
     check_what_is_refused(job, usual)
+
+
+def stopped_by_a_signal(arguments: list[str]) -> int:
+    """The recipe's exit code, where rank 1 alone gets a signal in step 2."""
+    begin = StopCallback.on_step_begin
+
+    def signalled(self: StopCallback, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if state.global_step == 1 and args.process_index == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        begin(self, args, state, control, **more)
+
+    with mock.patch.object(StopCallback, "on_step_begin", signalled):
+        try:
+            sft.main(arguments)
+        except SystemExit as ended:
+            return int(ended.code or 0)
+    return 0
+
+
+def check_signals(job: Path, usual: list[str], whole: list[dict[str, float]]) -> None:
+    """A run that a signal stopped has saved the step, and goes on to the same numbers."""
+    output = job / "stopped"
+    command = [*usual, "--output-dir", str(output), "--save-steps", "100", "--resume", "auto"]
+    command += ["--save-total-limit", "1"]
+    assert run_launched(stopped_by_a_signal, 2, command) == [138, 138]
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (output / "final").exists()
+    run_launched(sft.main, 2, command)
+    names = ("step", "loss", "grad_norm")
+    numbers = [[line.get(n) for n in names] for line in read_metrics(output) if "loss" in line]
+    assert numbers == [[line.get(n) for n in names] for line in whole if "loss" in line]
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
 def check_what_is_refused(job: Path, usual: list[str]) -> None:

@@ -1,0 +1,151 @@
+"""A run that is asked to end saves first, ends with a code of its own, and goes on exactly."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from longctx_patch.plugin.launch_yaml import accelerate_yaml
+from longctx_patch.recipes import finetune
+from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.saving.choosing import complete
+from longctx_patch.recipes.saving.names import steps_of
+from longctx_patch.recipes.saving.signals import Agreement, StopSignals
+from tests.harness import run_distributed
+from tests.launching import OURS
+
+NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+
+
+def numbers(output: Path) -> list[tuple[float, ...]]:
+    return [tuple(line[name] for name in NUMBERS) for line in read_metrics(output)]
+
+
+def test_a_signal_leaves_a_note_and_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopSignals() as stop:
+        assert not stop.asked
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop.asked == signal.SIGUSR1
+        assert stop.agreed == 0  # until the ranks have compared
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_second_signal_ends_the_process() -> None:
+    """At once, though the first one is not answered yet."""
+    program = """
+import signal
+from longctx_patch.recipes.saving.signals import StopSignals
+with StopSignals():
+    signal.raise_signal(signal.SIGTERM)
+    print("goes on", flush=True)
+    signal.raise_signal(signal.SIGTERM)
+    print("never said")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == -signal.SIGTERM
+    assert done.stdout == "goes on\n"
+
+
+def agree_twice(rank: int) -> list[int]:
+    with StopSignals() as stop:
+        agreement, found = Agreement(stop), []
+        for step in range(3):
+            agreement.begin()
+            if rank == 1 and step == 0:  # after the notes were taken
+                signal.raise_signal(signal.SIGUSR1)
+            agreement.end()
+            found.append(stop.agreed)
+    return found
+
+
+def test_ranks_agree_at_the_end_of_the_same_step() -> None:
+    usr1 = int(signal.SIGUSR1)
+    assert run_distributed(agree_twice, 2) == [[0, usr1, usr1]] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_saves_and_ends_after_the_step(
+    number: signal.Signals,
+    config_file: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = [f"--model={config_file}", f"--text={text_file}", "--seq-len=64", "--max-steps=4"]
+    finetune.main([*command, f"--output={tmp_path / 'whole'}"])
+    train_step = finetune.train_step
+
+    def signalled(accelerator: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if state.step in (1, 3):  # the last time, the run ends anyway
+            signal.raise_signal(number)
+        return train_step(accelerator, state, *args, **kwargs)
+
+    monkeypatch.setattr(finetune, "train_step", signalled)
+    output = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        finetune.main([*command, f"--output={output}", "--resume", "auto"])
+    assert ended.value.code == 128 + number
+    assert [each.step for each in complete(steps_of(output))] == [2]
+    assert f"stopped by {number.name} after step 2" in capsys.readouterr().out
+    assert not (output / "final").exists()
+    finetune.main([*command, f"--output={output}", "--resume", "auto"])
+    assert numbers(output) == numbers(tmp_path / "whole")
+    assert [each.step for each in complete(steps_of(output))] == [2, 4]
+    weights = Path("final/adapter_model.safetensors")
+    assert (output / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+
+
+@pytest.mark.parametrize(("num_processes", "number"), [(2, signal.SIGTERM), (1, signal.SIGUSR1)])
+def test_longctx_train_hands_signals_on(
+    num_processes: int, number: signal.Signals, config_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """The launcher waits until the processes have saved, and ends with their code."""
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    output = folder / "training"
+    settings = {
+        "model": str(config_file),
+        "text": str(text_file),
+        "seq_len": 64,
+        "ulysses": num_processes,
+    }
+    settings |= {"output": str(output), "max_steps": 2000, "scheduler": "constant"}
+    (folder / "finetune.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "accelerate.yaml").write_text(
+        accelerate_yaml(num_processes, num_processes, fsdp=False, cpu=True, mixed_precision="no")
+    )
+    words = [sys.executable, "-m", "longctx_patch.cli.main", "train", str(folder)]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    job = subprocess.Popen(
+        [*words, "--resume", "auto"],
+        env=clean | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        limit = time.monotonic() + 120
+        while not (output / "metrics.jsonl").exists() or len(read_metrics(output)) < 3:
+            assert time.monotonic() < limit
+            assert job.poll() is None, job.communicate()[0]
+            time.sleep(0.1)
+        job.send_signal(number)
+        said = job.communicate(timeout=100)[0]
+    finally:
+        job.kill()
+    assert job.returncode == 128 + number, said
+    assert "Traceback" not in said
+    (saved,) = complete(steps_of(output))
+    assert saved.step == len(read_metrics(output))
+    assert said.count(f"stopped by {number.name} after step {saved.step}") == 1
+    assert not list(output.glob(".lock"))
