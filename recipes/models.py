@@ -72,9 +72,10 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
         return byte_tokenizer()
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of broken files readers raise anything
+        said = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"no tokenizer found at {source!r} ({str(error).splitlines()[0]}). Give --tokenizer "
+            f"no tokenizer found at {source!r} ({said}). Give --tokenizer "
             "with a folder or a name, or --tokenizer bytes for a model that reads bytes."
         ) from error
     if tokenizer.eos_token_id is None:
@@ -167,10 +168,13 @@ def check_4bit(settings: Settings, *, fsdp: bool) -> None:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Refuse a tokenizer whose ids the model's embedding does not have."""
-    if len(tokenizer) > config.vocab_size:
+    """Refuse a tokenizer whose ids the model's embedding does not have, also where it has gaps."""
+    most = max([len(tokenizer) - 1, *tokenizer.get_vocab().values()])
+    if most >= config.vocab_size:
+        has = f"{len(tokenizer)} tokens"
+        has = has if most == len(tokenizer) - 1 else f"{has}, one with the id {most}"
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}. "
+            f"the tokenizer has {has}, the model vocab_size={config.vocab_size}. "
             "Put the model's own tokenizer beside its config.json (without one, bytes are read: "
             f"vocab_size {BYTE_VOCABULARY} or more), or name it in the setting `tokenizer`."
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longctx_patch.recipes.data.records import Record
@@ -43,6 +43,7 @@ class Template:
                 "instruction-tuned model's tokenizer (--tokenizer NAME), or put a "
                 "chat_template.jinja beside it."
             )
+        _check_syntax(own)
         if assistant_only and not tokenizer.is_fast:
             raise ValueError(
                 "assistant_only_loss=True with a slow tokenizer, which can't tell where in the "
@@ -118,6 +119,20 @@ class Template:
                     f"that ends with {last[-40:]!r}: it doesn't know the role. Rename it, or "
                     "give a tokenizer whose template knows it."
                 )
+
+
+def _check_syntax(template: str) -> None:
+    """Raise ValueError for a template that is no Jinja."""
+    turn = {"role": "user", "content": "w"}
+    try:
+        render_jinja_template(conversations=[[turn]], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"the chat template is no Jinja, in line {error.lineno}: {error.message} Mend "
+            "chat_template.jinja beside the tokenizer, or give another tokenizer."
+        ) from error
+    except (TemplateError, TypeError, KeyError, ValueError):
+        return  # what it says of a conversation is said of a record
 
 
 def _template_kwargs(record: Record) -> Mapping[str, Any]:

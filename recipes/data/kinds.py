@@ -42,6 +42,7 @@ _MAGIC = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"%PDF": "PDF",
 }
+_POINTER = b"version https://git-lfs"
 _ADVICE = {
     "a compressed file, which is not unpacked here": " Unpack it (gunzip, unzip, zstd -d).",
     "a table of a form that is not read here": " Write it as .jsonl, .csv or .parquet.",
@@ -57,15 +58,18 @@ def reader_of(file: Path) -> Reader:
         advice = _ADVICE.get(what, " Extract the text that is in it.")
         raise BadRecord(f"{file} is {what}.{advice}{_LEAVE_OUT}")
     reader = READERS.get(suffix, "text")
-    if suffix not in TABLE_FILES:
-        _check_text(file)
+    _check_head(file, is_table=suffix in TABLE_FILES)
     return reader
 
 
-def _check_text(file: Path) -> None:
-    """Look at the first bytes of a file that should be text."""
+def _check_head(file: Path, *, is_table: bool) -> None:
+    """Look at the first bytes of a file, which are text unless it is a table."""
     with file.open("rb") as opened:
         head = opened.read(SNIFFED_BYTES)
+    if head.startswith(_POINTER):
+        raise BadRecord(f"{file} is a pointer of git-lfs: run `git lfs pull` in its folder.")
+    if is_table:
+        return
     for magic, name in _MAGIC.items():
         if head.startswith(magic):
             raise BadRecord(f"{file} holds {name} data, not text. Unpack it.{_LEAVE_OUT}")

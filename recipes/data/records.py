@@ -76,7 +76,8 @@ def no_text(fields: Mapping[str, Any], text_field: str) -> str:
         value = fields[text_field]
         held = "null" if value is None else f"{str(value)[:40]} (a {type(value).__name__})"
         return f"the field {text_field!r} is {held}, not a text."
-    return f"no text in field {text_field!r}, there is: {', '.join(fields) or 'nothing'}."
+    others = [name if value is not None else f"{name} (null)" for name, value in fields.items()]
+    return f"no text in field {text_field!r}, there is: {', '.join(others) or 'nothing'}."
 
 
 def names_of_texts(fields: Mapping[str, Any]) -> list[str]:

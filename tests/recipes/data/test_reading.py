@@ -1,6 +1,7 @@
 """Records become the rows that TRL makes of them; of chats exactly the assistant's turns are
 learned; records that can't be trained on are refused by file and row."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from longctx_patch.recipes.data.conversations import Template
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import BadRecord, Record
+from longctx_patch.recipes.data.token_table import table_of
 from tests.hf.tiny import featured_model
 from tests.trl.cases import rows, tokenizer
 
@@ -291,6 +293,27 @@ def test_records_that_are_refused(name: str) -> None:
         read(given, good[given.kind], record)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "arrow", "saved"])
+def test_every_kind_of_file_names_the_record(tmp_path: Path, kind: str) -> None:
+    """As the table of a run is made, by `datasets`, which raises an error of its own."""
+    records = [{"messages": ANSWERED}] * 3 + [{"messages": [user("w1"), user("w9", "robot")]}]
+    file = tmp_path / f"chats.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    elif kind == "json":
+        file.write_text(json.dumps(records))
+    elif kind == "parquet":
+        Dataset.from_list(records).to_parquet(str(file))
+    else:
+        folder = file if kind == "saved" else tmp_path / "folder"
+        Dataset.from_list(records).save_to_disk(str(folder))
+        if kind == "arrow":
+            next(folder.glob("*.arrow")).rename(file)
+    what = "line" if kind == "jsonl" else "record"
+    with pytest.raises(BadRecord, match=rf"chats.{kind}, {what} 4: .* message of role 'robot'"):
+        table_of(str(file), Reading(words(), "chat", WHOLE))
+
+
 def test_a_template_that_refuses_a_role() -> None:
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(
@@ -303,6 +326,10 @@ NO_MARKS = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "
 TEMPLATES: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: words(None), "no chat template"),
     "no marks": (lambda: words(NO_MARKS), r"can't mark the assistant's tokens. Put \{% generation"),
+    "no Jinja": (
+        lambda: words("{% for m in messages %}\n{{ m.content }}"),
+        "no Jinja, in line 2: ",
+    ),
     "no stop": (
         lambda: words(CHAT.replace("<eos>{% endgeneration %}", "{% endgeneration %}<eos>")),
         "would not learn to stop",

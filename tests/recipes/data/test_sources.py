@@ -164,6 +164,8 @@ BAD = {
     "far.txt": (b"a\n" * 9000 + b"\xfc", "far.txt, line 9001: not UTF-8 .* offset 18000"),
     "zero.txt": (b"a\n" * 9000 + b"\0", "zero.txt, line 9001: a byte 0x00"),
     "wide.txt": ("a\n".encode("utf-16"), r"wide.txt, line 1: .*If it is UTF-16.*iconv -f utf-16"),
+    "pointer.txt": (b"version https://git-lfs.github.com/spec/v1\n", "pointer.txt is a pointer of"),
+    "pointer.parquet": (b"version https://git-lfs.github.com/spec/v1\n", "run `git lfs pull`"),
     "a.JSONL.gz": (gzip.compress(GOOD), r"a.JSONL.gz is a compressed file.*Unpack it"),
     "packed.jsonl": (gzip.compress(GOOD), "packed.jsonl holds gzip data, not text. Unpack it"),
     "a.PDF": (b"%PDF-1.4", "a.PDF is a document with a layout.*Extract the text"),

@@ -1,0 +1,52 @@
+"""Tokenizers that can't be read, or have ids that the model has no embedding for."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx_patch.recipes import models
+from longctx_patch.recipes.settings import Settings
+from tests.hf.tiny import tiny_config
+
+
+def given(folder: Path) -> Settings:
+    return Settings(model="m", tokenizer=str(folder), text=["a"], output="out", seq_len=16)
+
+
+BROKEN = {
+    "tokenizer.json cut": ("tokenizer.json", lambda text: text[:-50]),
+    "tokenizer.json empty": ("tokenizer.json", lambda _: ""),
+    "tokenizer.json a list": ("tokenizer.json", lambda _: "[]"),
+    "its config cut": ("tokenizer_config.json", lambda _: "{"),
+    "its config a list": ("tokenizer_config.json", lambda _: "[]"),
+    "eos a number": (
+        "tokenizer_config.json",
+        lambda text: json.dumps({**json.loads(text), "eos_token": 3}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_tokenizer_is_named(name: str, tmp_path: Path) -> None:
+    models.byte_tokenizer().save_pretrained(tmp_path)
+    file: str
+    change: Callable[[str], str]
+    file, change = BROKEN[name]
+    (tmp_path / file).write_text(change((tmp_path / file).read_text()))
+    with pytest.raises(ValueError, match=f"no tokenizer found at '{tmp_path}' .*Give --tokenizer"):
+        models.load_tokenizer(given(tmp_path))
+
+
+def test_ids_with_gaps_need_an_embedding_too(tmp_path: Path) -> None:
+    """Their number says nothing of the largest."""
+    models.byte_tokenizer().save_pretrained(tmp_path)
+    content: dict[str, Any] = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["~"] = 300
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = models.load_tokenizer(given(tmp_path))
+    models.check_vocabulary(tokenizer, tiny_config("llama", vocab_size=301))
+    with pytest.raises(ValueError, match="tokens, one with the id 300, the model vocab_size=300"):
+        models.check_vocabulary(tokenizer, tiny_config("llama", vocab_size=300))
