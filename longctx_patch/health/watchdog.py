@@ -108,6 +108,7 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._closing.set()
         if isinstance(error, Exception):
             with undisturbed():
                 self._report(error)

@@ -82,7 +82,6 @@ def test_a_rank_that_is_killed_ends_the_job_by_name(tmp_path: Path) -> None:
     assert job.code != 0
     pid = (tmp_path / "pid_1").read_text()
     assert f"rank 1 (process {pid}) is gone, and rank 0 failed in step 5: all_reduce" in job.said
-    assert not (tmp_path / "flight").exists()
 
 
 def test_orphans_of_a_killed_launcher_end(tmp_path: Path) -> None:
