@@ -19,6 +19,7 @@ from longctx_patch.health.step_numbers import PendingStep
 from longctx_patch.health.weights import check_weights
 from longctx_patch.health.where import Pass, source_of
 from longctx_patch.memory.random_state import RandomState
+from longctx_patch.trainer.row_names import rows_of_batch
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -127,7 +128,10 @@ class FiniteStepsMixin(_Trainer):
             self.callback_handler.on_log(self.args, self.state, self.control, said)
 
     def _explain_step(self, step: _Step) -> str:
-        passes = [Pass(partial(self._run_again, *given)) for given in step.passes]
+        passes = [
+            Pass(partial(self._run_again, *given), rows_of_batch(given[1], self.train_dataset))
+            for given in step.passes
+        ]
         before = {name: copy.deepcopy(vars(self)[name]) for name in _COUNTED if name in vars(self)}
         try:
             return source_of(step.passes[0][0], passes, step.random)

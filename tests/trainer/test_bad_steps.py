@@ -2,6 +2,7 @@
 saved, whether the host reads at once or, as on a GPU, a step later."""
 
 import math
+import re
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,6 +154,7 @@ def test_nothing_of_a_bad_step_is_saved_and_all_ranks_end_alike(tmp_path: Path) 
     assert [found.saved for found in by_rank[0]] == [kept, kept, [], kept, []]
     for found, place in zip(by_rank[0], ("the loss is nan", *[LAYER] * 3, "the"), strict=True):
         assert place in found.error
+        assert re.search(r"; its rows: \d+, \d+ of train_dataset\.", found.error)
 
 
 @pytest.mark.timeout(400)
