@@ -160,10 +160,12 @@ def train(
     models.check_4bit(settings, fsdp=accelerator.is_fsdp2)
     config = models.load_config(settings)
     settings = models.with_dtype(settings, config, on_cpu=device_type == "cpu")
-    stages.enter("model")
-    tokenizer, model = build_model(settings, config, accelerator)
-    stages.enter("data")
+    stages.enter("data")  # what is wrong with it is said before weights are read
+    tokenizer = models.load_tokenizer(settings)
+    models.check_vocabulary(tokenizer, config)
     data = build_data(settings, tokenizer)
+    stages.enter("model")
+    model = build_model(settings, config, accelerator)
     run = fingerprint(
         settings,
         config=config,
@@ -308,15 +310,13 @@ def build_accelerator(settings: Settings) -> Any:
     return accelerator
 
 
-def build_model(settings: Settings, config: Any, accelerator: Any) -> tuple[Any, Any]:
-    """Tokenizer and model, with scaled RoPE and adapter, the same in every process.
+def build_model(settings: Settings, config: Any, accelerator: Any) -> Any:
+    """The model with scaled RoPE and adapter, the same in every process.
 
     Where processes read their own rows of the weights, `prepare` does so later. Otherwise the
     model is on the CPU, or on the device if its weights have 4 bits.
     """
     set_seed(settings.seed)  # random weights are the same in every process
-    tokenizer = models.load_tokenizer(settings)
-    models.check_vocabulary(tokenizer, config)
     model = models.load_model(
         settings,
         config,
@@ -327,7 +327,7 @@ def build_model(settings: Settings, config: Any, accelerator: Any) -> tuple[Any,
     if settings.uses_lora:
         model = models.add_lora(model, settings)
     set_seed(settings.seed, device_specific=True)  # from here on only dropout draws numbers
-    return tokenizer, model.train()  # from_pretrained returns it in evaluation mode
+    return model.train()  # from_pretrained returns it in evaluation mode
 
 
 def build_data(settings: Settings, tokenizer: Any) -> Data:

@@ -15,10 +15,10 @@ def planted(place: str, *batches: int, when: Callable[[], bool] = lambda: True) 
     build = finetune.build_model
 
     def with_flaw(*args: Any) -> Any:
-        tokenizer, model = build(*args)
+        model = build(*args)
         if when():
             Flaw(model, place, set(batches))
-        return tokenizer, model
+        return model
 
     with patch.object(finetune, "build_model", with_flaw):
         yield

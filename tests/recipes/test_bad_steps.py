@@ -196,14 +196,14 @@ def drifts(flags: list[str], factor: float) -> str:
     build = finetune.build_model
 
     def flawed(*args: Any) -> Any:
-        tokenizer, model = build(*args)
+        model = build(*args)
 
         def spoil(module: Any, _: Any, output: Any) -> Any:
             shares = output[0].shape[1] < 64 and not module.training and dist.get_rank() == 1
             return (output[0] * factor, *output[1:]) if shares else output
 
         model.model.layers[0].self_attn.register_forward_hook(spoil)
-        return tokenizer, model
+        return model
 
     with mock.patch.object(finetune, "build_model", flawed):
         try:

@@ -22,7 +22,7 @@ KEYS = {
     *("layers_not_recomputed", "layers_offloaded", "mlp_tiles"),
 }
 
-STAGES = ["processes", "model", "data", "weights", "rehearsal", "first step"]
+STAGES = ["processes", "data", "model", "weights", "rehearsal", "first step"]
 
 
 class Run:
@@ -253,6 +253,18 @@ def test_bad_input_is_refused_and_leaves_no_trace(
     with pytest.raises(ValueError, match=r"holds files.*--resume"):
         run("out", *flags, **changes)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_bad_data_is_refused_before_weights_are_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune, "build_model", lambda *_: pytest.fail("a model was built"))
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": NaN}\n')
+    with pytest.raises(ValueError, match=r"bad.jsonl, line 2: no JSON \(text is NaN"):
+        run("out", text=tmp_path / "bad.jsonl")
+    with pytest.raises(ValueError, match=r"the output .* lies in .*which is read as data"):
+        run("out", text=tmp_path)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(run: Run, config_file: Path) -> None:
