@@ -12,7 +12,6 @@ from typing import Any
 from accelerate.utils import set_seed
 from transformers import EarlyStoppingCallback
 
-from longctx_patch.health.agreement import require_agreement
 from longctx_patch.health.flight import FOLDER as FLIGHT
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.layers.fused_layers import (
@@ -23,7 +22,7 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.plugin import close_accelerator
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.exporting import export_model
-from longctx_patch.recipes.identity import check_fingerprint, facts_of
+from longctx_patch.recipes.identity import check_fingerprint
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
@@ -114,7 +113,6 @@ def train(
 ) -> Any:
     """Build the trainer, go on from the checkpoint `resumed` if there is one, train to the end or
     until a signal stops the run after a step that is saved."""
-    require_agreement(facts_of(settings), "how to train")
     trainer = build(method, settings, args, stages, watchdog, resumed)
     output, is_main = Path(args.output_dir), trainer.accelerator.is_main_process
     make_output(trainer.accelerator, output)

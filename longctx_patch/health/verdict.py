@@ -28,10 +28,9 @@ def judge(readings: Readings, ranks: Iterable[int], states: Mapping[int, State])
     """
     after = readings.after
     found = _silent(readings, ranks, states) or _ended(after) or _behind(after) or _busy(after)
-    if not found:
+    lines = list(found.values())
+    if not found and len(after) > 1:
         lines = ["Every rank gives signs of life, and none is behind: they wait for each other."]
-    else:
-        lines = list(found.values())
     others = [after[rank] for rank in sorted(after) if rank not in found]
     return Verdict(tuple(found), "\n".join([*lines, *_waiting(others)]))
 

@@ -25,6 +25,7 @@ from longctx_patch.health.progress import Progress
 from longctx_patch.health.replicas import ReplicasDivergedError
 from longctx_patch.health.teller import Readings, Teller
 from longctx_patch.health.verdict import judge
+from longctx_patch.rules.launched import announced_processes
 
 STALL_S = 5.0
 """A thread that slept so much longer than it asked for was stopped with its whole process."""
@@ -191,8 +192,10 @@ class Watchdog:
         here = self._peers_here()
         states = {rank: family.state_of(beat.pid, beat.born) for rank, beat in here.items()}
         ranks: Iterable[int] = range(self._teller.world)
-        lost = ""
-        if readings is None and self._teller.world > 1:
+        announced, lost = announced_processes(), ""
+        if self._teller.world < announced:
+            lost = f"\nThe {announced} processes of the job have not all met yet."
+        elif readings is None and self._teller.world > 1:
             lost = (
                 "\nThe job's store doesn't answer: the process that holds it has stopped or ended."
             )

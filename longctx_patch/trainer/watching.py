@@ -77,7 +77,7 @@ def require_same_training(trainer: Any) -> None:
     """Raise ValueError on all ranks unless they train the same model on the same data in the same
     way. Collective; before anything is wrapped."""
     facts = {
-        "arguments": _arguments(trainer.args),
+        "arguments": plain_arguments(trainer.args),
         "versions": versions(),
         "data": _data(trainer.train_dataset),
     }
@@ -86,8 +86,8 @@ def require_same_training(trainer: Any) -> None:
     require_agreement(facts, "how to train")
 
 
-def _arguments(args: Any) -> Mapping[str, Any]:
-    """Those that are plain values; objects are of this process."""
+def plain_arguments(args: Any) -> Mapping[str, Any]:
+    """A trainer's arguments that are plain values; objects are of this process."""
     values = args.to_dict()
     return {
         name: value

@@ -13,7 +13,9 @@ from torch.distributed import HashStore
 
 from longctx_patch.health import family, watchdog
 from longctx_patch.health.beats import Alarm, Beat, Board
+from longctx_patch.health.flight import place_on_device
 from longctx_patch.health.limits import TimeLimits
+from longctx_patch.health.places import Place
 from longctx_patch.health.teller import Teller
 from longctx_patch.health.watchdog import Watchdog
 
@@ -62,6 +64,34 @@ def test_nothing_is_written_into_an_output_that_is_not_there_yet(tmp_path: Path)
         assert ends.came.wait(WAIT_S)
     assert ends.codes == [1]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_start_in_which_processes_do_not_meet_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    ends = Ends()
+    with watching(ends, None):
+        assert ends.came.wait(WAIT_S)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("watchdog: the start, before the end of the first step has taken")
+    assert said[1] == "The 3 processes of the job have not all met yet."
+    assert said[2].startswith("  rank 0: the start")
+
+
+def test_a_device_that_waits_is_named_by_its_oldest_collective() -> None:
+    """The form of torch's flight recorder of NCCL (2.11)."""
+    entry = {"process_group": ("3", "ranks that share a row"), "collective_seq_id": 7}
+    entry |= {"profiling_name": "nccl:all_gather", "state": "started", "p2p_seq_id": 0}
+    place = place_on_device(Place("recipes/train_step.py:60 train_step"), [entry])
+    assert place.waits
+    assert str(place) == (
+        "nccl:all_gather, number 7 of the group 'ranks that share a row', on the device, "
+        "at recipes/train_step.py:60 train_step"
+    )
+    host = Place("x.py:1 f", exchange="all_reduce of torch.distributed", waits=True)
+    assert place_on_device(host, [entry]) == host
+    assert place_on_device(Place("x.py:1 f"), []) == Place("x.py:1 f")
 
 
 def test_steps_within_the_limit_go_on(tmp_path: Path) -> None:
