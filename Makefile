@@ -5,6 +5,8 @@
 #   make test       the tests that need no GPU
 #   make test-trainers  transformers' and TRL's trainers against one process
 #   make test-grid  every trainer over every number of ranks, family and accumulation (long)
+#   make test-faults  jobs that a fault ends, and the next start
+#   make test-fault-grid  every fault at every place in every rank, on 2 and 4 processes (long)
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
 #   make faults     plant a fault in each of twelve rooms: a test of the room has to notice it
@@ -36,7 +38,7 @@ TYPED := longctx_patch cli recipes examples benchmarks docs tests
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-trainers test-grid test-oldest test-gpu faults pictures docs notebook check clean
+.PHONY: install demo test test-trainers test-grid test-faults test-fault-grid test-oldest test-gpu faults pictures docs notebook check clean
 
 install: $(STAMP)
 
@@ -69,13 +71,19 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal \
-	    $(addprefix --ignore=,$(TRAINER_TESTS))
+	    $(addprefix --ignore=,$(TRAINER_TESTS) tests/faults)
 
 test-trainers: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(TRAINER_TESTS)
 
 test-grid: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/trl/grid.py
+
+test-faults: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/faults
+
+test-fault-grid: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults/grid.py
 
 test-oldest:
 	$(MAKE) install VENV=.venv-oldest PINS='$(OLDEST)'

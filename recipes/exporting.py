@@ -5,15 +5,27 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.recipes.model_card import how_to_load, mark_adapter
 from longctx_patch.recipes.saving.writing import without_frozen
 
 
-def export_model(accelerator: Any, model: Any, tokenizer: Any, folder: Path, *, seed: int) -> None:
+def export_model(
+    accelerator: Any, model: Any, tokenizer: Any, folder: Path, *, seed: int, step: int
+) -> None:
     """Save the adapter or the model, its config and tokenizer; every process calls this.
 
-    `seed` is the run's: an adapter's base model may have random weights that were made from it.
+    Args:
+        accelerator, model: the model as it was prepared.
+        tokenizer: saved beside it.
+        folder: where to.
+        seed: the run's: an adapter's base model may have random weights that were made from it.
+        step: the last one that was done.
+
+    Raises:
+        ValueError: on all ranks, if a weight is not finite.
     """
+    check_saved_weights(model, accelerator.device, step)
     inner = accelerator.unwrap_model(model)
     adapter = hasattr(inner, "peft_config")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)

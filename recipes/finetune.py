@@ -196,7 +196,11 @@ def train(
     accelerator.print(f"fused layers: {fused.how} ({fused.why})\nweights: {settings.dtype}")
     if data.rows.summary:
         accelerator.print(data.rows.summary)
-    export = partial(export_model, accelerator, state.model, tokenizer, seed=settings.seed)
+
+    def export(folder: Path) -> None:
+        model, step = state.model, state.step
+        export_model(accelerator, model, tokenizer, folder, seed=settings.seed, step=step)
+
     kept = Retention(keep_last=settings.keep_last, keep_every=settings.keep_every)
     keeper = Keeper(series=steps_of(output), run=run, export=export, retention=kept)
     with StopSignals() as stop, explained(settings, handle.model.config, accelerator):

@@ -131,7 +131,12 @@ def train(
         return trainer
     final = output / "final"
     export_model(
-        trainer.accelerator, trainer.model_wrapped, trainer.processing_class, final, seed=args.seed
+        trainer.accelerator,
+        trainer.model_wrapped,
+        trainer.processing_class,
+        final,
+        seed=args.seed,
+        step=trainer.state.global_step,
     )
     if is_main:
         config = trainer.model.config

@@ -117,5 +117,6 @@ def test_ci_runs_the_oldest_transformers_that_setup_allows() -> None:
     assert tested == f"{oldest}.0"
     run = (ROOT / ".ci" / "run").read_text()
     assert all(
-        f"make {target}\n" in run for target in ("check", "test", "test-trainers", "test-oldest")
+        f"make {target}\n" in run
+        for target in ("check", "test", "test-trainers", "test-faults", "test-oldest")
     )

@@ -1,4 +1,4 @@
-"""Weights that are no numbers are found before anything is trained from them."""
+"""Weights that are no numbers are found before anything is trained from them, or saved."""
 
 import math
 
@@ -16,13 +16,34 @@ def check_weights(model: nn.Module, device: torch.device) -> None:
     on a GPU of 2 TB/s. Weights that lie on the host are copied there one by one, at the speed of
     the bus. Weights of less than 16 bits are left out.
     """
-    found = first_non_finite_weight(model, device)
-    where = f"on rank {own_rank()}, before the first step"
-    advice = (
-        "The file that it was loaded from is damaged or was saved by a run that had diverged: load "
-        "another one, or write it anew."
+    _refuse(
+        model,
+        device,
+        "before the first step. The file that it was loaded from is damaged or was saved by a run "
+        "that had diverged: load another one, or write it anew.",
     )
-    refuse_together([f"{found} {where}. {advice}"] if found else [])
+
+
+def check_saved_weights(model: nn.Module, device: torch.device, step: int) -> None:
+    """Raise ValueError on all ranks if a weight of one of them is not finite: then nothing is
+    saved. Collective; costs what `check_weights` does. A step with a finite loss and finite
+    gradients may still leave such a weight, where its update overflows.
+
+    Args:
+        step: the last one that was done.
+    """
+    _refuse(
+        model,
+        device,
+        f"after step {step}, so nothing of it is saved. The optimizer's update overflowed, or a "
+        "device's memory failed: go on from the last checkpoint, with a lower learning rate if it "
+        "happens again.",
+    )
+
+
+def _refuse(model: nn.Module, device: torch.device, when: str) -> None:
+    found = first_non_finite_weight(model, device)
+    refuse_together([f"{found} on rank {own_rank()}, {when}"] if found else [])
 
 
 def first_non_finite_weight(model: nn.Module, device: torch.device | None = None) -> str | None:

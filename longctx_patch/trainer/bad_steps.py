@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longctx_patch.health.finite import FiniteSteps, StepHistory
 from longctx_patch.health.step_numbers import PendingStep
-from longctx_patch.health.weights import check_weights
+from longctx_patch.health.weights import check_saved_weights, check_weights
 from longctx_patch.health.where import Pass, source_of
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.trainer.row_names import rows_of_batch
@@ -95,6 +95,10 @@ class FiniteStepsMixin(_Trainer):
         if self.control.should_save or self.control.should_evaluate:
             self._settle_step()
         super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        check_saved_weights(self.model, self.accelerator.device, self.state.global_step)
+        super()._save_checkpoint(*args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         self._settle_step()

@@ -1,0 +1,178 @@
+"""Faults that are planted into a job: what happens, at which place of a run, in which rank.
+
+They are planted in the launcher's process, from which `longctx train` forks the job's processes, by
+wrapping what every recipe calls of torch, accelerate and transformers.
+"""
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import Trainer
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+Kind = Literal[
+    "kill", "stop", "terminate", "exception", "nan", "full disk", "truncate", "flip", "delete"
+]
+Place = Literal["start", "forward", "backward", "optimizer", "save", "final"]
+
+STEPS = 5
+SAVE_EVERY = 2
+BAD_STEP = 4
+"""Disturbed in forward, backward and the optimizer; the second checkpoint is written after it."""
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
+DAMAGES: tuple[Kind, ...] = ("truncate", "flip", "delete")
+ALLOWED_BYTES = 2**15
+"""Of each file on a disk that is full. A rank's error, left for its launcher, is not longer."""
+
+
+class PlantedError(Exception):
+    """What a rank raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One bad thing that happens to one rank."""
+
+    kind: Kind
+    place: Place
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} in {self.place} of rank {self.rank}"
+
+
+def faults(num_ranks: int) -> list[Fault]:
+    """Every kind at every place where it means something, in every rank.
+
+    Numbers are spoiled where numbers are made, disks are full where rank 0 writes large files, and
+    files are damaged after they were written.
+    """
+    where: dict[Kind, tuple[Place, ...]] = {kind: get_args(Place) for kind in get_args(Kind)}
+    where |= {"nan": ("start", "forward", "backward", "optimizer"), "full disk": ("save", "final")}
+    where |= dict.fromkeys(DAMAGES, ("save",))
+    return [
+        Fault(kind, place, rank)
+        for kind, places in where.items()
+        for place in places
+        for rank in range(1 if kind == "full disk" else num_ranks)
+    ]
+
+
+@dataclass
+class _Planted:
+    """Counts what a rank does, and strikes once when it is where the fault is to happen."""
+
+    fault: Fault
+    steps: int = 0
+    saves: int = 0
+    struck: bool = field(default=False)
+
+    def strike_at(self, place: Place) -> bool:
+        """Whether this is the moment; kinds that need no tensor happen here."""
+        if self.struck or place != self.fault.place or not self._is_time(place):
+            return False
+        if int(os.environ["RANK"]) != self.fault.rank:
+            return False
+        kind = self.fault.kind
+        self.struck = (
+            kind != "nan"
+        )  # which has a cause, and so is there again if the step is run again
+        if kind in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[kind])
+        elif kind == "exception":
+            raise PlantedError("planted")
+        elif kind == "full disk":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (ALLOWED_BYTES, resource.RLIM_INFINITY))
+        return kind == "nan"
+
+    def _is_time(self, place: Place) -> bool:
+        return {
+            "start": True,
+            "forward": self.steps == BAD_STEP - 1,
+            "backward": self.steps == BAD_STEP - 1,
+            "optimizer": self.steps == BAD_STEP - 1,
+            "save": self.saves == BAD_STEP // SAVE_EVERY,
+            "final": self.steps == STEPS,
+        }[place]
+
+
+def plant(fault: Fault) -> None:
+    """Wrap what this process and those forked from it call."""
+    it = _Planted(fault)
+    _before(Accelerator, "prepare", lambda _, model, *rest: _start(it, model))
+    _before(Accelerator, "unwrap_model", lambda *_: it.strike_at("final"))
+    _before(FileSystemWriter, "write_data", lambda *_: _save(it))
+    _before(Trainer, "_save_rng_state", lambda *_: _save(it))
+    _wrap_mlp(it)
+    register_optimizer_step_pre_hook(lambda optimizer, *_: _step(it, optimizer))
+
+
+def _before(owner: type, name: str, first: Callable[..., Any]) -> None:
+    stock = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        first(*args)
+        return stock(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _start(it: _Planted, model: torch.nn.Module) -> None:
+    if it.strike_at("start"):
+        spoil(next(model.parameters()))
+
+
+def _save(it: _Planted) -> None:
+    it.saves += 1
+    it.strike_at("save")
+
+
+def _step(it: _Planted, optimizer: torch.optim.Optimizer) -> None:
+    if it.strike_at("optimizer"):
+        spoil(optimizer.param_groups[0]["params"][0].grad)
+    it.steps += 1
+
+
+def _wrap_mlp(it: _Planted) -> None:
+    stock = LlamaMLP.forward
+
+    def forward(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        out = stock(self, x)
+        if it.strike_at("forward"):
+            out = out * torch.nan
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad * torch.nan if it.strike_at("backward") else grad)
+        return out
+
+    LlamaMLP.forward = forward
+
+
+def spoil(tensor: Any) -> None:
+    """Make one number of a tensor, or of this rank's shard of it, no number."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    with torch.no_grad():
+        local.view(-1)[0] = torch.nan
+
+
+def damage(file: Path, kind: Kind) -> None:
+    """Truncate or delete a file, or flip a bit in its middle."""
+    if kind == "delete":
+        file.unlink()
+        return
+    content = bytearray(file.read_bytes())
+    if kind == "truncate":
+        del content[len(content) // 2 :]
+    else:
+        content[len(content) // 2] ^= 64
+    file.write_bytes(content)

@@ -1,0 +1,143 @@
+"""A job of a recipe, started as `longctx train` starts it, with a fault planted in it or none.
+
+The launcher is forked from a server that has imported everything, so that a trial takes seconds.
+"""
+
+import hashlib
+import json
+import multiprocessing as mp
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import yaml
+
+from longctx_patch.recipes.metrics import read_metrics
+from tests.faults.plant import SAVE_EVERY, STEPS, Fault, plant
+from tests.tiny_llama import TINY_LLAMA
+
+SLOW_TO_LOAD = [
+    *("longctx_patch.cli.train", "longctx_patch.recipes.finetune", "accelerate.commands.launch"),
+    *("longctx_patch.recipes.sft", "trl.trainer.sft_trainer"),
+    *("transformers.models.llama.modeling_llama", "peft", "tests.faults.plant"),
+]
+NUMBERS = ("step", "loss", "grad_norm", "learning_rate")
+Recipe = Literal["finetune", "sft"]
+OWN_SETTINGS: dict[Recipe, dict[str, Any]] = {
+    "finetune": {"text": "text.txt", "output": "out", "save_every": SAVE_EVERY},
+    "sft": {
+        **{"data": ["rows.jsonl"], "output_dir": "out", "save_steps": SAVE_EVERY},
+        **{"logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True},
+    },
+}
+"""Paths are taken from the run folder, in which jobs are started."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    exit_code: int | None
+    """None: it had not ended in time, and was killed."""
+    seconds: float
+    said: str
+    orphans: list[str]
+    """Processes that outlived the launcher by more than two seconds, or the limit."""
+
+
+def run_job(folder: Path, options: list[str], fault: Fault | None, limit_s: float) -> Ended:
+    """Run the job of a run folder; `options` are the recipe's."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(SLOW_TO_LOAD)
+    log = folder / "said.txt"
+    log.unlink(missing_ok=True)
+    launcher = context.Process(target=_launch, args=(folder, log, options, fault))
+    began = time.monotonic()
+    launcher.start()
+    launcher.join(limit_s)
+    seconds, exit_code = time.monotonic() - began, launcher.exitcode
+    left = _outliving(launcher.pid, 2.0 if exit_code is not None else 0.0)
+    names = [f"{process.pid}: {process.status()}" for process in left]
+    for process in left:
+        process.kill()
+    launcher.join()
+    said = log.read_text(errors="replace") if log.exists() else ""
+    return Ended(exit_code, seconds, said, names)
+
+
+def _launch(folder: Path, log: Path, options: list[str], fault: Fault | None) -> None:
+    """In a forked process: say everything into a file, plant the fault, and launch."""
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.setsid()  # by which its processes are found
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.chdir(folder)
+    from longctx_patch.cli.train import FLAGS, start
+
+    if fault is not None:
+        plant(fault)
+    (settings,) = (
+        folder / f"{recipe}.yaml" for recipe in FLAGS if (folder / f"{recipe}.yaml").exists()
+    )
+    given = [FLAGS[settings.stem], str(settings), *options]
+    try:
+        start(folder / "accelerate.yaml", settings.stem, given, forks=True)
+    finally:
+        sys.stdout.flush()
+
+
+def _outliving(session: int | None, patience_s: float) -> list[psutil.Process]:
+    """Processes of the job that are there when patience is at its end."""
+    deadline = time.monotonic() + patience_s
+    while (found := _of_session(session)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _of_session(session: int | None) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            continue
+    return found
+
+
+def make_folder(folder: Path, num_ranks: int, recipe: Recipe = "finetune", **settings: Any) -> Path:
+    """A run folder for a tiny model over ranks of this machine's CPU."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    lines = [f"{number} times {number + 3} is {number * (number + 3)}.\n" for number in range(200)]
+    (folder / "text.txt").write_text("".join(lines))
+    tokens = [{"input_ids": [*line.encode()]} for line in lines[:40]]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tokens))
+    launch = {
+        **{"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU"},
+        **{"use_cpu": False, "num_machines": 1, "machine_rank": 0, "num_processes": num_ranks},
+        **{"mixed_precision": "no", "gpu_ids": ",".join(["-1"] * num_ranks)},
+        "parallelism_config": {"parallelism_config_cp_size": num_ranks},
+    }
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(launch))
+    values = {
+        **{"model": str(folder / "config.json"), "tokenizer": "bytes", "seq_len": 64},
+        **{"full": True, "ring": num_ranks, "max_steps": STEPS, "learning_rate": 0.01},
+        **OWN_SETTINGS[recipe],
+        **settings,
+    }
+    (folder / f"{recipe}.yaml").write_text(yaml.safe_dump(values))
+    return folder
+
+
+def outcome(folder: Path) -> tuple[list[tuple[float, ...]], str]:
+    """The numbers of every step, and a digest of the final weights."""
+    lines = read_metrics(folder / "out")
+    numbers = [tuple(line[name] for name in NUMBERS) for line in lines]
+    weights = (folder / "out/final/model.safetensors").read_bytes()
+    return numbers, hashlib.sha256(weights).hexdigest()
