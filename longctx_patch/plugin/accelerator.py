@@ -17,6 +17,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.allocator import let_segments_grow
+from longctx_patch.plugin.buckets import settle_when_prepared
 from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
 from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
@@ -88,6 +89,7 @@ def make_accelerator(
     accelerator = _Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
     _check_ours(accelerator, parallelism)
     read_when_sharded(accelerator)
+    settle_when_prepared(accelerator)
     if fsdp2 and accelerator_kwargs.get("gradient_accumulation_plugin") is None:
         keep_gradients_sharded(accelerator)
     _share_cores(accelerator)

@@ -20,6 +20,7 @@ from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.accelerator import launched_sizes, read_when_sharded
+from longctx_patch.plugin.buckets import settle_when_prepared
 from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
 from longctx_patch.plugin.parallelism import data_parallel_sizes
 from longctx_patch.plugin.together import refuse_together
@@ -147,6 +148,7 @@ class LongContextTrainerMixin(FiniteStepsMixin, WatchedMixin, GenerationMixin, _
         super().create_accelerator_and_postprocess()
         refuse_together(accelerator_problems(self.accelerator, degree))
         read_when_sharded(self.accelerator)
+        settle_when_prepared(self.accelerator)
         self._settle_reductions()
         self._gather = GroupGather(self.accelerator, degree)
         self._groups = GroupsAsProcesses(self.accelerator, degree)

@@ -1,0 +1,58 @@
+"""DDP's buckets of gradients in the order that they keep, from the first step on.
+
+DDP fills its buckets anew after its first backward, in the order in which gradients came. Four
+ranks and more add an element in an order that depends on its place in a bucket. So the step after a
+resumption would differ in last digits from the same step of a run that was not interrupted. A
+backward of zeros before the first step lets DDP settle where no number depends on it.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class _Views(nn.Module):
+    """Stands in for a model: gives its parameters, so that a backward reaches each of them."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._given = parameters  # a list, whose entries nn.Module doesn't register
+
+    def forward(self) -> list[torch.Tensor]:
+        return [parameter.view_as(parameter) for parameter in self._given]
+
+
+def settle_buckets(model: Any) -> None:
+    """Settle the buckets of a model that DDP wraps, before its first step; others are left alone.
+
+    Collective: all ranks reduce gradients of zeros once. Weights, random numbers and gradients stay
+    what they are.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+        return  # DDP that looks for unused parameters keeps its first buckets
+    inner = model.module
+    trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
+    broadcasts = model.broadcast_buffers
+    model.module, model.broadcast_buffers = _Views(trained), False  # which has none
+    try:
+        views = model()
+    finally:
+        model.module, model.broadcast_buffers = inner, broadcasts
+    torch.autograd.backward(views, [torch.zeros_like(view) for view in views])
+    for parameter in trained:
+        parameter.grad = None
+
+
+def settle_when_prepared(accelerator: Any) -> None:
+    """Make `accelerator.prepare` settle the buckets of the models that it wraps."""
+    prepare = accelerator.prepare
+
+    def prepare_and_settle(*args: Any, **kwargs: Any) -> Any:
+        found = prepare(*args, **kwargs)
+        for each in found if isinstance(found, tuple) else (found,):
+            settle_buckets(each)
+        return found
+
+    accelerator.prepare = prepare_and_settle
