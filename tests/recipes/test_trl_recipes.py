@@ -319,7 +319,7 @@ SAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "other vocabulary": (
         lambda job: ["--data", str(write(job / "ids.jsonl", [{"input_ids": [3, 4000]}]))],
-        "ids.jsonl, line 1: token 4000, and the model has vocab_size=",
+        "ids.jsonl, line 1: input_ids.1. is 4000, and the model has vocab_size=",
     ),
     "both": (lambda job: ["--data", f"{job}/pairs.jsonl", "--sft", "--dpo"], "Choose one"),
 }
