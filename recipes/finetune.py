@@ -24,8 +24,7 @@ from transformers import get_scheduler
 from transformers.utils.logging import disable_progress_bar
 
 # Absolute imports: they still hold in a copy of this file.
-from longctx_patch import PatchHandle, SequenceShardCollator, patch
-from longctx_patch.engine.groups import world_place
+from longctx_patch import PatchHandle, patch
 from longctx_patch.health.agreement import model_facts, require_agreement
 from longctx_patch.health.finite import FiniteSteps
 from longctx_patch.health.flight import FOLDER as FLIGHT
@@ -34,12 +33,11 @@ from longctx_patch.health.sentinel import Sentinel
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.health.weights import check_weights
 from longctx_patch.hf.layers.fused_layers import (
+    FusedLayers,
     choose_fused_layers,
     fuse_layers,
     require_fused_layers,
 )
-from longctx_patch.hf.preflight import preflight
-from longctx_patch.loss.law import count_valid_tokens
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.bars import ProgressBar
@@ -50,7 +48,8 @@ from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, read_metrics
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
-from longctx_patch.recipes.row_order import RowOrder
+from longctx_patch.recipes.rehearsal import check_memory, states_to_come
+from longctx_patch.recipes.run_batches import Data, build_data, micro_batches
 from longctx_patch.recipes.run_record import (
     ENDED,
     RECORD_FILE,
@@ -69,39 +68,21 @@ from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
 from longctx_patch.recipes.stages import Stages, launched_at
-from longctx_patch.recipes.text_rows import TextRows, rows_of_run
-from longctx_patch.recipes.train_step import gradients_stay_local, train_step
+from longctx_patch.recipes.train_step import train_step
 
 
-class Data(NamedTuple):
-    """What this process trains on."""
+class Job(NamedTuple):
+    """Everything that a run is made of, before its first step."""
 
-    rows: TextRows
-    order: RowOrder
-    """The order of all rows, the same in every process."""
-    collator: SequenceShardCollator
-    """Cuts this process's shard."""
-    replica: int
-
-    def called(self, step: int) -> list[str]:
-        """The rows of this process in `step` (from 0), in words, one text per forward."""
-        batches = self.order.indices(step, self.replica)
-        return [", ".join(map(self.rows.called, batch)) for batch in batches]
-
-    def identity(self) -> dict[str, Any]:
-        """Equal for runs whose steps have equal rows."""
-        rows = {"rows": self.rows.digest(), "num_rows": len(self.rows)}
-        return {**rows, "rows_per_step": self.order.rows_per_step}
-
-    def document(self, step: int) -> torch.Tensor:
-        """The tokens of the longest document in this replica's first row of `step` (from 0)."""
-        row = self.rows[self.order.indices(step, self.replica)[0][0]]
-        ids = torch.tensor(row["input_ids"])
-        return max(ids.split(row.get("seq_lengths", [len(ids)])), key=len)
-
-    def metrics(self) -> dict[str, float]:
-        """What every line of metrics.jsonl says about the rows."""
-        return {} if self.rows.edges is None else {"packing_efficiency": self.rows.efficiency}
+    settings: Settings
+    config: Any
+    tokenizer: Any
+    data: Data
+    fused: FusedLayers
+    handle: PatchHandle
+    state: TrainState
+    run: dict[str, Any]
+    """The run's fingerprint."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -155,6 +136,36 @@ def train(
 ) -> StopSignals:
     """Build everything, go on from `checkpoint` if there is one, and train to the last step, or
     until a signal stops the run after a step that is saved."""
+    job = build(settings, accelerator, checkpoint, stages)
+    # Nothing was written so far, so a refusal above leaves no files behind.
+    begin(job, accelerator, checkpoint)
+    keeper = keeper_of(job, accelerator)
+    with StopSignals() as stop, explained(job.settings, job.handle.model.config, accelerator):
+        if states_on_host(accelerator):
+            job.handle.reserve_host(states_to_come(job.state))
+        if not settings.skip_rehearsal:
+            stages.enter("rehearsal")
+            check_memory(accelerator, job.state, job.handle, job.data)
+        stages.enter("first step")
+        place = go_through_steps(job, accelerator, stages, watchdog, keeper, stop)
+    if place is not None:
+        accelerator.print(stop.words(job.state.step, place), flush=True)
+        return stop
+    stop.agreed = 0  # what was asked for in the last step is done anyway
+    watchdog.enter("end")
+    final = Path(settings.output) / "final"
+    keeper.export(final)
+    if accelerator.is_main_process:
+        write_card(
+            final, model_card(job.settings, job.config, accelerator.num_processes), job.config
+        )
+        mark_ended(final.parent)
+        print(ending(final), flush=True)
+    return stop
+
+
+def build(settings: Settings, accelerator: Any, checkpoint: Path | None, stages: Stages) -> Job:
+    """Everything of a run, checked against its checkpoint and across processes."""
     device_type = accelerator.device.type
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=accelerator.is_fsdp2)
@@ -183,54 +194,60 @@ def train(
     facts = {"rows": run["exact"]["rows"], "fused_layers": fused.how, **goes_on}
     require_agreement(facts | model_facts(model), "what to train")
     state = build_state(settings, accelerator, model)
-    replicas = ReplicaCheck(state.model)
+    return Job(settings, config, tokenizer, data, fused, handle, state, run)
 
-    # Nothing was written so far, so a refusal above leaves no files behind.
-    output = Path(settings.output)
+
+def begin(job: Job, accelerator: Any, checkpoint: Path | None) -> None:
+    """Make the output folder, load the checkpoint, and say what is trained."""
+    output, settings = Path(job.settings.output), job.settings
     make_output(accelerator, output)
     if accelerator.is_main_process:
         write_record(output, dataclasses.asdict(settings), accelerator.num_processes)
     if checkpoint:
-        load_checkpoint(state, checkpoint)
-    check_weights(state.model, accelerator.device)
-    accelerator.print(f"fused layers: {fused.how} ({fused.why})\nweights: {settings.dtype}")
-    if data.rows.summary:
-        accelerator.print(data.rows.summary)
+        load_checkpoint(job.state, checkpoint)
+    check_weights(job.state.model, accelerator.device)
+    fused = f"fused layers: {job.fused.how} ({job.fused.why})"
+    accelerator.print(f"{fused}\nweights: {settings.dtype}")
+    if job.data.rows.summary:
+        accelerator.print(job.data.rows.summary)
+
+
+def keeper_of(job: Job, accelerator: Any) -> Keeper:
+    """Saves the steps of the run, and exports its model."""
+    settings, state = job.settings, job.state
 
     def export(folder: Path) -> None:
-        model, step = state.model, state.step
-        export_model(accelerator, model, tokenizer, folder, seed=settings.seed, step=step)
+        given = (accelerator, state.model, job.tokenizer, folder)
+        export_model(*given, seed=settings.seed, step=state.step)
 
     kept = Retention(keep_last=settings.keep_last, keep_every=settings.keep_every)
-    keeper = Keeper(series=steps_of(output), run=run, export=export, retention=kept)
-    with StopSignals() as stop, explained(settings, handle.model.config, accelerator):
-        if states_on_host(accelerator):
-            handle.reserve_host(states_to_come(state))
-        if not settings.skip_rehearsal:
-            stages.enter("rehearsal")
-            check_memory(accelerator, state, handle, data)
-        stages.enter("first step")
-        first = state.step + 1
-        for _ in train_steps(settings, accelerator, state, handle, data, stop):
-            watchdog.done(state.step)
-            replicas.after_step(state.step)
-            if state.step == first:
-                stages.end(output)
-            if stop.agreed or (settings.save_every and state.step % settings.save_every == 0):
-                with watchdog.saving():
-                    place = keeper.save(state)
-            if stop.agreed and state.step < settings.max_steps:
-                accelerator.print(stop.words(state.step, place), flush=True)
-                return stop
-    stop.agreed = 0  # what was asked for in the last step is done anyway
-    watchdog.enter("end")
-    final = output / "final"
-    export(final)
-    if accelerator.is_main_process:
-        write_card(final, model_card(settings, config, accelerator.num_processes), config)
-        mark_ended(output)
-        print(ending(final), flush=True)
-    return stop
+    series = steps_of(settings.output)
+    return Keeper(series=series, run=job.run, export=export, retention=kept)
+
+
+def go_through_steps(
+    job: Job,
+    accelerator: Any,
+    stages: Stages,
+    watchdog: Watchdog,
+    keeper: Keeper,
+    stop: StopSignals,
+) -> Path | None:
+    """Train and save; returns the checkpoint with which a signal stopped the run, None at the end
+    of its last step."""
+    settings, state = job.settings, job.state
+    replicas, first = ReplicaCheck(state.model), state.step + 1
+    for _ in train_steps(job, accelerator, stop):
+        watchdog.done(state.step)
+        replicas.after_step(state.step)
+        if state.step == first:
+            stages.end(Path(settings.output))
+        if stop.agreed or (settings.save_every and state.step % settings.save_every == 0):
+            with watchdog.saving():
+                place = keeper.save(state)
+        if stop.agreed and state.step < settings.max_steps:
+            return place
+    return None
 
 
 def model_card(settings: Settings, config: Any, processes: int) -> Card:
@@ -250,15 +267,9 @@ def model_card(settings: Settings, config: Any, processes: int) -> Card:
     )
 
 
-def train_steps(
-    settings: Settings,
-    accelerator: Any,
-    state: TrainState,
-    handle: PatchHandle,
-    data: Data,
-    stop: StopSignals,
-) -> Iterator[None]:
+def train_steps(job: Job, accelerator: Any, stop: StopSignals) -> Iterator[None]:
     """Train every step that is left, and stop after each, when its metrics are written."""
+    settings, state, handle, data = job.settings, job.state, job.handle, job.data
     writes = accelerator.is_main_process
     metrics = MetricsFile(Path(settings.output), writes=writes, first_step=state.step)
     bar = ProgressBar(total=settings.max_steps, initial=state.step, disable=not writes, unit="step")
@@ -334,38 +345,6 @@ def build_model(settings: Settings, config: Any, accelerator: Any) -> Any:
     return model.train()  # from_pretrained returns it in evaluation mode
 
 
-def build_data(settings: Settings, tokenizer: Any) -> Data:
-    """Find the rows of the text, which one process of each machine makes, and their order."""
-    config = settings.sequence_parallelism()
-    replica, group_rank, replicas = world_place(config)
-    rows = rows_of_run(settings, tokenizer)
-    order = RowOrder(
-        rows=rows,
-        replicas=replicas,
-        batch_size=settings.batch_size,
-        accumulation=settings.gradient_accumulation_steps,
-        seed=settings.seed,
-    )
-    collator = SequenceShardCollator(
-        config,
-        group_rank=group_rank,
-        pad_token_id=(
-            tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        ),
-        packed=settings.pack,
-        # The rows of a forward become one row, always of the same length, so that memory is reused.
-        pad_to_length=settings.seq_len * settings.batch_size if settings.pack else 0,
-    )
-    return Data(rows, order, collator, replica)
-
-
-def micro_batches(data: Data, steps: range) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield this process's shard for each forward of these steps."""
-    for step in steps:
-        for rows in data.order.micro_batches(step, data.replica):
-            yield data.collator(rows)
-
-
 def build_state(settings: Settings, accelerator: Any, model: Any) -> TrainState:
     """The optimizer of the trained weights, its scheduler, and the model wrapped for this world."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -385,37 +364,6 @@ def build_state(settings: Settings, accelerator: Any, model: Any) -> TrainState:
     )
     model, optimizer = accelerator.prepare(model, optimizer)
     return TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
-
-
-def check_memory(accelerator: Any, state: TrainState, handle: PatchHandle, data: Data) -> None:
-    """Rehearse a step with three layers on a GPU, and print the memory predicted for all layers."""
-    batch = next(micro_batches(data, range(state.step, state.step + 1)))
-    batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-    tokens = count_valid_tokens([batch])
-
-    def loss() -> torch.Tensor:
-        shard: torch.Tensor = state.model(**batch, num_valid_tokens=tokens, use_cache=False).loss
-        return shard
-
-    with gradients_stay_local(accelerator, state.model, until_last=True):
-        goes_on = bool(state.optimizer.state)
-        found = preflight(
-            handle,
-            loss,
-            accelerator.backward,
-            has_optimizer_states=goes_on,
-            num_forwards=data.order.accumulation,
-        )
-    if found is not None:
-        accelerator.print(f"memory: {found}")
-
-
-def states_to_come(state: TrainState) -> int:
-    """Bytes of this process's gradients and of AdamW's two states, before the first step."""
-    if state.optimizer.state:
-        return 0
-    trained = [p for p in state.model.parameters() if p.requires_grad]
-    return 3 * sum(p.to_local().nbytes if hasattr(p, "to_local") else p.nbytes for p in trained)
 
 
 if __name__ == "__main__":
