@@ -181,7 +181,7 @@ def build(settings: Settings, accelerator: Any, checkpoint: Path | None, stages:
         settings,
         config=config,
         tokenizer=tokenizer,
-        data=data.identity(),
+        data=data.identity() | {"mixed_precision": str(accelerator.mixed_precision)},
         sources=settings.text,
         processes=accelerator.num_processes,
     )

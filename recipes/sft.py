@@ -14,9 +14,10 @@ from trl import SFTConfig, SFTTrainer
 from longctx_patch import LongContextTrainerMixin
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.trl_run import Method, run
+from longctx_patch.recipes.trl_saving import CheckedBest
 
 
-class LongContextSFTTrainer(LongContextTrainerMixin, SFTTrainer):
+class LongContextSFTTrainer(CheckedBest, LongContextTrainerMixin, SFTTrainer):
     """TRL's SFTTrainer over sharded sequences."""
 
 

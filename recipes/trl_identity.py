@@ -16,8 +16,11 @@ SHARED = (
     *("lr_scheduler_kwargs", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("max_grad_norm", "optim", "optim_args", "seed", "data_seed", "label_smoothing_factor"),
     *("neftune_noise_alpha", "average_tokens_across_devices", "train_sampling_strategy"),
+    *("bf16", "fp16", "dataloader_drop_last", "ignore_data_skip"),
+    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
+    *("eval_strategy", "eval_steps"),  # which checkpoints may be the best
 )
-"""Arguments of every trainer that change numbers, where its version has them."""
+"""Arguments of every trainer that change numbers or the final model, where its version has them."""
 UNCOUNTED = {
     *("dataset_num_proc", "model_init_kwargs", "max_length", "eval_packing"),
     *("precompute_ref_batch_size", "activation_offloading"),

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from longctx_patch.plugin.together import own_rank
+from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.recipes.run_record import RECORD_FILE
-from longctx_patch.recipes.saving.manifest import seal
+from longctx_patch.recipes.saving.manifest import problems_of, seal
 from longctx_patch.recipes.saving.names import Series, trainer_checkpoints_of
 from longctx_patch.recipes.saving.output import Output
 from longctx_patch.recipes.saving.retention import Retention, delete_old
@@ -57,6 +57,29 @@ class SealCallback(TrainerCallback):
         # The newest is kept beside the best also where one alone is asked for.
         keep_last = max(1, others) if self._limit else 0
         delete_old(checkpoints, Retention(keep_last=keep_last), spared=spared)
+
+
+class CheckedBest:
+    """Mixed into a trainer: the best checkpoint is checked before its weights become the model's.
+
+    transformers would take damaged weights, and of a missing checkpoint only warn.
+    """
+
+    state: Any
+    args: Any
+
+    def _load_best_model(self) -> None:
+        """Raises ValueError on all ranks for a checkpoint that is not whole."""
+        if (named := self.state.best_model_checkpoint) is not None:
+            best = Path(self.args.output_dir) / Path(named).name  # the folder may have been moved
+            refuse_together(
+                f"{best}, the best checkpoint, can't be final/: {problem}. To take the last step "
+                "in its place, go on with --resume --load_best_model_at_end false --allow-change "
+                "load_best_model_at_end."
+                for problem in problems_of(best)
+            )
+            self.state.best_model_checkpoint = str(best)
+        super()._load_best_model()  # type: ignore[misc]
 
 
 class StopCallback(TrainerCallback):

@@ -43,13 +43,13 @@ def kill_children() -> None:
 
 
 def launcher() -> int | None:
-    """The process of torch's or Accelerate's launcher that started this one; None where another one
-    did, such as a shell, which may end before what it has started."""
+    """The process of torch's, Accelerate's or our launcher that started this one; None where
+    another one did, such as a shell, which may end before what it has started."""
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return parent
     with contextlib.suppress(psutil.Error):
         words = psutil.Process(parent).cmdline()
-        if any(PurePath(word).name.startswith("accelerate") for word in words[:3]):
+        if any(PurePath(word).name.startswith(("accelerate", "longctx")) for word in words[:3]):
             return parent
     return None

@@ -65,7 +65,8 @@ class Output:
 
     def is_free(self) -> bool:
         """Whether it is a folder without a file of anybody's."""
-        return self.folder.is_dir() and all(p.name in OWN_FILES for p in self.folder.iterdir())
+        ours = OWN_FILES | {f"{self.record}.tmp"}  # which a full disk leaves
+        return self.folder.is_dir() and all(path.name in ours for path in self.folder.iterdir())
 
     def find(self, say: Callable[[str], object]) -> Path | None:
         """The checkpoint to go on from, None to begin. Collective; raises where `check` does, and
