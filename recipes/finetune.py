@@ -51,11 +51,11 @@ from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.rehearsal import check_memory, states_to_come
 from longctx_patch.recipes.run_batches import Data, build_data, micro_batches
 from longctx_patch.recipes.run_record import (
-    ENDED,
     RECORD_FILE,
     has_ended,
     mark_ended,
     noting_failure,
+    say_ended,
     write_record,
 )
 from longctx_patch.recipes.saving import lock
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output.check()
     lock.check_free(output.folder)
     if settings.resume == "auto" and has_ended(output.folder, max_steps=settings.max_steps):
-        return print(ENDED.format(output.folder), flush=True)
+        return say_ended(output.folder)
     with Watchdog(settings.time_limits(), folder=output.folder / FLIGHT) as watchdog:
         stages.enter("processes")
         accelerator = build_accelerator(settings)

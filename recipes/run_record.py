@@ -11,7 +11,12 @@ from typing import Any
 from longctx_patch.recipes.saving.files import write_whole
 
 RECORD_FILE, FAILURE_FILE = "settings.json", "failure.json"
-ENDED = "resume: the run has ended, and {}/final is there"
+
+
+def say_ended(output: Path) -> None:
+    """Print, once for a job, that there is nothing to go on with."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"resume: the run has ended, and {output}/final is there", flush=True)
 
 
 def write_record(output: Path, settings: Mapping[str, Any], processes: int) -> None:

@@ -27,10 +27,10 @@ from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.run_record import (
-    ENDED,
     has_ended,
     mark_ended,
     noting_failure,
+    say_ended,
     write_record,
 )
 from longctx_patch.recipes.saving import lock
@@ -80,7 +80,7 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     lock.check_free(output.folder)
     length = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
     if settings.resume == "auto" and has_ended(output.folder, **length):
-        return print(ENDED.format(output.folder), flush=True)
+        return say_ended(output.folder)
     if args.push_to_hub:
         private = bool(args.hub_private_repo)
         hub.require_repository(args.hub_model_id, private=private, asks=args.process_index == 0)
