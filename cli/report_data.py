@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.cli.verify import SETTINGS_FILES
-from longctx_patch.health.flight import FOLDER as FLIGHT
-from longctx_patch.recipes.run_record import FAILURE_FILE
-from longctx_patch.recipes.saving.lock import job_of
+from longctx_patch.recipes.run_record import FAILURE_FILE, FLIGHT
 from longctx_patch.recipes.yaml_file import read_yaml
 
 Points = list[tuple[float, float]]
@@ -134,6 +132,8 @@ def _state(
 ) -> str:
     last = int(max((points[-1][0] for points in series.values()), default=0))
     of = f" of {total}" if isinstance(total, int) and total > 0 else ""
+    from longctx_patch.recipes.saving.lock import job_of  # imports torch
+
     job, holder = job_of(output)
     if holder:
         return f"Goes on: step {last}{of}; process {holder.pid} on {holder.host} writes there."

@@ -27,7 +27,6 @@ from transformers.utils.logging import disable_progress_bar
 from longctx_patch import PatchHandle, patch
 from longctx_patch.health.agreement import model_facts, require_agreement
 from longctx_patch.health.finite import FiniteSteps
-from longctx_patch.health.flight import FOLDER as FLIGHT
 from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.sentinel import Sentinel
 from longctx_patch.health.watchdog import Watchdog
@@ -51,6 +50,7 @@ from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.rehearsal import check_memory, states_to_come
 from longctx_patch.recipes.run_batches import Data, build_data, micro_batches
 from longctx_patch.recipes.run_record import (
+    FLIGHT,
     RECORD_FILE,
     has_ended,
     mark_ended,

@@ -12,7 +12,6 @@ from typing import Any
 from accelerate.utils import set_seed
 from transformers import EarlyStoppingCallback
 
-from longctx_patch.health.flight import FOLDER as FLIGHT
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
@@ -27,6 +26,7 @@ from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.run_record import (
+    FLIGHT,
     has_ended,
     mark_ended,
     noting_failure,

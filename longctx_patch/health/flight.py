@@ -11,9 +11,6 @@ import torch
 from longctx_patch.health.beats import Beat
 from longctx_patch.health.places import Place, stacks
 
-FOLDER = "flight"
-"""In the output folder of a run."""
-
 
 def write_record(folder: Path, beat: Beat, reason: str, place: Place, nccl: list[Any]) -> Path:
     """Write `rank_N.json` of this process, and return its path. A run that hangs before it has made

@@ -7,8 +7,8 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from longctx_patch.health.flight import FOLDER as FLIGHT
 from longctx_patch.plugin.together import own_rank, refuse_together
+from longctx_patch.recipes.run_record import FLIGHT
 from longctx_patch.rules.names import require_choice
 
 from .choosing import complete, newest_good

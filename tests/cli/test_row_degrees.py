@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
+from longctx_patch.cli.row_sample import sample_rows
+from longctx_patch.recipes.settings import Settings
 from tests.cli.conftest import Run
 
 LLAMA_8B = {
@@ -99,13 +101,24 @@ def test_what_is_asked_for_stays(
 
 
 def test_text_that_cannot_be_read(chosen: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    """Where a record has no text, a typical length is assumed; the recipe raises the error."""
+    """A record without text is refused, by file and line."""
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"text": "x"}\n{"content": "x"}\n')
-    found = chosen("--pack", "--data", folder)
-    assert (found["ulysses"], found["ring"]) == (1, 4)
-    assert "documents of 2048 tokens assumed: the text can't be read as it is" in found["why"]
+    with pytest.raises(AssertionError, match=r"a\.jsonl, line 2: no text in field 'text'"):
+        chosen("--pack", "--data", folder)
+
+
+def test_where_the_length_of_documents_is_unknown_a_typical_one_is_assumed(tmp_path: Path) -> None:
+    text = tmp_path / "a.jsonl"
+    text.write_text('{"content": "x"}\n')
+    settings = Settings(
+        model="m", tokenizer="bytes", text=[str(text)], output="o", seq_len=4096, pack=True
+    )
+    sample = sample_rows(settings, has_text=True)
+    assert sum(sample.lengths[0]) == 4096
+    assert len(sample.lengths[0]) == 4096 // 2048
+    assert sample.assumed.startswith("the text can't be read as it is")
 
 
 def test_few_documents_stand_for_a_full_row(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.cli.conftest import Run
 
@@ -49,12 +50,13 @@ def test_who_reads_the_weights(
 ) -> None:
     path = config()
     if weights == "safetensors":
-        save_file({"w": torch.zeros(1)}, path.parent / "model.safetensors")
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path.parent))
+        model.save_pretrained(path.parent)
     elif weights == "bin":
         torch.save({}, path.parent / "pytorch_model.bin")
-    model = path if weights == "none" else path.parent
+    given = path if weights == "none" else path.parent
     usual = ["--seq-len", "64", "--tokenizer", "bytes", "--out", tmp_path / "run"]
-    done = run("patch", model, *usual, *words)
+    done = run("patch", given, *usual, *words)
     assert done.exit_code == 0, done.output
     readme = (tmp_path / "run" / "README.md").read_text()
     for line in said:

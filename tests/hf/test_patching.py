@@ -192,7 +192,7 @@ def check_refused_on_every_rank(rank: int) -> None:
     """Wrong batches are refused on every rank, before anything is sent."""
     model, handle, good = of_two_ranks()
     short = {"input_ids": good["input_ids"][:, : 1 - rank]}
-    short["longctx_shard"] = torch.tensor([[rank, 1, 2, 0, 1, 0]] * 2)
+    short["longctx_shard"] = torch.tensor([[rank, 1, 2, 0, 1, 0, 0]] * 2)
     ids = torch.tensor([row["input_ids"] for row in token_rows(16)])
     whole = {"input_ids": ids, "labels": ids}
     counted = whole | {"position_ids": torch.arange(16)[None]}

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, set_seed
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
-from longctx_patch.hf.model import stored_weights
+from longctx_patch.hf.model import stored_tensors
 from longctx_patch.plugin import load_sharded, unread, unread_model
 from tests.harness import run_distributed
 from tests.hf.tiny import featured_model, tiny_config, token_rows
@@ -161,7 +161,7 @@ def held_while_reading(rank: int, folder: str) -> tuple[int, int]:
     model = unread_model(folder, dtype=torch.float32)
     live = LiveBytes()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stored_weights, "BLOCK_BYTES", 4096)
+        patched.setattr(stored_tensors, "BLOCK_BYTES", 4096)
         # A mode holds for one thread. Weights are made by readers alone; here it is one.
         readers = partial(ThreadPoolExecutor, initializer=live.__enter__)
         patched.setattr(unread, "ThreadPoolExecutor", lambda _: readers(1))

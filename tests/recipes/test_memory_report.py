@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, MixtralConfig
 
 from longctx_patch.predict.run.cluster import parse_cluster
-from longctx_patch.recipes import finetune, memory_report
+from longctx_patch.recipes import finetune, memory_report, rehearsal
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings, parse_settings
 from tests.memory.live_bytes import LiveBytes
@@ -116,7 +116,7 @@ def small_run(folder: Path) -> list[str]:
 def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A run with a rehearsal has the losses of a run without."""
     found, losses, told = [], {}, []
-    rehearse = finetune.preflight
+    rehearse = rehearsal.preflight
 
     def metered(handle: Any, *given: Any, **options: Any) -> Any:
         meter = LiveBytes(10**12)
@@ -128,11 +128,11 @@ def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     for name, how in (("with", metered), ("without", rehearse)):
         (tmp_path / name).mkdir()
-        monkeypatch.setattr(finetune, "preflight", how)
+        monkeypatch.setattr(rehearsal, "preflight", how)
         finetune.main([*small_run(tmp_path / name), "--save-every", "2"])
         losses[name] = [line["loss"] for line in read_metrics(tmp_path / name / "out")]
     (tmp_path / "skipped").mkdir()
-    monkeypatch.setattr(finetune, "preflight", metered)
+    monkeypatch.setattr(rehearsal, "preflight", metered)
     finetune.main([*small_run(tmp_path / "skipped"), "--skip-rehearsal"])
     assert len(found) == 1
     assert found[0].policy == "attention"

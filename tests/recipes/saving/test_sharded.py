@@ -48,6 +48,7 @@ def sharded_state(*, lora: bool) -> TrainState:
 def accelerator_of(rank: int) -> Any:
     """The part of an Accelerator that checkpoints use; the real one can't shard on the CPU."""
     return SimpleNamespace(
+        device=torch.device("cpu"),
         is_main_process=rank == 0,
         wait_for_everyone=dist.barrier,
         unwrap_model=lambda model: model,
@@ -70,7 +71,8 @@ def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
     step(state)
     step(state)
     run = {"exact": {"seed": 0}, "world": dist.get_world_size()}
-    export = partial(export_model, accelerator_of(rank), state.model, byte_tokenizer(), seed=0)
+    given = (accelerator_of(rank), state.model, byte_tokenizer())
+    export = partial(export_model, *given, seed=0, step=state.step)
     save_checkpoint(state, steps_of(folder).path_of(state.step), run, export)
     return [step(state) for _ in range(3)]
 
