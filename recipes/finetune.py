@@ -50,7 +50,6 @@ from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.rehearsal import check_memory, states_to_come
 from longctx_patch.recipes.run_batches import Data, build_data, micro_batches
 from longctx_patch.recipes.run_record import (
-    FLIGHT,
     RECORD_FILE,
     has_ended,
     mark_ended,
@@ -60,7 +59,7 @@ from longctx_patch.recipes.run_record import (
 )
 from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.keeper import Keeper
-from longctx_patch.recipes.saving.names import steps_of
+from longctx_patch.recipes.saving.names import FLIGHT, steps_of
 from longctx_patch.recipes.saving.output import Output, make_output
 from longctx_patch.recipes.saving.reading import load_checkpoint
 from longctx_patch.recipes.saving.retention import Retention

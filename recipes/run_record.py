@@ -11,8 +11,6 @@ from typing import Any
 from longctx_patch.recipes.saving.files import write_whole
 
 RECORD_FILE, FAILURE_FILE = "settings.json", "failure.json"
-FLIGHT = "flight"
-"""The folder with a record of each rank, if the job has hung."""
 
 
 def say_ended(output: Path) -> None:

@@ -26,7 +26,6 @@ from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.run_record import (
-    FLIGHT,
     has_ended,
     mark_ended,
     noting_failure,
@@ -34,7 +33,7 @@ from longctx_patch.recipes.run_record import (
     write_record,
 )
 from longctx_patch.recipes.saving import lock
-from longctx_patch.recipes.saving.names import trainer_checkpoints_of
+from longctx_patch.recipes.saving.names import FLIGHT, trainer_checkpoints_of
 from longctx_patch.recipes.saving.output import make_output
 from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.settings_file import file_and_flags

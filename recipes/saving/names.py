@@ -6,6 +6,8 @@ from pathlib import Path
 
 ASIDE = (".damaged", ".incomplete")
 """What is put behind the name of a folder that no longer is a checkpoint."""
+FLIGHT = "flight"
+"""The folder with a record of each rank, if the job has hung."""
 
 
 @dataclass(frozen=True)
