@@ -8,9 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from longctx_patch.checkpoints.names import FLIGHT
 from longctx_patch.cli.verify import SETTINGS_FILES
 from longctx_patch.recipes.run_record import FAILURE_FILE
-from longctx_patch.recipes.saving.names import FLIGHT
 from longctx_patch.recipes.yaml_file import read_yaml
 
 Points = list[tuple[float, float]]

@@ -25,6 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 # Absolute imports: they still hold in a copy of this file.
 from longctx_patch import PatchHandle, patch
+from longctx_patch.checkpoints.names import FLIGHT, steps_of
+from longctx_patch.checkpoints.retention import Retention
 from longctx_patch.health.agreement import model_facts, require_agreement
 from longctx_patch.health.finite import FiniteSteps
 from longctx_patch.health.replicas import ReplicaCheck
@@ -59,10 +61,8 @@ from longctx_patch.recipes.run_record import (
 )
 from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.keeper import Keeper
-from longctx_patch.recipes.saving.names import FLIGHT, steps_of
 from longctx_patch.recipes.saving.output import Output, make_output
 from longctx_patch.recipes.saving.reading import load_checkpoint
-from longctx_patch.recipes.saving.retention import Retention
 from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file

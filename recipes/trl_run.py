@@ -12,6 +12,7 @@ from typing import Any
 from accelerate.utils import set_seed
 from transformers import EarlyStoppingCallback
 
+from longctx_patch.checkpoints.names import FLIGHT, trainer_checkpoints_of
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.layers.fused_layers import (
     choose_fused_layers,
@@ -33,7 +34,6 @@ from longctx_patch.recipes.run_record import (
     write_record,
 )
 from longctx_patch.recipes.saving import lock
-from longctx_patch.recipes.saving.names import FLIGHT, trainer_checkpoints_of
 from longctx_patch.recipes.saving.output import make_output
 from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.settings_file import file_and_flags

@@ -6,12 +6,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from longctx_patch.checkpoints.manifest import problems_of, seal
+from longctx_patch.checkpoints.names import Series, trainer_checkpoints_of
+from longctx_patch.checkpoints.retention import Retention, delete_old
 from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.recipes.run_record import RECORD_FILE
-from longctx_patch.recipes.saving.manifest import problems_of, seal
-from longctx_patch.recipes.saving.names import Series, trainer_checkpoints_of
 from longctx_patch.recipes.saving.output import Output
-from longctx_patch.recipes.saving.retention import Retention, delete_old
 from longctx_patch.recipes.saving.signals import Agreement, StopSignals
 from longctx_patch.recipes.saving.writing import write_run
 from longctx_patch.recipes.trl_settings import TrlSettings

@@ -30,7 +30,7 @@ FLOORS = (
     ("hf/call",),
     ("hf/loss",),
     ("hf",),
-    ("health",),
+    ("health", "checkpoints"),
     ("trainer",),
     ("__init__",),
     ("verification", "diagnosis"),

@@ -1,1 +1,1 @@
-"""What a run writes to go on from: checkpoints that are checked, chosen, kept and locked."""
+"""What a run writes to go on from, what it compares with then, and its lock."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longctx_patch.checkpoints.names import Series
+from longctx_patch.checkpoints.retention import Retention, delete_old
 from longctx_patch.plugin.together import own_rank
 
-from .names import Series
-from .retention import Retention, delete_old
 from .state import TrainState
 from .writing import save_checkpoint
 

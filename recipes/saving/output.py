@@ -7,12 +7,12 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
+from longctx_patch.checkpoints.choosing import complete, newest_good
+from longctx_patch.checkpoints.names import FLIGHT, Series
 from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.rules.names import require_choice
 
-from .choosing import complete, newest_good
 from .lock import LOCK_FILE
-from .names import FLIGHT, Series
 
 ResumeName = Literal["no", "yes", "auto"]
 OWN_FILES = {LOCK_FILE, ".shared", FLIGHT}

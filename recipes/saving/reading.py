@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from longctx_patch.checkpoints.plain_pickle import load_plain
 from longctx_patch.health.finite import StepHistory
 from longctx_patch.plugin.together import own_rank
 
-from .plain_pickle import load_plain
 from .state import TrainState
 from .writing import (
     RUN_FILE,

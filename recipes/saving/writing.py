@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
+from longctx_patch.checkpoints.manifest import seal
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
 
-from .manifest import seal
 from .state import TrainState
 
 RUN_FILE = "run.json"

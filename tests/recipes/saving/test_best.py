@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from longctx_patch.recipes.saving.manifest import seal
+from longctx_patch.checkpoints.manifest import seal
 from longctx_patch.recipes.trl_saving import CheckedBest
 
 

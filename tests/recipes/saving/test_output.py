@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.saving.names import steps_of
 from longctx_patch.recipes.saving.output import resume_name
 from longctx_patch.recipes.settings import parse_settings
 

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
 
 from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
+from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.recipes.exporting import export_model
 from longctx_patch.recipes.models import byte_tokenizer
-from longctx_patch.recipes.saving.names import steps_of
 from longctx_patch.recipes.saving.output import make_output
 from longctx_patch.recipes.saving.reading import load_checkpoint
 from longctx_patch.recipes.saving.state import TrainState

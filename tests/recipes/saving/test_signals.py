@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
+from longctx_patch.checkpoints.choosing import complete
+from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.saving.choosing import complete
-from longctx_patch.recipes.saving.names import steps_of
 from longctx_patch.recipes.saving.signals import Agreement, StopSignals
 from tests.harness import run_distributed
 from tests.launching import OURS

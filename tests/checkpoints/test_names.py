@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from longctx_patch.recipes.saving.choosing import complete
-from longctx_patch.recipes.saving.manifest import write_manifest
-from longctx_patch.recipes.saving.names import steps_of, trainer_checkpoints_of
-from longctx_patch.recipes.saving.retention import Retention, delete_old
+from longctx_patch.checkpoints.choosing import complete
+from longctx_patch.checkpoints.manifest import write_manifest
+from longctx_patch.checkpoints.names import steps_of, trainer_checkpoints_of
+from longctx_patch.checkpoints.retention import Retention, delete_old
 
 
 def test_names_are_in_the_order_of_numbers(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Checkpoints that can be trusted: sealed, checked, chosen and deleted in time."""
