@@ -107,7 +107,9 @@ def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) ->
 
     script = str(files("longctx_patch.recipes") / "forked.py")
     given = ["--config_file", str(launch_file), "--main_process_port", "0"]
-    arguments = launch_command_parser().parse_args([*given, script, recipe, *options])
+    arguments = launch_command_parser().parse_args(
+        [*given, script, str(os.getpid()), recipe, *options]
+    )
     arguments.run_path = True  # torch then runs the script in children of this process
     arguments.start_method = "fork" if forks else "spawn"
     # The processes say themselves why they end; torch would add the launcher's own traceback.

@@ -63,6 +63,7 @@ from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.keeper import Keeper
 from longctx_patch.recipes.saving.output import Output, make_output
 from longctx_patch.recipes.saving.reading import load_checkpoint
+from longctx_patch.recipes.saving.replacing import replaced
 from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
@@ -153,11 +154,12 @@ def train(
     stop.agreed = 0  # what was asked for in the last step is done anyway
     watchdog.enter("end")
     final = Path(settings.output) / "final"
-    keeper.export(final)
+    with replaced(final) as beside:
+        keeper.export(beside)
+        if accelerator.is_main_process:
+            card = model_card(job.settings, job.config, accelerator.num_processes)
+            write_card(beside, card, job.config, final)
     if accelerator.is_main_process:
-        write_card(
-            final, model_card(job.settings, job.config, accelerator.num_processes), job.config
-        )
         mark_ended(final.parent)
         print(ending(final), flush=True)
     return stop

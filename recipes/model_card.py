@@ -134,13 +134,16 @@ def ending(final: Path) -> str:
     return "\n".join([*lines, f"Next: {shlex.join(['longctx', 'report', str(final.parent)])}"])
 
 
-def write_card(folder: Path, card: Card, config: PreTrainedConfig) -> None:
-    """Write README.md of a saved model; `config` is that of the model."""
+def write_card(folder: Path, card: Card, config: PreTrainedConfig, final: Path) -> None:
+    """Write README.md of a model that was saved to `folder`; `config` is that of the model.
+
+    `final`: the place that the folder will have.
+    """
     head: dict[str, Any] = {"library_name": "peft" if card.is_adapter else "transformers"}
     if not (is_bare_config(card.base) or Path(card.base).exists()):
         head["base_model"] = card.base
     head |= {"pipeline_tag": "text-generation", "tags": ["long-context", "longctx-patch"]}
-    place = card.place or str(folder.resolve())
+    place = card.place or str(final.resolve())
     loading = WHOLE.format(place=place)
     if card.is_adapter:
         loading = how_to_load(config, card.base, place, card.seed, warns=is_marked(folder))

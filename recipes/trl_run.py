@@ -35,6 +35,7 @@ from longctx_patch.recipes.run_record import (
 )
 from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.output import make_output
+from longctx_patch.recipes.saving.replacing import replaced
 from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at
@@ -129,17 +130,19 @@ def train(
         trainer.unpatch()
         return trainer
     final = output / "final"
-    export_model(
-        trainer.accelerator,
-        trainer.model_wrapped,
-        trainer.processing_class,
-        final,
-        seed=args.seed,
-        step=trainer.state.global_step,
-    )
+    with replaced(final) as beside:
+        export_model(
+            trainer.accelerator,
+            trainer.model_wrapped,
+            trainer.processing_class,
+            beside,
+            seed=args.seed,
+            step=trainer.state.global_step,
+        )
+        if is_main:
+            card = model_card(method, settings, trainer)
+            write_card(beside, card, trainer.model.config, final)
     if is_main:
-        config = trainer.model.config
-        write_card(final, model_card(method, settings, trainer), config)
         mark_ended(output)
         print(ending(final), flush=True)
     trainer.unpatch()

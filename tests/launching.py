@@ -8,13 +8,18 @@ from pathlib import Path
 OURS = ("ACCELERATE_", "PARALLELISM_")
 
 
+def clean_environment() -> dict[str, str]:
+    """That of a shell in which nothing was launched."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    return clean | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
 def run_module(folder: Path, *words: str) -> str:
     """What `python -m WORDS` in `folder` prints, on CPUs; a failure shows the end of its output."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=folder,
-        env=clean | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=clean_environment(),
         capture_output=True,
         text=True,
         timeout=250,

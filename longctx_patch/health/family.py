@@ -2,13 +2,25 @@
 
 import contextlib
 import os
+import re
 import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Literal
 
 import psutil
 
 State = Literal["runs", "stopped", "gone"]
+GONE = -1
+"""In place of the number of a launcher that has ended."""
+ORPHAN_S = 1.0
+"""How often a process looks whether its launcher is there."""
+LAUNCHERS = re.compile(
+    r"(accelerate|longctx)(-launch)?|accelerate\.commands\..+|longctx_patch\.cli\..+"
+)
+"""Names of the programs and modules that start processes of a job."""
 
 
 def born_at(pid: int | None = None) -> float:
@@ -44,12 +56,43 @@ def kill_children() -> None:
 
 def launcher() -> int | None:
     """The process of torch's, Accelerate's or our launcher that started this one; None where
-    another one did, such as a shell, which may end before what it has started."""
+    another one did, such as a shell, which may end before what it has started. `GONE` where it was
+    torch's and has ended already."""
     parent = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return parent
+        return GONE if _adopts(parent) else parent
     with contextlib.suppress(psutil.Error):
-        words = psutil.Process(parent).cmdline()
-        if any(PurePath(word).name.startswith(("accelerate", "longctx")) for word in words[:3]):
+        words = [PurePath(word).name for word in psutil.Process(parent).cmdline()[:6]]
+        is_python = any(word.startswith("python") for word in words[:1])
+        if any(LAUNCHERS.fullmatch(word) for word in (words if is_python else words[:1])):
             return parent
     return None
+
+
+def end_with(parent: int, say: Callable[[str], object]) -> None:
+    """Watch beside this process from its first moment, while a `Watchdog` is not there yet: end it
+    when the process that started it has gone.
+
+    Args:
+        parent: the number of that process, which knows it better than a child that it may leave.
+        say: is told.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(ORPHAN_S)
+        time.sleep(2 * ORPHAN_S)  # a watchdog ends it with what the run was doing, and its children
+        say("its launcher is gone, so the process ends.")
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def _adopts(pid: int) -> bool:
+    """Whether a process is one that gets the children of those that end, and no launcher: process 1
+    may be one, in a container."""
+    try:
+        process = psutil.Process(pid)
+        return (pid == 1 or process.name() == "systemd") and "python" not in process.exe()
+    except psutil.Error:  # somebody else's
+        return True

@@ -5,10 +5,14 @@ import json
 import os
 import shlex
 import signal
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -18,7 +22,7 @@ from longctx_patch.cli.train import ending_of, limit_threads
 from longctx_patch.recipes.launch import INTERRUPTED
 from longctx_patch.recipes.metrics import read_metrics
 from tests.cli.conftest import Run
-from tests.launching import run_module
+from tests.launching import clean_environment, run_module
 
 NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens")
 TRAIN = ("longctx_patch.cli.main", "train")
@@ -107,7 +111,7 @@ def test_processes_are_forked_unless_cuda_was_set_up(
     assert arguments.start_method == ("spawn" if initialised else "fork")
     assert arguments.run_path
     assert gc.isenabled()
-    wanted = ["finetune", "--settings", str(folder / "finetune.yaml")]
+    wanted = [str(os.getpid()), "finetune", "--settings", str(folder / "finetune.yaml")]
     assert arguments.training_script_args == wanted
 
 
@@ -160,3 +164,35 @@ def test_threads_are_those_of_accelerate_launch(
         monkeypatch.delenv("OMP_NUM_THREADS")
     limit_threads(launch)
     assert os.environ.get("OMP_NUM_THREADS") == threads
+
+
+@pytest.mark.parametrize(("processes", "killed_in"), [(1, "imports"), (2, "steps")])
+def test_orphans_of_a_killed_launcher_end(
+    processes: int, killed_in: str, run: Run, config: Any, text_file: Path, tmp_path: Path
+) -> None:
+    """One that was killed while its only process was importing left it training for ever."""
+    folder, output = tmp_path / "run", tmp_path / "run/training"
+    options = ["--gpus", processes, "--cpu", "--seq-len", 64, "--data", text_file]
+    assert run("patch", config(), *options, "--out", folder).exit_code == 0
+    words = [sys.executable, "-m", *TRAIN, str(folder), "--max-steps", "1000000"]
+    with (tmp_path / "said.txt").open("wb") as log:
+        launcher = psutil.Popen(words, stdout=log, stderr=log, env=clean_environment())
+    limit = time.monotonic() + 120
+    started: list[psutil.Process] = []
+    try:
+        while len(started) < processes or not (
+            killed_in == "imports" or (output / "metrics.jsonl").is_file()
+        ):
+            assert time.monotonic() < limit
+            assert launcher.poll() is None
+            started = launcher.children()
+            time.sleep(0.05)
+        launcher.kill()
+        _, left = psutil.wait_procs(started, timeout=60)
+        assert not left
+        if processes == 1:  # torch has the system end those that it forks, without a word
+            assert "launcher is gone" in (tmp_path / "said.txt").read_text()
+    finally:
+        for process in (launcher, *started):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

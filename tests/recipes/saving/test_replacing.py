@@ -1,0 +1,98 @@
+"""`final/` is whole or not there: of a run that is ended while it writes it, nothing is loaded."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longctx_patch.recipes import finetune
+from longctx_patch.recipes.saving import replacing
+from longctx_patch.recipes.saving.replacing import replaced
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {p.name: p.read_text() for p in folder.iterdir() if p.is_file()}
+
+
+def write(folder: Path, text: str) -> None:
+    with replaced(folder) as beside:
+        (beside / "new").write_text(text)
+        (beside / "inner").mkdir()
+        (beside / "inner/more").write_text(text)
+
+
+def test_it_takes_the_place_of_what_is_there(tmp_path: Path) -> None:
+    """Files of a model before, such as shards that the new one lacks, don't stay in it."""
+    final = tmp_path / "final"
+    write(final, "1")
+    (final / "model-00002.safetensors").write_text("old")
+    write(final, "2")
+    assert content(final) == {"new": "2"}
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_every_file_is_synced_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync: Callable[[int], None] = os.fsync
+
+    def noted(number: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    write(tmp_path / "final", "1")
+    assert sorted(synced[:3]) == ["inner", "more", "new"]
+    assert synced[3:] == ["final.incomplete", tmp_path.name]
+
+
+@pytest.mark.parametrize("moment", ["written", "exchanged"])
+def test_an_end_at_any_moment_leaves_a_whole_folder_or_none(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = tmp_path / "final"
+    write(final, "1")
+    with monkeypatch.context() as patched:
+        name = {"written": "_sync", "exchanged": "sync_folder"}[moment]
+
+        def ends(folder: Path) -> None:
+            if moment == "written" or folder == tmp_path:
+                raise KeyboardInterrupt
+
+        patched.setattr(replacing, name, ends)
+        with pytest.raises(KeyboardInterrupt):
+            write(final, "2")
+    assert content(final) == {"new": "1" if moment == "written" else "2"}
+    write(final, "3")
+    assert content(final) == {"new": "3"}
+    assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_run_that_is_ended_while_it_writes_its_model_writes_it_anew(
+    config_file: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left half a model in final/, and a README of another."""
+    command = [f"--model={config_file}", f"--text={text_file}", "--seq-len=64", "--max-steps=2"]
+    command += ["--save-every=2", "--resume=auto", "--full"]
+    finetune.main([*command, f"--output={tmp_path / 'whole'}"])
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(finetune, "write_card", dies)
+        with pytest.raises(OSError, match="No space"):
+            finetune.main([*command, f"--output={out}"])
+    assert (out / "final.incomplete/model.safetensors").is_file()
+    assert not (out / "final").exists()
+    finetune.main([*command, f"--output={out}"])
+    assert not (out / "final.incomplete").exists()
+    whole = sorted(path.name for path in (tmp_path / "whole/final").iterdir())
+    assert sorted(path.name for path in (out / "final").iterdir()) == whole
+    weights = Path("final/model.safetensors")
+    assert (out / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
+    assert f'from_pretrained("{out / "final"}")' in (out / "final/README.md").read_text()
