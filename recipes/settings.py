@@ -129,6 +129,18 @@ class ModelSettings:
         "seconds of a step; 0: ten times the median step, and two minutes at least", default=0.0
     )
     save_timeout: float = setting("seconds of saving a checkpoint", default=1800.0)
+    skip_bad_steps: int = setting(
+        "how many steps whose loss or gradient is not finite are left out; one more ends the run",
+        default=0,
+    )
+    max_loss_spike: float = setting(
+        "a loss above so many times the median of the last 32 steps is left out like one that is "
+        "not finite; 0 never",
+        default=0.0,
+    )
+    sentinel_every: int = setting(
+        "steps between comparisons of the sharded model with one rank alone; 0 never", default=0
+    )
     library_warnings: bool = setting(
         "show too what other packages warn of and users can't change", default=False
     )
@@ -146,6 +158,7 @@ class ModelSettings:
 
     def _check_model(self) -> None:
         self.time_limits()
+        check_guard_settings(self.skip_bad_steps, self.max_loss_spike, self.sentinel_every)
         if not self.model:
             raise ValueError("model is not set. Give --model or 'model:' in the settings.")
         if self.seq_len < 2:
@@ -205,18 +218,6 @@ class Settings(Parallelism, _Text, ModelSettings):
     batch_size: int = setting("rows per data-parallel replica and forward", default=1)
     gradient_accumulation_steps: int = setting("forwards per optimizer step", default=1)
     max_grad_norm: float = setting("clip to this gradient norm; 0 never clips", default=1.0)
-    skip_bad_steps: int = setting(
-        "how many steps whose loss or gradient is not finite are left out; one more ends the run",
-        default=0,
-    )
-    max_loss_spike: float = setting(
-        "a loss above so many times the median of the last 32 steps is left out like one that is "
-        "not finite; 0 never",
-        default=0.0,
-    )
-    sentinel_every: int = setting(
-        "steps between comparisons of the sharded model with one rank alone; 0 never", default=0
-    )
     seed: int = setting("seed of weights, row order and dropout", default=0)
     save_every: int = setting("steps between checkpoints; 0 saves at the end only", default=0)
     keep_last: int = setting("newest checkpoints that are kept; 0 keeps all", default=0)
@@ -240,11 +241,10 @@ class Settings(Parallelism, _Text, ModelSettings):
         require_choice("scheduler", self.scheduler, get_args(FIELD_TYPES["scheduler"]))
         for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
             self._check_at_least(name, 1)
-        for name in ("warmup_steps", "save_every", "sentinel_every"):
+        for name in ("warmup_steps", "save_every"):
             self._check_at_least(name, 0)
         object.__setattr__(self, "resume", resume_name(self.resume))
         self._check_kept()
-        check_guard_settings(self.skip_bad_steps, self.max_loss_spike)
         check_numbers(self)
         if self.hub_private and not self.push_to_hub:
             raise ValueError("hub_private without push_to_hub: give --push-to-hub NAME too.")

@@ -207,6 +207,8 @@ def build(
         long_context=settings.sequence_parallelism(),
         watchdog=watchdog,
         skip_bad_steps=settings.skip_bad_steps,
+        max_loss_spike=settings.max_loss_spike,
+        sentinel_every=settings.sentinel_every,
         **given,
     )
     trainer.accelerator.print(f"{len_text(data.train)} rows of {settings.seq_len} tokens at most")

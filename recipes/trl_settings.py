@@ -13,7 +13,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import TrlParser
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.recipes.data.reading import TooLong
 from longctx_patch.recipes.number_rules import check_numbers
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
@@ -61,10 +60,6 @@ class TrlSettings(Parallelism, ModelSettings):
     early_stopping: int = setting(
         "stop after so many evaluations without a better one; 0: never", default=0
     )
-    skip_bad_steps: int = setting(
-        "how many steps whose loss or gradient is not finite are left out; one more ends the run",
-        default=0,
-    )
     sample_prompts: list[str] = setting("prompts answered at each evaluation", default=[])
     sample_tokens: int = setting("most tokens of such an answer", default=64)
 
@@ -91,7 +86,6 @@ class TrlSettings(Parallelism, ModelSettings):
         require_choice("too_long", self.too_long, get_args(TooLong))
         self._check_at_least("early_stopping", 0)
         object.__setattr__(self, "resume", resume_name(self.resume))
-        check_guard_settings(self.skip_bad_steps)
         check_numbers(self)
         self.sequence_parallelism()
 

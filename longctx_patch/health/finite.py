@@ -39,10 +39,12 @@ class StepHistory:
     """Of the last applied steps, at most `SPIKE_WINDOW`."""
 
     def median(self) -> float:
-        """Of the last losses; infinite as long as there are few."""
+        """Of the last losses; infinite as long as there are few, and where it is not above 0, so
+        that no multiple of it says what is high."""
         if len(self.losses) < SPIKE_LEAST:
             return math.inf
-        return statistics.median(self.losses)
+        median = statistics.median(self.losses)
+        return median if median > 0 else math.inf
 
 
 class FiniteSteps:
@@ -157,7 +159,9 @@ class FiniteSteps:
         return replace(numbers, problem=problem)
 
 
-def check_guard_settings(skip_bad_steps: int, max_loss_spike: float = 0.0) -> None:
+def check_guard_settings(
+    skip_bad_steps: int, max_loss_spike: float = 0.0, sentinel_every: int = 0
+) -> None:
     """Raise ValueError for settings that can't be right."""
     if skip_bad_steps < 0:
         raise ValueError(
@@ -168,6 +172,11 @@ def check_guard_settings(skip_bad_steps: int, max_loss_spike: float = 0.0) -> No
         raise ValueError(
             f"max_loss_spike={max_loss_spike}: a factor above 1 of the median loss, such as 5, or "
             "0 for no such check."
+        )
+    if sentinel_every < 0:
+        raise ValueError(
+            f"sentinel_every={sentinel_every}: a number of steps between comparisons, or 0 for "
+            "none."
         )
 
 

@@ -1,4 +1,5 @@
-"""A trainer's step whose loss or gradient is not finite changes nothing, and none of it is saved.
+"""A trainer's step whose loss or gradient is not finite, or whose loss is a spike, changes nothing,
+and none of it is saved.
 
 Trainers log rarely, so each step is checked by itself (`longctx_patch.health`), at the moment when
 its gradient's norm is known. On a GPU the host reads what was found a step later, for which it need
@@ -10,16 +11,20 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from longctx_patch.health.finite import FiniteSteps, StepHistory
 from longctx_patch.health.step_numbers import PendingStep
 from longctx_patch.health.weights import check_saved_weights, check_weights
 from longctx_patch.health.where import Pass, source_of
 from longctx_patch.memory.random_state import RandomState
+from longctx_patch.trainer.log_entries import add_entry
 from longctx_patch.trainer.row_names import rows_of_batch
+from longctx_patch.trainer.step_history import read_history, write_history
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -50,14 +55,17 @@ class FiniteStepsMixin(_Trainer):
     """The overrides that check every step."""
 
     _skip_bad_steps: int
+    _max_loss_spike: float
     _guard: FiniteSteps | None = None
+    _history: StepHistory | None = None
+    """Of the checkpoint that the run goes on from."""
     _step_now: _Step | None = None
     _step_before: _Step | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's `train`. Raises BadStepError on all ranks, for a step that may not be
         skipped, and ValueError for weights that are not finite before the first one."""
-        self._guard = self._step_now = self._step_before = None
+        self._guard = self._step_now = self._step_before = self._history = None
         found = super().train(*args, **kwargs)
         self._settle_step()
         return found
@@ -96,9 +104,17 @@ class FiniteStepsMixin(_Trainer):
             self._settle_step()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         check_saved_weights(self.model, self.accelerator.device, self.state.global_step)
-        super()._save_checkpoint(*args, **kwargs)
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            history = self._finite_steps().history
+            write_history(Path(self._get_output_dir(trial)) / folder, history)
+
+    def _load_from_checkpoint(self, checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        self._history = read_history(checkpoint)
+        super()._load_from_checkpoint(checkpoint, *args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         self._settle_step()
@@ -111,7 +127,8 @@ class FiniteStepsMixin(_Trainer):
             self._guard = FiniteSteps(
                 self.optimizer,
                 skip_bad_steps=self._skip_bad_steps,
-                history=StepHistory(num_skipped=skipped),
+                max_loss_spike=self._max_loss_spike,
+                history=self._history or StepHistory(num_skipped=skipped),
             )
         return self._guard
 
@@ -127,9 +144,7 @@ class FiniteStepsMixin(_Trainer):
             said = {SKIPPED: step.number, "skipped": numbers.problem}
             if self.args.should_log:
                 logger.warning("step %d is skipped: %s", step.number, numbers.problem)
-            # Not by `log`, in which TRL's trainers empty what they have counted since the last one.
-            self.state.log_history.append({**said, "step": step.number})
-            self.callback_handler.on_log(self.args, self.state, self.control, said)
+            add_entry(self, said, step.number)
 
     def _explain_step(self, step: _Step) -> str:
         passes = [

@@ -41,7 +41,13 @@ def generating_class(trainer: Any) -> type | None:
 
 def generation_problems(trainer: Any, degree: int) -> Iterable[str]:
     """What a generating trainer asks for that is refused, in words."""
-    if generating_class(trainer) is None or degree == 1:
+    cls = generating_class(trainer)
+    if cls is not None and (factor := getattr(trainer, "_max_loss_spike", 0)):
+        yield (
+            f"max_loss_spike={factor} with {cls.__name__}: its losses are around 0 and below, so "
+            "that no multiple of them says what is high. Leave it out."
+        )
+    if cls is None or degree == 1:
         return
     for name, reason in _UNSUPPORTED.items():
         if getattr(trainer.args, name, False):

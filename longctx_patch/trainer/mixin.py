@@ -51,6 +51,7 @@ from longctx_patch.trainer.refusals import (
     shared_cache_problems,
     trainer_problems,
 )
+from longctx_patch.trainer.sentinels import SentinelMixin
 from longctx_patch.trainer.watching import HealthCallback, WatchedMixin
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ else:
     _Trainer = object
 
 
-class LongContextTrainerMixin(FiniteStepsMixin, WatchedMixin, GenerationMixin, _Trainer):
+class LongContextTrainerMixin(
+    SentinelMixin, FiniteStepsMixin, WatchedMixin, GenerationMixin, _Trainer
+):
     """Trains a patched model with the numbers of one process.
 
     Write it before the trainer that it is mixed into, and give `long_context` beside the trainer's
@@ -74,6 +77,10 @@ class LongContextTrainerMixin(FiniteStepsMixin, WatchedMixin, GenerationMixin, _
             checkpoints are marked.
         skip_bad_steps: how many steps may be left out of training because their loss or gradient is
             not finite, in all. One more ends it, and nothing of such a step is saved.
+        max_loss_spike: a loss above so many times the median of the last 32 steps counts as bad
+            too; 0 for never. A run that goes on knows them from its checkpoint.
+        sentinel_every: steps between comparisons of the sharded model with one rank alone, on the
+            beginning of a document of the step's batch; 0 for never.
         args, kwargs: passed on to the trainer.
 
     Attributes:
@@ -82,7 +89,7 @@ class LongContextTrainerMixin(FiniteStepsMixin, WatchedMixin, GenerationMixin, _
     Raises:
         TypeError: a class has the trainer before the mixin.
         ValueError: on all ranks, if the trainer's arguments ask for what can't be exact.
-        BadStepError: on all ranks, in `train`.
+        BadStepError, DriftError: on all ranks, in `train`.
         UnsupportedModelError: the model has something that would silently go wrong.
 
     Example:
@@ -105,12 +112,15 @@ class LongContextTrainerMixin(FiniteStepsMixin, WatchedMixin, GenerationMixin, _
         *args: Any,
         long_context: LongContextConfig | PatchHandle,
         skip_bad_steps: int = 0,
+        max_loss_spike: float = 0.0,
+        sentinel_every: int = 0,
         watchdog: Watchdog | None = None,
         **kwargs: Any,
     ) -> None:
-        check_guard_settings(skip_bad_steps)
+        check_guard_settings(skip_bad_steps, max_loss_spike, sentinel_every)
         let_segments_grow()
-        self._skip_bad_steps = skip_bad_steps
+        self._skip_bad_steps, self._max_loss_spike = skip_bad_steps, max_loss_spike
+        self._sentinel_every = sentinel_every
         self._long_context, self._watchdog = long_context, watchdog
         self._undo: list[Callable[[], None]] = []
         self._contexts = ExitStack()

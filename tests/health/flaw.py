@@ -7,13 +7,16 @@ from torch import Tensor, nn
 
 
 class Flaw:
-    """Makes one place of a model NaN for the batches of some numbers, from 1, in order of their
-    first appearance in training."""
+    """Makes one place of a model NaN, or `factor` times what it is, for the batches of some
+    numbers, from 1, in order of their first appearance in training."""
 
-    def __init__(self, model: Any, place: str, batches: set[int]) -> None:
+    def __init__(
+        self, model: Any, place: str, batches: set[int], *, factor: float = math.nan
+    ) -> None:
         """`place`: `loss`, the name of a module whose output is spoilt, or of a weight whose
         gradient is."""
         self._batches, self._seen, self._is_on = batches, list[bytes](), False
+        self._factor = factor
         model.register_forward_pre_hook(self._begins, with_kwargs=True)
         if place == "loss":
             model.register_forward_hook(self._loss)
@@ -34,4 +37,4 @@ class Flaw:
         return output
 
     def _spoilt(self, tensor: Tensor) -> Tensor:
-        return tensor * math.nan if self._is_on else tensor
+        return tensor * self._factor if self._is_on else tensor

@@ -181,6 +181,13 @@ def test_a_gradient_scaler_skips_overflows_by_itself() -> None:
         steps.settle(pending)
 
 
+def test_no_multiple_of_a_median_below_0_is_a_limit() -> None:
+    """Losses of policy gradients are around 0: three times -0.1 would be below all others."""
+    assert StepHistory(losses=[-0.1] * 9).median() == math.inf
+    assert StepHistory(losses=[0.0] * 9).median() == math.inf
+    assert StepHistory(losses=[0.1] * 9).median() == 0.1
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -190,7 +190,8 @@ def train_with_flaw(arguments: list[str], step: int) -> None:
 def test_a_skipped_step_has_its_line(job: Path) -> None:
     patch(job, "--data", str(job / "texts.jsonl"), "--sft")
     usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "4", "--logging-steps", "1"]
-    run_launched(train_with_flaw, 2, [*usual, "--skip-bad-steps", "1"], 3)
+    watched = ["--sentinel-every", "2", "--max-loss-spike", "9"]
+    run_launched(train_with_flaw, 2, [*usual, "--skip-bad-steps", "1", *watched], 3)
     lines = [
         json.loads(line, parse_constant=pytest.fail)
         for line in (job / "run" / "training" / "metrics.jsonl").read_text().splitlines()
@@ -198,7 +199,10 @@ def test_a_skipped_step_has_its_line(job: Path) -> None:
     (skipped,) = [line for line in lines if "skipped" in line]
     assert (skipped["step"], skipped["loss"]) == (3, None)
     assert "layers.1.mlp (" in skipped["skipped"]
-    assert {1, 2, 3, 4} == {line["step"] for line in lines}
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 3, 4]
+    looked = {line["step"]: line["sentinel_error"] for line in lines if "sentinel_error" in line}
+    assert list(looked) == [2, 4]
+    assert max(looked.values()) < 1e-5
 
 
 @pytest.mark.timeout(600)
@@ -397,6 +401,8 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "rate": (["--learning-rate", "1e30"], r"learning_rate=1e\+30: a number from 0 to 100"),
     "beta": (["--adam-beta2", "nan"], "adam_beta2=nan: it must be a finite number"),
     "skips": (["--skip-bad-steps", "-1"], "skip_bad_steps=-1: a number of steps, 0 or more"),
+    "spikes": (["--max-loss-spike", "0.9"], "max_loss_spike=0.9: a factor above 1"),
+    "sentinel": (["--sentinel-every", "-2"], "sentinel_every=-2: a number of steps"),
     "too long": (["--too-long", "cut", "--eval-share", "1"], "eval_share=1.0: a part"),
 }
 

@@ -1,6 +1,7 @@
 """Trainers log rarely and would train on: each step is checked, and nothing bad is applied or
 saved, whether the host reads at once or, as on a GPU, a step later."""
 
+import json
 import math
 import re
 from contextlib import ExitStack, nullcontext
@@ -14,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch.health.finite import BadStepError
+from longctx_patch.health.finite import BadStepError, StepHistory
 from longctx_patch.health.step_numbers import PendingStep
+from longctx_patch.trainer.step_history import HISTORY, read_history, write_history
 from tests.health.flaw import Flaw
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.trainer.trained import Case, make_trainer, model_of, sharded, weights_of
@@ -109,6 +111,7 @@ def test_a_run_has_the_bits_of_one_that_nothing_guards_and_that_leaves_the_step_
 ) -> None:
     """With torch's fused AdamW, which skips on the device, and with SGD, whose gradients are
     dropped; read at once, and a step later."""
+    logging = replace(CASE, arguments=CASE.arguments | SAVES | {"logging_steps": 1})
     sgd = replace(CASE, arguments=USUAL | {"optim": "sgd", "optim_args": "momentum=0.9"})
     trials = [
         Trial(CASE),
@@ -116,15 +119,24 @@ def test_a_run_has_the_bits_of_one_that_nothing_guards_and_that_leaves_the_step_
         Trial(CASE, LAYER, skips=1, late=True),
         Trial(sgd),
         Trial(sgd, "loss", skips=1),
+        Trial(logging, "loss", skips=1, late=True),
     ]
     (found,) = run_launched(run_all, 1, str(tmp_path / "ours"), trials)
     pairs = [(case, left_out) for case in (CASE, sgd) for left_out in (False, True)]
     (wanted,) = run_launched(all_unguarded, 1, str(tmp_path / "unguarded"), pairs)
-    for ours, number in zip(found, (0, 1, 1, 2, 3), strict=True):
+    for ours, number in zip(found, (0, 1, 1, 2, 3, 1), strict=True):
         assert not ours.error
         assert_equal(ours.weights, wanted[number])
     skipped = [[e for e in ours.logged if "skipped_step" in e] for ours in found]
-    assert [[e["skipped_step"] for e in entries] for entries in skipped] == [[], [4], [4], [], [4]]
+    assert [[e["skipped_step"] for e in entries] for entries in skipped] == [
+        [],
+        [4],
+        [4],
+        [],
+        [4],
+        [4],
+    ]
+    assert [e["step"] for e in found[5].logged if "loss" in e] == [1, 2, 3, 4, 5, 6, 7]
     assert "first on rank 0: the loss is nan" in skipped[1][0]["skipped"]
     assert LAYER in skipped[2][0]["skipped"]
 
@@ -200,3 +212,51 @@ def test_a_resumed_trainer_knows_what_was_skipped_and_weights_are_looked_at(tmp_
     assert "1 steps were skipped before it, and skip_bad_steps=1" in found.errors[1]
     assert "before the first step" in found.errors[2]
     assert math.isfinite(found.logged[-1]["train_loss"])
+
+
+class Spiked(NamedTuple):
+    skipped: list[int]
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+def spiked(folder: str, number: int, checkpoint: str | None = None) -> Spiked:
+    """A run of twelve steps in which the batch of a number has a loss a hundred times as high."""
+    arguments = CASE.arguments | {"max_steps": 12, "save_strategy": "steps", "save_steps": 10}
+    case = replace(CASE, arguments=arguments)
+    options = {"model": model_of(case), "skip_bad_steps": 1, "max_loss_spike": 3.0}
+    trainer = make_trainer(case, folder, is_patched=True, **options)
+    Flaw(trainer.long_context_handle.model, "loss", {number}, factor=100.0)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    skipped = [e["skipped_step"] for e in trainer.state.log_history if "skipped_step" in e]
+    return Spiked(skipped, trainer._finite_steps().history.losses, weights_of(trainer.model))
+
+
+def spiked_both(folder: str) -> list[Spiked]:
+    """To the end, and from step 10 on, where batch 23 of the run is the third."""
+    whole = spiked(f"{folder}/whole", 23)
+    return [whole, spiked(f"{folder}/parts", 3, f"{folder}/whole/checkpoint-10")]
+
+
+def test_a_resumed_trainer_knows_a_spike_as_an_undisturbed_one_does(tmp_path: Path) -> None:
+    """Step 12 is the second after the resumption: two losses alone would say nothing of it."""
+    ((whole, resumed),) = run_launched(spiked_both, 1, str(tmp_path))
+    assert whole.skipped == resumed.skipped == [12]
+    assert len(whole.losses) == 11
+    assert resumed.losses == whole.losses
+    assert_equal(resumed.weights, whole.weights)
+    written = json.loads(
+        (tmp_path / "whole" / "checkpoint-10" / HISTORY).read_text(), parse_constant=pytest.fail
+    )
+    assert written == {"num_skipped": 0, "losses": whole.losses[:10]}
+
+
+def test_what_a_checkpoint_says_of_steps_is_read_back_or_refused(tmp_path: Path) -> None:
+    assert read_history(tmp_path) is None
+    history = StepHistory(num_skipped=2, losses=[0.1 + 0.2, 1e-300])
+    write_history(tmp_path, history)
+    assert read_history(tmp_path) == history
+    for text in ("[]", "{}", '{"num_skipped": 1, "losses": [NaN]}', '{"num_skipped": -1', "\x00"):
+        (tmp_path / HISTORY).write_text(text)
+        with pytest.raises(ValueError, match=rf"{HISTORY} is not what a trainer wrote .*delete it"):
+            read_history(tmp_path)
