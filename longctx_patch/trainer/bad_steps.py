@@ -8,6 +8,7 @@ not wait; on the CPU at once. Whatever saves, evaluates or ends training waits f
 
 import copy
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +55,7 @@ class _Step:
 class FiniteStepsMixin(_Trainer):
     """The overrides that check every step."""
 
+    prompts_tokenizer: Callable[[], Callable[[list[Any]], Any] | None]
     _skip_bad_steps: int
     _max_loss_spike: float
     _guard: FiniteSteps | None = None
@@ -147,10 +149,8 @@ class FiniteStepsMixin(_Trainer):
             add_entry(self, said, step.number)
 
     def _explain_step(self, step: _Step) -> str:
-        passes = [
-            Pass(partial(self._run_again, *given), rows_of_batch(given[1], self.train_dataset))
-            for given in step.passes
-        ]
+        rows = partial(rows_of_batch, dataset=self.train_dataset, tokenize=self.prompts_tokenizer())
+        passes = [Pass(partial(self._run_again, *given), rows(given[1])) for given in step.passes]
         before = {name: copy.deepcopy(vars(self)[name]) for name in _COUNTED if name in vars(self)}
         try:
             return source_of(step.passes[0][0], passes, step.random)

@@ -134,6 +134,13 @@ class GenerationMixin(_Trainer):
         if generating_class(self) is not None:
             set_seed(self.args.seed + self._groups.process_index)
 
+    def prompts_tokenizer(self) -> Callable[[list[Any]], Any] | None:
+        """Gives the tokens of prompts as TRL generates from them; None for other trainers, and
+        where each prompt has an environment of its own."""
+        if generating_class(self) is None or getattr(self, "environment_factories", None):
+            return None
+        return lambda prompts: self._tokenize_prompts(prompts)[0]
+
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's completions, on the stock path: those of the group's first rank."""
         training = self.model.training

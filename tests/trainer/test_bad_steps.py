@@ -169,6 +169,49 @@ def test_nothing_of_a_bad_step_is_saved_and_all_ranks_end_alike(tmp_path: Path) 
         assert re.search(r"; its rows: \d+, \d+ of train_dataset\.", found.error)
 
 
+RUNS_OF_TRL = [
+    trl.Case("dpo", "dpo", "pairs", RING, adapter=True, layers=2, arguments={"max_steps": 1}),
+    trl.Case("kto", "kto", "labelled", RING, adapter=True, layers=2, arguments={"max_steps": 1}),
+    trl.Case(
+        "grpo",
+        "grpo",
+        "prompts",
+        RING,
+        adapter=True,
+        layers=2,
+        arguments={"max_steps": 1, "max_completion_length": 5, "num_generations": 2},
+    ),
+]
+
+
+def named(folder: str) -> list[tuple[str, list[int]]]:
+    """The error of a bad first step, and which rows its collator took."""
+    found = []
+    for case in RUNS_OF_TRL:
+        trainer = trl.make_trainer(case, Path(folder) / case.name, is_patched=True)
+        Flaw(trainer.long_context_handle.model, LAYER, set(range(1, 9)))
+        dataset, collate, taken = trainer.train_dataset, trainer.data_collator, list[Any]()
+        trainer.data_collator = lambda rows, c=collate, t=taken: c([t.append(r) or r for r in rows])
+        with pytest.raises(BadStepError) as raised:
+            trainer.train()
+        key = "prompt" if case.trainer == "grpo" else "prompt_ids"
+        prompts = [row[key] for row in dataset]
+        found.append((str(raised.value), [prompts.index(row[key]) for row in taken]))
+    return found
+
+
+def test_rows_of_preferences_and_of_generated_answers_are_named(tmp_path: Path) -> None:
+    trl.write_rows(RUNS_OF_TRL, tmp_path)
+    by_rank = run_launched(named, 2, str(tmp_path))
+    assert [error for error, _ in by_rank[0]] == [error for error, _ in by_rank[1]]
+    for error, taken in by_rank[0]:
+        match = re.search(r"its rows: ([\d, ]+) of train_dataset\.", error)
+        assert error.startswith("step 1: ")
+        assert match is not None
+        rows = [int(number) for number in match[1].split(", ")]
+        assert rows == [*dict.fromkeys(taken)][: len(rows)]  # a loader takes some in advance
+
+
 @pytest.mark.timeout(400)
 def test_under_fsdp2_shards_are_left_as_they_were(tmp_path: Path) -> None:
     """Four ranks, of which two share a row; found_inf stands beside weights that are DTensors."""
