@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.recipes.model_card import how_to_load, mark_adapter
-from longctx_patch.recipes.saving.writing import without_frozen
+from longctx_patch.recipes.saving.snapshot import without_frozen
 
 
 def export_model(
@@ -30,18 +31,27 @@ def export_model(
     adapter = hasattr(inner, "peft_config")
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter)
     weights = get_model_state_dict(model, options=options)  # collective; only rank 0 gets them
-    weights = without_frozen(weights, model)
     if accelerator.is_main_process:
-        # TRL keeps the adapter as it was beside the trained one, as "ref".
-        alone = {"save_embedding_layers": False, "selected_adapters": ["default"]}
-        extra = alone if adapter else {}
-        inner.save_pretrained(folder, state_dict=weights, **extra)
-        tokenizer.save_pretrained(folder)
-        if adapter:
-            base = inner.get_base_model()
-            base.config.save_pretrained(folder)
-            warns = mark_adapter(folder, base.config, base.name_or_path)
-            place = str(folder.resolve())
-            text = how_to_load(base.config, base.name_or_path, place, seed, warns=warns)
-            (folder / "README.md").write_text(f"# Adapter\n\n{text}", encoding="utf-8")
+        write_model(inner, tokenizer, folder, without_frozen(weights, model), seed=seed)
     accelerator.wait_for_everyone()
+
+
+def write_model(
+    model: Any, tokenizer: Any, folder: Path, weights: dict[str, Tensor], *, seed: int
+) -> None:
+    """Save whole weights of a model that is not wrapped, its config and tokenizer; one process
+    calls this. The model's own weights are not looked at, so it may be trained meanwhile."""
+    adapter = hasattr(model, "peft_config")
+    tied = getattr(model, "all_tied_weights_keys", {})  # one tensor, which is saved once
+    weights |= {name: weights[of] for name, of in tied.items() if {name, of} <= weights.keys()}
+    # TRL keeps the adapter as it was beside the trained one, as "ref".
+    alone = {"save_embedding_layers": False, "selected_adapters": ["default"]}
+    model.save_pretrained(folder, state_dict=weights, **(alone if adapter else {}))
+    tokenizer.save_pretrained(folder)
+    if adapter:
+        base = model.get_base_model()
+        base.config.save_pretrained(folder)
+        warns = mark_adapter(folder, base.config, base.name_or_path)
+        place = str(folder.resolve())
+        text = how_to_load(base.config, base.name_or_path, place, seed, warns=warns)
+        (folder / "README.md").write_text(f"# Adapter\n\n{text}", encoding="utf-8")

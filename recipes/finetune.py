@@ -42,7 +42,7 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.bars import ProgressBar
-from longctx_patch.recipes.exporting import export_model
+from longctx_patch.recipes.exporting import export_model, write_model
 from longctx_patch.recipes.identity import check_fingerprint, facts_of, fingerprint
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
@@ -139,8 +139,8 @@ def train(
     job = build(settings, accelerator, checkpoint, stages)
     # Nothing was written so far, so a refusal above leaves no files behind.
     begin(job, accelerator, checkpoint)
-    keeper = keeper_of(job, accelerator)
-    with StopSignals() as stop, explained(job.settings, job.handle.model.config, accelerator):
+    showing = explained(job.settings, job.handle.model.config, accelerator)
+    with StopSignals() as stop, keeper_of(job, accelerator) as keeper, showing:
         if states_on_host(accelerator):
             job.handle.reserve_host(states_to_come(job.state))
         if not settings.skip_rehearsal:
@@ -155,7 +155,8 @@ def train(
     watchdog.enter("end")
     final = Path(settings.output) / "final"
     with replaced(final) as beside:
-        keeper.export(beside)
+        given = (accelerator, job.state.model, job.tokenizer, beside)
+        export_model(*given, seed=job.settings.seed, step=job.state.step)
         if accelerator.is_main_process:
             card = model_card(job.settings, job.config, accelerator.num_processes)
             write_card(beside, card, job.config, final)
@@ -214,16 +215,23 @@ def begin(job: Job, accelerator: Any, checkpoint: Path | None) -> None:
 
 
 def keeper_of(job: Job, accelerator: Any) -> Keeper:
-    """Saves the steps of the run, and exports its model."""
-    settings, state = job.settings, job.state
+    """Saves the steps of the run; every process calls this."""
+    settings = job.settings
+    inner = accelerator.unwrap_model(job.state.model)
 
-    def export(folder: Path) -> None:
-        given = (accelerator, state.model, job.tokenizer, folder)
-        export_model(*given, seed=settings.seed, step=state.step)
+    def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        write_model(inner, job.tokenizer, folder, weights, seed=settings.seed)
 
-    kept = Retention(keep_last=settings.keep_last, keep_every=settings.keep_every)
-    series = steps_of(settings.output)
-    return Keeper(series=series, run=job.run, export=export, retention=kept)
+    return Keeper(
+        series=steps_of(settings.output),
+        run=job.run,
+        write_model=write,
+        retention=Retention(keep_last=settings.keep_last, keep_every=settings.keep_every),
+        device=accelerator.device,
+        in_background=settings.save_in_background,
+        timeout_s=settings.save_timeout,
+        say=accelerator.print,
+    )
 
 
 def go_through_steps(
@@ -241,14 +249,19 @@ def go_through_steps(
     for _ in train_steps(job, accelerator, stop):
         watchdog.done(state.step)
         replicas.after_step(state.step)
+        keeper.look()
         if state.step == first:
             stages.end(Path(settings.output))
         if stop.agreed or (settings.save_every and state.step % settings.save_every == 0):
             with watchdog.saving():
                 place = keeper.save(state)
         if stop.agreed and state.step < settings.max_steps:
-            return place
-    return None
+            break
+    else:
+        place = None
+    with watchdog.saving():
+        keeper.settle()
+    return place
 
 
 def model_card(settings: Settings, config: Any, processes: int) -> Card:

@@ -29,7 +29,14 @@ FREE = {
     *("model", "tokenizer", "text_field"),  # what they lead to is compared
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
     *("ulysses_waves", "fused_layers"),  # these change rounding only
-    *("skip_rehearsal", "push_to_hub", "hub_private", "load_sharded", "library_warnings"),
+    *(
+        "skip_rehearsal",
+        "push_to_hub",
+        "hub_private",
+        "load_sharded",
+        "save_in_background",
+        "library_warnings",
+    ),
     *("start_timeout", "step_timeout", "save_timeout"),
     *("skip_bad_steps", "max_loss_spike", "sentinel_every"),  # good steps are what they are
 }

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torch.distributed import ProcessGroup
+
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
 
 from .files import sync_folder, write_whole
@@ -41,24 +43,26 @@ class BadManifest(ValueError):
     """There is no manifest, or it can't be believed."""
 
 
-def seal(folder: Path) -> None:
+def seal(folder: Path, group: ProcessGroup | None = None) -> None:
     """Sync and hash what all ranks have written into `folder`, and write its manifest.
 
     Collective: each rank calls it after it has written, and hashes its own files. When it returns,
-    the checkpoint is complete on disk.
+    the checkpoint is complete on disk. `group`: see `of_all_ranks`.
     """
-    of_all_ranks(None)  # a file that another rank writes has a temporary name until it is whole
+    of_all_ranks(
+        None, group
+    )  # a file that another rank writes has a temporary name until it is whole
     rank = own_rank()
     mine = {name: folder / name for name in names_in(folder) if _writer_of(name) == rank}
     with ThreadPoolExecutor(THREADS) as pool:
         found = dict(zip(mine, pool.map(_synced_record, mine.values()), strict=True))
-    everyones = of_all_ranks(found)
+    everyones = of_all_ranks(found, group)
     if rank == 0:
         for inner in {path.parent for path in folder.rglob("*")} - {folder}:
             sync_folder(inner)
         write_manifest(folder, {n: r for records in everyones for n, r in records.items()})
         sync_folder(folder.parent)
-    of_all_ranks(None)  # nobody goes on before it is there
+    of_all_ranks(None, group)  # nobody goes on before it is there
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileRecord]) -> None:

@@ -7,6 +7,7 @@ before it can call it. A checksum can't do that, since whoever writes a file can
 
 import io
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +62,25 @@ class PlainPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def load_plain(content: dict[str, Any], folder: Path) -> None:
-    """Fill `content` from a distributed checkpoint; every process calls this.
+def load_plain(content: dict[str, Any], folder: Path, *, alone: bool = False) -> None:
+    """Fill `content` from a distributed checkpoint; every process calls this, or one `alone`.
 
     Raises NotPlain, or torch's errors, for pickles that are more than data.
     """
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    one_process_is_fine()
     dcp.load(
         content,
         storage_reader=MetadataReader(folder),
         planner=PlainPlanner(),
-        no_dist=not has_group,
+        no_dist=alone or not has_group,
     )
+
+
+def one_process_is_fine() -> None:
+    """Silence torch's warning of a single process, which `no_dist` already announces. For good:
+    a filter that comes and goes would be another thread's as well."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 def not_plain(checkpoint: Path) -> list[str]:

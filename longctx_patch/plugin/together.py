@@ -18,12 +18,14 @@ def num_ranks() -> int:
     return dist.get_world_size() if _has_group() else 1
 
 
-def of_all_ranks(mine: Fact) -> list[Fact]:
-    """What each rank gives, by rank. Collective over the world; anything that pickles."""
+def of_all_ranks(mine: Fact, group: dist.ProcessGroup | None = None) -> list[Fact]:
+    """What each rank gives, by rank. Collective over the world; anything that pickles.
+
+    `group`: all ranks in a group of their own, for a thread beside the one that trains."""
     if not _has_group():
         return [mine]
     everyones: list[Fact] = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    dist.all_gather_object(everyones, mine, group=group)
     return everyones
 
 

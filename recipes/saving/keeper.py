@@ -1,34 +1,143 @@
 """Saves the steps of one run as it goes, and deletes what is no longer to be kept."""
 
+import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from longctx_patch.checkpoints.names import Series
 from longctx_patch.checkpoints.retention import Retention, delete_old
-from longctx_patch.plugin.together import own_rank
+from longctx_patch.health.weights import check_saved_weights
+from longctx_patch.memory.host import available_bytes
+from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
 
+from .background import Background
+from .snapshot import Copier, Snapshot, shared_snapshot
 from .state import TrainState
-from .writing import save_checkpoint
+from .writing import WriteModel, write_checkpoint
+
+SPARE = 1.2
+"""Times what is needed, the host has to have free: other programs need some too."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Keeper:
-    """The checkpoints of one run."""
+    """The checkpoints of one run, as a context: at its end they are all on disk.
 
-    series: Series
-    run: Mapping[str, Any]
-    """The run's fingerprint."""
-    export: Callable[[Path], None]
-    """Writes the model as plain libraries load it; collective."""
-    retention: Retention
+    In the background, training waits only while its states are copied to the host, on which they
+    take as much memory as on the device. Where the host has less, a checkpoint is written while
+    training waits, which is said.
+
+    Args:
+        series: where they go.
+        run: the run's fingerprint.
+        write_model: writes the model as plain libraries load it.
+        retention: which of them are kept.
+        device: of the training.
+        in_background: whether training may go on while a checkpoint is written.
+        timeout_s: how long writing one may take.
+        say: prints for the job.
+
+    All ranks make it together, since in the background it has a process group of its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        series: Series,
+        run: Mapping[str, Any],
+        write_model: WriteModel,
+        retention: Retention,
+        device: torch.device,
+        in_background: bool,
+        timeout_s: float,
+        say: Callable[[str], object],
+    ) -> None:
+        self._series, self._run, self._write_model = series, run, write_model
+        self._retention, self._device = retention, device
+        self._say, self._timeout_s = say, timeout_s
+        self._copier = Copier(device.type) if in_background else None
+        self._has_waited = False
+        self._background = Background()
+        self._group = None
+        if in_background and num_ranks() > 1:  # that of the training is busy meanwhile
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def save(self, state: TrainState) -> Path:
-        """Write the checkpoint of `state.step`; every process calls this. Older ones go only when
-        it is complete on disk. Returns its folder."""
-        folder = self.series.path_of(state.step)
-        save_checkpoint(state, folder, self.run, self.export)
-        if own_rank() == 0:
-            delete_old(self.series, self.retention)
+        """Save the step `state.step`; every process calls this. Older checkpoints go only when it
+        is complete on disk. Returns its folder.
+
+        Raises:
+            ValueError: on all ranks, if a weight is not finite.
+            OSError: of this checkpoint, or of the one before.
+        """
+        self._background.settle()
+        check_saved_weights(state.model, self._device, state.step)
+        snapshot, folder = shared_snapshot(state), self._series.path_of(state.step)
+        if self._copier is not None and self._fits(self._copier, snapshot):
+            copy = self._copier.copy(snapshot)
+            self._background.start(partial(self._write, copy, folder, self._group))
+        else:
+            self._write(snapshot, folder, None)
         return folder
+
+    def look(self) -> None:
+        """Raise the error of a checkpoint that could not be written. Waits for nothing."""
+        self._background.look()
+
+    def settle(self) -> None:
+        """Wait until the last checkpoint is complete on disk. Raises the error if it can't be."""
+        self._background.settle()
+
+    def __enter__(self) -> "Keeper":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return self.settle()
+        if not isinstance(error, Exception):  # Ctrl-C waits for nothing
+            return
+        try:  # what has been saved is not lost by what fails afterwards
+            self._background.settle(self._timeout_s)
+        except Exception as other:
+            error.add_note(f"Besides, the last checkpoint could not be written: {other}")
+
+    def _write(self, snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> None:
+        write_checkpoint(snapshot, folder, self._run, self._write_model, group)
+        if own_rank() == 0:
+            delete_old(self._series, self._retention)
+
+    def _fits(self, copier: Copier, snapshot: Snapshot) -> bool:
+        """Whether every machine has room for the copies of its ranks, and rank 0's for a whole
+        model too. Collective; ranks agree."""
+        needed = max(0, snapshot.bytes_here - copier.bytes_held)
+        if own_rank() == 0:
+            weights = snapshot.tensors["model"].values()
+            needed += sum(weight.numel() * weight.dtype.itemsize for weight in weights)
+        everyones = of_all_ranks((socket.gethostname(), needed, available_bytes()))
+        for host in {host for host, _, _ in everyones}:
+            needed = sum(bytes_ for name, bytes_, _ in everyones if name == host)
+            free = min(free for name, _, free in everyones if name == host)
+            if needed * SPARE > free:
+                self._say_why(host, needed, free)
+                return False
+        return True
+
+    def _say_why(self, host: str, needed: int, free: int) -> None:
+        if not self._has_waited:
+            self._has_waited = True
+            self._say(
+                f"training waits while checkpoints are written: to go on meanwhile, {host} would "
+                f"need {SPARE * needed / 2**30:.1f} GiB of host memory and has "
+                f"{free / 2**30:.1f}."
+            )

@@ -16,22 +16,15 @@ from longctx_patch.checkpoints.plain_pickle import load_plain
 from longctx_patch.health.finite import StepHistory
 from longctx_patch.plugin.together import own_rank
 
+from .snapshot import plain, random_file, tensors_of
 from .state import TrainState
-from .writing import (
-    RUN_FILE,
-    SCHEDULER_FILE,
-    one_process_is_fine,
-    plain,
-    random_file,
-    tensors_of,
-)
+from .writing import RUN_FILE, SCHEDULER_FILE
 
 
 def load_checkpoint(state: TrainState, folder: Path) -> None:
     """Bring `state` to where `folder` was saved; every process calls this."""
     content = tensors_of(state)
-    with one_process_is_fine():
-        load_plain(content, folder / "state")
+    load_plain(content, folder / "state")
     options = StateDictOptions(ignore_frozen_params=True, strict=False)
     set_model_state_dict(state.model, content["model"], options=options)
     set_optimizer_state_dict(

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +16,16 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
 
 from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
+from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.names import steps_of
-from longctx_patch.recipes.exporting import export_model
+from longctx_patch.checkpoints.retention import Retention
+from longctx_patch.recipes.exporting import export_model, write_model
 from longctx_patch.recipes.models import byte_tokenizer
+from longctx_patch.recipes.saving.keeper import Keeper
 from longctx_patch.recipes.saving.output import make_output
 from longctx_patch.recipes.saving.reading import load_checkpoint
 from longctx_patch.recipes.saving.state import TrainState
-from longctx_patch.recipes.saving.writing import WRITERS, Writer, save_checkpoint
+from longctx_patch.recipes.saving.writing import WRITERS, Writer
 from tests.harness import run_distributed
 from tests.plugin.launched import run_launched
 from tests.tiny_llama import TINY_LLAMA
@@ -67,14 +69,34 @@ def step(state: TrainState) -> float:
 
 
 def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
+    """Saves in the background, which ends only after the steps that follow are done."""
     state = sharded_state(lora=lora)
     step(state)
     step(state)
-    run = {"exact": {"seed": 0}, "world": dist.get_world_size()}
-    given = (accelerator_of(rank), state.model, byte_tokenizer())
-    export = partial(export_model, *given, seed=0, step=state.step)
-    save_checkpoint(state, steps_of(folder).path_of(state.step), run, export)
-    return [step(state) for _ in range(3)]
+    tokenizer, all_done = byte_tokenizer(), threading.Event()
+
+    def write_at_last(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        assert all_done.wait(60)
+        write_model(state.model, tokenizer, folder, weights, seed=0)
+
+    keeper = Keeper(
+        series=steps_of(folder),
+        run={"exact": {"seed": 0}, "world": dist.get_world_size()},
+        write_model=write_at_last,
+        retention=Retention(),
+        device=torch.device("cpu"),
+        in_background=True,
+        timeout_s=60,
+        say=print,
+    )
+    with keeper:
+        place = keeper.save(state)
+        export_model(accelerator_of(rank), state.model, tokenizer, folder, seed=0, step=2)
+        losses = [step(state) for _ in range(3)]
+        assert not (place / MANIFEST).exists()
+        all_done.set()
+    assert (place / MANIFEST).exists()
+    return losses
 
 
 def load_and_go_on(folder: Path, *, lora: bool) -> list[float]:
@@ -111,6 +133,7 @@ def test_sharded_models_go_on_exactly_and_are_saved_whole(tmp_path: Path) -> Non
     ids = torch.arange(40).view(2, 20) + 2
     for name, model in (
         ("full", AutoModelForCausalLM.from_pretrained(full / "model")),
+        ("full", AutoModelForCausalLM.from_pretrained(tmp_path / "full")),
         ("lora", PeftModel.from_pretrained(base, str(lora / "model"))),
     ):
         loss = model(input_ids=ids, labels=ids).loss.item()

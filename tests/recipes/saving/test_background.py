@@ -1,0 +1,201 @@
+"""Checkpoints that are written while the training goes on, on one process."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
+
+from longctx_patch.checkpoints.manifest import MANIFEST
+from longctx_patch.checkpoints.names import steps_of
+from longctx_patch.checkpoints.retention import Retention
+from longctx_patch.recipes import finetune
+from longctx_patch.recipes.exporting import write_model
+from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.models import byte_tokenizer
+from longctx_patch.recipes.saving import keeper as keeper_module
+from longctx_patch.recipes.saving.background import Background
+from longctx_patch.recipes.saving.keeper import Keeper
+from longctx_patch.recipes.saving.reading import load_checkpoint
+from longctx_patch.recipes.saving.state import TrainState
+from tests.tiny_llama import TINY_LLAMA
+
+MakeKeeper = Callable[..., Keeper]
+
+
+@pytest.fixture
+def state() -> TrainState:
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA, tie_word_embeddings=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=9)
+    state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+    train(state)
+    return state
+
+
+def train(state: TrainState) -> float:
+    ids = torch.arange(40).view(2, 20) + state.step
+    loss = state.model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    state.optimizer.step()
+    state.scheduler.step()
+    state.optimizer.zero_grad()
+    state.step += 1
+    return float(loss.detach())
+
+
+@pytest.fixture
+def make_keeper(tmp_path: Path, state: TrainState) -> MakeKeeper:
+    def make(write: Any = None, **changes: Any) -> Keeper:
+        def write_now(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+            write_model(state.model, byte_tokenizer(), folder, weights, seed=0)
+
+        given: dict[str, Any] = {
+            "series": steps_of(tmp_path),
+            "run": {},
+            "write_model": write or write_now,
+            "retention": Retention(keep_last=1),
+            "device": torch.device("cpu"),
+            "in_background": True,
+            "timeout_s": 60.0,
+            "say": print,
+        }
+        return Keeper(**given | changes)
+
+    return make
+
+
+def test_each_checkpoint_is_of_its_step_and_older_ones_stay_until_it_is_whole(
+    state: TrainState, make_keeper: MakeKeeper
+) -> None:
+    may_write = threading.Event()
+
+    def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        assert may_write.wait(60)
+        write_model(state.model, byte_tokenizer(), folder, weights, seed=0)
+
+    with make_keeper(write) as keeper:
+        may_write.set()
+        first = keeper.save(state)
+        train(state)
+        keeper.settle()
+        may_write.clear()
+        second = keeper.save(state)  # into the memory of the first copy
+        then = {name: value.clone() for name, value in state.model.state_dict().items()}
+        losses = [train(state) for _ in range(3)]
+        assert (first / MANIFEST).exists()
+        assert not (second / MANIFEST).exists()
+        may_write.set()
+    assert not first.exists()
+    weights = load_file(second / "model/model.safetensors")
+    assert weights.keys() == then.keys() - {"lm_head.weight"}  # tied: it is saved once
+    assert all(torch.equal(value, then[name]) for name, value in weights.items())
+    load_checkpoint(state, second)
+    assert [train(state) for _ in range(3)] == losses
+
+
+def test_without_memory_for_a_copy_training_waits(
+    state: TrainState,
+    make_keeper: MakeKeeper,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    keeper = make_keeper(say=said.append)
+    monkeypatch.setattr(keeper_module, "available_bytes", lambda: 2**10)
+    for _ in range(2):
+        place = keeper.save(state)
+        assert (place / MANIFEST).exists()
+        train(state)
+    (line,) = said
+    assert "training waits while checkpoints are written" in line
+    # Weights and two moments in float32, and the whole model in model/: counted here by hand.
+    size = sum(parameter.numel() * 4 for parameter in state.model.parameters())
+    tied = state.model.lm_head.weight.numel() * 4  # named twice
+    assert f"{1.2 * (4 * size + 2 * tied) / 2**30:.1f} GiB" in line
+
+
+def test_what_could_not_be_written_ends_the_training(
+    state: TrainState, make_keeper: MakeKeeper
+) -> None:
+    def no_space(folder: Path, _: object) -> None:
+        raise OSError(28, "No space left on device", str(folder))
+
+    keeper = make_keeper(no_space)
+    place = keeper.save(state)
+    keeper._background._thread.join(60)
+    with pytest.raises(OSError, match="No space left"):
+        keeper.look()
+    assert not (place / MANIFEST).exists()
+    keeper.settle()  # said once
+
+    keeper.save(state)
+    with pytest.raises(OSError, match="No space left"):
+        keeper.save(state)
+
+
+def test_a_failure_afterwards_does_not_lose_it(state: TrainState, make_keeper: MakeKeeper) -> None:
+    places: list[Path] = []
+
+    def save_and_fail() -> None:
+        with make_keeper() as keeper:
+            places.append(keeper.save(state))
+            raise ValueError("a step that went wrong")
+
+    with pytest.raises(ValueError, match="a step that went wrong"):
+        save_and_fail()
+    assert (places[0] / MANIFEST).exists()
+
+
+def test_weights_that_are_no_numbers_are_refused_at_once(
+    state: TrainState, make_keeper: MakeKeeper
+) -> None:
+    with torch.no_grad():
+        state.model.lm_head.weight[3, 3] = torch.nan
+    with make_keeper() as keeper, pytest.raises(ValueError, match="after step 1, so nothing of it"):
+        keeper.save(state)
+
+
+def test_tasks_run_one_at_a_time() -> None:
+    running: list[int] = []
+    seen: list[int] = []
+    background = Background()
+
+    def task() -> None:
+        running.append(1)
+        seen.append(len(running))
+        running.pop()
+
+    for _ in range(20):
+        background.start(task)
+    background.settle()
+    assert seen == [1] * 20
+
+
+def test_the_recipe_writes_the_same_either_way(
+    config_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    outputs = []
+    for flag in ("--save-in-background", "--no-save-in-background"):
+        outputs.append(tmp_path / flag.strip("-"))
+        finetune.main(
+            [
+                *("--model", str(config_file), "--text", str(text_file)),
+                *("--seq-len", "64", "--max-steps", "3", "--save-every", "1"),
+                *("--output", str(outputs[-1]), flag),
+            ]
+        )
+    beside, waited = outputs
+    for step in (1, 2, 3):
+        name = f"checkpoints/step_{step:06d}/model/adapter_model.safetensors"
+        with safe_open(beside / name, "pt") as one, safe_open(waited / name, "pt") as other:
+            assert one.keys() == other.keys()
+            for key in one.keys():  # noqa: SIM118
+                assert torch.equal(one.get_tensor(key), other.get_tensor(key))
+    losses = [[line["loss"] for line in read_metrics(each)] for each in outputs]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 3
