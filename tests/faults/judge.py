@@ -20,7 +20,7 @@ PLACES = {
     "backward": "step 4",
     "optimizer": "step [45]",  # trainers count the step as done once they have its gradients
     "save": "sav(e|ing)",
-    "final": "sav(e|ing)|final|step 5",
+    "final": f"sav(e|ing)|final|step {STEPS}",
 }
 
 
@@ -53,7 +53,7 @@ def tried(fault: Fault, folder: Path, num_ranks: int, recipe: Recipe, good_runs:
 
 
 def _damaged(fault: Fault, folder: Path, good: object) -> list[str]:
-    """A job is killed after its second checkpoint, of which a file of this rank is damaged."""
+    """A job is killed after its last checkpoint, of which a file of this rank is damaged."""
     run_job(folder, ["--resume", "auto"], Fault("kill", "final", fault.rank), LIMIT_S)
     file = _file_of(fault.rank, folder / "out")
     damage(file, fault.kind)
@@ -64,7 +64,7 @@ def _damaged(fault: Fault, folder: Path, good: object) -> list[str]:
 
 def _file_of(rank: int, output: Path) -> Path:
     """A file of the newest checkpoint that this rank has written."""
-    states = output / "checkpoints/step_000004/state"
+    states = output / f"checkpoints/step_{STEPS:06d}/state"
     if states.exists():
         return states / f"__{rank}_0.distcp"
     return output / f"checkpoint-{STEPS}/rng_state_{rank}.pth"  # trainers save the last step too
@@ -83,7 +83,9 @@ def _ending(fault: Fault, ended: Ended) -> list[str]:
         )
     if ended.orphans:
         problems.append(f"processes outlived the launcher: {ended.orphans}")
-    if not re.search(rf"(rank|process) {fault.rank}\b", ended.said, re.IGNORECASE):
+    stopped = fault.kind == "terminate" and "stopped by SIGTERM after step" in ended.said
+    # All ranks have stopped and saved together then, and a launcher signals all of them.
+    if not stopped and not re.search(rf"(rank|process) {fault.rank}\b", ended.said, re.IGNORECASE):
         problems.append(f"rank {fault.rank} is not named")
     if fault.kind in ("stop", "nan") and not re.search(PLACES[fault.place], ended.said):
         problems.append(f"the place is not named: {PLACES[fault.place]}")

@@ -24,7 +24,8 @@ Kind = Literal[
 ]
 Place = Literal["start", "forward", "backward", "optimizer", "save", "final"]
 
-STEPS = 5
+STEPS = 6
+"""A signal in the bad one stops the run after the next one, which is not the last."""
 SAVE_EVERY = 2
 BAD_STEP = 4
 """Disturbed in forward, backward and the optimizer; the second checkpoint is written after it."""
