@@ -14,10 +14,10 @@ from trl import SFTConfig, SFTTrainer
 from longctx_patch import LongContextTrainerMixin
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.trl_run import Method, run
-from longctx_patch.recipes.trl_saving import CheckedBest
+from longctx_patch.recipes.trl_saving import FoundBefore
 
 
-class LongContextSFTTrainer(CheckedBest, LongContextTrainerMixin, SFTTrainer):
+class LongContextSFTTrainer(FoundBefore, LongContextTrainerMixin, SFTTrainer):
     """TRL's SFTTrainer over sharded sequences."""
 
 

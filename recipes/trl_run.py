@@ -42,7 +42,7 @@ from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback, StagesCallback
 from longctx_patch.recipes.trl_data import load_data, reading_of
 from longctx_patch.recipes.trl_identity import trl_fingerprint
-from longctx_patch.recipes.trl_saving import SealCallback, StopCallback, output_of
+from longctx_patch.recipes.trl_saving import RunFileCallback, StopCallback, output_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
 RECORDED = (
@@ -230,7 +230,7 @@ def callbacks(
     settings: TrlSettings, args: Any, tokenizer: Any, run: Mapping[str, Any]
 ) -> list[Any]:
     """What runs beside the trainer. `run`: the fingerprint that its checkpoints get."""
-    found: list[Any] = [MetricsCallback(args.world_size), SealCallback(args, run)]
+    found: list[Any] = [MetricsCallback(args.world_size), RunFileCallback(run)]
     if settings.early_stopping:
         found.append(EarlyStoppingCallback(settings.early_stopping))
     if settings.sample_prompts:

@@ -34,24 +34,38 @@ def complete(series: Series) -> list[Checkpoint]:
     return [each for each in series.found() if (each.path / MANIFEST).exists()]
 
 
-def newest_good(series: Series, say: Callable[[str], object]) -> Path | None:
+def problems_in(checkpoint: Path) -> list[str]:
+    """What is wrong with a checkpoint, in words that begin with a file's name: its checksums, and
+    then what would be unpickled. Collective; all ranks return the same."""
+    found = problems_of(checkpoint)
+    if not found and own_rank() == 0:
+        found = not_plain(checkpoint)
+    return of_all_ranks(found)[0]
+
+
+def newest_good(
+    series: Series,
+    say: Callable[[str], object],
+    *,
+    problems: Callable[[Path], list[str]] = problems_in,
+) -> Path | None:
     """The newest checkpoint that is whole; every process calls this.
 
     Newer ones are named with the file that is wrong, and get another name, so that nothing counts
     them. All files are checked before anything is unpickled. None where no checkpoint was saved to
-    the end.
+    the end. `problems`: what is wrong with one; collective, and the same on all ranks.
 
     Raises ValueError, on all processes, if some were and none of them is whole.
     """
     passed: list[Passed] = []
     for candidate in reversed(of_all_ranks(series.found())[0]):
-        problems = _problems(candidate.path)
-        if not problems:
+        found = problems(candidate.path)
+        if not found:
             _set_aside(passed, say)
             if passed:
                 say(f"going on from {candidate.path}, in which every file is whole")
             return candidate.path
-        passed.append(Passed(candidate.path, problems))
+        passed.append(Passed(candidate.path, found))
     if any(each.was_saved for each in passed):
         listed = "\n  ".join(map(str, passed))
         raise ValueError(
@@ -60,13 +74,6 @@ def newest_good(series: Series, say: Callable[[str], object]) -> Path | None:
         )
     _set_aside(passed, say)
     return None
-
-
-def _problems(checkpoint: Path) -> list[str]:
-    found = problems_of(checkpoint)
-    if not found and own_rank() == 0:
-        found = not_plain(checkpoint)
-    return of_all_ranks(found)[0]
 
 
 def _set_aside(passed: list[Passed], say: Callable[[str], object]) -> None:

@@ -27,6 +27,8 @@ THREADS = 4
 """Hashing lets other threads run: each adds 1.6 GiB/s where the CPU has instructions for SHA."""
 OWNED = re.compile(r"(?:__|rng_state_|random_)(\d+)(?:_\d+)?\.(?:distcp|pth|safetensors)")
 """Names of files that each rank writes for itself; rank 0 writes all others."""
+PASSING = {MANIFEST, f"{MANIFEST}.tmp", "checkpoint-is-incomplete.txt"}
+"""Names of files that come last or go; the third is there while transformers saves on SIGTERM."""
 UNPICKLED = {".bin", ".distcp", ".metadata", ".pickle", ".pkl", ".pt", ".pth"}
 """Suffixes of files that loading might unpickle: none may lie there that the manifest lacks."""
 
@@ -119,7 +121,7 @@ def names_in(folder: Path) -> Iterable[str]:
     """Files below a checkpoint that belong into its manifest."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in (MANIFEST, f"{MANIFEST}.tmp"):
+        if path.is_file() and name not in PASSING:
             yield name
 
 

@@ -51,6 +51,7 @@ from longctx_patch.trainer.refusals import (
     shared_cache_problems,
     trainer_problems,
 )
+from longctx_patch.trainer.sealing import SealedCheckpointsMixin
 from longctx_patch.trainer.sentinels import SentinelMixin
 from longctx_patch.trainer.watching import HealthCallback, WatchedMixin
 
@@ -61,7 +62,12 @@ else:
 
 
 class LongContextTrainerMixin(
-    SentinelMixin, FiniteStepsMixin, WatchedMixin, GenerationMixin, _Trainer
+    SealedCheckpointsMixin,
+    SentinelMixin,
+    FiniteStepsMixin,
+    WatchedMixin,
+    GenerationMixin,
+    _Trainer,
 ):
     """Trains a patched model with the numbers of one process.
 
@@ -69,7 +75,7 @@ class LongContextTrainerMixin(
     own arguments. The model, also one that TRL loads by its name, that `model_init` makes or that
     has adapters, is patched before it is wrapped, and so is a reference model. Batches, losses,
     metrics and schedules are those of the same trainer on as many processes as there are sequence
-    groups.
+    groups. A checkpoint has a manifest with a checksum of each file, and is checked by it.
 
     Args:
         long_context: degrees and more; or the handle of the model, if it is patched already.
@@ -328,7 +334,8 @@ class LongContextTrainerMixin(
         """transformers' files, and `longctx.json` beside them."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            write_record(output_dir or self.args.output_dir, self._record())
+            record = self._record() | {"gets_manifest": self._saving is not None}
+            write_record(output_dir or self.args.output_dir, record)
 
     def _record(self) -> dict[str, Any]:
         return record_of(self.long_context_handle, num_processes())

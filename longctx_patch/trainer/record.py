@@ -32,6 +32,17 @@ def write_record(folder: str | Path, record: dict[str, Any]) -> None:
     (Path(folder) / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
+def promises_manifest(folder: str | Path) -> bool:
+    """Whether a checkpoint was begun that gets a manifest at its end."""
+    path = Path(folder) / RECORD
+    try:
+        return json.loads(path.read_text("utf-8")).get("gets_manifest") is True
+    except FileNotFoundError:
+        return False
+    except (ValueError, AttributeError):  # cut off while it was written, or not ours
+        return True
+
+
 def resume_problems(folder: str | Path, now: dict[str, Any]) -> Iterable[str]:
     """Why the run that `now` describes can't go on from a checkpoint, in words."""
     has_mask = _read(folder, now).get("has_mask", now["has_mask"])

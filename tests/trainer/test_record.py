@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from longctx_patch import LongContextConfig
+from longctx_patch.checkpoints.manifest import seal
 from longctx_patch.trainer.record import RECORD, log_changes, resume_problems, write_record
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Case, make_trainer
@@ -60,6 +61,7 @@ def resume_without_the_mask(folder: str) -> str:
     found = json.loads(record.read_text())
     assert found["has_mask"] is False
     record.write_text(json.dumps(found | {"has_mask": True}))
+    seal(record.parent)
     with pytest.raises(ValueError, match="was trained with a mask") as caught:
         make_trainer(SAVED, folder, is_patched=True).train(resume_from_checkpoint=True)
     return str(caught.value)

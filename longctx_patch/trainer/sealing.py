@@ -1,0 +1,189 @@
+"""A trainer's checkpoints: sealed when everything of them is written, and checked before a run goes
+on from one.
+
+`checkpoint-N` gets its manifest (`longctx_patch.checkpoints`) after transformers, TRL and the
+callbacks have written into it; older ones are deleted, and new ones uploaded, only then.
+"""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from longctx_patch.checkpoints.choosing import newest_good, problems_in
+from longctx_patch.checkpoints.manifest import MANIFEST, MISSING, seal
+from longctx_patch.checkpoints.names import trainer_checkpoints_of
+from longctx_patch.checkpoints.plain_pickle import not_plain
+from longctx_patch.checkpoints.retention import Retention, delete_old
+from longctx_patch.health.watchdog import Watchdog
+from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
+from longctx_patch.trainer.record import promises_manifest
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+logger = logging.getLogger(__name__)
+
+
+class SealedCheckpointsMixin(_Trainer):
+    """The overrides that seal checkpoints, and check the one that a run goes on from."""
+
+    _watchdog: Watchdog | None
+    _saving: Path | None = None
+    """The checkpoint that is being written, and will be sealed."""
+    _callbacks_follow = False
+    """Whether callbacks will still write into it."""
+    _upload_waits = False
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's `train`. Raises ValueError on all ranks for a checkpoint with a file that
+        is damaged or missing; True takes the newest whole one."""
+        folder = self._whole(resume_from_checkpoint)
+        if self.args.save_on_each_node:  # one folder for each machine, of which no rank sees all
+            self._say("save_on_each_node=True: checkpoints get no manifest, and are not checked")
+        return super().train(folder, *args, **kwargs)
+
+    # ---- Saving ----
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.args.save_on_each_node:
+            return super()._save_checkpoint(model, trial)
+        series = trainer_checkpoints_of(self._get_output_dir(trial))
+        self._saving = series.path_of(self.state.global_step)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        if not self._callbacks_follow:
+            self._seal()
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        if self._saving is not None and own_rank() == 0:
+            (self._saving / MANIFEST).unlink(missing_ok=True)  # of an older checkpoint of this step
+        super().save_model(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._upload_waits = self._saving is not None
+        if not self._upload_waits:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._callbacks_follow = True
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        finally:
+            self._callbacks_follow = False
+        if self._saving is not None:
+            self._seal()
+
+    def _seal(self) -> None:
+        folder, self._saving = self._saving, None
+        assert folder is not None
+        if self._watchdog is not None:
+            self._watchdog.enter("save")
+        seal(folder)
+        if own_rank() == 0:
+            self._delete_old(folder.parent)
+        if self._upload_waits:
+            super()._push_from_checkpoint(str(folder))
+        if self._watchdog is not None:
+            self._watchdog.enter("step")
+
+    def _delete_old(self, output: Path) -> None:
+        """As transformers does it: the best one is one of those that are kept, the newest too."""
+        if not (limit := self.args.save_total_limit or 0) > 0:
+            return
+        series, best = trainer_checkpoints_of(output), self.state.best_model_checkpoint
+        spared = {Path(best)} if best else set()
+        newest = {each.path for each in series.found()[-limit:]}
+        others = limit - 1 if spared - newest else limit
+        delete_old(series, Retention(keep_last=max(1, others)), spared=spared)
+
+    # ---- Going on ----
+
+    def _whole(self, asked: Any) -> str | None:
+        """The checkpoint to go on from, of which every file is as it was written."""
+        asked = asked or None
+        names = of_all_ranks(Path(asked).name if isinstance(asked, (str, Path)) else asked)
+        if len(set(names)) > 1:
+            raise ValueError(
+                f"resume_from_checkpoint is {names} on ranks 0 to {len(names) - 1}: all of them go "
+                "on from the same checkpoint, or none."
+            )
+        if asked is None:
+            return None
+        if asked is True:
+            found = self._newest()
+        else:
+            found = Path(asked)
+            if problems := _problems(found):
+                raise ValueError(_refusal(found, problems))
+        if not of_all_ranks((found / MANIFEST).is_file())[0]:
+            text = "has no manifest, as those of other trainers and older versions: files are taken"
+            self._say(f"{found} {text} as they are")
+        return str(found)
+
+    def _newest(self) -> Path:
+        output = self.args.output_dir
+        found = newest_good(trainer_checkpoints_of(output), self._say, problems=_problems)
+        if found is None:
+            raise ValueError(
+                f"resume_from_checkpoint=True: there is no complete checkpoint under {output}. "
+                "Leave it out to start, or give the folder of one."
+            )
+        self._say(f"resume_from_checkpoint=True: going on from {found}")
+        return found
+
+    def _say(self, text: str) -> None:
+        if self.is_world_process_zero():
+            logger.warning("%s", text)
+
+    def _load_best_model(self) -> None:
+        """transformers would take damaged weights, and of a missing checkpoint only warn. Raises
+        ValueError on all ranks for one that is not whole."""
+        if (named := self.state.best_model_checkpoint) is not None:
+            best = Path(self.args.output_dir) / Path(named).name  # the folder may have been moved
+            best = best if best.is_dir() else Path(named)
+            refuse_together(
+                f"{best}, the best checkpoint, can't become the model: {problem}. To take the last "
+                "step in its place, go on from the newest one with load_best_model_at_end=False "
+                "(recipes: --resume --load_best_model_at_end false --allow-change "
+                "load_best_model_at_end)."
+                for problem in _problems(best)
+            )
+            self.state.best_model_checkpoint = str(best)
+        super()._load_best_model()
+
+
+def _problems(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint of ours, or with one that was never to have a manifest: the
+    latter has no checksums, but has to be written to its end. Collective."""
+    if of_all_ranks((folder / MANIFEST).is_file())[0]:
+        return problems_in(folder)
+    return of_all_ranks(_problems_without_manifest(folder) if own_rank() == 0 else [])[0]
+
+
+def _problems_without_manifest(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return ["the folder is missing"]
+    if promises_manifest(folder) or not (folder / TRAINER_STATE_NAME).is_file():
+        return [MISSING]
+    return not_plain(folder)
+
+
+def _refusal(folder: Path, problems: list[str]) -> str:
+    """Why no run goes on from a checkpoint, and from which one it can. Collective."""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    beside = of_all_ranks(trainer_checkpoints_of(folder.parent).found())[0]
+    others = (each.path for each in reversed(beside) if each.path.name != folder.name)
+    whole = next((path for path in others if not _problems(path)), None)
+    advice = (
+        "No other one beside it is whole: get it back from a copy, or start anew."
+        if whole is None
+        else f"The newest whole one is {whole}: train(resume_from_checkpoint={str(whole)!r})."
+    )
+    return f"resume_from_checkpoint: {folder} is not whole: {problems[0]}{more}. {advice}"
