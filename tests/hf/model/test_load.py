@@ -35,7 +35,7 @@ BAD_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"hidden_act": "sillu"}, "hidden_act='sillu': .* Did you mean 'silu'"),
     ({"pad_token_id": 258}, "pad_token_id=258: the vocabulary has the tokens 0 to 257"),
     ({"dtype": "int8"}, "dtype=torch.int8: weights have a floating-point dtype"),
-    ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM': it is a list"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures.*'LlamaForCausalLM'.* list"),
     ({"rms_norm_eps": "1e-5"}, "rms_norm_eps"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
 ]
