@@ -1,4 +1,4 @@
-"""A launcher hands SIGTERM and SIGUSR1 on to the processes of a run, which save and end.
+"""A launcher hands SIGTERM, SIGUSR1 and SIGHUP on to the processes of a run, which save and end.
 
 torch's launcher would end itself on SIGTERM, and kill the processes 30 seconds later. It does so on
 a second one.
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from longctx_patch.recipes.saving.signals import STOP_SIGNALS
+from longctx_patch.recipes.saving.signals import stop_signals
 
 
 @contextmanager
@@ -32,8 +32,8 @@ def handing_signals_on() -> Iterator[None]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
-    before = {number: signal.signal(number, hand_on) for number in STOP_SIGNALS}
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGQUIT"
+    before = {number: signal.signal(number, hand_on) for number in stop_signals()}
     try:
         yield
     finally:

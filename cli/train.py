@@ -127,10 +127,12 @@ def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) ->
         raise SystemExit(1) from None
     except CalledProcessError as error:  # of a single process, which has said why
         raise SystemExit(error.returncode if error.returncode in STOPPED else 1) from None
-    except SignalException as stopped:
-        if stopped.sigval == signal.SIGINT:
+    except (SignalException, KeyboardInterrupt) as stopped:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends what is left to be done
+        number = getattr(stopped, "sigval", signal.SIGINT)
+        if number == signal.SIGINT:
             click.echo(f"{recipe}: {INTERRUPTED}", err=True)
-        raise SystemExit(128 + stopped.sigval) from None
+        raise SystemExit(128 + number) from None
 
 
 def ending_of(failures: Mapping[int, Any]) -> str:

@@ -42,8 +42,9 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_host
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.bars import ProgressBar
+from longctx_patch.recipes.ended import is_over
 from longctx_patch.recipes.exporting import export_model, write_model
-from longctx_patch.recipes.identity import check_fingerprint, facts_of, fingerprint
+from longctx_patch.recipes.identity import check_fingerprint, facts_of, fingerprint, with_weights
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, read_metrics
@@ -53,13 +54,13 @@ from longctx_patch.recipes.rehearsal import check_memory, states_to_come
 from longctx_patch.recipes.run_batches import Data, build_data, micro_batches
 from longctx_patch.recipes.run_record import (
     RECORD_FILE,
-    has_ended,
     mark_ended,
     noting_failure,
     say_ended,
     write_record,
 )
 from longctx_patch.recipes.saving import lock
+from longctx_patch.recipes.saving.disk import explained_disk
 from longctx_patch.recipes.saving.keeper import Keeper
 from longctx_patch.recipes.saving.output import Output, make_output
 from longctx_patch.recipes.saving.reading import load_checkpoint
@@ -69,6 +70,17 @@ from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
 from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.train_step import train_step
+
+
+class Inputs(NamedTuple):
+    """What a run is made of, without its model."""
+
+    settings: Settings
+    config: Any
+    tokenizer: Any
+    data: Data
+    run: dict[str, Any]
+    """The run's fingerprint."""
 
 
 class Job(NamedTuple):
@@ -95,8 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = output_of(settings)
     output.check()
     lock.check_free(output.folder)
-    if settings.resume == "auto" and has_ended(output.folder, max_steps=settings.max_steps):
-        return say_ended(output.folder)
     with Watchdog(settings.time_limits(), folder=output.folder / FLIGHT) as watchdog:
         stages.enter("processes")
         accelerator = build_accelerator(settings)
@@ -105,11 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if settings.push_to_hub:
             hub.require_repository(settings.push_to_hub, private=settings.hub_private, asks=is_main)
         held = lock.held(output.folder, launched=launched_at(), say=accelerator.print)
-        with held, noting_failure(output.folder):
-            found = output.find(accelerator.print)
-            stop = train(settings, accelerator, found, stages, watchdog)
+        with held, noting_failure(output.folder), explained_disk(output.folder, output.checkpoints):
+            stop = train(settings, accelerator, output, stages, watchdog)
         accelerator.free_memory()
         close_accelerator(accelerator)
+    if stop is None:
+        return
     if stop.agreed:
         raise SystemExit(stop.exit_code)
     if settings.push_to_hub and is_main:  # the others need not wait for an upload
@@ -130,13 +141,18 @@ def output_of(settings: Settings) -> Output:
 def train(
     settings: Settings,
     accelerator: Any,
-    checkpoint: Path | None,
+    output: Output,
     stages: Stages,
     watchdog: Watchdog,
-) -> StopSignals:
-    """Build everything, go on from `checkpoint` if there is one, and train to the last step, or
-    until a signal stops the run after a step that is saved."""
-    job = build(settings, accelerator, checkpoint, stages)
+) -> StopSignals | None:
+    """Build everything, go on from a checkpoint if there is one, and train to the last step, or
+    until a signal stops the run after a step that is saved. None where the run has ended before."""
+    inputs = read_inputs(settings, accelerator, stages)
+    if is_over(output, inputs.run, inputs.settings, {"max_steps": settings.max_steps}):
+        say_ended(output.folder)
+        return None
+    checkpoint = output.find(accelerator.print)
+    job = build(inputs, accelerator, checkpoint, stages)
     # Nothing was written so far, so a refusal above leaves no files behind.
     begin(job, accelerator, checkpoint)
     showing = explained(job.settings, job.handle.model.config, accelerator)
@@ -161,13 +177,13 @@ def train(
             card = model_card(job.settings, job.config, accelerator.num_processes)
             write_card(beside, card, job.config, final)
     if accelerator.is_main_process:
-        mark_ended(final.parent)
+        mark_ended(final.parent, job.run)
         print(ending(final), flush=True)
     return stop
 
 
-def build(settings: Settings, accelerator: Any, checkpoint: Path | None, stages: Stages) -> Job:
-    """Everything of a run, checked against its checkpoint and across processes."""
+def read_inputs(settings: Settings, accelerator: Any, stages: Stages) -> Inputs:
+    """What the run is made of, as far as it is known before weights are read."""
     device_type = accelerator.device.type
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=accelerator.is_fsdp2)
@@ -177,8 +193,6 @@ def build(settings: Settings, accelerator: Any, checkpoint: Path | None, stages:
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
     data = build_data(settings, tokenizer)
-    stages.enter("model")
-    model = build_model(settings, config, accelerator)
     run = fingerprint(
         settings,
         config=config,
@@ -187,6 +201,15 @@ def build(settings: Settings, accelerator: Any, checkpoint: Path | None, stages:
         sources=settings.text,
         processes=accelerator.num_processes,
     )
+    return Inputs(settings, config, tokenizer, data, run)
+
+
+def build(inputs: Inputs, accelerator: Any, checkpoint: Path | None, stages: Stages) -> Job:
+    """Everything of a run, checked against its checkpoint and across processes."""
+    settings, device_type = inputs.settings, accelerator.device.type
+    stages.enter("model")
+    model = build_model(settings, inputs.config, accelerator)
+    run = with_weights(inputs.run, settings.model)
     check_fingerprint(checkpoint, run, settings)
     fused = choose_fused_layers(settings.fused_layers, model, device_type)
     fuse_layers(model, fused.how)
@@ -196,7 +219,7 @@ def build(settings: Settings, accelerator: Any, checkpoint: Path | None, stages:
     facts = {"rows": run["exact"]["rows"], "fused_layers": fused.how, **goes_on}
     require_agreement(facts | model_facts(model), "what to train")
     state = build_state(settings, accelerator, model)
-    return Job(settings, config, tokenizer, data, fused, handle, state, run)
+    return Job(settings, inputs.config, inputs.tokenizer, inputs.data, fused, handle, state, run)
 
 
 def begin(job: Job, accelerator: Any, checkpoint: Path | None) -> None:

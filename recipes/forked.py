@@ -12,13 +12,16 @@ from importlib import import_module
 from longctx_patch.health.family import end_with
 from longctx_patch.health.last_words import say
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+
 if __name__ == "__main__":
     _, launcher, name, *options = sys.argv
-    end_with(int(launcher), lambda words: say(f"{name}: {words}"))  # imports take seconds
+    # Before imports, which take seconds.
+    end_with(int(launcher), lambda words: say(f"{name}: {words}"))
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
+            signal.signal(number, signal.SIG_DFL)
     from longctx_patch.recipes.launch import one_message
-    from longctx_patch.recipes.saving.signals import STOP_SIGNALS
 
-    for number in (*STOP_SIGNALS, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
     with one_message(name):
         import_module(f"longctx_patch.recipes.{name}").main(options)

@@ -83,6 +83,12 @@ def fingerprint(
     )
 
 
+def with_weights(run: dict[str, Any], model: str) -> dict[str, Any]:
+    """A fingerprint once the model is loaded, by which its files have come to this machine."""
+    found = run["weights"] or own_rank() != 0
+    return run if found else run | {"weights": samples_of(weight_files(model))}
+
+
 def check_fingerprint(checkpoint: Path | None, now: Fingerprint, settings: Any) -> None:
     """Refuse to go on from a checkpoint where the numbers would differ from those of one run.
 

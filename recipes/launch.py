@@ -65,6 +65,7 @@ def one_message(program: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one needs no words of Python's
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say(f"{program}: {INTERRUPTED}")
         raise SystemExit(128 + signal.SIGINT) from None

@@ -29,11 +29,12 @@ def write_record(output: Path, settings: Mapping[str, Any], processes: int) -> N
 @contextmanager
 def noting_failure(output: Path) -> Iterator[None]:
     """Leave the error that ends the block in a file, for `longctx report`; of several processes the
-    first one's. A run that has written nothing yet leaves nothing."""
+    first one's. A run that has written nothing yet leaves nothing, as in a folder where another one
+    has ended."""
     try:
         yield
     except BaseException as error:
-        if (output / RECORD_FILE).is_file():
+        if (output / RECORD_FILE).is_file() and not ended_record(output):
             said = str(error) or type(error).__name__
             when = datetime.now().astimezone().isoformat(" ", "seconds")
             content = {"error": said, "rank": int(os.environ.get("RANK", "0")), "time": when}
@@ -42,19 +43,17 @@ def noting_failure(output: Path) -> Iterator[None]:
         raise
 
 
-def mark_ended(output: Path) -> None:
-    """Say in the file that the run has written all that it will."""
-    _write(output, _read(output) | {"ended": True})
+def mark_ended(output: Path, fingerprint: Mapping[str, Any]) -> None:
+    """Say in the file that the run has written all that it will, and which run it was."""
+    _write(output, _read(output) | {"ended": True, "fingerprint": fingerprint})
 
 
-def has_ended(output: Path, **length: object) -> bool:
-    """Whether a run with settings of this `length` has ended there."""
+def ended_record(output: Path) -> dict[str, Any]:
+    """What the file says of a run that has ended there; empty where none has."""
     if not (output / RECORD_FILE).is_file() or not (output / "final").is_dir():
-        return False
+        return {}
     record = _read(output)
-    settings = record.get("settings", {})
-    same = all(settings.get(name) == value for name, value in length.items())
-    return bool(record.get("ended")) and same
+    return record if record.get("ended") else {}
 
 
 def _read(output: Path) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from longctx_patch import LongContextTrainerMixin
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.trl_run import Method, run
 from longctx_patch.recipes.trl_saving import FoundBefore
+from longctx_patch.recipes.trl_totals import WholeRunTotals
 
 
-class LongContextSFTTrainer(FoundBefore, LongContextTrainerMixin, SFTTrainer):
+class LongContextSFTTrainer(WholeRunTotals, FoundBefore, LongContextTrainerMixin, SFTTrainer):
     """TRL's SFTTrainer over sharded sequences."""
 
 

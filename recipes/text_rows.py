@@ -1,7 +1,8 @@
 """Rows of a run on plain text, cut or packed of documents whose tokens stay on disk.
 
 Everything here is a pure function of the files and the settings: every process computes the same
-rows. It holds where rows lie, 8 to 20 bytes for each document in them, and no tokens.
+rows, but that of packed ones is found by one process of a machine. It holds where rows lie, 8 to 20
+bytes for each document in them, and no tokens.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ import numpy as np
 
 from longctx_patch.data import pack_lengths
 from longctx_patch.recipes.data.records import NoRecords
+from longctx_patch.recipes.data.shared_arrays import shared_arrays
 from longctx_patch.recipes.data.sources import check_apart
 from longctx_patch.recipes.data.text_reading import TextReading
 from longctx_patch.recipes.data.token_stream import TokenStream
@@ -22,6 +24,8 @@ from longctx_patch.recipes.data.token_table import table_of
 from longctx_patch.recipes.row_order import Row
 from longctx_patch.recipes.settings import Settings
 
+PACKING = 1
+"""Goes up when the same documents are packed into other rows than before."""
 NO_TEXT = "no text found: the sources of text hold only empty documents."
 
 
@@ -163,6 +167,21 @@ def packed_rows(stream: TokenStream, seq_len: int) -> TextRows:
     predicted (a rest of one token that fitted into no other row) is left out.
     """
     documents = stream.document_lengths()
+    what = repr((PACKING, seq_len)).encode()
+    key = hashlib.sha256(stream.digest() + what).hexdigest()[:32]
+    made = shared_arrays(key, ("starts", "lengths", "edges"), lambda: _packed(documents, seq_len))
+    pieces, edges = Pieces(made["starts"], made["lengths"]), made["edges"]
+    found = TextRows(stream, seq_len, pieces, edges)
+    summary = (
+        f"packed {len(documents):,} documents into {len(found):,} rows, "
+        f"{found.efficiency:.1%} full; longer than a row, so split: "
+        f"{int((documents > seq_len).sum()):,}"
+    )
+    return TextRows(stream, seq_len, found.pieces, found.edges, summary)
+
+
+def _packed(documents: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:
+    """Where the pieces of packed rows lie, in the order of the rows, and the rows' edges in it."""
     pieces = _cut(documents, seq_len)
     order, edges = array("q"), array("q", [0])
     for row in pack_lengths(map(int, pieces.lengths), seq_len):
@@ -171,13 +190,7 @@ def packed_rows(stream: TokenStream, seq_len: int) -> TextRows:
             edges.append(len(order))
     if len(edges) == 1:
         raise ValueError(NO_TEXT)
-    found = TextRows(stream, seq_len, pieces.taken(np.array(order)), np.array(edges))
-    summary = (
-        f"packed {len(documents):,} documents into {len(found):,} rows, "
-        f"{found.efficiency:.1%} full; longer than a row, so split: "
-        f"{int((documents > seq_len).sum()):,}"
-    )
-    return TextRows(stream, seq_len, found.pieces, found.edges, summary)
+    return {**pieces.taken(np.array(order))._asdict(), "edges": np.array(edges)}
 
 
 def _cut(documents: np.ndarray, seq_len: int) -> Pieces:

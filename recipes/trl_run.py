@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.utils import set_seed
 from transformers import EarlyStoppingCallback
@@ -21,26 +21,27 @@ from longctx_patch.hf.layers.fused_layers import (
 )
 from longctx_patch.plugin import close_accelerator
 from longctx_patch.recipes import hub, models
+from longctx_patch.recipes.ended import is_over
 from longctx_patch.recipes.exporting import export_model
-from longctx_patch.recipes.identity import check_fingerprint
+from longctx_patch.recipes.identity import check_fingerprint, with_weights
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.run_record import (
-    has_ended,
     mark_ended,
     noting_failure,
     say_ended,
     write_record,
 )
 from longctx_patch.recipes.saving import lock
+from longctx_patch.recipes.saving.disk import explained_disk
 from longctx_patch.recipes.saving.output import make_output
 from longctx_patch.recipes.saving.replacing import replaced
 from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback, StagesCallback
-from longctx_patch.recipes.trl_data import load_data, reading_of
+from longctx_patch.recipes.trl_data import RunData, load_data, reading_of
 from longctx_patch.recipes.trl_identity import trl_fingerprint
 from longctx_patch.recipes.trl_saving import RunFileCallback, StopCallback, output_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
@@ -64,6 +65,17 @@ class Method:
     """Whether the trainer compares with the model as it was."""
 
 
+class Inputs(NamedTuple):
+    """What a run is made of, without its model."""
+
+    settings: TrlSettings
+    config: Any
+    tokenizer: Any
+    data: RunData
+    run: dict[str, Any]
+    """The run's fingerprint."""
+
+
 def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     """Run from command-line arguments (default: `sys.argv`); every process of the job calls this.
 
@@ -78,9 +90,6 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     output = output_of(settings, args)
     output.check()
     lock.check_free(output.folder)
-    length = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
-    if settings.resume == "auto" and has_ended(output.folder, **length):
-        return say_ended(output.folder)
     if args.push_to_hub:
         private = bool(args.hub_private_repo)
         hub.require_repository(args.hub_model_id, private=private, asks=args.process_index == 0)
@@ -89,9 +98,14 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
         Watchdog(settings.time_limits(), folder=output.folder / FLIGHT) as watchdog,
         lock.held(output.folder, launched=launched_at(), say=say),
         noting_failure(output.folder),
+        explained_disk(output.folder, output.checkpoints),
     ):
         stop = StopSignals()
-        trainer = train(method, settings, args, output.find(say), stages, watchdog, stop)
+        inputs = read_inputs(settings, args, stages)
+        length = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
+        if is_over(output, inputs.run, settings, length):
+            return say_ended(output.folder)
+        trainer = train(method, inputs, args, output.find(say), stages, watchdog, stop)
         if stop.agreed:
             close_accelerator(trainer.accelerator)
     if stop.agreed:
@@ -104,7 +118,7 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
 
 def train(
     method: Method,
-    settings: TrlSettings,
+    inputs: Inputs,
     args: Any,
     resumed: Path | None,
     stages: Stages,
@@ -113,7 +127,8 @@ def train(
 ) -> Any:
     """Build the trainer, go on from the checkpoint `resumed` if there is one, train to the end or
     until a signal stops the run after a step that is saved."""
-    trainer = build(method, settings, args, stages, watchdog, resumed)
+    settings = inputs.settings
+    trainer = build(method, inputs, args, stages, watchdog, resumed)
     output, is_main = Path(args.output_dir), trainer.accelerator.is_main_process
     make_output(trainer.accelerator, output)
     if is_main:
@@ -143,7 +158,7 @@ def train(
             card = model_card(method, settings, trainer)
             write_card(beside, card, trainer.model.config, final)
     if is_main:
-        mark_ended(output)
+        mark_ended(output, with_weights(inputs.run, settings.model))
         print(ending(final), flush=True)
     trainer.unpatch()
     return trainer
@@ -169,15 +184,8 @@ def model_card(method: Method, settings: TrlSettings, trainer: Any) -> Card:
     )
 
 
-def build(
-    method: Method,
-    settings: TrlSettings,
-    args: Any,
-    stages: Stages,
-    watchdog: Watchdog,
-    resumed: Path | None,
-) -> Any:
-    """The trainer of a run, which may go on from the checkpoint `resumed`."""
+def read_inputs(settings: TrlSettings, args: Any, stages: Stages) -> Inputs:
+    """What the run is made of, as far as it is known before weights are read."""
     device_type = args.device.type
     require_fused_layers(settings.fused_layers, device_type)
     models.check_4bit(settings, fsdp=bool(args.fsdp))
@@ -188,7 +196,19 @@ def build(
     stages.enter("data")
     data = load_data(settings, args, reading_of(settings, args, tokenizer, config.vocab_size))
     run = trl_fingerprint(settings, args, config=config, tokenizer=tokenizer, rows=data.train)
-    check_fingerprint(resumed, run, settings)
+    return Inputs(settings, config, tokenizer, data, run)
+
+
+def build(
+    method: Method,
+    inputs: Inputs,
+    args: Any,
+    stages: Stages,
+    watchdog: Watchdog,
+    resumed: Path | None,
+) -> Any:
+    """The trainer of a run, which may go on from the checkpoint `resumed`."""
+    settings, config, tokenizer, data, run = inputs
     if hasattr(args, "assistant_only_loss"):
         args.assistant_only_loss = False  # labels say it already
     stages.enter("model")
@@ -196,6 +216,8 @@ def build(
     given: dict[str, Any] = {}
     if method.compares and not settings.uses_lora:  # else the model with its adapter off
         given["ref_model"] = load(settings, config, args)
+    run = with_weights(run, settings.model)
+    check_fingerprint(resumed, run, settings)
     stages.enter("trainer")
     trainer = method.trainer(
         model=model,

@@ -25,6 +25,11 @@ class Change:
     then: Any
     now: Any
 
+    @property
+    def flag_name(self) -> str:
+        """What allows it. Files of weights have many names, so their section is allowed whole."""
+        return "weights" if self.name.startswith("weights.") else self.name
+
     def is_allowed(self, names: Collection[str]) -> bool:
         return self.name in names or self.name.split(".")[0] in names
 
@@ -79,7 +84,7 @@ def problems(
     found = [each for each in changes(then, now, defaults=defaults) if not each.is_allowed(allowed)]
     if found:
         listed = "\n  ".join(f"{e.name} is {e.now!r}, the run has {e.then!r}" for e in found)
-        names = " ".join(sorted({_flag_name(each) for each in found}))
+        names = " ".join(sorted({each.flag_name for each in found}))
         yield (
             f"resume: it differs from the run at {checkpoint}, so the numbers would not be those "
             f"of one run:\n  {listed}\n{_other_files(then, now)}Use what the run had, start a new "
@@ -104,11 +109,6 @@ def _unknown(allowed: Collection[str], now: Fingerprint) -> Iterator[str]:
         # Of a file of weights that is gone, only the checkpoint knows the name.
         if name not in known and name.split(".")[0] not in SECTIONS[:3]:
             yield f"allow_change: {name!r} is nothing that is compared.{did_you_mean(name, known)}"
-
-
-def _flag_name(change: Change) -> str:
-    """Files of weights have many names, so that their section is allowed as a whole."""
-    return "weights" if change.name.startswith("weights.") else change.name
 
 
 def _other_files(then: Fingerprint, now: Fingerprint) -> str:

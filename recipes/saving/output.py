@@ -38,6 +38,8 @@ class Output:
 
     def check(self) -> None:
         """Raise ValueError for a folder that the run can't begin or go on in. Changes nothing."""
+        if (hidden := _no_folder(self.folder)) is not None:
+            raise ValueError(f"output {str(self.folder)!r}: {hidden}")
         if self.resume == "yes":
             if not complete(self.checkpoints):
                 raise ValueError(
@@ -48,6 +50,13 @@ class Output:
             return
         is_own_run = self.resume == "auto" and (self.folder / self.record).is_file()
         if self.folder.exists() and not (self.is_free() or is_own_run):
+            if self.resume == "auto" and (found := complete(self.checkpoints)):
+                raise ValueError(
+                    f"output {str(self.folder)!r} has checkpoints of a run, the newest "
+                    f"{found[-1].path.relative_to(self.folder)}, but {self.record} is missing, by "
+                    "which --resume auto knows a run. Go on from the newest whole one with "
+                    "--resume, which writes that file anew, or give an empty or new folder."
+                )
             hint = (
                 "no run of this recipe has begun there. Give an empty or new folder."
                 if self.resume == "auto"
@@ -79,6 +88,19 @@ class Output:
                 else "resume: starting from the first step"
             )
         return found
+
+
+def _no_folder(place: Path) -> str | None:
+    """Why no folder can be made at `place`, None if it can or is there."""
+    for path in (place, *place.parents):
+        if path.is_symlink() and not path.exists():
+            return (
+                f"{path} is a link to {path.readlink()}, which is not there. Make that folder, "
+                "bring its disk back, or give another output."
+            )
+        if path.exists():
+            return None if path.is_dir() else f"{path} is a file. Give another output."
+    return None
 
 
 def make_output(accelerator: Any, output: Path) -> None:

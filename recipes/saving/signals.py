@@ -1,11 +1,14 @@
-"""A run that is asked to end saves first: SIGTERM of spot machines, SIGUSR1 of Slurm.
+"""A run that is asked to end saves first: SIGTERM of spot machines, SIGUSR1 of Slurm, SIGHUP of a
+terminal that was closed.
 
 A signal only leaves a note. Ranks compare their notes at the end of a step, with numbers that they
 exchange anyway, so all stop after the same one. A second signal ends a process at once.
 """
 
+import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -14,10 +17,20 @@ import torch.distributed as dist
 
 from longctx_patch.plugin.together import num_ranks
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOPPED = frozenset(128 + number for number in STOP_SIGNALS)
 """Exit codes of a run that a signal has stopped after its checkpoint was complete, as shells count
-signals: 143 for SIGTERM, 138 for SIGUSR1 (on Linux)."""
+signals: 143 for SIGTERM, 138 for SIGUSR1 (on Linux), 129 for SIGHUP."""
+SAME_S = 1.0
+"""Signals that come within this time are one: who signals all processes of a terminal or a job
+reaches the launcher as well, which hands it on."""
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that stop this process. Not SIGHUP under nohup; SIGUSR1 also where it is ignored, by
+    which a process outlives one that comes before the run has begun."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return [each for each in STOP_SIGNALS if each != signal.SIGHUP or hangs_up]
 
 
 class StopSignals:
@@ -28,11 +41,14 @@ class StopSignals:
         """The signal that this process was sent; 0 for none."""
         self.agreed = 0
         """The signal after which all ranks stop; 0 while they go on."""
+        self._since = 0.0
+        self._terminals: list[int] = []
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._note) for each in STOP_SIGNALS}
+            self._terminals = [each for each in (1, 2) if os.isatty(each)]
+            self._before = {each: signal.signal(each, self._note) for each in stop_signals()}
         return self
 
     def __exit__(
@@ -59,10 +75,20 @@ class StopSignals:
         )
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.asked and time.monotonic() - self._since > SAME_S:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.asked = number
+        if not self.asked:
+            self.asked, self._since = number, time.monotonic()
+        if number == signal.SIGHUP:
+            self._leave_terminal()
+
+    def _leave_terminal(self) -> None:
+        """What is printed to a terminal that is gone would be an error, before the run is saved."""
+        for stream in self._terminals:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
 
 
 class Agreement:

@@ -16,6 +16,7 @@ from longctx_patch.checkpoints.manifest import seal
 from longctx_patch.checkpoints.plain_pickle import load_plain, one_process_is_fine
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
 
+from .disk import quiet_threads, unwritten
 from .snapshot import Snapshot, random_file
 
 RUN_FILE = "run.json"
@@ -81,7 +82,11 @@ class Writer(dcp.FileSystemWriter):
     """torch's writer, but errors of its threads are raised; else a full disk would go unnoticed."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        done = super().write_data(plan, planner)
+        with quiet_threads() as errors:
+            try:
+                done = super().write_data(plan, planner)
+            except (OSError, RuntimeError) as error:
+                raise unwritten(Path(self.path), [error]) from error
         if len(done.value()) != len(plan.items):
-            raise OSError(f"states could not be written to {self.path}: see the output above")
+            raise unwritten(Path(self.path), errors)
         return done

@@ -115,15 +115,28 @@ def test_processes_are_forked_unless_cuda_was_set_up(
     assert arguments.training_script_args == wanted
 
 
-def test_ctrl_c_is_one_line(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked processes end without a word, and torch's launcher raises."""
+@pytest.mark.parametrize(
+    "error",
+    [SignalException("Process 7 got signal: 2", sigval=signal.SIGINT), KeyboardInterrupt()],
+    ids=["of several processes", "of one process"],
+)
+def test_ctrl_c_is_one_line(
+    error: BaseException, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forked processes end without a word, and the launcher raises. A second one ends it at once:
+    Python would print what it was just doing."""
 
     def interrupted(_: Any) -> None:
-        raise SignalException("Process 7 got signal: 2", sigval=signal.SIGINT)
+        raise error
 
+    before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr("accelerate.commands.launch.launch_command", interrupted)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    result = run("train", folder)
+    try:
+        result = run("train", folder)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130
     assert result.output == f"finetune: {INTERRUPTED}\n"
 

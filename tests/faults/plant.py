@@ -92,8 +92,7 @@ class _Planted:
             os.kill(os.getpid(), SIGNALS[kind])
         elif kind == "exception":
             raise PlantedError("planted")
-        elif kind == "full disk":
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        elif kind == "full disk":  # Python ignores SIGXFSZ
             resource.setrlimit(resource.RLIMIT_FSIZE, (ALLOWED_BYTES, resource.RLIM_INFINITY))
         return kind == "nan"
 

@@ -1,5 +1,9 @@
 """Processes started by `accelerate launch`, as a user does it, against one process."""
 
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -93,6 +97,30 @@ def test_a_refusal_is_one_message_that_the_launcher_repeats(
         assert "traceback : finetune: no such file" in str(ChildFailedError("job", {0: shown}))
 
 
+def test_a_second_ctrl_c_is_no_traceback() -> None:
+    """It came while Python was ending, and printed what was going on there."""
+    program = """
+import atexit, os, signal
+from longctx_patch.recipes.launch import one_message
+atexit.register(lambda: signal.raise_signal(signal.SIGINT))
+with one_message("finetune"):
+    signal.raise_signal(signal.SIGINT)
+"""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == f"finetune: {INTERRUPTED}\n"
+
+
+@pytest.fixture
+def answers_ctrl_c() -> Iterator[None]:
+    """As before, after the test."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("answers_ctrl_c")
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0), (None, 1)])
 def test_ctrl_c_is_one_line_of_a_job(
     rank: str | None,

@@ -2,17 +2,21 @@
 and that tokens are made once and never held."""
 
 import json
+import os
+import time
 import tracemalloc
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import datasets.config
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 import pytest
 
 from longctx_patch.data import pack_rows
+from longctx_patch.recipes import text_rows
 from longctx_patch.recipes.data import text_reading, token_table
 from longctx_patch.recipes.data.text_reading import TextReading, tokens_of
 from longctx_patch.recipes.models import byte_tokenizer
@@ -23,6 +27,7 @@ from longctx_patch.recipes.text_rows import (
     single_rows,
     stream_of,
 )
+from tests.harness import run_distributed
 
 EOS = 256
 AWKWARD = ["a" * n for n in (3, 1, 13, 64, 1, 2, 31, 127, 5, 63, 8)]
@@ -160,3 +165,38 @@ def test_bytes_go_there_and_back() -> None:
     assert len(ids) == len(text.encode())
     assert tokenizer.decode(ids) == text
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id) == (258, EOS, EOS + 1)
+
+
+def packs(rank: int, source: str, seq_len: int, cache: str, calls: str) -> list[Any]:
+    """The rows as a process sees them, which leaves a file for each time that it packs."""
+    datasets.config.HF_DATASETS_CACHE = Path(cache)
+    pack = text_rows.pack_lengths
+
+    def counted(*given: Any) -> Any:
+        Path(calls, f"{os.getpid()}_{seq_len}_{time.monotonic_ns()}").touch()
+        return pack(*given)
+
+    text_rows.pack_lengths = counted
+    rows = packed_rows(stream_of([source], TextReading(byte_tokenizer())), seq_len)
+    assert isinstance(rows.pieces.starts, np.memmap)
+    assert isinstance(rows.edges, np.memmap)
+    return [*rows, rows.digest(), rows.summary]
+
+
+def test_one_process_packs_for_all(made: Made, tmp_path: Path) -> None:
+    """Each did, and each run again. A file that was cut off is made anew."""
+    made(single_rows, AWKWARD)
+    calls, source = tmp_path / "calls", str(made.folder / "1.jsonl")
+    calls.mkdir()
+    given = (source, 16, str(tmp_path / "shared"), str(calls))
+    first, other = run_distributed(packs, 2, *given)
+    assert first == other
+    assert len([*calls.iterdir()]) == 1
+    assert run_distributed(packs, 1, *given) == [first]
+    assert len([*calls.iterdir()]) == 1
+    (file,) = (tmp_path / "shared").rglob("edges.npy")
+    file.write_bytes(file.read_bytes()[:-3])
+    assert run_distributed(packs, 1, *given) == [first]
+    assert len([*calls.iterdir()]) == 2
+    assert run_distributed(packs, 1, source, 8, *given[2:]) != [first]
+    assert len([*calls.iterdir()]) == 3

@@ -227,6 +227,7 @@ def test_a_run_goes_on_where_it_stopped(job: Path) -> None:
     ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
     check_signals(job, usual, whole)
+    check_totals(job, usual)
     check_what_is_refused(job, usual)
 
 
@@ -260,6 +261,38 @@ def check_signals(job: Path, usual: list[str], whole: list[dict[str, float]]) ->
     numbers = [[line.get(n) for n in names] for line in read_metrics(output) if "loss" in line]
     assert numbers == [[line.get(n) for n in names] for line in whole if "loss" in line]
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def ended(arguments: list[str]) -> tuple[float, float]:
+    """`train_loss` as it is logged and as `train` returns it."""
+    returned: list[Any] = []
+    train = sft.LongContextSFTTrainer.train
+
+    def kept(*given: Any, **more: Any) -> Any:
+        returned.append(train(*given, **more))
+        return returned[-1]
+
+    with mock.patch.object(sft.LongContextSFTTrainer, "train", kept):
+        trainer = trl_run.run(sft.METHOD, arguments)
+    return trainer.state.log_history[-1]["train_loss"], returned[0].training_loss
+
+
+def check_totals(job: Path, usual: list[str]) -> None:
+    """Means, tokens and the loss at the end of a run that was stopped between two logs are those of
+    the whole run. They were counted from the resumption."""
+    command = [*usual, "--save-steps", "100", "--resume", "auto", "--logging-steps", "3"]
+    folders = [job / "logged", job / "logged_in_parts"]
+    given = [[*command, "--output-dir", str(folder)] for folder in folders]
+    whole = run_launched(ended, 2, given[0])
+    assert run_launched(stopped_by_a_signal, 2, given[1]) == [138, 138]
+    assert run_launched(ended, 2, given[1]) == whole
+    lines = [[line for line in read_metrics(f) if "loss" in line] for f in folders]
+    names = {n for n in lines[0][0] if not re.search("second|memory|runtime", n)}
+    assert {"loss", "num_tokens", "mean_token_accuracy"} <= names
+    assert [line["step"] for line in lines[0]] == [3]
+    assert [{n: line[n] for n in names} for line in lines[1]] == [
+        {n: line[n] for n in names} for line in lines[0]
+    ]
 
 
 def check_what_is_refused(job: Path, usual: list[str]) -> None:

@@ -69,6 +69,48 @@ def test_auto_never_begins_among_files_of_others(start: Start, tmp_path: Path) -
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize("below", ["", "deep/er"])
+@pytest.mark.parametrize("resume", ["no", "auto"])
+def test_a_place_where_no_folder_can_be_is_named(
+    below: str, resume: str, start: Start, tmp_path: Path
+) -> None:
+    """It was an error of mkdir, with its trace."""
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(tmp_path / "unmounted")
+    file.write_text("mine")
+    for place, words in ((link, f"is a link to {tmp_path / 'unmounted'}"), (file, "is a file")):
+        with pytest.raises(ValueError, match=r"[gG]ive another output") as told:
+            start("--output", str(place / below), "--resume", resume)
+        assert f"{place} {words}" in str(told.value)
+    assert sorted(path.name for path in tmp_path.iterdir() if path != tmp_path / "cache") == [
+        *("file", "link", "text.txt", "tiny")
+    ]
+
+
+def test_a_link_to_a_folder_is_one(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    start("--output", str(tmp_path / "link"), "--max-steps", "1")
+    assert (tmp_path / "disk/final/README.md").is_file()
+
+
+def test_a_run_without_its_record_is_told_from_files_of_others(
+    start: Start, tmp_path: Path
+) -> None:
+    """Somebody has deleted settings.json: it was said that no run had begun there."""
+    output = start("--save-every", "2")
+    whole = numbers(output)
+    (output / "settings.json").unlink()
+    with pytest.raises(ValueError, match=r"settings\.json is missing, by which --resume") as told:
+        start("--resume", "auto")
+    assert "the newest checkpoints/step_000004" in str(told.value)
+    assert "Go on from the newest whole one with --resume" in str(told.value)
+    start("--save-every", "2", "--resume")  # as it says
+    assert numbers(output) == whole
+    assert (output / "settings.json").is_file()
+    start("--resume", "auto")
+
+
 @pytest.mark.parametrize(
     ("words", "line", "found"),
     [

@@ -1,9 +1,11 @@
 """A run that is asked to end saves first, ends with a code of its own, and goes on exactly."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.plugin.launch_yaml import accelerate_yaml
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.saving.signals import Agreement, StopSignals
+from longctx_patch.recipes.saving.signals import Agreement, StopSignals, stop_signals
 from tests.harness import run_distributed
-from tests.launching import OURS
+from tests.launching import clean_environment
 
 NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens")
 
@@ -38,13 +40,16 @@ def test_a_signal_leaves_a_note_and_handlers_come_back() -> None:
 
 
 def test_a_second_signal_ends_the_process() -> None:
-    """At once, though the first one is not answered yet."""
+    """At once, though the first one is not answered yet; but what comes with the first one is one
+    with it, as that of a launcher whose whole group was signalled."""
     program = """
-import signal
-from longctx_patch.recipes.saving.signals import StopSignals
-with StopSignals():
+import signal, time
+from longctx_patch.recipes.saving.signals import SAME_S, StopSignals
+with StopSignals() as stop:
     signal.raise_signal(signal.SIGTERM)
-    print("goes on", flush=True)
+    signal.raise_signal(signal.SIGHUP)
+    print("goes on", stop.asked, flush=True)
+    time.sleep(SAME_S + 0.1)
     signal.raise_signal(signal.SIGTERM)
     print("never said")
 """
@@ -52,7 +57,17 @@ with StopSignals():
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == -signal.SIGTERM
-    assert done.stdout == "goes on\n"
+    assert done.stdout == "goes on 15\n"
+
+
+def test_a_job_under_nohup_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell that logs out would stop it. SIGUSR1 is answered also where it was ignored."""
+    ignored = {signal.SIGHUP, signal.SIGUSR1}
+    handlers = dict.fromkeys(ignored, signal.SIG_IGN)
+    monkeypatch.setattr(signal, "getsignal", lambda n: handlers.get(n, signal.SIG_DFL))
+    assert stop_signals() == [signal.SIGTERM, signal.SIGUSR1]
+    handlers.clear()
+    assert stop_signals() == [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 
 def agree_twice(rank: int) -> list[int]:
@@ -72,7 +87,7 @@ def test_ranks_agree_at_the_end_of_the_same_step() -> None:
     assert run_distributed(agree_twice, 2) == [[0, usr1, usr1]] * 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_saves_and_ends_after_the_step(
     number: signal.Signals,
     config_file: Path,
@@ -105,40 +120,51 @@ def test_a_run_saves_and_ends_after_the_step(
     assert (output / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
 
 
-@pytest.mark.parametrize(("num_processes", "number"), [(2, signal.SIGTERM), (1, signal.SIGUSR1)])
-def test_longctx_train_hands_signals_on(
-    num_processes: int, number: signal.Signals, config_file: Path, text_file: Path, tmp_path: Path
-) -> None:
-    """The launcher waits until the processes have saved, and ends with their code."""
-    folder = tmp_path / "a run"
+def run_folder(folder: Path, num_processes: int, config_file: Path, text_file: Path) -> Path:
+    """A run folder for processes on the CPU; returns its output."""
     folder.mkdir()
-    output = folder / "training"
     settings = {
         "model": str(config_file),
         "text": str(text_file),
         "seq_len": 64,
         "ulysses": num_processes,
+        "output": str(folder / "training"),
+        "max_steps": 2000,
+        "scheduler": "constant",
     }
-    settings |= {"output": str(output), "max_steps": 2000, "scheduler": "constant"}
     (folder / "finetune.yaml").write_text(yaml.safe_dump(settings))
     (folder / "accelerate.yaml").write_text(
         accelerate_yaml(num_processes, num_processes, fsdp=False, cpu=True, mixed_precision="no")
     )
-    words = [sys.executable, "-m", "longctx_patch.cli.main", "train", str(folder)]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    return folder / "training"
+
+
+def wait_for_steps(output: Path, job: "subprocess.Popen[Any]") -> None:
+    limit = time.monotonic() + 120
+    while not (output / "metrics.jsonl").exists() or len(read_metrics(output)) < 3:
+        assert time.monotonic() < limit
+        assert job.poll() is None
+        time.sleep(0.1)
+
+
+TRAIN = [sys.executable, "-m", "longctx_patch.cli.main", "train"]
+
+
+@pytest.mark.parametrize(("num_processes", "number"), [(2, signal.SIGTERM), (1, signal.SIGUSR1)])
+def test_longctx_train_hands_signals_on(
+    num_processes: int, number: signal.Signals, config_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """The launcher waits until the processes have saved, and ends with their code."""
+    output = run_folder(tmp_path / "a run", num_processes, config_file, text_file)
     job = subprocess.Popen(
-        [*words, "--resume", "auto"],
-        env=clean | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        [*TRAIN, str(output.parent), "--resume", "auto"],
+        env=clean_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     try:
-        limit = time.monotonic() + 120
-        while not (output / "metrics.jsonl").exists() or len(read_metrics(output)) < 3:
-            assert time.monotonic() < limit
-            assert job.poll() is None, job.communicate()[0]
-            time.sleep(0.1)
+        wait_for_steps(output, job)
         job.send_signal(number)
         said = job.communicate(timeout=100)[0]
     finally:
@@ -148,4 +174,49 @@ def test_longctx_train_hands_signals_on(
     (saved,) = complete(steps_of(output))
     assert saved.step == len(read_metrics(output))
     assert said.count(f"stopped by {number.name} after step {saved.step}") == 1
+    assert not list(output.glob(".lock"))
+
+
+def take_terminal() -> None:
+    """Make the terminal at standard input that of the session."""
+    os.close(os.open(os.ttyname(0), os.O_RDWR))
+
+
+def read_until(terminal: int, closing: threading.Event) -> None:
+    """Read what is printed, as a terminal does, and close it when it is time."""
+    while not closing.is_set():
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 2**16)
+    os.close(terminal)
+
+
+def test_a_closed_terminal_saves_the_run(
+    config_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """The system sends SIGHUP to all processes, and the launcher hands it on as well. What they
+    would print is an error by then."""
+    output = run_folder(tmp_path / "a run", 2, config_file, text_file)
+    ours, theirs = os.openpty()
+    job = subprocess.Popen(
+        [*TRAIN, str(output.parent)],
+        env=clean_environment(),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(theirs)
+    closing = threading.Event()
+    reader = threading.Thread(target=read_until, args=(ours, closing), daemon=True)
+    reader.start()
+    try:
+        wait_for_steps(output, job)
+        closing.set()
+        reader.join()
+        assert job.wait(timeout=100) == 129
+    finally:
+        job.kill()
+    (saved,) = complete(steps_of(output))
+    assert saved.step == len(read_metrics(output))
     assert not list(output.glob(".lock"))
