@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from longctx_patch.health.own_part import own_part
 from longctx_patch.health.step_numbers import gathered
 from longctx_patch.plugin.together import num_ranks, of_all_ranks
 
@@ -106,8 +107,7 @@ class ReplicaCheck:
 def bit_sum(weight: Tensor) -> Tensor:
     """The sum of the bit patterns of what this rank holds, an int64 scalar on its device: another
     number if a single bit differs."""
-    held = weight.detach()
-    held = held.to_local() if isinstance(held, DTensor) else held
+    held = own_part(weight)
     return held.view(_INTEGERS[held.dtype.itemsize]).sum(dtype=torch.int64)
 
 

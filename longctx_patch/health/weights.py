@@ -4,8 +4,8 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from longctx_patch.health.own_part import own_part
 from longctx_patch.plugin.together import own_rank, refuse_together
 
 
@@ -51,7 +51,7 @@ def first_non_finite_weight(model: nn.Module, device: torch.device | None = None
 
     Reads the host's answer once, and, if there is such a weight, a second time.
     """
-    named = [(name, _part(tensor)) for name, tensor in _tensors(model)]
+    named = [(name, own_part(tensor)) for name, tensor in _tensors(model)]
     held = [(name, part) for name, part in named if part.numel()]
     if not held:
         return None
@@ -71,9 +71,3 @@ def first_non_finite_weight(model: nn.Module, device: torch.device | None = None
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     found = [*model.named_parameters(), *model.named_buffers()]
     return [(name, t) for name, t in found if t.is_floating_point() and t.dtype.itemsize >= 2]
-
-
-def _part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a weight."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from longctx_patch.health.own_part import own_part
 from longctx_patch.health.weights import first_non_finite_weight
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.plugin.together import of_all_ranks, own_rank
@@ -124,7 +124,7 @@ def _seen(watch: _Watch, model: nn.Module) -> tuple[Stage, int, str] | None:
     if watch.backward is not None:
         return Stage.BACKWARD, *watch.backward
     for order, (name, parameter) in enumerate(model.named_parameters()):
-        gradient = None if parameter.grad is None else _local(parameter.grad)
+        gradient = None if parameter.grad is None else own_part(parameter.grad)
         if gradient is not None and not _is_finite(gradient):
             what = f"the gradient of weight {_plain(name)} is not finite"
             return Stage.GRADIENT, order, f"{what} ({_values(gradient)})"
@@ -179,8 +179,8 @@ def _plain(name: str) -> str:
 
 
 def _values(tensor: Tensor) -> str:
-    odd = int((~torch.isfinite(_local(tensor))).sum())
-    return f"{odd:,} of {math.prod(_local(tensor).shape):,} values"
+    odd = int((~torch.isfinite(own_part(tensor))).sum())
+    return f"{odd:,} of {math.prod(own_part(tensor).shape):,} values"
 
 
 def _floats(output: Any) -> list[Tensor]:
@@ -189,10 +189,4 @@ def _floats(output: Any) -> list[Tensor]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(_local(tensor)).all())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part. Detached, since checkpointing counts what is saved for backward."""
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
+    return bool(torch.isfinite(own_part(tensor)).all())

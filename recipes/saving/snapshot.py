@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+
+from longctx_patch.health.own_part import own_part
 
 from .state import TrainState
 
@@ -36,7 +37,7 @@ class Snapshot:
     def bytes_here(self) -> int:
         """What a copy of this rank's parts takes."""
         leaves = tree_leaves(self.tensors)
-        return sum(_part(leaf).nbytes for leaf in leaves if isinstance(leaf, Tensor))
+        return sum(own_part(leaf).nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def shared_snapshot(state: TrainState) -> Snapshot:
@@ -105,8 +106,3 @@ def _random_states() -> dict[str, Tensor]:
     states = torch.cuda.get_rng_state_all()
     on_gpus = {f"cuda_{number}": state for number, state in enumerate(states)}
     return {"cpu": torch.get_rng_state(), **on_gpus}
-
-
-def _part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, safe_open
-from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
 
 from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.names import steps_of
@@ -22,31 +21,16 @@ from longctx_patch.recipes.saving.background import Background
 from longctx_patch.recipes.saving.keeper import Keeper
 from longctx_patch.recipes.saving.reading import load_checkpoint
 from longctx_patch.recipes.saving.state import TrainState
-from tests.tiny_llama import TINY_LLAMA
+from tests.recipes.saving.small_state import state_of, tiny_model, train
 
 MakeKeeper = Callable[..., Keeper]
 
 
 @pytest.fixture
 def state() -> TrainState:
-    set_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA, tie_word_embeddings=True))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=9)
-    state = TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+    state = state_of(tiny_model(tie_word_embeddings=True))
     train(state)
     return state
-
-
-def train(state: TrainState) -> float:
-    ids = torch.arange(40).view(2, 20) + state.step
-    loss = state.model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    state.optimizer.step()
-    state.scheduler.step()
-    state.optimizer.zero_grad()
-    state.step += 1
-    return float(loss.detach())
 
 
 @pytest.fixture

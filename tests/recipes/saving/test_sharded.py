@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, filesystem
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
+from transformers import AutoModelForCausalLM
 
 from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
 from longctx_patch.checkpoints.manifest import MANIFEST
@@ -28,23 +28,19 @@ from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.saving.writing import WRITERS, Writer
 from tests.harness import run_distributed
 from tests.plugin.launched import run_launched
-from tests.tiny_llama import TINY_LLAMA
+from tests.recipes.saving.small_state import state_of, tiny_model, train
 
 
 def sharded_state(*, lora: bool) -> TrainState:
     """A freshly initialised model, sharded layer by layer as Accelerate does it."""
-    set_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA))
+    model = tiny_model()
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
     decoder = model.get_decoder() if not lora else model.get_base_model().get_decoder()
     for layer in decoder.layers:
         fully_shard(layer)
     fully_shard(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=9)
-    return TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+    return state_of(model)
 
 
 def accelerator_of(rank: int) -> Any:
@@ -57,22 +53,11 @@ def accelerator_of(rank: int) -> Any:
     )
 
 
-def step(state: TrainState) -> float:
-    ids = torch.arange(40).view(2, 20) + state.step
-    loss = state.model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    state.optimizer.step()
-    state.scheduler.step()
-    state.optimizer.zero_grad()
-    state.step += 1
-    return loss.item()
-
-
 def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
     """Saves in the background, which ends only after the steps that follow are done."""
     state = sharded_state(lora=lora)
-    step(state)
-    step(state)
+    train(state)
+    train(state)
     tokenizer, all_done = byte_tokenizer(), threading.Event()
 
     def write_at_last(folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -92,7 +77,7 @@ def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
     with keeper:
         place = keeper.save(state)
         export_model(accelerator_of(rank), state.model, tokenizer, folder, seed=0, step=2)
-        losses = [step(state) for _ in range(3)]
+        losses = [train(state) for _ in range(3)]
         assert not (place / MANIFEST).exists()
         all_done.set()
     assert (place / MANIFEST).exists()
@@ -101,10 +86,10 @@ def save_and_go_on(rank: int, folder: Path, *, lora: bool) -> list[float]:
 
 def load_and_go_on(folder: Path, *, lora: bool) -> list[float]:
     state = sharded_state(lora=lora)
-    step(state)  # an older state there is replaced
+    train(state)  # an older state there is replaced
     load_checkpoint(state, folder / "checkpoints/step_000002")
     assert state.step == 2
-    return [step(state) for _ in range(3)]
+    return [train(state) for _ in range(3)]
 
 
 def save_and_load(rank: int, folder: str) -> dict[str, list[float]]:
@@ -128,8 +113,7 @@ def test_sharded_models_go_on_exactly_and_are_saved_whole(tmp_path: Path) -> Non
 
     full, lora = (tmp_path / name / "checkpoints" / "step_000002" for name in ("full", "lora"))
     assert json.loads((full / "run.json").read_text())["fingerprint"]["world"] == 2
-    set_seed(0)
-    base = AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA))
+    base = tiny_model()
     ids = torch.arange(40).view(2, 20) + 2
     for name, model in (
         ("full", AutoModelForCausalLM.from_pretrained(full / "model")),

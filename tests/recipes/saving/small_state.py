@@ -1,0 +1,35 @@
+"""A tiny Llama in training, without the recipe around it."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler, set_seed
+
+from longctx_patch.recipes.saving.state import TrainState
+from tests.tiny_llama import TINY_LLAMA
+
+
+def tiny_model(**changes: Any) -> Any:
+    """Freshly initialised, the same each time."""
+    set_seed(0)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**TINY_LLAMA, **changes))
+
+
+def state_of(model: Any) -> TrainState:
+    """The state before the first step."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2, num_training_steps=9)
+    return TrainState(model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def train(state: TrainState) -> float:
+    """One step on rows of its own; returns the loss."""
+    ids = torch.arange(40).view(2, 20) + state.step
+    loss = state.model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    state.optimizer.step()
+    state.scheduler.step()
+    state.optimizer.zero_grad()
+    state.step += 1
+    return float(loss.detach())
