@@ -56,6 +56,9 @@ class SealedCheckpointsMixin(_Trainer):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
+        except BaseException:
+            self._saving = None
+            raise
         finally:
             self.args.save_total_limit = limit
         if not self._callbacks_follow:
@@ -75,6 +78,9 @@ class SealedCheckpointsMixin(_Trainer):
         self._callbacks_follow = True
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
+        except BaseException:
+            self._saving = None
+            raise
         finally:
             self._callbacks_follow = False
         if self._saving is not None:

@@ -291,6 +291,32 @@ def test_a_checkpoint_is_uploaded_when_it_is_whole(best: Path) -> None:
     assert len(trainer.pushed) == 2
 
 
+@pytest.mark.parametrize("place", ["_save_checkpoint", "_maybe_log_save_evaluate"])
+def test_what_is_saved_after_a_failure_is_no_checkpoint(best: Path, place: str) -> None:
+    """Where transformers fails, and where a callback does."""
+
+    class Fails(Stock):
+        def _maybe_log_save_evaluate(self) -> None:
+            self._save_checkpoint(None, None)
+            raise OSError("no space left")
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            if place == "_save_checkpoint":
+                raise OSError("no space left")
+
+    class Failing(SealedCheckpointsMixin, Fails):
+        _watchdog = None
+        __init__ = Trained.__init__
+        _get_output_dir = Trained._get_output_dir
+
+    trainer: Any = Failing(best.parent, None, save_total_limit=3)
+    with pytest.raises(OSError, match="no space left"):
+        trainer._maybe_log_save_evaluate()
+    assert trainer._saving is None
+    assert trainer.args.save_total_limit == 3
+    assert not trainer._callbacks_follow
+
+
 def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
     for limit, kept in ((1, [4, 12]), (2, [4, 12]), (3, [4, 10, 12]), (0, [2, 4, 10, 12])):
         output = tmp_path / str(limit)
