@@ -206,6 +206,22 @@ def test_stock_checkpoints_are_taken_and_old_ones_go_last(tmp_path: Path) -> Non
     assert not manifests
     assert sum("checkpoints get no manifest" in text for text in said) == 2  # once for each run
     assert sum("has no manifest" in text for text in said) == 1
+    check_damage(tmp_path / "killed" / "checkpoint-6")
+
+
+def check_damage(checkpoint: Path) -> None:
+    """Every file of a trainer's checkpoint, cut, flipped and deleted, is named."""
+    assert sealing._problems(checkpoint) == []
+    paths = [path for path in checkpoint.rglob("*") if path.is_file()]
+    assert {"model.safetensors", "optimizer.pt", MANIFEST, RECORD} < {p.name for p in paths}
+    for path in paths:
+        content = path.read_bytes()
+        for damage in (lambda p: p.write_bytes(p.read_bytes()[:-1]), flipped, Path.unlink):
+            damage(path)
+            (problem,) = sealing._problems(checkpoint)
+            assert problem.startswith(path.name)
+            path.write_bytes(content)
+    assert sealing._problems(checkpoint) == []
 
 
 class Stock:
@@ -218,7 +234,13 @@ class Stock:
         self.loaded = self.state.best_model_checkpoint  # type: ignore[attr-defined]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.save_model()
         self._push_from_checkpoint(str(self._saving))  # type: ignore[attr-defined]
+
+    def save_model(self) -> None:
+        """Nothing calls a folder whole into which somebody writes."""
+        folder = self._saving  # type: ignore[attr-defined]
+        self.pushed.append(f"begins: {(folder / MANIFEST).is_file()}")
 
     def _push_from_checkpoint(self, folder: str) -> None:
         self.pushed.append(f"{Path(folder).name}: {(Path(folder) / MANIFEST).is_file()}")
@@ -281,14 +303,13 @@ def test_what_was_begun_and_has_no_manifest_is_not_whole(best: Path) -> None:
 def test_a_checkpoint_is_uploaded_when_it_is_whole(best: Path) -> None:
     """Also one that is saved from a callback, as transformers does on SIGTERM."""
     trainer = Trained(best.parent, None)
-    (best / MANIFEST).unlink()
     (best / "checkpoint-is-incomplete.txt").touch()
     trainer._save_checkpoint(None, None)
-    assert trainer.pushed == ["checkpoint-2: True"]
+    assert trainer.pushed == ["begins: False", "checkpoint-2: True"]
     (best / "checkpoint-is-incomplete.txt").unlink()
     assert problems_of(best) == []
     trainer._push_from_checkpoint(str(best.parent))  # what is no checkpoint waits for nothing
-    assert len(trainer.pushed) == 2
+    assert len(trainer.pushed) == 3
 
 
 @pytest.mark.parametrize("place", ["_save_checkpoint", "_maybe_log_save_evaluate"])
