@@ -45,11 +45,11 @@ def prediction(
     states_on_host: bool,
     rows_per_step: int | None,
 ) -> Result | None:
-    """What the run is predicted to take; None for experts, which the planner does not know.
+    """What the run is predicted to take; None for experts and latent attention, which are not.
 
     Raises ValueError where the run is predicted not to fit, with what to change.
     """
-    if ModelFacts.of(config).experts:
+    if ModelFacts.of(config).unpredicted:
         return None
     return require_fit(
         predict_run(
@@ -78,7 +78,7 @@ def prediction_rows(
     """(what, value, why) of a run folder's table; `is_asked`: --gpus names a kind; `is_causal`:
     each token sees all before it, which is what the planner counts."""
     if result is None:
-        why = "experts are not predicted; the rehearsal before the first step measures"
+        why = "experts and latent attention are not predicted; the first step's rehearsal measures"
         return [("memory", "not predicted", why)] if is_asked else []
     memory, cluster = result.memory.total / 2**30, result.job.cluster
     checked = "" if cluster.host_bytes else " (not checked: --host-gib)"

@@ -108,7 +108,7 @@ def _fastest(
     chooser: DegreeChooser,
 ) -> Sharing:
     """The way that is predicted to take the least time for the rows of a step."""
-    if cluster is None or chooser.facts.experts or options.dpo:
+    if cluster is None or chooser.facts.unpredicted or options.dpo:
         raise ValueError(_not_predicted(options, chooser))
     job = job_of(settings, config, cluster, rows_per_step=options.step_rows)
     ways = {degree: chooser.choose(degree) for degree in possible_degrees(job)}
@@ -135,8 +135,8 @@ def _fastest(
 
 
 def _not_predicted(options: PatchOptions, chooser: DegreeChooser) -> str:
-    if chooser.facts.experts:
-        why = "what experts take is not predicted"
+    if chooser.facts.unpredicted:
+        why = f"what {chooser.facts.unpredicted} takes is not predicted"
     elif options.dpo:
         why = "what pairs and their reference take is not predicted (--dpo)"
     elif options.cpu:

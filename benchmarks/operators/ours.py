@@ -96,7 +96,7 @@ def _prepare(
         return decided_call(group, documents, mask, score, shape, is_windowed=is_windowed)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return distributed_attention(q, k, v, None, call(CallShape.of(q, k)))[0]
+        return distributed_attention(q, k, v, None, call(CallShape.of(q, k, v)))[0]
 
     positions = group.layout(documents).positions(group.group_rank, job.device)
     return Prepared(positions, run)

@@ -1,6 +1,7 @@
 """Exact attention over a sequence that is cut over ranks, as an operator of autograd.
 
-Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head dim.
+Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head dim of queries and
+keys, V of values.
 
 The operator runs a forward plan, saves (q, k, v, out, lse) and runs a backward plan. Ulysses, if
 any, exchanges heads for tokens around the plan, so that the product of the two is USP (Fang and
@@ -42,7 +43,10 @@ def distributed_attention(
     *,
     layer: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run a call and return (out_BLHD, lse_BHL); shapes are not checked.
+    """Run a call and return (out_BLHV, lse_BHL); shapes are not checked.
+
+    Plans, messages and kernels have one head dim, so where D and V differ the smaller is padded
+    with zeros: they add nothing to scores, and the columns that they add to `out` are cut off.
 
     `layer` is the number of the model's layer, which the record of a run that hangs names.
 
@@ -56,10 +60,18 @@ def distributed_attention(
             "real processes."
         )
     q, call = _with_scale_above_zero(q, call)
-    # Kernels read the head dim as contiguous and don't check.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    value_dim = v.shape[3]
+    q, k, v = (_as_wide(x, call.shape.head_dim) for x in (q, k, v))
     out, lse = _DistributedAttention.apply(q, k, v, sinks, call, layer)
-    return out, lse
+    return (out if value_dim == out.shape[3] else out[..., :value_dim]), lse
+
+
+def _as_wide(x: Tensor, head_dim: int) -> Tensor:
+    """`[B, L, heads, head_dim]`, padded with zeros where it has less."""
+    if x.shape[3] < head_dim:
+        return torch.nn.functional.pad(x, (0, head_dim - x.shape[3]))
+    # Kernels read the head dim as contiguous and don't check.
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _with_scale_above_zero(q: Tensor, call: AttentionCall) -> tuple[Tensor, AttentionCall]:
@@ -152,8 +164,9 @@ def _kept_partly(
 
 def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     fits = (
-        q.ndim == k.ndim == 4
-        and k.shape == v.shape
+        q.ndim == k.ndim == v.ndim == 4
+        and k.shape[:3] == v.shape[:3]
+        and v.shape[3] > 0
         and (q.shape[:2], q.shape[3]) == (k.shape[:2], k.shape[3])
         and k.shape[2] > 0
         and q.shape[2] % k.shape[2] == 0
@@ -168,8 +181,9 @@ def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         for name, t in zip("qkv", (q, k, v), strict=True)
     )
     return (
-        f"{described}: expected q [B, L, H, D] and k, v [B, L, G, D] with H a multiple of G, "
-        "of one float dtype and one device. Transpose [B, H, L, D] tensors with .transpose(1, 2)."
+        f"{described}: expected q [B, L, H, D], k [B, L, G, D] and v [B, L, G, V] with H a "
+        "multiple of G, of one float dtype and one device. Transpose [B, H, L, D] tensors with "
+        ".transpose(1, 2)."
     )
 
 
@@ -238,7 +252,8 @@ def check_shards(
         Meeting.ATTENTION,
         documents,
         q.shape[1],
-        f"batch {q.shape[0]}, heads {q.shape[2]}, kv heads {k.shape[2]}, head dim {q.shape[3]}, "
+        f"batch {q.shape[0]}, heads {q.shape[2]}, kv heads {k.shape[2]}, "
+        f"head dim {q.shape[3]}, of values {v.shape[3]}, "
         f"{q.dtype}, scale {score.scale}, softcap {score.softcap}, "
         f"{'no sinks' if sinks is None else 'sinks'}, mask {mask.checksum:08x}",
         whole="one sequence",

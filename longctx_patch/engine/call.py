@@ -41,13 +41,15 @@ class CallShape(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Numbers of a head. Where keys and values differ, the larger; the others are padded to it."""
     dtype: torch.dtype
     device_type: str
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor) -> "CallShape":
-        """The shape of queries `[B, L, H, D]` and keys `[B, L, G, D]`."""
-        return cls(q.shape[0], q.shape[2], k.shape[2], q.shape[3], q.dtype, q.device.type)
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "CallShape":
+        """The shape of queries `[B, L, H, D]`, keys `[B, L, G, D]` and values `[B, L, G, V]`."""
+        width = max(q.shape[3], v.shape[3])
+        return cls(q.shape[0], q.shape[2], k.shape[2], width, q.dtype, q.device.type)
 
     @property
     def head_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Exact attention over a sequence that is cut over ranks: the public function.
 
-Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head dim.
+Legend: B batch, L tokens of this rank, H query heads, G key-value heads, D head dim of queries and
+keys, V of values.
 """
 
 from torch import Tensor
@@ -38,7 +39,10 @@ def attention(
 
     Args:
         q: `[B, L, H, D]`; L may differ between ranks as the layout says, and may be 0.
-        k, v: `[B, L, G, D]`, with H a multiple of G. float64, float32, bfloat16 or float16.
+        k: `[B, L, G, D]`, with H a multiple of G.
+        v: `[B, L, G, V]`, of the dtype of q and k: float64, float32, bfloat16 or float16. Where V
+            is not D, as in latent attention, the smaller is padded with zeros, so messages and
+            kernels take the larger for both.
         group: from `make_sequence_group(config)`, or `virtual_group` in one process.
         num_tokens: length of the whole sequence; default: L times the number of ranks.
         documents: those of a packed row, the same for all B rows: tokens attend within their own.
@@ -55,7 +59,7 @@ def attention(
             so a model with many layers may check once and pass False afterwards.
 
     Returns:
-        out: `[B, L, H, D]` in q's dtype; differentiable in q, k, v, sinks. 0 where nothing is seen.
+        out: `[B, L, H, V]` in q's dtype; differentiable in q, k, v, sinks. 0 where nothing is seen.
         lse: `[B, H, L]`, natural-log sum of exponentials, the sink's included; float32 (float64 for
             float64 inputs); not differentiable. Second derivatives are refused by autograd.
 
@@ -73,7 +77,7 @@ def attention(
         check_shards(q, k, v, sinks, num_tokens, row, allowed, score, group, problem)
     elif (problem := problem or score_problem(score)) is not None:
         raise ValueError(problem)
-    call = decided_call(group, row, allowed, score, CallShape.of(q, k), returns_lse=True)
+    call = decided_call(group, row, allowed, score, CallShape.of(q, k, v), returns_lse=True)
     return distributed_attention(q, k, v, sinks, call)
 
 

@@ -26,7 +26,15 @@ WINDOW = 23
 SOFTCAP = 5.0
 """Low enough to bend the scores of small heads."""
 NUM_EXPERTS = 4
-CHOSEN_EXPERTS = 2
+EXPERTS = {
+    "num_experts": NUM_EXPERTS,
+    "num_local_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+LATENT_RANKS = {"kv_lora_rank": 20, "q_lora_rank": 28}
+LATENT_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 WIDTHS = {
     "intermediate_size": 56,
     "moe_intermediate_size": 24,
@@ -50,11 +58,12 @@ def shrink_config(model_config: Any) -> Any:
     for name, width in WIDTHS.items():
         if name == "head_dim" or hasattr(small, name):
             setattr(small, name, width)
+    if facts.latent:
+        _shrink_latent(small, model_config)
     _lower(small, "sliding_window", WINDOW)
     _lower(small, "attn_logit_softcapping", SOFTCAP)
-    for name in ("num_experts", "num_local_experts"):
-        _lower(small, name, NUM_EXPERTS)
-    _lower(small, "num_experts_per_tok", CHOSEN_EXPERTS)
+    for name, number in EXPERTS.items():
+        _lower(small, name, number)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(small, name, None)  # the ids of the large vocabulary are not in the small one
     if hasattr(small, "quantization_config"):
@@ -75,11 +84,22 @@ def _keep_layers(small: Any, layers: Sequence[LayerFacts]) -> None:
     dense = [new for new, old in enumerate(chosen) if layers[old].is_dense]
     chosen = chosen * NUM_LAYERS if len(chosen) == 1 else chosen
     small.num_hidden_layers = len(chosen)
-    for name in ("layer_types", "no_rope_layers"):
+    for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         if values := getattr(small, name, None):
             setattr(small, name, [values[layer] for layer in chosen])
     if hasattr(small, "mlp_only_layers"):
         small.mlp_only_layers, small.decoder_sparse_step = dense, 1
+    if hasattr(small, "first_k_dense_replace"):
+        small.first_k_dense_replace = len(dense)
+
+
+def _shrink_latent(small: Any, large: Any) -> None:
+    """Shrink latent attention, with the sizes of its heads in proportion to `head_dim`."""
+    for name in LATENT_DIMS:
+        setattr(small, name, getattr(large, name) * HEAD_DIM // large.head_dim)
+    small.qk_head_dim = small.qk_nope_head_dim + small.qk_rope_head_dim
+    for name, rank in LATENT_RANKS.items():
+        _lower(small, name, rank)
 
 
 def _keep_score_scale(small: Any, head_dim: int) -> None:

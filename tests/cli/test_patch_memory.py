@@ -92,5 +92,5 @@ def test_where_nothing_can_be_predicted(run: Run, config: Write, tmp_path: Path)
         code, output = patch(run, model, tmp_path / name, "2xH200", "--seq-len", 64, *words)
         assert code == 0, output
         assert ("not predicted" in output) == (name == "experts")
-        assert ("experts are not predicted" in output) == (name == "experts")
+        assert ("experts and latent attention are not predicted" in output) == (name == "experts")
         assert "Not checked: that memory suffices" in (tmp_path / name / "README.md").read_text()

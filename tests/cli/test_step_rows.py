@@ -184,7 +184,7 @@ def test_refusals(run: Run, eight_layers: Path, case: str) -> None:
 def test_experts_are_not_predicted(run: Run, config: WriteConfig) -> None:
     model = config(model_type="mixtral", num_local_experts=4, max_position_embeddings=32768)
     said = refused(run, model, "--gpus", "4xH200", "--rows-per-step", 8)
-    assert "what experts take is not predicted. Say how many" in said
+    assert "what num_local_experts=4 takes is not predicted. Say how many" in said
 
 
 def test_rows_of_a_step_by_hand() -> None:

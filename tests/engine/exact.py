@@ -57,6 +57,7 @@ class Case(NamedTuple):
     share: float | None = None
     """The share of the tokens whose results are kept for a recompute; None: no recompute."""
     head_dim: int = 8
+    value_dim: int = 8
     device: str = "cpu"
 
 
@@ -78,9 +79,9 @@ def inputs(case: Case) -> list[Tensor]:
     def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=dtype, device=case.device)
 
-    of_tokens = [
-        normal(case.batch, length, n, case.head_dim) for n in (heads, kv_heads, kv_heads, heads)
-    ]
+    key, value = case.head_dim, case.value_dim
+    sizes = [(heads, key), (kv_heads, key), (kv_heads, value), (heads, value)]
+    of_tokens = [normal(case.batch, length, *size) for size in sizes]
     # The gradient of sinks is a sum over ranks, so sinks are in float32.
     return [*of_tokens, normal(heads, dtype=torch.promote_types(case.dtype, torch.float32))]
 
@@ -92,7 +93,7 @@ def one_rank(group: SequenceGroup, case: Case) -> Found:
     q, k, v, dout = (layout.shard(x, group.group_rank, 1) for x in whole)
     sinks = all_sinks.clone().requires_grad_() if case.sinks else None
     leaves = [x.requires_grad_() for x in (q, k, v)] + ([] if sinks is None else [sinks])
-    masked, shape = case.masked, CallShape.of(q, k)
+    masked, shape = case.masked, CallShape.of(q, k, v)
     mask = row_mask(masked.mask, masked.documents, masked.window)
     score = Score(case.head_dim**-0.5, case.softcap)
     call = decided_call(group, masked.documents, mask, score, shape, returns_lse=case.share is None)

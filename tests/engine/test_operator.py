@@ -45,8 +45,8 @@ HEADS = [(4, 4), (4, 2), (4, 1), (12, 4), (7, 7)]
 RUNS: list[dict[str, Any]] = [
     {"waves": None, "batch": 2},
     {"waves": 1, "share": 1.0, "batch": 2},
-    {"waves": 2, "share": 1.0, "batch": 1},
-    {"waves": 3, "batch": 1},
+    {"waves": 2, "share": 1.0, "batch": 1, "value_dim": 5},
+    {"waves": 3, "batch": 1, "value_dim": 11},
 ]
 
 
@@ -237,7 +237,7 @@ def test_one_rank_with_bad_tensors_stops_all() -> None:
 )
 def test_shapes_are_checked(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
     q, k = torch.randn(shapes[0]), torch.randn(shapes[1], dtype=dtype)
-    with pytest.raises(ValueError, match=r"expected q \[B, L, H, D\] and k, v \[B, L, G, D\]"):
+    with pytest.raises(ValueError, match=r"expected q \[B, L, H, D\], k \[B, L, G, D\] and v"):
         attention(q, k, k, group=make_sequence_group(LongContextConfig()))
 
 

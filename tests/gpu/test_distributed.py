@@ -115,7 +115,7 @@ def check_the_host_runs_ahead(rank: int, world_size: int) -> None:
         q, k, v, dout = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16).unbind(0)
         for x in (q, k, v):
             x.requires_grad_()
-        call = causal_call(group, 512 * world_size, HEAD_DIM**-0.5, CallShape.of(q, k))
+        call = causal_call(group, 512 * world_size, HEAD_DIM**-0.5, CallShape.of(q, k, v))
 
         def forward_and_backward(
             call: AttentionCall = call,

@@ -23,6 +23,16 @@ _ROPE_PER_LAYER = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_LATENT_EXPERTS = _EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1}
 
 _EXTRA: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 16}}
 
@@ -92,6 +102,19 @@ _FEATURES: dict[str, dict[str, Any]] = {
     },
     "exaone4": _ALTERNATING,
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "deepseek_v2": _LATENT | _LATENT_EXPERTS | {"first_k_dense_replace": 1, "q_lora_rank": None},
+    "deepseek_v3": _LATENT
+    | _LATENT_EXPERTS
+    | {
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "rope_parameters": _YARN | {"original_max_position_embeddings": 8, "mscale_all_dim": 1.0},
+    },
+    "glm4_moe_lite": _LATENT | _LATENT_EXPERTS | {"v_head_dim": 24},
+    "minicpm3": _LATENT | {"dim_model_base": 32},
+    "youtu": _LATENT,
+    "axk1": _LATENT | _LATENT_EXPERTS | {"n_group": 2, "topk_group": 1},
 }
 """Features of a family beside causal attention, small enough to matter in rows of 30 tokens."""
 

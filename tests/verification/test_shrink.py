@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from longctx_patch import LongContextConfig
 from longctx_patch.hf.model.checks import FAMILIES, check_model_config
+from longctx_patch.hf.model.supported import LATENT
 from longctx_patch.hf.model.transformers_api import checkpoint_layers
 from longctx_patch.memory.run_layer import run_layer
 from longctx_patch.verification.shrink import (
@@ -24,15 +25,18 @@ from longctx_patch.verification.shrink import (
 from tests.reference import relative_error
 
 TOKENS = 127
-WITHOUT_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+}
+"""What published models have where transformers' defaults can't be trained."""
 MATTERS = 1e-3
 """A change of logits that counts: a hundred times the tolerance of a verification."""
 
 
 def config_of(family: str, **changes: Any) -> Any:
     """The config of transformers' defaults, which are those of a published model."""
-    drawn = WITHOUT_DROPOUT if family == "seed_oss" else {}
-    return AutoConfig.for_model(family, **drawn | changes)
+    return AutoConfig.for_model(family, **PUBLISHED.get(family, {}) | changes)
 
 
 def ids() -> Tensor:
@@ -60,7 +64,8 @@ def test_every_family_shrinks_and_has_a_gradient_everywhere(family: str) -> None
         assert getattr(small, name, None) == getattr(large, name, None)
     model = build_small_model(small, torch.float32)
     assert model.config._attn_implementation == "eager"
-    assert all(layer.self_attn.head_dim == HEAD_DIM for layer in model.model.layers)
+    head_dim = "qk_rope_head_dim" if LATENT in FAMILIES[family].features else "head_dim"
+    assert all(getattr(layer.self_attn, head_dim) == HEAD_DIM for layer in model.model.layers)
     model(input_ids=ids(), use_cache=False).logits.square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.std() > 0.05 or parameter.numel() < 10, f"{name} is not drawn"
@@ -100,6 +105,16 @@ LAYERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("gemma2", {"head_dim": 128, "query_pre_attn_scalar": 144}, {"query_pre_attn_scalar": 9}),
     ("granite", {"head_dim": 128, "attention_multiplier": 0.0625}, {"attention_multiplier": 0.25}),
+    (
+        "deepseek_v3",
+        {},
+        {"qk_nope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 20, "first_k_dense_replace": 1},
+    ),
+    (
+        "glm4_moe_lite",
+        {},
+        {"qk_nope_head_dim": 24, "v_head_dim": 32, "mlp_layer_types": ["dense", "sparse"]},
+    ),
     ("gemma2", {}, {"attn_logit_softcapping": SOFTCAP, "final_logit_softcapping": 30.0}),
 ]
 

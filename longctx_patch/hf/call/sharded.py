@@ -93,12 +93,13 @@ def sharded_attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: `[B, H, L, D]` in, `[B, L, H, D]` out.
+    """transformers' attention function: `[B, H, L, D]` in, `[B, L, H, V]` out; V is D, except in
+    latent attention.
 
     Options that a caller passes to the model were checked before the decoder ran; those that a
     layer adds by itself are checked here, with the same result on every rank.
     """
-    _check_layer(module, value.shape[3] == query.shape[3], dropout, options)
+    _check_layer(module, dropout, options)
     if torch.is_autocast_enabled(query.device.type):
         # Autocast casts for stock attention functions; rotary embeddings leave q, k in float32.
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -107,7 +108,7 @@ def sharded_attention(
     # Qwen2-MoE doesn't pass its window on; EXAONE-4's full layers have one, but pass None.
     window = options.get("sliding_window", getattr(module, "sliding_window", None))
     q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    kind = LayerKind(Score(scale, softcap), window, CallShape.of(q_BLHD, k_BLGD))
+    kind = LayerKind(Score(scale, softcap), window, CallShape.of(q_BLHD, k_BLGD, v_BLGD))
     attention_call = call.attention(kind)
     call.seen.add(kind)
     try:
@@ -126,9 +127,7 @@ def sharded_attention(
     return out_BLHD, None
 
 
-def _check_layer(
-    module: nn.Module, alike_head_dims: bool, dropout: float, options: Mapping[str, Any]
-) -> None:
+def _check_layer(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
     """Refuse options of a layer that would be dropped."""
     asked = {"dropout": dropout} if dropout else {}
     asked |= {
@@ -142,11 +141,6 @@ def _check_layer(
             f"{layer_name(module)} asks attention for {described}: sequence parallelism does not "
             "cover it and would drop it. Use a model without it, or handle.unpatch() and train on "
             "one process."
-        )
-    if not alike_head_dims:
-        raise ValueError(
-            f"{layer_name(module)} has values of another head dim than its queries: kernels here "
-            "take one head dim. Train this model on one process."
         )
 
 

@@ -33,12 +33,18 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Numbers of a head in attention. In latent attention the larger of a key's and a value's, as
+    kernels and messages have one size."""
+    rotary_dim: int
+    """Numbers of a head that `partial_rotary_factor` is a share of."""
     vocab_size: int
     layers: tuple[LayerFacts, ...]
     softcap: float | None
     """The bound of attention's scores, as in Gemma 2; None: no bound."""
     experts: str | None
     """The option that gives the number of experts, such as `num_experts=8`; None: no experts."""
+    latent: str | None
+    """The option that makes attention latent (MLA), such as `kv_lora_rank=512`; None: it isn't."""
 
     @classmethod
     def of(cls, config: Any) -> "ModelFacts":
@@ -48,12 +54,19 @@ class ModelFacts:
             intermediate_size=config.intermediate_size,
             num_heads=config.num_attention_heads,
             num_kv_heads=_given(config, "num_key_value_heads") or config.num_attention_heads,
-            head_dim=_given(config, "head_dim") or config.hidden_size // config.num_attention_heads,
+            head_dim=_head_dim(config),
+            rotary_dim=_named_head_dim(config),
             vocab_size=config.vocab_size,
             layers=tuple(_layer(config, number) for number in range(config.num_hidden_layers)),
             softcap=_given(config, "attn_logit_softcapping"),
             experts=_experts(config),
+            latent=f"kv_lora_rank={config.kv_lora_rank}" if is_latent(config) else None,
         )
+
+    @property
+    def unpredicted(self) -> str | None:
+        """The option whose time and memory are not predicted, such as `num_experts=8`."""
+        return self.experts or self.latent
 
     @property
     def windows(self) -> list[int | None]:
@@ -63,6 +76,11 @@ class ModelFacts:
     def windows_in(self, num_tokens: int) -> list[int | None]:
         """The window of each layer; None also where a row of `num_tokens` fits into the window."""
         return [w if w and w < num_tokens else None for w in self.windows]
+
+
+def is_latent(config: Any) -> bool:
+    """Whether keys and values are expanded from a latent of each token (MLA)."""
+    return bool(_given(config, "kv_lora_rank"))
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
@@ -88,12 +106,28 @@ def _layer(config: Any, number: int) -> LayerFacts:
     )
 
 
+def _named_head_dim(config: Any) -> int:
+    """What transformers calls `head_dim`; in most latent attention the rotary part of a key."""
+    return _given(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
+
+
+def _head_dim(config: Any) -> int:
+    if not is_latent(config):
+        return _named_head_dim(config)
+    key_dim: int = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return max(key_dim, config.v_head_dim)
+
+
 def _is_dense(config: Any, layer: int) -> bool:
-    """Qwen's mixtures of experts can have ordinary layers: those named, or all but every n-th."""
+    """Mixtures of experts can have ordinary layers: the first ones, those named, or all but every
+    n-th."""
+    kinds = _given(config, "mlp_layer_types")
     return (
         _experts(config) is None
         or layer in (_given(config, "mlp_only_layers") or ())
         or (layer + 1) % (_given(config, "decoder_sparse_step") or 1) > 0
+        or layer < (_given(config, "first_k_dense_replace") or 0)
+        or bool(kinds and kinds[layer] == "dense")
     )
 
 

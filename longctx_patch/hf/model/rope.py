@@ -189,7 +189,7 @@ def _frozen_dynamic(
     scaled = copy.deepcopy(model_config)
     original_length = model_config.max_position_embeddings
     length = max(target_length, original_length)
-    dim = int(ModelFacts.of(model_config).head_dim * rope.get("partial_rotary_factor", 1.0))
+    dim = int(ModelFacts.of(model_config).rotary_dim * rope.get("partial_rotary_factor", 1.0))
     if dim <= 2:
         raise ValueError(f"rope kind 'dynamic' needs a rotary dim above 2, this model has {dim}.")
     stretch = factor * length / original_length - (factor - 1)

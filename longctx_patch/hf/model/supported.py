@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import Literal
 
 WINDOW, SOFTCAP, SINKS, ROUTER = "sliding window", "softcap", "sinks", "router loss"
+LATENT = "latent attention"
+"""MLA: keys and values are expanded from a latent of each token, and have different head sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +92,12 @@ TABLE = (
     _supported("seed_oss", "Seed-OSS"),
     _supported("arcee", "Arcee AFM"),
     _supported("helium", "Helium 1"),
+    _supported("deepseek_v2", "DeepSeek-V2", LATENT),
+    _supported("deepseek_v3", "DeepSeek-V3, DeepSeek-R1, Kimi K2", LATENT),
+    _supported("glm4_moe_lite", "GLM-4.7-Flash", LATENT),
+    _supported("minicpm3", "MiniCPM3", LATENT),
+    _supported("youtu", "Youtu-LLM", LATENT),
+    _supported("axk1", "A.X K1", LATENT),
     *_refused(
         "a recurrent state runs along the sequence (Mamba or another scan), and would start anew "
         "on each rank",
@@ -133,14 +141,8 @@ TABLE = (
         {"lfm2": "LFM2", "lfm2_moe": "LFM2-MoE"},
     ),
     *_refused(
-        "latent attention (MLA): values have another head size than keys, which no kernel here "
-        "takes",
-        {
-            "deepseek_v2": "DeepSeek-V2",
-            "deepseek_v3": "DeepSeek-V3, DeepSeek-R1",
-            "longcat_flash": "LongCat-Flash",
-            "minicpm3": "MiniCPM3",
-        },
+        "each layer has two attentions, and the checks of the first step count one",
+        {"longcat_flash": "LongCat-Flash"},
     ),
     *_refused(
         "an indexer picks the keys of each token from the local ones",

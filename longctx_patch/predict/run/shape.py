@@ -57,12 +57,18 @@ class ModelShape:
 
 
 def shape_of(config: Any, name: str) -> ModelShape:
-    """Read the sizes from a transformers config. Raises ValueError for a mixture of experts."""
+    """Read the sizes from a transformers config.
+
+    Raises ValueError for experts and for latent attention."""
     facts = ModelFacts.of(config)
-    if facts.experts:
+    if facts.unpredicted:
+        why = (
+            "dense layers only, since what experts take depends on the router"
+            if facts.experts
+            else "layers whose keys and values are projected from hidden states, not from a latent"
+        )
         raise ValueError(
-            f"model {name}: {facts.experts}. The planner knows dense "
-            "layers only, since what experts take depends on the router. Train a few steps with "
+            f"model {name}: {facts.unpredicted}. The planner knows {why}. Train a few steps with "
             "checkpoint='auto', which measures."
         )
     layer, num_outside = _one_layer(config)

@@ -6,13 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from longctx_patch.hf.model.supported import FAMILIES, ROUTER
+from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.predict.run.shape import shape_of
 from tests.hf.tiny import featured_config, tiny_config
 from tests.predict.run.jobs import llama_shape
 
-MIXED = [name for name, family in FAMILIES.items() if ROUTER in family.features]
-DENSE = [name for name in FAMILIES if name not in MIXED]
+FACTS = {name: ModelFacts.of(featured_config(name)) for name in FAMILIES}
+MIXED = [name for name, facts in FACTS.items() if facts.experts]
+LATENT = [name for name, facts in FACTS.items() if facts.latent and not facts.experts]
+DENSE = [name for name, facts in FACTS.items() if not facts.unpredicted]
 
 
 def whole_model(config: Any) -> Any:
@@ -48,6 +51,12 @@ def test_experts_are_refused(family: str) -> None:
     with pytest.raises(
         ValueError, match=r"model some: num_.*=\d+.*dense layers only.*checkpoint='auto'"
     ):
+        shape_of(featured_config(family), "some")
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_latent_attention_is_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=r"model some: kv_lora_rank=20.*not from a latent"):
         shape_of(featured_config(family), "some")
 
 
