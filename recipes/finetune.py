@@ -156,7 +156,7 @@ def train(
     # Nothing was written so far, so a refusal above leaves no files behind.
     begin(job, accelerator, checkpoint)
     showing = explained(job.settings, job.handle.model.config, accelerator)
-    with StopSignals() as stop, keeper_of(job, accelerator) as keeper, showing:
+    with StopSignals() as stop, keeper_of(job, accelerator, watchdog) as keeper, showing:
         if states_on_host(accelerator):
             job.handle.reserve_host(states_to_come(job.state))
         if not settings.skip_rehearsal:
@@ -237,7 +237,7 @@ def begin(job: Job, accelerator: Any, checkpoint: Path | None) -> None:
         accelerator.print(job.data.rows.summary)
 
 
-def keeper_of(job: Job, accelerator: Any) -> Keeper:
+def keeper_of(job: Job, accelerator: Any, watchdog: Watchdog) -> Keeper:
     """Saves the steps of the run; every process calls this."""
     settings = job.settings
     inner = accelerator.unwrap_model(job.state.model)
@@ -254,6 +254,7 @@ def keeper_of(job: Job, accelerator: Any) -> Keeper:
         in_background=settings.save_in_background,
         timeout_s=settings.save_timeout,
         say=accelerator.print,
+        waiting=watchdog.saving,
     )
 
 
@@ -276,14 +277,12 @@ def go_through_steps(
         if state.step == first:
             stages.end(Path(settings.output))
         if stop.agreed or (settings.save_every and state.step % settings.save_every == 0):
-            with watchdog.saving():
-                place = keeper.save(state)
+            place = keeper.save(state)
         if stop.agreed and state.step < settings.max_steps:
             break
     else:
         place = None
-    with watchdog.saving():
-        keeper.settle()
+    keeper.settle()
     return place
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from longctx_patch.plugin.together import of_all_ranks, own_rank
 
-from .manifest import MANIFEST, MISSING, problems_of
+from .manifest import BEGUN, MANIFEST, MISSING, problems_of
 from .names import ASIDE, Checkpoint, Series
 from .plain_pickle import not_plain
 
@@ -23,6 +23,11 @@ class Passed:
     def was_saved(self) -> bool:
         """Whether it was complete once."""
         return self.problems != [MISSING]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it was begun as a checkpoint; else it is a folder of the user's."""
+        return self.was_saved or (self.path / BEGUN).exists()
 
     def __str__(self) -> str:
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
@@ -52,8 +57,9 @@ def newest_good(
     """The newest checkpoint that is whole; every process calls this.
 
     Newer ones are named with the file that is wrong, and get another name, so that nothing counts
-    them. All files are checked before anything is unpickled. None where no checkpoint was saved to
-    the end. `problems`: what is wrong with one; collective, and the same on all ranks.
+    them; folders of the user's keep theirs. All files are checked before anything is unpickled.
+    None where no checkpoint was saved to the end. `problems`: what is wrong with one; collective,
+    and the same on all ranks.
 
     Raises ValueError, on all processes, if some were and none of them is whole.
     """
@@ -78,7 +84,11 @@ def newest_good(
 
 def _set_aside(passed: list[Passed], say: Callable[[str], object]) -> None:
     """Rename them, so that a later checkpoint of the same step finds its place free."""
-    for each in passed:
+    everyones = of_all_ranks([each.is_ours for each in passed])[0]  # before one is renamed
+    for each, is_ours in zip(passed, everyones, strict=True):
+        if not is_ours:
+            say(f"{each.path} is no checkpoint of this package, and is left alone")
+            continue
         kind = ASIDE[0] if each.was_saved else ASIDE[1]
         place = each.path.with_name(each.path.name + kind)
         if own_rank() == 0:

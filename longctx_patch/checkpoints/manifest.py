@@ -27,8 +27,11 @@ THREADS = 4
 """Hashing lets other threads run: each adds 1.6 GiB/s where the CPU has instructions for SHA."""
 OWNED = re.compile(r"(?:__|rng_state_|random_)(\d+)(?:_\d+)?\.(?:distcp|pth|safetensors)")
 """Names of files that each rank writes for itself; rank 0 writes all others."""
-PASSING = {MANIFEST, f"{MANIFEST}.tmp", "checkpoint-is-incomplete.txt"}
-"""Names of files that come last or go; the third is there while transformers saves on SIGTERM."""
+BEGUN = ".begun"
+"""An empty file, written first: without it and a manifest, a folder is the user's, whatever its
+name."""
+PASSING = {BEGUN, MANIFEST, f"{MANIFEST}.tmp", "checkpoint-is-incomplete.txt"}
+"""Names that no manifest has; the last one is there while transformers saves on SIGTERM."""
 UNPICKLED = {".bin", ".distcp", ".metadata", ".pickle", ".pkl", ".pt", ".pth"}
 """Suffixes of files that loading might unpickle: none may lie there that the manifest lacks."""
 
@@ -43,6 +46,16 @@ class FileRecord:
 
 class BadManifest(ValueError):
     """There is no manifest, or it can't be believed."""
+
+
+def begin(folder: Path) -> None:
+    """Make the folder of a checkpoint, if it is missing, and mark it as one; one process calls it.
+
+    Where it was complete, it no longer is: what is written into it belongs to another moment.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / BEGUN).touch()
+    (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def seal(folder: Path, group: ProcessGroup | None = None) -> None:

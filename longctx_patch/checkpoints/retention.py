@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .choosing import complete
-from .manifest import MANIFEST
-from .names import Series
+from .names import ASIDE, Series
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +23,9 @@ class Retention:
 def delete_old(series: Series, retention: Retention, *, spared: Container[Path] = ()) -> list[Path]:
     """Delete what is no longer to be kept; one process calls this, after a checkpoint is complete.
 
-    A folder loses its manifest first, so that what a kill leaves of it is no checkpoint. `spared`:
-    checkpoints that are kept whatever their step. Returns what was deleted.
+    A folder loses its name first, so that what a kill leaves of it is no checkpoint, and goes the
+    next time. A file that the system doesn't delete ends no run. `spared`: checkpoints that are
+    kept whatever their step. Returns what was deleted.
     """
     if not retention.keep_last:
         return []
@@ -34,8 +34,9 @@ def delete_old(series: Series, retention: Retention, *, spared: Container[Path] 
     paths = [each.path for each in old if not (every and each.step % every == 0)]
     gone = [path for path in paths if path not in spared]
     for path in gone:
-        (path / MANIFEST).unlink()
-        shutil.rmtree(path)
+        aside = path.with_name(path.name + ASIDE[1])
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
     for path in series.aside():
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
     return gone

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer import TRAINER_STATE_NAME
 
 from longctx_patch.checkpoints.choosing import newest_good, problems_in
-from longctx_patch.checkpoints.manifest import MANIFEST, MISSING, seal
+from longctx_patch.checkpoints.manifest import MANIFEST, MISSING, begin, seal
 from longctx_patch.checkpoints.names import trainer_checkpoints_of
 from longctx_patch.checkpoints.plain_pickle import not_plain
 from longctx_patch.checkpoints.retention import Retention, delete_old
@@ -66,7 +66,7 @@ class SealedCheckpointsMixin(_Trainer):
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         if self._saving is not None and own_rank() == 0:
-            (self._saving / MANIFEST).unlink(missing_ok=True)  # of an older checkpoint of this step
+            begin(self._saving)
         super().save_model(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -93,20 +93,21 @@ class SealedCheckpointsMixin(_Trainer):
             self._watchdog.enter("save")
         seal(folder)
         if own_rank() == 0:
-            self._delete_old(folder.parent)
+            self._delete_old(folder)
         if self._upload_waits:
             super()._push_from_checkpoint(str(folder))
         if self._watchdog is not None:
             self._watchdog.enter("step")
 
-    def _delete_old(self, output: Path) -> None:
-        """As transformers does it: the best one is one of those that are kept, the newest too."""
+    def _delete_old(self, saved: Path) -> None:
+        """As transformers does it: the best one is one of those that are kept, and what has just
+        been saved, also by a run that went on from an older one than the newest."""
         if not (limit := self.args.save_total_limit or 0) > 0:
             return
-        series, best = trainer_checkpoints_of(output), self.state.best_model_checkpoint
-        spared = {Path(best)} if best else set()
+        series, best = trainer_checkpoints_of(saved.parent), self.state.best_model_checkpoint
+        spared = {saved, Path(best)} if best else {saved}
         newest = {each.path for each in series.found()[-limit:]}
-        others = limit - 1 if spared - newest else limit
+        others = limit - len(spared - newest)
         delete_old(series, Retention(keep_last=max(1, others)), spared=spared)
 
     # ---- Going on ----

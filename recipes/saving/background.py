@@ -1,6 +1,7 @@
 """A task that runs in a thread beside the training, one at a time, and whose errors are raised."""
 
 import threading
+import time
 from collections.abc import Callable
 
 
@@ -13,10 +14,17 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._began = 0.0
+
+    def seconds(self) -> float:
+        """For how long the task that runs now has run; 0 where none does."""
+        runs = self._thread is not None and self._thread.is_alive()
+        return time.monotonic() - self._began if runs else 0.0
 
     def start(self, task: Callable[[], object]) -> None:
         """Run a task; the one before is waited for. Raises its error."""
         self.settle()
+        self._began = time.monotonic()
         self._thread = threading.Thread(
             target=self._run, args=(task,), name="longctx-saving", daemon=True
         )
@@ -31,7 +39,8 @@ class Background:
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait until nothing runs, at most `timeout_s`. Raises the error of the task."""
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            # join takes no infinity
+            self._thread.join(timeout_s and min(timeout_s, threading.TIMEOUT_MAX))
         self.look()
 
     def _run(self, task: Callable[[], object]) -> None:

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from longctx_patch.checkpoints.names import Series
 from longctx_patch.checkpoints.retention import Retention, delete_old
+from longctx_patch.health.last_words import say as say_here
 from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.memory.host import available_bytes
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
@@ -24,6 +27,10 @@ from .writing import WriteModel, write_checkpoint
 
 SPARE = 1.2
 """Times what is needed, the host has to have free: other programs need some too."""
+SOON_S = 5.0
+"""How long an error waits for a checkpoint without words."""
+LONGEST_S = 365 * 86400.0
+"""For an exchange without a limit: torch takes no infinity."""
 
 
 class Keeper:
@@ -42,6 +49,8 @@ class Keeper:
         in_background: whether training may go on while a checkpoint is written.
         timeout_s: how long writing one may take.
         say: prints for the job.
+        waiting: a context within which training waits for a checkpoint: that of the watchdog, which
+            ends a job that waits too long and says for whom.
 
     All ranks make it together, since in the background it has a process group of its own.
     """
@@ -57,16 +66,19 @@ class Keeper:
         in_background: bool,
         timeout_s: float,
         say: Callable[[str], object],
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._series, self._run, self._write_model = series, run, write_model
         self._retention, self._device = retention, device
-        self._say, self._timeout_s = say, timeout_s
+        self._say, self._timeout_s, self._waiting = say, timeout_s, waiting
         self._copier = Copier(device.type) if in_background else None
         self._has_waited = False
         self._background = Background()
         self._group = None
         if in_background and num_ranks() > 1:  # that of the training is busy meanwhile
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            # Its exchanges must not end before `look` and the watchdog, which name a rank.
+            patience = timedelta(seconds=min(4 * timeout_s + 60, LONGEST_S))
+            self._group = dist.new_group(backend="gloo", timeout=patience)
 
     def save(self, state: TrainState) -> Path:
         """Save the step `state.step`; every process calls this. Older checkpoints go only when it
@@ -76,23 +88,28 @@ class Keeper:
             ValueError: on all ranks, if a weight is not finite.
             OSError: of this checkpoint, or of the one before.
         """
-        self._background.settle()
-        check_saved_weights(state.model, self._device, state.step)
-        snapshot, folder = shared_snapshot(state), self._series.path_of(state.step)
-        if self._copier is not None and self._fits(self._copier, snapshot):
-            copy = self._copier.copy(snapshot)
-            self._background.start(partial(self._write, copy, folder, self._group))
-        else:
-            self._write(snapshot, folder, None)
+        with self._waiting():
+            self._background.settle()
+            check_saved_weights(state.model, self._device, state.step)
+            snapshot, folder = shared_snapshot(state), self._series.path_of(state.step)
+            if self._copier is not None and self._fits(self._copier, snapshot):
+                copy = self._copier.copy(snapshot)
+                self._background.start(partial(self._write, copy, folder, self._group))
+            else:
+                self._write(snapshot, folder, None)
         return folder
 
     def look(self) -> None:
-        """Raise the error of a checkpoint that could not be written. Waits for nothing."""
+        """Raise the error of a checkpoint that could not be written. Waits for one only where
+        writing it takes longer than it may: a disk or a rank doesn't answer any more."""
+        if self._background.seconds() > self._timeout_s:
+            self.settle()
         self._background.look()
 
     def settle(self) -> None:
         """Wait until the last checkpoint is complete on disk. Raises the error if it can't be."""
-        self._background.settle()
+        with self._waiting():
+            self._background.settle()
 
     def __enter__(self) -> "Keeper":
         return self
@@ -108,9 +125,16 @@ class Keeper:
         if not isinstance(error, Exception):  # Ctrl-C waits for nothing
             return
         try:  # what has been saved is not lost by what fails afterwards
-            self._background.settle(self._timeout_s)
-        except Exception as other:
-            error.add_note(f"Besides, the last checkpoint could not be written: {other}")
+            with self._waiting():
+                self._background.settle(SOON_S)
+                if self._background.seconds():
+                    say_here(
+                        f"rank {own_rank()} failed with {type(error).__name__}: {error}\nIt ends "
+                        "when the last checkpoint is written."
+                    )
+                    self._background.settle(self._timeout_s)
+        except (Exception, CheckpointException) as other:
+            say_here(f"besides, the last checkpoint could not be written: {other}")
 
     def _write(self, snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> None:
         write_checkpoint(snapshot, folder, self._run, self._write_model, group)

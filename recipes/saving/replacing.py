@@ -59,7 +59,7 @@ def _sync(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_symlink():
+    if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
         shutil.rmtree(path)

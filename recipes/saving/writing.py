@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longctx_patch.checkpoints.manifest import seal
+from longctx_patch.checkpoints.manifest import begin, seal
 from longctx_patch.checkpoints.plain_pickle import load_plain, one_process_is_fine
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
 
@@ -46,7 +46,7 @@ def write_checkpoint(
     is_main = own_rank() == 0
     if is_main:
         shutil.rmtree(folder, ignore_errors=True)  # left incomplete by a run that was stopped
-        folder.mkdir(parents=True)
+        begin(folder)
     of_all_ranks(None, group)
     states = folder / "state"
     one_process_is_fine()

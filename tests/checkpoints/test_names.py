@@ -1,9 +1,12 @@
 """Which folders are checkpoints, and in which order."""
 
+import shutil
 from pathlib import Path
 
-from longctx_patch.checkpoints.choosing import complete
-from longctx_patch.checkpoints.manifest import write_manifest
+import pytest
+
+from longctx_patch.checkpoints.choosing import complete, newest_good
+from longctx_patch.checkpoints.manifest import begin, seal, write_manifest
 from longctx_patch.checkpoints.names import steps_of, trainer_checkpoints_of
 from longctx_patch.checkpoints.retention import Retention, delete_old
 
@@ -44,3 +47,63 @@ def test_the_newest_and_one_of_every_so_many_are_kept(tmp_path: Path) -> None:
         *(f"step_{step:06d}" for step in (2, 4, 8, 10, 12)),
         "step_foo",
     ]
+
+
+def test_a_folder_of_the_user_s_is_never_renamed_and_never_deleted(tmp_path: Path) -> None:
+    """Also where it has a checkpoint's name: what was begun as one is marked."""
+    series = trainer_checkpoints_of(tmp_path)
+    for step in (2, 4):
+        begin(series.path_of(step))
+        seal(series.path_of(step))
+    begin(series.path_of(6))  # and killed
+    notes = series.path_of(7) / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    said: list[str] = []
+    assert newest_good(series, said.append) == series.path_of(4)
+    assert said[0] == f"{notes.parent} is no checkpoint of this package, and is left alone"
+    assert said[1].startswith(f"a checkpoint is incomplete: {series.path_of(6)}")
+    assert delete_old(series, Retention(keep_last=1)) == [series.path_of(2)]
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == ["checkpoint-4", "checkpoint-7"]
+    assert notes.read_text() == "mine"
+
+
+def test_what_is_left_of_a_deletion_is_no_checkpoint_and_goes_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    series = steps_of(tmp_path)
+    for step in (2, 4, 6):
+        begin(series.path_of(step))
+        seal(series.path_of(step))
+    with monkeypatch.context() as patched:
+
+        def killed(path: Path, **_: object) -> None:
+            if path.exists():
+                raise KeyboardInterrupt
+
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            delete_old(series, Retention(keep_last=2))
+    assert [each.step for each in series.found()] == [4, 6]
+    assert series.aside() == [series.path_of(2).with_name("step_000002.incomplete")]
+    delete_old(series, Retention(keep_last=2))
+    assert series.aside() == []
+
+
+def test_what_the_system_does_not_delete_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file on NFS that somebody has open."""
+    series = steps_of(tmp_path)
+    for step in (2, 4):
+        begin(series.path_of(step))
+        seal(series.path_of(step))
+    with monkeypatch.context() as patched:
+
+        def busy(path: object, *_: object, **__: object) -> None:
+            raise OSError(16, "Device or resource busy", path)
+
+        patched.setattr("os.unlink", busy)
+        delete_old(series, Retention(keep_last=1))
+    assert [each.step for each in series.found()] == [4]

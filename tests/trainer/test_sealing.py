@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
 
-from longctx_patch.checkpoints.manifest import MANIFEST, problems_of, read_manifest, seal
+from longctx_patch.checkpoints.manifest import BEGUN, MANIFEST, problems_of, read_manifest, seal
 from longctx_patch.trainer import sealing
 from longctx_patch.trainer.record import RECORD
 from longctx_patch.trainer.sealing import SealedCheckpointsMixin
@@ -212,7 +212,7 @@ def test_stock_checkpoints_are_taken_and_old_ones_go_last(tmp_path: Path) -> Non
 def check_damage(checkpoint: Path) -> None:
     """Every file of a trainer's checkpoint, cut, flipped and deleted, is named."""
     assert sealing._problems(checkpoint) == []
-    paths = [path for path in checkpoint.rglob("*") if path.is_file()]
+    paths = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != BEGUN]
     assert {"model.safetensors", "optimizer.pt", MANIFEST, RECORD} < {p.name for p in paths}
     for path in paths:
         content = path.read_bytes()
@@ -345,6 +345,19 @@ def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
             (output / f"checkpoint-{step}").mkdir(parents=True)
             seal(output / f"checkpoint-{step}")
         trainer = Trained(output, str(output / "checkpoint-4"), save_total_limit=limit)
-        trainer._delete_old(output)
+        trainer._delete_old(output / "checkpoint-12")
         found = sorted(int(path.name.split("-")[1]) for path in output.iterdir())
         assert found == kept
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_what_was_just_saved_is_kept_also_where_a_run_went_on_from_an_older_one(
+    tmp_path: Path, limit: int
+) -> None:
+    """Newer ones of the run before are there, and would be gone on from next."""
+    for step in (2, 4, 6, 8):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        seal(tmp_path / f"checkpoint-{step}")
+    trainer = Trained(tmp_path, None, save_total_limit=limit)
+    trainer._delete_old(tmp_path / "checkpoint-4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]

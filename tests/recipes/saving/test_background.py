@@ -1,13 +1,15 @@
 """Checkpoints that are written while the training goes on, on one process."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, safe_open
+from torch.distributed.checkpoint import CheckpointException
 
 from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.names import steps_of
@@ -21,6 +23,7 @@ from longctx_patch.recipes.saving.background import Background
 from longctx_patch.recipes.saving.keeper import Keeper
 from longctx_patch.recipes.saving.reading import load_checkpoint
 from longctx_patch.recipes.saving.state import TrainState
+from tests.harness import run_distributed
 from tests.recipes.saving.small_state import state_of, tiny_model, train
 
 MakeKeeper = Callable[..., Keeper]
@@ -133,6 +136,116 @@ def test_a_failure_afterwards_does_not_lose_it(state: TrainState, make_keeper: M
     with pytest.raises(ValueError, match="a step that went wrong"):
         save_and_fail()
     assert (places[0] / MANIFEST).exists()
+
+
+class Waits:
+    """Stands in for the watchdog: counts how often it is told of waiting, and is within."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        self.times += 1
+        yield
+
+
+def test_an_error_waits_for_a_checkpoint_under_the_watchdog_and_is_said_before(
+    state: TrainState,
+    make_keeper: MakeKeeper,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Else the limit of a step would end the job before the checkpoint is whole."""
+    monkeypatch.setattr(keeper_module, "SOON_S", 0.0)
+    may_write, waits = threading.Event(), Waits()
+
+    @contextmanager
+    def writes_now() -> Iterator[None]:
+        with waits.saving():
+            if waits.times == 2:
+                threading.Timer(0.2, may_write.set).start()
+            yield
+
+    def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        assert may_write.wait(60)
+        write_model(state.model, byte_tokenizer(), folder, weights, seed=0)
+
+    places: list[Path] = []
+
+    def save_and_fail() -> None:
+        with make_keeper(write, waiting=writes_now, timeout_s=float("inf")) as keeper:
+            places.append(keeper.save(state))
+            raise ValueError("a step that went wrong")
+
+    with pytest.raises(ValueError, match="a step that went wrong"):
+        save_and_fail()
+    assert waits.times == 2
+    assert (places[0] / MANIFEST).exists()
+    said = "rank 0 failed with ValueError: a step that went wrong\nIt ends when the last checkpoint"
+    assert said in capsys.readouterr().err
+
+
+def test_an_error_is_not_replaced_by_that_of_a_checkpoint(
+    state: TrainState, make_keeper: MakeKeeper, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch's own one is no Exception."""
+
+    def no_space(folder: Path, _: object) -> None:
+        raise CheckpointException("torch's", {})
+
+    def save_and_fail() -> None:
+        with make_keeper(no_space) as keeper:
+            keeper.save(state)
+            raise ValueError("a step that went wrong")
+
+    with pytest.raises(ValueError, match="a step that went wrong"):
+        save_and_fail()
+    assert (
+        "besides, the last checkpoint could not be written: Checkpoint" in capsys.readouterr().err
+    )
+
+
+def test_training_waits_for_what_takes_longer_than_it_may(
+    state: TrainState, make_keeper: MakeKeeper
+) -> None:
+    """So that the watchdog sees a disk that doesn't answer any more."""
+    may_write, waits = threading.Event(), Waits()
+
+    def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        assert may_write.wait(60)
+
+    with make_keeper(write, waiting=waits.saving, timeout_s=3600) as keeper:
+        keeper.save(state)
+        keeper.look()
+        assert waits.times == 1  # in saving
+        keeper._timeout_s = 0.0
+        threading.Timer(0.2, may_write.set).start()
+        keeper.look()
+        assert waits.times == 2
+        assert not keeper._background.seconds()
+
+
+def of_two_ranks(rank: int, folder: str) -> float:
+    """A limit that is none, and how long the thread's exchanges wait."""
+    state, limits = state_of(tiny_model()), []
+    train(state)
+    for timeout_s in (float("inf"), 5.0):
+        given: dict[str, Any] = {"series": steps_of(Path(folder) / str(timeout_s)), "run": {}}
+        given |= {"write_model": lambda *_: None, "retention": Retention(), "say": print}
+        given |= {"device": torch.device("cpu"), "in_background": True, "timeout_s": timeout_s}
+        with Keeper(**given) as keeper:
+            place = keeper.save(state)
+            limits.append(keeper._group._get_backend(torch.device("cpu")).options._timeout)
+        assert (place / MANIFEST).exists()
+    return limits[1].total_seconds()
+
+
+def test_exchanges_of_the_thread_outlast_the_watchdog(tmp_path: Path) -> None:
+    """Which names the rank that has stopped: after the limit of the write, that of waiting for it,
+    and that of a rank that is stopped."""
+    for seconds in run_distributed(of_two_ranks, 2, str(tmp_path)):
+        assert seconds > 3 * 5.0
 
 
 def test_weights_that_are_no_numbers_are_refused_at_once(

@@ -1,6 +1,7 @@
 """`final/` is whole or not there: of a run that is ended while it writes it, nothing is loaded."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,21 @@ def test_every_file_is_synced_before_it_gets_its_name(
     write(tmp_path / "final", "1")
     assert sorted(synced[:3]) == ["inner", "more", "new"]
     assert synced[3:] == ["final.incomplete", tmp_path.name]
+
+
+@pytest.mark.parametrize("name", ["final", "final.incomplete", "final.before"])
+def test_a_file_or_a_link_in_its_place_goes(name: str, tmp_path: Path) -> None:
+    """What a link leads to stays."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("kept")
+    for place in (lambda p: p.write_text("a file"), lambda p: p.symlink_to(elsewhere)):
+        place(tmp_path / name)
+        write(tmp_path / "final", "1")
+        assert content(tmp_path / "final") == {"new": "1"}
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "final"]
+        shutil.rmtree(tmp_path / "final")
+    assert content(elsewhere) == {"kept": "kept"}
 
 
 @pytest.mark.parametrize("moment", ["written", "exchanged"])
