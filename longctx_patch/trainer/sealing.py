@@ -46,6 +46,14 @@ class SealedCheckpointsMixin(_Trainer):
             self._say("save_on_each_node=True: checkpoints get no manifest, and are not checked")
         return super().train(folder, *args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers makes one step before it looks whether the run is over: one too many for a
+        run that goes on from its last one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     # ---- Saving ----
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -179,6 +179,10 @@ def alone(folder: str) -> dict[str, Any]:
     found["killed"] = sorted(p.name for p in (out / "killed").glob("checkpoint-*"))
     resumed = trained(str(out / "killed"), True, limited)
     found["same"] = all(torch.equal(resumed[name], w) for name, w in whole.items())
+    constant = Case("constant", config={}, arguments=USUAL | {"lr_scheduler_type": "constant"})
+    last = trained(str(out / "constant"), case=constant)
+    again = trained(str(out / "constant"), True, constant)
+    found["ended"] = all(torch.equal(again[name], w) for name, w in last.items())
     each = Case("each", config={}, arguments=USUAL | {"save_on_each_node": True})
     with patch.object(sealing.logger, "warning", lambda _, text: said.append(text)):
         trained(str(out / "each"), case=each)
@@ -191,6 +195,7 @@ def test_stock_checkpoints_are_taken_and_old_ones_go_last(tmp_path: Path) -> Non
     (found,) = run_launched(alone, 1, str(tmp_path))
     assert found["error"] < 1e-5
     assert found["same"]
+    assert found["ended"], "a run that goes on from its last step made another one"
     by_name, going, newest = found["said"]
     assert by_name == (
         f"{tmp_path / 'ours' / 'checkpoint-4'} has no manifest, as those of other trainers and "
