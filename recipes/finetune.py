@@ -115,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if settings.push_to_hub:
             hub.require_repository(settings.push_to_hub, private=settings.hub_private, asks=is_main)
         held = lock.held(output.folder, launched=launched_at(), say=accelerator.print)
-        with held, noting_failure(output.folder), explained_disk(output.folder, output.checkpoints):
+        disk = explained_disk(output.folder, output.checkpoints)
+        with disk, held, noting_failure(output.folder):
             stop = train(settings, accelerator, output, stages, watchdog)
         accelerator.free_memory()
         close_accelerator(accelerator)

@@ -14,7 +14,7 @@ from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.recipes.data.sources import parts_of
 from longctx_patch.recipes.models import WEIGHT_FILES
 from longctx_patch.recipes.saving.fingerprint import Fingerprint, plain, problems
-from longctx_patch.recipes.saving.reading import fingerprint_of
+from longctx_patch.recipes.saving.reading import fingerprint_of, step_of
 from longctx_patch.recipes.saving.sources import (
     config_fields,
     samples_of,
@@ -99,6 +99,12 @@ def check_fingerprint(checkpoint: Path | None, now: Fingerprint, settings: Any) 
         then, allowed = fingerprint_of(checkpoint), settings.allow_change
         had = defaults_of(type(settings))
         found = [*problems(checkpoint, then, now, allowed=allowed, defaults=had)]
+        done, most = step_of(checkpoint), now["exact"]["max_steps"]
+        if 0 < most < done:
+            found.append(
+                f"resume: {checkpoint} has {done} steps, and max_steps={most}: no step can be "
+                f"taken back. Give {done} or more, or a new output."
+            )
     refuse_together(found)
 
 

@@ -96,9 +96,9 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     say = args.distributed_state.print
     with (
         Watchdog(settings.time_limits(), folder=output.folder / FLIGHT) as watchdog,
+        explained_disk(output.folder, output.checkpoints),
         lock.held(output.folder, launched=launched_at(), say=say),
         noting_failure(output.folder),
-        explained_disk(output.folder, output.checkpoints),
     ):
         stop = StopSignals()
         inputs = read_inputs(settings, args, stages)

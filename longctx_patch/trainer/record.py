@@ -13,6 +13,8 @@ from longctx_patch.hf.handle import PatchHandle
 logger = logging.getLogger(__name__)
 
 RECORD = "longctx.json"
+UNLIKE = {"transformers_version", "architectures", "use_cache", "dtype", "torch_dtype"}
+"""Fields of a model's config that change no number of a training, or are set by libraries."""
 
 
 def record_of(handle: PatchHandle, num_processes: int) -> dict[str, Any]:
@@ -23,6 +25,7 @@ def record_of(handle: PatchHandle, num_processes: int) -> dict[str, Any]:
         "sequence_degree": handle.config.sequence_degree,
         "has_mask": handle.mask is not None,
         "config": asdict(handle.config),
+        "model": _fields_of(handle.model.config),
     }
 
 
@@ -56,11 +59,12 @@ def resume_problems(folder: str | Path, now: dict[str, Any]) -> Iterable[str]:
 
 def log_changes(folder: str | Path, now: dict[str, Any]) -> None:
     """Log how the run that `now` describes differs from that of a checkpoint."""
+    before = _read(folder, now)
     old, new = (
         run["config"]
         | {"num_processes": run["num_processes"]}
         | {"replicas": run["num_processes"] // run["sequence_degree"]}
-        for run in (_read(folder, now), now)
+        for run in (before, now)
     )
     changed = [f"{k}={v!r} (was {old[k]!r})" for k, v in new.items() if old.get(k, v) != v]
     if old["replicas"] != new["replicas"]:
@@ -68,6 +72,18 @@ def log_changes(folder: str | Path, now: dict[str, Any]) -> None:
         logger.warning(text, folder, ", ".join(changed))
     elif changed:
         logger.info("%s resumes with %s", folder, ", ".join(changed))
+    was, fields = before.get("model", {}), now.get("model", {})
+    others = [f"{n}={fields[n]!r} (was {v!r})" for n, v in was.items() if fields.get(n, v) != v]
+    if others:
+        text = "%s resumes with another model than it was saved with, so its numbers are others: %s"
+        logger.warning(text, folder, ", ".join(others))
+
+
+def _fields_of(config: Any) -> dict[str, Any]:
+    """A model's config as it is read back from JSON."""
+    fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    kept = {n: v for n, v in fields.items() if n[0] != "_" and n not in UNLIKE}
+    return {n: v for n, v in kept.items() if not n.endswith("_token_id")}
 
 
 def _read(folder: str | Path, now: dict[str, Any]) -> dict[str, Any]:

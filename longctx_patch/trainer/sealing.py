@@ -137,6 +137,7 @@ class SealedCheckpointsMixin(_Trainer):
             found = Path(asked)
             if problems := _problems(found):
                 raise ValueError(_refusal(found, problems))
+        refuse_together(_problems_of_states(found) if own_rank() == 0 else ())
         if not of_all_ranks((found / MANIFEST).is_file())[0]:
             text = "has no manifest, as those of other trainers and older versions: files are taken"
             self._say(f"{found} {text} as they are")
@@ -152,6 +153,16 @@ class SealedCheckpointsMixin(_Trainer):
             )
         self._say(f"resume_from_checkpoint=True: going on from {found}")
         return found
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> Any:
+        """transformers' state. Raises ValueError where more steps are done than asked for."""
+        place = super()._init_training_state(max_steps, *args)
+        if (done := self.state.global_step) > max_steps:
+            raise ValueError(
+                f"resume_from_checkpoint: the checkpoint has {done} steps, and the run is to have "
+                f"{max_steps}: no step can be taken back. Ask for {done} or more, or start anew."
+            )
+        return place
 
     def _say(self, text: str) -> None:
         if self.is_world_process_zero():
@@ -188,6 +199,17 @@ def _problems_without_manifest(folder: Path) -> list[str]:
     if promises_manifest(folder) or not (folder / TRAINER_STATE_NAME).is_file():
         return [MISSING]
     return not_plain(folder)
+
+
+def _problems_of_states(folder: Path) -> list[str]:
+    """transformers would go on with a new optimizer and schedule, without a word."""
+    if any(path.name.startswith("optimizer") for path in folder.iterdir()):
+        return []
+    return [
+        f"resume_from_checkpoint: {folder} has weights alone (save_only_model=True), without the "
+        "optimizer's states that a run goes on with. Go on from one that has them, or load its "
+        f"weights into a run of its own: from_pretrained({str(folder)!r})."
+    ]
 
 
 def _refusal(folder: Path, problems: list[str]) -> str:

@@ -118,10 +118,11 @@ def _words(found: _Refusal, raised: BaseException, output: Path, checkpoints: Se
     whole = [each.path for each in complete(checkpoints)]
     left = f"{whole[-1]} is whole" if whole else "no checkpoint is whole yet"
     how = "with --resume" if whole else "anew, with --resume auto"
+    room = "Make room (--keep-last N, or --save_total_limit N over TRL, deletes old checkpoints)"
+    advice = "Make it writable" if found.number == errno.EROFS else room
     return (
         f"rank {found.rank} could not write {file or f'a file below {output}'}: {why}. On the disk "
-        f"of {output} {free} of {total} GiB are free, and {left}. Make room (--keep-last N, or "
-        f"--save_total_limit N over TRL, deletes old checkpoints), and go on {how}."
+        f"of {output} {free} of {total} GiB are free, and {left}. {advice}, and go on {how}."
     )
 
 

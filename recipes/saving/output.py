@@ -1,5 +1,6 @@
 """The folder that a run writes: whether a run may begin or go on in it, and who shares it."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,15 +92,18 @@ class Output:
 
 
 def _no_folder(place: Path) -> str | None:
-    """Why no folder can be made at `place`, None if it can or is there."""
+    """Why nothing can be written into a folder at `place`, None if it can."""
     for path in (place, *place.parents):
         if path.is_symlink() and not path.exists():
             return (
                 f"{path} is a link to {path.readlink()}, which is not there. Make that folder, "
                 "bring its disk back, or give another output."
             )
+        if path.is_file():
+            return f"{path} is a file. Give another output."
         if path.exists():
-            return None if path.is_dir() else f"{path} is a file. Give another output."
+            may = os.access(path, os.W_OK | os.X_OK)
+            return None if may else f"{path} takes no files of this user. Give another output."
     return None
 
 

@@ -38,6 +38,12 @@ def load_checkpoint(state: TrainState, folder: Path) -> None:
     state.step, state.history = run["step"], StepHistory(**run.get("history", {}))
 
 
+def step_of(folder: Path) -> int:
+    """The steps that are done in a checkpoint."""
+    found: int = _json(folder / RUN_FILE)["step"]
+    return found
+
+
 def fingerprint_of(folder: Path) -> dict[str, Any]:
     """The fingerprint of the run that wrote a checkpoint."""
     found: dict[str, Any] = _json(folder / RUN_FILE)["fingerprint"]

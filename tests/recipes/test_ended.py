@@ -82,6 +82,16 @@ def test_a_longer_run_goes_on_from_its_checkpoint(start: Start) -> None:
     assert state_of(alone) == before
 
 
+def test_a_shorter_run_than_what_is_done_is_refused(start: Start) -> None:
+    """It wrote the model of more steps than were asked for, and said that it had ended."""
+    output = start("--save-every", "1")
+    before = state_of(output)
+    for resume in ("auto", "yes"):
+        with pytest.raises(ValueError, match=r"step_000002 has 2 steps, and max_steps=1: no step"):
+            start("--max-steps", "1", "--resume", resume)
+    assert state_of(output) == before
+
+
 def test_weights_that_are_gone_from_the_machine_are_not_others(start: Start) -> None:
     """Of a name on the hub they lie in a cache, which somebody may have emptied since."""
     output = start()

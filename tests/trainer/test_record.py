@@ -46,6 +46,21 @@ def test_what_differs_is_logged(
     assert text in caplog.text
 
 
+def test_another_model_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its weights would be loaded by their names, and give other numbers."""
+    run = run_of(1)
+    fields = {"rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 5.0}, "gone": 1}
+    write_record(tmp_path, run | {"model": fields})
+    log_changes(tmp_path, run | {"model": fields | {"new": 2}})
+    log_changes(tmp_path, run)  # of an older version
+    assert not caplog.records
+    log_changes(tmp_path, run | {"model": fields | {"rope_parameters": {"rope_theta": 6.0}}})
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING
+    words = "rope_parameters={'rope_theta': 6.0} (was {'rope_theta': 5.0})"
+    assert said.getMessage().endswith(f"so its numbers are others: {words}")
+
+
 def test_another_mask_is_refused(tmp_path: Path) -> None:
     masked, causal = run_of(2, has_mask=True), run_of(2)
     assert not list(resume_problems(tmp_path, masked)), "a stock trainer leaves no record"
@@ -60,6 +75,7 @@ def resume_without_the_mask(folder: str) -> str:
     record = Path(folder) / "checkpoint-1" / RECORD
     found = json.loads(record.read_text())
     assert found["has_mask"] is False
+    assert found["model"]["num_hidden_layers"] == 2
     record.write_text(json.dumps(found | {"has_mask": True}))
     seal(record.parent)
     with pytest.raises(ValueError, match="was trained with a mask") as caught:

@@ -183,12 +183,26 @@ def alone(folder: str) -> dict[str, Any]:
     last = trained(str(out / "constant"), case=constant)
     again = trained(str(out / "constant"), True, constant)
     found["ended"] = all(torch.equal(again[name], w) for name, w in last.items())
+    found["weights"] = refused(out, out / "constant")
     each = Case("each", config={}, arguments=USUAL | {"save_on_each_node": True})
     with patch.object(sealing.logger, "warning", lambda _, text: said.append(text)):
         trained(str(out / "each"), case=each)
         trained(str(out / "each"), str(out / "each" / "checkpoint-2"), case=each)
     found["each"] = said, list((out / "each").rglob(MANIFEST))
     return found
+
+
+def refused(out: Path, ended: Path) -> list[str]:
+    """A run of fewer steps than are done, and one whose checkpoints have no states."""
+    fewer = Case("fewer", config={}, arguments=USUAL | {"max_steps": 5})
+    with pytest.raises(ValueError, match=r"checkpoint has 6 steps, .* to have 5: no step can be"):
+        trained(str(ended), True, fewer)
+    case = Case("weights", config={}, arguments=USUAL | {"save_only_model": True})
+    trained(str(out / "weights"), case=case)
+    for resume in (True, str(out / "weights" / "checkpoint-2")):
+        with pytest.raises(ValueError, match=r"checkpoint-. has weights alone .*from_pretrained"):
+            trained(str(out / "weights"), resume, case)
+    return sorted(path.name for path in (out / "weights").glob("checkpoint-*"))
 
 
 def test_stock_checkpoints_are_taken_and_old_ones_go_last(tmp_path: Path) -> None:
@@ -207,6 +221,7 @@ def test_stock_checkpoints_are_taken_and_old_ones_go_last(tmp_path: Path) -> Non
     assert found["at sealing"][:3] == pairs
     assert found["in the end"] == ["checkpoint-6"]
     assert found["killed"] == ["checkpoint-2", "checkpoint-4"]
+    assert found["weights"] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     said, manifests = found["each"]
     assert not manifests
     assert sum("checkpoints get no manifest" in text for text in said) == 2  # once for each run

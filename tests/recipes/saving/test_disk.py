@@ -2,6 +2,7 @@
 of traces from each library and each rank."""
 
 import errno
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -77,6 +78,14 @@ def test_every_library_s_error_is_one_message(
     whole = f"{series.path_of(3)} is whole" if with_checkpoint else "no checkpoint is whole yet"
     assert whole in said
     assert said.endswith("with --resume." if with_checkpoint else "with --resume auto.")
+
+
+def test_a_disk_that_became_read_only_needs_no_room(tmp_path: Path) -> None:
+    error = OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / "manifest.json"))
+    with pytest.raises(CantWriteError) as told, explained_disk(tmp_path, steps_of(tmp_path)):
+        raise error
+    assert "manifest.json: Read-only file system" in str(told.value)
+    assert str(told.value).endswith("Make it writable, and go on anew, with --resume auto.")
 
 
 @pytest.mark.parametrize(

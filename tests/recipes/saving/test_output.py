@@ -1,5 +1,6 @@
 """`--resume auto`: one command starts, goes on, and finds that a run has ended."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,21 @@ def test_a_place_where_no_folder_can_be_is_named(
     assert sorted(path.name for path in tmp_path.iterdir() if path != tmp_path / "cache") == [
         *("file", "link", "text.txt", "tiny")
     ]
+
+
+def test_a_place_that_takes_no_files_is_named(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a disk that is mounted to be read, also for root."""
+    there = tmp_path / "there"
+    there.mkdir()
+    usual = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != there and usual(path, mode))
+    for place in (there, there / "deep/er"):
+        for resume in ("no", "auto"):
+            with pytest.raises(ValueError, match=f"{there} takes no files of this user"):
+                start("--output", str(place), "--resume", resume)
+    assert not list(there.iterdir())
 
 
 def test_a_link_to_a_folder_is_one(start: Start, tmp_path: Path) -> None:
