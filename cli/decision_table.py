@@ -7,8 +7,9 @@ from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.prediction import prediction_rows
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.family import SINKS
 from longctx_patch.hf.model.rope import reachable_length
-from longctx_patch.hf.model.supported import FAMILIES, SINKS
+from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes import models
 

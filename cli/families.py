@@ -11,7 +11,7 @@ import click
 from longctx_patch.cli.text_table import aligned
 
 if TYPE_CHECKING:
-    from longctx_patch.hf.model.supported import Family
+    from longctx_patch.hf.model.family import Family
 
 
 @click.command("families")

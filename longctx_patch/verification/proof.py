@@ -19,7 +19,7 @@ from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.model.checks import FAMILIES, check_model_config
-from longctx_patch.hf.model.supported import ROUTER
+from longctx_patch.hf.model.family import ROUTER
 from longctx_patch.hf.patching import patch
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.processes import run_processes
@@ -155,7 +155,8 @@ def _run_case(
     loss.backward()
     step = handle.first_step
     sent = Traffic(handle.counters.messages, handle.counters.bytes)
-    grads = {name: _mean_over_ranks(p.grad) for name, p in model.named_parameters()}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    grads = {name: _mean_over_ranks(p.grad) for name, p in trained}
     worst, grad_error = _worst_gradient(grads, reference.grads)
     errors = Errors(
         loss_rel_err=abs(_mean_over_ranks(loss).item() / reference.loss - 1),

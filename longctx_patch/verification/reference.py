@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from longctx_patch.hf.model.transformers_api import router_weight
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.verification.shrink import build_small_model
 
@@ -140,7 +141,7 @@ def _router_loss(model: Any, outputs: Sequence[Any], batches: Sequence[_Batch]) 
         model.num_experts,
         model.num_experts_per_tok,
     )
-    return model.router_aux_loss_coef * loss
+    return getattr(model, router_weight(model)) * loss
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from longctx_patch.hf.model.facts import LayerFacts, ModelFacts
+from longctx_patch.hf.model.transformers_api import decoder_layers
 
 NUM_LAYERS = 2
 VOCAB_SIZE = 251
@@ -25,14 +26,24 @@ WINDOW = 23
 """Odd, and less than a rank's share of the tokens that are verified."""
 SOFTCAP = 5.0
 """Low enough to bend the scores of small heads."""
-NUM_EXPERTS = 4
 EXPERTS = {
-    "num_experts": NUM_EXPERTS,
-    "num_local_experts": NUM_EXPERTS,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
     "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
     "n_group": 2,
     "topk_group": 1,
 }
+PER_LAYER = (
+    *("layer_types", "mlp_layer_types", "no_rope_layers", "layer_rope_theta"),
+    "num_attention_heads_per_layer",
+)
+"""Options that have an entry for each layer."""
+DENSE_AT_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+"""Options that count the layers before the first with experts."""
 LATENT_RANKS = {"kv_lora_rank": 20, "q_lora_rank": 28}
 LATENT_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 WIDTHS = {
@@ -42,7 +53,7 @@ WIDTHS = {
     "head_dim": HEAD_DIM,
     "vocab_size": VOCAB_SIZE,
 }
-WIDE_AS_HEADS = ("helium", "olmoe")
+WIDE_AS_HEADS = ("bitnet", "gpt_neox", "helium", "olmoe", "persimmon", "stablelm")
 """Families whose output projection or norms need heads * head_dim to be the hidden size."""
 SPREAD = 0.15
 """Standard deviation of the weights, large enough that attention is far from uniform."""
@@ -65,7 +76,8 @@ def shrink_config(model_config: Any) -> Any:
     for name, number in EXPERTS.items():
         _lower(small, name, number)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(small, name, None)  # the ids of the large vocabulary are not in the small one
+        # The ids of the large vocabulary are not in the small one; some classes want a number.
+        vars(small)[name] = None
     if hasattr(small, "quantization_config"):
         del small.quantization_config
     return small
@@ -84,13 +96,14 @@ def _keep_layers(small: Any, layers: Sequence[LayerFacts]) -> None:
     dense = [new for new, old in enumerate(chosen) if layers[old].is_dense]
     chosen = chosen * NUM_LAYERS if len(chosen) == 1 else chosen
     small.num_hidden_layers = len(chosen)
-    for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
+    for name in PER_LAYER:
         if values := getattr(small, name, None):
             setattr(small, name, [values[layer] for layer in chosen])
     if hasattr(small, "mlp_only_layers"):
         small.mlp_only_layers, small.decoder_sparse_step = dense, 1
-    if hasattr(small, "first_k_dense_replace"):
-        small.first_k_dense_replace = len(dense)
+    for name in DENSE_AT_FIRST:
+        if hasattr(small, name):
+            setattr(small, name, len(dense))
 
 
 def _shrink_latent(small: Any, large: Any) -> None:
@@ -148,14 +161,17 @@ def keep_float64(model: Any) -> None:
     factor W of the loss law, round gradients differently from one process wherever W is not a
     power of two.
     """
-    if hasattr(model.config, "num_experts_per_tok"):
+    for parameter in model.parameters():  # some routers are float32, whatever the model's dtype is
+        parameter.data = parameter.data.double()
+    if ModelFacts.of(model.config).experts:
         model.set_experts_implementation("eager")  # torch's grouped product has no float64
     decoder = model.get_decoder()
-    parents = [decoder, *(m for m in decoder.modules() if hasattr(m, "self_attn"))]
-    for module in (child for parent in parents for child in parent.children()):
-        # Not the layers themselves: recomputing one for its gradient starts inside its forward.
-        if not isinstance(module, nn.ModuleList):
-            module.forward = functools.partial(_in_float64, module.forward)
+    parents = [decoder, *decoder_layers(model)]
+    children = [child for parent in parents for child in parent.children()]
+    # Not the layers themselves: recomputing one for its gradient starts inside its forward.
+    for module in (model, *(m for m in children if not isinstance(m, nn.ModuleList))):
+        in_float64 = functools.partial(_in_float64, module.forward)
+        module.forward = functools.update_wrapper(in_float64, module.forward)
 
 
 def _in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,13 +14,13 @@ from torch.nn.functional import cross_entropy
 
 from longctx_patch import LongContextConfig, patch, run_virtual_ranks, virtual_group
 from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.hf.model.supported import FAMILIES, LATENT
+from longctx_patch.hf.model.family import LATENT
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.tiny import VOCABULARY, featured_model, gradients
+from tests.hf.tiny import SUPPORTED, VOCABULARY, featured_model, gradients
 from tests.reference import relative_error
 
-LATENT_FAMILIES = [name for name, family in FAMILIES.items() if LATENT in family.features]
+LATENT_FAMILIES = [name for name, family in SUPPORTED.items() if LATENT in family.features]
 TOKENS = 37
 PROJECTIONS = ["kv_a_proj_with_mqa", "kv_b_proj", "q_b_proj", "o_proj"]
 

@@ -1,16 +1,21 @@
 """Tiny models of every family, from configs, with two or three layers and four query heads."""
 
+import copy
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from longctx_patch.hf.model.supported import FAMILIES as ALL
 from longctx_patch.verification.shrink import keep_float64
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense, causal families without a window, over which most tests run."""
+SUPPORTED = {name: family for name, family in ALL.items() if name in CONFIG_MAPPING_NAMES}
+"""model_type -> family, of those in the table of support that the installed transformers knows."""
 VOCABULARY = 97
 WINDOW = 7
 
@@ -18,6 +23,17 @@ _WINDOWED: dict[str, Any] = {"sliding_window": WINDOW}
 _ALTERNATING = _WINDOWED | {"layer_types": ["sliding_attention", "full_attention"]}
 _QWEN_WINDOW = _WINDOWED | {"use_sliding_window": True}
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_FOUR: dict[str, Any] = {"num_experts": 4}
+_FOUR_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_FOUR_IN_TWO_GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1, "n_shared_experts": 1}
+_SHARED_EXPERT: dict[str, Any] = {"shared_expert_intermediate_size": 48}
+_DENSE_FIRST: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse"]}
+_MULTIPLIERS: dict[str, Any] = {
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+}
 _ROPE_PER_LAYER = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
@@ -94,12 +110,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "cohere2": _ALTERNATING | {"logit_scale": 0.7},
     "smollm3": _ALTERNATING | {"use_sliding_window": True, "no_rope_layers": [0, 1]},
     "starcoder2": _WINDOWED,
-    "granite": {
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.7,
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-    },
+    "granite": _MULTIPLIERS,
     "exaone4": _ALTERNATING,
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "deepseek_v2": _LATENT | _LATENT_EXPERTS | {"first_k_dense_replace": 1, "q_lora_rank": None},
@@ -115,8 +126,76 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "minicpm3": _LATENT | {"dim_model_base": 32},
     "youtu": _LATENT,
     "axk1": _LATENT | _LATENT_EXPERTS | {"n_group": 2, "topk_group": 1},
+    "cwm": _ALTERNATING | {"bos_token_id": 1},
+    "hyperclovax": _MULTIPLIERS,
+    "nanochat": {"final_logit_softcapping": 3.0},
+    "phi": {"qk_layernorm": True},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
+    "vaultgemma": _ALTERNATING
+    | {
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 2.0,
+    },
+    "granite_swa": _ALTERNATING | _MULTIPLIERS | {"layer_rope_theta": [1e4, 1e6]},
+    "granitemoe": _MULTIPLIERS | _FOUR_LOCAL,
+    "granitemoeshared": _MULTIPLIERS | _FOUR_LOCAL | {"shared_intermediate_size": 48},
+    "granitemoe_swa": _ALTERNATING | _MULTIPLIERS | _FOUR_LOCAL | {"layer_rope_theta": [1e4, 1e6]},
+    "afmoe": _ALTERNATING
+    | _EXPERTS
+    | _FOUR
+    | {"num_dense_layers": 1, "num_shared_experts": 1, "mup_enabled": True},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "beam": _ALTERNATING
+    | _EXPERTS
+    | _FOUR
+    | _DENSE_FIRST
+    | {"n_group": 2, "topk_group": 1, "final_logit_softcapping": 3.0},
+    "cohere2_moe": _ALTERNATING | _EXPERTS | _FOUR | {"num_shared_experts": 1, "logit_scale": 0.7},
+    "dots1": _ALTERNATING
+    | _EXPERTS
+    | _FOUR_IN_TWO_GROUPS
+    | {"n_routed_experts": 4, "first_k_dense_replace": 1},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "moe_layer_end_index": 1,
+    },
+    "exaone_moe": _ALTERNATING | _EXPERTS | _FOUR | _DENSE_FIRST,
+    "flex_olmo": _FOUR | {"num_experts_per_tok": 2},
+    "flint": _ALTERNATING | _EXPERTS | _FOUR | _SHARED_EXPERT | {"mlp_only_layers": [0]},
+    "glm4_moe": _EXPERTS
+    | _FOUR_IN_TWO_GROUPS
+    | {"n_routed_experts": 4, "first_k_dense_replace": 1, "use_qk_norm": True},
+    "hunyuan_v1_moe": _FOUR | {"moe_topk": 2},
+    "hy_v3": _EXPERTS | _FOUR | _DENSE_FIRST,
+    "jetmoe": _FOUR_LOCAL | {"kv_channels": 16},
+    "kolibri1": _ALTERNATING | _EXPERTS | _SHARED_EXPERT | {"num_local_experts": 4},
+    "laguna": _ALTERNATING
+    | _EXPERTS
+    | _FOUR
+    | _SHARED_EXPERT
+    | _DENSE_FIRST
+    | {"num_attention_heads_per_layer": [4, 8]},
+    "mellum": _ALTERNATING
+    | _EXPERTS
+    | {"num_local_experts": 4, "mlp_layer_types": ["sparse", "sparse"]},
+    "mimo_v2_flash": _ALTERNATING
+    | _EXPERTS
+    | _FOUR_IN_TWO_GROUPS
+    | _DENSE_FIRST
+    | {"n_routed_experts": 4, "v_head_dim": 8},
+    "minimax_m2": _FOUR_LOCAL,
+    "solar_open": _EXPERTS | _FOUR_IN_TWO_GROUPS | {"n_routed_experts": 4},
 }
 """Features of a family beside causal attention, small enough to matter in rows of 30 tokens."""
+
+
+def router_weight(family: str) -> str:
+    """The option that weighs the loss of a family's router."""
+    return "aux_loss_coef" if family == "jetmoe" else "router_aux_loss_coef"
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
@@ -130,7 +209,8 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         "max_position_embeddings": 512,
         "attn_implementation": "sdpa",
     }
-    return AutoConfig.for_model(family, **(values | _EXTRA.get(family, {}) | overrides))
+    values |= _EXTRA.get(family, {}) | overrides
+    return AutoConfig.for_model(family, **copy.deepcopy(values))  # some tests change a config
 
 
 def featured_config(family: str, **overrides: Any) -> Any:

@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
-from longctx_patch.hf.model.checks import FAMILIES
 from longctx_patch.hf.model.transformers_api import attention_modules, decoder_layers
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.passes import MemoryUse
 from longctx_patch.memory.policies import LayerPolicy
 from tests.harness import run_distributed
-from tests.hf.tiny import featured_model, gradients, tiny_model
+from tests.hf.tiny import SUPPORTED, featured_model, gradients, tiny_model
 from tests.memory.live_bytes import LiveBytes
 from tests.memory.trained import Trained, assert_equal, averaged, counted_step
 
@@ -30,7 +29,7 @@ def last(whole: int) -> list[LayerPolicy]:
 
 
 def test_every_family_has_a_layer_to_recompute_for_each_attention() -> None:
-    for family in FAMILIES:
+    for family in SUPPORTED:
         model = featured_model(family)
         inside = [id(m) for layer in decoder_layers(model) for m in layer.modules()]
         attentions = [id(module) for module in attention_modules(model)]

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.hf.layers.mlp_tiles import TiledForward, bind_mlps, tiles_of_layers
-from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
-from longctx_patch.hf.model.supported import ROUTER
+from longctx_patch.hf.model.checks import UnsupportedModelError
+from longctx_patch.hf.model.family import EXPERTS, ROUTER
 from longctx_patch.hf.model.transformers_api import decoder_layers, dense_mlps
 from longctx_patch.memory.policies import CheckpointPolicy
-from tests.hf.tiny import featured_model, gradients, tiny_model
+from tests.hf.tiny import SUPPORTED, featured_model, gradients, tiny_model
 from tests.memory.trained import Flops, assert_equal, assert_near, tiled
 from tests.reference import relative_error
 
@@ -57,11 +57,11 @@ def test_two_forwards_before_one_backward_and_two_backwards_after_one_forward(
     assert_near(found[1], found[0])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SUPPORTED)
 def test_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers with experts stay whole; the others are in tiles and don't recompute the last product.
 
-    Only StarCoder2 recomputes it: its down projection has another name, and dropout may follow.
+    Those whose down projection has another name recompute it, since dropout may follow.
     """
     found, flops, spared = [], [], 0
     for num_tiles, leaves_out in ((1, False), (3, True), (3, False)):
@@ -75,13 +75,15 @@ def test_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
             loss.backward()
         flops.append(counted.total)
         found.append({"loss": loss.detach(), **gradients(model)})
-        has_experts = [any("expert" in n for n, _ in m.named_modules()) for m in model.model.layers]
+        has_experts = [
+            any("expert" in n for n, _ in m.named_modules()) for m in decoder_layers(model)
+        ]
         assert tiles_of_layers(model) == tuple(1 if e else num_tiles for e in has_experts)
         mlps: list[Any] = dense_mlps(model)
         assert [mlp is None for mlp in mlps] == has_experts
-        assert all(has_experts) <= (ROUTER in FAMILIES[family].features)
-        if family != "starcoder2":
-            spared = sum(2 * ids.numel() * mlp.down_proj.weight.numel() for mlp in mlps if mlp)
+        assert all(has_experts) <= bool({EXPERTS, ROUTER} & {*SUPPORTED[family].features})
+        last = [mlp.down_proj for mlp in mlps if hasattr(mlp, "down_proj")]
+        spared = sum(2 * ids.numel() * linear.weight.numel() for linear in last)
         undo()
         assert all("forward" not in vars(module) for module in model.modules())
     assert_near(found[1], found[0])

@@ -152,7 +152,7 @@ class DecoderCalls:
         call.fire_check = self.first_step.begin(decoder)
         num_rows = batch.tokens.shape[0]
         return {
-            "attention_mask": transformers_api.no_mask(num_rows, batch.tokens.device),
+            "attention_mask": transformers_api.no_mask(call, num_rows, batch.tokens.device),
             "position_ids": batch.positions.expand(num_rows, -1),
             "use_cache": False,
             transformers_api.CALL_KEY: call,

@@ -34,7 +34,8 @@ from longctx_patch.hf.loss.token_head import (
     shard_log_probs,
 )
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.supported import FAMILIES, LogitsRule
+from longctx_patch.hf.model.family import LogitsRule
+from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.loss.linear_cross_entropy import linear_cross_entropy, linear_scores
 

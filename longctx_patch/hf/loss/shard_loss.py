@@ -14,6 +14,7 @@ from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.token_head import TokenFields, shard_log_probs
+from longctx_patch.hf.model.transformers_api import router_weight
 from longctx_patch.loss.law import IGNORE_INDEX, replica_scale, scale_of, sum_of_token_losses
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.transport.meeting import Meeting, meet
@@ -51,9 +52,9 @@ class LossPass:
 class ShardLoss:
     """What transformers calls as `model.loss_function`.
 
-    A mixture of experts adds `router_aux_loss_coef` times its router's loss afterwards. Each batch
-    counts by its share of the step's tokens, so that over a step these losses add up to their mean
-    weighted by tokens.
+    A mixture of experts adds a weight (`router_aux_loss_coef`) times its router's loss afterwards.
+    Each batch counts by its share of the step's tokens, so that over a step these losses add up to
+    their mean weighted by tokens.
     """
 
     def __init__(self, model: PreTrainedModel, group: SequenceGroup) -> None:
@@ -64,13 +65,14 @@ class ShardLoss:
         self._model = model
         self._group = group
         self._stock = model.loss_function
+        self._weight = router_weight(model)
         self._coefficient: float | None = None
         """The model's own coefficient, while the pass under way has a scaled one."""
 
     def close(self) -> None:
         self.current = None
         if self._coefficient is not None:
-            self._model.router_aux_loss_coef = self._coefficient
+            setattr(self._model, self._weight, self._coefficient)
             self._coefficient = None
 
     def __call__(
@@ -195,8 +197,8 @@ class ShardLoss:
         """Scale the router's coefficient until the pass is closed. It is read anew in each pass,
         since users may change it."""
         if self._coefficient is None:
-            self._coefficient = self._model.router_aux_loss_coef
-        self._model.router_aux_loss_coef = self._coefficient * share
+            self._coefficient = float(getattr(self._model, self._weight))
+        setattr(self._model, self._weight, self._coefficient * share)
 
 
 def _sum_of_log_probs(current: LossPass, logits: Tensor) -> Tensor:

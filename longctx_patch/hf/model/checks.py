@@ -7,14 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from longctx_patch.hf.model.facts import FULL, WINDOWED, ModelFacts, layer_kinds
-from longctx_patch.hf.model.supported import (
-    FAMILIES,
-    SINKS,
-    SOFTCAP,
-    TABLE,
-    Family,
-    refusal_of,
-)
+from longctx_patch.hf.model.family import SINKS, SOFTCAP, Family
+from longctx_patch.hf.model.supported import FAMILIES, TABLE, refusal_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,7 +69,9 @@ def check_modules(model: "nn.Module", attention_modules: "list[nn.Module]") -> N
     for module in attention_modules:
         if getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(_bidirectional_reason("is_causal=False"))
-        if (dropout := getattr(module, "attention_dropout", 0.0)) > 0:
+        dropout = getattr(module, "attention_dropout", 0.0)
+        dropout = getattr(dropout, "p", dropout)  # a module in Persimmon
+        if dropout > 0:
             raise UnsupportedModelError(_noise_reason(f"attention_dropout={dropout}"))
 
 
@@ -136,11 +132,12 @@ def _bidirectional_reason(option: str) -> str:
 
 
 def _noise(model_config: Any, config: "LongContextConfig") -> str | None:
-    """Dropout and jitter, whatever a family calls them."""
+    """Dropout and jitter, whatever a family calls them, but for those of other heads."""
     drawn = [
         f"{name}={value}"
         for name, value in vars(model_config).items()
         if name.endswith(("dropout", "_pdrop", "jitter", "jitter_noise"))
+        and not name.startswith(("classifier_", "summary_"))
         and isinstance(value, int | float)
         and value > 0
     ]

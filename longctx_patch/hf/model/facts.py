@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 class LayerFacts(NamedTuple):
@@ -51,7 +51,7 @@ class ModelFacts:
         """The facts of a transformers config."""
         return cls(
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=_intermediate_size(config),
             num_heads=config.num_attention_heads,
             num_kv_heads=_given(config, "num_key_value_heads") or config.num_attention_heads,
             head_dim=_head_dim(config),
@@ -89,9 +89,10 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
 
 
 def sees_absolute_positions(config: Any) -> bool:
-    """Whether attention depends on the positions of tokens, not on their distances alone, as in
-    Ministral 3, which scales queries by their position."""
-    return "llama_4_scaling_beta" in (_given(config, "rope_parameters") or {})
+    """Whether attention depends on the positions of tokens, not on their distances alone: Ministral
+    3 scales queries by their position, as Beam does in layers without rotary embeddings."""
+    rope = _given(config, "rope_parameters") or {}
+    return "llama_4_scaling_beta" in rope or None in rope.values()
 
 
 def _layer(config: Any, number: int) -> LayerFacts:
@@ -127,8 +128,16 @@ def _is_dense(config: Any, layer: int) -> bool:
         or layer in (_given(config, "mlp_only_layers") or ())
         or (layer + 1) % (_given(config, "decoder_sparse_step") or 1) > 0
         or layer < (_given(config, "first_k_dense_replace") or 0)
+        or layer < (_given(config, "num_dense_layers") or 0)
+        or layer < (_given(config, "moe_layer_start_index") or 0)
         or bool(kinds and kinds[layer] == "dense")
     )
+
+
+def _intermediate_size(config: Any) -> int:
+    """As GPT-2 and its kin have it: four times the hidden size, where nothing is given."""
+    given = (_given(config, name) for name in ("intermediate_size", "n_inner"))
+    return next((size for size in given if size), 4 * config.hidden_size)
 
 
 def _experts(config: Any) -> str | None:

@@ -7,59 +7,30 @@ transformers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
-WINDOW, SOFTCAP, SINKS, ROUTER = "sliding window", "softcap", "sinks", "router loss"
-LATENT = "latent attention"
-"""MLA: keys and values are expanded from a latent of each token, and have different head sizes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitsRule:
-    """What a model's forward does to logits after its head: one number, one operation."""
-
-    operation: Literal["softcap", "multiply", "divide"]
-    """`softcap` is c * tanh(logits / c), left out where the number is None."""
-    holder: Literal["config", "model"]
-    """The object that has the number as an attribute."""
-    attribute: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One row of the table of support."""
-
-    model_type: str
-    """As transformers spells it in config.json."""
-    name: str
-    """What people call it."""
-    features: tuple[str, ...] = ()
-    """What is covered beside causal attention; the model may or may not have it."""
-    logits: LogitsRule | None = None
-    """What happens to logits after the head; None: nothing."""
-    refusal: str | None = None
-    """Why it can't be patched; None if it can."""
-
+from longctx_patch.hf.model.family import (
+    EXPERTS,
+    LATENT,
+    ROUTER,
+    SINKS,
+    SOFTCAP,
+    WINDOW,
+    Family,
+    LogitsRule,
+)
+from longctx_patch.hf.model.family import (
+    refused as _refused,
+)
+from longctx_patch.hf.model.family import (
+    supported as _supported,
+)
+from longctx_patch.hf.model.refused import REFUSED
 
 GEMMA_LOGITS = LogitsRule(operation="softcap", holder="config", attribute="final_logit_softcapping")
 COHERE_LOGITS = LogitsRule(operation="multiply", holder="model", attribute="logit_scale")
+HYPERCLOVA_LOGITS = LogitsRule(operation="multiply", holder="config", attribute="logits_scaling")
 GRANITE_LOGITS = LogitsRule(operation="divide", holder="config", attribute="logits_scaling")
-
-
-def _supported(
-    model_type: str, name: str, *features: str, logits: LogitsRule | None = None
-) -> Family:
-    return Family(model_type=model_type, name=name, features=features, logits=logits)
-
-
-def _refused(reason: str, names: Mapping[str, str]) -> tuple[Family, ...]:
-    return tuple(
-        Family(model_type=model_type, name=name, refusal=reason)
-        for model_type, name in names.items()
-    )
-
 
 TABLE = (
     _supported("llama", "Llama 1 to 3"),
@@ -92,12 +63,50 @@ TABLE = (
     _supported("seed_oss", "Seed-OSS"),
     _supported("arcee", "Arcee AFM"),
     _supported("helium", "Helium 1"),
-    _supported("deepseek_v2", "DeepSeek-V2", LATENT),
-    _supported("deepseek_v3", "DeepSeek-V3, DeepSeek-R1, Kimi K2", LATENT),
-    _supported("glm4_moe_lite", "GLM-4.7-Flash", LATENT),
+    _supported("deepseek_v2", "DeepSeek-V2", LATENT, EXPERTS),
+    _supported("deepseek_v3", "DeepSeek-V3, DeepSeek-R1, Kimi K2", LATENT, EXPERTS),
+    _supported("glm4_moe_lite", "GLM-4.7-Flash", LATENT, EXPERTS),
     _supported("minicpm3", "MiniCPM3", LATENT),
     _supported("youtu", "Youtu-LLM", LATENT),
-    _supported("axk1", "A.X K1", LATENT),
+    _supported("axk1", "A.X K1", LATENT, EXPERTS),
+    _supported("internlm3", "InternLM3"),
+    _supported("iquestcoder", "IQuest-Coder"),
+    _supported("apertus", "Apertus"),
+    _supported("bitnet", "BitNet b1.58"),
+    _supported("cwm", "Code World Model (CWM)", WINDOW),
+    _supported("gpt_neox", "GPT-NeoX, Pythia"),
+    _supported("hunyuan_v1_dense", "Hunyuan (dense)"),
+    _supported("hyperclovax", "HyperCLOVA X SEED", logits=HYPERCLOVA_LOGITS),
+    _supported("jais2", "Jais 2"),
+    _supported("nanochat", "nanochat", logits=GEMMA_LOGITS),
+    _supported("nemotron", "Nemotron 3, Nemotron 4"),
+    _supported("persimmon", "Persimmon"),
+    _supported("phi", "Phi-1, Phi-1.5, Phi-2"),
+    _supported("stablelm", "StableLM"),
+    _supported("vaultgemma", "VaultGemma", WINDOW, SOFTCAP, logits=GEMMA_LOGITS),
+    _supported("granite_swa", "Granite Swash", WINDOW, SINKS, logits=GRANITE_LOGITS),
+    _supported("granitemoe", "Granite 3 MoE", ROUTER, logits=GRANITE_LOGITS),
+    _supported("granitemoeshared", "Granite MoE (shared)", ROUTER, logits=GRANITE_LOGITS),
+    _supported("granitemoe_swa", "Granite Swash MoE", WINDOW, SINKS, ROUTER, logits=GRANITE_LOGITS),
+    _supported("afmoe", "Trinity (AFMoE)", WINDOW, EXPERTS),
+    _supported("aria_text", "Aria (text)", EXPERTS),
+    _supported("beam", "Beam 1", WINDOW, EXPERTS, logits=GEMMA_LOGITS),
+    _supported("cohere2_moe", "Command A+", WINDOW, EXPERTS, logits=COHERE_LOGITS),
+    _supported("dots1", "dots.llm1", WINDOW, EXPERTS),
+    _supported("ernie4_5_moe", "ERNIE 4.5 (experts)", ROUTER),
+    _supported("exaone_moe", "K-EXAONE", WINDOW, EXPERTS),
+    _supported("flex_olmo", "FlexOlmo", ROUTER),
+    _supported("flint", "Flint", WINDOW, SINKS, ROUTER),
+    _supported("glm4_moe", "GLM-4.5, GLM-4.6, GLM-4.7", EXPERTS),
+    _supported("hunyuan_v1_moe", "Hunyuan-A13B", EXPERTS),
+    _supported("hy_v3", "Hunyuan 3 (Hy3)", EXPERTS),
+    _supported("jetmoe", "JetMoE", ROUTER),
+    _supported("kolibri1", "Kolibri 1", WINDOW, EXPERTS),
+    _supported("laguna", "Laguna", WINDOW, ROUTER),
+    _supported("mellum", "Mellum 2", WINDOW, ROUTER),
+    _supported("mimo_v2_flash", "MiMo-V2-Flash", WINDOW, SINKS, EXPERTS),
+    _supported("minimax_m2", "MiniMax-M2", ROUTER),
+    _supported("solar_open", "Solar Open", EXPERTS),
     *_refused(
         "a recurrent state runs along the sequence (Mamba or another scan), and would start anew "
         "on each rank",
@@ -159,47 +168,14 @@ TABLE = (
             "gemma3n_text": "Gemma 3n (text)",
             "gemma4": "Gemma 4",
             "gemma4_text": "Gemma 4 (text)",
+            "gemma4_unified_text": "Gemma 4 unified (text)",
         },
     ),
     *_refused(
         "images are attended to in both directions; train its text model (gemma3_text)",
         {"gemma3": "Gemma 3 (with images)"},
     ),
-    *_refused(
-        "positions are ALiBi biases inside an attention of its own, not in the registry",
-        {"bloom": "BLOOM", "mpt": "MPT"},
-    ),
-    *_refused(
-        "its attention is its own code, not transformers' attention registry",
-        {
-            "falcon": "Falcon",
-            "gptj": "GPT-J",
-            "gpt_neo": "GPT-Neo",
-            "codegen": "CodeGen",
-        },
-    ),
-    *_refused(
-        "its learned positions are counted from the attention mask of the local tokens",
-        {"opt": "OPT"},
-    ),
-    *_refused(
-        "its learned positions end at the pretrained length, and it is not compared with one "
-        "process",
-        {"gpt2": "GPT-2", "gpt_bigcode": "StarCoder, SantaCoder"},
-    ),
-    *_refused(
-        "not compared with one process yet",
-        {
-            "gpt_neox": "GPT-NeoX, Pythia",
-            "phi": "Phi-1, Phi-2",
-            "phimoe": "Phi-3.5-MoE",
-            "stablelm": "StableLM",
-            "hunyuan_v1_dense": "Hunyuan (dense)",
-            "glm4_moe": "GLM-4.5, GLM-4.6",
-            "minimax_m2": "MiniMax-M2",
-            "dbrx": "DBRX",
-        },
-    ),
+    *REFUSED,
 )
 """Supported families first, then refused ones, grouped by reason."""
 

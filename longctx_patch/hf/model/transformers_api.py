@@ -50,6 +50,9 @@ _EAGER = "eager_attention_forward"
 
 CALL_KEY = "longctx_call"
 """Keyword argument that carries a sharded call from the decoder to every attention function."""
+HAND_ON_MASK_ALONE = frozenset({"nemotron", "persimmon", "stablelm"})
+"""Families whose layers hand their attention no further arguments: there the mask carries the call,
+and a mask without one means a stock pass."""
 
 
 def check_version() -> None:
@@ -87,6 +90,11 @@ def bind_attention(model: PreTrainedModel, stock: str) -> Callable[[], None]:
     """Switch to our attention; return a function that switches back."""
     model.set_attn_implementation(NAME_OVER_STOCK[stock])
     return lambda: model.set_attn_implementation(stock)
+
+
+def router_weight(model: PreTrainedModel) -> str:
+    """The model's attribute that weighs the loss of its router."""
+    return "aux_loss_coef" if hasattr(model, "aux_loss_coef") else "router_aux_loss_coef"
 
 
 def has_own_loss(model: PreTrainedModel) -> bool:
@@ -151,6 +159,9 @@ def _dispatch(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
+    config: Any = module.config
+    if config.model_type in HAND_ON_MASK_ALONE:
+        kwargs = {CALL_KEY: getattr(attention_mask, CALL_KEY, None)} | kwargs
     if CALL_KEY not in kwargs:
         raise RuntimeError(
             f"{type(module).__name__} of a patched model ran without its decoder, so it can't know "
@@ -173,13 +184,15 @@ def _stock_mask(stock: str, *args: Any, **kwargs: Any) -> Any:
     return ALL_MASK_ATTENTION_FUNCTIONS[stock](*args, **kwargs)
 
 
-def no_mask(batch: int, device: torch.device) -> Tensor:
-    """What a sharded call passes as attention mask.
+def no_mask(call: Any, batch: int, device: torch.device) -> Tensor:
+    """What a sharded call passes as attention mask: an empty one, which carries the call.
 
     transformers returns a 4-D mask untouched. Without one it would read the position ids of a
     shard, take their gaps for packed documents and build a dense mask.
     """
-    return torch.empty((batch, 1, 0, 0), dtype=torch.bool, device=device)
+    mask = torch.empty((batch, 1, 0, 0), dtype=torch.bool, device=device)
+    setattr(mask, CALL_KEY, call)
+    return mask
 
 
 def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
@@ -189,8 +202,8 @@ def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
 
 def dense_mlps(model: PreTrainedModel) -> list[nn.Module | None]:
     """The MLP of each decoder layer, a function of one token's hidden state; None for experts."""
-    mlps = (layer.mlp for layer in decoder_layers(model))
-    return [None if hasattr(mlp, "experts") else mlp for mlp in mlps]
+    mlps = (getattr(layer, "mlp", None) for layer in decoder_layers(model))
+    return [None if hasattr(mlp, "experts") or hasattr(mlp, "router") else mlp for mlp in mlps]
 
 
 def checkpoint_layers(model: PreTrainedModel, run: Callable[..., Any]) -> Callable[[], None]:

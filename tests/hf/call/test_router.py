@@ -14,19 +14,25 @@ from longctx_patch import (
     virtual_group,
 )
 from longctx_patch.hf.call.router import whole_router_logits
-from longctx_patch.hf.model.checks import FAMILIES
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.sequence.layout import contiguous
 from longctx_patch.transport import VirtualTransport
 from tests.harness import run_distributed
 from tests.hf.steps import TOLERANCE, collated
-from tests.hf.tiny import featured_model, gradients, mean_over_ranks, token_rows
+from tests.hf.tiny import (
+    SUPPORTED,
+    featured_model,
+    gradients,
+    mean_over_ranks,
+    router_weight,
+    token_rows,
+)
 from tests.memory.trained import Gradients, assert_near
 from tests.reference import relative_error
 
 EXPERTS, CHOSEN, LAYERS = 4, 2, 3
 LENGTHS = (23, 11, 1)
-ROUTED = [family.model_type for family in FAMILIES.values() if "router loss" in family.features]
+ROUTED = [family.model_type for family in SUPPORTED.values() if "router loss" in family.features]
 
 
 def loss_of(layers: tuple[Tensor, ...], mask: Tensor | None = None) -> Tensor:
@@ -84,7 +90,8 @@ def rows() -> list[dict[str, list[int]]]:
 
 def model_of(family: str, in_config: bool) -> Any:
     """The balancing loss has as much weight as the token loss."""
-    return featured_model(family, router_aux_loss_coef=1.0, output_router_logits=in_config)
+    weight = {router_weight(family): 1.0}
+    return featured_model(family, **weight, output_router_logits=in_config)
 
 
 def one_process(family: str) -> Gradients:

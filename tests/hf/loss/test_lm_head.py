@@ -17,11 +17,17 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.config import LossName
-from longctx_patch.hf.model.checks import FAMILIES
 from tests.harness import run_distributed
 from tests.hf.loss.labelled import collated
 from tests.hf.steps import TOLERANCE
-from tests.hf.tiny import VOCABULARY, featured_model, gradients, mean_over_ranks, tiny_model
+from tests.hf.tiny import (
+    SUPPORTED,
+    VOCABULARY,
+    featured_model,
+    gradients,
+    mean_over_ranks,
+    tiny_model,
+)
 from tests.memory.trained import assert_near
 from tests.reference import relative_error
 
@@ -60,7 +66,7 @@ def patched_step(model: Any, handle: PatchHandle, loss: LossName) -> dict[str, T
 assert_close = partial(assert_near, bound=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SUPPORTED)
 def test_every_family(family: str) -> None:
     model = featured_model(family)
     with seen_by(model.get_output_embeddings()) as seen:
@@ -69,12 +75,12 @@ def test_every_family(family: str) -> None:
     assert_close(found, step(featured_model(family), "logits"))
 
 
-RULED = [family.model_type for family in FAMILIES.values() if family.logits]
+RULED = [family.model_type for family in SUPPORTED.values() if family.logits]
 
 
 @pytest.mark.parametrize("family", RULED)
 def test_what_the_family_does_to_logits_matters_and_stays(family: str) -> None:
-    rule = FAMILIES[family].logits
+    rule = SUPPORTED[family].logits
     assert rule is not None
     model = featured_model(family)
     holder = model.config if rule.holder == "config" else model

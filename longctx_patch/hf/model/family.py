@@ -1,0 +1,55 @@
+"""What the table of support says of a family, and what a family may have beside causal attention.
+
+This file imports no other module of the project, no torch and no transformers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+WINDOW, SOFTCAP, SINKS = "sliding window", "softcap", "sinks"
+LATENT = "latent attention"
+"""MLA: keys and values are expanded from a latent of each token, and have different head sizes."""
+EXPERTS, ROUTER = "experts", "router loss"
+"""Families with a router loss have experts too; `EXPERTS` stands where there is no such loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsRule:
+    """What a model's forward does to logits after its head: one number, one operation."""
+
+    operation: Literal["softcap", "multiply", "divide"]
+    """`softcap` is c * tanh(logits / c), left out where the number is None."""
+    holder: Literal["config", "model"]
+    """The object that has the number as an attribute."""
+    attribute: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One row of the table of support."""
+
+    model_type: str
+    """As transformers spells it in config.json."""
+    name: str
+    """What people call it."""
+    features: tuple[str, ...] = ()
+    """What is covered beside causal attention; the model may or may not have it."""
+    logits: LogitsRule | None = None
+    """What happens to logits after the head; None: nothing."""
+    refusal: str | None = None
+    """Why it can't be patched; None if it can."""
+
+
+def supported(
+    model_type: str, name: str, *features: str, logits: LogitsRule | None = None
+) -> Family:
+    return Family(model_type=model_type, name=name, features=features, logits=logits)
+
+
+def refused(reason: str, names: Mapping[str, str]) -> tuple[Family, ...]:
+    """Families that one reason refuses: model_type -> name."""
+    return tuple(
+        Family(model_type=model_type, name=name, refusal=reason)
+        for model_type, name in names.items()
+    )

@@ -1,0 +1,158 @@
+"""Families that are refused for what their own code does.
+
+Each reason was found by running a tiny model of the family: `benchmarks/survey_families.py` builds
+one of every causal language model that transformers knows, patches it as if it were supported, and
+compares it with its stock self.
+"""
+
+from longctx_patch.hf.model.family import Family, refused
+
+REFUSED: tuple[Family, ...] = (
+    *refused(
+        "an indexer picks the keys or blocks of each token from the local ones",
+        {
+            "axk2": "A.X K2",
+            "dots3_note_text": "dots3 (text)",
+            "hy_v4": "Hunyuan 4 (Hy4)",
+            "minimax_m3_vl_text": "MiniMax-M3 (text)",
+        },
+    ),
+    *refused(
+        "keys are compressed over blocks of neighbouring tokens, which reach over a shard's edge",
+        {"deepseek_v4": "DeepSeek-V4"},
+    ),
+    *refused(
+        "some layers are linear attention or convolutions, which reach over a shard's edge",
+        {
+            "bailing_hybrid": "Ling 3 (hybrid)",
+            "inkling_text": "Inkling (text)",
+            "inkling2_text": "Inkling 2 (text)",
+            "lfm3": "LFM3",
+            "qwen4_exp_text": "Qwen4-Exp (text)",
+            "zaya": "ZAYA1",
+        },
+    ),
+    *refused(
+        "experts are drawn at random in training, on each rank others than in one process, and "
+        "without that their router has no gradient",
+        {"phimoe": "Phi-3.5-MoE"},
+    ),
+    *refused(
+        "attention runs more than once in each layer of a pass, and the check of the first step "
+        "counts once",
+        {"diffllama": "DiffLlama", "hrm_text": "HRM-Text"},
+    ),
+    *refused(
+        "its attention computes a mask of its own from the keys of the local tokens",
+        {"doge": "Doge"},
+    ),
+    *refused(
+        "its sizes lie in configs within its config, which the checks don't read",
+        {"dbrx": "DBRX"},
+    ),
+    *refused(
+        "its learned positions end at the pretrained length, so there are no longer rows to train "
+        "on",
+        {
+            "biogpt": "BioGPT",
+            "gpt-sw3": "GPT-SW3",
+            "gpt2": "GPT-2",
+            "gpt_bigcode": "StarCoder, SantaCoder",
+            "opt": "OPT",
+        },
+    ),
+    *refused(
+        "its model hands its layers no further arguments, so that they can't know of shards",
+        {
+            "bloom": "BLOOM",
+            "cpmant": "CPM-Ant",
+            "modernbert-decoder": "Ettin, ModernBERT (decoder)",
+            "mpt": "MPT",
+        },
+    ),
+    *refused(
+        "its attention is its own code, not transformers' attention registry",
+        {
+            "codegen": "CodeGen",
+            "ctrl": "CTRL",
+            "falcon": "Falcon",
+            "gpt_neo": "GPT-Neo",
+            "gpt_neox_japanese": "GPT-NeoX Japanese",
+            "gptj": "GPT-J",
+            "openai-gpt": "GPT (2018)",
+            "reformer": "Reformer",
+            "xglm": "XGLM",
+            "xlm": "XLM",
+            "xlnet": "XLNet",
+        },
+    ),
+    *refused(
+        "it reads bytes and attends to patches of them that another model cuts",
+        {"blt": "Byte Latent Transformer (BLT)"},
+    ),
+    *refused(
+        "an encoder: tokens see later ones, unless its config says is_decoder",
+        {
+            "bert": "BERT",
+            "bert-generation": "BERT (generation)",
+            "big_bird": "BigBird",
+            "camembert": "CamemBERT",
+            "data2vec-text": "Data2Vec (text)",
+            "electra": "ELECTRA",
+            "ernie": "ERNIE 1 to 3",
+            "megatron-bert": "Megatron-BERT",
+            "rembert": "RemBERT",
+            "roberta": "RoBERTa",
+            "roberta-prelayernorm": "RoBERTa-PreLayerNorm",
+            "roc_bert": "RoCBert",
+            "roformer": "RoFormer",
+            "xlm-roberta": "XLM-RoBERTa",
+            "xlm-roberta-xl": "XLM-RoBERTa-XL",
+            "xmod": "X-MOD",
+        },
+    ),
+    *refused(
+        "half of an encoder-decoder model",
+        {
+            "bart": "BART",
+            "bigbird_pegasus": "BigBird-Pegasus",
+            "blenderbot": "Blenderbot",
+            "blenderbot-small": "Blenderbot (small)",
+            "marian": "Marian",
+            "mbart": "mBART",
+            "mvp": "MVP",
+            "pegasus": "Pegasus",
+            "plbart": "PLBart",
+            "prophetnet": "ProphetNet",
+            "trocr": "TrOCR",
+            "whisper": "Whisper",
+        },
+    ),
+    *refused(
+        "it drafts tokens for another model, whose keys it reads",
+        {
+            "gemma4_assistant": "Gemma 4 (assistant)",
+            "gemma4_unified_assistant": "Gemma 4 unified (assistant)",
+        },
+    ),
+    *refused(
+        "it reads images or sound beside text, and is not compared with one process; train its "
+        "text model where it has one",
+        {
+            "cohere_compass_text": "Cohere Compass (text)",
+            "dots3_note": "dots3 (with images)",
+            "emu3": "Emu3",
+            "fuyu": "Fuyu",
+            "gemma4_unified": "Gemma 4 unified",
+            "git": "GIT",
+            "got_ocr2": "GOT-OCR 2",
+            "mllama": "Llama 3.2 (with images)",
+            "moshi": "Moshi",
+            "moss_transcribe_diarize": "MOSS Transcribe",
+            "musicgen": "MusicGen",
+            "musicgen_melody": "MusicGen (melody)",
+            "phi4_multimodal": "Phi-4-multimodal",
+            "qwen4_exp": "Qwen4-Exp",
+        },
+    ),
+)
