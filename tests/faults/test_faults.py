@@ -14,7 +14,7 @@ CHOSEN: dict[Recipe, list[Fault]] = {
         Fault("stop", "backward", 1),
         Fault("terminate", "forward", 0),
         Fault("exception", "final", 0),
-        Fault("nan", "optimizer", 1),
+        Fault("nan", "forward", 1),
         Fault("full disk", "save", 0),
         Fault("flip", "save", 1),
     ],
