@@ -43,18 +43,18 @@ from longctx_patch.plugin import close_accelerator, make_accelerator, states_on_
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.bars import ProgressBar
 from longctx_patch.recipes.ended import is_over
-from longctx_patch.recipes.exporting import export_model, write_model
+from longctx_patch.recipes.exporting import write_model
+from longctx_patch.recipes.final_model import write_final
 from longctx_patch.recipes.identity import check_fingerprint, facts_of, fingerprint, with_weights
 from longctx_patch.recipes.launch import check_launcher, one_message
 from longctx_patch.recipes.memory_report import explained
 from longctx_patch.recipes.metrics import MetricsFile, read_metrics
-from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
+from longctx_patch.recipes.model_card import Card, card_of
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.rehearsal import check_memory, states_to_come
 from longctx_patch.recipes.run_batches import Data, build_data, micro_batches
 from longctx_patch.recipes.run_record import (
     RECORD_FILE,
-    mark_ended,
     noting_failure,
     say_ended,
     write_record,
@@ -64,7 +64,6 @@ from longctx_patch.recipes.saving.disk import explained_disk
 from longctx_patch.recipes.saving.keeper import Keeper
 from longctx_patch.recipes.saving.output import Output, make_output
 from longctx_patch.recipes.saving.reading import load_checkpoint
-from longctx_patch.recipes.saving.replacing import replaced
 from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
@@ -170,16 +169,17 @@ def train(
         return stop
     stop.agreed = 0  # what was asked for in the last step is done anyway
     watchdog.enter("end")
-    final = Path(settings.output) / "final"
-    with replaced(final) as beside:
-        given = (accelerator, job.state.model, job.tokenizer, beside)
-        export_model(*given, seed=job.settings.seed, step=job.state.step)
-        if accelerator.is_main_process:
-            card = model_card(job.settings, job.config, accelerator.num_processes)
-            write_card(beside, card, job.config, final)
-    if accelerator.is_main_process:
-        mark_ended(final.parent, job.run)
-        print(ending(final), flush=True)
+    write_final(
+        accelerator,
+        job.state.model,
+        job.tokenizer,
+        output.folder,
+        seed=job.settings.seed,
+        step=job.state.step,
+        config=job.config,
+        card=partial(model_card, job.settings, job.config, accelerator.num_processes),
+        run=job.run,
+    )
     return stop
 
 

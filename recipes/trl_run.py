@@ -6,6 +6,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +23,12 @@ from longctx_patch.hf.layers.fused_layers import (
 from longctx_patch.plugin import close_accelerator
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.ended import is_over
-from longctx_patch.recipes.exporting import export_model
+from longctx_patch.recipes.final_model import write_final
 from longctx_patch.recipes.identity import check_fingerprint, with_weights
 from longctx_patch.recipes.launch import check_launcher
-from longctx_patch.recipes.model_card import Card, card_of, ending, write_card
+from longctx_patch.recipes.model_card import Card, card_of
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.run_record import (
-    mark_ended,
     noting_failure,
     say_ended,
     write_record,
@@ -36,7 +36,6 @@ from longctx_patch.recipes.run_record import (
 from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.disk import explained_disk
 from longctx_patch.recipes.saving.output import make_output
-from longctx_patch.recipes.saving.replacing import replaced
 from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at
@@ -144,22 +143,17 @@ def train(
         trainer.accelerator.print(words, flush=True)
         trainer.unpatch()
         return trainer
-    final = output / "final"
-    with replaced(final) as beside:
-        export_model(
-            trainer.accelerator,
-            trainer.model_wrapped,
-            trainer.processing_class,
-            beside,
-            seed=args.seed,
-            step=trainer.state.global_step,
-        )
-        if is_main:
-            card = model_card(method, settings, trainer)
-            write_card(beside, card, trainer.model.config, final)
-    if is_main:
-        mark_ended(output, with_weights(inputs.run, settings.model))
-        print(ending(final), flush=True)
+    write_final(
+        trainer.accelerator,
+        trainer.model_wrapped,
+        trainer.processing_class,
+        output,
+        seed=args.seed,
+        step=trainer.state.global_step,
+        config=trainer.model.config,
+        card=partial(model_card, method, settings, trainer),
+        run=with_weights(inputs.run, settings.model),
+    )
     trainer.unpatch()
     return trainer
 

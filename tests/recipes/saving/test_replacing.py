@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from longctx_patch.recipes import finetune
+from longctx_patch.recipes import final_model, finetune
 from longctx_patch.recipes.saving import replacing
 from longctx_patch.recipes.saving.disk import CantWriteError
 from longctx_patch.recipes.saving.replacing import replaced
@@ -101,7 +101,7 @@ def test_a_run_that_is_ended_while_it_writes_its_model_writes_it_anew(
 
     out = tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(finetune, "write_card", dies)
+        patched.setattr(final_model, "write_card", dies)
         with pytest.raises(CantWriteError, match="No space"):
             finetune.main([*command, f"--output={out}"])
     assert (out / "final.incomplete/model.safetensors").is_file()
