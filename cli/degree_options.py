@@ -97,7 +97,8 @@ class DegreeChooser:
             return way, f"Ulysses as far as it divides {limits}, ring for the rest"
         together = gpus_together(degree, self.gpus_per_node)
         machine = replace(hardware, gpus_per_node=together)
-        layers = _layers(settings.seq_len, facts, self.rows)
+        latents = settings.kv_exchange != "heads"
+        layers = _layers(settings.seq_len, facts, self.rows, latents=latents)
         costs = costs_of_ways(layers, machine, degree, settings.sequence_parallelism())
         return preferred(costs), self._reason(costs, layers)
 
@@ -114,14 +115,18 @@ class DegreeChooser:
         return reason
 
 
-def _layers(seq_len: int, facts: ModelFacts, rows: RowSample) -> Counter[Workload]:
-    """How many layers there are of each kind, over all rows of a sample."""
+def _layers(
+    seq_len: int, facts: ModelFacts, rows: RowSample, *, latents: bool
+) -> Counter[Workload]:
+    """How many layers there are of each kind, over all rows of a sample. `latents`: they may travel
+    in place of heads."""
     return Counter(
         Workload(
             num_tokens=seq_len,
             num_heads=facts.num_heads,
             num_kv_heads=facts.num_kv_heads,
             head_dim=facts.head_dim,
+            latent_dim=facts.latent_dim if latents else None,
             lengths=lengths,
             window=window,
         )

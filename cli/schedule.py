@@ -101,6 +101,7 @@ class ScheduleOptions:
             num_heads=heads["heads"],
             num_kv_heads=heads["kv_heads"],
             head_dim=heads["head_dim"],
+            latent_dim=heads.get("latent_dim"),
             batch=self.batch,
             lengths=Documents.typical(self.seq_len, mean).lengths if self.document_tokens else (),
             window=self.window,
@@ -165,7 +166,8 @@ def _heads_of(model: str) -> dict[str, int]:
     from longctx_patch.hf.model.load import load_model_config
 
     facts = ModelFacts.of(load_model_config(model))
-    return {"heads": facts.num_heads, "kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
+    heads = {"heads": facts.num_heads, "kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
+    return heads | ({"latent_dim": facts.latent_dim} if facts.latent_dim else {})
 
 
 def make_setting(

@@ -11,6 +11,7 @@ def describe(workload: Workload, hardware: Hardware) -> str:
     """What was assumed, on one line."""
     batch = f"batch {workload.batch}, " if workload.batch > 1 else ""
     heads = f"{workload.num_heads} / {workload.num_kv_heads} heads of {workload.head_dim}"
+    heads += f", latents of {workload.latent_dim}" if workload.latent_dim else ""
     seen = f", {len(workload.lengths)} documents" if len(workload.lengths) > 1 else ""
     seen += f", a window of {workload.window:,}" if workload.window else ""
     on = f"{hardware.name} with {hardware.kernels.kernel}"

@@ -15,6 +15,7 @@ from longctx_patch.sequence.layout import Layout, LayoutName, length_multiple
 from longctx_patch.sequence.placement import place
 
 LossName = Literal["chunked", "logits"]
+KvExchange = Literal["auto", "heads", "latent"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,13 @@ class LongContextConfig:
     backward_plan: str = "auto"
     """Schedule of backward, which must be made for the same layout. `auto` takes the plan of
     forward; where that is `auto` too, the cost model decides."""
+
+    kv_exchange: KvExchange = "auto"
+    """What ring ranks pass to each other for keys and values in latent attention (MLA). `latent`:
+    each token's latent, which every rank expands block by block where it computes; gradients of
+    latents go back. `heads`: the keys and values of all heads, padded to one size. `auto`: latents
+    where there is a ring without Ulysses, which exchanges heads, and they have fewer numbers. Other
+    models have heads only."""
 
     ranks_per_node: int | None = None
     """Number of ring ranks on one machine, which `double_ring` needs and `auto` can use. Ranks are
@@ -101,6 +109,7 @@ class LongContextConfig:
             ("backward_plan", ("auto", *PLANS)),
             ("hardware", get_args(HardwareName)),
             ("loss", get_args(LossName)),
+            ("kv_exchange", get_args(KvExchange)),
             ("checkpoint", tuple(POLICIES)),
         ):
             if (value := getattr(self, name)) is not None or name != "layout":
@@ -110,6 +119,8 @@ class LongContextConfig:
         self._check_share()
         self._check_layouts()
         self._check_nodes()
+        if self.kv_exchange == "latent" and (why := self.heads_travel_because()) is not None:
+            raise ValueError(f"kv_exchange='latent': {why}. Use kv_exchange='auto'.")
 
     def _check_counts(self) -> None:
         counts = {"ulysses_waves": "it counts parts", "mlp_tiles": "it counts tiles"}
@@ -170,6 +181,23 @@ class LongContextConfig:
     def _named_plans(self) -> list[PlanRecord]:
         """The plans of forward and backward that are named, and not left to `auto`."""
         return [PLANS[name] for name in (self.plan, self.backward_plan) if name in PLANS]
+
+    def heads_travel_because(self) -> str | None:
+        """Why latents can't travel under these degrees and plans, in words; None: they can."""
+        if self.ulysses_degree > 1:
+            return (
+                f"ulysses_degree={self.ulysses_degree} exchanges heads, so latents are expanded "
+                "before. They travel in a ring alone (ulysses_degree=1)"
+            )
+        if self.ring_degree == 1:
+            return "ring_degree=1: one rank passes nothing on"
+        if any(plan.gathers for plan in self._named_plans):
+            return (
+                f"plan={self.plan!r}, backward_plan={self.backward_plan!r}: where the keys of all "
+                "ranks are computed with at once, heads of the whole row would be expanded. Take a "
+                "ring's plan"
+            )
+        return None
 
     @property
     def placement(self) -> LayoutName:

@@ -70,7 +70,11 @@ def _plan(
         return plan_for(plan, direction, config.placement)
     if sparse:
         return SPARSE_PLAN
-    candidates = [s for s in settings_of(config, hardware) if serves(s.plan, direction)]
+    candidates = [
+        setting
+        for setting in settings_of(config, hardware)
+        if serves(setting.plan, direction) and _fits(setting, workload)
+    ]
     if len(candidates) == 1:
         return candidates[0].plan
     costs = {
@@ -118,6 +122,11 @@ def best_waves(setting: Setting, workload: Workload, hardware: Hardware) -> int:
 def serves(plan: str, direction: Direction) -> bool:
     """Whether a plan has a direction."""
     return direction in PLANS[plan].directions
+
+
+def _fits(setting: Setting, workload: Workload) -> bool:
+    """Whether latents can travel where the degrees allow it."""
+    return workload.latent_dim is None or setting.ulysses_degree > 1 or setting.may_send_latents
 
 
 def settings_of(config: LongContextConfig, hardware: Hardware) -> list[Setting]:

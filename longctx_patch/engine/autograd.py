@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from longctx_patch.engine.call import AttentionCall
 from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.engine.key_form import AS_HEADS, AsLatents, Expansion, KeyForm
 from longctx_patch.engine.selective import KeptRows, Selection, selection_of
 from longctx_patch.engine.usp import ForwardResult, Saved, all_lse, usp_backward, usp_forward
 from longctx_patch.kernels import Score
@@ -42,11 +43,15 @@ def distributed_attention(
     call: AttentionCall,
     *,
     layer: int | None = None,
+    expansion: Expansion | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run a call and return (out_BLHV, lse_BHL); shapes are not checked.
 
     Plans, messages and kernels have one head dim, so where D and V differ the smaller is padded
     with zeros: they add nothing to scores, and the columns that they add to `out` are cut off.
+
+    With an `expansion` k and v are latents `[B, L, 1, R]` and their rotary parts `[B, L, 1, E]`,
+    for a call whose shape has a `latent_dim`.
 
     `layer` is the number of the model's layer, which the record of a run that hangs names.
 
@@ -60,16 +65,19 @@ def distributed_attention(
             "real processes."
         )
     q, call = _with_scale_above_zero(q, call)
-    value_dim = v.shape[3]
-    q, k, v = (_as_wide(x, call.shape.head_dim) for x in (q, k, v))
-    out, lse = _DistributedAttention.apply(q, k, v, sinks, call, layer)
+    width, value_dim, weights = call.shape.head_dim, v.shape[3], tuple[Tensor, ...]()
+    widths = (width, width, width)
+    if expansion is not None:  # heads are padded where latents are expanded
+        value_dim, weights, widths = expansion.value_dim, expansion.weights, (width, 0, 0)
+    q, k, v = (_as_wide(x, least) for x, least in zip((q, k, v), widths, strict=True))
+    out, lse = _DistributedAttention.apply(q, k, v, sinks, call, layer, expansion, *weights)
     return (out if value_dim == out.shape[3] else out[..., :value_dim]), lse
 
 
-def _as_wide(x: Tensor, head_dim: int) -> Tensor:
-    """`[B, L, heads, head_dim]`, padded with zeros where it has less."""
-    if x.shape[3] < head_dim:
-        return torch.nn.functional.pad(x, (0, head_dim - x.shape[3]))
+def _as_wide(x: Tensor, least: int) -> Tensor:
+    """A tensor `[B, L, heads, any]`, padded with zeros to `least` numbers where it has fewer."""
+    if x.shape[3] < least:
+        return torch.nn.functional.pad(x, (0, least - x.shape[3]))
     # Kernels read the head dim as contiguous and don't check.
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -99,8 +107,11 @@ class _DistributedAttention(torch.autograd.Function):
         sinks: Tensor | None,
         call: AttentionCall,
         layer: int | None,
+        expansion: Expansion | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        ctx.call, ctx.layer = call, layer
+        ctx.call, ctx.layer, ctx.expansion = call, layer, expansion
+        form = _form(call, expansion)
         frame = current_frame()
         selection = None if frame is None else selection_of(call, frame.share)
         # Checkpointing wants the recompute to save the same shapes as the first forward, whose
@@ -108,48 +119,67 @@ class _DistributedAttention(torch.autograd.Function):
         ctx.local = frame is not None and selection is None
         with torch.autocast(q.device.type, enabled=False):  # kernels choose their dtypes
             if frame is None:
-                saved, out, returned_lse = usp_forward(call, q, k, v, sinks)
+                saved, out, returned_lse = usp_forward(call, q, k, v, sinks, form=form)
             elif selection is None:
-                out, lse, returned_lse = _kept_whole(frame, call, q, k, v, sinks)
+                out, lse, returned_lse = _kept_whole(frame, call, q, k, v, sinks, form)
                 saved = [Saved(q, k, v, out, lse)]
             else:
-                saved, out, returned_lse = _kept_partly(frame, selection, q, k, v, sinks)
-        ctx.save_for_backward(sinks, *(tensor for part in saved for tensor in part))
+                saved, out, returned_lse = _kept_partly(frame, selection, q, k, v, sinks, form)
+        ctx.num_weights = len(weights)  # saved, so that autograd sees it if one is changed
+        ctx.save_for_backward(sinks, *weights, *(tensor for part in saved for tensor in part))
         ctx.mark_non_differentiable(returned_lse)
         return out, returned_lse
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sinks, *flat = ctx.saved_tensors
+        flat = flat[ctx.num_weights :]
         size = len(Saved._fields)
         saved = [Saved(*flat[first : first + size]) for first in range(0, len(flat), size)]
         with torch.autocast(grads[0].device.type, enabled=False):
-            gradients = usp_backward(ctx.call, grads[0], saved, sinks, local=ctx.local)
-        return *gradients, None, None
+            form = _form(ctx.call, ctx.expansion)
+            gradients = usp_backward(ctx.call, grads[0], saved, sinks, local=ctx.local, form=form)
+            of_weights = form.weight_gradients() if isinstance(form, AsLatents) else ()
+        return *gradients, None, None, None, *of_weights
+
+
+def _form(call: AttentionCall, expansion: Expansion | None) -> KeyForm:
+    """The form in which keys and values travel in one run of a call's plan."""
+    return AS_HEADS if expansion is None else AsLatents(expansion, call.shape.head_dim)
 
 
 def _kept_whole(
-    frame: Frame, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    frame: Frame,
+    call: AttentionCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    form: KeyForm,
 ) -> tuple[Tensor, ...]:
     """(out, lse, lse to return): computed and kept at first, taken from the frame in a replay."""
     if frame.replaying:
         return frame.take()
-    saved, out, returned_lse = usp_forward(call, q, k, v, sinks)
+    saved, out, returned_lse = usp_forward(call, q, k, v, sinks, form=form)
     lse = all_lse(saved)
     frame.keep(out, lse, returned_lse)
     return out, lse, returned_lse
 
 
 def _kept_partly(
-    frame: Frame, selection: Selection, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    frame: Frame,
+    selection: Selection,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    form: KeyForm,
 ) -> ForwardResult:
     """The first time all rows are computed and some kept; a recompute computes the others again."""
     if not frame.replaying:
         selection.prepare()
-        result = usp_forward(selection.call, q, k, v, sinks)
+        result = usp_forward(selection.call, q, k, v, sinks, form=form)
         rows = [selection.kept(part.out, part.lse) for part in result.saved]
         frame.keep(*(tensor for kept in rows for tensor in kept))
         return result
@@ -159,7 +189,7 @@ def _kept_partly(
     def complete(wave: int, part: Saved) -> None:
         selection.complete(part.out, part.lse, kept[wave])
 
-    return usp_forward(selection.early, q, k, v, sinks, complete)
+    return usp_forward(selection.early, q, k, v, sinks, complete, form)
 
 
 def _shape_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:

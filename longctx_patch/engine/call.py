@@ -44,12 +44,26 @@ class CallShape(NamedTuple):
     """Numbers of a head. Where keys and values differ, the larger; the others are padded to it."""
     dtype: torch.dtype
     device_type: str
+    latent_dim: int = 0
+    """Numbers of a token's latent and its rotary part, which travel in place of keys and values of
+    all heads, as one key-value head (`engine.key_form`); 0: heads travel."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "CallShape":
         """The shape of queries `[B, L, H, D]`, keys `[B, L, G, D]` and values `[B, L, G, V]`."""
         width = max(q.shape[3], v.shape[3])
         return cls(q.shape[0], q.shape[2], k.shape[2], width, q.dtype, q.device.type)
+
+    def with_latents(self, latent: Tensor, rotary: Tensor, value_dim: int) -> "CallShape":
+        """The shape where latents `[B, L, 1, R]` and their rotary parts travel."""
+        return self._replace(
+            head_dim=max(self.head_dim, value_dim), latent_dim=latent.shape[3] + rotary.shape[3]
+        )
+
+    @property
+    def num_kernel_kv_heads(self) -> int:
+        """Key-value heads of a kernel's call: latents are expanded to as many as queries have."""
+        return self.num_heads if self.latent_dim else self.num_kv_heads
 
     @property
     def head_bytes(self) -> int:
@@ -145,7 +159,7 @@ class AttentionCall:
     def _request(self) -> KernelRequest:
         """What a kernel must do: the same on all ranks, even if heads or tokens divide unevenly."""
         shape = self.shape
-        kv_heads = -(-shape.num_kv_heads // self.group.ulysses.num_ranks)
+        kv_heads = -(-shape.num_kernel_kv_heads // self.group.ulysses.num_ranks)
         return KernelRequest(
             shape.device_type,
             shape.dtype,
@@ -154,7 +168,7 @@ class AttentionCall:
             tiles=self.mask.has_tiles,
             pieces=not self.mask.is_causal,
             deterministic=self.group.config.deterministic,
-            num_heads=kv_heads * (shape.num_heads // shape.num_kv_heads),
+            num_heads=kv_heads * (shape.num_heads // shape.num_kernel_kv_heads),
             num_kv_heads=kv_heads,
             num_rows=self.documents.num_tokens // self.group.ring.num_ranks,
         )

@@ -1,7 +1,8 @@
 """Execute one rank's steps of a verified plan, a ring's for example: send, compute, wait.
 
 Shapes: B batch, L this rank's query tokens, M key tokens of a block, H query heads, G key-value
-heads, D head dim. Every rank of the group calls the same function with its own shard.
+heads, D head dim. Every rank of the group calls the same function with its own shard. Keys and
+values have another shape where they travel in another form (`KeyForm`).
 """
 
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch.engine.accumulate import sum_dtype
+from longctx_patch.engine.key_form import AS_HEADS, Grads, KeyForm
 from longctx_patch.engine.operands import Inputs, adjoined, pick_rows
 from longctx_patch.engine.partials import Partials, ResultKey
 from longctx_patch.kernels import BackwardInputs, Kernel, Score, Traits
@@ -34,7 +36,14 @@ class Executor:
     score: Score
 
     def forward(
-        self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        *,
+        form: KeyForm = AS_HEADS,
     ) -> tuple[Tensor, Tensor]:
         """(out_BLHD in q's dtype, lse_BHL) of q_BLHD over the keys of all ranks.
 
@@ -42,7 +51,7 @@ class Executor:
         """
         alone = only_call(plan, self.transport.group_rank, self.kernel.traits)
         if alone is not None and sinks is None:
-            out, lse = run_forward(self.kernel, alone, q, k, v, self.score)
+            out, lse = run_forward(self.kernel, alone, q, *form.expanded(k, v), self.score)
             self.transport.counters.kernel_calls += 1
             return out.to(q.dtype), lse
         rank = self.transport.group_rank
@@ -52,7 +61,7 @@ class Executor:
             self._begin_with_sinks(plan, q, sinks, k.shape[2], partials)
 
         def compute(work: Work, call: Call) -> None:
-            self._forward_call(work, call, inputs, partials)
+            self._forward_call(work, call, form, inputs, partials)
 
         self._walk(plan, inputs, partials, compute)
         lse_BLH, out = partials.own(Operand.OUT, plan.num_head_groups)
@@ -68,6 +77,7 @@ class Executor:
         out: Tensor,
         lse: Tensor,
         *,
+        form: KeyForm = AS_HEADS,
         keys_as_summed: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq_BLHD, dk_BLGD, dv_BLGD) of this rank's shard; `out` and `lse` are forward's.
@@ -76,10 +86,8 @@ class Executor:
         """
         alone = only_call(plan, self.transport.group_rank, self.kernel.traits)
         if alone is not None:
-            dq, dk, dv = run_backward(
-                self.kernel, alone, BackwardInputs(dout, q, k, v, out, lse), self.score
-            )
-            self.transport.counters.kernel_calls += 1
+            given = BackwardInputs(dout, q, k, v, out, lse)
+            dq, dk, dv = self._kernel_backward(alone, given, form)
             return dq.to(q.dtype), dk, dv
         rank = self.transport.group_rank
         lse_BLH = lse.transpose(1, 2)
@@ -93,7 +101,7 @@ class Executor:
             mine = None
             if work.q_owner == rank:
                 mine = tuple(work.heads.cut(x, k.shape[2]) for x in (lse_BLH, out, q, dout))
-            self._backward_call(plan, work, call, mine, inputs, partials)
+            self._backward_call(plan, work, call, mine, form, inputs, partials)
 
         self._walk(plan, inputs, partials, compute)
         (dq_BLHD,) = partials.own(Operand.DQ, plan.num_head_groups)
@@ -137,10 +145,12 @@ class Executor:
             key = ResultKey(Operand.OUT, self.transport.group_rank, heads)
             partials.add(key, [Interval(0, q.shape[1])], mine)
 
-    def _forward_call(self, work: Work, call: Call, inputs: Inputs, partials: Partials) -> None:
+    def _forward_call(
+        self, work: Work, call: Call, form: KeyForm, inputs: Inputs, partials: Partials
+    ) -> None:
         (q,) = _find(inputs, Operand.Q, work.q_owner, work.heads, call.q)
         k, v = _find(inputs, Operand.KV, work.kv_owner, work.heads, call.kv)
-        out, lse_BHL = run_forward(self.kernel, call, q, k, v, self.score)
+        out, lse_BHL = run_forward(self.kernel, call, q, *form.expanded(k, v), self.score)
         self.transport.counters.kernel_calls += 1
         key = ResultKey(Operand.OUT, work.q_owner, work.heads)
         partials.add(key, adjoined(call.q), (lse_BHL.transpose(1, 2), out))
@@ -151,6 +161,7 @@ class Executor:
         work: Work,
         call: Call,
         mine: tuple[Tensor, ...] | None,
+        form: KeyForm,
         inputs: Inputs,
         partials: Partials,
     ) -> None:
@@ -163,10 +174,7 @@ class Executor:
             )
             out = out_with_row_dots(dout, delta_BLH)
         lse_BHL = lse_BLH.transpose(1, 2)
-        dq, dk, dv = run_backward(
-            self.kernel, call, BackwardInputs(dout, q, k, v, out, lse_BHL), self.score
-        )
-        self.transport.counters.kernel_calls += 1
+        dq, dk, dv = self._kernel_backward(call, BackwardInputs(dout, q, k, v, out, lse_BHL), form)
         partials.add(ResultKey(Operand.DQ, work.q_owner, work.heads), adjoined(call.q), (dq,))
         first = 0
         for run in adjoined(call.kv):
@@ -175,6 +183,15 @@ class Executor:
                 key = ResultKey(Operand.DKV, owner, work.heads)
                 partials.add(key, [slots], (dk[:, part], dv[:, part]))
             first += run.size
+
+    def _kernel_backward(self, call: Call, given: BackwardInputs, form: KeyForm) -> Grads:
+        """(dq, dk, dv) of a tile; its keys and values, and their gradients, are in their form."""
+        self.transport.counters.kernel_calls += 1
+        return form.gradients(
+            given.k,
+            given.v,
+            lambda k, v: run_backward(self.kernel, call, given._replace(k=k, v=v), self.score),
+        )
 
 
 @lru_cache(maxsize=128)

@@ -48,6 +48,7 @@ def _of_ring(wave: HeadWave, direction: Direction) -> Traffic:
         num_kv_heads=split.num_kv_computed(wave.rank),
         head_dim=call.shape.head_dim,
         itemsize_bytes=call.shape.dtype.itemsize,
+        latent_dim=call.shape.latent_dim,
     )
     return plan_traffic(wave.plan(direction), shape)[call.group.ring.group_rank]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from longctx_patch.engine.accumulate import sum_dtype
 from longctx_patch.engine.call import AttentionCall, HeadWave
 from longctx_patch.engine.executor import Executor, row_dots
+from longctx_patch.engine.key_form import AS_HEADS, KeyForm
 from longctx_patch.engine.ulysses import ArrivingHeads, ArrivingTokens, join_waves
 from longctx_patch.plans import Direction
 from longctx_patch.plans.head_split import QKV, Heads
@@ -50,15 +51,18 @@ def usp_forward(
     v: Tensor,
     sinks: Tensor | None,
     complete: Callable[[int, Saved], None] | None = None,
+    form: KeyForm = AS_HEADS,
 ) -> ForwardResult:
     """Attention of `q` `[B, L, H, D]` over `k` and `v` `[B, L, G, D]`, with `sinks` `[H]` if any.
+
+    Keys and values travel in their form; Ulysses exchanges heads, and needs them as such.
 
     `complete(number, saved)` may put known rows into the results of a wave before they go back.
     """
     executor, waves = call.executor, call.waves
     if call.group.ulysses.num_ranks == 1:
         (wave,) = waves
-        whole = _compute_forward(wave, executor, (q, k, v), sinks)
+        whole = _compute_forward(wave, executor, (q, k, v), sinks, form)
         if complete is not None:
             complete(0, whole)
         return ForwardResult([whole], whole.out, whole.lse)
@@ -96,6 +100,7 @@ def usp_backward(
     sinks: Tensor | None,
     *,
     local: bool,
+    form: KeyForm = AS_HEADS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """This rank's gradients: (dq_BLHD, dk_BLGD, dv_BLGD, dsinks_H).
 
@@ -106,7 +111,7 @@ def usp_backward(
     grads: list[list[Tensor]] = []
     leaving: list[list[ArrivingTokens]] = []
     for wave, wave_dout, part in _backward_inputs(call, dout, saved, local=local):
-        grads.append(_compute_backward(wave, executor, wave_dout, part))
+        grads.append(_compute_backward(wave, executor, wave_dout, part, form))
         if sinks is not None and dsinks is not None:
             dsinks[wave.heads] = _sink_gradient(sinks[wave.heads], wave_dout, part)
         if call.group.ulysses.num_ranks > 1:
@@ -148,22 +153,34 @@ def _exchange_for_backward(
 
 
 def _compute_forward(
-    wave: HeadWave, executor: Executor, qkv: Sequence[Tensor], sinks: Tensor | None
+    wave: HeadWave,
+    executor: Executor,
+    qkv: Sequence[Tensor],
+    sinks: Tensor | None,
+    form: KeyForm = AS_HEADS,
 ) -> Saved:
     q, k, v = qkv
     mine = None if sinks is None else sinks[wave.heads]
-    out, lse = executor.forward(wave.plan(Direction.FORWARD), q, *_repeat_heads(wave, k, v), mine)
+    plan = wave.plan(Direction.FORWARD)
+    out, lse = executor.forward(plan, q, *_repeat_heads(wave, k, v), mine, form=form)
     return Saved(q, k, v, out, lse)
 
 
 def _compute_backward(
-    wave: HeadWave, executor: Executor, dout: Tensor, part: Saved
+    wave: HeadWave, executor: Executor, dout: Tensor, part: Saved, form: KeyForm
 ) -> list[Tensor]:
     """The gradients [dq, dk, dv] of a wave's heads, in the dtype of the model."""
     q, k, v, out, lse = part
     plan = wave.plan(Direction.BACKWARD)
     dq, dk, dv = executor.backward(
-        plan, dout, q, *_repeat_heads(wave, k, v), out, lse, keys_as_summed=wave.kv_runs is not None
+        plan,
+        dout,
+        q,
+        *_repeat_heads(wave, k, v),
+        out,
+        lse,
+        form=form,
+        keys_as_summed=wave.kv_runs is not None,
     )
     return [dq, _sum_repeated(wave, dk).to(k.dtype), _sum_repeated(wave, dv).to(v.dtype)]
 

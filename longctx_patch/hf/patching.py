@@ -17,6 +17,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.fire_check import FirstStep
+from longctx_patch.hf.call.latents import bind_latents
 from longctx_patch.hf.call.row import MaskFactory
 from longctx_patch.hf.call.sharded import sharded_attention, with_whole_router_logits
 from longctx_patch.hf.copies import refuse_copies
@@ -126,6 +127,7 @@ def _unbound_handle(
 def _bind(handle: PatchHandle, stock: str) -> None:
     transformers_api.register(sharded_attention)
     handle._undo.append(transformers_api.bind_attention(handle.model, stock))
+    handle._undo.append(bind_latents(handle.model, handle.config))
     loss = ShardLoss(handle.model, handle.group)
     handle._undo.append(_bind_decoder(handle, loss))
     handle._undo.append(transformers_api.bind_loss(handle.model, loss))

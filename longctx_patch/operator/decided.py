@@ -35,6 +35,7 @@ def decided_call(
         head_dim=shape.head_dim,
         batch=shape.batch,
         itemsize_bytes=shape.dtype.itemsize,
+        latent_dim=shape.latent_dim or None,
         window=None if mask.is_causal else window_like(mask),
     )
     setting = decide(

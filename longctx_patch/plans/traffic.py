@@ -15,18 +15,25 @@ class AttentionShape:
     head_dim: int
     itemsize_bytes: int
     """Bytes of one number in the model's dtype."""
+    latent_dim: int = 0
+    """Numbers that a token's latent travels as, in place of keys and values; 0: heads travel."""
 
     @property
     def sum_itemsize_bytes(self) -> int:
         """Bytes of one number in partial sums, which are float32 or wider."""
         return max(4, self.itemsize_bytes)
 
+    @property
+    def kv_dim(self) -> int:
+        """Numbers that one token's key and value travel as, for each key-value head."""
+        return self.latent_dim or 2 * self.head_dim
+
     def block_bytes(self, block: Block) -> int:
         """Size of one block on the wire."""
         model, wide = self.itemsize_bytes, self.sum_itemsize_bytes
         heads = block.heads.range(self.num_heads, self.num_kv_heads).size
         kv_heads = block.heads.range(self.num_kv_heads, self.num_kv_heads).size
-        q, kv = heads * self.head_dim, 2 * kv_heads * self.head_dim
+        q, kv = heads * self.head_dim, kv_heads * self.kv_dim
         per_token = {
             Operand.KV: kv * model,
             Operand.Q: q * model,

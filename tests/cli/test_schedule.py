@@ -130,6 +130,22 @@ def test_heads_are_those_of_the_model(run: Run, config: Callable[..., Path]) -> 
     assert "no such file or folder" in refuse(run, "./nowhere", *words)
 
 
+def test_latents_travel_in_a_ring_and_padded_heads_under_ulysses(
+    run: Run, config: Callable[..., Path]
+) -> None:
+    """16 heads with keys of 192 numbers and values of 128; a latent of 512 + 64."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "v_head_dim": 128}
+    path = config(model_type="deepseek_v3", **sizes, **heads)
+    words = ["--ranks", 4, "--seq-len", 4096]
+    ring = ask(run, path, "--plan", "zigzag", *words)["bytes_sent_per_rank"]
+    assert ring == [3 * 1024 * (512 + 64) * 2] * 4
+    ulysses = ask(run, path, "--plan", "ulysses", *words)["bytes_sent_per_rank"]
+    assert ulysses == [3 * 1024 * (16 // 4) * 192 * 4 * 2] * 4  # q, k, v there and out back
+    described = run("schedule", path, "--plan", "zigzag", *words).output
+    assert "16 / 16 heads of 192, latents of 576, bfloat16" in described
+
+
 @pytest.mark.parametrize("ranks", [1, 16])
 def test_picture_is_a_png_of_readable_size(run: Run, tmp_path: Path, ranks: int) -> None:
     out = tmp_path / "schedule.PNG"

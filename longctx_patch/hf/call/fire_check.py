@@ -80,7 +80,7 @@ class FireCheck:
 
     @property
     def masks(self) -> str:
-        """Who sees whom, in each kind of layer that ran."""
+        """Who sees whom, in each kind of layer that ran, and whether latents travel."""
         return " + ".join(dict.fromkeys(self._masks))
 
     def layer_begins(self, module: nn.Module) -> None:
@@ -103,7 +103,9 @@ class FireCheck:
         if layer in self._traffic:  # a recompute: its backward is that of the first run
             return
         softcap = [f"softcap {call.score.softcap:g}"] if call.score.softcap else []
-        self._masks.append(", ".join([call.mask.name, *softcap, *["sinks"] * has_sinks]))
+        latents = ["latents travel"] * bool(call.shape.latent_dim)
+        said = [call.mask.name, *softcap, *["sinks"] * has_sinks, *latents]
+        self._masks.append(", ".join(said))
         self._traffic[layer] = self._planned(layer, call)
         if out.requires_grad:
             out.register_hook(lambda _: self._backward.update([layer]))

@@ -12,6 +12,7 @@ from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.selective import selection_of
 from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
+from longctx_patch.hf.call.latents import expansion_of
 from longctx_patch.hf.call.router import whole_router_logits
 from longctx_patch.kernels import Score
 from longctx_patch.operator.decided import decided_call, row_mask
@@ -108,7 +109,10 @@ def sharded_attention(
     # Qwen2-MoE doesn't pass its window on; EXAONE-4's full layers have one, but pass None.
     window = options.get("sliding_window", getattr(module, "sliding_window", None))
     q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    kind = LayerKind(Score(scale, softcap), window, CallShape.of(q_BLHD, k_BLGD, v_BLGD))
+    shape, expansion = CallShape.of(q_BLHD, k_BLGD, v_BLGD), expansion_of(module, query)
+    if expansion is not None:
+        shape = shape.with_latents(k_BLGD, v_BLGD, expansion.value_dim)
+    kind = LayerKind(Score(scale, softcap), window, shape)
     attention_call = call.attention(kind)
     call.seen.add(kind)
     try:
@@ -118,7 +122,13 @@ def sharded_attention(
     if call.fire_check is not None:
         call.fire_check.layer_begins(module)
     out_BLHD, _lse = distributed_attention(
-        q_BLHD, k_BLGD, v_BLGD, s_aux, attention_call, layer=getattr(module, "layer_idx", None)
+        q_BLHD,
+        k_BLGD,
+        v_BLGD,
+        s_aux,
+        attention_call,
+        layer=getattr(module, "layer_idx", None),
+        expansion=expansion,
     )
     if call.fire_check is not None:
         call.fire_check.layer_ran(

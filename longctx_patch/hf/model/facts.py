@@ -45,6 +45,9 @@ class ModelFacts:
     """The option that gives the number of experts, such as `num_experts=8`; None: no experts."""
     latent: str | None
     """The option that makes attention latent (MLA), such as `kv_lora_rank=512`; None: it isn't."""
+    latent_dim: int | None
+    """Numbers of a token's latent with its rotary part, where they are fewer than those of all
+    heads' keys and values."""
 
     @classmethod
     def of(cls, config: Any) -> "ModelFacts":
@@ -61,6 +64,7 @@ class ModelFacts:
             softcap=_given(config, "attn_logit_softcapping"),
             experts=_experts(config),
             latent=f"kv_lora_rank={config.kv_lora_rank}" if is_latent(config) else None,
+            latent_dim=_latent_dim(config),
         )
 
     @property
@@ -117,6 +121,13 @@ def _head_dim(config: Any) -> int:
         return _named_head_dim(config)
     key_dim: int = config.qk_nope_head_dim + config.qk_rope_head_dim
     return max(key_dim, config.v_head_dim)
+
+
+def _latent_dim(config: Any) -> int | None:
+    if not is_latent(config):
+        return None
+    latent_dim: int = config.kv_lora_rank + config.qk_rope_head_dim
+    return latent_dim if latent_dim < 2 * config.num_attention_heads * _head_dim(config) else None
 
 
 def _is_dense(config: Any, layer: int) -> bool:

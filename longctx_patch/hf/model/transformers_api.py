@@ -47,6 +47,7 @@ DECODER_ARGUMENTS = frozenset(
 LAYER_OPTIONS = frozenset({"output_attentions", "cache_position"})
 
 _EAGER = "eager_attention_forward"
+_EXPAND = "expand_kv"
 
 CALL_KEY = "longctx_call"
 """Keyword argument that carries a sharded call from the decoder to every attention function."""
@@ -136,6 +137,48 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")]
 
 
+def bind_latents(model: nn.Module) -> Callable[[], None]:
+    """Hand latents to attention functions in place of keys and values; return an undo function.
+
+    transformers' latent attention expands them in `expand_kv`, right before it calls the registry.
+    """
+    modules = attention_modules(model)
+    for module in modules:
+        vars(module)[_EXPAND] = _as_they_are
+
+    def restore() -> None:
+        for module in modules:
+            del vars(module)[_EXPAND]
+
+    return restore
+
+
+def hands_on_latents(module: nn.Module) -> bool:
+    """Whether attention functions get this layer's latents in place of keys and values."""
+    return vars(module).get(_EXPAND) is _as_they_are
+
+
+def can_hand_on_latents(module: nn.Module) -> bool:
+    """Whether `bind_latents` would know what it replaces in this layer."""
+    return hasattr(type(module), _EXPAND) and _EXPAND not in vars(module)
+
+
+def expand_latents(module: Any, latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values `[B, H, M, any]` of latents `[B, 1, M, any]`, as the stock layer makes them,
+    with the adapters that it has."""
+    keys, values = type(module).expand_kv(module, latent, rotary)
+    return keys, values
+
+
+def expanding_layer(module: nn.Module) -> nn.Module:
+    """The part of a layer that has all weights that `expand_latents` uses."""
+    return module.get_submodule("kv_b_proj")
+
+
+def _as_they_are(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+    return latent, rotary
+
+
 def register(sharded_attention: AttentionFunction) -> None:
     """Register our attention and mask functions; doing it again changes nothing.
 
@@ -172,6 +215,8 @@ def _dispatch(
     call = kwargs.pop(CALL_KEY)
     if call is not None:
         return sharded_attention(module, query, key, value, call=call, **kwargs)
+    if hands_on_latents(module):
+        key, value = expand_latents(module, key, value)
     # A model's eager function is beside its attention class; under FSDP, beside a base of that.
     homes = (sys.modules[cls.__module__] for cls in type(module).__mro__)
     eager = next((home.eager_attention_forward for home in homes if hasattr(home, _EAGER)), None)

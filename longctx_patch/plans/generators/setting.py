@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from longctx_patch.plans.generators.table import make_schedule
+from longctx_patch.plans.generators.table import PLANS, make_schedule
 from longctx_patch.plans.schedule import Schedule
 from longctx_patch.plans.types import Direction
 from longctx_patch.sequence.documents import Documents
@@ -36,6 +36,13 @@ class Setting:
         """The plan of a direction as reports name it: `ulysses` where there is no ring."""
         is_ulysses = self.ring_degree == 1 < self.ulysses_degree
         return "ulysses" if is_ulysses else self.plan_of(direction)
+
+    @property
+    def may_send_latents(self) -> bool:
+        """Whether latents, if a model has them, are expanded block by block where they arrive:
+        Ulysses exchanges heads, and gathered latents would be those of a whole row."""
+        plans = {self.plan_of(direction) for direction in Direction}
+        return self.ulysses_degree == 1 and not any(PLANS[plan].gathers for plan in plans)
 
     def with_plan(self, plan: str) -> "Setting":
         """The same setting with another plan in both directions."""

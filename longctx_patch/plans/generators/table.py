@@ -38,6 +38,8 @@ class PlanRecord:
     is_sparse: bool = False
     """It sends only what somebody sees. Layers with a window run it, and so does `auto` under masks
     that leave blocks out; under plainly causal masks it must be asked for."""
+    gathers: bool = False
+    """Each rank computes with the keys of all ranks at once."""
     goes_with_ulysses: bool = False
     """`longctx_patch.compare` tries it over the ranks that Ulysses leaves."""
 
@@ -62,7 +64,10 @@ _RECORDS: dict[str, PlanRecord] = {
         needs_full_nodes=True,
     ),
     "allgather": PlanRecord(
-        generate=allgather, layouts=("zigzag", "contiguous", "balanced"), goes_with_ulysses=True
+        generate=allgather,
+        layouts=("zigzag", "contiguous", "balanced"),
+        gathers=True,
+        goes_with_ulysses=True,
     ),
     "halo": PlanRecord(
         generate=direct_ring,

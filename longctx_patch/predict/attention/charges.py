@@ -148,8 +148,9 @@ class Charges:
 
     def _elements(self, heads: Share) -> tuple[float, float]:
         """The number of elements of a token's query, and of its key and value."""
-        per_head = float(self.shape.batch * self.shape.head_dim)
-        return self._num_heads(heads) * per_head, 2 * self._num_kv_heads(heads) * per_head
+        query, kv = self.shape.head_dim, self.shape.kv_dim
+        batch = float(self.shape.batch)
+        return batch * self._num_heads(heads) * query, batch * self._num_kv_heads(heads) * kv
 
     def _num_heads(self, heads: Share) -> int:
         return heads.range(self.shape.num_heads, self.shape.num_kv_heads).size

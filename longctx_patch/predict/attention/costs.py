@@ -35,6 +35,10 @@ class Workload:
     head_dim: int = 128
     batch: int = 1
     itemsize_bytes: int = 2
+    latent_dim: int | None = None
+    """Numbers of a token's latent, which travels in place of keys and values where there is no
+    Ulysses and no rank gathers all keys; None: there is none. What ranks take to expand latents is
+    not counted."""
     lengths: tuple[int, ...] = ()
     """Tokens of each document of a packed row; none: the row is one document."""
     window: int | None = None
@@ -136,7 +140,7 @@ def predict(
     split = HeadSplit(workload.num_heads, workload.num_kv_heads, setting.ulysses_degree)
     waves = split.in_waves(setting.ulysses_waves)
     shapes = [
-        [_ring_shape(workload, wave, rank) for wave in waves]
+        [_ring_shape(setting, workload, wave, rank) for wave in waves]
         for rank in range(setting.ulysses_degree)
     ]
     of_shape = {
@@ -184,14 +188,18 @@ def predict(
     )
 
 
-def _ring_shape(workload: Workload, split: HeadSplit, ulysses_rank: int) -> AttentionShape:
+def _ring_shape(
+    setting: Setting, workload: Workload, split: HeadSplit, ulysses_rank: int
+) -> AttentionShape:
     """What one Ulysses rank's ring computes."""
+    latent_dim = (workload.latent_dim or 0) if setting.may_send_latents else 0
     return AttentionShape(
         batch=workload.batch,
         num_heads=split.query[ulysses_rank].size,
-        num_kv_heads=split.num_kv_computed(ulysses_rank),
+        num_kv_heads=1 if latent_dim else split.num_kv_computed(ulysses_rank),
         head_dim=workload.head_dim,
         itemsize_bytes=workload.itemsize_bytes,
+        latent_dim=latent_dim,
     )
 
 
