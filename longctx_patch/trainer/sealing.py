@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 
-from longctx_patch.checkpoints.choosing import newest_good, problems_in
+from longctx_patch.checkpoints.choosing import complete, newest_good, problems_in
 from longctx_patch.checkpoints.manifest import MANIFEST, MISSING, begin, seal
 from longctx_patch.checkpoints.names import trainer_checkpoints_of
 from longctx_patch.checkpoints.plain_pickle import not_plain
-from longctx_patch.checkpoints.retention import Retention, delete_old
+from longctx_patch.checkpoints.retention import Retention, delete, delete_old
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
 from longctx_patch.trainer.record import promises_manifest
@@ -117,6 +117,23 @@ class SealedCheckpointsMixin(_Trainer):
         newest = {each.path for each in series.found()[-limit:]}
         others = limit - len(spared - newest)
         delete_old(series, Retention(keep_last=max(1, others)), spared=spared)
+
+    def _finalize_training(self, trial: Any, *args: Any) -> Any:
+        """transformers' end, which keeps the best checkpoint alone where one is to be kept. It
+        would delete all folders whose names begin like a checkpoint's: here only checkpoints go."""
+        limit = self.args.save_total_limit
+        if limit != 1 or self.args.save_on_each_node:
+            return super()._finalize_training(trial, *args)
+        self.args.save_total_limit = None
+        try:
+            output = super()._finalize_training(trial, *args)
+        finally:
+            self.args.save_total_limit = limit
+        if own_rank() == 0 and (best := self.state.best_model_checkpoint) is not None:
+            series = trainer_checkpoints_of(self._get_output_dir(trial))
+            paths = (each.path for each in complete(series))
+            delete(series, [path for path in paths if path.resolve() != Path(best).resolve()])
+        return output
 
     # ---- Going on ----
 

@@ -253,6 +253,11 @@ class Stock:
     def _load_best_model(self) -> None:
         self.loaded = self.state.best_model_checkpoint  # type: ignore[attr-defined]
 
+    def _finalize_training(self, trial: Any) -> str:
+        """It would delete folders of the user's too."""
+        assert self.args.save_total_limit != 1  # type: ignore[attr-defined]
+        return "the end"
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.save_model()
         self._push_from_checkpoint(str(self._saving))  # type: ignore[attr-defined]
@@ -381,3 +386,20 @@ def test_what_was_just_saved_is_kept_also_where_a_run_went_on_from_an_older_one(
     trainer = Trained(tmp_path, None, save_total_limit=limit)
     trainer._delete_old(tmp_path / "checkpoint-4")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, [4]), (2, [2, 4, 6])])
+def test_at_the_end_the_best_one_alone_is_kept_and_what_is_the_user_s(
+    tmp_path: Path, limit: int, kept: list[int]
+) -> None:
+    for step in (2, 4, 6):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        seal(tmp_path / f"checkpoint-{step}")
+    for name in ("checkpoint-7", "checkpoint-4-notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    trainer = Trained(tmp_path, str(tmp_path / "checkpoint-4"), save_total_limit=limit)
+    assert trainer._finalize_training(None) == "the end"
+    assert trainer.args.save_total_limit == limit
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"checkpoint-7", "checkpoint-4-notes", *(f"checkpoint-{n}" for n in kept)}
