@@ -151,17 +151,32 @@ def gradient_errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tupl
     return relative_error(*whole), worst
 
 
+LATENT_SIZES: dict[str, Any] = {
+    "head_dim": 32,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+"""Of latent attention, whose latents travel in rings and heads under Ulysses."""
+
+
 def check_models(rank: int, world_size: int) -> None:
     """Models over several GPUs are as accurate as on one."""
-    sizes = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
+    all_sizes: dict[str, Any] = {"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
     rows = token_rows(509)
     ids = torch.tensor([row["input_ids"] for row in rows], device="cuda")
     plain_batch = {"input_ids": ids, "labels": ids}
-    for family in FAMILIES:
+    for family in (*FAMILIES, "youtu"):
+        sizes = all_sizes | (LATENT_SIZES if family == "youtu" else {})
         # One set of bfloat16 weights; the reference holds the same numbers in float64.
         weights = tiny_model(family, dtype=torch.bfloat16, **sizes).state_dict()
 
-        def model(dtype: torch.dtype, family: str = family, weights: Any = weights) -> Any:
+        def model(
+            dtype: torch.dtype, family: str = family, sizes: Any = sizes, weights: Any = weights
+        ) -> Any:
             made = tiny_model(family, dtype=dtype, **sizes)
             made.load_state_dict(weights)
             return made.cuda()
