@@ -7,7 +7,7 @@ from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.prediction import prediction_rows
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.hf.model.family import SINKS
+from longctx_patch.hf.model.family import RECURRENT, SINKS
 from longctx_patch.hf.model.rope import reachable_length
 from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.memory.policies import POLICIES
@@ -147,8 +147,12 @@ def describe_layers(model_config: Any) -> str:
         f"{count} layer{'s' if count > 1 else ''} {f'of window {window}' if window else 'causal'}"
         for window, count in Counter(facts.windows).items()
     ]
+    family, recurrent = FAMILIES[model_config.model_type], facts.num_recurrent
+    if recurrent:
+        kinds = " and ".join(feature for feature in family.features if feature in RECURRENT)
+        parts.append(f"{recurrent} layer{'s' if recurrent > 1 else ''} recurrent ({kinds})")
     if facts.softcap:
         parts.append(f"softcap {facts.softcap:g}")
-    if SINKS in FAMILIES[model_config.model_type].features:
+    if SINKS in family.features:
         parts.append("sinks")
     return ", ".join(parts)

@@ -95,6 +95,11 @@ class LongContextConfig:
     1/16 of the GPU's memory; elsewhere 1. Layers with experts stay whole; a number above 1 is
     refused where all layers have experts."""
 
+    torch_recurrence: bool = False
+    """Whether recurrent layers on a GPU may run transformers' torch functions where the packages
+    with their kernels (flash-linear-attention, mamba-ssm, causal-conv1d) are not installed. They
+    are exact and many times slower, and keep all their intermediates for backward."""
+
     loss: LossName = "chunked"
     """How a sharded pass with labels computes its loss. `chunked`: from a part of the tokens at a
     time, so that no rank ever holds all its logits; `out.logits` is None then, and the loss can go
@@ -114,8 +119,9 @@ class LongContextConfig:
         ):
             if (value := getattr(self, name)) is not None or name != "layout":
                 require_choice(name, value, choices)
-        if not isinstance(self.deterministic, bool):
-            raise ValueError(f"deterministic={self.deterministic!r}: give True or False.")
+        for name in ("deterministic", "torch_recurrence"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r}: give True or False.")
         self._check_share()
         self._check_layouts()
         self._check_nodes()

@@ -21,6 +21,7 @@ FLOORS = (
     ("plans/generators", "plans/verify", "kernels/backends", "loss"),
     ("predict",),
     ("config",),
+    ("engine/chain",),
     ("engine", "kernels/select", "predict/attention", "data", "hf/model"),
     ("predict/run",),
     ("choose",),

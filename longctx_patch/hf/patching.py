@@ -18,6 +18,7 @@ from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.latents import bind_latents
+from longctx_patch.hf.call.mixers import bind_mixers, check_mixers
 from longctx_patch.hf.call.row import MaskFactory
 from longctx_patch.hf.call.sharded import sharded_attention, with_whole_router_logits
 from longctx_patch.hf.copies import refuse_copies
@@ -96,6 +97,7 @@ def patch(
     _check_arguments(config, mask, group)
     check_model_config(base.config, config)
     check_modules(model, transformers_api.attention_modules(base))
+    check_mixers(base, config, mask)
     handle = _unbound_handle(base, config, mask, group)
     try:
         _bind(handle, stock)
@@ -136,6 +138,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(bind_passes(handle.model, loss, keeps_logits=not chunked))
     if chunked:
         handle._undo.append(bind_head(handle.model, loss))
+    handle._undo.append(bind_mixers(handle.model))
     handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())
     handle._undo.append(handle._rows.bind())

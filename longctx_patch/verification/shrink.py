@@ -7,16 +7,15 @@ widths, experts, and the sliding window (so that it matters in short rows).
 """
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from longctx_patch.hf.model.facts import LayerFacts, ModelFacts
-from longctx_patch.hf.model.transformers_api import decoder_layers
+from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.facts import FULL, LayerFacts, ModelFacts
 
 NUM_LAYERS = 2
 VOCAB_SIZE = 251
@@ -38,7 +37,8 @@ EXPERTS = {
     "topk_group": 1,
 }
 PER_LAYER = (
-    *("layer_types", "mlp_layer_types", "no_rope_layers", "layer_rope_theta"),
+    *("layer_types", "layers_block_type", "mlp_layer_types"),
+    *("no_rope_layers", "layer_rope_theta"),
     "num_attention_heads_per_layer",
 )
 """Options that have an entry for each layer."""
@@ -50,9 +50,27 @@ WIDTHS = {
     "intermediate_size": 56,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 40,
+    "shared_intermediate_size": 40,
     "head_dim": HEAD_DIM,
     "vocab_size": VOCAB_SIZE,
 }
+RECURRENT = {
+    "linear_key_head_dim": HEAD_DIM,
+    "linear_value_head_dim": 12,
+    "linear_head_dim": HEAD_DIM,
+    "mamba_n_heads": 6,
+    "mamba_num_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_d_ssm": 96,
+    "mamba_d_state": 12,
+    "ssm_state_size": 12,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+}
+"""Sizes of recurrent layers; those of Mamba-2 must add up to twice the hidden size."""
+GROUPS = ("mamba_n_groups", "n_groups")
 WIDE_AS_HEADS = ("bitnet", "gpt_neox", "helium", "olmoe", "persimmon", "stablelm")
 """Families whose output projection or norms need heads * head_dim to be the hidden size."""
 SPREAD = 0.15
@@ -66,9 +84,11 @@ def shrink_config(model_config: Any) -> Any:
     _keep_score_scale(small, facts.head_dim)
     as_wide = model_config.model_type in WIDE_AS_HEADS
     small.hidden_size = small.num_attention_heads * HEAD_DIM if as_wide else HIDDEN_SIZE
-    for name, width in WIDTHS.items():
+    for name, width in (WIDTHS | RECURRENT).items():
         if name == "head_dim" or hasattr(small, name):
             setattr(small, name, width)
+    for name in GROUPS:
+        _lower(small, name, 2)
     if facts.latent:
         _shrink_latent(small, model_config)
     _lower(small, "sliding_window", WINDOW)
@@ -95,10 +115,13 @@ def _keep_layers(small: Any, layers: Sequence[LayerFacts]) -> None:
     chosen = _chosen_layers(layers)
     dense = [new for new, old in enumerate(chosen) if layers[old].is_dense]
     chosen = chosen * NUM_LAYERS if len(chosen) == 1 else chosen
-    small.num_hidden_layers = len(chosen)
+    vars(small)["num_hidden_layers"] = len(chosen)
     for name in PER_LAYER:
-        if values := getattr(small, name, None):
-            setattr(small, name, [values[layer] for layer in chosen])
+        if values := vars(small).get(name):  # other configs make theirs from other options
+            vars(small)[name] = [values[layer] for layer in chosen]
+    if hasattr(small, "attn_layer_indices"):
+        full = [new for new, old in enumerate(chosen) if layers[old].kind == FULL]
+        small.attn_layer_indices = full
     if hasattr(small, "mlp_only_layers"):
         small.mlp_only_layers, small.decoder_sparse_step = dense, 1
     for name in DENSE_AT_FIRST:
@@ -149,7 +172,7 @@ def build_small_model(
             centre = 1.0 if bool((parameter == 1).all()) else 0.0  # norms; Gemma's are around 0
             parameter.copy_(SPREAD * noise + centre)
     if dtype == torch.float64:
-        keep_float64(model)
+        keep_float64(model.to(dtype))  # some parameters are made in float32 whatever is asked for
     return model.train()
 
 
@@ -165,18 +188,19 @@ def keep_float64(model: Any) -> None:
         parameter.data = parameter.data.double()
     if ModelFacts.of(model.config).experts:
         model.set_experts_implementation("eager")  # torch's grouped product has no float64
-    decoder = model.get_decoder()
-    parents = [decoder, *decoder_layers(model)]
-    children = [child for parent in parents for child in parent.children()]
-    # Not the layers themselves: recomputing one for its gradient starts inside its forward.
-    for module in (model, *(m for m in children if not isinstance(m, nn.ModuleList))):
-        in_float64 = functools.partial(_in_float64, module.forward)
-        module.forward = functools.update_wrapper(in_float64, module.forward)
+    parents = [model.get_decoder(), *transformers_api.decoder_layers(model)]
+    for module in (model, *(child for parent in parents for child in parent.children())):
+        # Not the layers themselves: recomputing one for its gradient starts inside its forward.
+        if not isinstance(module, nn.ModuleList):
+            transformers_api.hook(module, _enter, _leave, also_after_errors=True)
 
 
-def _in_float64(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _WithoutFloat32():
-        return forward(*args, **kwargs)
+def _enter(*_: Any) -> None:
+    _WithoutFloat32().__enter__()
+
+
+def _leave(*_: Any) -> None:
+    _WithoutFloat32().__exit__(None, None, None)  # takes off the mode that was entered last
 
 
 class _WithoutFloat32(TorchFunctionMode):

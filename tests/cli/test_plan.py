@@ -239,7 +239,7 @@ def test_a_row_is_needed(run: Run, llama_8b: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"model_type": "mamba"}, "a recurrent state"),
+        ({"model_type": "mamba"}, "its state runs along the sequence"),
         ({"model_type": "mixtral"}, "The planner knows dense"),
         ({"model_type": "youtu"}, "kv_lora_rank=512. The planner knows layers whose keys"),
         ({"vocab_size": -8}, "vocab_size=-8: it counts"),

@@ -1,5 +1,7 @@
 """A training step of one process or of all ranks together, and the comparison of two steps."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -51,11 +53,14 @@ def over_ranks(loss: Tensor, model: Any) -> Step:
     return Step(total[0], shaped)
 
 
-def complaints(found: Step, wanted: Step, where: object) -> list[str]:
-    """How a step differs from the wanted one, in words; empty if it does not."""
+def complaints(
+    found: Step, wanted: Step, where: object, bounds: Mapping[str, float] = MappingProxyType({})
+) -> list[str]:
+    """How a step differs from the wanted one, in words; empty if it does not. `bounds`: errors that
+    some gradients may have, beside `TOLERANCE`."""
     if found.grads.keys() != wanted.grads.keys():
         return [f"{where}: gradients of other parameters"]
     errors = {name: relative_error(found.grads[name], grad) for name, grad in wanted.grads.items()}
     errors["loss"] = relative_error(found.loss, wanted.loss)
-    wrong = [name for name, error in errors.items() if not error < TOLERANCE]
+    wrong = [name for name, error in errors.items() if not error < bounds.get(name, TOLERANCE)]
     return [f"{where}: {name} differs by {errors[name]:.1e}" for name in wrong[:3]]

@@ -38,6 +38,25 @@ _ROPE_PER_LAYER = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
 }
+_HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_DELTA: dict[str, Any] = _HYBRID | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+_SHARED_EXPERT = {"num_experts": 4, "shared_expert_intermediate_size": 48}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -112,7 +131,46 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "starcoder2": _WINDOWED,
     "granite": _MULTIPLIERS,
     "exaone4": _ALTERNATING,
+    "qwen3_next": _DELTA | _EXPERTS | _SHARED_EXPERT,
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _EXPERTS | _SHARED_EXPERT,
+    "olmo_hybrid": _DELTA | {"linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
+    "bamba": _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "granitemoehybrid": _MAMBA
+    | _HYBRID
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "chunk_size": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+    },
+    "falcon_h1": _MAMBA | {"mamba_d_ssm": 128, "lm_head_multiplier": 0.7},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": _EXPERTS
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_experts": 4,
+        "num_dense_layers": 1,
+    },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "kimi_linear": _HYBRID
+    | _LATENT
+    | {
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+    },
     "deepseek_v2": _LATENT | _LATENT_EXPERTS | {"first_k_dense_replace": 1, "q_lora_rank": None},
     "deepseek_v3": _LATENT
     | _LATENT_EXPERTS

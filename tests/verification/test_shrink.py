@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from longctx_patch import LongContextConfig
+from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.facts import ModelFacts
-from longctx_patch.hf.model.transformers_api import checkpoint_layers
 from longctx_patch.memory.run_layer import run_layer
 from longctx_patch.verification.shrink import (
     HEAD_DIM,
@@ -32,6 +32,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "hunyuan_v1_moe": {"num_experts": 64, "moe_topk": 8},
     "nemotron": {"num_key_value_heads": 8},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": (["linear_attention"] * 7 + ["full_attention"]) * 4},
+    "lfm2_moe": {"layer_types": (["conv"] * 3 + ["full_attention"]) * 8},
 }
 """What published models have, or can be trained with, where transformers' default has no value."""
 MATTERS = 1e-3
@@ -60,6 +63,8 @@ def test_every_family_shrinks_and_has_a_gradient_everywhere(family: str) -> None
     small = shrink_config(large)
     assert large.to_dict() == before
     check_model_config(small, LongContextConfig(ring_degree=4))
+    kinds = set(getattr(large, "layer_types", None) or [])
+    assert kinds == set(getattr(small, "layer_types", None) or [])
     assert small.num_hidden_layers == max(2, len(set(ModelFacts.of(large).layers)))
     assert small.vocab_size == VOCAB_SIZE
     for name in ("model_type", "num_attention_heads", "num_key_value_heads", "rope_parameters"):
@@ -180,7 +185,11 @@ class Roundings(TorchDispatchMode):
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_nothing_rounds_in_float64_also_when_layers_are_recomputed(family: str) -> None:
     model = build_small_model(shrink_config(config_of(family)), torch.float64)
-    checkpoint_layers(model, lambda layer, forward, *args: run_layer("full", forward, *args))
+
+    def run(_: int, forward: Any, *args: Any) -> Any:
+        return run_layer("full", forward, *args)
+
+    transformers_api.checkpoint_layers(model, run)
     with Roundings() as roundings:
         logits = model(input_ids=ids(), use_cache=False).logits
         logits.square().sum().backward()

@@ -8,7 +8,7 @@ next sharded pass begins.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.plans import Traffic
+from longctx_patch.plans.chain import ChainTraffic
 from longctx_patch.transport.meeting import Meeting, SequenceParallelismError, meet
 
 _END = -1
@@ -39,26 +40,26 @@ class PlannedTraffic(NamedTuple):
 
 
 class FireCheck:
-    """Watches one step of one model; `layers` are its attention modules, run under `policies`."""
+    """Watches one step of one model."""
 
     def __init__(
         self,
         group: SequenceGroup,
-        layers: Sequence[nn.Module],
-        policies: Sequence[LayerPolicy],
+        layers: Sequence[tuple[nn.Module, LayerPolicy]],
         share: float,
     ) -> None:
-        """`share` is the part of the tokens whose attention is kept by layers that keep it."""
+        """`layers` are the modules in which tokens meet, with the policies they run under; `share`
+        is the part of the tokens whose attention is kept by layers that keep it."""
         self.has_run_forward = False
-        self._policies = policies
+        self._policies = [policy for _, policy in layers]
         self._share = share
         self._group = group
-        self._numbers = {id(layer): number for number, layer in enumerate(layers)}
+        self._numbers = {id(layer): number for number, (layer, _) in enumerate(layers)}
         self._before = self._sent()
         self._runs: Counter[int] = Counter()  # by number of the layer
         self._backward: Counter[int] = Counter()
         self._finished: Counter[int] = Counter()
-        self._queries_train: set[int] = set()
+        self._inputs_train: set[int] = set()
         self._traffic: dict[int, PlannedTraffic] = {}
         self._masks: list[str] = []
 
@@ -84,9 +85,12 @@ class FireCheck:
         return " + ".join(dict.fromkeys(self._masks))
 
     def layer_begins(self, module: nn.Module) -> None:
-        """Collective in forward: all ranks must come to the same layer."""
+        """Count a run of a layer. Collective in forward: all ranks must come to the same layer."""
+        layer = self._numbers[id(module)]
         if not self.has_run_forward:
-            self._meet(self._numbers[id(module)])
+            self._meet(layer)
+        # Not at its end, which a recompute that has all it needs does not reach.
+        self._runs[layer] += 1
 
     def layer_ran(
         self,
@@ -97,21 +101,38 @@ class FireCheck:
         *,
         has_sinks: bool,
     ) -> None:
-        """Count a layer's call with queries `[B, L, H, D]`, and its backward when that runs."""
-        layer = self._numbers[id(module)]
-        self._runs[layer] += 1
-        if layer in self._traffic:  # a recompute: its backward is that of the first run
-            return
+        """Note a layer's call with queries `[B, L, H, D]`, and its backward when that runs."""
         softcap = [f"softcap {call.score.softcap:g}"] if call.score.softcap else []
         latents = ["latents travel"] * bool(call.shape.latent_dim)
-        said = [call.mask.name, *softcap, *["sinks"] * has_sinks, *latents]
-        self._masks.append(", ".join(said))
-        self._traffic[layer] = self._planned(layer, call)
+        words = ", ".join([call.mask.name, *softcap, *["sinks"] * has_sinks, *latents])
+        self._ran(module, lambda layer: self._planned(layer, call), words, q, out)
+
+    def recurrence_ran(
+        self, module: nn.Module, planned: ChainTraffic, hidden: Tensor, out: Tensor
+    ) -> None:
+        """The same for a recurrent layer, which is recomputed whole if it is recomputed."""
+        traffic = PlannedTraffic(planned.forward, planned.forward, planned.backward)
+        self._ran(module, lambda _: traffic, "recurrent", hidden, out)
+
+    def _ran(
+        self,
+        module: nn.Module,
+        planned: Callable[[int], PlannedTraffic],
+        words: str,
+        first: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Note what a layer's first run sends, from its `first` input to its output."""
+        layer = self._numbers[id(module)]
+        if layer in self._traffic:  # a recompute: its backward is that of the first run
+            return
+        self._masks.append(words)
+        self._traffic[layer] = planned(layer)
         if out.requires_grad:
             out.register_hook(lambda _: self._backward.update([layer]))
-        if q.requires_grad:
-            self._queries_train.add(layer)
-            q.register_hook(lambda _: self._finished.update([layer]))
+        if first.requires_grad:
+            self._inputs_train.add(layer)
+            first.register_hook(lambda _: self._finished.update([layer]))
 
     def check_forward(self) -> None:
         """Check the forward pass when it is over. Collective: all ranks raise if one does."""
@@ -130,7 +151,7 @@ class FireCheck:
 
     def _was_interrupted(self) -> bool:
         """Whether a layer's backward began and did not end: out of memory, say."""
-        return any(self._finished[layer] < self._backward[layer] for layer in self._queries_train)
+        return any(self._finished[layer] < self._backward[layer] for layer in self._inputs_train)
 
     def planned_forward(self) -> Traffic:
         """What this rank sends in forward."""
@@ -210,9 +231,12 @@ class FirstStep:
     def begin(self, decoder: nn.Module) -> FireCheck | None:
         if not self.is_due(decoder):
             return None
-        layers = transformers_api.attention_modules(self.model)
-        checkpoints = self.checkpoints
-        self.check = FireCheck(self.group, layers, checkpoints.policies, checkpoints.share)
+        policies = self.checkpoints.policies
+        layers = [
+            (module, policies[number])
+            for module, number in transformers_api.mixing_modules(self.model)
+        ]
+        self.check = FireCheck(self.group, layers, self.checkpoints.share)
         return self.check
 
     def misfire(self) -> str | None:

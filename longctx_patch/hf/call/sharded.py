@@ -1,6 +1,7 @@
 """Attention in the layers of a patched decoder, for one forward pass over a shard."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
+from longctx_patch.engine.chain.run import checked_chain
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.selective import selection_of
 from longctx_patch.hf.call.fire_check import FireCheck
@@ -17,6 +19,7 @@ from longctx_patch.hf.call.router import whole_router_logits
 from longctx_patch.kernels import Score
 from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans import Direction
+from longctx_patch.plans.chain import Chain
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import Mask
 
@@ -69,6 +72,11 @@ class ShardedCall:
                 is_windowed=window is not None,
             )
         return self._calls[kind]
+
+    @cached_property
+    def chain(self) -> Chain:
+        """Whose state goes on from whose in recurrent layers."""
+        return checked_chain(self.group.layout(self.documents), self.documents)
 
     def make_plans(self) -> None:
         """Make the plans of both directions for all kinds of layers that have been seen."""

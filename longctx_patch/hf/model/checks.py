@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from longctx_patch.hf.model.facts import FULL, WINDOWED, ModelFacts, layer_kinds
-from longctx_patch.hf.model.family import SINKS, SOFTCAP, Family
+from longctx_patch.hf.model.family import RECURRENT, SINKS, SOFTCAP, Family
 from longctx_patch.hf.model.supported import FAMILIES, TABLE, refusal_of
 
 if TYPE_CHECKING:
@@ -77,17 +77,20 @@ def check_modules(model: "nn.Module", attention_modules: "list[nn.Module]") -> N
 
 def _uncovered_layer(model_config: Any) -> str | None:
     kinds = enumerate(layer_kinds(model_config))
-    uncovered = (f"layer {i} is {kind}" for i, kind in kinds if kind not in (FULL, WINDOWED))
-    return next(uncovered, None)
+    family = FAMILIES.get(model_config.model_type)
+    covered = {FULL, WINDOWED} | (frozenset() if family is None else family.layers)
+    return next((f"layer {i} is {kind}" for i, kind in kinds if kind not in covered), None)
 
 
 def _layer_types(model_config: Any, config: "LongContextConfig") -> str | None:
     layer = _uncovered_layer(model_config)
     if layer is None:
         return None
+    covered = " or ".join(sorted(FAMILIES[model_config.model_type].layers))
     return (
-        f"{layer}: layers here attend fully or through a sliding window. Use a model with "
-        "full_attention and sliding_attention layers only."
+        f"{layer}: layers here attend fully or through a sliding window"
+        f"{f', or are {covered}' * bool(covered)}. Use a model with full_attention and "
+        "sliding_attention layers only."
     )
 
 
@@ -191,6 +194,19 @@ def _mlp_tiles(model_config: Any, config: "LongContextConfig") -> str | None:
     )
 
 
+def _placement(model_config: Any, config: "LongContextConfig") -> str | None:
+    """A striped placement under recurrent layers."""
+    recurrent = [f for f in FAMILIES[model_config.model_type].features if f in RECURRENT]
+    placed = {config.placement, config.packed_placement}
+    if not recurrent or config.ring_degree == 1 or "striped" not in placed:
+        return None
+    return (
+        f"layout='striped' with {recurrent[0]}: each token would be on another rank than the one "
+        "before it, so that its state would travel for every token. Use layout='contiguous' or "
+        "'zigzag' (which attention_kept below 1 then needs to be given)."
+    )
+
+
 _CHECKS: tuple[Callable[[Any, "LongContextConfig"], str | None], ...] = (
     _layer_types,
     _window,
@@ -200,4 +216,5 @@ _CHECKS: tuple[Callable[[Any, "LongContextConfig"], str | None], ...] = (
     _rope,
     _heads,
     _mlp_tiles,
+    _placement,
 )

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
+ATTENDING = frozenset({FULL, WINDOWED, "attention", "hybrid"})
+"""Kinds of layers that have attention; `hybrid` has a recurrence beside it."""
+RECURRENT = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -29,7 +32,7 @@ class ModelFacts:
 
     hidden_size: int
     intermediate_size: int
-    """Width inside an ordinary MLP."""
+    """Width inside an ordinary MLP; 0 where all layers have experts and the config names none."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -70,15 +73,27 @@ class ModelFacts:
     @property
     def unpredicted(self) -> str | None:
         """The option whose time and memory are not predicted, such as `num_experts=8`."""
-        return self.experts or self.latent
+        return self.experts or self.latent or self.recurrent
+
+    @property
+    def recurrent(self) -> str | None:
+        """What the config calls the first layer that neither attends fully nor in a window."""
+        kinds = enumerate(layer.kind for layer in self.layers)
+        others = (f"layer {n} is {kind}" for n, kind in kinds if kind not in (FULL, WINDOWED))
+        return next(others, None)
+
+    @property
+    def num_recurrent(self) -> int:
+        """How many layers have a recurrence or a short convolution along the sequence."""
+        return sum(layer.kind in RECURRENT for layer in self.layers)
 
     @property
     def windows(self) -> list[int | None]:
-        """The window of each layer; None where it attends fully."""
-        return [layer.window for layer in self.layers]
+        """The window of each layer with attention; None where it attends fully."""
+        return [layer.window for layer in self.layers if layer.kind in ATTENDING]
 
     def windows_in(self, num_tokens: int) -> list[int | None]:
-        """The window of each layer; None also where a row of `num_tokens` fits into the window."""
+        """The same, and None where a row of `num_tokens` fits into the window."""
         return [w if w and w < num_tokens else None for w in self.windows]
 
 

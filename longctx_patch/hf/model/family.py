@@ -5,6 +5,7 @@ This file imports no other module of the project, no torch and no transformers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 WINDOW, SOFTCAP, SINKS = "sliding window", "softcap", "sinks"
@@ -12,6 +13,19 @@ LATENT = "latent attention"
 """MLA: keys and values are expanded from a latent of each token, and have different head sizes."""
 EXPERTS, ROUTER = "experts", "router loss"
 """Families with a router loss have experts too; `EXPERTS` stands where there is no such loss."""
+
+DELTA, STATE_SPACE, CONVOLUTION = "gated delta rule", "Mamba-2", "short convolutions"
+RECURRENT = (DELTA, STATE_SPACE, CONVOLUTION)
+"""Layers along the sequence that run over a chain (`longctx_patch.plans.chain`)."""
+
+LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        DELTA: frozenset({"linear_attention"}),
+        STATE_SPACE: frozenset({"linear_attention", "mamba", "hybrid", "attention", "mlp", "moe"}),
+        CONVOLUTION: frozenset({"conv"}),
+    }
+)
+"""Kinds of layers, as configs name them, that a feature covers beside attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +53,11 @@ class Family:
     """What happens to logits after the head; None: nothing."""
     refusal: str | None = None
     """Why it can't be patched; None if it can."""
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """Kinds of layers, beside those of attention, that are covered."""
+        return frozenset().union(*(LAYERS.get(feature, ()) for feature in self.features))
 
 
 def supported(

@@ -10,11 +10,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from longctx_patch.hf.model.family import (
+    CONVOLUTION,
+    DELTA,
     EXPERTS,
     LATENT,
     ROUTER,
     SINKS,
     SOFTCAP,
+    STATE_SPACE,
     WINDOW,
     Family,
     LogitsRule,
@@ -30,6 +33,7 @@ from longctx_patch.hf.model.refused import REFUSED
 GEMMA_LOGITS = LogitsRule(operation="softcap", holder="config", attribute="final_logit_softcapping")
 COHERE_LOGITS = LogitsRule(operation="multiply", holder="model", attribute="logit_scale")
 HYPERCLOVA_LOGITS = LogitsRule(operation="multiply", holder="config", attribute="logits_scaling")
+FALCON_LOGITS = LogitsRule(operation="multiply", holder="config", attribute="lm_head_multiplier")
 GRANITE_LOGITS = LogitsRule(operation="divide", holder="config", attribute="logits_scaling")
 
 TABLE = (
@@ -107,47 +111,46 @@ TABLE = (
     _supported("mimo_v2_flash", "MiMo-V2-Flash", WINDOW, SINKS, EXPERTS),
     _supported("minimax_m2", "MiniMax-M2", ROUTER),
     _supported("solar_open", "Solar Open", EXPERTS),
+    _supported("qwen3_next", "Qwen3-Next", DELTA, ROUTER),
+    _supported("qwen3_5_text", "Qwen3.5, Qwen3.6 (text)", DELTA),
+    _supported("qwen3_5_moe_text", "Qwen3.5-MoE, Qwen3.6-MoE (text)", DELTA, ROUTER),
+    _supported("olmo_hybrid", "OLMo Hybrid", DELTA),
+    _supported("kimi_linear", "Kimi Linear", DELTA, LATENT, EXPERTS),
+    _supported("bamba", "Bamba", STATE_SPACE),
+    _supported("granitemoehybrid", "Granite 4", STATE_SPACE, ROUTER, logits=GRANITE_LOGITS),
+    _supported("nemotron_h", "Nemotron-H", STATE_SPACE, EXPERTS),
+    _supported("falcon_h1", "Falcon-H1", STATE_SPACE, logits=FALCON_LOGITS),
+    _supported("lfm2", "LFM2", CONVOLUTION),
+    _supported("lfm2_moe", "LFM2-MoE", CONVOLUTION, EXPERTS),
     *_refused(
-        "a recurrent state runs along the sequence (Mamba or another scan), and would start anew "
-        "on each rank",
+        "its state runs along the sequence by a scan (Mamba 1, RWKV, mLSTM, RG-LRU) that is not "
+        "handed from rank to rank here, so that it would start anew on each",
         {
             "mamba": "Mamba",
-            "mamba2": "Mamba 2",
             "falcon_mamba": "Falcon Mamba",
             "rwkv": "RWKV",
             "xlstm": "xLSTM",
-        },
-    ),
-    *_refused(
-        "some layers are recurrent (Mamba or RG-LRU), and their state would start anew on each "
-        "rank",
-        {
             "jamba": "Jamba",
-            "bamba": "Bamba",
-            "falcon_h1": "Falcon-H1",
-            "granitemoehybrid": "Granite 4",
-            "nemotron_h": "Nemotron-H",
             "zamba": "Zamba",
-            "zamba2": "Zamba 2",
             "recurrent_gemma": "RecurrentGemma",
         },
     ),
     *_refused(
-        "some layers are linear attention, whose state would start anew on each rank",
-        {
-            "qwen3_next": "Qwen3-Next",
-            "qwen3_5": "Qwen3.5",
-            "qwen3_5_text": "Qwen3.5 (text)",
-            "qwen3_5_moe": "Qwen3.5-MoE",
-            "qwen3_5_moe_text": "Qwen3.5-MoE (text)",
-            "kimi_linear": "Kimi Linear",
-            "minimax": "MiniMax-Text-01",
-            "olmo_hybrid": "OLMo Hybrid",
-        },
+        "all layers are recurrent, and the planner and the check of the first step count attention",
+        {"mamba2": "Mamba 2"},
     ),
     *_refused(
-        "some layers are short convolutions, which reach over a shard's edge",
-        {"lfm2": "LFM2", "lfm2_moe": "LFM2-MoE"},
+        "layers share one attention, and the check of the first step counts each once",
+        {"zamba2": "Zamba 2"},
+    ),
+    *_refused(
+        "its linear attention is code of its own, whose state would start anew on each rank",
+        {"minimax": "MiniMax-Text-01"},
+    ),
+    *_refused(
+        "its model takes images; train its text model (qwen3_5_text, qwen3_5_moe_text), which is "
+        "AutoModelForCausalLM.from_pretrained of the same checkpoint",
+        {"qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5-MoE"},
     ),
     *_refused(
         "each layer has two attentions, and the checks of the first step count one",

@@ -6,8 +6,10 @@ hands through to every attention function), `loss_function`, and the attributes 
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -45,6 +47,28 @@ DECODER_ARGUMENTS = frozenset(
 
 # Options that decoders and layers add for attention functions but attention ignores.
 LAYER_OPTIONS = frozenset({"output_attentions", "cache_position"})
+
+# Functions of transformers' modules by which recurrent layers mix tokens: a short convolution, then
+# the scan of a state. Each takes the options that the decoder was called with.
+SEQUENCE_FUNCTIONS = frozenset(
+    {
+        "causal_conv1d_fn",
+        "torch_chunk_gated_delta_rule",
+        "chunk_kimi_delta_attention",
+        "mamba2_chunk_scan",
+        "mamba2_split_conv1d_scan_combined",
+    }
+)
+
+# The package whose kernels transformers takes for each, and what pip calls it.
+KERNEL_PACKAGES = MappingProxyType(
+    {
+        "causal_conv1d_fn": ("causal_conv1d", "causal-conv1d"),
+        "torch_chunk_gated_delta_rule": ("fla", "flash-linear-attention"),
+        "chunk_kimi_delta_attention": ("fla", "flash-linear-attention"),
+        "mamba2_chunk_scan": ("mamba_ssm", "mamba-ssm"),
+    }
+)
 
 _EAGER = "eager_attention_forward"
 _EXPAND = "expand_kv"
@@ -179,6 +203,33 @@ def _as_they_are(latent: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
     return latent, rotary
 
 
+def recurrent_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules whose class's forward calls one of `SEQUENCE_FUNCTIONS`."""
+    return [m for m in model.modules() if hasattr(m, "layer_idx") and _calls_one(type(m))]
+
+
+def mixing_modules(model: nn.Module) -> list[tuple[nn.Module, int]]:
+    """All modules in which tokens meet, each with the number of its decoder layer."""
+    mixing = {id(m) for m in (*attention_modules(model), *recurrent_modules(model))}
+    return [
+        (module, number)
+        for number, layer in enumerate(decoder_layers(model))
+        for module in layer.modules()
+        if id(module) in mixing
+    ]
+
+
+def code_of(cls: type[nn.Module]) -> FunctionType:
+    """The forward of a class as it is written, without decorators."""
+    forward = inspect.unwrap(cls.forward)
+    assert isinstance(forward, FunctionType)
+    return forward
+
+
+def _calls_one(cls: type[nn.Module]) -> bool:
+    return not SEQUENCE_FUNCTIONS.isdisjoint(code_of(cls).__code__.co_names)
+
+
 def register(sharded_attention: AttentionFunction) -> None:
     """Register our attention and mask functions; doing it again changes nothing.
 
@@ -240,14 +291,18 @@ def no_mask(call: Any, batch: int, device: torch.device) -> Tensor:
     return mask
 
 
-def decoder_layers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """The layers that transformers can checkpoint, first to last."""
     return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def dense_mlps(model: PreTrainedModel) -> list[nn.Module | None]:
-    """The MLP of each decoder layer, a function of one token's hidden state; None for experts."""
-    mlps = (getattr(layer, "mlp", None) for layer in decoder_layers(model))
+    """The MLP of each decoder layer, a function of one token's hidden state; None for experts, and
+    where a layer has none or another name for it than most."""
+    mlps = (
+        getattr(layer, "mlp", getattr(layer, "feed_forward", None))
+        for layer in decoder_layers(model)
+    )
     return [None if hasattr(mlp, "experts") or hasattr(mlp, "router") else mlp for mlp in mlps]
 
 

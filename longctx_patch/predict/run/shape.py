@@ -59,13 +59,15 @@ class ModelShape:
 def shape_of(config: Any, name: str) -> ModelShape:
     """Read the sizes from a transformers config.
 
-    Raises ValueError for experts and for latent attention."""
+    Raises ValueError for experts, for latent attention and for recurrent layers."""
     facts = ModelFacts.of(config)
     if facts.unpredicted:
         why = (
             "dense layers only, since what experts take depends on the router"
             if facts.experts
             else "layers whose keys and values are projected from hidden states, not from a latent"
+            if facts.latent
+            else "attention, but not what recurrent layers take"
         )
         raise ValueError(
             f"model {name}: {facts.unpredicted}. The planner knows {why}. Train a few steps with "

@@ -1,0 +1,1 @@
+"""Recurrent layers over shards: states and tails handed from rank to rank."""

@@ -1,0 +1,86 @@
+"""Gated delta rules over shards: S_t = (I - b k k^T) a S_{t-1} + b k v^T.
+
+Yang et al. 2024 (arXiv 2412.06464) with one decay a per head, and Kimi Delta Attention (arXiv
+2510.26692) with one per channel of the key. The state is a matrix `[K, V]` per head, and a segment
+takes it to M S + U with M `[K, K]`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx_patch.sequence.layout import Interval
+
+Rule = Callable[..., tuple[Tensor, Tensor | None]]
+"""A kernel: (query, key, value, g=, beta=, initial_state=, output_final_state=, ...) to (output,
+final state)."""
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """The recurrence of one layer over this rank's tokens."""
+
+    rule: Rule
+    inputs: tuple[Tensor, ...]
+    """query, key `[B, L, Hk, K]`, value `[B, L, Hv, V]`, g `[B, L, Hv]` or `[B, L, Hv, K]`, beta
+    `[B, L, Hv]`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the kernel."""
+
+    @cached_property
+    def state_shape(self) -> tuple[int, ...]:
+        """`[B, Hv, K, V]`."""
+        _, key, value, _, _ = self.inputs
+        return (value.shape[0], value.shape[2], key.shape[3], value.shape[3])
+
+    @property
+    def map_shape(self) -> tuple[int, ...]:
+        """`[B, Hv, K, K]`."""
+        return (*self.state_shape[:3], self.state_shape[2])
+
+    def with_inputs(self, inputs: Sequence[Tensor]) -> "DeltaRule":
+        return replace(self, inputs=tuple(inputs))
+
+    def run(
+        self, slots: Interval, state: Tensor | None, *, ends: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        query, key, value, g, beta = self._part(slots)
+        return self._call(query, key, value, g, beta, state, ends=ends)
+
+    def map(self, slots: Interval) -> tuple[Tensor, Tensor]:
+        """(M, U) in one call: columns of a state don't mix, so those of U start from zero with the
+        values, and those of M from the identity without any."""
+        query, key, value, g, beta = self._part(slots)
+        batch, heads, k_dim, v_dim = self.state_shape
+        none = value.new_zeros(*value.shape[:3], k_dim)
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        eye = torch.eye(k_dim, dtype=dtype, device=value.device).expand(batch, heads, -1, -1)
+        start = torch.cat([eye.new_zeros(batch, heads, k_dim, v_dim), eye], dim=3)
+        _, end = self._call(query, key, torch.cat([value, none], 3), g, beta, start, ends=True)
+        assert end is not None
+        u, m = end.split([v_dim, k_dim], dim=3)
+        return m, u
+
+    def apply(self, m: Tensor, state: Tensor) -> Tensor:
+        return m @ state
+
+    def _part(self, slots: Interval) -> tuple[Tensor, ...]:
+        return tuple(tensor[:, slots.start : slots.stop] for tensor in self.inputs)
+
+    def _call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor | None,
+        *,
+        ends: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        given = {"initial_state": state, "output_final_state": ends}
+        return self.rule(query, key, value, g=g, beta=beta, **given, **self.options)

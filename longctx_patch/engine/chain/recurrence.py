@@ -1,0 +1,112 @@
+"""A recurrence over the segments of a chain: exact, with one exchange of small maps per layer.
+
+A segment that begins its document runs from a state of zero, and hands on the state it ends with.
+Another one must know the state before it: each hands on its map S -> M S + U, found from its own
+tokens alone, and composes the maps before it. Then all segments run once, each from its state. The
+states that travel have the same size however long the segments are.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from longctx_patch.engine.chain.hand_over import hand_over
+from longctx_patch.engine.chain.run import ChainRun
+from longctx_patch.plans.chain import Chain
+from longctx_patch.sequence.layout import Interval
+
+
+class Recurrence(Protocol):
+    """A layer's recurrence over this rank's tokens."""
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """All that its results depend on, but the state: `[B, L, ...]` each."""
+        ...
+
+    @property
+    def map_shape(self) -> tuple[int, ...]:
+        """Shape of M as it travels."""
+        ...
+
+    @property
+    def state_shape(self) -> tuple[int, ...]: ...
+
+    def with_inputs(self, inputs: Sequence[Tensor]) -> Self:
+        """The same recurrence over other inputs."""
+        ...
+
+    def run(
+        self, slots: Interval, state: Tensor | None, *, ends: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """(output `[B, tokens, ...]`, the state that is left, if `ends`) of some of the tokens."""
+        ...
+
+    def map(self, slots: Interval) -> tuple[Tensor, Tensor]:
+        """(M, U) of some of the tokens."""
+        ...
+
+    def apply(self, m: Tensor, state: Tensor) -> Tensor:
+        """M S."""
+        ...
+
+
+def run_recurrence(run: ChainRun, recurrence: Recurrence) -> Tensor:
+    """The output `[B, L, ...]` for this rank's tokens, each document from a state of zero.
+
+    Collective over ranks that share documents.
+    """
+    chain, needs = run.chain, run.chain.states
+    mine = chain.of_rank(run.rank)
+    begun, items = _begin(run, recurrence)
+    exchange = run.exchange(needs, _sizes(chain, recurrence), _dtype(recurrence))
+    inputs = recurrence.inputs
+    foreign, passed = hand_over(exchange, items, (*inputs, *begun.values()))
+    outputs = dict(zip(begun, passed[len(inputs) :], strict=True))
+    rest, items = recurrence.with_inputs(passed[: len(inputs)]), items | foreign
+    for number in mine:
+        if number not in outputs:
+            state = _state(rest, [items[other] for other in needs[number]])
+            outputs[number], _ = rest.run(chain.segments[number].slots, state, ends=False)
+    return torch.cat([outputs[number] for number in mine], dim=1)
+
+
+def _begin(run: ChainRun, recurrence: Recurrence) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """(outputs of this rank's segments that begin a document, items of all that others need)."""
+    chain = run.chain
+    wanted = {number for needed in chain.states for number in needed}
+    outputs: dict[int, Tensor] = {}
+    items: dict[int, Tensor] = {}
+    for number in chain.of_rank(run.rank):
+        segment = chain.segments[number]
+        if segment.begins:
+            outputs[number], state = recurrence.run(segment.slots, None, ends=number in wanted)
+            if state is not None:
+                items[number] = state.flatten()
+        elif number in wanted:
+            items[number] = torch.cat([part.flatten() for part in recurrence.map(segment.slots)])
+    return outputs, items
+
+
+def _sizes(chain: Chain, recurrence: Recurrence) -> dict[int, int]:
+    """Numbers in each segment's item; of one that begins its document only U travels."""
+    u, m = prod(recurrence.state_shape), prod(recurrence.map_shape)
+    return {n: u if segment.begins else m + u for n, segment in enumerate(chain.segments)}
+
+
+def _state(recurrence: Recurrence, items: Sequence[Tensor]) -> Tensor:
+    """The state after the segments of these items, of which the first begins the document."""
+    shape, size = recurrence.state_shape, prod(recurrence.map_shape)
+    state = items[0].view(shape)
+    for item in items[1:]:
+        m, u = item[:size].view(recurrence.map_shape), item[size:].view(shape)
+        state = recurrence.apply(m, state) + u
+    return state
+
+
+def _dtype(recurrence: Recurrence) -> torch.dtype:
+    """Of states: float32, or wider where the model is."""
+    return torch.promote_types(recurrence.inputs[0].dtype, torch.float32)

@@ -1,0 +1,65 @@
+"""Mamba-2 over shards: S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T (Dao and Gu 2024, arXiv
+2405.21060). The state is a matrix `[P, N]` per head, and a segment takes it to m S + U with one
+number m per head."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longctx_patch.sequence.layout import Interval
+
+Scan = Callable[..., Any]
+"""A kernel: (x, dt, A, B, C, initial_states=, return_final_states=, ...) to the output, or to
+(output, final states)."""
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """The recurrence of one layer over this rank's tokens."""
+
+    scan: Scan
+    inputs: tuple[Tensor, ...]
+    """x `[B, L, H, P]`, dt `[B, L, H]`, B and C `[B, L, groups, N]`."""
+    a_H: Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the kernel: chunk_size, D, dt_bias, dt_softplus, dt_limit."""
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """`[B, H, P, N]`."""
+        x, _, b, _ = self.inputs
+        return (x.shape[0], x.shape[2], x.shape[3], b.shape[3])
+
+    @property
+    def map_shape(self) -> tuple[int, ...]:
+        """`[B, H]`."""
+        return self.state_shape[:2]
+
+    def with_inputs(self, inputs: Sequence[Tensor]) -> "StateSpace":
+        return replace(self, inputs=tuple(inputs))
+
+    def run(
+        self, slots: Interval, state: Tensor | None, *, ends: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        x, dt, b, c = (tensor[:, slots.start : slots.stop] for tensor in self.inputs)
+        given = {"initial_states": state, "return_final_states": ends}
+        found = self.scan(x, dt, self.a_H, b, c, **given, **self.options)
+        return found if ends else (found, None)
+
+    def map(self, slots: Interval) -> tuple[Tensor, Tensor]:
+        """(m, U). The kernel itself says what is left of a state of one number, so that m is made
+        of time steps as it rounds them."""
+        _, u = self.run(slots, None, ends=True)
+        assert u is not None
+        x, dt, b, c = (tensor[..., :1] if tensor.ndim == 4 else tensor for tensor in self.inputs)
+        alone = replace(self, inputs=(torch.zeros_like(x), dt, b, c))
+        one = u.new_ones(*self.map_shape, 1, 1)
+        _, left = alone.run(slots, one, ends=True)
+        assert left is not None
+        return left, u
+
+    def apply(self, m: Tensor, state: Tensor) -> Tensor:
+        return m.view(*self.map_shape, 1, 1) * state

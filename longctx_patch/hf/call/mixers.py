@@ -1,0 +1,180 @@
+"""Recurrent layers of a patched model: their forward with exchanges between its segments.
+
+transformers writes each such layer's forward around functions of its module: a short convolution,
+and a recurrence (with kernels of fla, mamba-ssm and causal-conv1d where those are installed). A
+patched layer runs the forward of its own class, but with these names standing for functions that
+run the same ones over the segments of a chain. Neither the class nor the module is changed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from types import FunctionType, MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.engine.chain.convolution import run_convolution
+from longctx_patch.engine.chain.delta_rule import DeltaRule
+from longctx_patch.engine.chain.recurrence import run_recurrence
+from longctx_patch.engine.chain.run import ChainRun
+from longctx_patch.engine.chain.state_space import StateSpace
+from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.transformers_api import CALL_KEY
+
+Function = Callable[..., Any]
+
+
+def _convolution(
+    stock: Function, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    run = options.pop(CALL_KEY)
+
+    def convolve(hidden_BCL: Tensor) -> Tensor:
+        found: Tensor = stock(hidden_BCL, weight, bias, **options)
+        return found
+
+    return run_convolution(run, convolve, hidden, weight.shape[-1] - 1)
+
+
+def _delta_rule(
+    stock: Function,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: None = None,
+    output_final_state: bool = False,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    run = options.pop(CALL_KEY)
+    return run_recurrence(run, DeltaRule(stock, (query, key, value, g, beta), options)), None
+
+
+def _state_space(
+    stock: Function,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    initial_states: None = None,
+    return_final_states: bool = False,
+    **options: Any,
+) -> Tensor:
+    run = options.pop(CALL_KEY)
+    return run_recurrence(run, StateSpace(stock, (x, dt, b, c), a, options))
+
+
+def _not_fused(stock: Function, *_: Any, **__: Any) -> None:
+    """A layer's convolution and scan in one call, which gives no place for an exchange: layers run
+    them one by one where it returns None."""
+
+
+OVER_CHAIN: Mapping[str, Function] = MappingProxyType(
+    {
+        "causal_conv1d_fn": _convolution,
+        "torch_chunk_gated_delta_rule": _delta_rule,
+        "chunk_kimi_delta_attention": _delta_rule,
+        "mamba2_chunk_scan": _state_space,
+        "mamba2_split_conv1d_scan_combined": _not_fused,
+    }
+)
+"""What stands for each of transformers' functions along the sequence, called with it first."""
+
+
+@dataclass(eq=False)
+class MixerForward:
+    """Takes the place of a recurrent layer's forward; it refers to no other module."""
+
+    module: nn.Module
+    over_chain: Function
+    """The forward of its class, with functions over a chain."""
+
+    # Plans and messages can't be traced.
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = kwargs.get(CALL_KEY)
+        if call is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        check = call.fire_check
+        if check is not None:
+            check.layer_begins(self.module)
+        run = ChainRun(call.chain, call.group.everyone)
+        out = self.over_chain(self.module, *args, **(kwargs | {CALL_KEY: run}))
+        if check is not None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            check.recurrence_ran(self.module, run.planned, hidden, out)
+        return out
+
+
+def check_mixers(model: nn.Module, config: LongContextConfig, mask: object) -> None:
+    """Raise ValueError for recurrent layers that can't run over chains here.
+
+    On a GPU their kernels are needed, unless `config.torch_recurrence` says that torch will do.
+    """
+    mixers = transformers_api.recurrent_modules(model)
+    if mixers and mask is not None:
+        raise ValueError(
+            f"a mask with {type(mixers[0]).__name__}: a recurrence sees all tokens before each of "
+            "its document, whatever a mask says. Leave the mask out."
+        )
+    for mixer in mixers:
+        if "forward" in vars(mixer):
+            raise ValueError(
+                f"the forward of {type(mixer).__name__} was replaced by {mixer.forward!r}: the "
+                "patch runs the forward of its class. Patch first."
+            )
+    on_gpu = any(weight.is_cuda for mixer in mixers for weight in mixer.parameters())
+    if on_gpu and not config.torch_recurrence:
+        _require_kernels({type(mixer) for mixer in mixers})
+
+
+def _require_kernels(classes: Iterable[type[nn.Module]]) -> None:
+    names = {name for cls in classes for name in transformers_api.code_of(cls).__code__.co_names}
+    missing = sorted(
+        f"{distribution} for {name}"
+        for name, (package, distribution) in transformers_api.KERNEL_PACKAGES.items()
+        if name in names and find_spec(package) is None
+    )
+    if missing:
+        packages = " ".join(sorted({each.split()[0] for each in missing}))
+        raise ValueError(
+            f"recurrent layers on a GPU without their kernels: {', '.join(missing)}. Either pip "
+            f"install {packages}, or run transformers' torch functions by "
+            "LongContextConfig(torch_recurrence=True), which are exact, many times slower, and "
+            "keep all intermediates for backward."
+        )
+
+
+def bind_mixers(model: nn.Module) -> Callable[[], None]:
+    """Run the recurrent layers of a model over chains; return a function that undoes it."""
+    mixers = transformers_api.recurrent_modules(model)
+    for mixer in mixers:
+        vars(mixer)["forward"] = MixerForward(mixer, _over_chain(type(mixer)))
+
+    def restore() -> None:
+        for mixer in mixers:
+            vars(mixer).pop("forward", None)
+
+    return restore
+
+
+def _over_chain(cls: type[nn.Module]) -> Function:
+    """The forward of a class, with functions of `OVER_CHAIN` for those that they stand for."""
+    forward = transformers_api.code_of(cls)
+    namespace = dict(forward.__globals__)
+    for name, function in OVER_CHAIN.items():
+        if name in namespace:
+            namespace[name] = partial(function, namespace[name])
+    made = FunctionType(
+        forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made

@@ -1,0 +1,164 @@
+"""The plan of a recurrent layer: whose state goes on from whose.
+
+The tokens that one rank holds of one document, one after another, are a segment. A recurrent layer
+takes a segment as an affine map of the state before it, S -> M S + U, and a short convolution takes
+it as its last tokens. So a segment needs one item of each of some segments before it, of a size
+that does not depend on their length, and ranks exchange these items once per layer.
+
+The maps of a recurrence compose as those of a parallel scan do (Blelloch 1990); for gated delta
+nets see Yang et al. 2024 (arXiv 2412.06464), for Mamba-2 section 8.2 of Dao and Gu 2024
+(arXiv 2405.21060).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Interval, Layout, slots_of
+
+
+class Segment(NamedTuple):
+    """Tokens of one document that lie one after another on one rank."""
+
+    tokens: Interval
+    slots: Interval
+    """Where they lie among the rank's tokens."""
+    rank: int
+    document: int
+    """The number of its document; padding has those after the last one."""
+    begins: bool
+    """Whether it is the first segment of its document."""
+
+
+Needs = tuple[tuple[int, ...], ...]
+"""For each segment, the numbers of those before it whose items it needs, in their order."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The segments of a row over `num_ranks` ranks, in the order of their tokens."""
+
+    segments: tuple[Segment, ...]
+    num_ranks: int
+
+    @cached_property
+    def _of_rank(self) -> tuple[tuple[int, ...], ...]:
+        numbers: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for number in sorted(range(len(self.segments)), key=lambda n: self.segments[n].slots):
+            numbers[self.segments[number].rank].append(number)
+        return tuple(map(tuple, numbers))
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """Numbers of the segments of a rank, in the order of its slots."""
+        return self._of_rank[rank]
+
+    @cached_property
+    def states(self) -> Needs:
+        """What a recurrence needs: the maps of all segments of the document so far."""
+        return tuple(tuple(self._before(number)) for number in range(len(self.segments)))
+
+    def tails(self, num_tokens: int) -> Needs:
+        """What a convolution over `num_tokens` tokens before each needs: the ends of as many
+        segments as have them."""
+        return tuple(self._reaching(number, num_tokens) for number in range(len(self.segments)))
+
+    def _before(self, number: int) -> range:
+        first = number
+        while not self.segments[first].begins:
+            first -= 1
+        return range(first, number)
+
+    def _reaching(self, number: int, num_tokens: int) -> tuple[int, ...]:
+        found: list[int] = []
+        for other in reversed(self._before(number)):
+            if num_tokens <= 0:
+                break
+            found.insert(0, other)
+            num_tokens -= self.segments[other].tokens.size
+        return tuple(found)
+
+    def wanted(self, needs: Needs, source: int, destination: int) -> tuple[int, ...]:
+        """Numbers of the segments whose items one rank sends to another, in one message."""
+        return _wanted(self, needs).get((source, destination), ())
+
+    def traffic(self, needs: Needs, num_bytes: Callable[[int], int], rank: int) -> "ChainTraffic":
+        """What a rank sends when all get what they need; an item of segment n has `num_bytes(n)`.
+
+        Backward returns the gradient of each item by the way it came.
+        """
+        forward, backward = Traffic(), Traffic()
+        for (source, destination), numbers in _wanted(self, needs).items():
+            message = Traffic(1, sum(map(num_bytes, numbers)))
+            forward += message if source == rank else Traffic()
+            backward += message if destination == rank else Traffic()
+        return ChainTraffic(forward, backward)
+
+
+class ChainTraffic(NamedTuple):
+    """Messages and bytes that one rank sends for one exchange of items."""
+
+    forward: Traffic = Traffic()
+    backward: Traffic = Traffic()
+
+    def plus(self, other: "ChainTraffic") -> "ChainTraffic":
+        return ChainTraffic(self.forward + other.forward, self.backward + other.backward)
+
+
+@lru_cache(maxsize=64)
+def _wanted(chain: Chain, needs: Needs) -> dict[tuple[int, int], tuple[int, ...]]:
+    """(source, destination) -> the segments whose items travel, each once, in their order."""
+    found: dict[tuple[int, int], set[int]] = {}
+    for segment, needed in zip(chain.segments, needs, strict=True):
+        for number in needed:
+            source = chain.segments[number].rank
+            if source != segment.rank:
+                found.setdefault((source, segment.rank), set()).add(number)
+    return {pair: tuple(sorted(found[pair])) for pair in sorted(found)}
+
+
+@lru_cache(maxsize=64)
+def make_chain(layout: Layout, documents: Documents) -> Chain:
+    """The segments of a row.
+
+    Raises ValueError for a layout that takes every n-th token: each token would be a segment.
+    """
+    if any(tokens.step > 1 for rank in layout.intervals for tokens in rank):
+        raise ValueError(
+            "a striped layout under layers whose state runs along the sequence: each token would "
+            "be on another rank than the one before it. Use layout='contiguous' or 'zigzag'."
+        )
+    edges = [*documents.edges, documents.num_tokens]
+    segments = sorted(
+        segment for rank in range(layout.num_ranks) for segment in _cut(layout, rank, edges)
+    )
+    return Chain(tuple(segments), layout.num_ranks)
+
+
+def _cut(layout: Layout, rank: int, edges: list[int]) -> Iterator[Segment]:
+    """The segments of one rank; where documents end, a new one begins."""
+    for tokens, slots in _joined(slots_of(layout.intervals[rank])):
+        for document, (start, stop) in enumerate(pairwise(edges)):
+            part = tokens.intersect(Interval(start, stop))
+            if part.size:
+                yield Segment(
+                    tokens=part,
+                    slots=part.shift(slots.start - tokens.start),
+                    rank=rank,
+                    document=document,
+                    begins=part.start == start,
+                )
+
+
+def _joined(runs: list[tuple[Interval, Interval]]) -> list[tuple[Interval, Interval]]:
+    """The same runs, with those joined that follow each other."""
+    found: list[tuple[Interval, Interval]] = []
+    for tokens, slots in runs:
+        if found and found[-1][0].stop == tokens.start:
+            before, filled = found.pop()
+            tokens, slots = Interval(before.start, tokens.stop), Interval(filled.start, slots.stop)
+        found.append((tokens, slots))
+    return found

@@ -1,0 +1,165 @@
+"""Recurrent layers over virtual ranks against the stock eager model, of which each document runs by
+itself: loss and every gradient in float64, and the traffic of each rank as planned."""
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longctx_patch import LongContextConfig, UnsupportedModelError, patch
+from longctx_patch.engine.groups import virtual_group
+from longctx_patch.hf.call.mixers import OVER_CHAIN, check_mixers
+from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.checks import check_model_config
+from longctx_patch.hf.model.family import RECURRENT
+from longctx_patch.hf.model.supported import FAMILIES
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.sequence.masks import causal
+from longctx_patch.transport import VirtualTransport, run_virtual_ranks
+from longctx_patch.verification.shrink import keep_float64
+from tests.hf.steps import Step
+from tests.hf.tiny import featured_model, gradients, token_rows
+from tests.reference import relative_error
+
+CHAINED = [name for name, family in FAMILIES.items() if set(family.features) & set(RECURRENT)]
+LENGTH = 43
+"""A prime."""
+DOCUMENTS = (1, 2, 17, 3, 1, 19)
+"""Some are shorter than the reach of a convolution; long ones go over the edges of shards."""
+TOLERANCE = 1e-10
+
+CONFIGS = (
+    LongContextConfig(),
+    LongContextConfig(ring_degree=2),
+    LongContextConfig(ring_degree=3, layout="contiguous", checkpoint="full"),
+    LongContextConfig(ulysses_degree=2, ring_degree=2, checkpoint="attention"),
+    LongContextConfig(ring_degree=4, layout="contiguous"),
+    LongContextConfig(ulysses_degree=3),
+)
+
+
+def model_of(family: str) -> Any:
+    """The same float64 model for every rank."""
+    model = featured_model(family).to(torch.float64)
+    keep_float64(model)
+    return model.train()
+
+
+def whole_row(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """One row; positions say where its documents begin."""
+    (row,) = token_rows(LENGTH, num_rows=1)
+    ids = torch.tensor([row["input_ids"]])
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def stock_step(model: Any, lengths: tuple[int, ...]) -> Step:
+    """Loss and gradients, with each document computed by itself."""
+    row = whole_row(lengths)["input_ids"]
+    losses = []
+    for start, stop in pairwise(accumulate(lengths, initial=0)):
+        ids = row[:, start:stop]
+        logits = model(input_ids=ids, use_cache=False).logits
+        losses.append(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
+    loss = torch.stack(losses).sum() / (LENGTH - len(lengths))
+    loss.backward()
+    return Step(loss.detach(), gradients(model))
+
+
+def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]) -> Step:
+    """The mean over all ranks; each rank has sent what its plans say, to the byte."""
+    copies = [copy.deepcopy(model) for _ in range(config.sequence_degree)]
+
+    def on_one_rank(transport: VirtualTransport) -> Step:
+        model = copies[transport.group_rank]
+        handle = patch(model, config, group=virtual_group(transport, config))
+        loss = model(**whole_row(lengths)).loss
+        loss.backward()
+        step, sent = handle.first_step, handle.counters
+        if config.sequence_degree > 1:
+            assert step is not None
+            planned = step.planned_forward() + step.planned_backward()
+            assert planned == Traffic(sent.messages, sent.bytes)
+        handle.unpatch()
+        return Step(loss.detach(), gradients(model))
+
+    steps = run_virtual_ranks(config.sequence_degree, on_one_rank)
+    names = steps[0].grads
+    mean = {name: torch.stack([step.grads[name] for step in steps]).mean(0) for name in names}
+    return Step(torch.stack([step.loss for step in steps]).mean(), mean)
+
+
+def errors(found: Step, wanted: Step) -> dict[str, float]:
+    assert found.grads.keys() == wanted.grads.keys()
+    of = {name: relative_error(found.grads[name], grad) for name, grad in wanted.grads.items()}
+    return {"loss": relative_error(found.loss, wanted.loss)} | of
+
+
+THOROUGH = ("qwen3_5_text", "falcon_h1", "lfm2")
+"""A family of each kind of layer; the others run some of the configs, in turn."""
+
+
+@pytest.mark.parametrize("lengths", [(LENGTH,), DOCUMENTS], ids=["plain", "packed"])
+@pytest.mark.parametrize("family", THOROUGH)
+def test_every_kind_of_layer_is_exact(family: str, lengths: tuple[int, ...]) -> None:
+    assert_exact(family, lengths, CONFIGS)
+
+
+@pytest.mark.parametrize("family", [name for name in CHAINED if name not in THOROUGH])
+def test_every_family_is_exact(family: str) -> None:
+    assert_exact(family, DOCUMENTS, [CONFIGS[1 + CHAINED.index(family) % (len(CONFIGS) - 1)]])
+
+
+def assert_exact(
+    family: str, lengths: tuple[int, ...], configs: Sequence[LongContextConfig]
+) -> None:
+    model = model_of(family)
+    wanted = stock_step(copy.deepcopy(model), lengths)
+    for config in configs:
+        found = errors(sharded_step(model, config, lengths), wanted)
+        wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
+        assert not wrong, (config.degrees_in_words, config.layout, config.checkpoint, wrong)
+
+
+def test_unpatch_leaves_the_model_as_it_was() -> None:
+    model = featured_model("falcon_h1")
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    handle = patch(model, LongContextConfig())
+    mixers = transformers_api.recurrent_modules(model)
+    assert len(mixers) == 2
+    assert all("forward" in vars(mixer) for mixer in mixers)
+    handle.unpatch()
+    assert {name: vars(module).keys() for name, module in model.named_modules()} == {
+        name: values.keys() for name, values in before.items()
+    }
+
+
+def test_what_would_go_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = featured_model("lfm2")
+    with pytest.raises(ValueError, match="a mask with Lfm2ShortConv: a recurrence sees all tokens"):
+        patch(model, LongContextConfig(), mask=causal)
+    striped = LongContextConfig(ring_degree=2, layout="striped")
+    with pytest.raises(UnsupportedModelError, match="layout='striped' with short convolutions"):
+        check_model_config(model.config, striped)
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    with pytest.raises(
+        ValueError, match=r"causal-conv1d for causal_conv1d_fn\. Either pip install"
+    ):
+        check_mixers(model, LongContextConfig(), None)
+    check_mixers(model, LongContextConfig(torch_recurrence=True), None)
+    monkeypatch.undo()
+    mixer = transformers_api.recurrent_modules(model)[0]
+    mixer.forward = lambda *_, **__: None
+    with pytest.raises(ValueError, match="the forward of Lfm2ShortConv was replaced by"):
+        patch(model, LongContextConfig())
+
+
+def test_functions_of_transformers_are_the_ones_that_are_replaced() -> None:
+    """And each has its way over a chain."""
+    assert set(OVER_CHAIN) == transformers_api.SEQUENCE_FUNCTIONS
+    assert set(transformers_api.KERNEL_PACKAGES) < transformers_api.SEQUENCE_FUNCTIONS

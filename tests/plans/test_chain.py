@@ -1,0 +1,122 @@
+"""Chains of segments over every layout: each needs exactly what lies before it in its document."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from longctx_patch import LongContextConfig
+from longctx_patch.plans.chain import Chain, make_chain
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.plans.verify.chain import verify_chain, verify_needs
+from longctx_patch.plans.verify.walk import PlanError
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Layout, contiguous, striped, zigzag
+
+ROWS = (
+    Documents.one(43),
+    Documents((1, 2, 17, 3, 1, 16), 43),
+    Documents((30, 5), 43),
+    Documents((43,) + (1,) * 9, 61),
+)
+
+
+def cases() -> list[tuple[Layout, Documents]]:
+    found = []
+    for documents, ring, ulysses in product(ROWS, (1, 2, 3, 4), (1, 2)):
+        for layout in ("contiguous", "zigzag", None):
+            config = LongContextConfig(ring_degree=ring, ulysses_degree=ulysses, layout=layout)
+            found.append((config.layout_of(documents), documents))
+    return found
+
+
+def by_tokens(layout: Layout, documents: Documents, reach: int | None) -> dict[int, set[int]]:
+    """For the first token of each run of a document on a rank, the tokens before it in its document
+    (the last `reach` of them): token by token, from what the layout and the documents say."""
+    rank_of = {
+        t: rank for rank, held in enumerate(layout.intervals) for i in held for t in range(*i)
+    }
+    document_of = [n for n, length in enumerate(documents.lengths) for _ in range(length)]
+    document_of += [-1] * (documents.num_tokens - len(document_of))
+    wanted = {}
+    for token in range(documents.num_tokens):
+        inside = token and document_of[token - 1] == document_of[token]
+        if inside and rank_of[token - 1] == rank_of[token]:
+            continue
+        before = [t for t in range(token) if document_of[t] == document_of[token]] if inside else []
+        wanted[token] = set(
+            before if reach is None else before[len(before) - reach :] if reach else ()
+        )
+    return wanted
+
+
+@pytest.mark.parametrize("reach", [None, 1, 3])
+def test_segments_get_what_lies_before_them(reach: int | None) -> None:
+    for layout, documents in cases():
+        chain = make_chain(layout, documents)
+        verify_chain(chain, layout, documents)
+        needs = chain.states if reach is None else chain.tails(reach)
+        verify_needs(chain, needs, reach)
+        for first, tokens in by_tokens(layout, documents, reach).items():
+            (number,) = [n for n, s in enumerate(chain.segments) if s.tokens.start == first]
+            got = {t for other in needs[number] for t in range(*chain.segments[other].tokens)}
+            if reach is None:
+                assert got == tokens
+            else:
+                assert got >= tokens
+
+
+def test_one_document_hands_one_map_from_each_rank_to_each_later_one() -> None:
+    """Whatever its length: 3 x 4 / 2 messages; a first segment sends its state alone."""
+    for length in (41, 4001):
+        chain = make_chain(contiguous(length, 4), Documents.one(length))
+        sizes = [10 if segment.begins else 30 for segment in chain.segments]
+        traffic = [chain.traffic(chain.states, sizes.__getitem__, rank) for rank in range(4)]
+        assert [t.forward for t in traffic] == [
+            Traffic(3, 30),
+            Traffic(2, 60),
+            Traffic(1, 30),
+            Traffic(),
+        ]
+        assert [t.backward for t in traffic] == [
+            Traffic(),
+            Traffic(1, 10),
+            Traffic(2, 40),
+            Traffic(3, 70),
+        ]
+
+
+def test_documents_that_are_whole_on_a_rank_send_nothing() -> None:
+    documents = Documents((10, 10, 10, 10), 40)
+    chain = make_chain(contiguous(40, 2), documents)
+    assert all(
+        chain.traffic(chain.states, lambda _: 1, rank).forward == Traffic() for rank in (0, 1)
+    )
+
+
+def test_every_second_token_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"striped layout under layers.*Use layout='contiguous'"):
+        make_chain(striped(8, 2), Documents.one(8))
+
+
+def mutants(chain: Chain) -> dict[str, Chain]:
+    first, second, *rest = chain.segments
+    return {
+        "order": replace(chain, segments=(second, first, *rest)),
+        "place": replace(chain, segments=(first, second._replace(rank=3), *rest)),
+        "documents": replace(chain, segments=(first, second._replace(begins=True), *rest)),
+        "segments end": replace(chain, segments=chain.segments[:-1]),
+    }
+
+
+def test_the_verifier_finds_every_kind_of_mistake() -> None:
+    documents, layout = Documents((30, 13), 43), zigzag(43, 3)
+    chain = make_chain(layout, documents)
+    for rule, wrong in mutants(chain).items():
+        with pytest.raises(PlanError, match=rule):
+            verify_chain(wrong, layout, documents)
+    states = chain.states
+    with pytest.raises(PlanError, match="items: segment 1 gets those of"):
+        verify_needs(chain, (states[0], (), *states[2:]), None)
+    with pytest.raises(PlanError, match="items"):
+        verify_needs(chain, chain.tails(1), None)
