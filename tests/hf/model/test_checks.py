@@ -156,7 +156,6 @@ REFUSED = [
     ("phimoe", {}, "experts are drawn at random in training"),
     ("gemma3", {}, "train its text model"),
     ("jamba", {}, r"scan .* start anew on each \(layer 0 is linear_attention\)"),
-    ("zamba2", {}, "layers share one attention"),
     (
         "qwen3_5_text",
         {"num_hidden_layers": 2, "layer_types": ["linear_attention", "chunked_attention"]},
