@@ -7,7 +7,8 @@ widths, experts, and the sliding window (so that it matters in short rows).
 """
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,13 +34,14 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_topk": 2,
     "moe_k": 2,
+    "top_k_experts": 2,
     "n_group": 2,
     "topk_group": 1,
 }
 PER_LAYER = (
     *("layer_types", "layers_block_type", "mlp_layer_types"),
     *("no_rope_layers", "layer_rope_theta"),
-    "num_attention_heads_per_layer",
+    *("num_attention_heads_per_layer", "activation_sparsity_pattern"),
 )
 """Options that have an entry for each layer."""
 DENSE_AT_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
@@ -49,9 +51,12 @@ LATENT_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 WIDTHS = {
     "intermediate_size": 56,
     "moe_intermediate_size": 24,
+    "laurel_rank": 8,
     "shared_expert_intermediate_size": 40,
     "moe_shared_expert_intermediate_size": 40,
     "shared_intermediate_size": 40,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
     "head_dim": HEAD_DIM,
     "vocab_size": VOCAB_SIZE,
 }
@@ -80,13 +85,15 @@ SPREAD = 0.15
 def shrink_config(model_config: Any) -> Any:
     """A shrunken copy of a transformers config that has passed `check_model_config`."""
     small, facts = copy.deepcopy(model_config), ModelFacts.of(model_config)
+    varied = _options_by_layer(small, facts.layers)
     _keep_layers(small, facts.layers)
     _keep_score_scale(small, facts.head_dim)
     as_wide = model_config.model_type in WIDE_AS_HEADS
     small.hidden_size = small.num_attention_heads * HEAD_DIM if as_wide else HIDDEN_SIZE
     for name, width in (WIDTHS | RECURRENT).items():
-        if name == "head_dim" or hasattr(small, name):
-            setattr(small, name, width)
+        if name == "head_dim" or getattr(small, name, None):
+            by_layer = isinstance(getattr(small, name, None), list | tuple)  # as in Gemma 3n
+            setattr(small, name, [width] * small.num_hidden_layers if by_layer else width)
     for name in GROUPS:
         _lower(small, name, 2)
     if facts.latent:
@@ -100,6 +107,8 @@ def shrink_config(model_config: Any) -> Any:
         vars(small)[name] = None
     if hasattr(small, "quantization_config"):
         del small.quantization_config
+    if varied:
+        small.per_layer_config = varied
     return small
 
 
@@ -108,6 +117,21 @@ def _chosen_layers(layers: Sequence[LayerFacts]) -> list[int]:
     firsts = sorted({layer: layers.index(layer) for layer in layers}.values())
     others = [number for number in range(len(layers)) if number not in firsts]
     return sorted(firsts + others[: max(0, NUM_LAYERS - len(firsts))])
+
+
+def _options_by_layer(small: Any, layers: Sequence[LayerFacts]) -> dict[int, dict[str, Any]]:
+    """Take out the options in which layers differ; return those of the layers that are kept. Sizes
+    of heads become small, in proportion."""
+    names = getattr(small, "per_layer_attributes", None)
+    if not names:
+        return {}
+    kept = [small.per_layer_config[layer] for layer in _chosen_layers(layers)]
+    found = {new: {name: getattr(old, name) for name in names} for new, old in enumerate(kept)}
+    small.per_layer_config = None
+    for options in found.values():
+        if "head_dim" in options:
+            options["head_dim"] = options["head_dim"] * HEAD_DIM // small.head_dim
+    return found
 
 
 def _keep_layers(small: Any, layers: Sequence[LayerFacts]) -> None:
@@ -124,6 +148,8 @@ def _keep_layers(small: Any, layers: Sequence[LayerFacts]) -> None:
         small.attn_layer_indices = full
     if hasattr(small, "mlp_only_layers"):
         small.mlp_only_layers, small.decoder_sparse_step = dense, 1
+    if getattr(small, "num_kv_shared_layers", 0):
+        small.num_kv_shared_layers = sum(layers[layer].shares_keys for layer in chosen)
     for name in DENSE_AT_FIRST:
         if hasattr(small, name):
             setattr(small, name, len(dense))
@@ -193,6 +219,15 @@ def keep_float64(model: Any) -> None:
         # Not the layers themselves: recomputing one for its gradient starts inside its forward.
         if not isinstance(module, nn.ModuleList):
             transformers_api.hook(module, _enter, _leave, also_after_errors=True)
+    for layer in transformers_api.decoder_layers(model):
+        if altup := getattr(layer, "altup", None):  # Gemma 3n calls two methods of it
+            altup.predict = functools.partial(_in_float64, altup.predict)
+            altup.correct = functools.partial(_in_float64, altup.correct)
+
+
+def _in_float64(method: Callable[..., Any], *args: Any) -> Any:
+    with _WithoutFloat32():
+        return method(*args)
 
 
 def _enter(*_: Any) -> None:

@@ -69,6 +69,15 @@ _LATENT: dict[str, Any] = {
 }
 _LATENT_EXPERTS = _EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1}
 
+_SHARED_KEYS: dict[str, Any] = _WINDOWED | {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "final_logit_softcapping": 3.0,
+}
+
 _EXTRA: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 16}}
 
 _FEATURES: dict[str, dict[str, Any]] = {
@@ -108,6 +117,13 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "rope_parameters": _ROPE_PER_LAYER,
         "final_logit_softcapping": 3.0,
     },
+    "gemma3n_text": _SHARED_KEYS
+    | {"laurel_rank": 8, "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0]},
+    "gemma4_text": _SHARED_KEYS
+    | {"global_head_dim": 24, "enable_moe_block": True, "num_experts": 4}
+    | {"top_k_experts": 2, "moe_intermediate_size": 32},
+    "gemma4_unified_text": _ALTERNATING
+    | {"global_head_dim": 24, "num_global_key_value_heads": 1, "final_logit_softcapping": 3.0},
     "gpt_oss": _ALTERNATING
     | {
         "num_local_experts": 4,

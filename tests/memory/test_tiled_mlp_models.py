@@ -75,9 +75,8 @@ def test_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
             loss.backward()
         flops.append(counted.total)
         found.append({"loss": loss.detach(), **gradients(model)})
-        has_experts = [
-            any("expert" in n for n, _ in m.named_modules()) for m in decoder_layers(model)
-        ]
+        inside = [getattr(layer, "mlp", layer).named_modules() for layer in decoder_layers(model)]
+        has_experts = [any(n == "router" or "expert" in n for n, _ in names) for names in inside]
         assert tiles_of_layers(model) == tuple(1 if e else num_tiles for e in has_experts)
         mlps: list[Any] = dense_mlps(model)
         assert [mlp is None for mlp in mlps] == has_experts

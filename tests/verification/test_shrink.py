@@ -74,8 +74,8 @@ def test_every_family_shrinks_and_has_a_gradient_everywhere(family: str) -> None
     model = build_small_model(small, torch.float32)
     assert model.config._attn_implementation == "eager"
     facts = ModelFacts.of(small)
-    assert facts.rotary_dim == HEAD_DIM
-    assert facts.latent or facts.head_dim == HEAD_DIM
+    assert facts.varied or facts.rotary_dim == HEAD_DIM
+    assert facts.varied or facts.latent or facts.head_dim == HEAD_DIM
     model(input_ids=ids(), use_cache=False).logits.square().sum().backward()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:  # biases of routers

@@ -60,6 +60,8 @@ class DecoderCalls:
         Raises ValueError for a batch that can't be used, on every rank of the group.
         """
         kwargs = dict(given)
+        if "logits_to_keep" in kwargs:  # the head leaves tokens out, so Gemma 4's layers need not
+            kwargs["logits_to_keep"] = 0
         shard, replica = kwargs.pop(SHARD_KEY, None), kwargs.pop(ROWS_KEY, None)
         if shard is None:
             self._begin_stock(decoder, args, kwargs)

@@ -122,7 +122,8 @@ def _unread_options(model_config: Any, config: "LongContextConfig") -> str | Non
 def _bidirectional(model_config: Any, config: "LongContextConfig") -> str | None:
     if getattr(model_config, "is_causal", True) is False:
         return _bidirectional_reason("is_causal=False")
-    if getattr(model_config, "use_bidirectional_attention", None):
+    both_ways = getattr(model_config, "use_bidirectional_attention", None)
+    if both_ways and both_ways != "vision":  # that is for images, which a text model has none of
         return _bidirectional_reason("use_bidirectional_attention=True")
     return None
 

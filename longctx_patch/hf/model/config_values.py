@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from longctx_patch.hf.model.facts import given
 from longctx_patch.rules.names import did_you_mean
 
 COUNTS = (
@@ -38,7 +39,7 @@ def problem_of(config: Any, *, as_written: bool = False) -> str | None:
 
 def _of_counts(config: Any) -> Iterator[str]:
     for name in COUNTS:
-        value = getattr(config, name, None)
+        value = given(config, name)
         if value is None or isinstance(value, list | tuple):
             continue
         if type(value) is not int or value < 1:
@@ -50,7 +51,7 @@ def _of_counts(config: Any) -> Iterator[str]:
 
 def _of_heads(config: Any) -> Iterator[str]:
     names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
-    heads, kv_heads, hidden, head_dim = (getattr(config, name, None) for name in names)
+    heads, kv_heads, hidden, head_dim = (given(config, name) for name in names)
     if not isinstance(heads, int):
         return
     if isinstance(kv_heads, int) and heads % kv_heads:

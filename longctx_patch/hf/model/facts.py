@@ -12,6 +12,8 @@ ATTENDING = frozenset({FULL, WINDOWED, "attention", "hybrid"})
 RECURRENT = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
+_VARYING = ("num_kv_shared_layers", "hidden_size_per_layer_input")
+
 
 class LayerFacts(NamedTuple):
     """What can differ between the layers of one model."""
@@ -24,6 +26,8 @@ class LayerFacts(NamedTuple):
     """The layer's entry in `no_rope_layers`, None where the config has none."""
     is_dense: bool
     """Whether its MLP is an ordinary one, without experts."""
+    shares_keys: bool
+    """Whether its keys and values are those of an earlier layer of its kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,8 @@ class ModelFacts:
     latent_dim: int | None
     """Numbers of a token's latent with its rotary part, where they are fewer than those of all
     heads' keys and values."""
+    varied: str | None
+    """The option that makes layers differ in more than their attention's mask; None: they don't."""
 
     @classmethod
     def of(cls, config: Any) -> "ModelFacts":
@@ -58,22 +64,24 @@ class ModelFacts:
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=_given(config, "num_key_value_heads") or config.num_attention_heads,
+            num_heads=given(config, "num_attention_heads"),
+            num_kv_heads=given(config, "num_key_value_heads")
+            or given(config, "num_attention_heads"),
             head_dim=_head_dim(config),
             rotary_dim=_named_head_dim(config),
             vocab_size=config.vocab_size,
             layers=tuple(_layer(config, number) for number in range(config.num_hidden_layers)),
-            softcap=_given(config, "attn_logit_softcapping"),
+            softcap=given(config, "attn_logit_softcapping"),
             experts=_experts(config),
             latent=f"kv_lora_rank={config.kv_lora_rank}" if is_latent(config) else None,
             latent_dim=_latent_dim(config),
+            varied=_varied(config),
         )
 
     @property
     def unpredicted(self) -> str | None:
         """The option whose time and memory are not predicted, such as `num_experts=8`."""
-        return self.experts or self.latent or self.recurrent
+        return self.experts or self.latent or self.recurrent or self.varied
 
     @property
     def recurrent(self) -> str | None:
@@ -99,36 +107,38 @@ class ModelFacts:
 
 def is_latent(config: Any) -> bool:
     """Whether keys and values are expanded from a latent of each token (MLA)."""
-    return bool(_given(config, "kv_lora_rank"))
+    return bool(given(config, "kv_lora_rank"))
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
     """The kind of each layer; empty where all are alike and the config names none."""
-    return tuple(_given(config, "layer_types") or ())
+    return tuple(given(config, "layer_types") or ())
 
 
 def sees_absolute_positions(config: Any) -> bool:
     """Whether attention depends on the positions of tokens, not on their distances alone: Ministral
     3 scales queries by their position, as Beam does in layers without rotary embeddings."""
-    rope = _given(config, "rope_parameters") or {}
+    rope = given(config, "rope_parameters") or {}
     return "llama_4_scaling_beta" in rope or None in rope.values()
 
 
 def _layer(config: Any, number: int) -> LayerFacts:
-    kinds, rope = layer_kinds(config), _given(config, "no_rope_layers")
-    window = _given(config, "sliding_window") or None
+    kinds, rope = layer_kinds(config), given(config, "no_rope_layers")
+    window = given(config, "sliding_window") or None
     kind = kinds[number] if kinds else WINDOWED if window else FULL
     return LayerFacts(
         kind=kind,
         window=window if kind == WINDOWED else None,
         rope=rope[number] if rope else None,
         is_dense=_is_dense(config, number),
+        shares_keys=number
+        >= config.num_hidden_layers - (given(config, "num_kv_shared_layers") or 0),
     )
 
 
 def _named_head_dim(config: Any) -> int:
     """What transformers calls `head_dim`; in most latent attention the rotary part of a key."""
-    return _given(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
+    return given(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
 
 
 def _head_dim(config: Any) -> int:
@@ -148,28 +158,41 @@ def _latent_dim(config: Any) -> int | None:
 def _is_dense(config: Any, layer: int) -> bool:
     """Mixtures of experts can have ordinary layers: the first ones, those named, or all but every
     n-th."""
-    kinds = _given(config, "mlp_layer_types")
+    kinds = given(config, "mlp_layer_types")
     return (
         _experts(config) is None
-        or layer in (_given(config, "mlp_only_layers") or ())
-        or (layer + 1) % (_given(config, "decoder_sparse_step") or 1) > 0
-        or layer < (_given(config, "first_k_dense_replace") or 0)
-        or layer < (_given(config, "num_dense_layers") or 0)
-        or layer < (_given(config, "moe_layer_start_index") or 0)
+        or bool(given(config, "enable_moe_block"))  # Gemma 4 has both in each layer
+        or layer in (given(config, "mlp_only_layers") or ())
+        or (layer + 1) % (given(config, "decoder_sparse_step") or 1) > 0
+        or layer < (given(config, "first_k_dense_replace") or 0)
+        or layer < (given(config, "num_dense_layers") or 0)
+        or layer < (given(config, "moe_layer_start_index") or 0)
         or bool(kinds and kinds[layer] == "dense")
     )
 
 
 def _intermediate_size(config: Any) -> int:
-    """As GPT-2 and its kin have it: four times the hidden size, where nothing is given."""
-    given = (_given(config, name) for name in ("intermediate_size", "n_inner"))
-    return next((size for size in given if size), 4 * config.hidden_size)
+    """The largest, where layers differ in it, as in Gemma 3n; four times the hidden size where
+    nothing is given, as in GPT-2."""
+    sizes = (given(config, name) for name in ("intermediate_size", "n_inner"))
+    size = next((size for size in sizes if size), 4 * config.hidden_size)
+    return max(size) if isinstance(size, list | tuple) else int(size)
+
+
+def _varied(config: Any) -> str | None:
+    if names := getattr(config, "per_layer_attributes", None):
+        return f"a {min(names)} for each layer"
+    named = ((name, given(config, name)) for name in _VARYING)
+    return next((f"{name}={value}" for name, value in named if value), None)
 
 
 def _experts(config: Any) -> str | None:
-    named = ((name, _given(config, name)) for name in _EXPERTS)
+    named = ((name, given(config, name)) for name in _EXPERTS)
     return next((f"{name}={number}" for name, number in named if number), None)
 
 
-def _given(config: Any, name: str) -> Any:
+def given(config: Any, name: str) -> Any:
+    """An option; the largest value where layers differ in it, as in Gemma 4; None: not given."""
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        return max(getattr(layer, name) for layer in config.per_layer_config)
     return getattr(config, name, None)

@@ -143,7 +143,6 @@ REFUSED: tuple[Family, ...] = (
             "dots3_note": "dots3 (with images)",
             "emu3": "Emu3",
             "fuyu": "Fuyu",
-            "gemma4_unified": "Gemma 4 unified",
             "git": "GIT",
             "got_ocr2": "GOT-OCR 2",
             "mllama": "Llama 3.2 (with images)",

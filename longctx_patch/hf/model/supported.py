@@ -49,6 +49,9 @@ TABLE = (
     _supported("gemma", "Gemma"),
     _supported("gemma2", "Gemma 2", WINDOW, SOFTCAP, logits=GEMMA_LOGITS),
     _supported("gemma3_text", "Gemma 3 (text)", WINDOW, logits=GEMMA_LOGITS),
+    _supported("gemma3n_text", "Gemma 3n (text)", WINDOW, logits=GEMMA_LOGITS),
+    _supported("gemma4_text", "Gemma 4 (text)", WINDOW, EXPERTS, logits=GEMMA_LOGITS),
+    _supported("gemma4_unified_text", "Gemma 4 12B (text)", WINDOW, logits=GEMMA_LOGITS),
     _supported("gpt_oss", "gpt-oss", WINDOW, SINKS, ROUTER),
     _supported("phi3", "Phi-3, Phi-3.5, Phi-4", WINDOW),
     _supported("olmo", "OLMo"),
@@ -165,18 +168,12 @@ TABLE = (
         {"llama4": "Llama 4", "llama4_text": "Llama 4 (text)"},
     ),
     *_refused(
-        "layers share keys and values with earlier ones, which is not proven under sharding",
-        {
-            "gemma3n": "Gemma 3n",
-            "gemma3n_text": "Gemma 3n (text)",
-            "gemma4": "Gemma 4",
-            "gemma4_text": "Gemma 4 (text)",
-            "gemma4_unified_text": "Gemma 4 unified (text)",
-        },
-    ),
-    *_refused(
         "images are attended to in both directions; train its text model (gemma3_text)",
         {"gemma3": "Gemma 3 (with images)"},
+    ),
+    *_refused(
+        "it reads images or sound too; train its text model (gemma3n_text, gemma4_text)",
+        {"gemma3n": "Gemma 3n", "gemma4": "Gemma 4", "gemma4_unified": "Gemma 4 unified"},
     ),
     *REFUSED,
 )

@@ -39,7 +39,10 @@ NAME_OVER_STOCK = {
 # Options that transformers passes to every attention function but causal attention ignores, besides
 # the arguments that the decoder itself reads.
 HARMLESS_OPTIONS = frozenset(
-    {"output_hidden_states", "output_router_logits", "return_dict", "shift_labels", "use_cache"}
+    {
+        *("logits_to_keep", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("shift_labels", "use_cache"),
+    }
 )
 DECODER_ARGUMENTS = frozenset(
     {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"}

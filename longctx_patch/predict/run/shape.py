@@ -59,7 +59,8 @@ class ModelShape:
 def shape_of(config: Any, name: str) -> ModelShape:
     """Read the sizes from a transformers config.
 
-    Raises ValueError for experts, for latent attention and for recurrent layers."""
+    Raises ValueError for experts, for latent attention, for recurrent layers and where layers have
+    other sizes."""
     facts = ModelFacts.of(config)
     if facts.unpredicted:
         why = (
@@ -68,6 +69,8 @@ def shape_of(config: Any, name: str) -> ModelShape:
             else "layers whose keys and values are projected from hidden states, not from a latent"
             if facts.latent
             else "attention, but not what recurrent layers take"
+            if facts.recurrent
+            else "layers that are alike"
         )
         raise ValueError(
             f"model {name}: {facts.unpredicted}. The planner knows {why}. Train a few steps with "

@@ -89,11 +89,12 @@ def test_what_the_family_does_to_logits_matters_and_stays(family: str) -> None:
     assert getattr(holder, rule.attribute) == number
     other = featured_model(family)
     neutral = None if rule.operation == "softcap" else 1.0
-    setattr(other.config if rule.holder == "config" else other, rule.attribute, neutral)
+    # Past the checks of Gemma 3n's config, which wants a number.
+    vars(other.config if rule.holder == "config" else other)[rule.attribute] = neutral
     without = step(other, "chunked")["loss"]
     assert relative_error(loss, without) > 100 * TOLERANCE
     with torch.no_grad():
-        setattr(holder, rule.attribute, neutral)
+        vars(holder)[rule.attribute] = neutral
         logits = model(**collated(patch(model, LongContextConfig()))).loss
     assert relative_error(logits, without) < TOLERANCE, "the number is read in each pass"
 

@@ -1,0 +1,83 @@
+"""Virtual ranks against the stock model in float64: loss and every gradient of a featured model,
+over rings, Ulysses and both, with padded and packed rows, under every checkpoint policy."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from longctx_patch import LongContextConfig, patch, run_virtual_ranks, virtual_group
+from longctx_patch.transport import VirtualTransport
+from longctx_patch.verification.shrink import keep_float64
+from tests.hf.tiny import VOCABULARY, featured_model, gradients
+from tests.reference import relative_error
+
+TOKENS = 37
+
+WAYS: list[dict[str, Any]] = [
+    {"ring_degree": 2, "checkpoint": "none"},
+    {"ring_degree": 3, "checkpoint": "full", "layout": "contiguous"},
+    {"ring_degree": 4, "checkpoint": "attention"},
+    {"ulysses_degree": 4, "checkpoint": "attention", "ulysses_waves": 2},
+    {"ulysses_degree": 2, "ring_degree": 2, "checkpoint": "offload"},
+    {"ulysses_degree": 2, "ring_degree": 2, "checkpoint": "attention", "attention_kept": 0.5},
+]
+
+
+def padded_rows() -> dict[str, Tensor]:
+    ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(2))
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[0, :13] = -100
+    labels[1, 20:] = -100
+    mask[1, 20:] = 0
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def packed_row() -> dict[str, Tensor]:
+    batch = {name: value[:1] for name, value in padded_rows().items() if name != "attention_mask"}
+    batch["position_ids"] = torch.cat([torch.arange(length) for length in (3, 19, 15)])[None]
+    batch["labels"][0, [0, 3, 22]] = -100
+    return batch
+
+
+def in_float64(family: str) -> Any:
+    """A model with the same weights each time."""
+    model: Any = featured_model(family)
+    keep_float64(model)
+    return model
+
+
+def backward(loss: Tensor, model: Any) -> dict[str, Tensor]:
+    """The loss and every gradient."""
+    loss.backward()
+    return {"loss": loss.detach()} | gradients(model)
+
+
+def stock_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of the stock model from its logits, since its own loss rounds to float32."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**given, use_cache=False).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def assert_exact(family: str, config: LongContextConfig, batch: dict[str, Tensor]) -> set[str]:
+    """Compare virtual ranks with the stock model; returns the names of the trained parameters."""
+    models = [in_float64(family) for _ in range(config.sequence_degree + 1)]
+
+    def on_one_rank(transport: VirtualTransport) -> dict[str, Tensor]:
+        model = models[transport.group_rank]
+        handle = patch(model, config, group=virtual_group(transport, config))
+        found = backward(model(**batch).loss, model)
+        assert handle.first_step is not None  # which has compared forward with its plans
+        assert handle.first_step.backward_problem() is None
+        return found
+
+    wanted = backward(stock_loss(models[-1], batch), models[-1])
+    ranks = run_virtual_ranks(config.sequence_degree, on_one_rank)
+    for name, value in wanted.items():
+        found = torch.stack([rank[name] for rank in ranks]).mean(0)
+        error = relative_error(found, value)
+        assert error < 1e-10, f"{family}, {config}: {name} differs by {error:.1e}"
+    assert all(rank.keys() == wanted.keys() for rank in ranks)
+    return wanted.keys() - {"loss"}

@@ -1,0 +1,49 @@
+"""Families beside the first thirty: in float64 loss and gradients are those of the stock model.
+
+`model/test_checks.py` compares every family in float32 on processes, with padded rows. Here each
+runs under one of the ways to cut rows, padded or packed, and every checkpoint policy has some.
+"""
+
+import pytest
+
+from longctx_patch import LongContextConfig
+from longctx_patch.hf.model.family import LATENT, RECURRENT
+from longctx_patch.hf.stock import MASKED_WITHOUT_POSITIONS
+from tests.hf.float64 import WAYS, assert_exact, packed_row, padded_rows
+from tests.hf.tiny import SUPPORTED, featured_model
+
+FIRST = list(SUPPORTED).index("helium") + 1
+OTHERS = [
+    name
+    for number, (name, family) in enumerate(SUPPORTED.items())
+    if number >= FIRST and not {LATENT, *RECURRENT} & {*family.features}
+]
+SHARED = [name for name in SUPPORTED if name.startswith(("gemma3n", "gemma4"))]
+"""Layers share keys and values, or differ in the size of their heads."""
+
+
+@pytest.mark.parametrize("number", range(len(WAYS)))
+def test_each_family_under_one_of_the_ways(number: int) -> None:
+    config = LongContextConfig(**WAYS[number])
+    for family in OTHERS[number :: len(WAYS)]:
+        is_packed = number % 2 and family not in MASKED_WITHOUT_POSITIONS
+        batch = packed_row() if is_packed else padded_rows()
+        trained = assert_exact(family, config, batch)
+        assert trained == {
+            name
+            for name, parameter in featured_model(family).named_parameters()
+            if parameter.requires_grad
+        }
+
+
+@pytest.mark.parametrize("number", range(len(WAYS)))
+def test_layers_that_share_keys_or_differ_in_their_heads(number: int) -> None:
+    config = LongContextConfig(**WAYS[number])
+    for place, family in enumerate(SHARED):
+        assert_exact(family, config, packed_row() if (number + place) % 2 else padded_rows())
+
+
+@pytest.mark.parametrize("family", MASKED_WITHOUT_POSITIONS)
+def test_packed_rows_whose_documents_would_see_each_other_are_refused(family: str) -> None:
+    with pytest.raises(RuntimeError, match="would let them see each other"):
+        assert_exact(family, LongContextConfig(ring_degree=2), packed_row())
