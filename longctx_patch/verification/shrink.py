@@ -198,7 +198,7 @@ def build_small_model(
             centre = 1.0 if bool((parameter == 1).all()) else 0.0  # norms; Gemma's are around 0
             parameter.copy_(SPREAD * noise + centre)
     if dtype == torch.float64:
-        keep_float64(model.to(dtype))  # some parameters are made in float32 whatever is asked for
+        keep_float64(model)
     return model.train()
 
 
@@ -210,7 +210,7 @@ def keep_float64(model: Any) -> None:
     factor W of the loss law, round gradients differently from one process wherever W is not a
     power of two.
     """
-    for parameter in model.parameters():  # some routers are float32, whatever the model's dtype is
+    for parameter in model.parameters():  # not buffers: rotary embeddings compute in float32
         parameter.data = parameter.data.double()
     if ModelFacts.of(model.config).experts:
         model.set_experts_implementation("eager")  # torch's grouped product has no float64

@@ -27,6 +27,7 @@ from longctx_patch import (
 )
 from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.hf.model.family import LATENT
+from longctx_patch.hf.model.transformers_api import attention_modules
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
@@ -137,10 +138,12 @@ def test_adapters_on_the_projections(family: str) -> None:
 def test_the_head_size_is_the_larger_of_keys_and_values(family: str) -> None:
     model = featured_model(family)
     facts = ModelFacts.of(model.config)
-    for layer in model.model.layers:
-        keys, values = layer.self_attn.expand_kv(
-            torch.zeros(1, 1, 2, layer.self_attn.kv_lora_rank),
-            torch.zeros(1, 1, 2, layer.self_attn.qk_rope_head_dim),
+    modules: list[Any] = attention_modules(model)
+    assert modules
+    for module in modules:
+        keys, values = module.expand_kv(
+            torch.zeros(1, 1, 2, module.kv_lora_rank),
+            torch.zeros(1, 1, 2, module.qk_rope_head_dim),
         )
         assert keys.shape[3] != values.shape[3], "the tiny model would not show a mistake"
         assert facts.head_dim == max(keys.shape[3], values.shape[3])

@@ -5,16 +5,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from longctx_patch.hf.model.family import RECURRENT
 from longctx_patch.hf.model.supported import FAMILIES as ALL
 from longctx_patch.verification.shrink import keep_float64
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Dense, causal families without a window, over which most tests run."""
-SUPPORTED = {name: family for name, family in ALL.items() if name in CONFIG_MAPPING_NAMES}
+UNHEARD = ("lfm2", "lfm2_moe") if Version(transformers.__version__) < Version("5.22") else ()
+"""Families whose convolutions don't take the options of a call, and so are refused."""
+SUPPORTED = {
+    name: family
+    for name, family in ALL.items()
+    if name in CONFIG_MAPPING_NAMES and name not in UNHEARD
+}
 """model_type -> family, of those in the table of support that the installed transformers knows."""
 VOCABULARY = 97
 WINDOW = 7
@@ -154,6 +163,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
     "granitemoehybrid": _MAMBA
     | _HYBRID
+    | _MULTIPLIERS
     | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
@@ -315,6 +325,15 @@ def featured_model(family: str, **overrides: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))
     return model.train()
+
+
+def precise_model(family: str, **overrides: Any) -> PreTrainedModel:
+    """A featured model, in float64 if it has recurrent layers: the gradients of their decays are
+    sums of products of which float32 keeps few digits."""
+    model = featured_model(family, **overrides)
+    if set(SUPPORTED[family].features) & set(RECURRENT):
+        keep_float64(model)
+    return model
 
 
 def token_rows(length: int, num_rows: int = 2, seed: int = 0) -> list[dict[str, list[int]]]:

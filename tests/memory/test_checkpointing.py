@@ -7,7 +7,12 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
-from longctx_patch.hf.model.transformers_api import attention_modules, decoder_layers
+from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.transformers_api import (
+    attention_modules,
+    decoder_layers,
+    recurrent_modules,
+)
 from longctx_patch.memory.limits import MARGIN
 from longctx_patch.memory.passes import MemoryUse
 from longctx_patch.memory.policies import LayerPolicy
@@ -28,13 +33,17 @@ def last(whole: int) -> list[LayerPolicy]:
     return ["attention" if layer < LAYERS - whole else "none" for layer in range(LAYERS)]
 
 
-def test_every_family_has_a_layer_to_recompute_for_each_attention() -> None:
+def test_every_family_has_a_layer_to_recompute_for_all_that_mixes_tokens() -> None:
     for family in SUPPORTED:
         model = featured_model(family)
         inside = [id(m) for layer in decoder_layers(model) for m in layer.modules()]
         attentions = [id(module) for module in attention_modules(model)]
-        assert len(attentions) == len(decoder_layers(model)) == model.config.num_hidden_layers
+        recurrent = [id(module) for module in recurrent_modules(model)]
+        facts = ModelFacts.of(model.config)
+        assert (len(attentions), len(recurrent)) == (len(facts.windows), facts.num_recurrent)
+        assert len(decoder_layers(model)) == model.config.num_hidden_layers
         assert [found for found in inside if found in set(attentions)] == attentions, family
+        assert [found for found in inside if found in set(recurrent)] == recurrent, family
 
 
 def test_layers_that_stay_whole_cost_no_more_than_measured_and_least_if_last() -> None:

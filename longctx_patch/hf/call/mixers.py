@@ -126,6 +126,11 @@ def check_mixers(model: nn.Module, config: LongContextConfig, mask: object) -> N
             "its document, whatever a mask says. Leave the mask out."
         )
     for mixer in mixers:
+        if not transformers_api.takes_options(type(mixer)):
+            raise ValueError(
+                f"{type(mixer).__name__} of the installed transformers does not take the options "
+                "of its decoder's call. pip install 'transformers>=5.22'."
+            )
         if "forward" in vars(mixer):
             raise ValueError(
                 f"the forward of {type(mixer).__name__} was replaced by {mixer.forward!r}: the "

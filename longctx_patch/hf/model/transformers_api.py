@@ -229,6 +229,11 @@ def code_of(cls: type[nn.Module]) -> FunctionType:
     return forward
 
 
+def takes_options(cls: type[nn.Module]) -> bool:
+    """Whether a forward takes any option, as those of its decoder's call that it doesn't know."""
+    return bool(code_of(cls).__code__.co_flags & inspect.CO_VARKEYWORDS)
+
+
 def _calls_one(cls: type[nn.Module]) -> bool:
     return not SEQUENCE_FUNCTIONS.isdisjoint(code_of(cls).__code__.co_names)
 
@@ -302,11 +307,14 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 def dense_mlps(model: PreTrainedModel) -> list[nn.Module | None]:
     """The MLP of each decoder layer, a function of one token's hidden state; None for experts, and
     where a layer has none or another name for it than most."""
-    mlps = (
-        getattr(layer, "mlp", getattr(layer, "feed_forward", None))
-        for layer in decoder_layers(model)
-    )
+    mlps = (_mlp(layer) for layer in decoder_layers(model))
     return [None if hasattr(mlp, "experts") or hasattr(mlp, "router") else mlp for mlp in mlps]
+
+
+def _mlp(layer: nn.Module) -> nn.Module | None:
+    if getattr(layer, "block_type", None) == "mlp":  # a layer of Nemotron-H is one of several kinds
+        return layer.mixer  # type: ignore[return-value]
+    return getattr(layer, "mlp", getattr(layer, "feed_forward", None))
 
 
 def checkpoint_layers(model: PreTrainedModel, run: Callable[..., Any]) -> Callable[[], None]:

@@ -16,16 +16,15 @@ from longctx_patch.hf.call.mixers import OVER_CHAIN, check_mixers
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.family import RECURRENT
-from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.masks import causal
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.steps import Step
-from tests.hf.tiny import featured_model, gradients, token_rows
+from tests.hf.tiny import SUPPORTED, featured_model, gradients, token_rows
 from tests.reference import relative_error
 
-CHAINED = [name for name, family in FAMILIES.items() if set(family.features) & set(RECURRENT)]
+CHAINED = [name for name, family in SUPPORTED.items() if set(family.features) & set(RECURRENT)]
 LENGTH = 43
 """A prime."""
 DOCUMENTS = (1, 2, 17, 3, 1, 19)
@@ -44,9 +43,9 @@ CONFIGS = (
 
 def model_of(family: str) -> Any:
     """The same float64 model for every rank."""
-    model = featured_model(family).to(torch.float64)
+    model = featured_model(family)
     keep_float64(model)
-    return model.train()
+    return model
 
 
 def whole_row(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -100,7 +99,7 @@ def errors(found: Step, wanted: Step) -> dict[str, float]:
     return {"loss": relative_error(found.loss, wanted.loss)} | of
 
 
-THOROUGH = ("qwen3_5_text", "falcon_h1", "lfm2")
+THOROUGH = [name for name in ("qwen3_5_text", "falcon_h1", "lfm2") if name in SUPPORTED]
 """A family of each kind of layer; the others run some of the configs, in turn."""
 
 
@@ -140,23 +139,38 @@ def test_unpatch_leaves_the_model_as_it_was() -> None:
 
 
 def test_what_would_go_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = featured_model("lfm2")
-    with pytest.raises(ValueError, match="a mask with Lfm2ShortConv: a recurrence sees all tokens"):
+    model = featured_model("bamba")
+    with pytest.raises(ValueError, match="a mask with BambaMixer: a recurrence sees all tokens"):
         patch(model, LongContextConfig(), mask=causal)
     striped = LongContextConfig(ring_degree=2, layout="striped")
-    with pytest.raises(UnsupportedModelError, match="layout='striped' with short convolutions"):
+    with pytest.raises(UnsupportedModelError, match="layout='striped' with "):
         check_model_config(model.config, striped)
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
     with pytest.raises(
-        ValueError, match=r"causal-conv1d for causal_conv1d_fn\. Either pip install"
+        ValueError,
+        match=r"causal-conv1d for causal_conv1d_fn, mamba-ssm for mamba2_chunk_scan\. Either",
     ):
         check_mixers(model, LongContextConfig(), None)
     check_mixers(model, LongContextConfig(torch_recurrence=True), None)
     monkeypatch.undo()
     mixer = transformers_api.recurrent_modules(model)[0]
     mixer.forward = lambda *_, **__: None
-    with pytest.raises(ValueError, match="the forward of Lfm2ShortConv was replaced by"):
+    with pytest.raises(ValueError, match="the forward of BambaMixer was replaced by"):
         patch(model, LongContextConfig())
+
+
+class Deaf(torch.nn.Module):
+    """As short convolutions were before they took the options of a call."""
+
+    layer_idx = 0
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return causal_conv1d_fn(hidden_states)  # type: ignore[name-defined] # noqa: F821
+
+
+def test_layers_that_hear_of_no_call_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"Deaf of the installed .* 'transformers>=5\.22'"):
+        check_mixers(torch.nn.Sequential(Deaf()), LongContextConfig(), None)
 
 
 def test_functions_of_transformers_are_the_ones_that_are_replaced() -> None:

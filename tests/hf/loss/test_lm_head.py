@@ -26,6 +26,7 @@ from tests.hf.tiny import (
     featured_model,
     gradients,
     mean_over_ranks,
+    precise_model,
     tiny_model,
 )
 from tests.memory.trained import assert_near
@@ -68,11 +69,11 @@ assert_close = partial(assert_near, bound=TOLERANCE)
 
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_every_family(family: str) -> None:
-    model = featured_model(family)
+    model = precise_model(family)
     with seen_by(model.get_output_embeddings()) as seen:
         found = step(model, "chunked")
     assert seen == [0], "the head returned logits"
-    assert_close(found, step(featured_model(family), "logits"))
+    assert_close(found, step(precise_model(family), "logits"))
 
 
 RULED = [family.model_type for family in SUPPORTED.values() if family.logits]

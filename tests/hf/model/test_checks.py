@@ -50,7 +50,7 @@ def token_rows() -> Rows:
 
 def one_process(family: str, dtype: torch.dtype = torch.float32) -> Step:
     """Loss and gradients of the stock model, which sees a padding mask."""
-    model = featured_model(family).to(dtype)
+    model = featured_model(family)
     if dtype == torch.float64:
         keep_float64(model)
     rows = [row["input_ids"] for row in token_rows()]
