@@ -112,7 +112,7 @@ class _Planted:
 def plant(fault: Fault) -> None:
     """Wrap what this process and those forked from it call."""
     it = _Planted(fault)
-    _before(Accelerator, "prepare", lambda _, model, *rest: _start(it, model))
+    _wrap_prepare(it)
     _before(Accelerator, "unwrap_model", lambda *_: it.strike_at("final"))
     _before(FileSystemWriter, "write_data", lambda *_: _save(it))
     _before(Trainer, "_save_rng_state", lambda *_: _save(it))
@@ -130,9 +130,18 @@ def _before(owner: type, name: str, first: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _start(it: _Planted, model: torch.nn.Module) -> None:
-    if it.strike_at("start"):
-        spoil(next(model.parameters()))
+def _wrap_prepare(it: _Planted) -> None:
+    stock = Accelerator.prepare
+
+    def prepare(
+        accelerator: Accelerator, model: torch.nn.Module, *rest: Any, **options: Any
+    ) -> Any:
+        prepared = stock(accelerator, model, *rest, **options)
+        if it.strike_at("start"):
+            spoil(next(model.parameters()))  # not before: all ranks take the weights of rank 0
+        return prepared
+
+    Accelerator.prepare = prepare
 
 
 def _save(it: _Planted) -> None:
