@@ -121,6 +121,7 @@ def _unbound_handle(
         mask=None if mask is None else lru_cache(maxsize=8)(mask),
         first_step=FirstStep(base, group, checkpoints),
         checkpoints=checkpoints,
+        is_recurrent=bool(transformers_api.recurrent_modules(base)),
     )
     close = group.close if given is None else lambda: None  # a given group is its maker's
     return PatchHandle(base, calls, RowPasses(base, group), [close])

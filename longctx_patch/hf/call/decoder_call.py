@@ -17,6 +17,7 @@ from longctx_patch.hf.call.inputs import (
 )
 from longctx_patch.hf.call.row import MaskFactory, ShardedRow, made_mask
 from longctx_patch.hf.call.sharded import LayerKind, ShardedCall, key_of
+from longctx_patch.hf.call.stock_documents import check_one_document
 from longctx_patch.hf.call.vocabulary import vocabulary_problem
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
@@ -49,6 +50,8 @@ class DecoderCalls:
     mask: MaskFactory | None
     first_step: FirstStep
     checkpoints: LayerCheckpoints
+    is_recurrent: bool = False
+    """Whether some layers carry a state along the sequence."""
     seen: set[LayerKind] = field(default_factory=set)
     """Kinds of layers that have run."""
     prepared: dict[bytes, ShardedCall] = field(default_factory=dict)
@@ -88,6 +91,8 @@ class DecoderCalls:
                 "causally. Pass sharded batches (SequenceShardCollator; in evaluation too), or "
                 "handle.unpatch() to generate."
             )
+        if self.is_recurrent:
+            check_one_document(kwargs)
         if not decoder.training:
             return
         if self.group.num_ranks > 1:
