@@ -6,10 +6,9 @@ patched layer runs the forward of its own class, but with these names standing f
 run the same ones over the segments of a chain. Neither the class nor the module is changed.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -22,6 +21,7 @@ from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.recurrence import run_recurrence
 from longctx_patch.engine.chain.run import ChainRun
 from longctx_patch.engine.chain.state_space import StateSpace
+from longctx_patch.hf.call.mixer_kernels import check_kernels
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.transformers_api import CALL_KEY
 
@@ -117,7 +117,8 @@ class MixerForward:
 def check_mixers(model: nn.Module, config: LongContextConfig, mask: object) -> None:
     """Raise ValueError for recurrent layers that can't run over chains here.
 
-    On a GPU their kernels are needed, unless `config.torch_recurrence` says that torch will do.
+    On a GPU their kernels are needed, unless `config.torch_recurrence` says that torch will do, and
+    those that are installed must take the layers' sizes.
     """
     mixers = transformers_api.recurrent_modules(model)
     if mixers and mask is not None:
@@ -137,25 +138,8 @@ def check_mixers(model: nn.Module, config: LongContextConfig, mask: object) -> N
                 "patch runs the forward of its class. Patch first."
             )
     on_gpu = any(weight.is_cuda for mixer in mixers for weight in mixer.parameters())
-    if on_gpu and not config.torch_recurrence:
-        _require_kernels({type(mixer) for mixer in mixers})
-
-
-def _require_kernels(classes: Iterable[type[nn.Module]]) -> None:
-    names = {name for cls in classes for name in transformers_api.code_of(cls).__code__.co_names}
-    missing = sorted(
-        f"{distribution} for {name}"
-        for name, (package, distribution) in transformers_api.KERNEL_PACKAGES.items()
-        if name in names and find_spec(package) is None
-    )
-    if missing:
-        packages = " ".join(sorted({each.split()[0] for each in missing}))
-        raise ValueError(
-            f"recurrent layers on a GPU without their kernels: {', '.join(missing)}. Either pip "
-            f"install {packages}, or run transformers' torch functions by "
-            "LongContextConfig(torch_recurrence=True), which are exact, many times slower, and "
-            "keep all intermediates for backward."
-        )
+    if on_gpu:
+        check_kernels(mixers, torch_will_do=config.torch_recurrence)
 
 
 def bind_mixers(model: nn.Module) -> Callable[[], None]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 
 from longctx_patch import LongContextConfig, UnsupportedModelError, patch
 from longctx_patch.engine.groups import virtual_group
@@ -177,3 +178,33 @@ def test_functions_of_transformers_are_the_ones_that_are_replaced() -> None:
     """And each has its way over a chain."""
     assert set(OVER_CHAIN) == transformers_api.SEQUENCE_FUNCTIONS
     assert set(transformers_api.KERNEL_PACKAGES) < transformers_api.SEQUENCE_FUNCTIONS
+
+
+PROJECTIONS = {
+    "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"),
+    "bamba": ("in_proj", "out_proj"),  # PEFT refuses out_proj in Falcon-H1 and Nemotron-H
+    "lfm2": ("in_proj", "out_proj"),
+}
+
+
+@pytest.mark.parametrize("family", [family for family in PROJECTIONS if family in CHAINED])
+def test_adapters_on_the_projections_are_exact(family: str) -> None:
+    torch.manual_seed(3)
+    lora = LoraConfig(target_modules=list(PROJECTIONS[family]), r=3, init_lora_weights=False)
+    model: Any = get_peft_model(model_of(family), lora).double()
+    keep_float64(model.get_base_model())
+    mixers = transformers_api.recurrent_modules(model)
+    wanted = stock_step(copy.deepcopy(model), DOCUMENTS)
+    trained = {
+        f"{layer}.{factor}.default.weight"
+        for layer, module in model.named_modules()
+        if any(module is mixer.get_submodule(p) for mixer in mixers for p in PROJECTIONS[family])
+        for factor in ("lora_A", "lora_B")
+    }
+    assert len(trained) == 2 * len(mixers) * len(PROJECTIONS[family])
+    assert trained <= wanted.grads.keys()
+    assert all(bool(wanted.grads[name].any()) for name in trained)
+    for config in (CONFIGS[1], CONFIGS[2], LongContextConfig(ulysses_degree=2), CONFIGS[5]):
+        found = errors(sharded_step(model, config, DOCUMENTS), wanted)
+        wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
+        assert not wrong, (config.degrees_in_words, wrong)
