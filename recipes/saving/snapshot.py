@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -58,21 +58,17 @@ class Copier:
     """
 
     def __init__(self, device_type: str) -> None:
-        on_gpu = device_type == "cuda"
+        self._on_gpu = device_type == "cuda"
         self.bytes_held = 0
         """What the memory takes, from the first copy on."""
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=on_gpu,
-            )
-        )
+        # Not its public wrapper, which in torch 2.11 closes it after one copy.
+        self._stager = StateDictStager(pin_memory=self._on_gpu)
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """The same on the host; what was copied before is overwritten."""
-        tensors: Any = self._stager.stage(snapshot.tensors)
+        tensors: Any = self._stager.stage(snapshot.tensors, non_blocking=self._on_gpu)
+        if self._on_gpu:
+            torch.cuda.synchronize()
         self.bytes_held = max(self.bytes_held, snapshot.bytes_here)
         return dataclasses.replace(snapshot, tensors=tensors)
 

@@ -1,0 +1,225 @@
+"""Recurrent layers with the kernels that are installed, in segments, against float64.
+
+Splitting a sequence must not cost accuracy: an error is at most twice that of the same function
+over the whole sequence, in the same dtype on one GPU; for a model, twice that of the same gradient
+or of the mean gradient, since by luck that of a few numbers can be small.
+"""
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.bamba import modeling_bamba
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from longctx_patch import LongContextConfig, make_sequence_group, patch
+from longctx_patch.engine.chain.delta_rule import DeltaRule
+from longctx_patch.engine.chain.recurrence import Recurrence
+from longctx_patch.engine.chain.state_space import StateSpace
+from longctx_patch.hf.model.transformers_api import SEQUENCE_FUNCTIONS, recurrent_modules
+from longctx_patch.sequence.layout import Interval
+from longctx_patch.verification.shrink import keep_float64
+from tests.harness import run_distributed
+from tests.hf.steps import Step
+from tests.hf.tiny import SUPPORTED, VOCABULARY, featured_model, gradients, mean_over_ranks
+from tests.reference import relative_error
+
+pytestmark = pytest.mark.gpu
+
+ROUNDING = 1e-6
+"""What float32 may add where the other error is less."""
+LENGTH, HEADS, DIM = 1021, 4, 64
+EDGES = (0, 1, 333, 640, LENGTH)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+
+
+def delta_rule(inputs: list[Tensor], rule: Callable[..., Any]) -> Recurrence:
+    query, key, value, decay, beta = inputs
+    decays = -F.softplus(decay.to(torch.promote_types(decay.dtype, torch.float32)))
+    options = {"use_qk_l2norm_in_kernel": True}
+    return DeltaRule(rule, (query, key, value, decays, beta.sigmoid()), options)
+
+
+def state_space(inputs: list[Tensor], scan: Callable[..., Any]) -> Recurrence:
+    b, c, x, decay, dt = inputs
+    a = -decay[0, 0].exp().to(torch.promote_types(decay.dtype, torch.float32))
+    options = {"chunk_size": 64, "dt_softplus": True}
+    return StateSpace(scan, (x, dt, b, c), a, options)
+
+
+KINDS: dict[str, tuple[ModuleType, str, Callable[..., Recurrence]]] = {
+    "delta rule": (modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_rule),
+    "state space": (modeling_bamba, "mamba2_chunk_scan", state_space),
+}
+
+
+def leaves(dtype: torch.dtype, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    wide, narrow = (1, LENGTH, HEADS, DIM), (1, LENGTH, HEADS)
+    made = [torch.randn(shape, generator=generator) for shape in (wide, wide, wide, narrow, narrow)]
+    return [tensor.bfloat16().to(device, dtype).requires_grad_() for tensor in made]
+
+
+def in_segments(recurrence: Recurrence) -> Tensor:
+    """Each segment knows of those before it their maps alone."""
+    outs, state = [], None
+    for start, stop in pairwise(EDGES):
+        slots = Interval(start, stop)
+        out, _ = recurrence.run(slots, state, ends=False)
+        if state is None:
+            _, state = recurrence.run(slots, None, ends=True)
+        else:
+            m, u = recurrence.map(slots)
+            state = recurrence.apply(m, state) + u
+        outs.append(out)
+    return torch.cat(outs, dim=1)
+
+
+def whole(recurrence: Recurrence) -> Tensor:
+    return recurrence.run(Interval(0, LENGTH), None, ends=False)[0]
+
+
+def results(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    grad = torch.randn(out.shape, generator=generator).bfloat16().to(out.device, out.dtype)
+    return [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, inputs, grad))]
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_are_as_accurate_as_the_whole(kind: str, dtype: torch.dtype) -> None:
+    module, name, make = KINDS[kind]
+    kernel = getattr(module, name)
+    inputs = leaves(torch.float64, "cpu")
+    with pytest.MonkeyPatch.context() as patched:
+        in_float64(patched)
+        wanted = results(whole(make(inputs, inspect.unwrap(kernel))), inputs)
+    inputs = leaves(dtype, "cuda")
+    found = results(in_segments(make(inputs, kernel)), inputs)
+    of_whole = results(whole(make(inputs, kernel)), inputs)
+    for number, (one, other, exact) in enumerate(zip(found, of_whole, wanted, strict=True)):
+        bound = 2 * relative_error(other, exact) + ROUNDING
+        assert relative_error(one, exact) <= bound, (number, relative_error(other, exact))
+
+
+def in_float64(patched: pytest.MonkeyPatch) -> None:
+    """Functions that would round to float32 don't."""
+    stock = Tensor.to
+
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        if tensor.dtype == torch.float64:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        return stock(tensor, *args, **options)
+
+    patched.setattr(Tensor, "to", to)
+    patched.setattr(Tensor, "float", Tensor.double)
+
+
+DOCUMENTS = (1, 2, 517, 64, 1, 436)
+WIDE: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_chunk_size": 64,
+}
+"""Heads of sizes that kernels take; a config keeps the names that it knows."""
+FAMILIES = [name for name in ("qwen3_5_text", "olmo_hybrid", "bamba") if name in SUPPORTED]
+
+
+def whole_row(lengths: tuple[int, ...], device: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (1, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    row = {"input_ids": ids, "position_ids": positions}
+    row["labels"] = ids.masked_fill(positions == 0, -100)
+    return {name: tensor.to(device) for name, tensor in row.items()}
+
+
+def stock_step(model: Any, lengths: tuple[int, ...]) -> Step:
+    """Each document by itself."""
+    row = whole_row(lengths, model.device.type)["input_ids"]
+    losses = []
+    for start, stop in pairwise(accumulate(lengths, initial=0)):
+        ids = row[:, start:stop]
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses.append(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
+    loss = torch.stack(losses).sum() / (sum(lengths) - len(lengths))
+    loss.backward()
+    return Step(loss.detach(), gradients(model))
+
+
+def exact_step(model: Any, lengths: tuple[int, ...]) -> Step:
+    """In float64, which kernels don't know."""
+    exact = copy.deepcopy(model)
+    keep_float64(exact)
+    with pytest.MonkeyPatch.context() as patched:
+        for mixer in recurrent_modules(exact):
+            module = sys.modules[type(mixer).__module__]
+            for name in SEQUENCE_FUNCTIONS & vars(module).keys():
+                patched.setattr(module, name, inspect.unwrap(getattr(module, name)))
+        return stock_step(exact, lengths)
+
+
+def errors(found: Step, wanted: Step) -> dict[str, float]:
+    assert found.grads.keys() == wanted.grads.keys()
+    of = {
+        name: relative_error(found.grads[name].cpu().double(), grad)
+        for name, grad in wanted.grads.items()
+    }
+    return {"loss": relative_error(found.loss.cpu().double(), wanted.loss)} | of
+
+
+def check_families(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    for family in FAMILIES:
+        for lengths in ((LENGTH,), DOCUMENTS):
+            model = featured_model(family, **WIDE, attn_implementation="sdpa")
+            wanted = exact_step(model, lengths)
+            model.to("cuda", dtype)
+            own = errors(stock_step(copy.deepcopy(model), lengths), wanted)
+            for config in configs_of(world_size):
+                found = errors(sharded_step(copy.deepcopy(model), config, lengths), wanted)
+                mean = sum(own.values()) / len(own)
+                bounds = {name: 2 * max(error, mean) for name, error in own.items()}
+                worse = {n: (e, own[n]) for n, e in found.items() if not e <= bounds[n]}
+                assert not worse, (family, config, worse)
+
+
+def configs_of(world_size: int) -> list[LongContextConfig]:
+    ways: list[dict[str, Any]] = [
+        {"ring_degree": world_size},
+        {"ring_degree": world_size, "layout": "contiguous", "checkpoint": "full"},
+        {"ulysses_degree": world_size, "checkpoint": "attention"},
+    ]
+    return [LongContextConfig(torch_recurrence=True, **way) for way in ways]
+
+
+def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]) -> Step:
+    handle = patch(model, config, group=make_sequence_group(config))
+    loss = model(**whole_row(lengths, "cuda")).loss
+    loss.backward()
+    handle.unpatch()
+    grads = {name: mean_over_ranks(grad.double()) for name, grad in gradients(model).items()}
+    return Step(mean_over_ranks(loss.detach()), grads)
+
+
+@DTYPES
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_models_are_as_accurate_as_stock_ones(num_ranks: int, dtype: torch.dtype) -> None:
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    run_distributed(check_families, num_ranks, num_ranks, dtype, backend="nccl", timeout_s=280)
