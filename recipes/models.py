@@ -19,9 +19,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from longctx_patch.hf.model.load import is_bare_config, load_model_config
+from longctx_patch.hf.model.load import is_bare_config, load_model_config, whole_config
 from longctx_patch.hf.model.rope import scale_rope
-from longctx_patch.plugin import NeedsWholeReading, unread_model
+from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.plugin.stored_check import check_loaded, check_stored
 from longctx_patch.rules.launched import flag
 
@@ -37,6 +37,7 @@ def load_config(settings: Settings) -> PreTrainedConfig:
     config = load_model_config(settings.model)
     check_weights(settings.model)
     check_head(config)
+    check_text_part(settings)
     return scale_rope(
         config, kind=settings.rope, target_length=settings.seq_len, factor=settings.rope_factor
     )
@@ -102,6 +103,9 @@ def load_model(
     weights of 4 bits are on `device`, where they are quantised while loading.
     """
     dtype = getattr(torch, settings.dtype)
+    reads_images = not is_bare_config(settings.model) and whole_config(settings.model) is not None
+    if reads_images:
+        say(f"{settings.model}: its text model is trained, and what reads images is left out")
     if sharded:
         try:
             found = unread_model(
@@ -117,6 +121,10 @@ def load_model(
         options |= {"quantization_config": four_bits(dtype), "device_map": {"": device}}
     check_stored(settings.model, config, settings.allow_weights)
     try:
+        if reads_images:
+            allowed = settings.allow_weights
+            found = text_model(settings.model, config=config, dtype=dtype, allow_weights=allowed)
+            return cast(PreTrainedModel, found)
         model, info = AutoModelForCausalLM.from_pretrained(
             settings.model, **options, output_loading_info=True
         )
@@ -219,10 +227,27 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
+def check_text_part(settings: ModelSettings) -> None:
+    """Refuse an adapter over the text model of a checkpoint that reads images too: whatever loads
+    the adapter later would not find its base."""
+    if not (settings.uses_lora or settings.load_in_4bit) or is_bare_config(settings.model):
+        return
+    whole = whole_config(settings.model)
+    if whole is not None:
+        command = "python -m longctx_patch.recipes.text_model"
+        folder = f"{Path(settings.model).name}-text"
+        raise ValueError(
+            f"model {settings.model!r} is a {whole.model_type}, which reads images too, and only "
+            "its text model is trained: an adapter needs that as its base. Write it once, "
+            f"`{shlex.join([*command.split(), settings.model, folder])}`, and give {folder}; or "
+            "train all weights (--full)."
+        )
+
+
 def check_head(config: PreTrainedConfig) -> None:
     """Refuse a checkpoint without a language-model head, which would get random weights."""
     names = config.architectures or []
-    if names and not any("CausalLM" in name for name in names):
+    if names and not any("CausalLM" in name or "ConditionalGen" in name for name in names):
         raise ValueError(
             f"architectures: {', '.join(names)} in the model's config.json: it has no head for "
             "language modelling, so that one of random weights would be trained. Take a checkpoint "

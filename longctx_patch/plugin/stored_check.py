@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from longctx_patch.hf.model.load import whole_config
 from longctx_patch.hf.model.stored_tensors import NeedsWholeReading, read_headers, weight_files
 from longctx_patch.hf.model.stored_weights import ALLOW, is_allowed, stored_weights
+from longctx_patch.hf.model.text_part import TEXT_TYPES
 
 
 def check_stored(name: str, config: Any, allowed: Sequence[str] = ()) -> None:
@@ -23,6 +25,7 @@ def check_stored(name: str, config: Any, allowed: Sequence[str] = ()) -> None:
 
     Args:
         name: a folder, or a hub name whose files are downloaded if need be.
+        config: of the model, or of its text model where it reads images too.
         allowed: names, or patterns of names, of weights that may be missing or unexpected.
     """
     path = Path(name).expanduser()
@@ -31,7 +34,8 @@ def check_stored(name: str, config: Any, allowed: Sequence[str] = ()) -> None:
     if not files or getattr(config, "quantization_config", None) is not None:
         return
     with torch.random.fork_rng(devices=()), suppress(NeedsWholeReading):
-        model = model_without_memory(copy.deepcopy(config), torch.float32)
+        found = whole_config(name) or config
+        model = model_without_memory(copy.deepcopy(found), torch.float32)
         stored_weights(model, tensors, allowed)
 
 
@@ -46,7 +50,9 @@ def check_loaded(name: str, info: Mapping[str, Iterable[Any]], allowed: Sequence
 
 def model_without_memory(config: Any, dtype: torch.dtype) -> Any:
     """The model with parameters on the meta device and real buffers, which it computes."""
+    is_whole = config.model_type in TEXT_TYPES
+    kind = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = kind.from_config(config, dtype=dtype)
     model.tie_weights()
     return model

@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils.logging import tqdm
 
-from longctx_patch.hf.model.load import is_bare_config, load_model_config
+from longctx_patch.hf.model.load import is_bare_config, load_model_config, whole_config
 from longctx_patch.hf.model.stored_tensors import (
     READERS,
     NeedsWholeReading,
@@ -35,6 +35,7 @@ from longctx_patch.hf.model.stored_tensors import (
     weight_files,
 )
 from longctx_patch.hf.model.stored_weights import StoredWeight, stored_weights
+from longctx_patch.hf.model.text_part import text_weights
 from longctx_patch.plugin.stored_check import model_without_memory
 from longctx_patch.plugin.together import refuse_together
 
@@ -61,7 +62,8 @@ def unread_model(
     dtype: torch.dtype | None = None,
     allow_weights: Sequence[str] = (),
 ) -> Any:
-    """The causal language model that `AutoModelForCausalLM.from_pretrained` makes, not yet read.
+    """The causal language model that `AutoModelForCausalLM.from_pretrained` makes, not yet read; of
+    a checkpoint that reads images too, the one that `text_model` makes.
 
     Collective; call it after the process group was set up. Weights are read from safetensors when
     FSDP2 shards the model: in `prepare` of an Accelerator from `make_accelerator`, in a trainer of
@@ -172,7 +174,12 @@ def _stored(name: str, config: Any, dtype: torch.dtype | None, allowed: Sequence
             f"{type(model).__name__} keeps {', '.join(plan)} in float32, not in {dtype}: load it "
             "in float32 or bfloat16."
         )
-    _remember(model, stored=stored_weights(model, tensors, allowed))
+    if (whole := whole_config(folder)) is None:
+        stored = stored_weights(model, tensors, allowed)
+    else:
+        stored = stored_weights(model_without_memory(whole, dtype), tensors, allowed)
+        stored = text_weights(stored)
+    _remember(model, stored=stored)
     with suppress(OSError):  # then it follows from the config
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()

@@ -60,7 +60,8 @@ class ModelFacts:
 
     @classmethod
     def of(cls, config: Any) -> "ModelFacts":
-        """The facts of a transformers config."""
+        """The facts of a transformers config; of its text model, where it has several parts."""
+        config = text_config(config)
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=_intermediate_size(config),
@@ -103,6 +104,11 @@ class ModelFacts:
     def windows_in(self, num_tokens: int) -> list[int | None]:
         """The same, and None where a row of `num_tokens` fits into the window."""
         return [w if w and w < num_tokens else None for w in self.windows]
+
+
+def text_config(config: Any) -> Any:
+    """The config of the text model within the config of a model with several parts."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def is_latent(config: Any) -> bool:

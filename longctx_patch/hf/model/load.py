@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.hf.model.config_values import problem_of
+from longctx_patch.hf.model.text_part import TEXT_TYPES, text_part
 from longctx_patch.rules import strict_json
 
 if TYPE_CHECKING:
@@ -13,18 +14,34 @@ if TYPE_CHECKING:
 
 
 def load_model_config(model: str) -> "PreTrainedConfig":
-    """The config of `model` as it is published.
+    """The config of `model` as it is published; of its text model, where it reads images too.
 
     Raises ValueError where there is none, and UnsupportedModelError for a model type that
     transformers does not know.
     """
+    config: PreTrainedConfig = text_part(_published(model))
+    if problem := problem_of(config):
+        raise ValueError(f"model {model!r}: in its config, {problem}. Give a valid config.json.")
+    return config
+
+
+def whole_config(model: str) -> "PreTrainedConfig | None":
+    """The config of a model that reads images too, of which the text model is trained; else None.
+
+    Raises what `load_model_config` raises.
+    """
+    config = _published(model)
+    return config if config.model_type in TEXT_TYPES else None
+
+
+def _published(model: str) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
     local = is_local(model)
     if local:
         _check_file(model)
     try:
-        config = AutoConfig.from_pretrained(str(Path(model).expanduser()) if local else model)
+        return AutoConfig.from_pretrained(str(Path(model).expanduser()) if local else model)
     except OSError as error:
         raise ValueError(_unreadable(model, local, error)) from error
     except ValueError as error:
@@ -37,9 +54,6 @@ def load_model_config(model: str) -> "PreTrainedConfig":
         raise ValueError(
             f"model {model!r}: its config can't be used ({said}). Give a valid config.json."
         ) from error
-    if problem := problem_of(config):
-        raise ValueError(f"model {model!r}: in its config, {problem}. Give a valid config.json.")
-    return config
 
 
 def _check_file(model: str) -> None:

@@ -36,6 +36,11 @@ HYPERCLOVA_LOGITS = LogitsRule(operation="multiply", holder="config", attribute=
 FALCON_LOGITS = LogitsRule(operation="multiply", holder="config", attribute="lm_head_multiplier")
 GRANITE_LOGITS = LogitsRule(operation="divide", holder="config", attribute="logits_scaling")
 
+TEXT_IN_IT = (
+    "`longctx patch`, the recipes and `longctx_patch.plugin.text_model` take such a checkpoint and "
+    "train its text model"
+)
+
 TABLE = (
     _supported("llama", "Llama 1 to 3"),
     _supported("mistral", "Mistral", WINDOW),
@@ -151,11 +156,6 @@ TABLE = (
         {"minimax": "MiniMax-Text-01"},
     ),
     *_refused(
-        "its model takes images; train its text model (qwen3_5_text, qwen3_5_moe_text), which is "
-        "AutoModelForCausalLM.from_pretrained of the same checkpoint",
-        {"qwen3_5": "Qwen3.5", "qwen3_5_moe": "Qwen3.5-MoE"},
-    ),
-    *_refused(
         "each layer has two attentions, and the checks of the first step count one",
         {"longcat_flash": "LongCat-Flash"},
     ),
@@ -168,12 +168,27 @@ TABLE = (
         {"llama4": "Llama 4", "llama4_text": "Llama 4 (text)"},
     ),
     *_refused(
-        "images are attended to in both directions; train its text model (gemma3_text)",
-        {"gemma3": "Gemma 3 (with images)"},
+        f"with images its model is not compared with one process; {TEXT_IN_IT}",
+        {
+            "qwen2_vl": "Qwen2-VL",
+            "qwen2_5_vl": "Qwen2.5-VL",
+            "qwen3_vl": "Qwen3-VL",
+            "qwen3_vl_moe": "Qwen3-VL-MoE",
+            "qwen3_5": "Qwen3.5, Qwen3.6",
+            "qwen3_5_moe": "Qwen3.5-MoE, Qwen3.6-MoE",
+        },
     ),
     *_refused(
-        "it reads images or sound too; train its text model (gemma3n_text, gemma4_text)",
-        {"gemma3n": "Gemma 3n", "gemma4": "Gemma 4", "gemma4_unified": "Gemma 4 unified"},
+        f"tokens of an image see each other in both directions; {TEXT_IN_IT}",
+        {"gemma3": "Gemma 3"},
+    ),
+    *_refused(
+        f"it reads images or sound too; {TEXT_IN_IT}",
+        {"gemma4": "Gemma 4", "gemma4_unified": "Gemma 4 12B"},
+    ),
+    *_refused(
+        "it reads images or sound too; train its text model (gemma3n_text)",
+        {"gemma3n": "Gemma 3n"},
     ),
     *REFUSED,
 )

@@ -1,0 +1,84 @@
+"""Recipes train the text model in a checkpoint that reads images too, as if it were one of its own,
+and leave a model that transformers loads."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from longctx_patch.recipes import models, text_model
+from longctx_patch.recipes.settings import Settings
+from tests.hf.seeing import seeing_model
+from tests.recipes.data.test_reading import words
+from tests.recipes.test_sharded_reading import WHOLE, Ran, arguments, numbers, run_all
+from tests.trl.cases import rows
+
+
+def checkpoint(folder: Path, family: str) -> Path:
+    """A checkpoint that reads images, with a tokenizer, and a text beside it."""
+    tokenizer = words()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    size = max(97, len(tokenizer))
+    seeing_model(family, vocab_size=size, **ends).save_pretrained(folder, max_shard_size="40KB")
+    tokenizer.save_pretrained(folder)
+    lines = (json.dumps(record) for record in rows("text", 8, 4))
+    (folder.parent / "texts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def loads(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights that transformers finds there for the model that the config names."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    weights: dict[str, torch.Tensor] = model.state_dict()
+    return weights
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("recipe", "family", "saving"),
+    [
+        ("finetune", "gemma3", ["--save-every", "2"]),
+        ("sft", "qwen3_vl", ["--save-strategy", "steps", "--save-steps", "2"]),
+    ],
+)
+def test_two_ranks_train_it_as_a_model_of_its_own(
+    recipe: str, family: str, saving: list[str], tmp_path: Path
+) -> None:
+    """To the last bit, read by rows or whole; also of a run that was resumed."""
+    whole, text = checkpoint(tmp_path / "whole", family), tmp_path / "text"
+    text_model.main([str(whole), str(text)])
+    runs = {
+        "rows": arguments(recipe, whole, "rows", "--full", *saving),
+        "whole-reading": arguments(recipe, whole, "whole-reading", "--full", *WHOLE),
+        "apart": arguments(recipe, text, "apart", "--full"),
+    }
+    newest = "checkpoints/step_000004" if recipe == "finetune" else "checkpoint-4"
+    away = {3: tmp_path / "rows" / newest}
+    found = run_all(recipe, *runs.values(), [*runs["rows"], "--resume"], away=away)
+    assert found == [[Ran(count, [])] * 2 for count in (1, 0, 1, 1)]
+    (wanted, *others) = (tmp_path / name for name in runs)
+    assert len({line["loss"] for line in numbers(wanted)[:4]}) == 4
+    trained = loads(wanted / "final")
+    for other in others:
+        assert numbers(other) == numbers(wanted)
+        weights = loads(other / "final")
+        assert weights.keys() == trained.keys()
+        assert all(torch.equal(weights[name], trained[name]) for name in trained)
+
+
+def test_an_adapter_needs_the_text_model_as_its_base(tmp_path: Path) -> None:
+    whole = checkpoint(tmp_path / "whole", "qwen3_vl")
+    settings = Settings(model=str(whole), text=["a"], output="out", seq_len=16)
+    with pytest.raises(ValueError, match=r"is a qwen3_vl.*recipes\.text_model .*whole whole-text"):
+        models.load_config(settings)
+    text_model.main([str(whole), str(tmp_path / "text")])
+    models.load_config(Settings(model=str(tmp_path / "text"), text=["a"], output="o", seq_len=16))
+    with pytest.raises(ValueError, match="holds files"):
+        text_model.main([str(whole), str(tmp_path / "text")])
+    with pytest.raises(ValueError, match="no checkpoint with a text model in it"):
+        text_model.main([str(tmp_path / "text"), str(tmp_path / "again")])
+    with pytest.raises(ValueError, match="1 arguments"):
+        text_model.main([str(whole)])
