@@ -6,7 +6,7 @@ from typing import Any
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.prediction import prediction_rows
 from longctx_patch.cli.units import size_text
-from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.facts import ModelFacts, Reach
 from longctx_patch.hf.model.family import RECURRENT, SINKS
 from longctx_patch.hf.model.rope import reachable_length
 from longctx_patch.hf.model.supported import FAMILIES
@@ -50,7 +50,9 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         *prediction_rows(
             decisions.sharing.predicted,
             is_asked=decisions.names_gpus,
-            is_causal=not (settings.pack or any(facts.windows_in(settings.seq_len))),
+            is_causal=not (
+                settings.pack or any(reach.is_local for reach in facts.reaches_in(settings.seq_len))
+            ),
         ),
     ]
 
@@ -144,8 +146,8 @@ def describe_layers(model_config: Any) -> str:
     """Such as `12 layers of window 128, 12 layers causal, sinks`, for a supported family."""
     facts = ModelFacts.of(model_config)
     parts = [
-        f"{count} layer{'s' if count > 1 else ''} {f'of window {window}' if window else 'causal'}"
-        for window, count in Counter(facts.windows).items()
+        f"{count} layer{'s' if count > 1 else ''} {_reach(reach)}"
+        for reach, count in Counter(facts.reaches).items()
     ]
     family, recurrent = FAMILIES[model_config.model_type], facts.num_recurrent
     if recurrent:
@@ -156,3 +158,9 @@ def describe_layers(model_config: Any) -> str:
     if SINKS in family.features:
         parts.append("sinks")
     return ", ".join(parts)
+
+
+def _reach(reach: Reach) -> str:
+    if reach.chunk:
+        return f"of chunks of {reach.chunk}"
+    return f"of window {reach.window}" if reach.window else "causal"

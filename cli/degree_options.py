@@ -14,6 +14,7 @@ from longctx_patch.predict.machines import Hardware
 from longctx_patch.predict.run.cluster import MOST_GPUS, gpus_together
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.rules.world import require_whole_groups
+from longctx_patch.sequence.documents import Documents
 
 
 def asked_degrees(
@@ -106,8 +107,9 @@ class DegreeChooser:
         assert self.hardware is not None
         settings, rows = self.settings, self.rows
         kinds = [rows.describe()] if settings.pack else []
-        has_windows = any(self.facts.windows_in(settings.seq_len))
-        kinds += ["layers with a window"] if has_windows else []
+        reaches = self.facts.reaches_in(settings.seq_len)
+        kinds += ["layers with a window"] if any(reach.window for reach in reaches) else []
+        kinds += ["layers of chunks"] if any(reach.chunk for reach in reaches) else []
         what = f"{' and '.join(kinds) or 'causal rows'} on {self.hardware.name.upper()}"
         reason = f"for {what}, a layer predicted: {_times(costs, layers.total())}"
         if rows.assumed:
@@ -127,12 +129,17 @@ def _layers(
             num_kv_heads=facts.num_kv_heads,
             head_dim=facts.head_dim,
             latent_dim=facts.latent_dim if latents else None,
-            lengths=lengths,
-            window=window,
+            lengths=_pieces(lengths, seq_len, reach.chunk),
+            window=reach.window,
         )
         for lengths in rows.lengths
-        for window in facts.windows_in(seq_len)
+        for reach in facts.reaches_in(seq_len)
     )
+
+
+def _pieces(lengths: tuple[int, ...], seq_len: int, chunk: int | None) -> tuple[int, ...]:
+    """Lengths of what attends by itself: documents, or their chunks."""
+    return lengths if chunk is None else Documents.of_row(lengths, seq_len).cut(chunk).lengths
 
 
 def _times(costs: Mapping[Way, Cost], num_layers: int) -> str:

@@ -89,11 +89,11 @@ def _prepare(
     if problem.lengths is not None:
         documents = Documents(problem.lengths, problem.num_tokens)
     mask, score = row_mask(None, documents, problem.window), Score(problem.head_dim**-0.5)
-    is_windowed = problem.window is not None
+    is_local = problem.window is not None
 
     @cache
     def call(shape: CallShape) -> AttentionCall:  # as the layers of a patched model make it
-        return decided_call(group, documents, mask, score, shape, is_windowed=is_windowed)
+        return decided_call(group, documents, mask, score, shape, is_local=is_local)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return distributed_attention(q, k, v, None, call(CallShape.of(q, k, v)))[0]

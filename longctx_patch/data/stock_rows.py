@@ -23,6 +23,9 @@ class StockModel:
     """Whether it computes something else if the first position of a document is not 0."""
     finds_documents: bool = True
     """Whether positions that start anew keep documents apart."""
+    counts_rows_from: int | None = None
+    """In rows of so many tokens and more it counts something from the start of the row, and not of
+    a document; None: in none."""
     takes_lengths: bool = False
     """Whether its attention reads `cu_seq_lens_q`."""
 
@@ -57,6 +60,8 @@ def check_read_alike(
             "numbers to compare with, on batches of SequenceShardCollator with seq_lengths."
         )
     begins_late = is_packed or any(start for start, _ in spans)
+    if begins_late and stock.counts_rows_from is not None:
+        _check_counts(stock.counts_rows_from, spans)
     if begins_late and stock.sees_absolute_positions:
         _check_positions(positions, spans)
 
@@ -71,6 +76,19 @@ def _check_lengths_alone(given: Mapping[str, Any], stock: StockModel) -> None:
             f"{silent[0]} without position_ids: this model's attention in transformers does not "
             "read it, and would let documents see each other. Give position_ids that count from 0 "
             "in each document."
+        )
+
+
+def _check_counts(counted_from: int, spans: Sequence[Span]) -> None:
+    """Refuse rows in which transformers would count chunks or a temperature over documents."""
+    longest = max(stop for _, stop in spans)
+    if longest >= counted_from:
+        raise ValueError(
+            f"a document that begins in the middle of a row of {longest} tokens: transformers' own "
+            "model of this type counts the chunks of its attention, or the temperature, from the "
+            f"start of the row, which matters from {counted_from} tokens on. Train on one document "
+            "a row, padded on the right; or, without transformers' numbers to compare with, on "
+            "batches of SequenceShardCollator with seq_lengths."
         )
 
 

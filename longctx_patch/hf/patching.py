@@ -21,6 +21,7 @@ from longctx_patch.hf.call.latents import bind_latents
 from longctx_patch.hf.call.mixers import bind_mixers, check_mixers
 from longctx_patch.hf.call.row import MaskFactory
 from longctx_patch.hf.call.sharded import sharded_attention, with_whole_router_logits
+from longctx_patch.hf.call.temperature import bind_temperature
 from longctx_patch.hf.copies import refuse_copies
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
@@ -140,6 +141,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     if chunked:
         handle._undo.append(bind_head(handle.model, loss))
     handle._undo.append(bind_mixers(handle.model))
+    handle._undo.append(bind_temperature(handle.model))
     handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())
     handle._undo.append(handle._rows.bind())
@@ -196,6 +198,11 @@ def _check_arguments(config: LongContextConfig, mask: object, group: SequenceGro
 
 
 def _bind_decoder(handle: PatchHandle, loss: ShardLoss) -> Callable[[], None]:
+    # Llama 4 returns router logits, but has no loss for them.
+    has_weight = hasattr(handle.model, transformers_api.router_weight(handle.model))
+
+    decoder = transformers_api.decoder_of(handle.model)
+
     def before_decoder(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -210,7 +217,7 @@ def _bind_decoder(handle: PatchHandle, loss: ShardLoss) -> Callable[[], None]:
             return outputs
         if call.fire_check is not None:
             call.fire_check.check_forward()
-        loss.has_router_loss = bool(getattr(outputs, "router_logits", None))
+        loss.has_router_loss = has_weight and bool(getattr(outputs, "router_logits", None))
         return with_whole_router_logits(outputs, call)
 
-    return transformers_api.hook(handle.model.get_decoder(), before_decoder, after_decoder)
+    return transformers_api.hook(decoder, before_decoder, after_decoder)

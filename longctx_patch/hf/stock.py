@@ -1,10 +1,12 @@
 """What a model does with whole rows before it is patched."""
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from longctx_patch.data.stock_rows import StockModel
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.facts import sees_absolute_positions
+from longctx_patch.hf.model.facts import ModelFacts, sees_absolute_positions
 
 MASKED_WITHOUT_POSITIONS = ("afmoe", "gpt_oss")
 """Families whose masks transformers 5.17 to 5.23 makes without positions, so that packed documents
@@ -17,5 +19,15 @@ def stock_model(model: PreTrainedModel) -> StockModel:
     return StockModel(
         sees_absolute_positions=sees_absolute_positions(model.config),
         finds_documents=reads_lengths or model.config.model_type not in MASKED_WITHOUT_POSITIONS,
+        counts_rows_from=_counts_rows_from(model.config),
         takes_lengths=reads_lengths,
     )
+
+
+def _counts_rows_from(config: Any) -> int | None:
+    """The least length of a row in which it matters that Llama 4 counts from the row's start: a
+    second chunk, or a query whose temperature is not 1."""
+    lengths = {layer.chunk + 1 for layer in ModelFacts.of(config).layers if layer.chunk}
+    if getattr(config, "attn_temperature_tuning", False):
+        lengths.add(config.floor_scale)
+    return min(lengths, default=None)

@@ -1,5 +1,6 @@
 """Attention calls with everything decided: plans and waves by the config, or by the cost model."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 from longctx_patch.choose.plans import decide
@@ -20,13 +21,13 @@ def decided_call(
     shape: CallShape,
     *,
     returns_lse: bool = False,
-    is_windowed: bool = False,
+    is_local: bool = False,
 ) -> AttentionCall:
     """The call that a group runs for a row.
 
     The group's config names plans and waves, or leaves them to the cost model. A layer with a
-    window (`is_windowed`) runs the plan that sends only what is inside the window, whatever plan
-    the config names.
+    window or chunks (`is_local`) runs the plan that sends only what is inside of them, whatever
+    plan the config names.
     """
     workload = Workload(
         num_tokens=documents.num_tokens,
@@ -44,7 +45,7 @@ def decided_call(
         placement=group.config.placement_of(documents),
         is_causal=mask.is_causal,
     )
-    if is_windowed:
+    if is_local:
         setting = setting.with_plan(SPARSE_PLAN)
     return AttentionCall(group, documents, mask, score, shape, setting, returns_lse)
 
@@ -63,10 +64,14 @@ def causal_call(
 
 
 @lru_cache(maxsize=64)
-def row_mask(mask: Mask | None, documents: Documents, window: int | None) -> Mask:
-    """Causal attention, or `mask`, within documents and a window."""
+def row_mask(
+    mask: Mask | None, documents: Documents, window: int | None, chunk: int | None = None
+) -> Mask:
+    """Causal attention, or `mask`, within documents and a window, or chunks of documents."""
+    pieces = documents if chunk is None else documents.cut(chunk)
     if mask is None:
-        return documents_mask(documents, window=window)
-    if documents.is_one and window is None:
+        found = documents_mask(pieces, window=window)
+        return found if chunk is None else replace(found, name=f"chunk {chunk}")
+    if pieces.is_one and window is None:
         return mask
-    return mask & within(documents, window)
+    return mask & within(pieces, window)

@@ -50,6 +50,17 @@ class Documents:
         lengths = (stop - start for start, stop in pairwise(edges))
         return cls.of_row(tuple(length for length in lengths if length), num_tokens)
 
+    def cut(self, chunk: int) -> "Documents":
+        """Each document in pieces of `chunk` tokens, of which the last may be shorter."""
+        if type(chunk) is not int or chunk < 1:
+            raise ValueError(f"chunk={chunk!r}: a whole number of tokens. Use 1 or more, or None.")
+        pieces = (
+            min(chunk, length - start)
+            for length in self.lengths
+            for start in range(0, length, chunk)
+        )
+        return Documents(tuple(pieces), self.num_tokens)
+
     @property
     def is_one(self) -> bool:
         """Whether a single document fills the row."""

@@ -50,6 +50,7 @@ LATENT_RANKS = {"kv_lora_rank": 20, "q_lora_rank": 28}
 LATENT_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 WIDTHS = {
     "intermediate_size": 56,
+    "intermediate_size_mlp": 56,
     "moe_intermediate_size": 24,
     "laurel_rank": 8,
     "shared_expert_intermediate_size": 40,
@@ -99,6 +100,8 @@ def shrink_config(model_config: Any) -> Any:
     if facts.latent:
         _shrink_latent(small, model_config)
     _lower(small, "sliding_window", WINDOW)
+    _lower(small, "attention_chunk_size", WINDOW)
+    _lower(small, "floor_scale", WINDOW)
     _lower(small, "attn_logit_softcapping", SOFTCAP)
     for name, number in EXPERTS.items():
         _lower(small, name, number)
@@ -150,6 +153,8 @@ def _keep_layers(small: Any, layers: Sequence[LayerFacts]) -> None:
         small.mlp_only_layers, small.decoder_sparse_step = dense, 1
     if getattr(small, "num_kv_shared_layers", 0):
         small.num_kv_shared_layers = sum(layers[layer].shares_keys for layer in chosen)
+    if hasattr(small, "moe_layers"):
+        small.moe_layers = [new for new in range(len(chosen)) if new not in dense]
     for name in DENSE_AT_FIRST:
         if hasattr(small, name):
             setattr(small, name, len(dense))
@@ -214,7 +219,7 @@ def keep_float64(model: Any) -> None:
         parameter.data = parameter.data.double()
     if ModelFacts.of(model.config).experts:
         model.set_experts_implementation("eager")  # torch's grouped product has no float64
-    parents = [model.get_decoder(), *transformers_api.decoder_layers(model)]
+    parents = [transformers_api.decoder_of(model), *transformers_api.decoder_layers(model)]
     for module in (model, *(child for parent in parents for child in parent.children())):
         # Not the layers themselves: recomputing one for its gradient starts inside its forward.
         if not isinstance(module, nn.ModuleList):

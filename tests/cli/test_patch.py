@@ -97,6 +97,10 @@ def test_the_run_folder_trains_and_verifies(
             {"model_type": "gpt_oss", "num_hidden_layers": 4, "num_local_experts": 4},
             "2 layers of window 128, 2 layers causal, sinks",
         ),
+        (
+            {"model_type": "llama4_text", "num_hidden_layers": 4, "attention_chunk_size": 16},
+            "3 layers of chunks of 16, 1 layer causal",
+        ),
     ],
 )
 def test_the_readme_says_what_layers_see(

@@ -92,6 +92,15 @@ def test_layers_with_a_window_and_full_ones(chosen: Callable[..., dict[str, Any]
     assert "for rows of 64 documents and layers with a window on H100" in both
 
 
+def test_layers_of_chunks_are_counted_as_documents(chosen: Callable[..., dict[str, Any]]) -> None:
+    chunks = {**LLAMA_8B, "model_type": "llama4_text", "no_rope_layers": [1, 1]}
+    short, long = (
+        chosen(model={**chunks, "attention_chunk_size": size})["why"] for size in (1024, 131072)
+    )
+    assert "for layers of chunks on H100, a layer predicted: 1 x 4 " in short
+    assert "for causal rows on H100, a layer predicted: 4 x 1 " in long
+
+
 @pytest.mark.parametrize("asked", ASKED, ids=str)
 def test_what_is_asked_for_stays(
     chosen: Callable[..., dict[str, Any]], asked: tuple[object, ...]

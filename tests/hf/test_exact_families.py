@@ -7,7 +7,7 @@ runs under one of the ways to cut rows, padded or packed, and every checkpoint p
 import pytest
 
 from longctx_patch import LongContextConfig
-from longctx_patch.hf.model.family import LATENT, RECURRENT
+from longctx_patch.hf.model.family import CHUNKS, LATENT, RECURRENT
 from longctx_patch.hf.stock import MASKED_WITHOUT_POSITIONS
 from tests.hf.float64 import WAYS, assert_exact, packed_row, padded_rows
 from tests.hf.tiny import SUPPORTED, featured_model
@@ -18,6 +18,8 @@ OTHERS = [
     for number, (name, family) in enumerate(SUPPORTED.items())
     if number >= FIRST and not {LATENT, *RECURRENT} & {*family.features}
 ]
+COUNTED_FROM_ROWS = [name for name, family in SUPPORTED.items() if CHUNKS in family.features]
+"""Whose packed rows transformers reads otherwise (`test_chunked_attention.py`)."""
 SHARED = [name for name in SUPPORTED if name.startswith(("gemma3n", "gemma4"))]
 """Layers share keys and values, or differ in the size of their heads."""
 
@@ -26,7 +28,7 @@ SHARED = [name for name in SUPPORTED if name.startswith(("gemma3n", "gemma4"))]
 def test_each_family_under_one_of_the_ways(number: int) -> None:
     config = LongContextConfig(**WAYS[number])
     for family in OTHERS[number :: len(WAYS)]:
-        is_packed = number % 2 and family not in MASKED_WITHOUT_POSITIONS
+        is_packed = number % 2 and family not in (*MASKED_WITHOUT_POSITIONS, *COUNTED_FROM_ROWS)
         batch = packed_row() if is_packed else padded_rows()
         trained = assert_exact(family, config, batch)
         assert trained == {

@@ -187,6 +187,17 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
     },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "llama4_text": {
+        "num_hidden_layers": 3,
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": WINDOW,
+        "floor_scale": 5,
+        "attn_scale": 0.4,
+        "moe_layers": [0, 1],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size_mlp": 80,
+    },
     "kimi_linear": _HYBRID
     | _LATENT
     | {

@@ -156,7 +156,7 @@ class DecoderCalls:
         call = self.prepared.pop(key_of(shard), None)
         if call is None:
             call = ShardedCall(self.group, documents, batch.mask, batch.row.real_lengths, self.seen)
-        call.fire_check = self.first_step.begin(decoder)
+        call.fire_check, call.positions = self.first_step.begin(decoder), batch.positions[0]
         num_rows = batch.tokens.shape[0]
         return {
             "attention_mask": transformers_api.no_mask(call, num_rows, batch.tokens.device),

@@ -16,6 +16,7 @@ from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
 from longctx_patch.hf.call.latents import expansion_of
 from longctx_patch.hf.call.router import whole_router_logits
+from longctx_patch.hf.model.facts import chunk_of
 from longctx_patch.kernels import Score
 from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans import Direction
@@ -30,6 +31,7 @@ class LayerKind(NamedTuple):
     score: Score
     window: int | None
     shape: CallShape
+    chunk: int | None = None
 
 
 class ShardedCall:
@@ -56,6 +58,8 @@ class ShardedCall:
         self.seen = seen
         """Kinds of layers that have run; plans made ahead are for these."""
         self.fire_check: FireCheck | None = None
+        self.positions: Tensor | None = None
+        """`[L]`: positions of this rank's tokens in their documents; set when the pass begins."""
         self._calls: dict[LayerKind, AttentionCall] = {}
 
     def attention(self, kind: LayerKind) -> AttentionCall:
@@ -63,13 +67,14 @@ class ShardedCall:
         if kind not in self._calls:
             longest = max(self.documents.lengths, default=0)
             window = None if kind.window is None or kind.window >= longest else kind.window
+            chunk = None if kind.chunk is None or kind.chunk >= longest else kind.chunk
             self._calls[kind] = decided_call(
                 self.group,
                 self.documents,
-                row_mask(self.mask, self.documents, window),
+                row_mask(self.mask, self.documents, window, chunk),
                 kind.score,
                 kind.shape,
-                is_windowed=window is not None,
+                is_local=window is not None or chunk is not None,
             )
         return self._calls[kind]
 
@@ -120,7 +125,7 @@ def sharded_attention(
     shape, expansion = CallShape.of(q_BLHD, k_BLGD, v_BLGD), expansion_of(module, query)
     if expansion is not None:
         shape = shape.with_latents(k_BLGD, v_BLGD, expansion.value_dim)
-    kind = LayerKind(Score(scale, softcap), window, shape)
+    kind = LayerKind(Score(scale, softcap), window, shape, _chunk_of(module))
     attention_call = call.attention(kind)
     call.seen.add(kind)
     try:
@@ -143,6 +148,10 @@ def sharded_attention(
             module, attention_call, q_BLHD, out_BLHD, has_sinks=s_aux is not None
         )
     return out_BLHD, None
+
+
+def _chunk_of(module: nn.Module) -> int | None:
+    return chunk_of(module.config, getattr(module, "layer_idx", None))
 
 
 def _check_layer(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:

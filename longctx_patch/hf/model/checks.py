@@ -6,7 +6,7 @@ Importing this needs neither torch nor transformers.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from longctx_patch.hf.model.facts import FULL, WINDOWED, ModelFacts, layer_kinds
+from longctx_patch.hf.model.facts import CHUNKED, FULL, WINDOWED, ModelFacts, layer_kinds
 from longctx_patch.hf.model.family import RECURRENT, SINKS, SOFTCAP, Family
 from longctx_patch.hf.model.supported import FAMILIES, TABLE, refusal_of
 
@@ -102,6 +102,17 @@ def _window(model_config: Any, config: "LongContextConfig") -> str | None:
         f"layer {kinds.index(WINDOWED)} is sliding_attention, but sliding_window="
         f"{window}: a window holds one token or more, its own included. Set sliding_window (and "
         "use_sliding_window=True where there is one), or make the layers full_attention."
+    )
+
+
+def _chunk(model_config: Any, config: "LongContextConfig") -> str | None:
+    kinds, chunk = layer_kinds(model_config), getattr(model_config, "attention_chunk_size", None)
+    is_covered = CHUNKED in FAMILIES[model_config.model_type].layers
+    if CHUNKED not in kinds or not is_covered or (isinstance(chunk, int) and chunk > 0):
+        return None
+    return (
+        f"layer {kinds.index(CHUNKED)} is chunked_attention, but attention_chunk_size={chunk}: a "
+        "chunk has one token or more. Set attention_chunk_size, or make the layers full_attention."
     )
 
 
@@ -211,6 +222,7 @@ def _placement(model_config: Any, config: "LongContextConfig") -> str | None:
 _CHECKS: tuple[Callable[[Any, "LongContextConfig"], str | None], ...] = (
     _layer_types,
     _window,
+    _chunk,
     _unread_options,
     _bidirectional,
     _noise,

@@ -6,13 +6,26 @@ This needs neither torch nor transformers; any object with a config's attributes
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-FULL, WINDOWED = "full_attention", "sliding_attention"
-ATTENDING = frozenset({FULL, WINDOWED, "attention", "hybrid"})
+FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+ATTENDING = frozenset({FULL, WINDOWED, CHUNKED, "attention", "hybrid"})
 """Kinds of layers that have attention; `hybrid` has a recurrence beside it."""
 RECURRENT = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 _VARYING = ("num_kv_shared_layers", "hidden_size_per_layer_input")
+
+
+class Reach(NamedTuple):
+    """How far back the tokens of a layer see: to their document's start where both are None."""
+
+    window: int | None = None
+    """How many keys a token sees at most, its own included."""
+    chunk: int | None = None
+    """Tokens of the chunks that each document is cut into; a token sees its own chunk."""
+
+    @property
+    def is_local(self) -> bool:
+        return self != (None, None)
 
 
 class LayerFacts(NamedTuple):
@@ -22,6 +35,9 @@ class LayerFacts(NamedTuple):
     """`full_attention`, `sliding_attention`, or another kind by transformers' name."""
     window: int | None
     """How many keys a token sees at most, its own included; None: all keys up to its own."""
+    chunk: int | None
+    """Tokens of the chunks that each document is cut into, each of which attends by itself; None:
+    documents are whole."""
     rope: Any
     """The layer's entry in `no_rope_layers`, None where the config has none."""
     is_dense: bool
@@ -86,9 +102,10 @@ class ModelFacts:
 
     @property
     def recurrent(self) -> str | None:
-        """What the config calls the first layer that neither attends fully nor in a window."""
+        """What the config calls the first layer that attends neither fully nor nearby."""
         kinds = enumerate(layer.kind for layer in self.layers)
-        others = (f"layer {n} is {kind}" for n, kind in kinds if kind not in (FULL, WINDOWED))
+        alone = (FULL, WINDOWED, CHUNKED)
+        others = (f"layer {n} is {kind}" for n, kind in kinds if kind not in alone)
         return next(others, None)
 
     @property
@@ -101,9 +118,19 @@ class ModelFacts:
         """The window of each layer with attention; None where it attends fully."""
         return [layer.window for layer in self.layers if layer.kind in ATTENDING]
 
-    def windows_in(self, num_tokens: int) -> list[int | None]:
-        """The same, and None where a row of `num_tokens` fits into the window."""
-        return [w if w and w < num_tokens else None for w in self.windows]
+    @property
+    def reaches(self) -> list[Reach]:
+        """How far back each layer with attention sees."""
+        return [
+            Reach(layer.window, layer.chunk) for layer in self.layers if layer.kind in ATTENDING
+        ]
+
+    def reaches_in(self, num_tokens: int) -> list[Reach]:
+        """The same, without windows and chunks that a row of `num_tokens` fits into."""
+        return [
+            Reach(*(size if size and size < num_tokens else None for size in reach))
+            for reach in self.reaches
+        ]
 
 
 def text_config(config: Any) -> Any:
@@ -121,6 +148,15 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     return tuple(given(config, "layer_types") or ())
 
 
+def chunk_of(config: Any, layer: int | None) -> int | None:
+    """Tokens of the chunks in which a layer attends; None: it attends to whole documents."""
+    kinds = layer_kinds(config)
+    if CHUNKED not in kinds or layer is None or kinds[layer] != CHUNKED:
+        return None
+    chunk: int | None = given(config, "attention_chunk_size")
+    return chunk
+
+
 def sees_absolute_positions(config: Any) -> bool:
     """Whether attention depends on the positions of tokens, not on their distances alone: Ministral
     3 scales queries by their position, as Beam does in layers without rotary embeddings."""
@@ -135,6 +171,7 @@ def _layer(config: Any, number: int) -> LayerFacts:
     return LayerFacts(
         kind=kind,
         window=window if kind == WINDOWED else None,
+        chunk=chunk_of(config, number),
         rope=rope[number] if rope else None,
         is_dense=_is_dense(config, number),
         shares_keys=number
@@ -164,7 +201,7 @@ def _latent_dim(config: Any) -> int | None:
 def _is_dense(config: Any, layer: int) -> bool:
     """Mixtures of experts can have ordinary layers: the first ones, those named, or all but every
     n-th."""
-    kinds = given(config, "mlp_layer_types")
+    kinds, sparse = given(config, "mlp_layer_types"), given(config, "moe_layers")
     return (
         _experts(config) is None
         or bool(given(config, "enable_moe_block"))  # Gemma 4 has both in each layer
@@ -174,13 +211,15 @@ def _is_dense(config: Any, layer: int) -> bool:
         or layer < (given(config, "num_dense_layers") or 0)
         or layer < (given(config, "moe_layer_start_index") or 0)
         or bool(kinds and kinds[layer] == "dense")
+        or (sparse is not None and layer not in sparse)
     )
 
 
 def _intermediate_size(config: Any) -> int:
     """The largest, where layers differ in it, as in Gemma 3n; four times the hidden size where
     nothing is given, as in GPT-2."""
-    sizes = (given(config, name) for name in ("intermediate_size", "n_inner"))
+    names = ("intermediate_size_mlp", "intermediate_size", "n_inner")
+    sizes = (given(config, name) for name in names)
     size = next((size for size in sizes if size), 4 * config.hidden_size)
     return max(size) if isinstance(size, list | tuple) else int(size)
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 WINDOW, SOFTCAP, SINKS = "sliding window", "softcap", "sinks"
+CHUNKS, TEMPERATURE = "chunked attention", "temperature by position"
 LATENT = "latent attention"
 """MLA: keys and values are expanded from a latent of each token, and have different head sizes."""
 EXPERTS, ROUTER = "experts", "router loss"
@@ -20,6 +21,7 @@ RECURRENT = (DELTA, STATE_SPACE, CONVOLUTION)
 
 LAYERS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
+        CHUNKS: frozenset({"chunked_attention"}),
         DELTA: frozenset({"linear_attention"}),
         STATE_SPACE: frozenset({"linear_attention", "mamba", "hybrid", "attention", "mlp", "moe"}),
         CONVOLUTION: frozenset({"conv"}),

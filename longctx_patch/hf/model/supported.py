@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from longctx_patch.hf.model.family import (
+    CHUNKS,
     CONVOLUTION,
     DELTA,
     EXPERTS,
@@ -18,6 +19,7 @@ from longctx_patch.hf.model.family import (
     SINKS,
     SOFTCAP,
     STATE_SPACE,
+    TEMPERATURE,
     WINDOW,
     Family,
     LogitsRule,
@@ -119,6 +121,7 @@ TABLE = (
     _supported("mimo_v2_flash", "MiMo-V2-Flash", WINDOW, SINKS, EXPERTS),
     _supported("minimax_m2", "MiniMax-M2", ROUTER),
     _supported("solar_open", "Solar Open", EXPERTS),
+    _supported("llama4_text", "Llama 4 (text)", CHUNKS, TEMPERATURE, EXPERTS),
     _supported("qwen3_next", "Qwen3-Next", DELTA, ROUTER),
     _supported("qwen3_5_text", "Qwen3.5, Qwen3.6 (text)", DELTA),
     _supported("qwen3_5_moe_text", "Qwen3.5-MoE, Qwen3.6-MoE (text)", DELTA, ROUTER),
@@ -164,10 +167,6 @@ TABLE = (
         {"deepseek_v32": "DeepSeek-V3.2", "glm_moe_dsa": "GLM-5"},
     ),
     *_refused(
-        "some layers are chunked attention, a mask that is not covered",
-        {"llama4": "Llama 4", "llama4_text": "Llama 4 (text)"},
-    ),
-    *_refused(
         f"with images its model is not compared with one process; {TEXT_IN_IT}",
         {
             "qwen2_vl": "Qwen2-VL",
@@ -189,6 +188,11 @@ TABLE = (
     *_refused(
         "it reads images or sound too; train its text model (gemma3n_text)",
         {"gemma3n": "Gemma 3n"},
+    ),
+    *_refused(
+        "its model reads images too; train its text model (llama4_text), which "
+        "AutoModelForCausalLM.from_pretrained reads from the same checkpoint",
+        {"llama4": "Llama 4"},
     ),
     *REFUSED,
 )

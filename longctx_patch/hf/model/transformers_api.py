@@ -164,6 +164,13 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")]
 
 
+def counting_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that scale queries by a place which they count by themselves, as if their input
+    began where a cache ends. They take the cache as `past_key_values`."""
+    modules: list[Any] = attention_modules(model)
+    return [m for m in modules if getattr(m, "attn_temperature_tuning", False) and not m.use_rope]
+
+
 def bind_latents(model: nn.Module) -> Callable[[], None]:
     """Hand latents to attention functions in place of keys and values; return an undo function.
 
@@ -297,6 +304,14 @@ def no_mask(call: Any, batch: int, device: torch.device) -> Tensor:
     mask = torch.empty((batch, 1, 0, 0), dtype=torch.bool, device=device)
     setattr(mask, CALL_KEY, call)
     return mask
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """The model without its head. Llama 4 names another attribute as its base than it has, and then
+    transformers returns the whole model."""
+    found = model.get_decoder()
+    decoder: nn.Module = model.model if found is model else found
+    return decoder
 
 
 def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:

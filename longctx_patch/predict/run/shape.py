@@ -38,7 +38,7 @@ class ModelShape:
     num_weights: int
     """Weights of the model; tied embeddings count once."""
     num_windowed_layers: int = 0
-    """How many layers have a window. They are counted as full causal attention."""
+    """How many layers have a window or chunks. They are counted as full causal attention."""
 
     @property
     def head_weights(self) -> int:
@@ -101,7 +101,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
         num_norms=len(norms) - len(head_norms),
         has_head_norms=bool(head_norms),
         num_weights=num_outside + num_layers * layer_weights,
-        num_windowed_layers=sum(window is not None for window in facts.windows),
+        num_windowed_layers=sum(reach.is_local for reach in facts.reaches),
     )
 
 

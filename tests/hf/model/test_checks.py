@@ -125,8 +125,9 @@ def test_the_tiny_models_have_what_the_table_says(family: str) -> None:
     assert bool(facts.softcap) == ("softcap" in features)
     assert bool(facts.experts) == bool({"experts", "router loss"} & {*features})
     assert is_latent(config) == ("latent attention" in features)
-    assert hasattr(config, router_weight(family)) == ("router loss" in features)
+    assert (WINDOW in [layer.chunk for layer in facts.layers]) == ("chunked attention" in features)
     model = featured_model(family)
+    assert hasattr(model, router_weight(family)) == ("router loss" in features)
     assert type(model) is CLASSES[family]
     sinks = [p for name, p in model.named_parameters() if name.endswith("sinks")]
     assert bool(sinks) == ("sinks" in features)
