@@ -78,6 +78,8 @@ class RowsPass(NamedTuple):
     """Columns of the batch whose logits are wanted; None: all of them."""
     scores: HeadScores = HeadScores()
     """How `scores` are made."""
+    has_images: bool = False
+    """Whether the model embeds whole rows, with images in them, and the decoder cuts them."""
 
 
 def read_rows(given: Mapping[str, Any], stock: StockModel) -> WholeRows:

@@ -20,7 +20,9 @@ from transformers import PreTrainedModel
 from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
 from longctx_patch.data.whole_rows import READ, WANTED_KEY, HeadScores, RowsPass, read_rows
 from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.hf.call import images
 from longctx_patch.hf.call.inputs import option_problem
+from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.call.vocabulary import vocabulary_problem
 from longctx_patch.hf.counted import number_of, require_known_group
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
@@ -50,6 +52,7 @@ class RowPasses:
         float32 logits; None where it can't, since its gradients are made in forward."""
         self._model, self._group = model, group
         self._stock = stock_model(model)
+        self._of_images = images.ARGUMENTS if transformers_api.reads_images(model) else frozenset()
         self._collate = SequenceShardCollator(
             group.config, group_rank=group.group_rank, pad_token_id=0
         )
@@ -94,6 +97,8 @@ class RowPasses:
         if given.get(WANTED_KEY) is not None:
             return True
         if given.get(SHARD_KEY) is not None:
+            if images.has_images(given):
+                raise ValueError(images.OF_SHARDS)
             return False
         if given.get("past_key_values") is not None:
             self._check_cache()
@@ -115,7 +120,7 @@ class RowPasses:
         try:
             self._check(given)
             request = self._request(given)
-            shard = self._cut(given, request)
+            shard = self._with_images(given, self._cut(given, request))
         except ValueError as error:
             problem = error
         except Exception as error:  # whatever it is, the other ranks must learn of it, not wait
@@ -123,13 +128,15 @@ class RowPasses:
         is_unread = problem is not None and not isinstance(problem, UnknownTokens)
         if self._group.num_ranks == 1 and is_unread and WANTED_KEY not in given:
             return None
-        asked = meet(self._group.everyone, Meeting.ROWS, (digest(repr(request)),), problem)
+        said = (request, images.grids(given)) if shard.get(ROWS_KEY) else request
+        asked = meet(self._group.everyone, Meeting.ROWS, (digest(repr(said)),), problem)
         if len(set(asked)) > 1:
             raise ValueError(
-                "the ranks of the group want different outputs of whole rows:\n"
+                "the ranks of the group want different outputs of whole rows, or have others:\n"
                 f"{table(self._group.everyone, str(request))}\nCall the model alike on all of them."
             )
         others = {name: value for name, value in given.items() if name not in READ | ASKING}
+        others.pop("mm_token_type_ids", None)  # which positions have been made of
         if request is not None and request.wanted == "scores":
             del others["fused_lm_head"]
         return others | {"num_items_in_batch": None, "use_cache": False} | shard
@@ -156,6 +163,16 @@ class RowPasses:
         on_device = {name: value.to(device) for name, value in shard.items()}
         return on_device | {SHARD_KEY: described, ROWS_KEY: rows}
 
+    def _with_images(self, given: Arguments, shard: Arguments) -> Arguments:
+        """The same for rows with images: whole ids and positions, which the decoder cuts."""
+        if not self._of_images or not images.has_images(given):
+            return shard
+        images.check_images(given)
+        rows = shard[ROWS_KEY]._replace(has_images=True)
+        length = ShardedRow.read(shard[SHARD_KEY]).documents.num_tokens
+        whole = images.whole_inputs(self._model, given, rows, length)
+        return shard | whole | {ROWS_KEY: rows}
+
     def _check_cache(self) -> None:
         """Refuse a cache in training, on this rank at once: a callback may generate on one rank."""
         if self._model.training and self._group.num_ranks > 1:
@@ -178,7 +195,8 @@ class RowPasses:
         for name, fix in _REFUSED.items():
             if given.get(name) is not None:
                 raise ValueError(f"{name} with whole rows: {fix}")
-        others = {name: given[name] for name in given if name not in READ | ASKING | _OWN}
+        known = READ | ASKING | _OWN | self._of_images
+        others = {name: given[name] for name in given if name not in known}
         if option := option_problem(others):
             raise ValueError(option)
         for name, usual in _USUAL.items():

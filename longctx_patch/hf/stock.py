@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from longctx_patch.data.stock_rows import StockModel
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.facts import ModelFacts, sees_absolute_positions
+from longctx_patch.hf.model.facts import ModelFacts, sees_absolute_positions, text_config
 
 MASKED_WITHOUT_POSITIONS = ("afmoe", "gpt_oss")
 """Families whose masks transformers 5.17 to 5.23 makes without positions, so that packed documents
@@ -17,7 +17,7 @@ def stock_model(model: PreTrainedModel) -> StockModel:
     """Call it before attention is replaced."""
     reads_lengths = transformers_api.attention_implementation(model).startswith("flash")
     return StockModel(
-        sees_absolute_positions=sees_absolute_positions(model.config),
+        sees_absolute_positions=sees_absolute_positions(text_config(model.config)),
         finds_documents=reads_lengths or model.config.model_type not in MASKED_WITHOUT_POSITIONS,
         counts_rows_from=_counts_rows_from(model.config),
         takes_lengths=reads_lengths,

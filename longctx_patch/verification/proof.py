@@ -20,6 +20,7 @@ from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.model.checks import FAMILIES, check_model_config
 from longctx_patch.hf.model.family import ROUTER
+from longctx_patch.hf.model.text_part import text_part
 from longctx_patch.hf.patching import patch
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.processes import run_processes
@@ -112,6 +113,11 @@ def _checked_ranks(
 ) -> int:
     """Refuse what can't be verified; return the number of processes."""
     require_choice("dtype", dtype, TOLERANCES)
+    if text_part(model_config) is not model_config:
+        raise ValueError(
+            f"a config of {model_config.model_type}, which reads images too: its text model is "
+            "verified. Give load_model_config(NAME), of longctx_patch.hf.model.load, in its place."
+        )
     if seq_len < 3:
         raise ValueError(f"seq_len={seq_len}: it must be 3 or more, so that a label can be cut.")
     degrees = {config.sequence_degree for config in configs}

@@ -16,6 +16,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from longctx_patch.recipes.data.records import Record
 
 Message = Mapping[str, Any]
+_SEEN = ("image", "images", "video", "videos", "audio")
+"""Columns of TRL's that a conversation's placeholders stand for."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Template:
         Raises BadRecord for messages that the template refuses, or leaves out, as many do with
         roles that they don't know.
         """
+        _check_kinds(record, messages)
         text, spans = self._rendered(record, messages, ends=ends)
         self._check_roles(record, messages, text)
         if not (self.assistant_only and ends):
@@ -119,6 +122,20 @@ class Template:
                     f"that ends with {last[-40:]!r}: it doesn't know the role. Rename it, or "
                     "give a tokenizer whose template knows it."
                 )
+
+
+def _check_kinds(record: Record, messages: Sequence[Message]) -> None:
+    """Refuse images and sound, for which a template may write tokens with nothing behind them."""
+    columns = (name for name in _SEEN if record.fields.get(name))
+    contents = (m.get("content") for m in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    kinds = (str(part.get("type")) for part in parts if isinstance(part, Mapping))
+    found = next((kind for kind in kinds if kind != "text"), None) or next(columns, None)
+    if found:
+        raise record.refused(
+            f"it has {found!r}, and recipes train on text alone. Leave such records out; to train "
+            "with images, write a loop of your own (docs/how-to/images.md)."
+        )
 
 
 def _check_syntax(template: str) -> None:

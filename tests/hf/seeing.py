@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from longctx_patch.hf.model.text_part import TEXT_TYPES
+from tests.hf.float64 import padded_rows
 from tests.hf.tiny import VOCABULARY
 
 WHOLE = [name for name in TEXT_TYPES if name in CONFIG_MAPPING_NAMES]
@@ -124,3 +125,47 @@ def seeing_model(family: str, *, tied: bool = False, **text: Any) -> Any:
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))
     return model.train()
+
+
+def text_rows() -> dict[str, Any]:
+    """Padded rows without the tokens that stand for images."""
+    rows: dict[str, Any] = padded_rows()
+    for name in ("input_ids", "labels"):
+        rows[name] = rows[name].clamp(max=IMAGE - 1)
+    return rows
+
+
+def seen_rows(*, video: str = "") -> dict[str, Any]:
+    """Two rows with pictures of different sizes, as a processor makes them: one padded on the
+    left, one on both sides. `video`: with one in the second row too, as this family has it."""
+    draw = torch.Generator().manual_seed(7)
+    pictures = [[(1, 4, 6), (1, 2, 4)], [(1, 6, 4)]]
+    videos = [[], [(2, 4, 4)]] if video else [[], []]
+    length, pads = 47, ((5, 0), (2, 9))
+    ids = torch.randint(1, IMAGE, (2, length), generator=draw)
+    kinds, mask = torch.zeros_like(ids), torch.ones_like(ids)
+    for row, (left, right) in enumerate(pads):
+        mask[row, :left] = mask[row, length - right :] = 0
+        place = left + 3
+        for kind, token, grids in ((1, IMAGE, pictures[row]), (2, VIDEO, videos[row])):
+            for frames, height, width in grids:
+                # Qwen3-VL puts text between the frames of a video; others take them in one piece.
+                apart = video.startswith("qwen3") and kind == 2
+                a_frame = height * width // 4
+                for size in [a_frame] * frames if apart else [frames * a_frame]:
+                    ids[row, place], ids[row, place + 1 : place + 1 + size] = START, token
+                    kinds[row, place + 1 : place + 1 + size] = kind
+                    place += size + 2
+    ids[mask == 0] = 0
+    labels = ids.clone()
+    labels[(mask == 0) | (kinds > 0)] = -100
+    labels[:, :9] = -100
+    batch: dict[str, Any] = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    batch["mm_token_type_ids"] = kinds
+    for name, all_grids in (("image", pictures), ("video", videos)):
+        sizes = torch.tensor([grid for row in all_grids for grid in row])
+        if len(sizes):
+            pixels = torch.randn(int(sizes.prod(1).sum()), 24, generator=draw)
+            batch[f"{name}_grid_thw"] = sizes
+            batch["pixel_values" if name == "image" else "pixel_values_videos"] = pixels
+    return batch

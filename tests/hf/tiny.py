@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from longctx_patch.hf.model.family import RECURRENT
+from longctx_patch.hf.model.family import IMAGES, RECURRENT
 from longctx_patch.hf.model.supported import FAMILIES as ALL
 from longctx_patch.verification.shrink import keep_float64
 
@@ -22,9 +22,10 @@ UNHEARD = ("lfm2", "lfm2_moe") if Version(transformers.__version__) < Version("5
 SUPPORTED = {
     name: family
     for name, family in ALL.items()
-    if name in CONFIG_MAPPING_NAMES and name not in UNHEARD
+    if name in CONFIG_MAPPING_NAMES and name not in UNHEARD and IMAGES not in family.features
 }
-"""model_type -> family, of those in the table of support that the installed transformers knows."""
+"""model_type -> family, of those in the table of support that the installed transformers knows, but
+for models that read images (`tests/hf/seeing.py`)."""
 VOCABULARY = 97
 WINDOW = 7
 

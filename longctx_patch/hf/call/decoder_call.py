@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from longctx_patch.data import ROWS_KEY, SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.fire_check import FirstStep
+from longctx_patch.hf.call.images import own_tokens
 from longctx_patch.hf.call.inputs import (
     check_whole_rows,
     input_problem,
@@ -69,9 +70,13 @@ class DecoderCalls:
         if shard is None:
             self._begin_stock(decoder, args, kwargs)
             return kwargs | {transformers_api.CALL_KEY: None}
+        placed: Arguments = {}
+        if replica is not None and replica.has_images:
+            held = self._held(ShardedRow.read(shard), kwargs["inputs_embeds"].device)
+            kwargs, placed = own_tokens(kwargs, held)
         batch = self._read(decoder, args, kwargs, shard)
         count = kwargs.get("num_valid_tokens") if replica is None else replica.num_items
-        return kwargs | self._begin_sharded(decoder, shard, batch, count)
+        return kwargs | self._begin_sharded(decoder, shard, batch, count) | placed
 
     def make_plans(self, shard: Tensor) -> None:
         """Make the plans of a batch that is to come. A batch that can't be used is skipped: its
@@ -109,7 +114,7 @@ class DecoderCalls:
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Arguments, shard: Tensor
     ) -> _Batch:
         tokens, row = tokens_of(args, kwargs), ShardedRow.read(shard).placed(self.group)
-        held = self.group.layout(row.documents).positions(self.group.group_rank, tokens.device)
+        held = self._held(row, tokens.device)
         positions, routed = (
             row.documents.positions(held)[None],
             wants_router_logits(decoder, kwargs),
@@ -120,6 +125,10 @@ class DecoderCalls:
             or input_problem(kwargs, positions, routed)
         )
         return _Batch(tokens, row, positions, routed, *self._mask(row, problem))
+
+    def _held(self, row: ShardedRow, device: torch.device) -> Tensor:
+        """Places in the row of this rank's tokens."""
+        return self.group.layout(row.documents).positions(self.group.group_rank, device)
 
     def _mask(self, row: ShardedRow, problem: str | None) -> tuple[Mask | None, str | None]:
         """(mask, problem), the user's mask made only for a row without a problem."""

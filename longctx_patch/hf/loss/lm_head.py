@@ -181,7 +181,10 @@ def bind_head(model: PreTrainedModel, loss: ShardLoss) -> Callable[[], None]:
 
 
 def _token_shape(given: Mapping[str, Any]) -> torch.Size | None:
-    """`[B, L]` of a forward pass."""
+    """`[B, L]` of this rank's tokens in a forward pass; None where only the decoder cuts them."""
+    rows = given.get(ROWS_KEY)
+    if rows is not None and rows.has_images:
+        return None
     if isinstance(given.get("input_ids"), Tensor):
         return given["input_ids"].shape
     embeds = given.get("inputs_embeds")

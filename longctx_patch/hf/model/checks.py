@@ -6,7 +6,14 @@ Importing this needs neither torch nor transformers.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from longctx_patch.hf.model.facts import CHUNKED, FULL, WINDOWED, ModelFacts, layer_kinds
+from longctx_patch.hf.model.facts import (
+    CHUNKED,
+    FULL,
+    WINDOWED,
+    ModelFacts,
+    layer_kinds,
+    text_config,
+)
 from longctx_patch.hf.model.family import RECURRENT, SINKS, SOFTCAP, Family
 from longctx_patch.hf.model.supported import FAMILIES, TABLE, refusal_of
 
@@ -38,17 +45,18 @@ def check_model_config(model_config: Any, config: "LongContextConfig") -> None:
     """
     model_type = str(getattr(model_config, "model_type", None))
     if (refusal := refusal_of(model_type)) is not None:
-        layer = _uncovered_layer(model_config)
+        layer = _uncovered_layer(None, model_config)
         raise UnsupportedModelError(
             f"model type {model_type!r} is not supported: {refusal}"
             + (f" ({layer})" if layer else "")
             + ". `longctx families` prints what is supported; train this one without sequence "
             "parallelism."
         )
-    reasons = [reason for check in _CHECKS if (reason := check(model_config, config))]
+    family, text = FAMILIES[model_type], text_config(model_config)
+    reasons = [reason for check in _CHECKS if (reason := check(family, text, config))]
     if reasons:
         raise UnsupportedModelError(
-            f"this {FAMILIES[model_type].name} model can't be patched:\n"
+            f"this {family.name} model can't be patched:\n"
             + "\n".join(f"  - {reason}" for reason in reasons)
         )
 
@@ -75,18 +83,17 @@ def check_modules(model: "nn.Module", attention_modules: "list[nn.Module]") -> N
             raise UnsupportedModelError(_noise_reason(f"attention_dropout={dropout}"))
 
 
-def _uncovered_layer(model_config: Any) -> str | None:
+def _uncovered_layer(family: Family | None, model_config: Any) -> str | None:
     kinds = enumerate(layer_kinds(model_config))
-    family = FAMILIES.get(model_config.model_type)
     covered = {FULL, WINDOWED} | (frozenset() if family is None else family.layers)
     return next((f"layer {i} is {kind}" for i, kind in kinds if kind not in covered), None)
 
 
-def _layer_types(model_config: Any, config: "LongContextConfig") -> str | None:
-    layer = _uncovered_layer(model_config)
+def _layer_types(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
+    layer = _uncovered_layer(family, model_config)
     if layer is None:
         return None
-    covered = " or ".join(sorted(FAMILIES[model_config.model_type].layers))
+    covered = " or ".join(sorted(family.layers))
     return (
         f"{layer}: layers here attend fully or through a sliding window"
         f"{f', or are {covered}' * bool(covered)}. Use a model with full_attention and "
@@ -94,7 +101,7 @@ def _layer_types(model_config: Any, config: "LongContextConfig") -> str | None:
     )
 
 
-def _window(model_config: Any, config: "LongContextConfig") -> str | None:
+def _window(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
     kinds, window = layer_kinds(model_config), getattr(model_config, "sliding_window", None)
     if WINDOWED not in kinds or (isinstance(window, int) and window > 0):
         return None
@@ -105,9 +112,9 @@ def _window(model_config: Any, config: "LongContextConfig") -> str | None:
     )
 
 
-def _chunk(model_config: Any, config: "LongContextConfig") -> str | None:
+def _chunk(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
     kinds, chunk = layer_kinds(model_config), getattr(model_config, "attention_chunk_size", None)
-    is_covered = CHUNKED in FAMILIES[model_config.model_type].layers
+    is_covered = CHUNKED in family.layers
     if CHUNKED not in kinds or not is_covered or (isinstance(chunk, int) and chunk > 0):
         return None
     return (
@@ -116,9 +123,9 @@ def _chunk(model_config: Any, config: "LongContextConfig") -> str | None:
     )
 
 
-def _unread_options(model_config: Any, config: "LongContextConfig") -> str | None:
+def _unread_options(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
     """An option that the config sets, but transformers' code of this family ignores."""
-    features = FAMILIES[model_config.model_type].features
+    features = family.features
     options = {"attn_logit_softcapping": SOFTCAP, "attention_sinks": SINKS, "sinks": SINKS}
     for option, feature in options.items():
         value = getattr(model_config, option, None)
@@ -130,7 +137,7 @@ def _unread_options(model_config: Any, config: "LongContextConfig") -> str | Non
     return None
 
 
-def _bidirectional(model_config: Any, config: "LongContextConfig") -> str | None:
+def _bidirectional(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
     if getattr(model_config, "is_causal", True) is False:
         return _bidirectional_reason("is_causal=False")
     both_ways = getattr(model_config, "use_bidirectional_attention", None)
@@ -146,7 +153,7 @@ def _bidirectional_reason(option: str) -> str:
     )
 
 
-def _noise(model_config: Any, config: "LongContextConfig") -> str | None:
+def _noise(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
     """Dropout and jitter, whatever a family calls them, but for those of other heads."""
     drawn = [
         f"{name}={value}"
@@ -167,7 +174,7 @@ def _noise_reason(drawn: str) -> str:
     )
 
 
-def _rope(model_config: Any, config: "LongContextConfig") -> str | None:
+def _rope(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
     rope = getattr(model_config, "rope_parameters", None) or {}
     per_layer = [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
     types = {str(r.get("rope_type")) for r in per_layer}
@@ -186,7 +193,7 @@ def _rope(model_config: Any, config: "LongContextConfig") -> str | None:
     )
 
 
-def _heads(model_config: Any, config: "LongContextConfig") -> str | None:
+def _heads(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
     heads = ModelFacts.of(model_config).num_heads
     if config.ulysses_degree <= heads:
         return None
@@ -196,7 +203,7 @@ def _heads(model_config: Any, config: "LongContextConfig") -> str | None:
     )
 
 
-def _mlp_tiles(model_config: Any, config: "LongContextConfig") -> str | None:
+def _mlp_tiles(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
     tiles = config.mlp_tiles
     if tiles in (None, 1) or any(layer.is_dense for layer in ModelFacts.of(model_config).layers):
         return None
@@ -206,9 +213,9 @@ def _mlp_tiles(model_config: Any, config: "LongContextConfig") -> str | None:
     )
 
 
-def _placement(model_config: Any, config: "LongContextConfig") -> str | None:
+def _placement(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
     """A striped placement under recurrent layers."""
-    recurrent = [f for f in FAMILIES[model_config.model_type].features if f in RECURRENT]
+    recurrent = [f for f in family.features if f in RECURRENT]
     placed = {config.placement, config.packed_placement}
     if not recurrent or config.ring_degree == 1 or "striped" not in placed:
         return None
@@ -219,7 +226,7 @@ def _placement(model_config: Any, config: "LongContextConfig") -> str | None:
     )
 
 
-_CHECKS: tuple[Callable[[Any, "LongContextConfig"], str | None], ...] = (
+_CHECKS: tuple[Callable[[Family, Any, "LongContextConfig"], str | None], ...] = (
     _layer_types,
     _window,
     _chunk,

@@ -12,6 +12,8 @@ WINDOW, SOFTCAP, SINKS = "sliding window", "softcap", "sinks"
 CHUNKS, TEMPERATURE = "chunked attention", "temperature by position"
 LATENT = "latent attention"
 """MLA: keys and values are expanded from a latent of each token, and have different head sizes."""
+IMAGES = "images"
+"""Images among the tokens, embedded before rows are cut (`hf/call/images.py`)."""
 EXPERTS, ROUTER = "experts", "router loss"
 """Families with a router loss have experts too; `EXPERTS` stands where there is no such loss."""
 

@@ -14,6 +14,7 @@ from longctx_patch.hf.model.family import (
     CONVOLUTION,
     DELTA,
     EXPERTS,
+    IMAGES,
     LATENT,
     ROUTER,
     SINKS,
@@ -52,6 +53,9 @@ TABLE = (
     _supported("qwen2", "Qwen2, Qwen2.5", WINDOW),
     _supported("qwen2_moe", "Qwen1.5-MoE, Qwen2-MoE", WINDOW, ROUTER),
     _supported("qwen3", "Qwen3", WINDOW),
+    _supported("qwen2_vl", "Qwen2-VL", IMAGES, WINDOW),
+    _supported("qwen2_5_vl", "Qwen2.5-VL", IMAGES, WINDOW),
+    _supported("qwen3_vl", "Qwen3-VL", IMAGES),
     _supported("qwen3_moe", "Qwen3-MoE", WINDOW, ROUTER),
     _supported("gemma", "Gemma"),
     _supported("gemma2", "Gemma 2", WINDOW, SOFTCAP, logits=GEMMA_LOGITS),
@@ -169,16 +173,14 @@ TABLE = (
     *_refused(
         f"with images its model is not compared with one process; {TEXT_IN_IT}",
         {
-            "qwen2_vl": "Qwen2-VL",
-            "qwen2_5_vl": "Qwen2.5-VL",
-            "qwen3_vl": "Qwen3-VL",
             "qwen3_vl_moe": "Qwen3-VL-MoE",
             "qwen3_5": "Qwen3.5, Qwen3.6",
             "qwen3_5_moe": "Qwen3.5-MoE, Qwen3.6-MoE",
         },
     ),
     *_refused(
-        f"tokens of an image see each other in both directions; {TEXT_IN_IT}",
+        "tokens of an image see each other in both directions, other ones in each row, and a mask "
+        f"here is that of all rows of a length; {TEXT_IN_IT}",
         {"gemma3": "Gemma 3"},
     ),
     *_refused(

@@ -36,7 +36,7 @@ _MULTIMODAL_ROPE = frozenset({"mrope_section", "mrope_interleaved"})
 
 def text_part(config: Any) -> Any:
     """The config of the text model in a checkpoint with this config, or `config` itself."""
-    if config.model_type not in TEXT_TYPES:
+    if getattr(config, "model_type", None) not in TEXT_TYPES:
         return config
     text = config.get_text_config()
     if text.model_type != TEXT_TYPES[config.model_type]:

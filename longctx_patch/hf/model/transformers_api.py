@@ -20,7 +20,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from longctx_patch.hf.model.facts import text_config
 
 OLDEST, NEWEST = Version("5.17"), Version("6")
 
@@ -102,7 +107,8 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
             "AutoModelForCausalLM returns (or a PEFT model around it), before DDP, FSDP or "
             "torch.compile wrap it."
         )
-    if type(base).__name__ not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    kinds = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if not any(type(base).__name__ in kind.values() for kind in kinds):
         raise ValueError(
             f"{type(base).__name__} is not a causal language model: other heads pool or compare "
             "tokens that lie on different ranks. Patch the model that AutoModelForCausalLM returns."
@@ -111,13 +117,24 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
 
 
 def attention_implementation(model: PreTrainedModel) -> str:
-    return str(model.config._attn_implementation)
+    return str(text_config(model.config)._attn_implementation)
 
 
 def bind_attention(model: PreTrainedModel, stock: str) -> Callable[[], None]:
-    """Switch to our attention; return a function that switches back."""
-    model.set_attn_implementation(NAME_OVER_STOCK[stock])
-    return lambda: model.set_attn_implementation(stock)
+    """Switch to our attention; return a function that switches back. What reads images keeps its
+    own."""
+
+    def switch(name: str) -> None:
+        model.set_attn_implementation({"text_config": name} if reads_images(model) else name)
+
+    switch(NAME_OVER_STOCK[stock])
+    return lambda: switch(stock)
+
+
+def reads_images(model: nn.Module) -> bool:
+    """Whether the text model is one part of several."""
+    config = getattr(model, "config", None)
+    return config is not None and text_config(config) is not config
 
 
 def router_weight(model: PreTrainedModel) -> str:
@@ -314,9 +331,10 @@ def decoder_of(model: Any) -> nn.Module:
     return decoder
 
 
-def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """The layers that transformers can checkpoint, first to last."""
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+def decoder_layers(model: Any) -> list[GradientCheckpointingLayer]:
+    """The text model's layers that transformers can checkpoint, first to last."""
+    text = decoder_of(model) if reads_images(model) else model
+    return [m for m in text.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 def dense_mlps(model: PreTrainedModel) -> list[nn.Module | None]:

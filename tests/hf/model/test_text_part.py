@@ -18,18 +18,10 @@ from longctx_patch.hf.model.text_part import TEXT_TYPES, text_weights
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.float64 import backward, padded_rows, stock_loss
-from tests.hf.seeing import IMAGE, WHOLE, seeing_model
+from tests.hf.float64 import backward, stock_loss
+from tests.hf.seeing import WHOLE, seeing_model, text_rows
 from tests.hf.tiny import gradients
 from tests.reference import relative_error
-
-
-def text_rows() -> dict[str, Tensor]:
-    """Padded rows without the tokens that stand for images."""
-    rows = padded_rows()
-    for name in ("input_ids", "labels"):
-        rows[name] = rows[name].clamp(max=IMAGE - 1)
-    return rows
 
 
 def on_text(family: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -218,6 +218,16 @@ REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
         {"messages": [user("w1"), {"role": "assistant", "content": 3.5}]},
         r"message 2 of messages: its content is 3.5 \(a float\), not a text",
     ),
+    "an image said": (
+        reading("chat"),
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWERED[1]]},
+        "it has 'image', and recipes train on text alone",
+    ),
+    "an image beside": (
+        reading("chat"),
+        {"messages": ANSWERED, "images": ["a.png"]},
+        "it has 'images', and recipes train on text alone",
+    ),
     "no messages": (reading("chat"), {"messages": []}, r"messages is '\[\]': give a list"),
     "nothing learned": (
         reading("chat", assistant_only=True),

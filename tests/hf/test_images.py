@@ -1,0 +1,203 @@
+"""Rows with images over virtual ranks: the loss and every gradient, those of the image encoder too,
+are those of the stock eager model in one process."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from longctx_patch import (
+    LongContextConfig,
+    SequenceShardCollator,
+    patch,
+    run_virtual_ranks,
+    virtual_group,
+)
+from longctx_patch.config import LossName
+from longctx_patch.hf.model.checks import UnsupportedModelError
+from longctx_patch.hf.model.family import IMAGES
+from longctx_patch.hf.model.supported import FAMILIES
+from longctx_patch.trainer.binding import patch_for_trainer
+from longctx_patch.transport import VirtualTransport
+from longctx_patch.verification import verify
+from longctx_patch.verification.shrink import keep_float64
+from tests.harness import run_distributed
+from tests.hf.float64 import WAYS, backward, stock_loss
+from tests.hf.seeing import WHOLE, seeing_config, seeing_model, seen_rows, text_rows
+from tests.reference import relative_error
+
+SEEING = [name for name, family in FAMILIES.items() if IMAGES in family.features]
+ALONE = {"ring_degree": 1, "checkpoint": "attention"}
+
+
+def assert_exact(
+    family: str, config: LongContextConfig, batch: dict[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Compare virtual ranks with the stock model; returns its loss and gradients."""
+    bound = 1e-10 if dtype == torch.float64 else 1e-5
+    batch = {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
+    models = [seeing_model(family) for _ in range(config.sequence_degree + 1)]
+    for model in models:
+        if dtype == torch.float64:
+            keep_float64(model)
+
+    def on_one_rank(transport: VirtualTransport) -> dict[str, Tensor]:
+        model = models[transport.group_rank]
+        handle = patch(model, config, group=virtual_group(transport, config))
+        found = backward(model(**batch).loss, model)
+        assert handle.first_step is not None
+        assert handle.first_step.backward_problem() is None
+        handle.unpatch()
+        return found
+
+    wanted = backward(stock_loss(models[-1], batch), models[-1])
+    ranks = run_virtual_ranks(config.sequence_degree, on_one_rank)
+    assert all(rank.keys() == wanted.keys() for rank in ranks)
+    for name, value in wanted.items():
+        found = torch.stack([rank[name] for rank in ranks]).mean(0)
+        error = relative_error(found, value)
+        assert error < bound, f"{family}, {config}: {name} differs by {error:.1e}"
+    return wanted
+
+
+@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("way", [*WAYS, ALONE], ids=str)
+def test_ranks_compute_what_one_process_does(family: str, way: dict[str, Any]) -> None:
+    config = LongContextConfig(**way)
+    wanted = assert_exact(family, config, seen_rows(), torch.float64)
+    model = seeing_model(family)
+    assert wanted.keys() - {"loss"} == {name for name, _ in model.named_parameters()}
+    visual = [value for name, value in wanted.items() if ".visual." in name]
+    assert len(visual) > 10
+    assert all(bool(value.any()) for value in visual), "images matter to the loss"
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_the_same_in_float32(family: str) -> None:
+    for way in (WAYS[0], WAYS[4]):
+        assert_exact(family, LongContextConfig(**way), seen_rows(), torch.float32)
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_videos_and_rows_without_images(family: str) -> None:
+    """A video beside images; and rows of text alone, from which images' weights learn nothing."""
+    config = LongContextConfig(ulysses_degree=2, ring_degree=2, checkpoint="attention")
+    wanted = assert_exact(family, config, seen_rows(video=family), torch.float64)
+    without = assert_exact(family, config, seen_rows(), torch.float64)
+    assert wanted["loss"] != without["loss"]
+    text = assert_exact(family, config, text_rows(), torch.float64)
+    assert not any(".visual." in name for name in text)
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_evaluation_log_probs_and_what_is_restored(family: str) -> None:
+    """Whole rows in evaluation on each rank alone, shared, and their log-probabilities; the model
+    is the stock one again when it is unpatched."""
+    config, batch = LongContextConfig(ring_degree=2), seen_rows()
+    models = [seeing_model(family) for _ in range(2)]
+    alone = copy.deepcopy(models[0]).eval()
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    with torch.no_grad():
+        logits = alone(**given).logits
+        loss = stock_loss(alone, batch)
+    labels = batch["labels"][:, 1:]
+    wanted = logits[:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
+    wanted = wanted * (labels >= 0)
+
+    def on_one_rank(transport: VirtualTransport) -> None:
+        model = models[transport.group_rank]
+        handle = patch(model, config, group=virtual_group(transport, config))
+        found = handle.token_log_probs(batch)
+        assert relative_error(found, wanted) < 1e-5
+        model.eval()
+        with torch.no_grad():
+            assert torch.equal(model(**given).logits, logits)
+            with handle.sharing_evaluation():
+                assert relative_error(model(**batch).loss, loss) < 1e-5
+        handle.unpatch()
+        with torch.no_grad():
+            assert torch.equal(model(**given).logits, logits)
+        assert model.config.text_config._attn_implementation == "eager"
+        assert model.model.visual.config._attn_implementation == "eager"
+
+    run_virtual_ranks(2, on_one_rank)
+
+
+def under_ddp(rank: int) -> None:
+    """DDP's gradients on two processes are the stock model's: of all weights, and of an adapter
+    over text model and image encoder."""
+    batch = seen_rows()
+    adapter = LoraConfig(target_modules=["q_proj", "v_proj", "qkv"], init_lora_weights=False)
+    cases: list[tuple[LossName, bool]] = [("chunked", False), ("logits", False), ("chunked", True)]
+    for loss, wraps in cases:
+        model = seeing_model("qwen3_vl")
+        model = get_peft_model(model, adapter) if wraps else model
+        stock = copy.deepcopy(model)
+        wanted = backward(stock(**batch).loss, stock)
+        handle = patch(model, LongContextConfig(ring_degree=2, loss=loss))
+        ddp = DistributedDataParallel(model)
+        found = backward(ddp(**batch).loss, model)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            error = relative_error(found[name], value)
+            assert error < 1e-5, f"{loss}, adapter {wraps}: {name} differs by {error:.1e}"
+        handle.unpatch()
+
+
+def test_processes_under_ddp() -> None:
+    run_distributed(under_ddp, 2)
+
+
+def refusal(batch: dict[str, Any], others: dict[str, Any] | None = None) -> str:
+    """What two ranks say of a batch, rank 1 of `others` if they are given."""
+    config = LongContextConfig(ring_degree=2)
+    models = [seeing_model("qwen3_vl") for _ in range(2)]
+
+    def on_one_rank(transport: VirtualTransport) -> str:
+        mine = others if others is not None and transport.group_rank else batch
+        patch(models[transport.group_rank], config, group=virtual_group(transport, config))
+        with pytest.raises(ValueError) as raised:
+            models[transport.group_rank](**mine)
+        return str(raised.value)
+
+    return run_virtual_ranks(2, on_one_rank)[0]
+
+
+def test_rows_whose_images_have_no_known_places_are_refused() -> None:
+    rows = seen_rows()
+    unknown = {name: value for name, value in rows.items() if name != "mm_token_type_ids"}
+    assert "images without mm_token_type_ids" in refusal(unknown)
+    unpadded = {name: value for name, value in rows.items() if name != "attention_mask"}
+    unpadded["labels"] = torch.full_like(rows["labels"], 5)
+    positions = torch.arange(47).expand(2, -1) % 25
+    unpadded["labels"][:, 25] = -100
+    assert "position_ids with images" in refusal(unpadded | {"position_ids": positions})
+    other = rows | {"image_grid_thw": rows["image_grid_thw"].clone()}
+    other["image_grid_thw"][0] = torch.tensor((1, 6, 4))  # as many patches, in another shape
+    assert "or have others" in refusal(rows, other)
+
+
+def test_images_of_a_shard_are_refused() -> None:
+    config = LongContextConfig()
+    model, rows = seeing_model("qwen2_5_vl"), seen_rows()
+    patch(model, config)
+    collate = SequenceShardCollator(config, group_rank=0, pad_token_id=0)
+    shard = collate([{"input_ids": row} for row in rows["input_ids"].tolist()])
+    with pytest.raises(ValueError, match="Pass whole rows, as the processor makes them"):
+        model(**shard, **{name: rows[name] for name in ("pixel_values", "image_grid_thw")})
+
+
+def test_other_models_that_read_images_are_refused_with_the_fix() -> None:
+    for family in set(WHOLE) - set(SEEING):
+        with pytest.raises(UnsupportedModelError, match=r"longctx_patch\.plugin\.text_model"):
+            patch(seeing_model(family), LongContextConfig())
+    with pytest.raises(ValueError, match="its text model is verified"):
+        verify(seeing_config("qwen3_vl"), [LongContextConfig(ring_degree=2)])
+    with pytest.raises(
+        ValueError, match=r"Qwen3VLForConditionalGeneration reads images.*text_model"
+    ):
+        patch_for_trainer(seeing_model("qwen3_vl"), LongContextConfig())
