@@ -80,6 +80,8 @@ class RowsPass(NamedTuple):
     """How `scores` are made."""
     has_images: bool = False
     """Whether the model embeds whole rows, with images in them, and the decoder cuts them."""
+    image_spans: tuple[tuple[int, int], ...] = ()
+    """Where images are whose tokens see each other in both directions."""
 
 
 def read_rows(given: Mapping[str, Any], stock: StockModel) -> WholeRows:

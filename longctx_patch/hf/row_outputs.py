@@ -13,8 +13,8 @@ from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.loss.law import group_value
 from longctx_patch.sequence.layout import Layout
 
-_OUTPUTS = ("loss", "logits", "router_logits", "aux_loss")
-"""Those of whole rows; router logits are gathered with the decoder's outputs."""
+_OUTPUTS = ("loss", "logits", "router_logits", "aux_loss", "image_hidden_states")
+"""Those of whole rows and their images; router logits are gathered with the decoder's outputs."""
 _OF_TOKENS = (
     *("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"),
 )
@@ -34,6 +34,8 @@ def whole_outputs(
     `config` is the model's.
     """
     of_tokens = _OF_TOKENS if rows.wanted in ("log_probs", "fused", "scores") else ()
+    if outputs.get("rope_deltas") is not None:  # transformers 5.17's, for a cache of another pass
+        outputs["rope_deltas"] = None
     given = {name: value for name, value in outputs.items() if value is not None}
     if others := [name for name in given if name not in (*_OUTPUTS, *of_tokens)]:
         raise ValueError(f"{', '.join(others)} of whole rows: {OTHER_OUTPUTS}")

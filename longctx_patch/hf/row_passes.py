@@ -37,6 +37,10 @@ from longctx_patch.transport.meeting import Meeting, digest, meet, table
 Arguments = dict[str, Any]
 
 
+NO_MASKS: Arguments = {"attention_mask": {}}
+"""Else Gemma 3 makes masks of all pairs of tokens, which the decoder would not use."""
+
+
 class UnknownTokens(ValueError):
     """Ids that no way to run the model has an embedding for."""
 
@@ -77,7 +81,8 @@ class RowPasses:
             given.get("num_items_in_batch"), self._group.num_ranks, training=self._model.training
         )
         if not self._are_shared(given):
-            return args, kwargs
+            makes_masks = self._of_images and given.get(SHARD_KEY) is not None
+            return args, kwargs | (NO_MASKS if makes_masks else {})
         shard = self._shard_of(given)
         return (args, kwargs) if shard is None else ((), shard)
 
@@ -128,15 +133,24 @@ class RowPasses:
         is_unread = problem is not None and not isinstance(problem, UnknownTokens)
         if self._group.num_ranks == 1 and is_unread and WANTED_KEY not in given:
             return None
-        said = (request, images.grids(given)) if shard.get(ROWS_KEY) else request
-        asked = meet(self._group.everyone, Meeting.ROWS, (digest(repr(said)),), problem)
-        if len(set(asked)) > 1:
+        grids = images.grids(given) if shard else ()
+        said = digest(repr(request)), digest(repr(grids))
+        wanted, seen = zip(*meet(self._group.everyone, Meeting.ROWS, said, problem), strict=True)
+        if len(set(wanted)) > 1:
             raise ValueError(
-                "the ranks of the group want different outputs of whole rows, or have others:\n"
+                "the ranks of the group want different outputs of whole rows:\n"
                 f"{table(self._group.everyone, str(request))}\nCall the model alike on all of them."
             )
+        if len(set(seen)) > 1:
+            raise ValueError(
+                f"the group's ranks have images of different sizes, this one {str(grids)[:80]}: "
+                "feed every rank of the group the same rows."
+            )
         others = {name: value for name, value in given.items() if name not in READ | ASKING}
-        others.pop("mm_token_type_ids", None)  # which positions have been made of
+        for name in images.KINDS:  # of which positions, or a mask, have been made
+            others.pop(name, None)
+        if self._of_images:
+            others |= NO_MASKS
         if request is not None and request.wanted == "scores":
             del others["fused_lm_head"]
         return others | {"num_items_in_batch": None, "use_cache": False} | shard
@@ -167,10 +181,9 @@ class RowPasses:
         """The same for rows with images: whole ids and positions, which the decoder cuts."""
         if not self._of_images or not images.has_images(given):
             return shard
-        images.check_images(given)
-        rows = shard[ROWS_KEY]._replace(has_images=True)
+        images.check_images(self._model, given)
         length = ShardedRow.read(shard[SHARD_KEY]).documents.num_tokens
-        whole = images.whole_inputs(self._model, given, rows, length)
+        whole, rows = images.whole_inputs(self._model, given, shard[ROWS_KEY], length)
         return shard | whole | {ROWS_KEY: rows}
 
     def _check_cache(self) -> None:

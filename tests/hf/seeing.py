@@ -86,8 +86,8 @@ _PARTS: dict[str, dict[str, Any]] = {
     "qwen3_5": {"text_config": _DELTA, "vision_config": _GRID, **_IDS},
     "qwen3_5_moe": {"text_config": _DELTA | _SHARED, "vision_config": _GRID, **_IDS},
     "gemma3": {
-        "text_config": _WINDOWED,
-        "vision_config": _GEMMA_EYE | {"image_size": 8},
+        "text_config": _WINDOWED | {"final_logit_softcapping": 3.0},
+        "vision_config": _GEMMA_EYE | {"image_size": 8, "vision_use_head": False},
         "image_token_index": IMAGE,
         "mm_tokens_per_image": 4,
     },
@@ -135,9 +135,14 @@ def text_rows() -> dict[str, Any]:
     return rows
 
 
-def seen_rows(*, video: str = "") -> dict[str, Any]:
+def seen_rows(family: str, *, video: bool = False) -> dict[str, Any]:
     """Two rows with pictures of different sizes, as a processor makes them: one padded on the
-    left, one on both sides. `video`: with one in the second row too, as this family has it."""
+    left, one on both sides. `video`: with one in the second row, too.
+
+    Those of Gemma 3 are all of one size, in the same places of both rows, two of them neighbours.
+    """
+    if family == "gemma3":
+        return _gemma_rows()
     draw = torch.Generator().manual_seed(7)
     pictures = [[(1, 4, 6), (1, 2, 4)], [(1, 6, 4)]]
     videos = [[], [(2, 4, 4)]] if video else [[], []]
@@ -150,7 +155,7 @@ def seen_rows(*, video: str = "") -> dict[str, Any]:
         for kind, token, grids in ((1, IMAGE, pictures[row]), (2, VIDEO, videos[row])):
             for frames, height, width in grids:
                 # Qwen3-VL puts text between the frames of a video; others take them in one piece.
-                apart = video.startswith("qwen3") and kind == 2
+                apart = family.startswith("qwen3") and kind == 2
                 a_frame = height * width // 4
                 for size in [a_frame] * frames if apart else [frames * a_frame]:
                     ids[row, place], ids[row, place + 1 : place + 1 + size] = START, token
@@ -169,3 +174,18 @@ def seen_rows(*, video: str = "") -> dict[str, Any]:
             batch[f"{name}_grid_thw"] = sizes
             batch["pixel_values" if name == "image" else "pixel_values_videos"] = pixels
     return batch
+
+
+def _gemma_rows() -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(7)
+    length, tokens = 41, 4
+    ids = torch.randint(1, IMAGE, (2, length), generator=draw)
+    kinds, mask = torch.zeros_like(ids), torch.ones_like(ids)
+    for place in (3, 14, 14 + tokens):  # together longer than the window
+        kinds[:, place : place + tokens] = 1
+    mask[0, length - 3 :] = mask[1, length - 11 :] = 0
+    ids = ids.masked_fill(kinds == 1, IMAGE).masked_fill(mask == 0, 0)
+    labels = ids.masked_fill((mask == 0) | (kinds == 1), -100)
+    pixels = torch.randn(6, 3, 8, 8, generator=draw)
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, "token_type_ids": kinds}
+    return batch | {"pixel_values": pixels}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from longctx_patch.data import ROWS_KEY, SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.fire_check import FirstStep
+from longctx_patch.hf.call.image_spans import Spans, spans_mask
 from longctx_patch.hf.call.images import own_tokens
 from longctx_patch.hf.call.inputs import (
     check_whole_rows,
@@ -26,6 +27,11 @@ from longctx_patch.sequence.masks import Mask
 from longctx_patch.transport.meeting import Meeting, SequenceParallelismError
 
 Arguments = dict[str, Any]
+
+_TWO_MASKS = (
+    "images whose tokens see each other in both directions, with a model that was patched with a "
+    "mask: that of the images would be lost. Patch it without mask=."
+)
 
 
 class _Batch(NamedTuple):
@@ -64,6 +70,8 @@ class DecoderCalls:
         Raises ValueError for a batch that can't be used, on every rank of the group.
         """
         kwargs = dict(given)
+        if isinstance(mask := kwargs.get("attention_mask"), dict) and not mask:
+            del kwargs["attention_mask"]  # it stood in place of masks that the model would make
         if "logits_to_keep" in kwargs:  # the head leaves tokens out, so Gemma 4's layers need not
             kwargs["logits_to_keep"] = 0
         shard, replica = kwargs.pop(SHARD_KEY, None), kwargs.pop(ROWS_KEY, None)
@@ -71,10 +79,11 @@ class DecoderCalls:
             self._begin_stock(decoder, args, kwargs)
             return kwargs | {transformers_api.CALL_KEY: None}
         placed: Arguments = {}
+        spans = () if replica is None else replica.image_spans
         if replica is not None and replica.has_images:
             held = self._held(ShardedRow.read(shard), kwargs["inputs_embeds"].device)
             kwargs, placed = own_tokens(kwargs, held)
-        batch = self._read(decoder, args, kwargs, shard)
+        batch = self._read(decoder, args, kwargs, shard, spans)
         count = kwargs.get("num_valid_tokens") if replica is None else replica.num_items
         return kwargs | self._begin_sharded(decoder, shard, batch, count) | placed
 
@@ -111,7 +120,12 @@ class DecoderCalls:
         self.checkpoints.begin(decoder, self.checkpoints.propose(decoder, tokens, tokens.shape[1]))
 
     def _read(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: Arguments, shard: Tensor
+        self,
+        decoder: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Arguments,
+        shard: Tensor,
+        spans: Spans,
     ) -> _Batch:
         tokens, row = tokens_of(args, kwargs), ShardedRow.read(shard).placed(self.group)
         held = self._held(row, tokens.device)
@@ -124,14 +138,21 @@ class DecoderCalls:
             or vocabulary_problem(decoder, 0, row.most_id)
             or input_problem(kwargs, positions, routed)
         )
-        return _Batch(tokens, row, positions, routed, *self._mask(row, problem))
+        return _Batch(tokens, row, positions, routed, *self._mask(row, problem, spans))
 
     def _held(self, row: ShardedRow, device: torch.device) -> Tensor:
         """Places in the row of this rank's tokens."""
         return self.group.layout(row.documents).positions(self.group.group_rank, device)
 
-    def _mask(self, row: ShardedRow, problem: str | None) -> tuple[Mask | None, str | None]:
-        """(mask, problem), the user's mask made only for a row without a problem."""
+    def _mask(
+        self, row: ShardedRow, problem: str | None, spans: Spans = ()
+    ) -> tuple[Mask | None, str | None]:
+        """(mask, problem), the user's mask made only for a row without a problem; `spans` are
+        those of images whose tokens see each other."""
+        if spans and self.mask is not None:
+            return None, problem or _TWO_MASKS
+        if spans and problem is None:
+            return spans_mask(row.documents.num_tokens, spans), None
         if self.mask is None or problem is not None:
             return None, problem
         return made_mask(self.mask, row)
@@ -163,7 +184,7 @@ class DecoderCalls:
         if self.group.num_ranks == 1 and is_plain and not self.checkpoints.replays_attention:
             return {transformers_api.CALL_KEY: None}
         call = self.prepared.pop(key_of(shard), None)
-        if call is None:
+        if call is None or call.mask != batch.mask:
             call = ShardedCall(self.group, documents, batch.mask, batch.row.real_lengths, self.seen)
         call.fire_check, call.positions = self.first_step.begin(decoder), batch.positions[0]
         num_rows = batch.tokens.shape[0]

@@ -8,16 +8,19 @@ rank, the part that comes of its own tokens, as for every other weight.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from longctx_patch.data.whole_rows import READ, RowsPass
+from longctx_patch.hf.call.image_spans import spans_of
 
 Arguments = dict[str, Any]
 
 PIXELS = ("pixel_values", "pixel_values_videos")
 GRIDS = ("image_grid_thw", "video_grid_thw")
-_KINDS = "mm_token_type_ids"
-ARGUMENTS = frozenset({*PIXELS, *GRIDS, _KINDS, "second_per_grid_ts"})
+KINDS = ("mm_token_type_ids", "token_type_ids")
+"""What each token is: 1 of an image. The second is Gemma 3's."""
+ARGUMENTS = frozenset({*PIXELS, *GRIDS, *KINDS, "second_per_grid_ts"})
 """Arguments of a model that say what its images are."""
 OF_SHARDS = (
     "images with a batch of SequenceShardCollator: they are put in before rows are cut. Pass whole "
@@ -36,50 +39,70 @@ def grids(given: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(None if given.get(g) is None else given[g].tolist() for g in GRIDS)
 
 
-def check_images(given: Mapping[str, Any]) -> None:
-    """Refuse rows with images whose positions can't be known."""
+def places_by_grid(model: Any) -> bool:
+    """Whether the model gives images positions of three rows (M-RoPE); else their tokens see each
+    other in both directions, as in Gemma 3."""
+    return hasattr(model.model, "get_rope_index")
+
+
+def check_images(model: Any, given: Mapping[str, Any]) -> None:
+    """Refuse rows with images whose positions, or whose mask, can't be known."""
     if said := sorted(name for name in _DOCUMENTS if given.get(name) is not None):
         raise ValueError(
             f"{said[0]} with images: the model makes positions of images and tokens itself, of one "
             "document in each row. Leave it out, and pack no rows that have images."
         )
-    kinds = given.get(_KINDS)
+    name = KINDS[0] if places_by_grid(model) else KINDS[1]
+    kinds = given.get(name)
     if not isinstance(kinds, Tensor) or kinds.shape != given["input_ids"].shape:
         raise ValueError(
-            f"images without {_KINDS} of the shape of input_ids: positions of images (M-RoPE) "
-            "follow from it. Pass all that the processor returns (return_mm_token_type_ids=True)."
+            f"images without {name} of the shape of input_ids: positions of images, or who sees "
+            f"them, follow from it. Pass all that the processor returns (return_{name}=True)."
         )
 
 
-def whole_inputs(model: Any, given: Mapping[str, Any], rows: RowsPass, length: int) -> Arguments:
-    """`input_ids` `[B, length]` and `position_ids` `[3, B, length]` of rows that begin in the first
-    column, for a batch `[B, L]` with images that is padded on either side."""
-    ids, read = given["input_ids"], {name: given.get(name) for name in ARGUMENTS - {*PIXELS}}
-    positions, _ = model.model.get_rope_index(
-        ids, attention_mask=given.get("attention_mask"), **read
-    )
-    padded = {
-        "input_ids": ids.new_zeros(len(ids), length),
-        "position_ids": positions.new_zeros(3, len(ids), length),
-    }
+def whole_inputs(
+    model: Any, given: Mapping[str, Any], rows: RowsPass, length: int
+) -> tuple[Arguments, RowsPass]:
+    """(the model's arguments of whole rows, what the decoder has to know of them).
+
+    For a batch `[B, L]` with images that is padded on either side: `input_ids` `[B, length]` of
+    rows that begin in the first column, and in Qwen's models `position_ids` `[3, B, length]`.
+    """
+    ids = given["input_ids"]
+    padded: Arguments = {"input_ids": _moved(ids, rows, length)}
+    if not places_by_grid(model):
+        spans = spans_of(given[KINDS[1]], rows)
+        return padded, rows._replace(has_images=True, image_spans=spans)
+    read = {name: given.get(name) for name in ARGUMENTS - {*PIXELS, KINDS[1]}}
+    mask = given.get("attention_mask")
+    positions, _ = model.model.get_rope_index(ids, attention_mask=mask, **read)
+    padded["position_ids"] = torch.stack([_moved(each, rows, length) for each in positions])
+    return padded, rows._replace(has_images=True)
+
+
+def _moved(columns: Tensor, rows: RowsPass, length: int) -> Tensor:
+    """`[B, length]`, 0 on padding, of `[B, L]`."""
+    moved = columns.new_zeros(len(columns), length)
     for number, (start, stop) in enumerate(rows.spans):
-        padded["input_ids"][number, : stop - start] = ids[number, start:stop]
-        padded["position_ids"][:, number, : stop - start] = positions[:, number, start:stop]
-    return padded
+        moved[number, : stop - start] = columns[number, start:stop]
+    return moved
 
 
 def own_tokens(whole: Arguments, held: Tensor) -> tuple[Arguments, Arguments]:
     """(a decoder's arguments of this rank's tokens, those of them that place images).
 
     Args:
-        whole: of whole rows: `inputs_embeds` `[B, L, hidden]`, `position_ids` `[3, B, L]`, and in
-            Qwen3-VL which tokens are of images, `[B, L]`, with what early layers add to them,
-            `[tokens of images, hidden]` for each of these layers.
+        whole: of whole rows: `inputs_embeds` `[B, L, hidden]`, in Qwen's models `position_ids`
+            `[3, B, L]`, and in Qwen3-VL which tokens are of images, `[B, L]`, with what is added
+            to them in early layers, `[tokens of images, hidden]` for each of these layers.
         held: which tokens this rank has, in its order.
     """
     own = {name: value for name, value in whole.items() if name not in (_MASK, _FEATURES)}
     own["inputs_embeds"] = own["inputs_embeds"].index_select(1, held)
-    placed = {"position_ids": own.pop("position_ids").index_select(2, held)}
+    placed = {}
+    if own["position_ids"].ndim == 3:
+        placed["position_ids"] = own.pop("position_ids").index_select(2, held)
     is_image = whole.get(_MASK)
     if is_image is not None:
         numbers = (is_image.flatten().cumsum(0) - 1).view_as(is_image)

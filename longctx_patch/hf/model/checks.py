@@ -14,7 +14,7 @@ from longctx_patch.hf.model.facts import (
     layer_kinds,
     text_config,
 )
-from longctx_patch.hf.model.family import RECURRENT, SINKS, SOFTCAP, Family
+from longctx_patch.hf.model.family import IMAGES, RECURRENT, SINKS, SOFTCAP, Family
 from longctx_patch.hf.model.supported import FAMILIES, TABLE, refusal_of
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ def check_model_config(model_config: Any, config: "LongContextConfig") -> None:
         )
     family, text = FAMILIES[model_type], text_config(model_config)
     reasons = [reason for check in _CHECKS if (reason := check(family, text, config))]
+    if IMAGES in family.features and (noise := _noise(family, model_config.vision_config, config)):
+        reasons.append(f"in its vision_config, {noise}")
     if reasons:
         raise UnsupportedModelError(
             f"this {family.name} model can't be patched:\n"

@@ -59,6 +59,7 @@ TABLE = (
     _supported("qwen3_moe", "Qwen3-MoE", WINDOW, ROUTER),
     _supported("gemma", "Gemma"),
     _supported("gemma2", "Gemma 2", WINDOW, SOFTCAP, logits=GEMMA_LOGITS),
+    _supported("gemma3", "Gemma 3", IMAGES, WINDOW),
     _supported("gemma3_text", "Gemma 3 (text)", WINDOW, logits=GEMMA_LOGITS),
     _supported("gemma3n_text", "Gemma 3n (text)", WINDOW, logits=GEMMA_LOGITS),
     _supported("gemma4_text", "Gemma 4 (text)", WINDOW, EXPERTS, logits=GEMMA_LOGITS),
@@ -177,11 +178,6 @@ TABLE = (
             "qwen3_5": "Qwen3.5, Qwen3.6",
             "qwen3_5_moe": "Qwen3.5-MoE, Qwen3.6-MoE",
         },
-    ),
-    *_refused(
-        "tokens of an image see each other in both directions, other ones in each row, and a mask "
-        f"here is that of all rows of a length; {TEXT_IN_IT}",
-        {"gemma3": "Gemma 3"},
     ),
     *_refused(
         f"it reads images or sound too; {TEXT_IN_IT}",

@@ -45,6 +45,8 @@ def text_part(config: Any) -> Any:
     text.tie_word_embeddings = config.tie_word_embeddings
     text.dtype = text.dtype or config.dtype
     text.architectures = config.architectures
+    if config.model_type == "gemma3":
+        text.final_logit_softcapping = None  # which the whole model doesn't read
     if (quantised := getattr(config, "quantization_config", None)) is not None:
         text.quantization_config = quantised
     return text

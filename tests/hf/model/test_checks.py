@@ -159,7 +159,7 @@ REFUSED = [
     ("albert", {}, "'albert' is not supported: not compared with one process, so not proven"),
     ("bert", {}, "'bert' is not supported: an encoder: tokens see later ones"),
     ("phimoe", {}, "experts are drawn at random in training"),
-    ("gemma3", {}, "train its text model"),
+    ("gemma4", {}, "train its text model"),
     ("jamba", {}, r"scan .* start anew on each \(layer 0 is linear_attention\)"),
     (
         "qwen3_5_text",
