@@ -7,8 +7,9 @@ from pathlib import Path
 
 from longctx_patch.plugin.together import of_all_ranks, own_rank
 
-from .manifest import BEGUN, MANIFEST, MISSING, problems_of
+from .manifest import MANIFEST, MISSING, problems_of
 from .names import ASIDE, Checkpoint, Series
+from .places import KEPT, is_ours
 from .plain_pickle import not_plain
 
 
@@ -27,7 +28,7 @@ class Passed:
     @property
     def is_ours(self) -> bool:
         """Whether it was begun as a checkpoint; else it is a folder of the user's."""
-        return self.was_saved or (self.path / BEGUN).exists()
+        return self.was_saved or is_ours(self.path)
 
     def __str__(self) -> str:
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
@@ -85,9 +86,12 @@ def newest_good(
 def _set_aside(passed: list[Passed], say: Callable[[str], object]) -> None:
     """Rename them, so that a later checkpoint of the same step finds its place free."""
     everyones = of_all_ranks([each.is_ours for each in passed])[0]  # before one is renamed
-    for each, is_ours in zip(passed, everyones, strict=True):
-        if not is_ours:
-            say(f"{each.path} is no checkpoint of this package, and is left alone")
+    for each, ours in zip(passed, everyones, strict=True):
+        if not ours:
+            say(
+                f"{each.path} is no checkpoint of this package, and is left alone. If that step is "
+                f"saved, it gets the name {each.path.name}{KEPT}"
+            )
             continue
         kind = ASIDE[0] if each.was_saved else ASIDE[1]
         place = each.path.with_name(each.path.name + kind)

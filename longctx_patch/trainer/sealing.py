@@ -14,6 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from longctx_patch.checkpoints.choosing import complete, newest_good, problems_in
 from longctx_patch.checkpoints.manifest import MANIFEST, MISSING, begin, seal
 from longctx_patch.checkpoints.names import trainer_checkpoints_of
+from longctx_patch.checkpoints.places import keep_others
 from longctx_patch.checkpoints.plain_pickle import not_plain
 from longctx_patch.checkpoints.retention import Retention, delete, delete_old
 from longctx_patch.health.watchdog import Watchdog
@@ -34,6 +35,8 @@ class SealedCheckpointsMixin(_Trainer):
     _watchdog: Watchdog | None
     _saving: Path | None = None
     """The checkpoint that is being written, and will be sealed."""
+    _has_begun = False
+    """Whether its folder is marked."""
     _callbacks_follow = False
     """Whether callbacks will still write into it."""
     _upload_waits = False
@@ -60,7 +63,7 @@ class SealedCheckpointsMixin(_Trainer):
         if self.args.save_on_each_node:
             return super()._save_checkpoint(model, trial)
         series = trainer_checkpoints_of(self._get_output_dir(trial))
-        self._saving = series.path_of(self.state.global_step)
+        self._saving, self._has_begun = series.path_of(self.state.global_step), False
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
@@ -73,8 +76,12 @@ class SealedCheckpointsMixin(_Trainer):
             self._seal()
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        if self._saving is not None and own_rank() == 0:
-            begin(self._saving)
+        if self._saving is not None and not self._has_begun:
+            if own_rank() == 0:
+                keep_others(self._saving, self._say)
+                begin(self._saving)
+            of_all_ranks(None)  # nobody writes into what is the user's
+            self._has_begun = True
         super().save_model(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

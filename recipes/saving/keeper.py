@@ -137,7 +137,7 @@ class Keeper:
             say_here(f"besides, the last checkpoint could not be written: {other}")
 
     def _write(self, snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> None:
-        write_checkpoint(snapshot, folder, self._run, self._write_model, group)
+        write_checkpoint(snapshot, folder, self._run, self._write_model, group, self._say)
         if own_rank() == 0:
             delete_old(self._series, self._retention)
 

@@ -9,7 +9,9 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from longctx_patch.checkpoints.choosing import complete, newest_good
+from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.names import FLIGHT, Series
+from longctx_patch.checkpoints.places import is_ours
 from longctx_patch.plugin.together import own_rank, refuse_together
 from longctx_patch.rules.names import require_choice
 
@@ -18,6 +20,8 @@ from .lock import LOCK_FILE
 ResumeName = Literal["no", "yes", "auto"]
 OWN_FILES = {LOCK_FILE, ".shared", FLIGHT}
 """What a run leaves where it ends before it has written anything else."""
+STATE_FILES = "run.json", "trainer_state.json"
+"""By which a checkpoint without a manifest is known: ours, and those of transformers' trainers."""
 
 
 def resume_name(given: object) -> ResumeName:
@@ -41,6 +45,8 @@ class Output:
         """Raise ValueError for a folder that the run can't begin or go on in. Changes nothing."""
         if (hidden := _no_folder(self.folder)) is not None:
             raise ValueError(f"output {str(self.folder)!r}: {hidden}")
+        if self.resume != "no":
+            self._refuse_older()
         if self.resume == "yes":
             if not complete(self.checkpoints):
                 raise ValueError(
@@ -64,6 +70,22 @@ class Output:
                 else "Give an empty or new folder, or go on with the run in it with --resume."
             )
             raise ValueError(f"output {str(self.folder)!r} holds files. {hint}")
+
+    def _refuse_older(self) -> None:
+        """Raise ValueError where checkpoints of a version without manifests are all there is: a run
+        that starts anew would train their steps again."""
+        old = [
+            each.path
+            for each in self.checkpoints.found()
+            if not is_ours(each.path) and any((each.path / name).is_file() for name in STATE_FILES)
+        ]
+        if old and not complete(self.checkpoints):
+            raise ValueError(
+                f"resume: {old[-1]} is a checkpoint without {MANIFEST}, of an older version or "
+                "another trainer. This version can't check it, so it does not go on from it, and "
+                "does not train its steps again beside it. Go on with the version that wrote it, "
+                "or give a new output."
+            )
 
     def _problems(self) -> list[str]:
         try:

@@ -1,7 +1,6 @@
 """Writing a checkpoint: a folder that is complete once its manifest is there."""
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longctx_patch.checkpoints.manifest import begin, seal
+from longctx_patch.checkpoints.places import clear
 from longctx_patch.checkpoints.plain_pickle import load_plain, one_process_is_fine
 from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
 
@@ -33,8 +33,10 @@ def write_checkpoint(
     run: Mapping[str, Any],
     write_model: WriteModel,
     group: ProcessGroup | None = None,
+    say: Callable[[str], object] = print,
 ) -> None:
-    """Write a checkpoint into `folder`, in place of what is there; every process calls this.
+    """Write a checkpoint into `folder`; every process calls this. One that a stopped run has left
+    there goes; what is the user's gets another name.
 
     Args:
         snapshot: what is saved.
@@ -42,10 +44,11 @@ def write_checkpoint(
         run: the fingerprint that a run which goes on must have.
         write_model: gets the weights that were written, read back: so no device gathers them.
         group: see `of_all_ranks`.
+        say: prints for the job.
     """
     is_main = own_rank() == 0
     if is_main:
-        shutil.rmtree(folder, ignore_errors=True)  # left incomplete by a run that was stopped
+        clear(folder, say)
         begin(folder)
     of_all_ranks(None, group)
     states = folder / "state"

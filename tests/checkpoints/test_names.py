@@ -1,6 +1,8 @@
 """Which folders are checkpoints, and in which order."""
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from longctx_patch.checkpoints.choosing import complete, newest_good
 from longctx_patch.checkpoints.manifest import begin, seal, write_manifest
 from longctx_patch.checkpoints.names import steps_of, trainer_checkpoints_of
+from longctx_patch.checkpoints.places import clear
 from longctx_patch.checkpoints.retention import Retention, delete_old
 
 
@@ -49,7 +52,7 @@ def test_the_newest_and_one_of_every_so_many_are_kept(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_of_the_user_s_is_never_renamed_and_never_deleted(tmp_path: Path) -> None:
+def test_a_folder_of_the_user_s_is_left_alone_and_never_deleted(tmp_path: Path) -> None:
     """Also where it has a checkpoint's name: what was begun as one is marked."""
     series = trainer_checkpoints_of(tmp_path)
     for step in (2, 4):
@@ -61,12 +64,56 @@ def test_a_folder_of_the_user_s_is_never_renamed_and_never_deleted(tmp_path: Pat
     notes.write_text("mine")
     said: list[str] = []
     assert newest_good(series, said.append) == series.path_of(4)
-    assert said[0] == f"{notes.parent} is no checkpoint of this package, and is left alone"
+    assert said[0] == (
+        f"{notes.parent} is no checkpoint of this package, and is left alone. If that step is "
+        "saved, it gets the name checkpoint-7.kept"
+    )
     assert said[1].startswith(f"a checkpoint is incomplete: {series.path_of(6)}")
     assert delete_old(series, Retention(keep_last=1)) == [series.path_of(2)]
     found = sorted(path.name for path in tmp_path.iterdir())
     assert found == ["checkpoint-4", "checkpoint-7"]
     assert notes.read_text() == "mine"
+
+
+def test_what_is_the_user_s_makes_way_for_a_checkpoint_with_all_its_files(tmp_path: Path) -> None:
+    """A folder, a file, a link and one that leads nowhere, also where the first name is taken."""
+    series, elsewhere = steps_of(tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    series.folder.mkdir()
+    place = series.path_of(2)
+
+    def make_folder() -> None:
+        place.mkdir()
+        (place / "run.json").write_text("mine")
+
+    makes: list[Callable[[], object]] = [
+        make_folder,
+        lambda: place.write_text("mine"),
+        lambda: place.symlink_to(elsewhere),
+        lambda: place.symlink_to(tmp_path / "nowhere"),
+    ]
+    said: list[str] = []
+    for make in makes:
+        make()
+        clear(place, said.append)
+        assert not os.path.lexists(place)
+    kept = [place.with_name(f"step_000002.kept{number}") for number in ("", "_2", "_3", "_4")]
+    assert sorted(series.folder.iterdir()) == kept
+    assert (kept[0] / "run.json").read_text() == kept[1].read_text() == "mine"
+    assert [path.readlink() for path in kept[2:]] == [elsewhere, tmp_path / "nowhere"]
+    names = [path.name for path in kept]
+    assert said == [
+        f"{place} was no checkpoint of this package: it is now {name}, with all its files"
+        for name in names
+    ]
+    assert series.found() == series.aside() == []
+    begin(place)  # what a run has begun goes
+    (place / "state").mkdir()
+    clear(place, said.append)
+    place.mkdir()  # an empty one has nothing to lose
+    clear(place, said.append)
+    assert len(said) == 4
+    assert sorted(series.folder.iterdir()) == kept
 
 
 def test_what_is_left_of_a_deletion_is_no_checkpoint_and_goes_the_next_time(

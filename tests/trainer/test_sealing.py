@@ -62,6 +62,12 @@ def flipped(path: Path) -> Path:
     return path
 
 
+def noted(folder: Path) -> None:
+    """A folder of the user's with a checkpoint's name."""
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+
+
 def on_main(act: Callable[[], object]) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
@@ -85,6 +91,7 @@ def goes_on(folder: str) -> dict[str, Any]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(sealing.logger, "warning", lambda _, t: said.append(t)))
+        on_main(lambda: noted(out / "b" / "checkpoint-4"))
         found["from 2"] = trained(str(out / "b"), str(out / "a" / "checkpoint-2"))
         on_main(lambda: flipped(out / "a" / "checkpoint-6" / "optimizer.pt"))
         found["damaged"] = refused("c", str(out / "a" / "checkpoint-6"))
@@ -127,7 +134,15 @@ def test_a_run_goes_on_from_what_is_whole_alone(tmp_path: Path) -> None:
     newest = f"The newest whole one is {folder / 'checkpoint-4'}: train(resume_from_checkpoint="
     assert newest in first["damaged"]
     assert first["as it was"]
-    damaged, name, going = first["said"]
+    moved, damaged, name, going = first["said"]
+    place = tmp_path / "b" / "checkpoint-4"
+    assert moved == (
+        f"{place} was no checkpoint of this package: it is now checkpoint-4.kept, with all its "
+        "files"
+    )
+    kept = [path.name for path in place.with_name("checkpoint-4.kept").iterdir()]
+    assert kept == ["notes.txt"]  # not marked as ours, by which it might be deleted
+    assert problems_of(place) == []
     assert damaged.startswith(f"a checkpoint is damaged: {folder / 'checkpoint-6'}: optimizer.pt")
     assert name == f"going on from {folder / 'checkpoint-4'}, in which every file is whole"
     assert going == f"resume_from_checkpoint=True: going on from {folder / 'checkpoint-4'}"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from longctx_patch.checkpoints.manifest import BEGUN, MANIFEST, problems_of
 from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
@@ -60,6 +61,44 @@ def test_one_command_starts_goes_on_and_ends(
     assert "resume: the run has ended" in capsys.readouterr().out
     assert (output / "final" / "README.md").stat().st_mtime_ns == before
     assert not list(output.glob(".*"))
+
+
+def test_a_folder_in_the_place_of_the_next_checkpoint_keeps_its_files(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was said to be left alone, and was deleted when that step was saved."""
+    command = ("--resume", "auto", "--save-every", "2", "--keep-last", "1")
+    output = start(*command, "--max-steps", "2", "--scheduler", "constant")
+    for step in (4, 6):
+        folder = steps_of(output).path_of(step)
+        folder.mkdir()
+        (folder / "notes.txt").write_text("mine")
+    capsys.readouterr()
+    start(*command, "--scheduler", "constant")
+    said = capsys.readouterr().out
+    place = steps_of(output).path_of(4)
+    assert f"{place} is no checkpoint of this package, and is left alone" in said
+    assert f"it is now {place.name}.kept, with all its files" in said
+    assert problems_of(place) == []
+    found = sorted(path.name for path in place.parent.iterdir())
+    assert found == ["step_000004", "step_000004.kept", "step_000006"]
+    for name in found[1:]:
+        (notes,) = (place.parent / name).iterdir()
+        assert notes.read_text() == "mine"
+
+
+def test_checkpoints_of_older_versions_are_not_trained_over(start: Start) -> None:
+    """They have no manifest: it was started anew beside them, and their steps saved over them."""
+    output = start("--save-every", "2")
+    shutil.rmtree(output / "final")
+    for each in steps_of(output).found():
+        for name in (MANIFEST, BEGUN):
+            (each.path / name).unlink()
+    files = sorted(output.rglob("*"))
+    for resume in ("auto", "yes"):
+        with pytest.raises(ValueError, match=r"step_000004 is a checkpoint without manifest\.json"):
+            start("--resume", resume)
+    assert sorted(output.rglob("*")) == files
 
 
 def test_auto_never_begins_among_files_of_others(start: Start, tmp_path: Path) -> None:
