@@ -16,6 +16,7 @@ from longctx_patch.sequence.placement import place
 
 LossName = Literal["chunked", "logits"]
 KvExchange = Literal["auto", "heads", "latent"]
+RecurrentExchange = Literal["auto", "states", "heads"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,14 @@ class LongContextConfig:
     with their kernels (flash-linear-attention, mamba-ssm, causal-conv1d) are not installed. They
     are exact and many times slower, and keep all their intermediates for backward."""
 
+    recurrent_exchange: RecurrentExchange = "auto"
+    """What ranks send for a recurrent layer's state. `states`: the state goes along all ranks that
+    share a row, as small maps. `heads`: ranks of a Ulysses group exchange heads for tokens, as in
+    attention, and the state goes along the ring alone; refused where the heads don't divide.
+    `auto`: the cost model decides for each row, from `hardware`; `states` without Ulysses or where
+    heads don't divide. The convolution before it takes its few tokens from the ranks before in any
+    case."""
+
     loss: LossName = "chunked"
     """How a sharded pass with labels computes its loss. `chunked`: from a part of the tokens at a
     time, so that no rank ever holds all its logits; `out.logits` is None then, and the loss can go
@@ -115,6 +124,7 @@ class LongContextConfig:
             ("hardware", get_args(HardwareName)),
             ("loss", get_args(LossName)),
             ("kv_exchange", get_args(KvExchange)),
+            ("recurrent_exchange", get_args(RecurrentExchange)),
             ("checkpoint", tuple(POLICIES)),
         ):
             if (value := getattr(self, name)) is not None or name != "layout":
@@ -127,6 +137,11 @@ class LongContextConfig:
         self._check_nodes()
         if self.kv_exchange == "latent" and (why := self.heads_travel_because()) is not None:
             raise ValueError(f"kv_exchange='latent': {why}. Use kv_exchange='auto'.")
+        if self.recurrent_exchange == "heads" and self.ulysses_degree == 1:
+            raise ValueError(
+                "recurrent_exchange='heads' with ulysses_degree=1: no ranks exchange heads. Use "
+                "recurrent_exchange='auto', or a ulysses_degree above 1."
+            )
 
     def _check_counts(self) -> None:
         counts = {"ulysses_waves": "it counts parts", "mlp_tiles": "it counts tiles"}
@@ -229,6 +244,11 @@ class LongContextConfig:
         """Which tokens of a row each rank of the group holds."""
         name = self.placement_of(documents)
         return place(name, documents, ring=self.ring_degree, ulysses=self.ulysses_degree)
+
+    def ring_layout_of(self, documents: Documents) -> Layout:
+        """The same, with each Ulysses group as one rank, which holds the tokens of its ranks one
+        after the other."""
+        return place(self.placement_of(documents), documents, ring=self.ring_degree)
 
     def padding_multiple(self, *, packed: bool) -> int:
         """Lengths that are a multiple of this give every rank the same number of tokens."""

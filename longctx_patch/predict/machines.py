@@ -6,6 +6,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Literal
 
+from longctx_patch.plans.recurrent import RecurrenceKind
 from longctx_patch.plans.types import Direction
 from longctx_patch.sequence.regions import FULL, Piece
 
@@ -54,6 +55,29 @@ class KernelRates:
 
 
 @dataclass(frozen=True)
+class RecurrentRates:
+    """FLOP/s that the chunked kernels of recurrences reach, by the FLOPs of
+    `longctx_patch.predict.recurrence`."""
+
+    delta_rule: float
+    """flash-linear-attention's `chunk_gated_delta_rule`."""
+    delta_rule_by_channel: float
+    """flash-linear-attention's `chunk_kda`."""
+    state_space: float
+    """mamba-ssm's `mamba_chunk_scan_combined`."""
+    is_measured: bool
+    """False where the rates are a share of matrix products, which nobody has measured."""
+
+    def flops(self, kind: RecurrenceKind) -> float:
+        rates = {
+            "delta rule": self.delta_rule,
+            "delta rule by channel": self.delta_rule_by_channel,
+            "Mamba-2": self.state_space,
+        }
+        return rates[kind]
+
+
+@dataclass(frozen=True)
 class Link:
     """One rank's way to others, the same in both directions at once."""
 
@@ -78,6 +102,8 @@ class Hardware:
     """FLOP/s of large bfloat16 matrix products."""
     peak_flops: float
     """FLOP/s of the data sheet, dense bfloat16; MFU is a share of this."""
+    recurrent: RecurrentRates
+    """What kernels of recurrent layers reach."""
     copy_bandwidth: float
     """Bytes per second that element-wise passes reach, counting what must be read and written."""
     add_bandwidth: float
@@ -160,6 +186,15 @@ _FLASH_ATTN_2 = KernelRates(
     backward_causal=KernelRate(170e12, 800, 50e-6),
 )
 
+# Estimated, not measured: 0.2, 0.1 and 0.25 of the rate of large matrix products. These kernels
+# compute small products and pass states from chunk to chunk; a decay per channel adds work to each.
+_H200_RECURRENT = RecurrentRates(
+    delta_rule=137e12, delta_rule_by_channel=69e12, state_space=171e12, is_measured=False
+)
+_A100_RECURRENT = RecurrentRates(
+    delta_rule=46e12, delta_rule_by_channel=23e12, state_space=58e12, is_measured=False
+)
+
 # The H200's memory, links and host are rounded from benchmarks/calibrate.py on 4 GPUs of a host
 # (torch 2.11, CUDA 13.0, NCCL). Within a step of 131,072 tokens on 4 GPUs, the layers' matrix
 # products ran at 694 TFLOP/s and the head's at 661. Host links were measured with all four GPUs
@@ -171,6 +206,7 @@ _H200 = Hardware(
     kernels=_FLASH_ATTN_4,
     matmul_flops=685e12,
     peak_flops=989e12,
+    recurrent=_H200_RECURRENT,
     copy_bandwidth=4.27e12,
     add_bandwidth=2.85e12,
     merge_bandwidth=1.54e12,
@@ -201,6 +237,7 @@ _A100 = replace(
     kernels=_FLASH_ATTN_2,
     matmul_flops=230e12,
     peak_flops=312e12,
+    recurrent=_A100_RECURRENT,
     copy_bandwidth=1.75e12,
     add_bandwidth=1.2e12,
     merge_bandwidth=0.65e12,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.sequence.layout import Interval
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
@@ -42,8 +43,24 @@ class DeltaRule:
         """`[B, Hv, K, K]`."""
         return (*self.state_shape[:3], self.state_shape[2])
 
+    @property
+    def shape(self) -> RecurrentShape:
+        _, key, value, g, _ = self.inputs
+        return RecurrentShape(
+            kind="delta rule" if g.ndim == 3 else "delta rule by channel",
+            num_heads=value.shape[2],
+            num_groups=key.shape[2],
+            key_dim=key.shape[3],
+            value_dim=value.shape[3],
+            batch=value.shape[0],
+            itemsize=value.dtype.itemsize,
+        )
+
     def with_inputs(self, inputs: Sequence[Tensor]) -> "DeltaRule":
         return replace(self, inputs=tuple(inputs))
+
+    def of_heads(self, inputs: Sequence[Tensor], heads: Interval) -> "DeltaRule":
+        return self.with_inputs(inputs)  # nothing else is by head
 
     def run(
         self, slots: Interval, state: Tensor | None, *, ends: bool

@@ -16,6 +16,7 @@ from torch import Tensor
 from longctx_patch.engine.chain.hand_over import hand_over
 from longctx_patch.engine.chain.run import ChainRun
 from longctx_patch.plans.chain import Chain
+from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.sequence.layout import Interval
 
 
@@ -35,8 +36,17 @@ class Recurrence(Protocol):
     @property
     def state_shape(self) -> tuple[int, ...]: ...
 
+    @property
+    def shape(self) -> RecurrentShape:
+        """Its sizes, in which its inputs and their heads are told apart."""
+        ...
+
     def with_inputs(self, inputs: Sequence[Tensor]) -> Self:
         """The same recurrence over other inputs."""
+        ...
+
+    def of_heads(self, inputs: Sequence[Tensor], heads: Interval) -> Self:
+        """The recurrence of some heads, over inputs that have these alone."""
         ...
 
     def run(

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.sequence.layout import Interval
 
 Scan = Callable[..., Any]
 """A kernel: (x, dt, A, B, C, initial_states=, return_final_states=, ...) to the output, or to
 (output, final states)."""
+
+_BY_HEAD = ("D", "dt_bias")
+"""Options of the kernel that have an entry for each head."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,32 @@ class StateSpace:
         """`[B, H]`."""
         return self.state_shape[:2]
 
+    @property
+    def shape(self) -> RecurrentShape:
+        x, _, b, _ = self.inputs
+        return RecurrentShape(
+            kind="Mamba-2",
+            num_heads=x.shape[2],
+            num_groups=b.shape[2],
+            key_dim=b.shape[3],
+            value_dim=x.shape[3],
+            batch=x.shape[0],
+            itemsize=x.dtype.itemsize,
+        )
+
     def with_inputs(self, inputs: Sequence[Tensor]) -> "StateSpace":
         return replace(self, inputs=tuple(inputs))
+
+    def of_heads(self, inputs: Sequence[Tensor], heads: Interval) -> "StateSpace":
+        mine = slice(heads.start, heads.stop)
+        by_head = {
+            name: value[mine]
+            for name in _BY_HEAD
+            if isinstance(value := self.options.get(name), Tensor)
+        }
+        return replace(
+            self, inputs=tuple(inputs), a_H=self.a_H[mine], options=self.options | by_head
+        )
 
     def run(
         self, slots: Interval, state: Tensor | None, *, ends: bool

@@ -108,11 +108,12 @@ class FireCheck:
         self._ran(module, lambda layer: self._planned(layer, call), words, q, out)
 
     def recurrence_ran(
-        self, module: nn.Module, planned: ChainTraffic, hidden: Tensor, out: Tensor
+        self, module: nn.Module, planned: ChainTraffic, hidden: Tensor, out: Tensor, words: str
     ) -> None:
-        """The same for a recurrent layer, which is recomputed whole if it is recomputed."""
+        """The same for a recurrent layer, which is recomputed whole if it is recomputed; `words`
+        say what it exchanged."""
         traffic = PlannedTraffic(planned.forward, planned.forward, planned.backward)
-        self._ran(module, lambda _: traffic, "recurrent", hidden, out)
+        self._ran(module, lambda _: traffic, words, hidden, out)
 
     def _ran(
         self,

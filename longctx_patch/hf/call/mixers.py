@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from longctx_patch.config import LongContextConfig
 from longctx_patch.engine.chain.convolution import run_convolution
 from longctx_patch.engine.chain.delta_rule import DeltaRule
-from longctx_patch.engine.chain.recurrence import run_recurrence
-from longctx_patch.engine.chain.run import ChainRun
 from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.hf.call.mixer_kernels import check_kernels
+from longctx_patch.hf.call.recurrent_run import RecurrentRun, check_exchange
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.transformers_api import CALL_KEY
 
@@ -31,13 +30,13 @@ Function = Callable[..., Any]
 def _convolution(
     stock: Function, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
-    run = options.pop(CALL_KEY)
+    run: RecurrentRun = options.pop(CALL_KEY)
 
     def convolve(hidden_BCL: Tensor) -> Tensor:
         found: Tensor = stock(hidden_BCL, weight, bias, **options)
         return found
 
-    return run_convolution(run, convolve, hidden, weight.shape[-1] - 1)
+    return run_convolution(run.over_all, convolve, hidden, weight.shape[-1] - 1)
 
 
 def _delta_rule(
@@ -52,8 +51,8 @@ def _delta_rule(
     output_final_state: bool = False,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    run = options.pop(CALL_KEY)
-    return run_recurrence(run, DeltaRule(stock, (query, key, value, g, beta), options)), None
+    run: RecurrentRun = options.pop(CALL_KEY)
+    return run.recurrence(DeltaRule(stock, (query, key, value, g, beta), options)), None
 
 
 def _state_space(
@@ -68,8 +67,8 @@ def _state_space(
     return_final_states: bool = False,
     **options: Any,
 ) -> Tensor:
-    run = options.pop(CALL_KEY)
-    return run_recurrence(run, StateSpace(stock, (x, dt, b, c), a, options))
+    run: RecurrentRun = options.pop(CALL_KEY)
+    return run.recurrence(StateSpace(stock, (x, dt, b, c), a, options))
 
 
 def _not_fused(stock: Function, *_: Any, **__: Any) -> None:
@@ -106,11 +105,11 @@ class MixerForward:
         check = call.fire_check
         if check is not None:
             check.layer_begins(self.module)
-        run = ChainRun(call.chain, call.group.everyone)
+        run = RecurrentRun(call)
         out = self.over_chain(self.module, *args, **(kwargs | {CALL_KEY: run}))
         if check is not None:
             hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            check.recurrence_ran(self.module, run.planned, hidden, out)
+            check.recurrence_ran(self.module, run.planned, hidden, out, run.words)
         return out
 
 
@@ -137,6 +136,7 @@ def check_mixers(model: nn.Module, config: LongContextConfig, mask: object) -> N
                 f"the forward of {type(mixer).__name__} was replaced by {mixer.forward!r}: the "
                 "patch runs the forward of its class. Patch first."
             )
+    check_exchange(model, config)
     on_gpu = any(weight.is_cuda for mixer in mixers for weight in mixer.parameters())
     if on_gpu:
         check_kernels(mixers, torch_will_do=config.torch_recurrence)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from longctx_patch.choose.recurrence import decide_recurrence
 from longctx_patch.engine.autograd import distributed_attention
 from longctx_patch.engine.call import AttentionCall, CallShape
 from longctx_patch.engine.chain.run import checked_chain
@@ -21,7 +22,9 @@ from longctx_patch.kernels import Score
 from longctx_patch.operator.decided import decided_call, row_mask
 from longctx_patch.plans import Direction
 from longctx_patch.plans.chain import Chain
+from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay
 from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Layout
 from longctx_patch.sequence.masks import Mask
 
 
@@ -61,6 +64,7 @@ class ShardedCall:
         self.positions: Tensor | None = None
         """`[L]`: positions of this rank's tokens in their documents; set when the pass begins."""
         self._calls: dict[LayerKind, AttentionCall] = {}
+        self._ways: dict[RecurrentShape, RecurrentWay] = {}
 
     def attention(self, kind: LayerKind) -> AttentionCall:
         """The attention call of a layer; layers that are alike share one object."""
@@ -82,6 +86,22 @@ class ShardedCall:
     def chain(self) -> Chain:
         """Whose state goes on from whose in recurrent layers."""
         return checked_chain(self.group.layout(self.documents), self.documents)
+
+    @cached_property
+    def ring_layout(self) -> Layout:
+        """Where tokens are if each Ulysses group counts as one rank."""
+        return self.group.config.ring_layout_of(self.documents)
+
+    @cached_property
+    def ring_chain(self) -> Chain:
+        """The chain of recurrent layers whose heads are exchanged."""
+        return checked_chain(self.ring_layout, self.documents)
+
+    def recurrent_way(self, shape: RecurrentShape) -> RecurrentWay:
+        """What ranks send for recurrent layers of these sizes."""
+        if shape not in self._ways:
+            self._ways[shape] = decide_recurrence(self.group.config, shape, self.documents)
+        return self._ways[shape]
 
     def make_plans(self) -> None:
         """Make the plans of both directions for all kinds of layers that have been seen."""

@@ -1,11 +1,12 @@
 """Proof that a chain is that of a row, by other means than it was made by."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from longctx_patch.plans.chain import Chain, Needs
+from longctx_patch.plans.head_split import HeadSplit
 from longctx_patch.plans.verify.walk import PlanError
 from longctx_patch.sequence.documents import Documents
-from longctx_patch.sequence.layout import Layout
+from longctx_patch.sequence.layout import Interval, Layout
 
 
 def verify_chain(chain: Chain, layout: Layout, documents: Documents) -> None:
@@ -24,6 +25,17 @@ def verify_needs(chain: Chain, needs: Needs, num_tokens: int | None) -> None:
     Raises PlanError with all complaints.
     """
     _raise("chain's exchange", list(_missing(chain, needs, num_tokens)))
+
+
+def verify_heads(split: HeadSplit, layout: Layout, ring_layout: Layout) -> None:
+    """Check an exchange of heads for tokens around a chain: the ranks of each Ulysses group, one
+    after the other, hold what the ring's layout gives their ring rank, each head is computed by one
+    rank, and it is computed with the key head, or the group, that is its own.
+
+    Raises PlanError with all complaints.
+    """
+    complaints = [*_misplaced(split.degree, layout, ring_layout), *_wrong_heads(split)]
+    _raise("exchange of a recurrence's heads", complaints)
 
 
 def _raise(what: str, complaints: list[str]) -> None:
@@ -65,3 +77,37 @@ def _missing(chain: Chain, needs: Needs, num_tokens: int | None) -> Iterator[str
             source = chain.segments[other].rank
             if source != segment.rank and other not in chain.wanted(needs, source, segment.rank):
                 yield f"messages: rank {source} does not send segment {other} to {segment.rank}"
+
+
+def _misplaced(degree: int, layout: Layout, ring_layout: Layout) -> Iterator[str]:
+    if layout.num_ranks != degree * ring_layout.num_ranks:
+        yield f"ranks: {layout.num_ranks} for rings of {ring_layout.num_ranks} times {degree}"
+        return
+    for ring_rank in range(ring_layout.num_ranks):
+        members = range(ring_rank * degree, (ring_rank + 1) * degree)
+        held = [tokens for rank in members for tokens in layout.intervals[rank]]
+        if _runs(held) != _runs(ring_layout.intervals[ring_rank]):
+            yield f"order: ranks {list(members)} do not hold the tokens of ring rank {ring_rank}"
+
+
+def _runs(intervals: Iterable[Interval]) -> list[tuple[int, int]]:
+    """(start, stop) of the tokens, with those joined that go on from each other."""
+    runs: list[tuple[int, int]] = []
+    for start, stop, _ in intervals:
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, stop))
+    return runs
+
+
+def _wrong_heads(split: HeadSplit) -> Iterator[str]:
+    computed = [head for cut in split.query for head in range(cut.start, cut.stop)]
+    if computed != list(range(split.num_heads)):
+        yield f"heads: {computed} are computed, of {split.num_heads}"
+    for rank, (cut, keys) in enumerate(zip(split.query, split.key_value, strict=True)):
+        for local in range(cut.size):
+            # A kernel shares each of its key heads among equally many heads, in order.
+            found = keys.start + local * keys.size // cut.size
+            own = (cut.start + local) * split.num_kv_heads // split.num_heads
+            if found != own:
+                yield f"key heads: rank {rank} computes head {cut.start + local} with {found}"

@@ -1,0 +1,36 @@
+"""What the table of a run folder says of recurrent layers: what their ranks exchange."""
+
+from typing import Any
+
+from longctx_patch.choose.recurrence import both_ways, decide_recurrence, runs_of_forward
+from longctx_patch.config import LongContextConfig
+from longctx_patch.hf.model.recurrence import recurrent_layers
+from longctx_patch.plans.recurrent import states_because
+from longctx_patch.predict.machines import MACHINES
+from longctx_patch.sequence.documents import Documents
+
+
+def recurrent_rows(
+    model_config: Any, config: LongContextConfig, num_tokens: int
+) -> list[tuple[str, str, str]]:
+    """(what, value, why) for a row of one document; empty where nothing is to be decided."""
+    layers = recurrent_layers(model_config)
+    if layers is None or layers.recurrence is None or config.sequence_degree == 1:
+        return []
+    shape, row = layers.recurrence, Documents.one(num_tokens)
+    value = {
+        "states": f"states, along {config.sequence_degree} ranks",
+        "heads": f"heads, among {config.ulysses_degree} ranks",
+    }[decide_recurrence(config, shape, row)]
+    why = states_because(shape.num_heads, shape.num_groups, config.ulysses_degree)
+    if why is None:
+        states, heads = (
+            1e3 * way.seconds(runs_of_forward(config)) for way in both_ways(config, shape, row)
+        )
+        rates = MACHINES[config.hardware].recurrent
+        source = "measured" if rates.is_measured else "estimated"
+        why = (
+            f"a layer predicted, from {source} rates: states {states:.3g} ms, heads {heads:.3g}; "
+            "for packed rows decided row by row"
+        )
+    return [("recurrent", f"exchange {value}", why)]

@@ -1,0 +1,66 @@
+"""Decide what ranks send for a recurrent layer: states along all ranks, or heads for tokens."""
+
+from functools import lru_cache
+
+from longctx_patch.config import LongContextConfig
+from longctx_patch.memory.policies import POLICIES
+from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay, states_because
+from longctx_patch.predict.machines import MACHINES, Hardware
+from longctx_patch.predict.recurrence import RecurrencePrediction, Row, predict_recurrence
+from longctx_patch.sequence.documents import Documents
+
+
+@lru_cache(maxsize=256)
+def decide_recurrence(
+    config: LongContextConfig,
+    shape: RecurrentShape,
+    documents: Documents,
+    hardware: Hardware | None = None,
+) -> RecurrentWay:
+    """What the config names, or what the cost model finds faster over forward and backward, and
+    forward once more where layers are recomputed.
+
+    Every rank decides the same, since all see the same config, sizes and documents. Raises
+    ValueError where the config asks for heads that can't be exchanged.
+    """
+    why = states_because(shape.num_heads, shape.num_groups, config.ulysses_degree)
+    if config.recurrent_exchange == "heads" and why is not None:
+        raise ValueError(f"recurrent_exchange='heads': {why}. Use recurrent_exchange='auto'.")
+    if config.recurrent_exchange != "auto":
+        return config.recurrent_exchange
+    if why is not None:
+        return "states"
+    forwards = runs_of_forward(config)
+    states, heads = both_ways(config, shape, documents, hardware)
+    return "heads" if heads.seconds(forwards) < states.seconds(forwards) else "states"
+
+
+def runs_of_forward(config: LongContextConfig) -> int:
+    """How often a step runs a recurrent layer's forward, which is recomputed with its layer; under
+    `auto` as often as in most layers."""
+    most = POLICIES[config.checkpoint].rungs[0]
+    return 2 if POLICIES[most].recomputes_layer else 1
+
+
+def both_ways(
+    config: LongContextConfig,
+    shape: RecurrentShape,
+    documents: Documents,
+    hardware: Hardware | None = None,
+) -> tuple[RecurrencePrediction, RecurrencePrediction]:
+    """(states, heads): what each way takes on the machine, by default the config's."""
+    hardware, row = hardware or MACHINES[config.hardware], row_of(config, documents)
+    return (
+        predict_recurrence(shape, row, "states", hardware),
+        predict_recurrence(shape, row, "heads", hardware),
+    )
+
+
+def row_of(config: LongContextConfig, documents: Documents) -> Row:
+    """A row, as the config places it."""
+    return Row(
+        documents=documents,
+        placement=config.placement_of(documents),
+        ring=config.ring_degree,
+        ulysses=config.ulysses_degree,
+    )

@@ -1,0 +1,97 @@
+"""Sizes of a model's recurrent layers, from its config alone."""
+
+from typing import Any, NamedTuple
+
+from longctx_patch.hf.model.facts import ModelFacts, given, text_config
+from longctx_patch.hf.model.family import CONVOLUTION, DELTA, STATE_SPACE
+from longctx_patch.hf.model.supported import FAMILIES
+from longctx_patch.plans.chain import ChainTraffic
+from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay
+from longctx_patch.predict.recurrence import Row, convolution_traffic, recurrence_traffic
+
+
+class RecurrentLayers(NamedTuple):
+    """The recurrent layers of a model, which are all alike."""
+
+    num_layers: int
+    recurrence: RecurrentShape | None
+    """None: they are short convolutions alone."""
+    channels: int
+    """Of each layer's short convolution."""
+    reach: int
+    """How many tokens before its own the convolution sees."""
+    channel_bytes: int
+    """Bytes of one token's number in a channel, over the batch."""
+
+
+def recurrent_layers(config: Any, *, batch: int = 1, itemsize: int = 2) -> RecurrentLayers | None:
+    """The recurrent layers of a supported model; None if it has none.
+
+    Args:
+        config: of transformers.
+        batch: rows of a batch.
+        itemsize: bytes of a number in the model's dtype.
+    """
+    config = text_config(config)
+    family, number = FAMILIES.get(config.model_type), ModelFacts.of(config).num_recurrent
+    features = () if family is None else family.features
+    if not number:
+        return None
+    if CONVOLUTION in features:
+        reach = config.conv_L_cache - 1
+        return RecurrentLayers(number, None, config.hidden_size, reach, batch * itemsize)
+    if STATE_SPACE in features:
+        shape, taps = _state_space(config, batch, itemsize)
+    elif DELTA in features:
+        shape, taps = _delta_rule(config, batch, itemsize), config.linear_conv_kernel_dim
+    else:
+        return None
+    return RecurrentLayers(number, shape, _channels(shape), taps - 1, batch * itemsize)
+
+
+def layer_traffic(layers: RecurrentLayers, row: Row, way: RecurrentWay) -> tuple[ChainTraffic, ...]:
+    """What each rank sends for one of the layers. Outputs of Mamba-2 are counted in the model's
+    dtype, as its kernels give them; transformers' torch function gives float32 or wider."""
+    found = convolution_traffic(layers.channels, layers.reach, layers.channel_bytes, row)
+    if layers.recurrence is None:
+        return found
+    of_recurrence = recurrence_traffic(layers.recurrence, row, way)
+    return tuple(a.plus(b) for a, b in zip(found, of_recurrence, strict=True))
+
+
+def _channels(shape: RecurrentShape) -> int:
+    """Those of queries, keys and values, or of C, B and x, go through the convolution."""
+    return 2 * shape.num_groups * shape.key_dim + shape.num_heads * shape.value_dim
+
+
+def _delta_rule(config: Any, batch: int, itemsize: int) -> RecurrentShape:
+    by_channel = given(config, "linear_num_heads") is not None  # Kimi Linear
+    heads, dim = ("linear_num_heads", "linear_head_dim") if by_channel else ("", "")
+    return RecurrentShape(
+        kind="delta rule by channel" if by_channel else "delta rule",
+        num_heads=getattr(config, heads or "linear_num_value_heads"),
+        num_groups=getattr(config, heads or "linear_num_key_heads"),
+        key_dim=getattr(config, dim or "linear_key_head_dim"),
+        value_dim=getattr(config, dim or "linear_value_head_dim"),
+        batch=batch,
+        itemsize=itemsize,
+    )
+
+
+def _state_space(config: Any, batch: int, itemsize: int) -> tuple[RecurrentShape, int]:
+    """(sizes, tokens of the convolution). Nemotron-H has names of its own."""
+
+    def size(name: str, other: str) -> int:
+        value = given(config, name)
+        return int(value if value is not None else getattr(config, other))
+
+    shape = RecurrentShape(
+        kind="Mamba-2",
+        num_heads=size("mamba_n_heads", "mamba_num_heads"),
+        num_groups=size("mamba_n_groups", "n_groups"),
+        key_dim=size("mamba_d_state", "ssm_state_size"),
+        value_dim=size("mamba_d_head", "mamba_head_dim"),
+        batch=batch,
+        itemsize=itemsize,
+    )
+    return shape, size("mamba_d_conv", "conv_kernel")

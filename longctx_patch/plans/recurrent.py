@@ -1,0 +1,140 @@
+"""The sizes of a layer's recurrence, and what it sends where heads are exchanged for tokens.
+
+A recurrence of one head needs nothing of other heads. So ranks of a Ulysses group can exchange its
+inputs as they do those of attention, until each has all tokens of the group for some heads, and
+exchange its outputs back.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from longctx_patch.plans.chain import ChainTraffic
+from longctx_patch.plans.head_split import Heads, HeadSplit
+from longctx_patch.plans.head_traffic import to_heads_traffic, to_tokens_traffic
+from longctx_patch.plans.traffic import Traffic
+
+RecurrenceKind = Literal["delta rule", "delta rule by channel", "Mamba-2"]
+"""A gated delta rule with one decay per head, one with a decay per channel of the key (Kimi), and
+the state space of Mamba-2."""
+RecurrentWay = Literal["states", "heads"]
+"""What ranks send for a recurrence: maps of states along the row, or heads for tokens."""
+
+
+class HeadTensor(NamedTuple):
+    """A tensor `[B, L, heads, dim]` of a recurrence."""
+
+    heads: Heads
+    """`QUERY`: it has one head for each state; `KEY_VALUE`: one for each group of states."""
+    dim: int
+    itemsize: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentShape:
+    """What decides the work and the traffic of one layer's recurrence, besides its tokens."""
+
+    kind: RecurrenceKind
+    num_heads: int
+    """Heads that have a state: value heads of a delta rule, heads of Mamba-2."""
+    num_groups: int
+    """Heads that several states may share: key heads, or groups of B and C."""
+    key_dim: int
+    """Numbers of a key; of a state in Mamba-2."""
+    value_dim: int
+    """Numbers of a value; of a head in Mamba-2."""
+    batch: int = 1
+    itemsize: int = 2
+    """Bytes of one number in the model's dtype."""
+
+    @property
+    def wide_itemsize(self) -> int:
+        """Bytes of one number of states and decays, which are float32 or wider."""
+        return max(4, self.itemsize)
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of all heads' states, over the batch."""
+        return self.batch * self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def map_numbers(self) -> int:
+        """Numbers of what a map leaves of a state that came in, over the batch."""
+        per_head = 1 if self.kind == "Mamba-2" else self.key_dim**2
+        return self.batch * self.num_heads * per_head
+
+    @property
+    def inputs(self) -> tuple[HeadTensor, ...]:
+        """In the order of the recurrence's inputs."""
+        narrow, wide = self.itemsize, self.wide_itemsize
+        key = HeadTensor(Heads.KEY_VALUE, self.key_dim, narrow)
+        value = HeadTensor(Heads.QUERY, self.value_dim, narrow)
+        one = HeadTensor(Heads.QUERY, 1, narrow)
+        if self.kind == "Mamba-2":
+            return value, one, key, key
+        by_channel = self.kind == "delta rule by channel"
+        decay = HeadTensor(Heads.QUERY, self.key_dim if by_channel else 1, wide)
+        # A number per head travels in the widest dtype that any of them has.
+        return key, key, value, decay, one if by_channel else one._replace(itemsize=wide)
+
+    @property
+    def output(self) -> HeadTensor:
+        return HeadTensor(Heads.QUERY, self.value_dim, self.itemsize)
+
+
+def states_because(num_heads: int, num_groups: int, degree: int) -> str | None:
+    """Why the heads of a recurrence can't be exchanged in a Ulysses group, in words; None: they
+    can."""
+    if degree == 1:
+        return "ulysses_degree=1 exchanges no heads"
+    if num_heads % degree:
+        return f"{num_heads} heads with a state are no multiple of ulysses_degree={degree}"
+    if num_groups % degree and degree % num_groups:
+        return (
+            f"{num_groups} key heads or groups and ulysses_degree={degree}: neither is a multiple "
+            "of the other"
+        )
+    return None
+
+
+def packets(forms: Sequence[Hashable]) -> list[list[int]]:
+    """Which tensors travel in one all-to-all: the numbers of those of one form."""
+    found: dict[Hashable, list[int]] = {}
+    for number, form in enumerate(forms):
+        found.setdefault(form, []).append(number)
+    return list(found.values())
+
+
+def heads_traffic(
+    split: HeadSplit,
+    inputs: Sequence[HeadTensor],
+    output: HeadTensor,
+    rank: int,
+    *,
+    sizes: Sequence[int],
+    batch: int,
+) -> ChainTraffic:
+    """What one rank of a Ulysses group sends for the inputs and the output of a recurrence.
+
+    Args:
+        rank: its rank in the group.
+        sizes: tokens of each rank of the group.
+    """
+
+    def of(tensors: Sequence[HeadTensor], *, inwards: bool) -> Traffic:
+        total = Traffic()
+        for numbers in packets([(tensor.dim, tensor.itemsize) for tensor in tensors]):
+            kinds = [tensors[number].heads for number in numbers]
+            first = tensors[numbers[0]]
+            per_head = batch * first.dim * first.itemsize
+            total += (
+                to_heads_traffic(split, kinds, rank, tokens=sizes[rank], bytes_per_head=per_head)
+                if inwards
+                else to_tokens_traffic(split, kinds, rank, sizes=sizes, bytes_per_head=per_head)
+            )
+        return total
+
+    return ChainTraffic(
+        forward=of(inputs, inwards=True) + of([output], inwards=False),
+        backward=of([output], inwards=True) + of(inputs, inwards=False),
+    )

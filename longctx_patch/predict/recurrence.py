@@ -1,0 +1,225 @@
+"""What one recurrent layer takes on a machine, by each of the two ways that its recurrence has.
+
+- **states**: the chain goes over all ranks of the sequence group. Before states travel, a rank runs
+  the segments that begin a document, and finds the maps of the others; afterwards it runs these.
+- **heads**: heads are exchanged for tokens in the Ulysses group, and the chain goes over the ring.
+
+A rank waits for the slowest one where states travel. Kernels are counted by their FLOPs at the rate
+in the table of machines. The projections and the convolution are the same by both ways and are not
+counted; neither is composing maps, nor what the CPU takes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from longctx_patch.plans.chain import Chain, ChainTraffic, make_chain
+from longctx_patch.plans.head_split import HeadSplit
+from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay, heads_traffic, packets
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.predict.machines import Hardware
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import Layout, LayoutName
+from longctx_patch.sequence.placement import place
+
+DELTA_CHUNK = 64
+"""Tokens that flash-linear-attention's delta rules compute at once."""
+STATE_SPACE_CHUNK = 256
+"""The same for mamba-ssm, as most configs have it."""
+BACKWARD = 3.0
+"""Backward's FLOPs for each of forward's: it computes the inner states again, and each product has
+two gradients. Estimated; no kernel was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row, and the ranks that share it."""
+
+    documents: Documents
+    placement: LayoutName
+    ring: int
+    ulysses: int
+
+    @property
+    def layout(self) -> Layout:
+        return place(self.placement, self.documents, ring=self.ring, ulysses=self.ulysses)
+
+    @property
+    def ring_layout(self) -> Layout:
+        """The layout of the ring's part, in which a rank is a Ulysses group."""
+        return place(self.placement, self.documents, ring=self.ring)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrencePrediction:
+    """What one layer's recurrence takes, by one way."""
+
+    way: RecurrentWay
+    forward_s: float
+    backward_s: float
+    traffic: tuple[ChainTraffic, ...]
+    """What each rank sends for the recurrence; the convolution's tails are not in it."""
+
+    def seconds(self, forwards: int = 1) -> float:
+        """Seconds of a step that runs forward so many times."""
+        return forwards * self.forward_s + self.backward_s
+
+
+@lru_cache(maxsize=1024)
+def predict_recurrence(
+    shape: RecurrentShape, row: Row, way: RecurrentWay, hardware: Hardware
+) -> RecurrencePrediction:
+    """Raises ValueError for a layout that chains can't have, or heads that can't be exchanged."""
+    traffic = recurrence_traffic(shape, row, way)
+    if way == "states":
+        forward_s, backward_s = _chain_seconds(shape, row.layout, row, hardware)
+        return RecurrencePrediction(
+            way=way, forward_s=forward_s, backward_s=backward_s, traffic=traffic
+        )
+    mine = _of_one_rank(shape, row.ulysses)
+    forward_s, backward_s = _chain_seconds(mine, row.ring_layout, row, hardware)
+    exchange_s = [
+        _exchange_seconds(sent, shape, row, hardware)
+        for sent in zip(*_exchanges(shape, row), strict=True)
+    ]
+    return RecurrencePrediction(
+        way=way,
+        forward_s=forward_s + exchange_s[0],
+        backward_s=backward_s + exchange_s[1],
+        traffic=traffic,
+    )
+
+
+def recurrence_traffic(
+    shape: RecurrentShape, row: Row, way: RecurrentWay
+) -> tuple[ChainTraffic, ...]:
+    """What each rank sends for one layer's recurrence."""
+    if way == "states":
+        return _states_traffic(shape, make_chain(row.layout, row.documents))
+    mine = _of_one_rank(shape, row.ulysses)
+    in_ring = _states_traffic(mine, make_chain(row.ring_layout, row.documents))
+    return tuple(
+        exchange.plus(in_ring[rank // row.ulysses])
+        for rank, exchange in enumerate(_exchanges(shape, row))
+    )
+
+
+def convolution_traffic(
+    channels: int, reach: int, bytes_per_channel: int, row: Row
+) -> tuple[ChainTraffic, ...]:
+    """What each rank sends for a convolution of `channels` over `reach` tokens before each;
+    `bytes_per_channel` are those of one channel of one token, over the batch."""
+    chain = make_chain(row.layout, row.documents)
+
+    def num_bytes(number: int) -> int:
+        return channels * bytes_per_channel * min(reach, chain.segments[number].tokens.size)
+
+    needs = chain.tails(reach)
+    return tuple(chain.traffic(needs, num_bytes, rank) for rank in range(chain.num_ranks))
+
+
+def _of_one_rank(shape: RecurrentShape, degree: int) -> RecurrentShape:
+    """The heads that each rank of a Ulysses group computes."""
+    (groups,) = {cut.size for cut in _split(shape, degree).key_value}
+    return replace(shape, num_heads=shape.num_heads // degree, num_groups=groups)
+
+
+def _split(shape: RecurrentShape, degree: int) -> HeadSplit:
+    return HeadSplit(shape.num_heads, shape.num_groups, degree)
+
+
+def _states_traffic(shape: RecurrentShape, chain: Chain) -> tuple[ChainTraffic, ...]:
+    def num_bytes(number: int) -> int:
+        m = 0 if chain.segments[number].begins else shape.map_numbers
+        return (shape.state_numbers + m) * shape.wide_itemsize
+
+    return tuple(chain.traffic(chain.states, num_bytes, rank) for rank in range(chain.num_ranks))
+
+
+def _exchanges(shape: RecurrentShape, row: Row) -> list[ChainTraffic]:
+    """What each rank sends in the exchanges of heads."""
+    sizes, degree = row.layout.sizes, row.ulysses
+    return [
+        heads_traffic(
+            _split(shape, degree),
+            shape.inputs,
+            shape.output,
+            rank % degree,
+            sizes=sizes[rank - rank % degree : rank - rank % degree + degree],
+            batch=shape.batch,
+        )
+        for rank in range(len(sizes))
+    ]
+
+
+def run_flops(shape: RecurrentShape, value_dim: int) -> float:
+    """FLOPs for each token of all heads, where values and states have `value_dim` columns.
+
+    In chunks of C tokens, with keys of K numbers and values of V: the products of queries and of
+    keys with keys, and what they are applied to, take C per token; states are read and written.
+    """
+    heads, k, v = shape.batch * shape.num_heads, shape.key_dim, value_dim
+    if shape.kind == "Mamba-2":
+        c = STATE_SPACE_CHUNK
+        shared = 2.0 * c * k * shape.num_groups / shape.num_heads
+        return heads * (shared + 2 * c * v + 4 * k * v)
+    c = DELTA_CHUNK
+    return heads * (6.0 * c * k + 4 * c * v + 6 * k * v)
+
+
+def map_flops(shape: RecurrentShape) -> float:
+    """FLOPs for each token to find a segment's map: a delta rule's columns of M are run beside
+    those of its values, and Mamba-2 runs a second time with one number per head."""
+    if shape.kind == "Mamba-2":
+        return run_flops(shape, shape.value_dim) + run_flops(shape, 1)
+    return run_flops(shape, shape.value_dim + shape.key_dim)
+
+
+def _chain_seconds(
+    shape: RecurrentShape, layout: Layout, row: Row, hardware: Hardware
+) -> tuple[float, float]:
+    """(forward, backward) of a recurrence over a chain: what ranks compute before states travel,
+    the states' way, and what they compute after it."""
+    chain = make_chain(layout, row.documents)
+    rate = hardware.recurrent.flops(shape.kind)
+    run_s, map_s = (flops(shape) / rate for flops in (_run_flops, map_flops))
+    wanted = {number for needed in chain.states for number in needed}
+    before, after = [0.0] * chain.num_ranks, [0.0] * chain.num_ranks
+    for number, segment in enumerate(chain.segments):
+        if segment.begins:
+            before[segment.rank] += segment.tokens.size * run_s
+            continue
+        after[segment.rank] += segment.tokens.size * run_s
+        before[segment.rank] += segment.tokens.size * map_s if number in wanted else 0.0
+    compute_s = max(before) + max(after)
+    sent = [way for traffic in _states_traffic(shape, chain) for way in traffic]
+    travel_s = _travel_seconds(sent, hardware, is_near=_in_node(row.ring * row.ulysses, hardware))
+    return compute_s + travel_s, BACKWARD * compute_s + travel_s
+
+
+def _run_flops(shape: RecurrentShape) -> float:
+    return run_flops(shape, shape.value_dim)
+
+
+def _in_node(num_ranks: int, hardware: Hardware) -> bool:
+    return num_ranks <= hardware.gpus_per_node
+
+
+def _travel_seconds(sent: Sequence[Traffic], hardware: Hardware, *, is_near: bool) -> float:
+    """Seconds until the rank that sends most has sent; gradients take the same way back."""
+    largest = max(traffic.bytes for traffic in sent)
+    link = hardware.intra_node if is_near else hardware.inter_node
+    return link.latency_s + largest / link.bandwidth if largest else 0.0
+
+
+def _exchange_seconds(
+    sent: Sequence[Traffic], shape: RecurrentShape, row: Row, hardware: Hardware
+) -> float:
+    """Seconds of one direction's exchanges of heads: each all-to-all starts, all bytes travel, and
+    are packed and unpacked, which reads and writes them."""
+    largest = max(traffic.bytes for traffic in sent)
+    starts = 1 + len(packets([(tensor.dim, tensor.itemsize) for tensor in shape.inputs]))
+    near = _in_node(row.ulysses, hardware)
+    link = hardware.intra_node if near else hardware.inter_node
+    travel_s = starts * link.latency_s + largest / link.bandwidth
+    return travel_s + 4 * largest / hardware.copy_bandwidth

@@ -1,0 +1,83 @@
+"""The way of a recurrent layer: what the config names, what heads allow, and the cost model."""
+
+from dataclasses import replace
+
+import pytest
+
+from longctx_patch import LongContextConfig
+from longctx_patch.choose.recurrence import both_ways, decide_recurrence, row_of, runs_of_forward
+from longctx_patch.plans.recurrent import RecurrentShape
+from longctx_patch.plans.traffic import Traffic
+from longctx_patch.predict.machines import MACHINES, Link
+from longctx_patch.predict.recurrence import map_flops, predict_recurrence, run_flops
+from longctx_patch.sequence.documents import Documents
+
+QWEN = RecurrentShape(kind="delta rule", num_heads=32, num_groups=16, key_dim=128, value_dim=128)
+ROW = Documents.one(131072)
+H100 = MACHINES["h100"]
+ULYSSES = LongContextConfig(ulysses_degree=4)
+
+
+def test_what_is_named_is_taken() -> None:
+    for way in ("states", "heads"):
+        assert decide_recurrence(replace(ULYSSES, recurrent_exchange=way), QWEN, ROW) == way
+
+
+def test_heads_that_do_not_divide_take_states() -> None:
+    odd = replace(QWEN, num_heads=30, num_groups=15)
+    assert decide_recurrence(ULYSSES, odd, ROW) == "states"
+    assert decide_recurrence(LongContextConfig(ring_degree=4), QWEN, ROW) == "states"
+    named = replace(ULYSSES, recurrent_exchange="heads")
+    with pytest.raises(ValueError, match="30 heads with a state are no multiple of ulysses_deg"):
+        decide_recurrence(named, odd, ROW)
+    with pytest.raises(ValueError, match="5 key heads or groups and ulysses_degree=4: neither"):
+        decide_recurrence(named, replace(QWEN, num_heads=40, num_groups=5), ROW)
+
+
+def test_slow_links_take_states_and_free_ones_heads() -> None:
+    slow = replace(H100, intra_node=Link(1e9, 20e-6))
+    assert decide_recurrence(ULYSSES, QWEN, ROW, slow) == "states"
+    free = replace(H100.with_free_links(), copy_bandwidth=float("inf"))
+    assert decide_recurrence(ULYSSES, QWEN, ROW, free) == "heads"
+
+
+def test_documents_that_stay_on_their_ranks_take_states() -> None:
+    """Nothing travels for them, and no map is found."""
+    documents = Documents((32768,) * 4, 131072)
+    states, heads = both_ways(ULYSSES, QWEN, documents)
+    assert all(traffic.forward == Traffic() for traffic in states.traffic)
+    run_s = 32768 * run_flops(QWEN, 128) / H100.recurrent.delta_rule
+    assert states.forward_s == pytest.approx(run_s)
+    assert heads.forward_s > run_s
+    assert decide_recurrence(ULYSSES, QWEN, documents) == "states"
+
+
+def test_ranks_wait_for_the_slowest_map_and_then_run() -> None:
+    row = row_of(LongContextConfig(ring_degree=4, layout="contiguous"), ROW)
+    found = predict_recurrence(QWEN, row, "states", H100)
+    rate, size = H100.recurrent.delta_rule, 131072 // 4
+    state, map_bytes = 4 * 32 * 128 * 128, 4 * 32 * 128 * 128
+    assert [t.forward.bytes for t in found.traffic] == [
+        3 * state,
+        2 * (state + map_bytes),
+        state + map_bytes,
+        0,
+    ]
+    link = H100.intra_node
+    travel_s = link.latency_s + (state + 2 * (state + map_bytes)) / link.bandwidth
+    compute_s = size * (map_flops(QWEN) + run_flops(QWEN, 128)) / rate
+    assert found.forward_s == pytest.approx(compute_s + travel_s)
+
+
+def test_heads_send_each_tensor_once() -> None:
+    """Queries, keys, values and outputs in bfloat16, and two numbers per head in float32."""
+    _, heads = both_ways(ULYSSES, QWEN, ROW)
+    away = 131072 // 4 * 3 // 4
+    per_token = 2 * 2 * 16 * 128 + 2 * 2 * 32 * 128 + 2 * 4 * 32
+    assert {t.forward for t in heads.traffic} == {Traffic(3 * 3, away * per_token)}
+    assert {t.backward for t in heads.traffic} == {Traffic(3 * 3, away * per_token)}
+
+
+def test_layers_that_are_recomputed_run_forward_twice() -> None:
+    runs = {name: runs_of_forward(replace(ULYSSES, checkpoint=name)) for name in ("none", "auto")}
+    assert runs == {"none": 1, "auto": 2}
