@@ -141,4 +141,5 @@ def weight_files(model: str) -> list[Path]:
 def data_files(sources: Sequence[str]) -> set[Path]:
     """The files of this machine that sources of data are read from."""
     paths = {Path(part.path) for source in sources for part in parts_of(source)}
-    return {path for path in paths if path.is_file()}
+    saved = (path for folder in paths if folder.is_dir() for path in folder.rglob("*.arrow"))
+    return {path for path in (*paths, *saved) if path.is_file()}

@@ -7,8 +7,11 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from longctx_patch.plugin.together import own_rank
+from longctx_patch.recipes.data.sources import parts_of
 from longctx_patch.recipes.data.token_table import lengths_of
 from longctx_patch.recipes.identity import fingerprint
+from longctx_patch.recipes.saving.sources import revision_of
 from longctx_patch.recipes.trl_settings import TrlSettings
 
 SHARED = (
@@ -33,7 +36,7 @@ def trl_fingerprint(
     settings: TrlSettings, args: Any, *, config: Any, tokenizer: Any, rows: Any
 ) -> dict[str, Any]:
     """The fingerprint of a run. `rows`: the table or stream that it trains on."""
-    return fingerprint(
+    run = fingerprint(
         settings,
         config=config,
         tokenizer=tokenizer,
@@ -42,6 +45,10 @@ def trl_fingerprint(
         processes=args.world_size,
         unused=("python",),
     )
+    if settings.streaming and own_rank() == 0:
+        names = {part.path for part in parts_of(settings.data[0]) if part.reader == "hub"}
+        run["files"] |= {name: revision_of(name) for name in sorted(names)}
+    return run
 
 
 def _arguments(args: Any) -> Mapping[str, Any]:
@@ -57,7 +64,7 @@ def _rows_per_step(settings: TrlSettings, args: Any) -> int:
 
 
 def _rows(rows: Any) -> Mapping[str, Any]:
-    """Of a table its size, the lengths of all rows and some rows; of a stream nothing is known."""
+    """Of a table its size, all rows' lengths and some rows; a stream is known by its files."""
     if not hasattr(rows, "__len__"):
         return {}
     content = hashlib.sha256(lengths_of(rows).tobytes())

@@ -83,6 +83,11 @@ class TrlSettings(Parallelism, ModelSettings):
                 "streaming with eval_share or data_shares, which need the number of rows. Give "
                 "eval_data, and one source; or leave out streaming."
             )
+        if self.streaming and len(self.data) > 1:
+            raise ValueError(
+                f"streaming with {len(self.data)} sources of data: a stream has one, in its order. "
+                "Give one folder or glob, or leave out streaming."
+            )
         require_choice("too_long", self.too_long, get_args(TooLong))
         self._check_at_least("early_stopping", 0)
         object.__setattr__(self, "resume", resume_name(self.resume))

@@ -1,7 +1,8 @@
 """Compares a run with the one that it goes on from: what differs is refused, or allowed by name.
 
 A fingerprint is JSON: `exact` has settings by name, `config`, `weights` and `versions` have values
-by name, `tokenizer` a digest, `world` how ranks share rows, and `files` what `rows` were made of.
+by name, `tokenizer` a digest, `world` how ranks share rows, and `files` samples of what `rows` were
+made of.
 """
 
 import json
@@ -12,7 +13,11 @@ from typing import Any
 
 from longctx_patch.rules.names import did_you_mean
 
-SECTIONS = ("config", "weights", "versions", "tokenizer", "world")
+from .sources import UNKNOWN_REVISION
+
+NAMED = ("config", "weights", "versions", "files")
+"""Sections with values by name."""
+SECTIONS = (*NAMED, "tokenizer", "world")
 Fingerprint = Mapping[str, Any]
 
 
@@ -27,8 +32,9 @@ class Change:
 
     @property
     def flag_name(self) -> str:
-        """What allows it. Files of weights have many names, so their section is allowed whole."""
-        return "weights" if self.name.startswith("weights.") else self.name
+        """What allows it. Files have many names, so their section is allowed whole."""
+        section = self.name.split(".")[0]
+        return section if section in ("weights", "files") else self.name
 
     def is_allowed(self, names: Collection[str]) -> bool:
         return self.name in names or self.name.split(".")[0] in names
@@ -68,6 +74,20 @@ def changes(
                 yield Change(f"{section}.{key}", before.get(key), after.get(key))
     if then.get("tokenizer") != now["tokenizer"]:
         yield Change("tokenizer", then.get("tokenizer"), now["tokenizer"])
+    yield from _file_changes(then, now)
+
+
+def _file_changes(then: Fingerprint, now: Fingerprint) -> Iterator[Change]:
+    """Files of data with another sample, where the rows don't tell: over TRL a table is known by
+    some of its rows, so that files of one name are compared too, and a stream by its files alone.
+    """
+    streams = now["exact"].get("streaming")
+    if streams is None or then["exact"].get("rows") != now["exact"].get("rows"):
+        return
+    was, are = then.get("files", {}), now["files"]
+    for name in sorted(was.keys() | are.keys() if streams else was.keys() & are.keys()):
+        if was.get(name) != are.get(name) or are.get(name) == UNKNOWN_REVISION:
+            yield Change(f"files.{name}", was.get(name), are.get(name))
 
 
 def problems(
@@ -103,11 +123,11 @@ def problems(
 
 
 def _unknown(allowed: Collection[str], now: Fingerprint) -> Iterator[str]:
-    inner = {f"{section}.{key}" for section in SECTIONS[:3] for key in now[section]}
+    inner = {f"{section}.{key}" for section in NAMED for key in now[section]}
     known = [*now["exact"], *SECTIONS, *inner]
     for name in allowed:
-        # Of a file of weights that is gone, only the checkpoint knows the name.
-        if name not in known and name.split(".")[0] not in SECTIONS[:3]:
+        # Of a file that is gone, only the checkpoint knows the name.
+        if name not in known and name.split(".")[0] not in NAMED:
             yield f"allow_change: {name!r} is nothing that is compared.{did_you_mean(name, known)}"
 
 

@@ -5,9 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+
 HEADER_LIMIT = 100 << 20
 """Bytes: a longer header is none, as safetensors itself has it."""
 NUM_SAMPLES = 4
+UNKNOWN_REVISION = "a revision that the hub did not tell"
+HUB_TIMEOUT_S = 20.0
 SAMPLE_BYTES = 1 << 20
 
 
@@ -31,8 +35,21 @@ def sample_of(path: Path) -> str:
 
 
 def samples_of(paths: Iterable[Path]) -> dict[str, str]:
-    """The samples of files by their names; a file that was moved is the same."""
-    return {path.name: sample_of(path) for path in sorted(paths)}
+    """The samples of files by their names; a file that was moved is the same. Of files in several
+    folders that share a name, all samples."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        found.setdefault(path.name, []).append(sample_of(path))
+    return {name: " and ".join(samples) for name, samples in found.items()}
+
+
+def revision_of(dataset: str) -> str:
+    """Which commit of a dataset on the hub is read."""
+    try:
+        found = huggingface_hub.HfApi().dataset_info(dataset, timeout=HUB_TIMEOUT_S).sha
+    except Exception:  # of the network, in types of several libraries
+        found = None
+    return f"revision {found}" if found else UNKNOWN_REVISION
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -428,6 +428,7 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "shares": (["--data-shares", "1", "2"], "2 data_shares for 1 sources"),
     "share": (["--data-shares", "0"], "each is a number above 0"),
     "stream": (["--streaming"], "streaming without max_steps"),
+    "streams": (["--streaming", "--data", "a", "b"], "streaming with 2 sources of data"),
     "resume": (["--resume"], "there is no complete checkpoint under"),
     "output": (["--output-dir", "trainer_output"], "output_dir is not set"),
     "hub": (["--push-to-hub", "1"], "push_to_hub without hub_model_id"),
@@ -480,7 +481,25 @@ def test_the_trained_model_is_uploaded(job: Path) -> None:
 def test_a_stream_trains_as_a_table_in_its_order(job: Path) -> None:
     patch(job, "--data", str(job / "chats.jsonl"))
     usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "3", "--optim", "sgd"]
-    run_launched(sft.main, 2, [*usual, "--streaming", "--output-dir", str(job / "stream")])
+    stream = [*usual, "--streaming", "--save-steps", "2", "--output-dir", str(job / "stream")]
+    run_launched(sft.main, 2, stream)
     table = [*usual, "--train-sampling-strategy", "sequential", "--shuffle-dataset", "0"]
     run_launched(sft.main, 1, [*table, "--ulysses", "1", "--output-dir", str(job / "table")])
     agree(job / "stream", job / "table")
+    check_that_other_data_is_refused(job / "chats.jsonl", stream)
+
+
+def check_that_other_data_is_refused(chats: Path, stream: list[str]) -> None:
+    """A stream goes on with the data that it began with. Others were trained on in silence."""
+    before = [line["loss"] for line in read_metrics(chats.parent / "stream")]
+    checkpoint = chats.parent / "stream" / "checkpoint-3"
+    checkpoint.rename(chats.parent / "later")
+    run_launched(sft.main, 2, [*stream, "--resume"])
+    assert [line["loss"] for line in read_metrics(chats.parent / "stream")] == before
+    text = chats.read_text()
+    chats.write_text(text.replace("w1 ", "w2 "), encoding="utf-8")
+    assert len(chats.read_text()) == len(text)
+    with pytest.raises(ProcessesFailedError, match=r"files\.chats\.jsonl is '") as failed:
+        run_launched(sft.main, 2, [*stream, "--resume"])
+    assert "--allow-change files." in str(failed.value)
+    run_launched(sft.main, 2, [*stream, "--resume", "--allow-change", "files"])

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,14 @@ from longctx_patch.health.agreement import versions
 from longctx_patch.recipes import finetune, identity
 from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.saving.fingerprint import problems
-from longctx_patch.recipes.saving.sources import SAMPLE_BYTES, sample_of, tokenizer_digest
+from longctx_patch.recipes.saving.sources import (
+    SAMPLE_BYTES,
+    UNKNOWN_REVISION,
+    revision_of,
+    sample_of,
+    samples_of,
+    tokenizer_digest,
+)
 from tests.tiny_llama import TINY_LLAMA
 
 EXACT: dict[str, Any] = {"scheduler": "cosine", "lora_dropout": 0.1, "rows": "ab"}
@@ -59,6 +67,63 @@ def test_other_files_are_named_where_rows_differ() -> None:
     assert found(RUN, now) == ""  # the rows are the same
     now["exact"] = EXACT | {"rows": "cd"}
     assert "data a.jsonl: 8 bytes, sample ff, was 9 bytes, sample dd" in found(RUN, now)
+
+
+def test_files_of_a_stream_are_what_it_is_known_by() -> None:
+    """It has no digest of rows: other data was gone on with in silence."""
+    stream = RUN | {"exact": {"scheduler": "cosine", "streaming": True}}
+    for files, words in (
+        (
+            {"a.jsonl": "9 bytes, sample ff"},
+            "files.a.jsonl is '9 bytes, sample ff', the run has '9",
+        ),
+        ({}, "files.a.jsonl is None, the run has"),
+        (stream["files"] | {"b.jsonl": "1"}, "files.b.jsonl is '1', the run has None"),
+    ):
+        now = stream | {"files": files}
+        said = found(stream, now)
+        assert words in said
+        assert said.endswith("--allow-change files.")
+        assert found(stream, now, "files") == ""
+        assert found(stream, now, "weights") != ""
+    assert found(stream, stream) == ""
+    # A revision that nobody knows is not said to be the same.
+    for revision, same in (("revision ab", True), (UNKNOWN_REVISION, False)):
+        run = stream | {"files": {"me/data": revision}}
+        assert (found(run, run) == "") is same
+        assert found(run, run, "files.me/data") == ""
+
+
+def test_a_file_of_a_sampled_table_is_compared_with_that_of_its_name() -> None:
+    """Of a table over TRL 64 rows are hashed. Files that were moved under other names are not
+    compared, nor those of other rows, which are refused by themselves."""
+    table = RUN | {"exact": EXACT | {"streaming": False}}
+    now = table | {"files": {"a.jsonl": "9 bytes, sample ff"}}
+    assert found(table, now).endswith("--allow-change files.")
+    assert found(table, table | {"files": {"moved.jsonl": "9 bytes, sample ff"}}) == ""
+    now["exact"] = EXACT | {"streaming": False, "rows": "cd"}
+    assert found(table, now).endswith("--allow-change rows.")
+
+
+def test_a_dataset_on_the_hub_is_known_by_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hub:
+        def dataset_info(self, name: str, timeout: float) -> SimpleNamespace:
+            if name == "me/gone":
+                raise ConnectionError("no route to the hub")
+            return SimpleNamespace(sha="ab12")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert revision_of("me/data") == "revision ab12"
+    assert revision_of("me/gone") == UNKNOWN_REVISION
+
+
+def test_samples_of_files_that_share_a_name_are_all_compared(tmp_path: Path) -> None:
+    files = [tmp_path / name / "part.jsonl" for name in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(file.parent.name)
+    (found,) = samples_of(files).values()
+    assert found == f"{sample_of(files[0])} and {sample_of(files[1])}"
 
 
 def test_names_that_nothing_has_are_refused() -> None:
