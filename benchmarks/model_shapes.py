@@ -1,11 +1,15 @@
 """Published shapes of models, to be filled with random weights."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from longctx_patch.hf.model.facts import ModelFacts
 from longctx_patch.predict.run.shape import ModelShape, shape_of
 
 _LLAMA_8B = {
@@ -41,8 +45,35 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "qwen3-8b": _LLAMA_8B
         | {"model_type": "qwen3", "intermediate_size": 12288, "num_hidden_layers": 36}
         | {"head_dim": 128, "vocab_size": 151936},
+        # What their names' configs have by default: three of four layers are gated delta nets;
+        # latent attention of 128 heads, with the dense MLPs of the first layers alone.
+        "qwen3.5-9b": {"model_type": "qwen3_5_text", "num_hidden_layers": 32},
+        "deepseek-v3-dense": {
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": 61,
+            "first_k_dense_replace": 61,
+        },
     }
 )
+
+
+@dataclass(frozen=True)
+class CountedShape:
+    """What the scripts need of a model that the planner knows too little of, counted from its
+    modules."""
+
+    vocab_size: int
+    num_layers: int
+    linear_weights: int
+    """Weights of all matrix products, with the head."""
+    attention_width: int
+    """Numbers of a token's keys and values, for all heads and all layers that attend."""
+
+    def step_flops(self, num_tokens: int) -> float:
+        """As `ModelShape.step_flops`; what recurrences compute beside their products is left
+        out."""
+        attention = num_tokens**2 * self.attention_width
+        return 6.0 * self.linear_weights * num_tokens + 3.0 * attention
 
 
 def model_config(name: str, num_layers: int | None, num_tokens: int) -> PreTrainedConfig:
@@ -61,3 +92,26 @@ def model_shape(settings: Mapping[str, Any]) -> ModelShape:
     """Sizes of the shape named by the settings `model` and `num_layers`."""
     name = settings["model"]
     return shape_of(model_config(name, settings["num_layers"], 1), name)
+
+
+def sizes_of(settings: Mapping[str, Any]) -> ModelShape | CountedShape:
+    """The same, also where the planner knows too little of the model."""
+    config = model_config(settings["model"], settings["num_layers"], 1)
+    facts = ModelFacts.of(config)
+    if not facts.unpredicted:
+        return model_shape(settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = model.get_decoder().layers
+    linear = [part for part in layers.modules() if isinstance(part, nn.Linear)]
+    head_dims = (
+        config.qk_head_dim + config.v_head_dim if facts.latent is not None else 2 * facts.head_dim
+    )
+    attending = sum(hasattr(layer, "self_attn") for layer in layers)
+    return CountedShape(
+        vocab_size=config.vocab_size,
+        num_layers=len(layers),
+        linear_weights=sum(part.weight.numel() for part in linear)
+        + config.vocab_size * config.hidden_size,
+        attention_width=attending * config.num_attention_heads * head_dims,
+    )

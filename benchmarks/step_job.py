@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from config_text import options_of
 from measure import Clock, Row, Timing, dtype_on, everyone, finish, own_device, slowest
-from model_shapes import model_config, model_shape
+from model_shapes import model_config, sizes_of
 from report import append_line
 from step_profile import profiled
 from systems import Job, NotCovered, System
@@ -142,9 +142,11 @@ def build(job: Job, settings: dict[str, Any]) -> tuple[System, Row]:
     longest = max(*settings["tokens"], settings["check_tokens"])
     config = model_config(settings["model"], settings["num_layers"], longest)
     model = make_model(config, job.device, dtype_on(job.device))
-    small = random_row(settings["check_tokens"], job.shape, job.device)
-    expected = one_process(model, small, job.shape)
-    assert expected.keys() == {"loss", *checked_names(job.shape)}
+    small = random_row(settings["check_tokens"], job.shape.vocab_size, job.device)
+    expected = one_process(model, small, job.shape.num_layers)
+    names = checked_names(model, job.shape.num_layers)
+    assert names
+    assert expected.keys() == {"loss", *names}
     module = importlib.import_module(name if "." in name else f"systems.{name}")
     system: System = module.build(job, model, options_of(options))
     return system, compare(system, small, expected)
@@ -167,7 +169,7 @@ def run(job: Job, settings: dict[str, Any]) -> None:
         say({"status": "wrong", "reason": wrong, "check": comparison})
         return
     for num_tokens in settings["tokens"]:
-        row = random_row(num_tokens, job.shape, job.device)
+        row = random_row(num_tokens, job.shape.vocab_size, job.device)
         expected = settings["expected_losses"].get(str(num_tokens))
         try:
             found = measure(system, row, job, settings, expected)
@@ -188,7 +190,7 @@ def _first(error: BaseException) -> str:
 def main() -> None:
     settings: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    run(Job(own_device(), rank, num_ranks, model_shape(settings)), settings)
+    run(Job(own_device(), rank, num_ranks, sizes_of(settings)), settings)
     finish()
 
 

@@ -72,7 +72,9 @@ def loss_of_one_process(model: PreTrainedModel, row: Tensor) -> float:
 def run_loop(job: Job, model: PreTrainedModel, settings: Row) -> Row:
     """The recipe's loop over shards: forward, backward, clipping, the optimizer's step."""
     system = Ours(job, model, {"ulysses": job.num_ranks, "checkpoint": settings["checkpoint"]})
-    row = random_row(settings["tokens"], job.shape, job.device).expand(settings["rows"], -1)
+    row = random_row(settings["tokens"], job.shape.vocab_size, job.device).expand(
+        settings["rows"], -1
+    )
     batch = system._collate([{"input_ids": ids} for ids in row.cpu()])
     system._batch = {name: value.to(job.device) for name, value in batch.items()}
     clock, first = StepClock(job.device), 0.0
@@ -126,7 +128,7 @@ def run_trainer(job: Job, model: PreTrainedModel, settings: Row) -> Row:
 
     from longctx_patch import LongContextTrainer
 
-    row = random_row(settings["tokens"], job.shape, job.device)[0].tolist()
+    row = random_row(settings["tokens"], job.shape.vocab_size, job.device)[0].tolist()
     given = common_arguments(settings, job)
     return timed(
         lambda clock: LongContextTrainer(
@@ -152,7 +154,7 @@ def run_sft(job: Job, model: PreTrainedModel, settings: Row, *, is_peer: bool = 
     class Ours(LongContextTrainerMixin, SFTTrainer):
         pass
 
-    row = random_row(settings["tokens"], job.shape, job.device)[0].tolist()
+    row = random_row(settings["tokens"], job.shape.vocab_size, job.device)[0].tolist()
     given = common_arguments(settings, job) | {"max_length": None, "packing": False}
     given |= {"dataset_kwargs": {"skip_prepare_dataset": True}}  # rows are tokenised already
     more: dict[str, Any] = {"long_context": ours_config(settings, job)}
@@ -187,7 +189,7 @@ def run_dpo(job: Job, model: PreTrainedModel, settings: Row) -> Row:
         pass
 
     # The trainer ends each completion with a token of its own.
-    ids = random_row(settings["tokens"] - 1, job.shape, job.device)[0].clamp(min=2)
+    ids = random_row(settings["tokens"] - 1, job.shape.vocab_size, job.device)[0].clamp(min=2)
     words = [f"t{token}" for token in ids.tolist()]
     prompt, answer = words[: len(words) // 64], words[len(words) // 64 :]
     texts = {"prompt": prompt, "chosen": answer, "rejected": answer[::-1]}
@@ -252,7 +254,7 @@ def main() -> None:
         os.environ.update(launch_environment(num_ranks))
     dtype = torch.float32 if job.shards_weights else dtype_on(device)
     model = make_model(config, device, dtype)
-    alone = loss_of_one_process(model, random_row(settings["tokens"], job.shape, device))
+    alone = loss_of_one_process(model, random_row(settings["tokens"], job.shape.vocab_size, device))
     found = SYSTEMS[settings["system"]](job, model, settings)
     if job.rank == 0:
         row = {name: settings[name] for name in ("system", "tokens", "rows", "checkpoint")}

@@ -5,6 +5,7 @@ To search further: `pytest --hypothesis-profile=default tests/sequence`.
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -18,6 +19,15 @@ settings.load_profile("repeatable")
 
 if torch.cuda.is_available():
     let_segments_grow()  # as `make_accelerator` does
+
+# A shell that starts the tests in the background, or nohup, has these ignored, here and in every
+# process that a test starts.
+for inherited, default in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(inherited) is signal.SIG_IGN:
+        signal.signal(inherited, default)
 
 
 def pytest_collection_finish() -> None:

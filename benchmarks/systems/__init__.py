@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from model_shapes import CountedShape
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,7 +19,13 @@ from longctx_patch.predict.run.shape import ModelShape
 
 IGNORE_INDEX = -100
 LEARNING_RATE = 1e-7  # so small that the loss stays comparable from step to step
-CHECKED_PARTS = ("self_attn.v_proj.weight", "self_attn.o_proj.weight")
+CHECKED_PARTS = (
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "self_attn.kv_b_proj.weight",
+    "linear_attn.in_proj_qkv.weight",
+    "linear_attn.out_proj.weight",
+)
 _WRAPPERS = ("_checkpoint_wrapped_module.", "module.")
 
 
@@ -33,7 +40,7 @@ class Job:
     device: torch.device
     rank: int
     num_ranks: int
-    shape: ModelShape
+    shape: ModelShape | CountedShape
 
     @property
     def shards_weights(self) -> bool:

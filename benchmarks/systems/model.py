@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from longctx_patch.predict.run.shape import ModelShape
 from systems import CHECKED_PARTS, mean_loss, next_tokens
 
 SEED = 0
@@ -20,10 +19,10 @@ def make_model(
     return model.train()
 
 
-def random_row(num_tokens: int, shape: ModelShape, device: torch.device) -> Tensor:
+def random_row(num_tokens: int, vocab_size: int, device: torch.device) -> Tensor:
     """int64 `[1, N]`, the same in every process."""
     generator = torch.Generator().manual_seed(SEED)
-    return torch.randint(shape.vocab_size, (1, num_tokens), generator=generator).to(device)
+    return torch.randint(vocab_size, (1, num_tokens), generator=generator).to(device)
 
 
 def checkpoint_layers(model: PreTrainedModel, *, offload: bool = False) -> None:
@@ -50,19 +49,21 @@ def use_options(model: nn.Module, loss: str = "logits", *, liger: bool) -> None:
         add_fused_lm_head(model)
 
 
-def checked_names(shape: ModelShape) -> list[str]:
-    """Parameters of the first and last layer whose gradients show whether attention is right."""
-    layers = sorted({0, shape.num_layers - 1})
-    return [f"model.layers.{layer}.{part}" for layer in layers for part in CHECKED_PARTS]
+def checked_names(model: nn.Module, num_layers: int) -> list[str]:
+    """Parameters of the first and last layer whose gradients show whether what mixes their tokens
+    is right."""
+    layers = sorted({0, num_layers - 1})
+    wanted = {f"model.layers.{layer}.{part}" for layer in layers for part in CHECKED_PARTS}
+    return [name for name, _ in model.named_parameters() if name in wanted]
 
 
-def one_process(model: nn.Module, row: Tensor, shape: ModelShape) -> dict[str, float]:
+def one_process(model: nn.Module, row: Tensor, num_layers: int) -> dict[str, float]:
     """Loss and gradient norms of the plain model on the whole row. Leaves no gradients."""
     logits = model(input_ids=row, use_cache=False).logits.float()
     loss = mean_loss(logits, next_tokens(row), row.shape[1], 1)
     loss.backward()
     parameters = dict(model.named_parameters())
-    gradients = {name: parameters[name].grad for name in checked_names(shape)}
+    gradients = {name: parameters[name].grad for name in checked_names(model, num_layers)}
     norms = {
         name: float(torch.linalg.vector_norm(gradient.float()))
         for name, gradient in gradients.items()

@@ -15,7 +15,7 @@ import step_job
 import torch
 from config_text import config_of, name_of, options_of
 from measure import Clock
-from model_shapes import model_shape
+from model_shapes import model_shape, sizes_of
 from report import read_lines
 from systems import Job, take
 from systems.ours import Ours
@@ -80,6 +80,23 @@ def test_a_step_of_ours_over_two_processes(tmp_path: Path) -> None:
     assert (wrong["status"], wrong["num_tokens"]) == ("wrong", 48)
     assert "seconds" not in wrong
     assert "ours 9" in wrong["reason"]
+
+
+def test_flops_of_models_that_the_planner_knows_too_little_of() -> None:
+    """By hand, from the sizes of their layers."""
+    mlp, compressed = 3 * 7168 * 18432, 7168 * (1536 + 512 + 64)
+    expanded = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
+    linear = 2 * (mlp + compressed + expanded) + 129280 * 7168
+    latent = sizes_of({"model": "deepseek-v3-dense", "num_layers": 2})
+    assert latent.linear_weights == linear
+    assert latent.step_flops(10) == 6 * linear * 10 + 3 * 100 * 2 * 128 * (192 + 128)
+
+    delta_net = 4096 * (8192 + 4096 + 32 + 32) + 4096 * 4096
+    attention = 4096 * (2 * 16 + 2 * 4) * 256 + 16 * 256 * 4096
+    linear = 3 * delta_net + attention + 4 * 3 * 4096 * 12288 + 248320 * 4096
+    hybrid = sizes_of({"model": "qwen3.5-9b", "num_layers": 4})
+    assert hybrid.linear_weights == linear
+    assert hybrid.step_flops(10) == 6 * linear * 10 + 3 * 100 * 16 * 512
 
 
 FAKE_SYSTEM = """

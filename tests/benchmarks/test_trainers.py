@@ -40,7 +40,9 @@ def test_the_recipes_loop_on_one_process() -> None:
     config = tiny_config("llama")
     job = Job(torch.device("cpu"), 0, 1, shape_of(config, "tiny"))
     model = make_model(config, job.device, torch.float32)
-    alone = trainers_job.loss_of_one_process(model, random_row(40, job.shape, job.device))
+    alone = trainers_job.loss_of_one_process(
+        model, random_row(40, job.shape.vocab_size, job.device)
+    )
     settings = {"tokens": 40, "rows": 2, "steps": 1, "checkpoint": "none"}
     found = trainers_job.run_loop(job, model, settings)
     assert found["first_loss"] == pytest.approx(alone, rel=1e-5)
