@@ -7,10 +7,11 @@ allowed as well.
 """
 
 import copy
-import inspect
 import sys
-from collections.abc import Callable
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -25,12 +26,20 @@ from longctx_patch import LongContextConfig, make_sequence_group, patch
 from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.recurrence import Recurrence
 from longctx_patch.engine.chain.state_space import StateSpace
-from longctx_patch.hf.model.transformers_api import SEQUENCE_FUNCTIONS, recurrent_modules
+from longctx_patch.hf.model.sequence_kernels import (
+    KERNELS,
+    functions_of,
+    plain,
+    runs_kernel,
+    torch_function,
+)
+from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
-from tests.hf.steps import Step
-from tests.hf.tiny import SUPPORTED, VOCABULARY, featured_model, gradients, mean_over_ranks
+from tests.hf.by_documents import stock_step, whole_row
+from tests.hf.steps import Step, errors
+from tests.hf.tiny import SUPPORTED, featured_model, gradients, mean_over_ranks
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -102,7 +111,7 @@ def test_segments_are_as_accurate_as_the_whole(kind: str, dtype: torch.dtype) ->
     inputs = leaves(torch.float64, "cpu")
     with pytest.MonkeyPatch.context() as patched:
         in_float64(patched)
-        wanted = results(whole(make(inputs, inspect.unwrap(kernel))), inputs)
+        wanted = results(whole(make(inputs, torch_function(kernel))), inputs)
     inputs = leaves(dtype, "cuda")
     found = results(in_segments(make(inputs, kernel)), inputs)
     of_whole = results(whole(make(inputs, kernel)), inputs)
@@ -142,29 +151,6 @@ WIDE: dict[str, Any] = {
 FAMILIES = [name for name in ("qwen3_5_text", "olmo_hybrid", "bamba") if name in SUPPORTED]
 
 
-def whole_row(lengths: tuple[int, ...], device: str) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (1, sum(lengths)), generator=generator)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    row = {"input_ids": ids, "position_ids": positions}
-    row["labels"] = ids.masked_fill(positions == 0, -100)
-    return {name: tensor.to(device) for name, tensor in row.items()}
-
-
-def stock_step(model: Any, lengths: tuple[int, ...]) -> Step:
-    """Each document by itself."""
-    row = whole_row(lengths, model.device.type)["input_ids"]
-    losses = []
-    for start, stop in pairwise(accumulate(lengths, initial=0)):
-        ids = row[:, start:stop]
-        logits = model(input_ids=ids, use_cache=False).logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses.append(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
-    loss = torch.stack(losses).sum() / (sum(lengths) - len(lengths))
-    loss.backward()
-    return Step(loss.detach(), gradients(model))
-
-
 def exact_step(model: Any, lengths: tuple[int, ...]) -> Step:
     """In float64, which kernels don't know."""
     exact = copy.deepcopy(model)
@@ -172,23 +158,21 @@ def exact_step(model: Any, lengths: tuple[int, ...]) -> Step:
     with pytest.MonkeyPatch.context() as patched:
         for mixer in recurrent_modules(exact):
             module = sys.modules[type(mixer).__module__]
-            for name in SEQUENCE_FUNCTIONS & vars(module).keys():
-                patched.setattr(module, name, inspect.unwrap(getattr(module, name)))
+            for name, function in functions_of(mixer).items():
+                patched.setattr(module, name, torch_function(function))
         return stock_step(exact, lengths)
 
 
-def errors(found: Step, wanted: Step) -> dict[str, float]:
-    assert found.grads.keys() == wanted.grads.keys()
-    of = {
-        name: relative_error(found.grads[name].cpu().double(), grad)
-        for name, grad in wanted.grads.items()
-    }
-    return {"loss": relative_error(found.loss.cpu().double(), wanted.loss)} | of
+def compared(found: Step, exact: Step) -> dict[str, float]:
+    """Without logits, which shards have of their own tokens only."""
+    grads = {name: grad.cpu().double() for name, grad in found.grads.items()}
+    return errors(Step(found.loss.cpu().double(), grads), exact)
 
 
 def check_families(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    configs = configs_of(world_size)
     for family in FAMILIES:
+        slow = not all(kernel for _, kernel in expected_to_run(model_of(family, 0)))
+        configs = [replace(config, torch_recurrence=slow) for config in configs_of(world_size)]
         for lengths in ((LENGTH,), DOCUMENTS):
             own: list[dict[str, float]] = []
             found: list[list[dict[str, float]]] = [[] for _ in configs]
@@ -196,10 +180,12 @@ def check_families(rank: int, world_size: int, dtype: torch.dtype) -> None:
                 model = model_of(family, seed)
                 wanted = exact_step(model, lengths)
                 model.to("cuda", dtype)
-                own.append(errors(stock_step(copy.deepcopy(model), lengths), wanted))
+                own.append(compared(stock_step(copy.deepcopy(model), lengths), wanted))
                 for config, steps in zip(configs, found, strict=True):
-                    step = sharded_step(copy.deepcopy(model), config, lengths)
-                    steps.append(errors(step, wanted))
+                    with what_runs(model) as ran:
+                        step = sharded_step(copy.deepcopy(model), config, lengths)
+                    assert ran == expected_to_run(model), (family, config, ran)
+                    steps.append(compared(step, wanted))
             for config, steps in zip(configs, found, strict=True):
                 assert_as_accurate(mean_errors(steps), mean_errors(own), (family, config))
 
@@ -229,7 +215,36 @@ def configs_of(world_size: int) -> list[LongContextConfig]:
         {"ring_degree": world_size, "layout": "contiguous", "checkpoint": "full"},
         {"ulysses_degree": world_size, "checkpoint": "attention"},
     ]
-    return [LongContextConfig(torch_recurrence=True, **way) for way in ways]
+    return [LongContextConfig(**way) for way in ways]
+
+
+def expected_to_run(model: Any) -> set[tuple[str, bool]]:
+    """Each function of the model's layers, and whether a kernel runs in its place: wherever its
+    package is installed. Elsewhere torch's functions are asked for."""
+    mixers = recurrent_modules(model)
+    return {(name, KERNELS[name].is_installed) for mixer in mixers for name in functions_of(mixer)}
+
+
+@contextmanager
+def what_runs(model: Any) -> Iterator[set[tuple[str, bool]]]:
+    """What ran in the block: transformers' functions keep it in a cell, which is watched."""
+    ran: set[tuple[str, bool]] = set()
+    with pytest.MonkeyPatch.context() as patched:
+        functions = [functions_of(mixer) for mixer in recurrent_modules(model)]
+        for name, function in {item for each in functions for item in each.items()}:
+            own: Any = plain(function)
+            cell = own.__closure__[own.__code__.co_freevars.index("implementation")]
+            watched = watch(ran, (name, runs_kernel(function)), cell.cell_contents)
+            patched.setattr(cell, "cell_contents", watched)
+        yield ran
+
+
+def watch(ran: set[tuple[str, bool]], what: tuple[str, bool], function: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
+        ran.add(what)
+        return function(*args, **options)
+
+    return run
 
 
 def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]) -> Step:

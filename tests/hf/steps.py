@@ -19,6 +19,18 @@ Rows = list[dict[str, list[int]]]
 class Step(NamedTuple):
     loss: Tensor
     grads: dict[str, Tensor]
+    logits: Tensor | None = None
+    """Of all tokens in the order of their rows; None where they were not made."""
+
+
+def errors(found: Step, wanted: Step) -> dict[str, float]:
+    """By the names of the parameters; those of logits if both steps have them."""
+    assert found.grads.keys() == wanted.grads.keys()
+    of = {name: relative_error(found.grads[name], grad) for name, grad in wanted.grads.items()}
+    of["loss"] = relative_error(found.loss, wanted.loss)
+    if found.logits is not None and wanted.logits is not None:
+        of["logits"] = relative_error(found.logits, wanted.logits)
+    return of
 
 
 def collated(handle: PatchHandle, rows: Rows, **options: Any) -> dict[str, Tensor]:
@@ -60,7 +72,6 @@ def complaints(
     some gradients may have, beside `TOLERANCE`."""
     if found.grads.keys() != wanted.grads.keys():
         return [f"{where}: gradients of other parameters"]
-    errors = {name: relative_error(found.grads[name], grad) for name, grad in wanted.grads.items()}
-    errors["loss"] = relative_error(found.loss, wanted.loss)
-    wrong = [name for name, error in errors.items() if not error < bounds.get(name, TOLERANCE)]
-    return [f"{where}: {name} differs by {errors[name]:.1e}" for name in wrong[:3]]
+    differs = errors(found, wanted)
+    wrong = [name for name, error in differs.items() if not error < bounds.get(name, TOLERANCE)]
+    return [f"{where}: {name} differs by {differs[name]:.1e}" for name in wrong[:3]]

@@ -2,7 +2,7 @@
 that scale queries by their place. Each document by itself in the stock model is the reference."""
 
 import copy
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -28,8 +28,9 @@ from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.masks import bidirectional
 from longctx_patch.transport import VirtualTransport
+from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.float64 import in_float64
-from tests.hf.steps import Step
+from tests.hf.steps import Step, errors
 from tests.hf.tiny import featured_config, featured_model, gradients, token_rows
 from tests.reference import relative_error
 
@@ -37,19 +38,6 @@ FAMILY, CHUNK = "llama4_text", 7
 LENGTH = 43
 DOCUMENTS = (1, 17, 3, 14, 8)
 """Shorter than a chunk, whole chunks, and some with a rest."""
-
-
-def stock_step(model: Any, lengths: tuple[int, ...]) -> Step:
-    """Loss and gradients, with each document computed by itself."""
-    ids = torch.tensor([token_rows(LENGTH, 1)[0]["input_ids"]])
-    losses = []
-    for start, stop in pairwise(accumulate(lengths, initial=0)):
-        part = ids[:, start:stop]
-        logits = model(input_ids=part, use_cache=False).logits
-        losses.append(F.cross_entropy(logits[0, :-1], part[0, 1:], reduction="sum"))
-    loss = torch.stack(losses).sum() / (LENGTH - len(lengths))
-    loss.backward()
-    return Step(loss.detach(), gradients(model))
 
 
 def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]) -> Step:
@@ -98,10 +86,7 @@ def test_every_layout_and_plan_is_exact(lengths: tuple[int, ...]) -> None:
     wanted = stock_step(copy.deepcopy(model), lengths)
     for config in CONFIGS:
         found = sharded_step(model, config, lengths)
-        assert found.grads.keys() == wanted.grads.keys()
-        errors = {n: relative_error(found.grads[n], grad) for n, grad in wanted.grads.items()}
-        errors["loss"] = relative_error(found.loss, wanted.loss)
-        wrong = {name: error for name, error in errors.items() if not error < 1e-10}
+        wrong = {n: error for n, error in errors(found, wanted).items() if not error < 1e-10}
         assert not wrong, (config.degrees_in_words, config.layout, config.plan, wrong)
 
 
@@ -152,31 +137,21 @@ def test_chunks_that_end_where_shards_end_travel_nowhere() -> None:
     assert sent(layer_types=["full_attention"] * 3) == 3 * sent() > 0
 
 
-def packed(lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    ids = torch.tensor([token_rows(sum(lengths))[0]["input_ids"]])
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return {
-        "input_ids": ids,
-        "labels": ids.masked_fill(positions == 0, -100),
-        "position_ids": positions,
-    }
-
-
 def test_whole_rows_that_transformers_counts_otherwise_are_refused() -> None:
     """It counts chunks and places from the start of the row, not of each document."""
     stock = stock_model(featured_model(FAMILY))
-    read_rows(packed((2, 2)), stock)
+    read_rows(whole_row((2, 2)), stock)
     with pytest.raises(ValueError, match=r"row of 5 tokens: .* from the start of .* from 5 tokens"):
-        read_rows(packed((2, 3)), stock)
+        read_rows(whole_row((2, 3)), stock)
     mask = torch.tensor([[0, 1, 1, 1, 1]])
     with pytest.raises(ValueError, match="padded on the right"):
         read_rows({"input_ids": mask, "attention_mask": mask}, stock)
     read_rows({"input_ids": mask, "attention_mask": mask.flip(1)}, stock)
     cool: dict[str, Any] = {"attn_temperature_tuning": False}
     with pytest.raises(ValueError, match="from 8 tokens on"):
-        read_rows(packed((3, 5)), stock_model(featured_model(FAMILY, **cool)))
+        read_rows(whole_row((3, 5)), stock_model(featured_model(FAMILY, **cool)))
     assert stock_model(featured_model("llama")).counts_rows_from is None
-    short = packed((2, 5))
+    short = whole_row((2, 5))
     wanted = featured_model(FAMILY, **cool)(**short, use_cache=False).loss
     found = [featured_model(FAMILY, **cool) for _ in range(2)]
     ring = LongContextConfig(ring_degree=2)

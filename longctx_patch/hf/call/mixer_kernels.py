@@ -1,20 +1,20 @@
-"""Whether the kernels of recurrent layers are installed, and take the sizes of a model."""
+"""Whether recurrent layers run kernels, and whether these take the sizes of a model."""
 
-from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of, runs_kernel
 
 
 class Limit(NamedTuple):
-    """What a package's kernels take at most."""
+    """What a package's kernels take."""
 
     what: str
-    most: int
+    takes: range
+    said: str
     of: Callable[[Any], int]
     """A layer's number."""
 
@@ -25,55 +25,87 @@ def _key_size(layer: Any) -> int:
 
 
 def _width(layer: nn.Module) -> int:
-    return max((m.kernel_size[0] for m in layer.modules() if isinstance(m, nn.Conv1d)), default=1)
+    return max((conv.kernel_size[0] for conv in _convolutions(layer)), default=2)
 
 
-_KEYS = Limit("numbers of a key head", 256, _key_size)
-LIMITS: Mapping[str, Limit] = MappingProxyType(
+def _channels(layer: nn.Module) -> int:
+    """Those of a convolution that has a number of them which is no multiple of 8, if one has."""
+    return max((conv.out_channels for conv in _convolutions(layer)), key=lambda n: n % 8, default=8)
+
+
+def _convolutions(layer: nn.Module) -> list[nn.Conv1d]:
+    return [module for module in layer.modules() if isinstance(module, nn.Conv1d)]
+
+
+_KEYS = Limit("numbers of a key head", range(1, 257), "take up to 256", _key_size)
+LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(
     {
-        "torch_chunk_gated_delta_rule": _KEYS,
-        "chunk_kimi_delta_attention": _KEYS,
-        "causal_conv1d_fn": Limit("tokens of a convolution", 4, _width),
+        "torch_chunk_gated_delta_rule": (_KEYS,),
+        "chunk_kimi_delta_attention": (_KEYS,),
+        "causal_conv1d_fn": (
+            Limit("tokens of a convolution", range(2, 5), "take 2 to 4", _width),
+            Limit(
+                "channels of a convolution", range(0, 2**31, 8), "take multiples of 8", _channels
+            ),
+        ),
     }
 )
-"""Kernels assert them in a run's first forward: fla 0.6 (`ops/common/chunk_delta_h.py`); widths of
-2, 3 and 4 tokens are those of causal-conv1d's README."""
+"""Kernels assert them in a run's first forward: fla 0.6 (`ops/common/chunk_delta_h.py`, of keys
+alone) and causal-conv1d 1.7 (`csrc/causal_conv1d.cpp`). The scan of mamba-ssm 2.3 has none."""
 
 
 def check_kernels(mixers: Iterable[nn.Module], *, torch_will_do: bool) -> None:
-    """Raise ValueError for layers on a GPU whose kernels are missing, unless `torch_will_do`, or do
-    not take a layer's size: where a package is installed, transformers always takes its kernels."""
-    layers = {(type(mixer), name): mixer for mixer in mixers for name in _functions_of(mixer)}
-    missing = sorted(
-        f"{distribution} for {name}"
-        for name in {name for _, name in layers}
-        for package, distribution in (transformers_api.KERNEL_PACKAGES[name],)
-        if find_spec(package) is None
+    """Raise ValueError for layers on a GPU that would run transformers' torch functions, unless
+    `torch_will_do`, or whose kernels do not take a layer's size.
+
+    transformers takes a kernel wherever it can import it, and falls back on its torch function in
+    silence after any error of a package that is installed.
+    """
+    layers = {
+        (type(mixer), name): (mixer, function)
+        for mixer in mixers
+        for name, function in functions_of(mixer).items()
+    }
+    slow = {name for (_, name), (_, function) in layers.items() if not runs_kernel(function)}
+    if slow and not torch_will_do:
+        raise ValueError(_refusal(sorted(slow)))
+    for (_, name), (mixer, _) in layers.items():
+        if name not in slow:
+            _check_sizes(name, mixer)
+
+
+def _refusal(names: Sequence[str]) -> str:
+    packages = " ".join(sorted({KERNELS[name].distribution for name in names}))
+    return (
+        f"recurrent layers on a GPU without their kernels: {', '.join(map(_why, names))}. Either "
+        f"pip install {packages} (built for the installed torch), or run transformers' torch "
+        "functions by LongContextConfig(torch_recurrence=True), which are exact, many times "
+        "slower, and keep all intermediates for backward."
     )
-    if missing and not torch_will_do:
-        packages = " ".join(sorted({each.split()[0] for each in missing}))
-        raise ValueError(
-            f"recurrent layers on a GPU without their kernels: {', '.join(missing)}. Either pip "
-            f"install {packages}, or run transformers' torch functions by "
-            "LongContextConfig(torch_recurrence=True), which are exact, many times slower, and "
-            "keep all intermediates for backward."
+
+
+def _why(name: str) -> str:
+    kernel = KERNELS[name]
+    said = f"{kernel.distribution} for {name}"
+    if not kernel.is_installed:
+        return said
+    error = kernel.import_error()
+    if error is None:
+        return (
+            f"{said} (it can be imported now, but could not when transformers was: install "
+            "packages before a process starts)"
         )
-    for (_, name), mixer in layers.items():
-        _check_size(name, mixer)
+    return f"{said} (it is installed, but importing {kernel.module} raises {error!r})"
 
 
-def _functions_of(mixer: nn.Module) -> set[str]:
-    names = transformers_api.code_of(type(mixer)).__code__.co_names
-    return set(names) & transformers_api.KERNEL_PACKAGES.keys()
-
-
-def _check_size(name: str, mixer: nn.Module) -> None:
-    limit, (package, distribution) = LIMITS.get(name), transformers_api.KERNEL_PACKAGES[name]
-    if limit is None or find_spec(package) is None or limit.of(mixer) <= limit.most:
-        return
-    raise ValueError(
-        f"{type(mixer).__name__} with {limit.of(mixer)} {limit.what}: the kernels of "
-        f"{distribution} take up to {limit.most}. pip uninstall {distribution}, and run "
-        "transformers' torch functions by LongContextConfig(torch_recurrence=True), which take "
-        "any size but are many times slower; or use a model with smaller ones."
-    )
+def _check_sizes(name: str, mixer: nn.Module) -> None:
+    distribution = KERNELS[name].distribution
+    for limit in LIMITS.get(name, ()):
+        if limit.of(mixer) in limit.takes:
+            continue
+        raise ValueError(
+            f"{type(mixer).__name__} with {limit.of(mixer)} {limit.what}: the kernels of "
+            f"{distribution} {limit.said}. pip uninstall {distribution}, and run "
+            "transformers' torch functions by LongContextConfig(torch_recurrence=True), which take "
+            "any size but are many times slower; or use a model of other sizes."
+        )

@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -65,16 +65,6 @@ SEQUENCE_FUNCTIONS = frozenset(
         "chunk_kimi_delta_attention",
         "mamba2_chunk_scan",
         "mamba2_split_conv1d_scan_combined",
-    }
-)
-
-# The package whose kernels transformers takes for each, and what pip calls it.
-KERNEL_PACKAGES = MappingProxyType(
-    {
-        "causal_conv1d_fn": ("causal_conv1d", "causal-conv1d"),
-        "torch_chunk_gated_delta_rule": ("fla", "flash-linear-attention"),
-        "chunk_kimi_delta_attention": ("fla", "flash-linear-attention"),
-        "mamba2_chunk_scan": ("mamba_ssm", "mamba-ssm"),
     }
 )
 

@@ -1,23 +1,29 @@
-"""Kernels of recurrent layers: those that are installed must take a model's sizes."""
+"""Kernels of recurrent layers on a GPU: they must run, unless torch's functions are asked for, and
+take a model's sizes."""
 
-from importlib.machinery import ModuleSpec
+import importlib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from longctx_patch import LongContextConfig, patch
-from longctx_patch.hf.call import mixer_kernels
+from longctx_patch.hf.call.mixer_kernels import LIMITS
 from longctx_patch.hf.call.mixers import check_mixers
-from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model import sequence_kernels, transformers_api
+from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of, runs_kernel
 from tests.hf.call.test_mixers import CHAINED
 from tests.hf.tiny import featured_model
 
 TORCH = LongContextConfig(torch_recurrence=True)
 SIZED = {
     "qwen3_5_text": (
-        {"linear_key_head_dim": 257},
-        "Qwen3_5GatedDeltaNet with 257 numbers of a key head: the kernels of "
+        {"linear_key_head_dim": 264},
+        "Qwen3_5GatedDeltaNet with 264 numbers of a key head: the kernels of "
         "flash-linear-attention take up to 256",
     ),
     "kimi_linear": (
@@ -26,46 +32,150 @@ SIZED = {
     ),
     "bamba": (
         {"mamba_d_conv": 5},
-        "BambaMixer with 5 tokens of a convolution: the kernels of causal-conv1d take up to 4",
+        "BambaMixer with 5 tokens of a convolution: the kernels of causal-conv1d take 2 to 4",
+    ),
+    "granitemoehybrid": (
+        {"mamba_d_state": 13},
+        "GraniteMoeHybridMambaLayer with 180 channels of a convolution: the kernels of "
+        "causal-conv1d take multiples of 8",
     ),
 }
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, installed: set[str]) -> None:
-    """Parameters say that they are, and so many packages are installed."""
-    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
-    monkeypatch.setattr(
-        mixer_kernels,
-        "find_spec",
-        lambda package: ModuleSpec(package, None) if package in installed else None,
-    )
+def packages(names: Iterable[str] = KERNELS) -> set[str]:
+    return {KERNELS[name].module.partition(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("family", [family for family in SIZED if family in CHAINED])
-def test_sizes_that_kernels_do_not_take_are_refused(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, says = SIZED[family]
-    packages = {package for package, _ in transformers_api.KERNEL_PACKAGES.values()}
-    model: Any = featured_model(family, **sizes)
-    with monkeypatch.context() as patched:
-        on_a_gpu(patched, packages)
-        for config in (LongContextConfig(), TORCH):
-            with pytest.raises(ValueError, match=f"{says}.*pip uninstall "):
-                patch(model, config)
-        on_a_gpu(patched, set())
-        check_mixers(model, TORCH, None)
-    patch(model, LongContextConfig()).unpatch()
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator["Gpu"]:
+    yield Gpu(monkeypatch, tmp_path)
+    for package in packages():  # transformers would take them for a model that it imports later
+        forget(package)
+
+
+def forget(package: str) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+
+
+class Gpu:
+    """Parameters say that they are on one, and packages are installed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._monkeypatch, self._folder = monkeypatch, folder
+        monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+        monkeypatch.syspath_prepend(folder)
+
+    def install(self, package: str, broken: str | None = None) -> None:
+        """A package with each kernel that is taken of it, or one that raises on import."""
+        forget(package)
+        importlib.invalidate_caches()
+        (self._folder / package).mkdir(exist_ok=True)
+        (self._folder / package / "__init__.py").write_text(broken or "")
+        for kernel in () if broken else KERNELS.values():
+            first, *rest = kernel.module.split(".")
+            if first == package:
+                path = self._folder / package
+                for part in rest:
+                    path /= part
+                    path.mkdir(exist_ok=True)
+                    (path / "__init__.py").touch()
+                with (path / "__init__.py").open("a") as file:
+                    file.write(f"def {kernel.name}(*args, **options): ...\n")
+
+    def import_anew(self, model: Any) -> None:
+        """Decide between kernels and torch again, as importing transformers does."""
+        for mixer in transformers_api.recurrent_modules(model):
+            namespace = transformers_api.code_of(type(mixer)).__globals__
+            for name, function in functions_of(mixer).items():
+                kernel = KERNELS[name]
+                decide = use_kernel_func_from_hub_with_fallback(
+                    kernel.name, kernel.module.partition(".")[0]
+                )
+                function = decide(sequence_kernels.torch_function(function))
+                self._monkeypatch.setitem(namespace, name, function)
 
 
 @pytest.mark.parametrize("family", CHAINED)
-def test_sizes_that_kernels_take_are_not(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each layer's sizes are found under their names."""
-    on_a_gpu(monkeypatch, {package for package, _ in transformers_api.KERNEL_PACKAGES.values()})
+def test_torch_functions_are_known_from_kernels(family: str, gpu: Gpu) -> None:
+    """By what transformers has decided, for each function of each family."""
     model = featured_model(family)
-    assert transformers_api.recurrent_modules(model)
+    functions = [
+        (name, mixer)
+        for mixer in transformers_api.recurrent_modules(model)
+        for name in functions_of(mixer)
+    ]
+    assert {name for name, _ in functions} >= {"causal_conv1d_fn"}
+    assert not any(runs_kernel(functions_of(mixer)[name]) for name, mixer in functions)
+    for package in packages(name for name, _ in functions):
+        gpu.install(package)
+    gpu.import_anew(model)
+    for name, mixer in functions:
+        kernel = sequence_kernels.chosen(functions_of(mixer)[name])
+        assert (kernel.__module__, kernel.__name__) == (KERNELS[name].module, KERNELS[name].name)
     check_mixers(model, LongContextConfig(), None)
-    for mixer in transformers_api.recurrent_modules(model):
-        for name, limit in mixer_kernels.LIMITS.items():
-            if name in transformers_api.code_of(type(mixer)).__code__.co_names:
-                assert 2 <= limit.of(mixer) <= limit.most
+    for name, mixer in functions:
+        for limit in LIMITS.get(name, ()):
+            assert limit.of(mixer) in limit.takes
+
+
+MISSING = {
+    "qwen3_5_text": r"causal-conv1d for causal_conv1d_fn, flash-linear-attention for "
+    r"torch_chunk_gated_delta_rule\. Either pip install causal-conv1d flash-linear-attention \(",
+    "kimi_linear": "flash-linear-attention for chunk_kimi_delta_attention",
+    "bamba": r"causal-conv1d for causal_conv1d_fn, mamba-ssm for mamba2_chunk_scan\. Either",
+    "lfm2": r"kernels: causal-conv1d for causal_conv1d_fn\. Either",
+}
+
+
+@pytest.mark.parametrize("family", [family for family in MISSING if family in CHAINED])
+def test_packages_that_are_missing_are_named(family: str, gpu: Gpu) -> None:
+    model = featured_model(family)
+    with pytest.raises(ValueError, match=MISSING[family]):
+        patch(model, LongContextConfig())
+    check_mixers(model, TORCH, None)
+
+
+@pytest.mark.parametrize("package", sorted(packages()))
+def test_packages_that_can_not_be_imported_are_refused_with_their_error(
+    package: str, gpu: Gpu
+) -> None:
+    """transformers runs its torch function in silence then."""
+    family = "bamba" if package == "mamba_ssm" else "kimi_linear"
+    if family not in CHAINED:
+        family = "qwen3_5_text"
+    model = featured_model(family)
+    for other in packages():
+        gpu.install(other, "raise OSError('undefined symbol: _ZN3c10')" * (other == package))
+    gpu.import_anew(model)
+    with pytest.raises(
+        ValueError,
+        match=r"installed, but importing \S+ raises OSError\('undefined symbol: _ZN3c10'\)",
+    ):
+        patch(model, LongContextConfig())
+    check_mixers(model, TORCH, None)
+    gpu.install(package)
+    with pytest.raises(ValueError, match="can be imported now, but could not when transformers"):
+        patch(model, LongContextConfig())
+    gpu.import_anew(model)
+    check_mixers(model, LongContextConfig(), None)
+
+
+@pytest.mark.parametrize("family", [family for family in SIZED if family in CHAINED])
+def test_sizes_that_kernels_do_not_take_are_refused(family: str, gpu: Gpu) -> None:
+    sizes, says = SIZED[family]
+    model: Any = featured_model(family, **sizes)
+    for config in (TORCH, LongContextConfig()):
+        for package in packages():
+            gpu.install(package)
+        gpu.import_anew(model)
+        with pytest.raises(ValueError, match=f"{says}.*pip uninstall "):
+            patch(model, config)
+
+
+@pytest.mark.parametrize("family", [family for family in SIZED if family in CHAINED])
+def test_torch_functions_take_any_size(family: str) -> None:
+    sizes, _ = SIZED[family]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+        check_mixers(featured_model(family, **sizes), TORCH, None)

@@ -3,12 +3,10 @@ itself: loss and every gradient in float64, and the traffic of each rank as plan
 
 import copy
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 
 from longctx_patch import LongContextConfig, UnsupportedModelError, patch
@@ -17,13 +15,14 @@ from longctx_patch.hf.call.mixers import OVER_CHAIN, check_mixers
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.family import RECURRENT
+from longctx_patch.hf.model.sequence_kernels import KERNELS
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.masks import causal
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 from longctx_patch.verification.shrink import keep_float64
-from tests.hf.steps import Step
-from tests.hf.tiny import SUPPORTED, featured_model, gradients, token_rows
-from tests.reference import relative_error
+from tests.hf.by_documents import stock_step, whole_row
+from tests.hf.steps import Step, errors
+from tests.hf.tiny import SUPPORTED, featured_model, gradients
 
 CHAINED = [name for name, family in SUPPORTED.items() if set(family.features) & set(RECURRENT)]
 LENGTH = 43
@@ -49,28 +48,6 @@ def model_of(family: str) -> Any:
     return model
 
 
-def whole_row(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """One row; positions say where its documents begin."""
-    (row,) = token_rows(LENGTH, num_rows=1)
-    ids = torch.tensor([row["input_ids"]])
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    labels = ids.masked_fill(positions == 0, -100)
-    return {"input_ids": ids, "labels": labels, "position_ids": positions}
-
-
-def stock_step(model: Any, lengths: tuple[int, ...]) -> Step:
-    """Loss and gradients, with each document computed by itself."""
-    row = whole_row(lengths)["input_ids"]
-    losses = []
-    for start, stop in pairwise(accumulate(lengths, initial=0)):
-        ids = row[:, start:stop]
-        logits = model(input_ids=ids, use_cache=False).logits
-        losses.append(F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"))
-    loss = torch.stack(losses).sum() / (LENGTH - len(lengths))
-    loss.backward()
-    return Step(loss.detach(), gradients(model))
-
-
 def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]) -> Step:
     """The mean over all ranks; each rank has sent what its plans say, to the byte."""
     copies = [copy.deepcopy(model) for _ in range(config.sequence_degree)]
@@ -92,12 +69,6 @@ def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]
     names = steps[0].grads
     mean = {name: torch.stack([step.grads[name] for step in steps]).mean(0) for name in names}
     return Step(torch.stack([step.loss for step in steps]).mean(), mean)
-
-
-def errors(found: Step, wanted: Step) -> dict[str, float]:
-    assert found.grads.keys() == wanted.grads.keys()
-    of = {name: relative_error(found.grads[name], grad) for name, grad in wanted.grads.items()}
-    return {"loss": relative_error(found.loss, wanted.loss)} | of
 
 
 THOROUGH = [name for name in ("qwen3_5_text", "falcon_h1", "lfm2") if name in SUPPORTED]
@@ -177,7 +148,7 @@ def test_layers_that_hear_of_no_call_are_refused() -> None:
 def test_functions_of_transformers_are_the_ones_that_are_replaced() -> None:
     """And each has its way over a chain."""
     assert set(OVER_CHAIN) == transformers_api.SEQUENCE_FUNCTIONS
-    assert set(transformers_api.KERNEL_PACKAGES) < transformers_api.SEQUENCE_FUNCTIONS
+    assert set(KERNELS) < transformers_api.SEQUENCE_FUNCTIONS
 
 
 PROJECTIONS = {
@@ -191,7 +162,7 @@ PROJECTIONS = {
 def test_adapters_on_the_projections_are_exact(family: str) -> None:
     torch.manual_seed(3)
     lora = LoraConfig(target_modules=list(PROJECTIONS[family]), r=3, init_lora_weights=False)
-    model: Any = get_peft_model(model_of(family), lora).double()
+    model: Any = get_peft_model(model_of(family), lora)
     keep_float64(model.get_base_model())
     mixers = transformers_api.recurrent_modules(model)
     wanted = stock_step(copy.deepcopy(model), DOCUMENTS)

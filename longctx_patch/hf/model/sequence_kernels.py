@@ -1,0 +1,92 @@
+"""Which kernels transformers runs in place of its own functions along the sequence.
+
+`use_kernel_func_from_hub_with_fallback` decides when a module is imported: a kernel of the package
+where that can be imported, and its torch function after any error. Checked with 5.17 to 5.23.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from longctx_patch.hf.model import transformers_api
+
+Function = Callable[..., Any]
+
+
+class Kernel(NamedTuple):
+    """A function of a package."""
+
+    distribution: str
+    """What pip calls the package."""
+    module: str
+    name: str
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the package is there, working or not."""
+        return find_spec(self.module.partition(".")[0]) is not None
+
+    def import_error(self) -> Exception | None:
+        try:
+            getattr(import_module(self.module), self.name)
+        except Exception as error:  # packages of compiled code raise any
+            return error
+        return None
+
+
+KERNELS: Mapping[str, Kernel] = MappingProxyType(
+    {
+        "causal_conv1d_fn": Kernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn"),
+        "torch_chunk_gated_delta_rule": Kernel(
+            "flash-linear-attention", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"
+        ),
+        "chunk_kimi_delta_attention": Kernel("flash-linear-attention", "fla.ops.kda", "chunk_kda"),
+        "mamba2_chunk_scan": Kernel(
+            "mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"
+        ),
+    }
+)
+"""The kernel for each of transformers' functions that a chain runs."""
+
+
+def functions_of(mixer: nn.Module) -> dict[str, Function]:
+    """Those functions that the forward of a recurrent layer calls and that have a kernel."""
+    forward = transformers_api.code_of(type(mixer))
+    names = [name for name in KERNELS if name in forward.__code__.co_names]
+    return {name: forward.__globals__[name] for name in names}
+
+
+def torch_function(function: Function) -> Function:
+    """transformers' own code of one of these functions."""
+    return inspect.unwrap(plain(function))
+
+
+def chosen(function: Function) -> Function:
+    """What one of these functions runs: a kernel, or `torch_function`; that too where transformers'
+    code doesn't say, as another version of it might."""
+    own = plain(function)
+    if not hasattr(own, "__wrapped__"):  # a kernel of the hub has taken its place
+        return own
+    implementation: Function = inspect.getclosurevars(own).nonlocals.get(
+        "implementation", torch_function(own)
+    )
+    return implementation
+
+
+def runs_kernel(function: Function) -> bool:
+    return chosen(function) is not torch_function(function)
+
+
+def plain(function: Function) -> Function:
+    """With the package `kernels`, each function is the forward of a module."""
+    if not isinstance(function, nn.Module):
+        return function
+    if "forward" in vars(function):
+        return function.forward
+    inner: Function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
+    return inner
