@@ -33,7 +33,7 @@ OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/lo
     tests/trl/test_trainers.py tests/recipes/data
 # Runs under Trainer and TRL's trainers, apart from the rest for their time.
 TRAINER_TESTS := tests/trainer tests/trl tests/recipes/test_trl_recipes.py \
-    tests/recipes/test_sharded_reading.py
+    tests/recipes/test_sharded_reading.py tests/recipes/test_other_worlds.py
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 TYPED := longctx_patch cli recipes examples benchmarks docs tests

@@ -1,0 +1,82 @@
+"""A run that goes on in other worlds, one after the other, has the losses of an undisturbed run."""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+from longctx_patch.checkpoints.names import steps_of
+from longctx_patch.checkpoints.plain_pickle import MetadataReader
+from longctx_patch.recipes import finetune
+from longctx_patch.recipes.metrics import read_metrics
+from tests.plugin.launched import run_launched, sharding_on_cpus
+from tests.recipes.test_sharded_reading import FSDP2, forget_accelerate
+
+WORLDS: list[tuple[list[str], bool]] = [
+    (["--ulysses", "2", "--checkpoint", "none", "--batch-size", "2"], False),
+    (["--ring", "2", "--layout", "zigzag", "--checkpoint", "full", "--batch-size", "2"], False),
+    (["--ring", "2", "--layout", "contiguous", "--checkpoint", "attention"], True),
+    (["--checkpoint", "none"], False),  # two replicas
+    (["--ring", "2", "--checkpoint", "full", "--batch-size", "2"], True),
+]
+"""Flags of two processes, and whether they shard weights (FSDP2). Each trains for two steps of two
+rows."""
+ACCUMULATED = (2,)
+"""Worlds whose step is two forwards of one row."""
+ALONE = ["--batch-size", "2"]
+
+
+def command(config_file: Path, text_file: Path, output: Path) -> list[str]:
+    pairs = {"model": config_file, "text": text_file, "output": output, "seq-len": 64}
+    given = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
+    return [*given, "--full", "--scheduler", "constant", "--save-every", "2", "--resume", "auto"]
+
+
+def go_through_worlds(usual: list[str], ports: list[int]) -> None:
+    """Each stops after its steps, and the next one goes on."""
+    for number, ((flags, shards), port) in enumerate(zip(WORLDS, ports, strict=True)):
+        os.environ["MASTER_PORT"] = str(port)
+        for name, value in FSDP2.items():
+            os.environ.pop(name, None)
+            if shards:
+                os.environ[name] = value
+        more = ["--gradient-accumulation-steps", "2"] if number in ACCUMULATED else []
+        with sharding_on_cpus() if shards else nullcontext():
+            finetune.main([*usual, *flags, *more, "--max-steps", str(2 * number + 2)])
+        forget_accelerate()
+
+
+def is_sharded(checkpoint: Path) -> bool:
+    """Whether each rank has written a part of a weight."""
+    kept = MetadataReader(checkpoint / "state").read_metadata().state_dict_metadata
+    weight: Any = kept["model.model.layers.0.mlp.up_proj.weight"]
+    return len(weight.chunks) == 2
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forgets_accelerate")
+def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
+    config_file: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other numbers of ranks, degrees, layouts, checkpoint policies, replicas and FSDP2."""
+    disturbed = command(config_file, text_file, tmp_path / "disturbed")
+    run_launched(go_through_worlds, 2, disturbed, [get_free_port() for _ in WORLDS])
+    steps = 2 * len(WORLDS) + 2
+    finetune.main([*disturbed, *ALONE, "--max-steps", str(steps)])
+    assert f"going on from {tmp_path}/disturbed/checkpoints/step_{steps - 2:06d}" in (
+        capsys.readouterr().out
+    )
+    for number, (_, shards) in enumerate(WORLDS):
+        assert is_sharded(steps_of(tmp_path / "disturbed").path_of(2 * number + 2)) is shards
+    whole = command(config_file, text_file, tmp_path / "whole")
+    finetune.main([*whole, *ALONE, "--max-steps", str(steps)])
+    ours, theirs = (read_metrics(tmp_path / name) for name in ("disturbed", "whole"))
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    assert len(ours) == steps
+    assert len({line["loss"] for line in ours}) == steps
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert mine["tokens"] == wanted["tokens"]
+        assert mine["loss"] == pytest.approx(wanted["loss"], rel=0, abs=1e-5)
