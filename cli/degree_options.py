@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from longctx_patch.choose.degrees import Way, costs_of_ways, most_ulysses
+from longctx_patch.choose.recurrence import RecurrentWork
 from longctx_patch.choose.tie import TIE, Cost, preferred
 from longctx_patch.cli.row_sample import TYPICAL_TOKENS, RowSample, sample_rows
 from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.recurrence import RecurrentLayers
 from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.machines import Hardware
 from longctx_patch.predict.run.cluster import MOST_GPUS, gpus_together
@@ -80,6 +82,8 @@ class DegreeChooser:
     """None for CPUs, for which nothing is predicted."""
     has_text: bool
     """Whether the lengths of documents are taken from the text that `settings` names."""
+    recurrent: RecurrentLayers | None = None
+    """The model's recurrent layers, if it has some."""
 
     @cached_property
     def rows(self) -> RowSample:
@@ -100,18 +104,33 @@ class DegreeChooser:
         machine = replace(hardware, gpus_per_node=together)
         latents = settings.kv_exchange != "heads"
         layers = _layers(settings.seq_len, facts, self.rows, latents=latents)
-        costs = costs_of_ways(layers, machine, degree, settings.sequence_parallelism())
-        return preferred(costs), self._reason(costs, layers)
+        recurrent = self._recurrences()
+        config = settings.sequence_parallelism()
+        costs = costs_of_ways(layers, machine, degree, config, recurrent)
+        return preferred(costs), self._reason(costs, layers.total() + recurrent.total())
 
-    def _reason(self, costs: Mapping[Way, Cost], layers: Counter[Workload]) -> str:
+    def _recurrences(self) -> Counter[RecurrentWork]:
+        """How many recurrences there are of each kind, over all rows of the sample."""
+        layers = self.recurrent
+        if layers is None or layers.recurrence is None:
+            return Counter()
+        found: Counter[RecurrentWork] = Counter()
+        for lengths in self.rows.lengths:
+            documents = Documents.of_row(lengths, self.settings.seq_len)
+            found[RecurrentWork(layers.recurrence, documents)] += layers.num_layers
+        return found
+
+    def _reason(self, costs: Mapping[Way, Cost], num_layers: int) -> str:
         assert self.hardware is not None
         settings, rows = self.settings, self.rows
         kinds = [rows.describe()] if settings.pack else []
         reaches = self.facts.reaches_in(settings.seq_len)
         kinds += ["layers with a window"] if any(reach.window for reach in reaches) else []
         kinds += ["layers of chunks"] if any(reach.chunk for reach in reaches) else []
+        source = self.hardware.recurrent.source
+        kinds += [f"recurrent layers at {source} rates"] if self._recurrences() else []
         what = f"{' and '.join(kinds) or 'causal rows'} on {self.hardware.name.upper()}"
-        reason = f"for {what}, a layer predicted: {_times(costs, layers.total())}"
+        reason = f"for {what}, a layer predicted: {_times(costs, num_layers)}"
         if rows.assumed:
             reason += f"; documents of {TYPICAL_TOKENS} tokens assumed: {rows.assumed}"
         return reason

@@ -27,8 +27,7 @@ def recurrent_rows(
         states, heads = (
             1e3 * way.seconds(runs_of_forward(config)) for way in both_ways(config, shape, row)
         )
-        rates = MACHINES[config.hardware].recurrent
-        source = "measured" if rates.is_measured else "estimated"
+        source = MACHINES[config.hardware].recurrent.source
         why = (
             f"a layer predicted, from {source} rates: states {states:.3g} ms, heads {heads:.3g}; "
             "for packed rows decided row by row"

@@ -17,6 +17,7 @@ from longctx_patch.plans.generators.table import PLANS
 from longctx_patch.predict.machines import HardwareName
 
 if TYPE_CHECKING:
+    from longctx_patch.cli.schedule_recurrent import Recurrences
     from longctx_patch.plans.generators.setting import Setting
     from longctx_patch.predict.attention.costs import Workload
     from longctx_patch.predict.machines import Hardware
@@ -144,9 +145,9 @@ def schedule_command(model: str | None, **options: Any) -> None:
     try:
         asked.check()
         hardware = read_hardware(asked.hardware, asked.ranks_per_node)
-        workload = asked.workload(model)
+        workload, recurrent = asked.workload(model), recurrences(model, asked.batch)
         if asked.plan is None:
-            _compare(asked, workload, hardware)
+            _compare(asked, workload, hardware, recurrent)
         else:
             setting = make_setting(asked.plan, asked.ranks, asked.ulysses, workload, hardware)
             direction = asked.direction or "forward"
@@ -155,7 +156,7 @@ def schedule_command(model: str | None, **options: Any) -> None:
                 click.echo(
                     f"The plan {asked.plan} has no {direction} of its own: {runs} runs.", err=True
                 )
-            _predict(asked, setting, workload, hardware)
+            _predict(asked, setting, workload, hardware, recurrent)
     except (ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
 
@@ -168,6 +169,16 @@ def _heads_of(model: str) -> dict[str, int]:
     facts = ModelFacts.of(load_model_config(model))
     heads = {"heads": facts.num_heads, "kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
     return heads | ({"latent_dim": facts.latent_dim} if facts.latent_dim else {})
+
+
+def recurrences(model: str | None, batch: int) -> "Recurrences | None":
+    """The recurrent layers of a model, if it has some."""
+    if model is None:
+        return None
+    from longctx_patch.cli.schedule_recurrent import Recurrences
+    from longctx_patch.hf.model.load import load_model_config
+
+    return Recurrences.of(load_model_config(model), batch)
 
 
 def make_setting(
@@ -223,11 +234,16 @@ def _inner_ring(plan: str, ring: int, ulysses: int, hardware: "Hardware") -> int
 
 
 def _predict(
-    asked: ScheduleOptions, setting: "Setting", workload: "Workload", hardware: "Hardware"
+    asked: ScheduleOptions,
+    setting: "Setting",
+    workload: "Workload",
+    hardware: "Hardware",
+    recurrent: "Recurrences | None",
 ) -> None:
     from longctx_patch.cli.schedule_report import describe, render
     from longctx_patch.predict.attention.costs import predict
 
+    beside = None if recurrent is None else recurrent.beside(setting, workload, hardware)
     direction = Direction(asked.direction or "forward")
     prediction = predict(
         setting, direction, workload, hardware, with_timeline=asked.out is not None
@@ -237,22 +253,31 @@ def _predict(
         draw(prediction, asked.out, caption=caption)
         click.echo(f"Drawn to {asked.out}", err=True)
     if asked.as_json:
-        click.echo(json.dumps(prediction.as_json(), allow_nan=False))
+        found = prediction.as_json() | (beside.as_json(direction) if beside else {})
+        click.echo(json.dumps(found, allow_nan=False))
     else:
-        click.echo(render(prediction, caption))
+        click.echo(render(prediction, caption) + (beside.render(direction) if beside else ""))
 
 
-def _compare(asked: ScheduleOptions, workload: "Workload", hardware: "Hardware") -> None:
+def _compare(
+    asked: ScheduleOptions,
+    workload: "Workload",
+    hardware: "Hardware",
+    recurrent: "Recurrences | None",
+) -> None:
     from longctx_patch.choose.compare import compare
     from longctx_patch.cli.schedule_report import describe
 
-    names = [asked.direction] if asked.direction else DIRECTIONS
-    comparison = compare(workload, hardware, asked.ranks, [Direction(name) for name in names])
+    directions = [Direction(asked.direction)] if asked.direction else list(Direction)
+    works = {} if recurrent is None else recurrent.per_attention_layer(workload)
+    comparison = compare(workload, hardware, asked.ranks, directions, works)
     if asked.as_json:
         rows = [row.as_json() for row in comparison.rows]
         click.echo(json.dumps(rows, allow_nan=False))
     else:
         click.echo(f"{describe(workload, hardware)}, {asked.ranks} ranks\n\n{comparison}")
+        if recurrent is not None:
+            click.echo(recurrent.counted(hardware))
 
 
 def _divisors(number: int) -> list[int]:

@@ -14,6 +14,7 @@ from longctx_patch.cli.prediction import prediction, require_fit
 from longctx_patch.cli.step_rows import forwards_of_step
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.recurrence import recurrent_layers
 from longctx_patch.predict.machines import MACHINES
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes.memory_report import job_of, predict_run
@@ -87,6 +88,7 @@ def _chooser(
         gpus_per_node=options.num_gpus // options.nodes,
         hardware=None if options.cpu else kind,
         has_text=bool(options.data),
+        recurrent=recurrent_layers(config),
     )
 
 

@@ -1,12 +1,12 @@
 """Candidates side by side: which one is chosen, and why the others are not."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
 from longctx_patch.choose.comparison import Comparison, Row
-from longctx_patch.choose.degrees import best_way, ways
+from longctx_patch.choose.degrees import NO_RECURRENCE, best_way, ways
 from longctx_patch.choose.plans import (
     best_waves,
     decide,
@@ -16,6 +16,7 @@ from longctx_patch.choose.plans import (
     serves,
     settings_of,
 )
+from longctx_patch.choose.recurrence import RecurrentWork
 from longctx_patch.choose.tie import TIE
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
@@ -31,18 +32,20 @@ def compare(
     hardware: Hardware,
     ranks: int,
     directions: Sequence[Direction] = tuple(Direction),
+    recurrent: Mapping[RecurrentWork, float] = NO_RECURRENCE,
 ) -> Comparison:
     """Every plan on `ranks` ranks, Ulysses, and a few products of both.
 
     What is chosen is what `longctx patch` would write for such a row on such a machine. Forward and
-    backward may follow different plans but share degrees and layout.
+    backward may follow different plans but share degrees and layout. `recurrent`: how many
+    recurrent layers there are for each of these; their time counts where degrees are chosen.
     """
-    way = best_way({workload: 1}, hardware, ranks)
+    way = best_way({workload: 1}, hardware, ranks, recurrent=recurrent)
     chosen = decide(way.applied_to(LongContextConfig()), workload, hardware)
     heads, per_node = workload.num_kv_heads, hardware.gpus_per_node
     allowed = {w.ulysses for w in ways(ranks, num_kv_heads=heads, gpus_per_node=per_node)}
     others = list(_settings(workload, hardware, ranks))
-    asked = _Question(chosen, workload, hardware, frozenset(allowed))
+    asked = _Question(chosen, workload, hardware, frozenset(allowed), bool(recurrent))
     return Comparison(tuple(row for d in directions for row in _rows(asked, others, d)))
 
 
@@ -73,6 +76,8 @@ class _Question(NamedTuple):
     hardware: Hardware
     allowed_ulysses: frozenset[int] | None
     """Ulysses degrees that may be chosen; None: a config names what runs."""
+    has_recurrent: bool = False
+    """Whether recurrent layers had a part in choosing degrees."""
 
 
 class _Candidate(NamedTuple):
@@ -130,7 +135,7 @@ def _rows(asked: _Question, others: Sequence[Setting], direction: Direction) -> 
         Row(
             prediction=candidate.prediction,
             chosen=candidate is winner,
-            reason=_reason(candidate, winner, asked.allowed_ulysses),
+            reason=_reason(candidate, winner, asked),
         )
         for candidate in sorted(found.values(), key=lambda c: c.prediction.makespan_s)
     ]
@@ -142,24 +147,27 @@ def _key(setting: Setting, direction: Direction) -> tuple[object, ...]:
     return setting.ulysses_degree, layout, setting.name(direction)
 
 
-def _reason(candidate: _Candidate, winner: _Candidate, allowed: frozenset[int] | None) -> str:
+def _reason(candidate: _Candidate, winner: _Candidate, asked: _Question) -> str:
     """Why a candidate was chosen, or was not."""
     if candidate is winner:
         return "chosen"
     best_s = winner.prediction.makespan_s
     extra_s = candidate.prediction.makespan_s - best_s
     if extra_s < -TIE * best_s:
-        return f"{-extra_s / best_s:.1%} faster, but {_why_not(candidate, winner, allowed)}"
+        return f"{-extra_s / best_s:.1%} faster, but {_why_not(candidate, winner, asked)}"
     if extra_s > TIE * best_s:
         return f"{extra_s / best_s:.1%} slower: {_why_slower(candidate, winner)}"
-    return f"as fast, but {_why_not_tied(candidate, winner, allowed)}"
+    return f"as fast, but {_why_not_tied(candidate, winner, asked)}"
 
 
-def _why_not(candidate: _Candidate, winner: _Candidate, allowed: frozenset[int] | None) -> str:
-    if allowed is None:
+def _why_not(candidate: _Candidate, winner: _Candidate, asked: _Question) -> str:
+    if asked.allowed_ulysses is None:
         return "not what was asked for"
-    if candidate.setting.ulysses_degree not in allowed:
+    mine, best = candidate.setting.ulysses_degree, winner.setting.ulysses_degree
+    if mine not in asked.allowed_ulysses:
         return "Ulysses would send key-value heads twice or leave the node"
+    if mine != best and asked.has_recurrent:
+        return "not together with recurrent layers"
     if candidate.setting.layout != winner.setting.layout:
         return "not in the layout that is best for both directions"
     return "not together with the other direction"
@@ -180,14 +188,14 @@ def _why_slower(candidate: _Candidate, winner: _Candidate) -> str:
     return f"{why}, {sends}" if ratio > 1.2 else why
 
 
-def _why_not_tied(candidate: _Candidate, winner: _Candidate, allowed: frozenset[int] | None) -> str:
+def _why_not_tied(candidate: _Candidate, winner: _Candidate, asked: _Question) -> str:
     mine, best = candidate.setting, winner.setting
     if mine.ulysses_degree < best.ulysses_degree:
         return "with Ulysses over fewer ranks"
     if candidate.total_bytes > winner.total_bytes:
         return _sends(candidate, winner)[0]
     if (mine.ulysses_degree, mine.layout) != (best.ulysses_degree, best.layout):
-        return _why_not(candidate, winner, allowed)
+        return _why_not(candidate, winner, asked)
     return "holds more in buffers"
 
 

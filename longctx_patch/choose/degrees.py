@@ -8,9 +8,11 @@ documents stay whole on their ranks.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from longctx_patch.choose.plans import decide
+from longctx_patch.choose.recurrence import RecurrentWork, predict_decided, runs_of_forward
 from longctx_patch.choose.tie import Cost, preferred
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
@@ -19,6 +21,7 @@ from longctx_patch.predict.machines import Hardware
 from longctx_patch.sequence.layout import LayoutName
 
 PLAIN = LongContextConfig()
+NO_RECURRENCE: Mapping[RecurrentWork, float] = MappingProxyType({})
 
 
 class Way(NamedTuple):
@@ -55,9 +58,10 @@ def best_way(
     hardware: Hardware,
     degree: int,
     config: LongContextConfig = PLAIN,
+    recurrent: Mapping[RecurrentWork, float] = NO_RECURRENCE,
 ) -> Way:
     """The way that the cost model takes; the arguments are those of `costs_of_ways`."""
-    return preferred(costs_of_ways(layers, hardware, degree, config))
+    return preferred(costs_of_ways(layers, hardware, degree, config, recurrent))
 
 
 def costs_of_ways(
@@ -65,8 +69,10 @@ def costs_of_ways(
     hardware: Hardware,
     degree: int,
     config: LongContextConfig = PLAIN,
+    recurrent: Mapping[RecurrentWork, float] = NO_RECURRENCE,
 ) -> dict[Way, Cost]:
-    """Predicted cost of attention, forward and backward, for each way to share a row.
+    """Predicted cost of attention and recurrences, forward and backward, for each way to share a
+    row.
 
     Args:
         layers: how many layers there are of each kind; all have the same heads. For kinds that
@@ -74,6 +80,7 @@ def costs_of_ways(
         hardware: the machine; its `gpus_per_node` are the GPUs of a node that the job has.
         degree: ranks that share a row.
         config: everything but degrees.
+        recurrent: how many recurrent layers there are, counted in the same way.
 
     `contiguous` shards are tried where windows give all ranks equal work: rows aren't packed, every
     layer has a window, and the config would have `zigzag`.
@@ -83,13 +90,22 @@ def costs_of_ways(
     has_windows = not any(kind.lengths or kind.is_causal for kind in layers)
     if has_windows and config.layout is None and config.placement == "zigzag":
         found += [way._replace(layout="contiguous") for way in found if way.ring > 1]
-    return {way: _cost(way.applied_to(config), layers, hardware) for way in found}
+    return {way: _cost(way.applied_to(config), layers, hardware, recurrent) for way in found}
 
 
-def _cost(config: LongContextConfig, layers: Mapping[Workload, float], hardware: Hardware) -> Cost:
+def _cost(
+    config: LongContextConfig,
+    layers: Mapping[Workload, float],
+    hardware: Hardware,
+    recurrent: Mapping[RecurrentWork, float],
+) -> Cost:
     """The cost of all layers, with the plans that `auto` takes."""
-    return Cost.of(
+    cost = Cost.of(
         (predict(decide(config, kind, hardware), direction, kind, hardware), count)
         for kind, count in layers.items()
         for direction in Direction
     )
+    for work, count in recurrent.items():
+        found = predict_decided(config, work, hardware)
+        cost = cost.plus(count * found.seconds(runs_of_forward(config)), count * found.sent_bytes)
+    return cost

@@ -1,6 +1,7 @@
 """Decide what ranks send for a recurrent layer: states along all ranks, or heads for tokens."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import POLICIES
@@ -8,6 +9,21 @@ from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay, states_b
 from longctx_patch.predict.machines import MACHINES, Hardware
 from longctx_patch.predict.recurrence import RecurrencePrediction, Row, predict_recurrence
 from longctx_patch.sequence.documents import Documents
+
+
+class RecurrentWork(NamedTuple):
+    """A layer's recurrence over a row."""
+
+    shape: RecurrentShape
+    documents: Documents
+
+
+def predict_decided(
+    config: LongContextConfig, work: RecurrentWork, hardware: Hardware
+) -> RecurrencePrediction:
+    """What a recurrence takes by the way that a config would go on a machine."""
+    way = decide_recurrence(config, *work, hardware)
+    return predict_recurrence(work.shape, row_of(config, work.documents), way, hardware)
 
 
 @lru_cache(maxsize=256)

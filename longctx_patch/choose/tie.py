@@ -45,6 +45,12 @@ class Cost(NamedTuple):
             max(found.peak_buffer_bytes for found, _ in calls),
         )
 
+    def plus(self, seconds: float, sent_bytes: float) -> "Cost":
+        """The cost with something more that runs before or after."""
+        return self._replace(
+            seconds=self.seconds + seconds, sent_bytes=self.sent_bytes + sent_bytes
+        )
+
 
 def preferred(costs: Mapping[Key, Cost]) -> Key:
     """The candidate that the rule takes; the first if several are equal."""

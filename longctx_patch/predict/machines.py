@@ -68,6 +68,11 @@ class RecurrentRates:
     is_measured: bool
     """False where the rates are a share of matrix products, which nobody has measured."""
 
+    @property
+    def source(self) -> str:
+        """Where the rates are from, in a word."""
+        return "measured" if self.is_measured else "estimated"
+
     def flops(self, kind: RecurrenceKind) -> float:
         rates = {
             "delta rule": self.delta_rule,

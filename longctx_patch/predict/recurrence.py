@@ -60,6 +60,11 @@ class RecurrencePrediction:
     traffic: tuple[ChainTraffic, ...]
     """What each rank sends for the recurrence; the convolution's tails are not in it."""
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that all ranks send, in forward and in backward."""
+        return sum(t.forward.bytes + t.backward.bytes for t in self.traffic)
+
     def seconds(self, forwards: int = 1) -> float:
         """Seconds of a step that runs forward so many times."""
         return forwards * self.forward_s + self.backward_s

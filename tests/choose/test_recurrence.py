@@ -5,9 +5,19 @@ from dataclasses import replace
 import pytest
 
 from longctx_patch import LongContextConfig
-from longctx_patch.choose.recurrence import both_ways, decide_recurrence, row_of, runs_of_forward
+from longctx_patch.choose.compare import compare
+from longctx_patch.choose.degrees import Way, best_way, costs_of_ways
+from longctx_patch.choose.recurrence import (
+    RecurrentWork,
+    both_ways,
+    decide_recurrence,
+    predict_decided,
+    row_of,
+    runs_of_forward,
+)
 from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.plans.traffic import Traffic
+from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.machines import MACHINES, Link
 from longctx_patch.predict.recurrence import map_flops, predict_recurrence, run_flops
 from longctx_patch.sequence.documents import Documents
@@ -81,3 +91,29 @@ def test_heads_send_each_tensor_once() -> None:
 def test_layers_that_are_recomputed_run_forward_twice() -> None:
     runs = {name: runs_of_forward(replace(ULYSSES, checkpoint=name)) for name in ("none", "auto")}
     assert runs == {"none": 1, "auto": 2}
+
+
+def test_degrees_are_chosen_with_recurrent_layers_counted() -> None:
+    """Costs of the layers add up."""
+    attention = Workload(num_tokens=131072, num_heads=16, num_kv_heads=4, head_dim=256)
+    work = RecurrentWork(QWEN, ROW)
+    both = costs_of_ways({attention: 2}, H100, 4, recurrent={work: 6})
+    alone = costs_of_ways({attention: 2}, H100, 4)
+    assert both.keys() == alone.keys()
+    for way, cost in both.items():
+        found = predict_decided(way.applied_to(LongContextConfig()), work, H100)
+        assert cost.seconds == pytest.approx(alone[way].seconds + 6 * found.seconds())
+        assert cost.sent_bytes == alone[way].sent_bytes + 6 * found.sent_bytes
+
+
+def test_recurrent_layers_can_decide_the_degrees() -> None:
+    """Layers with a window alone would take a ring. Where the kernel of a recurrence is slow, it
+    pays to run it once, with heads exchanged."""
+    window = Workload(num_tokens=131072, num_heads=16, num_kv_heads=4, head_dim=256, window=4096)
+    slow = replace(H100, recurrent=replace(H100.recurrent, delta_rule=1e13))
+    assert best_way({window: 1}, slow, 4) == Way(1, 4, "contiguous")
+    assert best_way({window: 1}, slow, 4, recurrent={RecurrentWork(QWEN, ROW): 3}) == Way(4, 1)
+    reasons = {
+        row.reason for row in compare(window, slow, 4, recurrent={RecurrentWork(QWEN, ROW): 3}).rows
+    }
+    assert any("but not together with recurrent layers" in reason for reason in reasons)

@@ -242,6 +242,7 @@ def test_a_row_is_needed(run: Run, llama_8b: Path) -> None:
         ({"model_type": "mamba"}, "its state runs along the sequence"),
         ({"model_type": "mixtral"}, "The planner knows dense"),
         ({"model_type": "youtu"}, "kv_lora_rank=512. The planner knows layers whose keys"),
+        ({"model_type": "qwen3_5_text"}, "The planner knows attention, but not the memory of"),
         ({"vocab_size": -8}, "vocab_size=-8: it counts"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: it counts"),
         ({"hidden_size": "big"}, "hidden_size='big': it counts"),

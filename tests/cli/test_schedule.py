@@ -146,6 +146,39 @@ def test_latents_travel_in_a_ring_and_padded_heads_under_ulysses(
     assert "16 / 16 heads of 192, latents of 576, bfloat16" in described
 
 
+DELTA = {
+    **{"model_type": "qwen3_5_text", "num_hidden_layers": 4, "head_dim": 64},
+    **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+}
+
+
+def test_recurrent_layers_are_counted_beside_attention(
+    run: Run, config: Callable[..., Path]
+) -> None:
+    """States of 32 heads in float32, and as large maps: each rank of a contiguous ring sends its
+    own to every rank after it."""
+    path, words = config(**DELTA), ["--plan", "ring", "--ranks", 4]
+    found = ask(run, path, *words)["recurrent"]
+    state = 4 * 32 * 128 * 128
+    assert found["states"]["bytes_sent_per_rank"] == [3 * state, 4 * state, 2 * state, 0]
+    assert (found["num_layers"], found["kind"], found["taken"]) == (3, "delta rule", "states")
+    assert "heads" not in found
+    assert ask(run, path, *words, "--direction", "backward")["recurrent"]["states"][
+        "bytes_sent_per_rank"
+    ] == [0, state, 3 * state, 5 * state]
+    ulysses = ask(run, path, "--plan", "ulysses", "--ranks", 4)["recurrent"]
+    assert ulysses["heads"]["bytes_sent_per_rank"][0] > 100 * state
+    says = run("schedule", path, "--plan", "ulysses", "--ranks", 4).output
+    assert "Beside it: 3 recurrent layers (delta rule, 32 / 16 heads, states of 128 x 128)" in says
+    assert "by estimated rates" in says
+    compared = run("schedule", path, "--compare", "--ranks", 2, "--seq-len", 4096).output
+    assert "at estimated rates: 3 recurrent layers (delta rule) beside 1 with attention" in compared
+    assert "a striped layout under layers whose" in refuse(
+        run, path, "--plan", "striped", *words[2:]
+    )
+
+
 @pytest.mark.parametrize("ranks", [1, 16])
 def test_picture_is_a_png_of_readable_size(run: Run, tmp_path: Path, ranks: int) -> None:
     out = tmp_path / "schedule.PNG"

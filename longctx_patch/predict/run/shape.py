@@ -68,7 +68,7 @@ def shape_of(config: Any, name: str) -> ModelShape:
             if facts.experts
             else "layers whose keys and values are projected from hidden states, not from a latent"
             if facts.latent
-            else "attention, but not what recurrent layers take"
+            else "attention, but not the memory of recurrent layers"
             if facts.recurrent
             else "layers that are alike"
         )
