@@ -1,9 +1,11 @@
 """Processes around this one: its launcher, its children, and ranks of the same machine."""
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +19,8 @@ GONE = -1
 """In place of the number of a launcher that has ended."""
 ORPHAN_S = 1.0
 """How often a process looks whether its launcher is there."""
+SET_DEATH_SIGNAL, GET_DEATH_SIGNAL = 1, 2
+"""Options of Linux's `prctl`: the signal that a process gets when its parent ends."""
 LAUNCHERS = re.compile(
     r"(accelerate|longctx)(-launch)?|accelerate\.commands\..+|longctx_patch\.cli\..+"
 )
@@ -86,6 +90,17 @@ def end_with(parent: int, say: Callable[[str], object]) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def die_with_launcher() -> None:
+    """Where the system ends this process when the one that forked it has gone, have it end it also
+    if it was stopped by a signal: torch asks for SIGINT, which such a process never gets."""
+    if sys.platform != "linux":
+        return
+    system, asked = ctypes.CDLL(None), ctypes.c_int()
+    system.prctl(GET_DEATH_SIGNAL, ctypes.byref(asked))
+    if asked.value:
+        system.prctl(SET_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL))
 
 
 def _adopts(pid: int) -> bool:

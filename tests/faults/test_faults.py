@@ -1,12 +1,16 @@
 """Some of all faults: each kind, place and rank. `make test-fault-grid` tries all of them."""
 
+import json
+import re
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.faults.judge import Good, tried
+from tests.faults.judge import LIMIT_S, Good, tried
 from tests.faults.plant import Fault, faults
-from tests.faults.trial import Recipe
+from tests.faults.trial import Recipe, make_folder, of_session, outcome, run_job, start_job
 
 CHOSEN: dict[Recipe, list[Fault]] = {
     "finetune": [
@@ -39,6 +43,46 @@ def test_a_job_ends_and_the_next_start_goes_on(
     recipe: Recipe, fault: Fault, good: Good, tmp_path: Path
 ) -> None:
     assert tried(fault, tmp_path / "run", 2, recipe, good) == []
+
+
+def test_an_output_is_of_one_job_and_one_model_also_beside_a_killed_launcher(
+    good: Good, tmp_path: Path
+) -> None:
+    """A second job beside one that hangs is refused; once the launcher is killed, one with another
+    config too; and then the same command goes on, from the lock that was left."""
+    folder = make_folder(tmp_path / "run", 2)
+    command, checkpoint = ["--resume", "auto"], folder / "out/checkpoints/step_000002"
+    first = start_job(folder, tmp_path / "first.txt", command, Fault("stop", "forward", 1))
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not stopped(first.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        refused = run_job(folder, command, None, LIMIT_S)
+        assert refused.exit_code == 1
+        assert re.search(r"out' is in use: process \d+ on .* writes there", refused.said)
+        assert first.is_alive()
+    finally:
+        first.kill()
+        first.join()
+    while of_session(first.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not of_session(first.pid), "a rank that was stopped outlived its launcher"
+    config, model = folder / "config.json", (folder / "config.json").read_text()
+    config.write_text(json.dumps(json.loads(model) | {"num_hidden_layers": 3}))
+    other = run_job(folder, command, None, LIMIT_S)
+    assert other.exit_code == 1
+    assert "the lock of a job that is over is taken over" in other.said
+    assert "config.num_hidden_layers is 3, the run has 2" in other.said
+    config.write_text(model)
+    ended = run_job(folder, command, None, LIMIT_S)
+    assert f"going on from {checkpoint.relative_to(folder)}" in ended.said
+    assert (ended.exit_code, ended.orphans) == (0, [])
+    assert outcome(folder) == good("finetune", 2)
+
+
+def stopped(session: int) -> bool:
+    """Whether a process of a job has stopped."""
+    return any(each.status() == psutil.STATUS_STOPPED for each in of_session(session))
 
 
 def test_the_chosen_ones_cover_kinds_places_and_ranks() -> None:

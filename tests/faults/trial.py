@@ -51,13 +51,9 @@ class Ended:
 
 def run_job(folder: Path, options: list[str], fault: Fault | None, limit_s: float) -> Ended:
     """Run the job of a run folder; `options` are the recipe's."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(SLOW_TO_LOAD)
     log = folder / "said.txt"
-    log.unlink(missing_ok=True)
-    launcher = context.Process(target=_launch, args=(folder, log, options, fault))
     began = time.monotonic()
-    launcher.start()
+    launcher = start_job(folder, log, options, fault)
     launcher.join(limit_s)
     seconds, exit_code = time.monotonic() - began, launcher.exitcode
     left = _outliving(launcher.pid, 2.0 if exit_code is not None else 0.0)
@@ -67,6 +63,16 @@ def run_job(folder: Path, options: list[str], fault: Fault | None, limit_s: floa
     launcher.join()
     said = log.read_text(errors="replace") if log.exists() else ""
     return Ended(exit_code, seconds, said, names)
+
+
+def start_job(folder: Path, log: Path, options: list[str], fault: Fault | None) -> Any:
+    """The process of a launcher that was started, which says everything into `log`."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(SLOW_TO_LOAD)
+    log.unlink(missing_ok=True)
+    launcher = context.Process(target=_launch, args=(folder, log, options, fault))
+    launcher.start()
+    return launcher
 
 
 def _launch(folder: Path, log: Path, options: list[str], fault: Fault | None) -> None:
@@ -94,12 +100,13 @@ def _launch(folder: Path, log: Path, options: list[str], fault: Fault | None) ->
 def _outliving(session: int | None, patience_s: float) -> list[psutil.Process]:
     """Processes of the job that are there when patience is at its end."""
     deadline = time.monotonic() + patience_s
-    while (found := _of_session(session)) and time.monotonic() < deadline:
+    while (found := of_session(session)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
 
 
-def _of_session(session: int | None) -> list[psutil.Process]:
+def of_session(session: int | None) -> list[psutil.Process]:
+    """The processes of a job that are there."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -135,15 +135,19 @@ def odd_run(flags: list[str], odd: dict[str, str], folder: str) -> str:
     return message(lambda: finetune.main([*words, "--full", "--output", folder]))
 
 
-@pytest.mark.parametrize("what", ["max-steps", "rms_norm_eps"])
+@pytest.mark.parametrize("what", ["settings", "rms_norm_eps"])
 def test_the_recipe_refuses_one_rank_that_is_started_otherwise(
     what: str, config_file: Path, text_file: Path, tmp_path: Path
 ) -> None:
     flags = ["--model", str(config_file), "--text", str(text_file), "--seq-len", "64"]
     flags += ["--max-steps", "4", "--ring", "2"]
-    if what == "max-steps":
-        odd = {"--max-steps": "5"}
-        expected = r"settings\.max_steps: 4 on rank 0, 5 on rank 1"
+    if what == "settings":
+        odd = {"--max-steps": "5", "--gradient-accumulation-steps": "3", "--save-every": "2"}
+        expected = (
+            r"(?s)settings\.max_steps: 4 on rank 0, 5 on rank 1\n"
+            r".*settings\.gradient_accumulation_steps: 1 on rank 0, 3 on rank 1\n"
+            r".*settings\.save_every: 0 on rank 0, 2 on rank 1\n"
+        )
     else:
         other = tmp_path / "other" / "config.json"
         other.parent.mkdir()

@@ -67,5 +67,10 @@ def test_a_resumed_step_adds_in_the_order_of_the_whole_run() -> None:
     assert run_distributed(go_on, 4, True) == [True] * 4
 
 
+def test_without_settling_it_does_not() -> None:
+    """So that the test above would notice buckets that nobody settles."""
+    assert run_distributed(go_on, 4, False) == [False] * 4
+
+
 def test_models_without_ddp_are_left_alone() -> None:
     settle_buckets(nn.Linear(2, 2))
