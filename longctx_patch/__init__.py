@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         virtual_group,
         world_place,
     )
+    from longctx_patch.health.agreement import model_facts, require_agreement
     from longctx_patch.health.finite import BadStepError, FiniteSteps, StepHistory
     from longctx_patch.health.limits import TimeLimits
     from longctx_patch.health.sentinel import DriftError, Sentinel
@@ -69,6 +70,7 @@ _NAMES_IN = {
     "config": ("LongContextConfig",),
     "data": ("SequenceShardCollator", "pack_rows"),
     "engine.groups": ("SequenceGroup", "make_sequence_group", "virtual_group", "world_place"),
+    "health.agreement": ("model_facts", "require_agreement"),
     "health.finite": ("BadStepError", "FiniteSteps", "StepHistory"),
     "health.sentinel": ("DriftError", "Sentinel"),
     "health.step_numbers": ("StepNumbers",),
@@ -142,9 +144,11 @@ __all__ = [
     "make_accelerator",
     "make_sequence_group",
     "masks",
+    "model_facts",
     "pack_rows",
     "patch",
     "preflight",
+    "require_agreement",
     "require_fused_layers",
     "run_processes",
     "run_virtual_ranks",

@@ -19,11 +19,11 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
-from longctx_patch.recipes.number_rules import check_numbers
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
 from longctx_patch.recipes.settings_file import SettingsParser, file_and_flags, read_settings
 from longctx_patch.recipes.yaml_file import read_yaml
 from longctx_patch.rules.names import require_choice
+from longctx_patch.rules.number_rules import check_numbers
 
 RopeName = Literal["none", "linear", "dynamic", "yarn"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]

@@ -14,7 +14,6 @@ from trl import TrlParser
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.recipes.data.reading import TooLong
-from longctx_patch.recipes.number_rules import check_numbers
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
 from longctx_patch.recipes.settings import (
     ModelSettings,
@@ -31,6 +30,7 @@ from longctx_patch.recipes.settings_file import (
     set_environment,
 )
 from longctx_patch.rules.names import require_choice
+from longctx_patch.rules.number_rules import check_numbers
 
 USUAL_MAX_LENGTH = (None, 1024, 2048)
 """Defaults of TRL's `max_length`: nobody has set it."""

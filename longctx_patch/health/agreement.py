@@ -32,6 +32,10 @@ def require_agreement(facts: Mapping[str, Any], what: str) -> None:
 
     Raises:
         ValueError: with each field that differs, its values, and the ranks that have them.
+
+    Example:
+        >>> facts = {"learning_rate": 1e-5, "steps": 100} | model_facts(model)
+        >>> require_agreement(facts, "what to train")
     """
     flat = dict(_flattened(facts))
     digest = blake2b(repr(sorted(flat.items())).encode(), digest_size=16).hexdigest()
@@ -61,7 +65,8 @@ def _version(name: str) -> str:
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
-    """Config, parameters and a sample of the weights of a model that is not sharded yet."""
+    """Config, parameters and a sample of the weights of a model that is not sharded yet, for
+    `require_agreement`."""
     config = getattr(model, "config", None)
     named = {name: p for name, p in model.named_parameters() if isinstance(p, Tensor)}
     return {

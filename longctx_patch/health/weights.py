@@ -24,13 +24,16 @@ def check_weights(model: nn.Module, device: torch.device) -> None:
     )
 
 
-def check_saved_weights(model: nn.Module, device: torch.device, step: int) -> None:
+def check_saved_weights(
+    model: nn.Module, device: torch.device, step: int, *, together: bool = True
+) -> None:
     """Raise ValueError on all ranks if a weight of one of them is not finite: then nothing is
     saved. Collective; costs what `check_weights` does. A step with a finite loss and finite
     gradients may still leave such a weight, where its update overflows.
 
     Args:
         step: the last one that was done.
+        together: False where one rank may call it alone, which then looks at what it has.
     """
     _refuse(
         model,
@@ -38,12 +41,17 @@ def check_saved_weights(model: nn.Module, device: torch.device, step: int) -> No
         f"after step {step}, so nothing of it is saved. The optimizer's update overflowed, or a "
         "device's memory failed: go on from the last checkpoint, with a lower learning rate if it "
         "happens again.",
+        together,
     )
 
 
-def _refuse(model: nn.Module, device: torch.device, when: str) -> None:
+def _refuse(model: nn.Module, device: torch.device, when: str, together: bool = True) -> None:
     found = first_non_finite_weight(model, device)
-    refuse_together([f"{found} on rank {own_rank()}, {when}"] if found else [])
+    problems = [f"{found} on rank {own_rank()}, {when}"] if found else []
+    if together:
+        refuse_together(problems)
+    elif problems:
+        raise ValueError(problems[0])
 
 
 def first_non_finite_weight(model: nn.Module, device: torch.device | None = None) -> str | None:

@@ -63,6 +63,8 @@ class FiniteStepsMixin(_Trainer):
     """Of the checkpoint that the run goes on from."""
     _step_now: _Step | None = None
     _step_before: _Step | None = None
+    _are_weights_checked = False
+    """Whether those that are being saved were found to be finite."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The trainer's `train`. Raises BadStepError on all ranks, for a step that may not be
@@ -108,7 +110,11 @@ class FiniteStepsMixin(_Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         check_saved_weights(self.model, self.accelerator.device, self.state.global_step)
-        super()._save_checkpoint(model, trial)
+        self._are_weights_checked = True
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._are_weights_checked = False
         if self.args.should_save:
             folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             history = self._finite_steps().history
@@ -119,7 +125,12 @@ class FiniteStepsMixin(_Trainer):
         super()._load_from_checkpoint(checkpoint, *args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """The trainer's `save_model`. Raises ValueError for weights that are not finite; under DDP
+        one rank may call it alone, and has what all of them have."""
         self._settle_step()
+        if not self._are_weights_checked:
+            device, step = self.accelerator.device, self.state.global_step
+            check_saved_weights(self.model, device, step, together=self.accelerator.is_fsdp2)
         super().save_model(*args, **kwargs)
 
     def _finite_steps(self) -> FiniteSteps:

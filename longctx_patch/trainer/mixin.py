@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.health.finite import check_guard_settings
@@ -25,6 +25,7 @@ from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_shar
 from longctx_patch.plugin.parallelism import data_parallel_sizes
 from longctx_patch.plugin.together import refuse_together
 from longctx_patch.rules.launched import flag
+from longctx_patch.rules.number_rules import number_problems
 from longctx_patch.rules.world import require_whole_groups
 from longctx_patch.trainer.axis import num_processes, trainer_parallelism
 from longctx_patch.trainer.bad_steps import FiniteStepsMixin
@@ -154,6 +155,7 @@ class LongContextTrainerMixin(
         config, degree = self._config, self._config.sequence_degree
         _ = self.args.device  # sets up torch.distributed
         require_whole_groups(config.degrees_in_words, degree, num_processes())
+        refuse_together(number_problems(self.args, TrainingArguments))
         refuse_together(argument_problems(self.args, config, num_processes() // degree))
         settle_checkpointing(self.args, config)
         settle_generation(self.args, num_processes() // degree)

@@ -29,6 +29,10 @@ def test_the_weight_is_named(odd: float) -> None:
 
 
 def refusal_of(rank: int) -> str:
+    check_saved_weights(model(), CPU, 7, together=False)
+    if rank == 1:  # alone: the other one waits for nothing
+        with pytest.raises(ValueError, match=r"1\.weight has 1 values .* on rank 1"):
+            check_saved_weights(model(torch.nan), CPU, 7, together=False)
     with pytest.raises(ValueError) as refused:
         check_saved_weights(model(torch.nan if rank == 1 else None), CPU, 7)
     return str(refused.value)

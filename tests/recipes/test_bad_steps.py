@@ -19,8 +19,8 @@ from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.sentinel import DriftError
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics, strict_line
-from longctx_patch.recipes.number_rules import check_numbers
 from longctx_patch.recipes.settings import Settings
+from longctx_patch.rules.number_rules import check_numbers
 from tests.health.planted import planted
 from tests.plugin.launched import run_launched
 from tests.recipes.conftest import write_documents

@@ -245,7 +245,13 @@ def resumed(folder: str) -> Tried:
     spoilt.get_submodule(LAYER).weight.data[1, 2] = math.inf
     with pytest.raises(ValueError, match=f"{LAYER}.weight has 1 values that are not") as refused:
         make_trainer(case, f"{folder}/spoilt", is_patched=True, model=spoilt).train()
-    return Tried([first.error, str(raised.value), str(refused.value)], first.logged)
+    model = trainer.model
+    model.get_submodule(LAYER).weight.data[1, 2] = math.nan
+    with pytest.raises(ValueError, match=f"{LAYER}.weight has 1 values that are not") as unsaved:
+        trainer.save_model(f"{folder}/unsaved")
+    assert not Path(f"{folder}/unsaved").exists()
+    errors = [first.error, *(str(error.value) for error in (raised, refused, unsaved))]
+    return Tried(errors, first.logged)
 
 
 def test_a_resumed_trainer_knows_what_was_skipped_and_weights_are_looked_at(tmp_path: Path) -> None:
@@ -254,6 +260,7 @@ def test_a_resumed_trainer_knows_what_was_skipped_and_weights_are_looked_at(tmp_
     assert found.errors[1].startswith("step 7: ")
     assert "1 steps were skipped before it, and skip_bad_steps=1" in found.errors[1]
     assert "before the first step" in found.errors[2]
+    assert "so nothing of it is saved" in found.errors[3]
     assert math.isfinite(found.logged[-1]["train_loss"])
 
 

@@ -1,5 +1,6 @@
 """What a trainer can't do exactly is refused on all ranks, with the value, the rule and the fix."""
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -36,6 +37,8 @@ RING = LongContextConfig(ring_degree=2)
 CASE = Case("refused", config={"ring_degree": 2})
 GIVEN: list[tuple[dict[str, Any], str]] = [
     ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0: each rank .* Leave it out"),
+    ({"learning_rate": 1e30}, r"learning_rate=1e\+30: a number from 0 to 100"),
+    ({"weight_decay": math.nan}, r"weight_decay=nan: it must be a finite number"),
     ({"torch_compile": True}, r"torch_compile=True: .* Leave it out"),
     ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*checkpoint='auto'"),
     (

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 HIGHEST_LEARNING_RATE = 100.0
@@ -45,20 +46,24 @@ RULES = {
 
 
 def check_numbers(settings: Any) -> None:
-    """Raise ValueError for a number of a dataclass that is not finite or beyond its bounds, and for
-    weight decay that makes weights grow."""
-    for field in dataclasses.fields(settings):
+    """Raise ValueError for the first of `number_problems`."""
+    if (problem := next(number_problems(settings), None)) is not None:
+        raise ValueError(problem)
+
+
+def number_problems(settings: Any, kind: type | None = None) -> Iterator[str]:
+    """Yield which numbers of a dataclass are not finite or beyond their bounds, and that weight
+    decay makes weights grow. `kind`: the class whose fields are looked at; None: all of them."""
+    for field in dataclasses.fields(kind or settings):
         value = getattr(settings, field.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{field.name}={value}: it must be a finite number.")
+            yield f"{field.name}={value}: it must be a finite number."
         bounds = RULES.get(field.name)
         if bounds is not None and value is not None and not bounds.hold(value):
-            raise ValueError(
-                f"{field.name}={value}: a number {bounds} ({bounds.why}). Give one in this range."
-            )
+            yield f"{field.name}={value}: a number {bounds} ({bounds.why}). Give one in this range."
     rate, decay = (getattr(settings, name, 0) or 0 for name in ("learning_rate", "weight_decay"))
     if rate * decay > 1:
-        raise ValueError(
+        yield (
             f"learning_rate={rate} with weight_decay={decay}: a step multiplies each weight by "
             f"1 - {rate * decay:g}, so that its sign changes. Their product must not exceed 1."
         )
