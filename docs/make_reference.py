@@ -36,12 +36,21 @@ NAMES = {
 MASKS = ("causal", "bidirectional", "prefix_lm", "block_sparse", "function_mask")
 FAMILIES = """# Model families
 
-A family is supported when its mixing of tokens goes through transformers' attention registry and
-the tests have compared it with its own stock eager attention: the loss and every gradient, on 1 to
-4 ranks, with its windows, softcap, sinks and experts. `longctx families` prints these tables, also
-as JSON. A family that stands in neither table is refused too. The load-balancing loss of experts is
-that of all tokens of a batch, without padding; over the batches and replicas of a step it is their
-mean by tokens."""
+A family is supported when its mixing of tokens goes through transformers' attention registry, or
+through recurrences and short convolutions that run over chains
+([recurrent layers](../explanation/recurrent-layers.md)), and the tests have compared it with its
+own stock eager attention: the loss and every gradient, on 1 to 4 ranks, with its windows, softcap,
+sinks, experts and recurrent layers. `longctx families` prints these tables, also as JSON. A family
+that stands in neither table is refused too. The load-balancing loss of experts is that of all
+tokens of a batch, without padding; over the batches and replicas of a step it is their mean by
+tokens.
+
+- No recurrence that transformers 5.23 has is refused for not being affine in its state: those of
+  refused families are affine as well, and the table says what is missing.
+- Phi-3.5-MoE draws experts at random in training, on ranks others than in one process. It is exact
+  with `router_jitter_noise=0.0`, which the refusal of its published config asks for: then the two
+  best experts are taken, each with a weight of 1 as in the published model where no other is within
+  2 % of it, and its router has the gradient of its load-balancing loss alone."""
 
 
 def pages() -> dict[str, str]:

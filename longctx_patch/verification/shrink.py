@@ -76,7 +76,7 @@ RECURRENT = {
     "chunk_size": 16,
 }
 """Sizes of recurrent layers; those of Mamba-2 must add up to twice the hidden size."""
-GROUPS = ("mamba_n_groups", "n_groups")
+GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 WIDE_AS_HEADS = ("bitnet", "gpt_neox", "helium", "olmoe", "persimmon", "stablelm")
 """Families whose output projection or norms need heads * head_dim to be the hidden size."""
 SPREAD = 0.15
@@ -99,6 +99,8 @@ def shrink_config(model_config: Any) -> Any:
         _lower(small, name, 2)
     if facts.latent:
         _shrink_latent(small, model_config)
+    if getattr(small, "num_mem_blocks", None):
+        _shrink_shared(small)
     _lower(small, "sliding_window", WINDOW)
     _lower(small, "attention_chunk_size", WINDOW)
     _lower(small, "floor_scale", WINDOW)
@@ -167,6 +169,17 @@ def _shrink_latent(small: Any, large: Any) -> None:
     small.qk_head_dim = small.qk_nope_head_dim + small.qk_rope_head_dim
     for name, rank in LATENT_RANKS.items():
         _lower(small, name, rank)
+
+
+def _shrink_shared(small: Any) -> None:
+    """Shrink the blocks that layers of Zamba 2 share: their attention has twice the hidden size,
+    and its config computes several sizes only when it is made."""
+    small.hidden_size = small.num_attention_heads * HEAD_DIM // 2
+    small.attention_hidden_size = 2 * small.hidden_size
+    small.n_mamba_heads = small.num_attention_heads
+    small.mamba_headdim = small.mamba_expand * small.hidden_size // small.n_mamba_heads
+    small.hybrid_layer_ids = [n for n, kind in enumerate(small.layer_types) if kind == "hybrid"]
+    _lower(small, "adapter_rank", 8)
 
 
 def _keep_score_scale(small: Any, head_dim: int) -> None:

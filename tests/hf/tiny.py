@@ -178,6 +178,21 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 48,
     },
+    "zamba2": {
+        "hidden_size": 32,
+        "num_hidden_layers": 5,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "hybrid"],
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 12,
+        "mamba_ngroups": 2,
+        "head_dim": 16,
+        "chunk_size": 8,
+        "num_mem_blocks": 2,
+        "adapter_rank": 6,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+    },
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 128, "lm_head_multiplier": 0.7},
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": _EXPERTS
@@ -186,6 +201,12 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"],
         "num_experts": 4,
         "num_dense_layers": 1,
+    },
+    "lfm3": _WINDOWED
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "sliding_attention"],
+        "conv_L_cache": 4,
     },
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "llama4_text": {
@@ -209,6 +230,10 @@ _FEATURES: dict[str, dict[str, Any]] = {
         "num_experts_per_token": 2,
         "moe_intermediate_size": 32,
     },
+    "bailing_hybrid": _HYBRID
+    | _LATENT
+    | _EXPERTS
+    | {"num_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "deepseek_v2": _LATENT | _LATENT_EXPERTS | {"first_k_dense_replace": 1, "q_lora_rank": None},
     "deepseek_v3": _LATENT
     | _LATENT_EXPERTS
@@ -284,6 +309,7 @@ _FEATURES: dict[str, dict[str, Any]] = {
     | _DENSE_FIRST
     | {"n_routed_experts": 4, "v_head_dim": 8},
     "minimax_m2": _FOUR_LOCAL,
+    "phimoe": _WINDOWED | _FOUR_LOCAL | {"router_jitter_noise": 0.0},
     "solar_open": _EXPERTS | _FOUR_IN_TWO_GROUPS | {"n_routed_experts": 4},
 }
 """Features of a family beside causal attention, small enough to matter in rows of 30 tokens."""

@@ -1,10 +1,10 @@
-"""Proof, on the first training step, that attention crossed the ranks.
+"""Proof, on the first training step, that attention and recurrences crossed the ranks.
 
 Patches of other libraries have failed silently: after a rewritten dispatch key or a hook that no
 longer fires, every rank trains on attention within its own shard, and losses look plausible. So on
-the first sharded training step ranks meet before every attention layer, each layer must run its
-plan once, and the traffic must be what the plans predict, to the byte. Backward is checked when the
-next sharded pass begins.
+the first sharded training step ranks meet before every layer in which tokens meet, each must run
+its plan once, and the traffic must be what the plans predict, to the byte. Backward is checked when
+the next sharded pass begins.
 """
 
 from collections import Counter
@@ -68,7 +68,7 @@ class FireCheck:
         forward, backward = self.planned_forward(), self.planned_backward()
         kernels = ", ".join(self._group.kernels.names)  # none on the CPU
         says = [
-            f"{len(self._runs)} of {len(self._numbers)} attention layers over "
+            f"{len(self._runs)} of {len(self._numbers)} layers over "
             f"{self._group.num_ranks} rank(s), mask: {self.masks}"
             + f", kernels: {kernels}"
             * bool(kernels),
@@ -186,7 +186,7 @@ class FireCheck:
         ]
         if not wrong:
             return None
-        return f"attention layers that did not run their plan exactly once: {', '.join(wrong)}"
+        return f"layers that did not run their plan exactly once: {', '.join(wrong)}"
 
     def _wrong_traffic(self, direction: str, planned: Traffic) -> str | None:
         now = self._sent()

@@ -17,6 +17,7 @@ from longctx_patch.hf.call.fire_check import FireCheck
 from longctx_patch.hf.call.inputs import KNOWN_TO_LAYERS, short
 from longctx_patch.hf.call.latents import expansion_of
 from longctx_patch.hf.call.router import whole_router_logits
+from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.facts import chunk_of
 from longctx_patch.kernels import Score
 from longctx_patch.operator.decided import decided_call, row_mask
@@ -140,7 +141,7 @@ def sharded_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     # Qwen2-MoE doesn't pass its window on; EXAONE-4's full layers have one, but pass None.
-    window = options.get("sliding_window", getattr(module, "sliding_window", None))
+    window = options.get("sliding_window", transformers_api.window_of(module))
     q_BLHD, k_BLGD, v_BLGD = (tensor.transpose(1, 2) for tensor in (query, key, value))
     shape, expansion = CallShape.of(q_BLHD, k_BLGD, v_BLGD), expansion_of(module, query)
     if expansion is not None:

@@ -206,13 +206,11 @@ def _heads(family: Family, model_config: Any, config: "LongContextConfig") -> st
 
 
 def _mlp_tiles(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:
-    tiles = config.mlp_tiles
-    if tiles in (None, 1) or any(layer.is_dense for layer in ModelFacts.of(model_config).layers):
+    tiles, facts = config.mlp_tiles, ModelFacts.of(model_config)
+    if tiles in (None, 1) or any(layer.is_dense for layer in facts.layers):
         return None
-    return (
-        f"mlp_tiles={tiles}: all its layers have experts, which stay whole. Use mlp_tiles=None or "
-        "mlp_tiles=1."
-    )
+    which = "all its layers have experts" if facts.experts else "its layers share their MLPs"
+    return f"mlp_tiles={tiles}: {which}, which stay whole. Use mlp_tiles=None or mlp_tiles=1."
 
 
 def _placement(family: Family, model_config: Any, config: "LongContextConfig") -> str | None:

@@ -41,7 +41,7 @@ class LayerFacts(NamedTuple):
     rope: Any
     """The layer's entry in `no_rope_layers`, None where the config has none."""
     is_dense: bool
-    """Whether its MLP is an ordinary one, without experts."""
+    """Whether its MLP is an ordinary one, without experts and its own."""
     shares_keys: bool
     """Whether its keys and values are those of an earlier layer of its kind."""
 
@@ -198,12 +198,17 @@ def _latent_dim(config: Any) -> int | None:
     return latent_dim if latent_dim < 2 * config.num_attention_heads * _head_dim(config) else None
 
 
+def _shares_blocks(config: Any) -> bool:
+    """Whether layers share their attention and their MLP, as in Zamba 2."""
+    return bool(given(config, "num_mem_blocks"))
+
+
 def _is_dense(config: Any, layer: int) -> bool:
     """Mixtures of experts can have ordinary layers: the first ones, those named, or all but every
     n-th."""
     kinds, sparse = given(config, "mlp_layer_types"), given(config, "moe_layers")
     return (
-        _experts(config) is None
+        (_experts(config) is None and not _shares_blocks(config))
         or bool(given(config, "enable_moe_block"))  # Gemma 4 has both in each layer
         or layer in (given(config, "mlp_only_layers") or ())
         or (layer + 1) % (given(config, "decoder_sparse_step") or 1) > 0

@@ -79,18 +79,17 @@ def _delta_rule(config: Any, batch: int, itemsize: int) -> RecurrentShape:
 
 
 def _state_space(config: Any, batch: int, itemsize: int) -> tuple[RecurrentShape, int]:
-    """(sizes, tokens of the convolution). Nemotron-H has names of its own."""
+    """(sizes, tokens of the convolution). Nemotron-H and Zamba 2 have names of their own."""
 
-    def size(name: str, other: str) -> int:
-        value = given(config, name)
-        return int(value if value is not None else getattr(config, other))
+    def size(*names: str) -> int:
+        return int(next(value for name in names if (value := given(config, name)) is not None))
 
     shape = RecurrentShape(
         kind="Mamba-2",
-        num_heads=size("mamba_n_heads", "mamba_num_heads"),
-        num_groups=size("mamba_n_groups", "n_groups"),
+        num_heads=size("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"),
+        num_groups=size("mamba_n_groups", "n_groups", "mamba_ngroups"),
         key_dim=size("mamba_d_state", "ssm_state_size"),
-        value_dim=size("mamba_d_head", "mamba_head_dim"),
+        value_dim=size("mamba_d_head", "mamba_head_dim", "mamba_headdim"),
         batch=batch,
         itemsize=itemsize,
     )

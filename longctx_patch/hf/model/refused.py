@@ -9,6 +9,40 @@ from longctx_patch.hf.model.family import Family, refused
 
 REFUSED: tuple[Family, ...] = (
     *refused(
+        "its scan (Mamba-1) is affine in its state, but no code here hands that state from rank to "
+        "rank, so that it would start anew on each",
+        {
+            "mamba": "Mamba",
+            "falcon_mamba": "Falcon Mamba",
+            "jamba": "Jamba",
+            "zamba": "Zamba",
+        },
+    ),
+    *refused(
+        "its recurrence (RG-LRU) is affine in its state, but runs in a loop of the layer's own, "
+        "which gives no place to hand that state on",
+        {"recurrent_gemma": "RecurrentGemma"},
+    ),
+    *refused(
+        "its recurrence (RWKV-4) is affine in its two sums, but it and the mix with the token "
+        "before are code of the layer's own, which gives no place to hand them on",
+        {"rwkv": "RWKV"},
+    ),
+    *refused(
+        "its recurrence (mLSTM, the only one of xLSTM that transformers has) is affine in its "
+        "state, but rescaled by a running maximum that no code here hands on",
+        {"xlstm": "xLSTM"},
+    ),
+    *refused(
+        "its linear attention (lightning) is affine in its state, but code of the layer's own, "
+        "which gives no place to hand that state on",
+        {"minimax": "MiniMax-Text-01"},
+    ),
+    *refused(
+        "it has no attention, whose heads degrees, plans and memory are counted in",
+        {"mamba2": "Mamba 2"},
+    ),
+    *refused(
         "an indexer picks the keys or blocks of each token from the local ones",
         {
             "axk2": "A.X K2",
@@ -22,20 +56,18 @@ REFUSED: tuple[Family, ...] = (
         {"deepseek_v4": "DeepSeek-V4"},
     ),
     *refused(
-        "some layers are linear attention or convolutions, which reach over a shard's edge",
-        {
-            "bailing_hybrid": "Ling 3 (hybrid)",
-            "inkling_text": "Inkling (text)",
-            "inkling2_text": "Inkling 2 (text)",
-            "lfm3": "LFM3",
-            "qwen4_exp_text": "Qwen4-Exp (text)",
-            "zaya": "ZAYA1",
-        },
+        "its attention adds a bias for each pair of tokens to the scores, which no kernel takes",
+        {"inkling_text": "Inkling (text)", "inkling2_text": "Inkling 2 (text)"},
     ),
     *refused(
-        "experts are drawn at random in training, on each rank others than in one process, and "
-        "without that their router has no gradient",
-        {"phimoe": "Phi-3.5-MoE"},
+        "an indexer picks blocks of keys, and embeddings and convolutions of n-grams are computed, "
+        "from the local tokens",
+        {"qwen4_exp_text": "Qwen4-Exp (text)"},
+    ),
+    *refused(
+        "queries, keys and values are mixed with those of tokens before by code of the layer's "
+        "own, which reads the local tokens alone",
+        {"zaya": "ZAYA1"},
     ),
     *refused(
         "attention runs more than once in each layer of a pass, and the check of the first step "

@@ -1,9 +1,9 @@
 """The table of support, as data: every family that is supported, and why others are refused.
 
-A family is supported when all its mixing of tokens goes through transformers' attention registry,
-its positions come from `position_ids`, and tests/hf/model/test_checks.py compares it with
-stock eager attention. This file imports no other module of the project, no torch and no
-transformers.
+A family is supported when all its mixing of tokens goes through transformers' attention registry or
+through the recurrences and short convolutions that run over chains (`hf/call/mixers.py`), its
+positions come from `position_ids`, and tests/hf/model/test_checks.py compares it with stock eager
+attention. This file imports no torch and no transformers.
 """
 
 from collections.abc import Mapping
@@ -126,43 +126,22 @@ TABLE = (
     _supported("mimo_v2_flash", "MiMo-V2-Flash", WINDOW, SINKS, EXPERTS),
     _supported("minimax_m2", "MiniMax-M2", ROUTER),
     _supported("solar_open", "Solar Open", EXPERTS),
+    _supported("phimoe", "Phi-3.5-MoE", WINDOW, ROUTER),
     _supported("llama4_text", "Llama 4 (text)", CHUNKS, TEMPERATURE, EXPERTS),
     _supported("qwen3_next", "Qwen3-Next", DELTA, ROUTER),
     _supported("qwen3_5_text", "Qwen3.5, Qwen3.6 (text)", DELTA),
     _supported("qwen3_5_moe_text", "Qwen3.5-MoE, Qwen3.6-MoE (text)", DELTA, ROUTER),
     _supported("olmo_hybrid", "OLMo Hybrid", DELTA),
     _supported("kimi_linear", "Kimi Linear", DELTA, LATENT, EXPERTS),
+    _supported("bailing_hybrid", "Ling 3 (hybrid)", DELTA, LATENT, EXPERTS),
     _supported("bamba", "Bamba", STATE_SPACE),
     _supported("granitemoehybrid", "Granite 4", STATE_SPACE, ROUTER, logits=GRANITE_LOGITS),
     _supported("nemotron_h", "Nemotron-H", STATE_SPACE, EXPERTS),
     _supported("falcon_h1", "Falcon-H1", STATE_SPACE, logits=FALCON_LOGITS),
+    _supported("zamba2", "Zamba 2", STATE_SPACE),
     _supported("lfm2", "LFM2", CONVOLUTION),
     _supported("lfm2_moe", "LFM2-MoE", CONVOLUTION, EXPERTS),
-    *_refused(
-        "its state runs along the sequence by a scan (Mamba 1, RWKV, mLSTM, RG-LRU) that is not "
-        "handed from rank to rank here, so that it would start anew on each",
-        {
-            "mamba": "Mamba",
-            "falcon_mamba": "Falcon Mamba",
-            "rwkv": "RWKV",
-            "xlstm": "xLSTM",
-            "jamba": "Jamba",
-            "zamba": "Zamba",
-            "recurrent_gemma": "RecurrentGemma",
-        },
-    ),
-    *_refused(
-        "all layers are recurrent, and the planner and the check of the first step count attention",
-        {"mamba2": "Mamba 2"},
-    ),
-    *_refused(
-        "layers share one attention, and the check of the first step counts each once",
-        {"zamba2": "Zamba 2"},
-    ),
-    *_refused(
-        "its linear attention is code of its own, whose state would start anew on each rank",
-        {"minimax": "MiniMax-Text-01"},
-    ),
+    _supported("lfm3", "LFM3", CONVOLUTION, WINDOW),
     *_refused(
         "each layer has two attentions, and the checks of the first step count one",
         {"longcat_flash": "LongCat-Flash"},

@@ -76,6 +76,8 @@ CALL_KEY = "longctx_call"
 HAND_ON_MASK_ALONE = frozenset({"nemotron", "persimmon", "stablelm"})
 """Families whose layers hand their attention no further arguments: there the mask carries the call,
 and a mask without one means a stock pass."""
+WINDOW_IN_MASK_ALONE = frozenset({"phimoe"})
+"""Families whose attention modules don't know their window, which is in the decoder's mask."""
 
 
 def check_version() -> None:
@@ -169,6 +171,14 @@ def hook(
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that call the attention registry."""
     return [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")]
+
+
+def window_of(module: nn.Module) -> int | None:
+    """The sliding window of a module that does not hand one to its attention function."""
+    config: Any = module.config
+    holder = config if config.model_type in WINDOW_IN_MASK_ALONE else module
+    window: int | None = getattr(holder, "sliding_window", None)
+    return window
 
 
 def counting_modules(model: nn.Module) -> list[nn.Module]:
@@ -322,9 +332,12 @@ def decoder_of(model: Any) -> nn.Module:
 
 
 def decoder_layers(model: Any) -> list[GradientCheckpointingLayer]:
-    """The text model's layers that transformers can checkpoint, first to last."""
+    """The text model's layers that transformers can checkpoint, first to last; one within another,
+    as in Zamba 2, is a part of it."""
     text = decoder_of(model) if reads_images(model) else model
-    return [m for m in text.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [m for m in text.modules() if isinstance(m, GradientCheckpointingLayer)]
+    inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
 
 
 def dense_mlps(model: PreTrainedModel) -> list[nn.Module | None]:

@@ -36,7 +36,7 @@ def plain(
     sent = it.handle.counters
     forward = f"sent {sent.messages} messages with {sent.bytes:,} bytes in forward, as planned"
     says = str(it.handle.first_step)
-    assert says.startswith("<first step: 2 of 2 attention layers over 2 rank(s), mask: ")
+    assert says.startswith("<first step: 2 of 2 layers over 2 rank(s), mask: ")
     assert says.endswith(f"rank {it.handle.group_rank} {forward}; no backward yet>")
     loss.backward()
     assert forward in str(it.handle.first_step)
