@@ -148,6 +148,7 @@ def _layers(
             num_kv_heads=facts.num_kv_heads,
             head_dim=facts.head_dim,
             latent_dim=facts.latent_dim if latents else None,
+            expansion=facts.expansion if latents else None,
             lengths=_pieces(lengths, seq_len, reach.chunk),
             window=reach.window,
         )

@@ -103,6 +103,7 @@ class ScheduleOptions:
             num_kv_heads=heads["kv_heads"],
             head_dim=heads["head_dim"],
             latent_dim=heads.get("latent_dim"),
+            expansion=heads.get("expansion"),
             batch=self.batch,
             lengths=Documents.typical(self.seq_len, mean).lengths if self.document_tokens else (),
             window=self.window,
@@ -168,7 +169,8 @@ def _heads_of(model: str) -> dict[str, int]:
 
     facts = ModelFacts.of(load_model_config(model))
     heads = {"heads": facts.num_heads, "kv_heads": facts.num_kv_heads, "head_dim": facts.head_dim}
-    return heads | ({"latent_dim": facts.latent_dim} if facts.latent_dim else {})
+    latents = {"latent_dim": facts.latent_dim, "expansion": facts.expansion}
+    return heads | {name: size for name, size in latents.items() if size}
 
 
 def recurrences(model: str | None, batch: int) -> "Recurrences | None":

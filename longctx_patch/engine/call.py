@@ -47,6 +47,8 @@ class CallShape(NamedTuple):
     latent_dim: int = 0
     """Numbers of a token's latent and its rotary part, which travel in place of keys and values of
     all heads, as one key-value head (`engine.key_form`); 0: heads travel."""
+    expansion: int = 0
+    """Weights that expand a latent, where latents travel."""
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> "CallShape":
@@ -56,8 +58,11 @@ class CallShape(NamedTuple):
 
     def with_latents(self, latent: Tensor, rotary: Tensor, value_dim: int) -> "CallShape":
         """The shape where latents `[B, L, 1, R]` and their rotary parts travel."""
+        expanded = self.head_dim - rotary.shape[3] + value_dim
         return self._replace(
-            head_dim=max(self.head_dim, value_dim), latent_dim=latent.shape[3] + rotary.shape[3]
+            head_dim=max(self.head_dim, value_dim),
+            latent_dim=latent.shape[3] + rotary.shape[3],
+            expansion=latent.shape[3] * self.num_heads * expanded,
         )
 
     @property

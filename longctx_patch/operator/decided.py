@@ -37,6 +37,7 @@ def decided_call(
         batch=shape.batch,
         itemsize_bytes=shape.dtype.itemsize,
         latent_dim=shape.latent_dim or None,
+        expansion=shape.expansion or None,
         window=None if mask.is_causal else window_like(mask),
     )
     setting = decide(

@@ -17,6 +17,9 @@ class AttentionShape:
     """Bytes of one number in the model's dtype."""
     latent_dim: int = 0
     """Numbers that a token's latent travels as, in place of keys and values; 0: heads travel."""
+    expansion: int = 0
+    """Weights that turn one token's latent into keys and values of all heads, where latents travel;
+    0: it is not known."""
 
     @property
     def sum_itemsize_bytes(self) -> int:

@@ -71,6 +71,8 @@ class ModelFacts:
     latent_dim: int | None
     """Numbers of a token's latent with its rotary part, where they are fewer than those of all
     heads' keys and values."""
+    expansion: int | None
+    """Weights that turn a token's latent into keys and values of all heads, where there is one."""
     varied: str | None
     """The option that makes layers differ in more than their attention's mask; None: they don't."""
 
@@ -92,6 +94,7 @@ class ModelFacts:
             experts=_experts(config),
             latent=f"kv_lora_rank={config.kv_lora_rank}" if is_latent(config) else None,
             latent_dim=_latent_dim(config),
+            expansion=_expansion(config),
             varied=_varied(config),
         )
 
@@ -201,6 +204,13 @@ def _latent_dim(config: Any) -> int | None:
 def _shares_blocks(config: Any) -> bool:
     """Whether layers share their attention and their MLP, as in Zamba 2."""
     return bool(given(config, "num_mem_blocks"))
+
+
+def _expansion(config: Any) -> int | None:
+    if _latent_dim(config) is None:
+        return None
+    heads: int = config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim)
+    return heads * int(config.kv_lora_rank)
 
 
 def _is_dense(config: Any, layer: int) -> bool:

@@ -53,6 +53,19 @@ class Charges:
 
         return self.pieces.measure(works.kind, of)
 
+    def expanding_seconds(self, works: Works) -> Floats:
+        """Seconds to expand the latents of each call's keys: one product; in backward once more,
+        beside the products of two gradients."""
+        products = 1 if self.direction is Direction.FORWARD else 3
+        flops = 2.0 * products * self.shape.batch * self.shape.expansion
+
+        def rows(pieces: tuple[Piece, ...]) -> int:
+            return sum(Rows.of(piece.kv for piece in call).size for call in _calls(pieces))
+
+        if not flops:
+            return np.zeros(len(works.rank))
+        return self.pieces.measure(works.kind, rows) * (flops / self.hardware.matmul_flops)
+
     def adding_seconds(self, works: Works, is_first: NDArray[np.bool_]) -> Floats:
         """Seconds to add each work's results to totals: read the result, read and write the total.
 

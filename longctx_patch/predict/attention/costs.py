@@ -37,8 +37,10 @@ class Workload:
     itemsize_bytes: int = 2
     latent_dim: int | None = None
     """Numbers of a token's latent, which travels in place of keys and values where there is no
-    Ulysses and no rank gathers all keys; None: there is none. What ranks take to expand latents is
-    not counted."""
+    Ulysses and no rank gathers all keys; None: there is none."""
+    expansion: int | None = None
+    """Weights that turn one token's latent into keys and values of all heads; None: what ranks take
+    to expand latents is not counted."""
     lengths: tuple[int, ...] = ()
     """Tokens of each document of a packed row; none: the row is one document."""
     window: int | None = None
@@ -155,15 +157,16 @@ def predict(
     before, after = (
         _all_to_all(part, setting, hardware, len(waves), computed_s) for part in exchanges
     )
+    expanded_s = _expanded_before(setting, direction, workload, hardware)
     # The CPU runs ahead of the device unless it takes longer in total.
-    on_device_s = before.total_s + slowest.makespan_s + after.total_s
+    on_device_s = expanded_s + before.total_s + slowest.makespan_s + after.total_s
     exchanges_s = len(waves) * hardware.host_wave_s if setting.ulysses_degree > 1 else 0.0
     on_host_s = slowest.host_s + exchanges_s
     sent = _sum_traffic(exchanges, rings)
     busiest = max(cut.size for cut in split.query)
     mean = workload.num_heads / setting.ulysses_degree
     makespan_s = max(on_device_s, on_host_s)
-    kernel_s = sum(ring.kernel_s for ring in rings) / len(rings)
+    kernel_s = sum(ring.kernel_s for ring in rings) / len(rings) + expanded_s
     copy_s = sum(ring.copy_s for ring in rings) / len(rings) + before.copy_s + after.copy_s
     messages_s = before.travel_s + slowest.exposed_communication_s + after.travel_s
     return Prediction(
@@ -182,7 +185,7 @@ def predict(
         messages_per_rank=tuple(traffic.messages for traffic in sent),
         peak_buffer_bytes=max(ring.peak_buffer_bytes for ring in rings)
         + _widest_exchange(setting, workload, waves),
-        timeline=_timeline(setting, slowest, before.total_s, after.total_s)
+        timeline=_timeline(setting, slowest, expanded_s + before.total_s, after.total_s)
         if with_timeline
         else (),
     )
@@ -200,7 +203,21 @@ def _ring_shape(
         head_dim=workload.head_dim,
         itemsize_bytes=workload.itemsize_bytes,
         latent_dim=latent_dim,
+        expansion=(workload.expansion or 0) if latent_dim else 0,
     )
+
+
+def _expanded_before(
+    setting: Setting, direction: Direction, workload: Workload, hardware: Hardware
+) -> float:
+    """Seconds in which a rank expands the latents of its own tokens, where heads travel: once, by
+    one product; in backward there are those of two gradients."""
+    if workload.latent_dim is None or setting.may_send_latents:
+        return 0.0
+    ranks = setting.ring_degree * setting.ulysses_degree
+    products = 1 if direction is Direction.FORWARD else 2
+    weights = workload.batch * (workload.expansion or 0)
+    return 2 * products * weights * -(-workload.num_tokens // ranks) / hardware.matmul_flops
 
 
 def _simulate_ring(

@@ -198,6 +198,7 @@ class _Player:
         """The times at which each rank has computed its works, slowed down by its messages."""
         ranks = [works.rank for works in stage.works]
         kernels = self._sum_by(ranks, [self.charges.kernel_seconds(w) for w in stage.works])
+        kernels += self._sum_by(ranks, [self.charges.expanding_seconds(w) for w in stage.works])
         prepared = self._sum_by(ranks, [self.charges.preparing_seconds(w) for w in stage.works])
         added = self._sum_by(ranks, [self._adding_seconds(w) for w in stage.works])
         self.host_s += self._sum_by(ranks, [self.charges.host_seconds(w) for w in stage.works])
