@@ -225,6 +225,7 @@ def build(
         skip_bad_steps=settings.skip_bad_steps,
         max_loss_spike=settings.max_loss_spike,
         sentinel_every=settings.sentinel_every,
+        keep_every=settings.keep_every,
         **given,
     )
     trainer.accelerator.print(f"{len_text(data.train)} rows of {settings.seq_len} tokens at most")

@@ -31,6 +31,7 @@ from longctx_patch.recipes.settings_file import (
 )
 from longctx_patch.rules.names import require_choice
 from longctx_patch.rules.number_rules import check_numbers
+from longctx_patch.trainer.sealing import kept_problems
 
 USUAL_MAX_LENGTH = (None, 1024, 2048)
 """Defaults of TRL's `max_length`: nobody has set it."""
@@ -57,6 +58,9 @@ class TrlSettings(Parallelism, ModelSettings):
     streaming: bool = setting("make rows while reading, no table on disk", default=False)
     resume: ResumeName = resume_setting()
     allow_change: list[str] = allow_change_setting()
+    keep_every: int = setting(
+        "with save_total_limit, checkpoints of every so many steps are kept for ever", default=0
+    )
     early_stopping: int = setting(
         "stop after so many evaluations without a better one; 0: never", default=0
     )
@@ -154,6 +158,8 @@ def check_together(settings: TrlSettings, args: Any) -> None:
             "push_to_hub without hub_model_id: say where the model goes. Give --hub_model_id "
             "USER/NAME."
         )
+    for problem in kept_problems(args, settings.keep_every):
+        raise ValueError(problem)
     for name in args.report_to:
         _check_tracker(name)
 

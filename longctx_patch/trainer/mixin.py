@@ -52,7 +52,7 @@ from longctx_patch.trainer.refusals import (
     shared_cache_problems,
     trainer_problems,
 )
-from longctx_patch.trainer.sealing import SealedCheckpointsMixin
+from longctx_patch.trainer.sealing import SealedCheckpointsMixin, kept_problems
 from longctx_patch.trainer.sentinels import SentinelMixin
 from longctx_patch.trainer.watching import HealthCallback, WatchedMixin
 
@@ -80,6 +80,8 @@ class LongContextTrainerMixin(
 
     Args:
         long_context: degrees and more; or the handle of the model, if it is patched already.
+        keep_every: with `save_total_limit`, checkpoints of every so many steps are kept for ever;
+            0 for none.
         watchdog: a `Watchdog` in whose context the trainer trains; its steps, evaluations and
             checkpoints are marked.
         skip_bad_steps: how many steps may be left out of training because their loss or gradient is
@@ -121,13 +123,14 @@ class LongContextTrainerMixin(
         skip_bad_steps: int = 0,
         max_loss_spike: float = 0.0,
         sentinel_every: int = 0,
+        keep_every: int = 0,
         watchdog: Watchdog | None = None,
         **kwargs: Any,
     ) -> None:
         check_guard_settings(skip_bad_steps, max_loss_spike, sentinel_every)
         let_segments_grow()
         self._skip_bad_steps, self._max_loss_spike = skip_bad_steps, max_loss_spike
-        self._sentinel_every = sentinel_every
+        self._sentinel_every, self._keep_every = sentinel_every, keep_every
         self._long_context, self._watchdog = long_context, watchdog
         self._undo: list[Callable[[], None]] = []
         self._contexts = ExitStack()
@@ -156,6 +159,7 @@ class LongContextTrainerMixin(
         _ = self.args.device  # sets up torch.distributed
         require_whole_groups(config.degrees_in_words, degree, num_processes())
         refuse_together(number_problems(self.args, TrainingArguments))
+        refuse_together(kept_problems(self.args, self._keep_every))
         refuse_together(argument_problems(self.args, config, num_processes() // degree))
         settle_checkpointing(self.args, config)
         settle_generation(self.args, num_processes() // degree)

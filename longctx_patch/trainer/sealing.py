@@ -6,6 +6,7 @@ callbacks have written into it; older ones are deleted, and new ones uploaded, o
 """
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,8 @@ class SealedCheckpointsMixin(_Trainer):
     """The overrides that seal checkpoints, and check the one that a run goes on from."""
 
     _watchdog: Watchdog | None
+    _keep_every: int = 0
+    """Checkpoints whose step is a multiple of this are kept for ever; 0: none."""
     _saving: Path | None = None
     """The checkpoint that is being written, and will be sealed."""
     _has_begun = False
@@ -123,11 +126,13 @@ class SealedCheckpointsMixin(_Trainer):
         spared = {saved, Path(best)} if best else {saved}
         newest = {each.path for each in series.found()[-limit:]}
         others = limit - len(spared - newest)
-        delete_old(series, Retention(keep_last=max(1, others)), spared=spared)
+        kept = Retention(keep_last=max(1, others), keep_every=self._keep_every)
+        delete_old(series, kept, spared=spared)
 
     def _finalize_training(self, trial: Any, *args: Any) -> Any:
         """transformers' end, which keeps the best checkpoint alone where one is to be kept. It
-        would delete all folders whose names begin like a checkpoint's: here only checkpoints go."""
+        would delete all folders whose names begin like a checkpoint's: here only checkpoints go,
+        and those of `keep_every` stay."""
         limit = self.args.save_total_limit
         if limit != 1 or self.args.save_on_each_node:
             return super()._finalize_training(trial, *args)
@@ -138,8 +143,9 @@ class SealedCheckpointsMixin(_Trainer):
             self.args.save_total_limit = limit
         if own_rank() == 0 and (best := self.state.best_model_checkpoint) is not None:
             series = trainer_checkpoints_of(self._get_output_dir(trial))
-            paths = (each.path for each in complete(series))
-            delete(series, [path for path in paths if path.resolve() != Path(best).resolve()])
+            every, spared = self._keep_every, Path(best).resolve()
+            others = [each for each in complete(series) if each.path.resolve() != spared]
+            delete(series, [each.path for each in others if not (every and each.step % every == 0)])
         return output
 
     # ---- Going on ----
@@ -207,6 +213,27 @@ class SealedCheckpointsMixin(_Trainer):
             )
             self.state.best_model_checkpoint = str(best)
         super()._load_best_model()
+
+
+def kept_problems(args: Any, keep_every: int) -> Iterator[str]:
+    """Why no checkpoints are kept by `keep_every`, in words. `args`: the trainer's arguments."""
+    if keep_every < 0:
+        yield f"keep_every={keep_every}: a number of steps, 0 or more."
+    if keep_every <= 0:
+        return
+    if not args.save_total_limit or args.save_on_each_node:
+        why = "without save_total_limit" if not args.save_on_each_node else "with save_on_each_node"
+        yield (
+            f"keep_every={keep_every} {why}: no checkpoint is deleted by this package then. Give "
+            "save_total_limit, or leave keep_every out."
+        )
+    strategy, steps = str(getattr(args.save_strategy, "value", args.save_strategy)), args.save_steps
+    if strategy != "steps" or keep_every % steps:
+        yield (
+            f"keep_every={keep_every} with save_strategy={strategy!r} and save_steps={steps:g}: "
+            "its checkpoints would not all be there. Give save_strategy='steps' and a multiple of "
+            "save_steps."
+        )
 
 
 def _problems(folder: Path) -> list[str]:

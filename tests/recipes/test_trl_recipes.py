@@ -437,6 +437,7 @@ FLAGS: dict[str, tuple[list[str], str]] = {
     "skips": (["--skip-bad-steps", "-1"], "skip_bad_steps=-1: a number of steps, 0 or more"),
     "spikes": (["--max-loss-spike", "0.9"], "max_loss_spike=0.9: a factor above 1"),
     "sentinel": (["--sentinel-every", "-2"], "sentinel_every=-2: a number of steps"),
+    "kept": (["--keep-every", "4"], "keep_every=4 with"),
     "too long": (["--too-long", "cut", "--eval-share", "1"], "eval_share=1.0: a part"),
 }
 
@@ -481,8 +482,11 @@ def test_the_trained_model_is_uploaded(job: Path) -> None:
 def test_a_stream_trains_as_a_table_in_its_order(job: Path) -> None:
     patch(job, "--data", str(job / "chats.jsonl"))
     usual = ["--config", str(job / "run" / "sft.yaml"), "--max-steps", "3", "--optim", "sgd"]
-    stream = [*usual, "--streaming", "--save-steps", "2", "--output-dir", str(job / "stream")]
+    stream = [*usual, "--streaming", "--output-dir", str(job / "stream"), "--save-steps", "1"]
+    stream += ["--save-total-limit", "1", "--keep-every", "2"]
     run_launched(sft.main, 2, stream)
+    saved = sorted(path.name for path in (job / "stream").glob("checkpoint-*"))
+    assert saved == ["checkpoint-2", "checkpoint-3"]
     table = [*usual, "--train-sampling-strategy", "sequential", "--shuffle-dataset", "0"]
     run_launched(sft.main, 1, [*table, "--ulysses", "1", "--output-dir", str(job / "table")])
     agree(job / "stream", job / "table")

@@ -390,6 +390,41 @@ def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
         assert found == kept
 
 
+def test_those_of_every_so_many_steps_are_kept_for_ever(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        seal(tmp_path / f"checkpoint-{step}")
+    trainer = Trained(tmp_path, str(tmp_path / "checkpoint-6"), save_total_limit=1)
+    trainer._keep_every = 4
+    trainer._delete_old(tmp_path / "checkpoint-10")
+    found = {int(path.name.split("-")[1]) for path in tmp_path.iterdir()}
+    assert found == {4, 6, 8, 10}
+    trainer._finalize_training(None)
+    assert {int(path.name.split("-")[1]) for path in tmp_path.iterdir()} == {4, 6, 8}
+
+
+@pytest.mark.parametrize(
+    ("keep_every", "changes", "words"),
+    [
+        (-1, {}, "keep_every=-1: a number of steps, 0 or more"),
+        (4, {"save_total_limit": None}, "keep_every=4 without save_total_limit"),
+        (4, {"save_on_each_node": True}, "keep_every=4 with save_on_each_node"),
+        (5, {}, "keep_every=5 with save_strategy='steps' and save_steps=2: its checkpoints"),
+        (4, {"save_strategy": "epoch"}, "save_strategy='epoch'"),
+        (4, {}, ""),
+        (0, {"save_total_limit": None}, ""),
+    ],
+)
+def test_what_would_keep_nothing_is_refused(
+    keep_every: int, changes: dict[str, Any], words: str
+) -> None:
+    usual = {"save_total_limit": 1, "save_on_each_node": False}
+    args = SimpleNamespace(**usual | {"save_strategy": "steps", "save_steps": 2} | changes)
+    said = list(sealing.kept_problems(args, keep_every))
+    assert len(said) == bool(words)
+    assert words in "".join(said)
+
+
 @pytest.mark.parametrize("limit", [1, 2])
 def test_what_was_just_saved_is_kept_also_where_a_run_went_on_from_an_older_one(
     tmp_path: Path, limit: int
