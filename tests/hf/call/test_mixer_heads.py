@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any, get_args
 
 import pytest
+import torch
 
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.choose.recurrence import row_of
@@ -53,42 +54,65 @@ def test_exchanged_heads_are_exact(family: str, lengths: tuple[int, ...]) -> Non
         assert not wrong, (config.degrees_in_words, config.layout, config.checkpoint, wrong)
 
 
+IN_HALF = [(name, "heads", torch.bfloat16) for name in FAMILIES if name != "bamba"]
+"""Mamba-2's torch function gives float32 then, its kernels what they are given."""
+
+
 @pytest.mark.parametrize(
-    ("family", "way"),
-    [*product(FAMILIES, get_args(RecurrentWay)), ("lfm2", "states")],
+    ("family", "way", "dtype"),
+    [
+        *product(FAMILIES, get_args(RecurrentWay), [torch.float32]),
+        *[(name, "states", torch.float32) for name in ("lfm2",) if name in SUPPORTED],
+        *IN_HALF,
+    ],
 )
-def test_each_layer_sends_what_its_config_says(family: str, way: RecurrentWay) -> None:
+def test_each_layer_sends_what_its_config_says(
+    family: str, way: RecurrentWay, dtype: torch.dtype
+) -> None:
     """From the model's config, the row and the degrees alone."""
     config = LongContextConfig(ulysses_degree=2, ring_degree=2, recurrent_exchange=way)
-    model = featured_model(family)
-    layers = recurrent_layers(model.config, itemsize=4)
+    model: Any = featured_model(family).to(dtype)
+    layers = recurrent_layers(model.config, itemsize=dtype.itemsize)
     assert layers is not None
     copies = [copy.deepcopy(model) for _ in range(4)]
 
-    def on_one_rank(transport: VirtualTransport) -> tuple[Documents, list[Traffic]]:
+    def on_one_rank(transport: VirtualTransport) -> tuple[Documents, list[Traffic], list[Traffic]]:
         handle = patch(copies[transport.group_rank], config, group=virtual_group(transport, config))
         documents: list[Documents] = []
-        counted: list[Traffic] = []
+        forward: list[Traffic] = []
+        backward: list[Traffic] = []
 
-        def before(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        def note(where: list[Traffic]) -> None:
+            where.append(Traffic(*handle.counters.sent_ever()))
+
+        def before(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
             documents.append(kwargs[transformers_api.CALL_KEY].documents)
-            counted.append(Traffic(*handle.counters.sent_ever()))
+            hidden = args[0] if args else kwargs["hidden_states"]
+            hidden.register_hook(lambda _: note(backward))
+            note(forward)
+
+        def after(_: Any, __: Any, out: Any) -> None:
+            note(forward)
+            out.register_hook(lambda _: note(backward))
 
         for mixer in transformers_api.recurrent_modules(handle.model):
             mixer.register_forward_pre_hook(before, with_kwargs=True)
-            mixer.register_forward_hook(
-                lambda *_: counted.append(Traffic(*handle.counters.sent_ever()))
-            )
-        handle.model(**whole_row(DOCUMENTS))
-        pairs = zip(counted[::2], counted[1::2], strict=True)
-        sent = [Traffic(b.messages - a.messages, b.bytes - a.bytes) for a, b in pairs]
-        return documents[0], sent
+            mixer.register_forward_hook(after)
+        handle.model(**whole_row(DOCUMENTS)).loss.backward()
+        return documents[0], between(forward), between(backward)
 
     ranks = run_virtual_ranks(4, on_one_rank)
     wanted = layer_traffic(layers, row_of(config, ranks[0][0]), way)
-    for rank, (_, sent) in enumerate(ranks):
-        assert sent == [wanted[rank].forward] * layers.num_layers
+    for rank, (_, forward, backward) in enumerate(ranks):
+        assert forward == [wanted[rank].forward] * layers.num_layers
+        assert backward == [wanted[rank].backward] * layers.num_layers
     assert any(traffic.forward.bytes for traffic in wanted)
+
+
+def between(counted: list[Traffic]) -> list[Traffic]:
+    """What was sent from each even entry to the odd one after it."""
+    pairs = zip(counted[::2], counted[1::2], strict=True)
+    return [Traffic(b.messages - a.messages, b.bytes - a.bytes) for a, b in pairs]
 
 
 def test_the_first_step_says_what_was_exchanged_and_heads_that_do_not_divide_are_refused() -> None:
