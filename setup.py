@@ -92,6 +92,8 @@ setup(
         "fa4-cu12": ["flash-attn-4==4.0.0b36"],
         # Compiled from source on most platforms: torch first, then pip with --no-build-isolation.
         "fa2": ["flash-attn>=2.8,<3"],
+        # Gated delta rules (Qwen3.5). tilelang has the kernel that is right on Hopper GPUs.
+        "fla": ["flash-linear-attention>=0.6", "tilelang>=0.1.9"],
         "liger": ["liger-kernel>=0.8.5"],
         "4bit": FOUR_BITS,
         "trl": TRL,

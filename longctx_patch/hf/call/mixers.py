@@ -19,6 +19,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.engine.chain.convolution import run_convolution
 from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.state_space import StateSpace
+from longctx_patch.hf.call.kernel_faults import check_faults
 from longctx_patch.hf.call.mixer_kernels import check_kernels
 from longctx_patch.hf.call.recurrent_run import RecurrentRun, check_exchange
 from longctx_patch.hf.model import transformers_api
@@ -140,6 +141,7 @@ def check_mixers(model: nn.Module, config: LongContextConfig, mask: object) -> N
     on_gpu = any(weight.is_cuda for mixer in mixers for weight in mixer.parameters())
     if on_gpu:
         check_kernels(mixers, torch_will_do=config.torch_recurrence)
+        check_faults(mixers)
 
 
 def bind_mixers(model: nn.Module) -> Callable[[], None]:
