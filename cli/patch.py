@@ -89,8 +89,12 @@ class Gpus(click.ParamType[str]):
 )
 @click.option("--tokenizer", default="", help="Name or folder if not the model's own; 'bytes'.")
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
-@click.option("--data", multiple=True, help="What to train on: files, folders, datasets.")
-@click.option("--eval-data", multiple=True, help="What to evaluate on, of the same kind.")
+@click.option(
+    "--data", multiple=True, help="What to train on: files, folders, datasets; DATASET:SPLIT."
+)
+@click.option(
+    "--eval-data", multiple=True, help="What to evaluate on, of the same kind: DATASET:test."
+)
 @click.option("--text-field", default="text", help="Field of a record that is its text [text].")
 @click.option(
     "--too-long",

@@ -9,8 +9,8 @@ from typing import Any
 from longctx_patch.cli.run_checks import check_weights
 from longctx_patch.cli.step_rows import rows_of_step
 from longctx_patch.memory.policies import CheckpointPolicy
+from longctx_patch.recipes.data.addresses import absolute
 from longctx_patch.recipes.data.reading import TooLong
-from longctx_patch.recipes.data.sources import HUB_NAME
 from longctx_patch.recipes.settings import RopeName
 
 
@@ -92,10 +92,3 @@ class PatchOptions:
             all_there, no_fsdp = "--cpu, where all is on the host", "--load-in-4bit, which has no"
             other = all_there if self.cpu else f"{no_fsdp} FSDP2"
             raise ValueError(f"--states-on-host with {other}: use one of them.")
-
-
-def absolute(source: str) -> str:
-    """A path without regard to the current directory; the name of a dataset stays as it is."""
-    path = Path(source).expanduser()
-    is_name = HUB_NAME.fullmatch(source) and not path.exists()
-    return source if is_name else str(path.resolve())

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
 
 from longctx_patch.cli.patch_options import PatchOptions
+from longctx_patch.recipes.data.evaluation import check_evaluation
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import FIELDS, Kind, Record, kind_of, named
@@ -48,6 +49,7 @@ def choose_task(options: PatchOptions) -> Task:
     if len(set(kinds.values())) > 1:
         held = "; ".join(f"{source}: {FIELDS[kind]}" for source, kind in kinds.items())
         raise ValueError(f"--data holds records of different kinds ({held}). Give one kind.")
+    check_evaluation(options.sources, options.eval_sources)
     kind = next(iter(kinds.values()), None)
     if options.dpo and options.pack:
         raise ValueError("--pack with --dpo: pairs are not packed. Leave it out.")

@@ -19,24 +19,37 @@ from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.predict.run.shape import shape_of
 from longctx_patch.recipes.settings import Settings
 
+OPTIONS = (
+    "To change: --checkpoint offload, --mlp-tiles, more processes for each row (--ulysses, "
+    "--ring), or shorter rows; docs/how-to/fit-the-memory.md has the order."
+)
+
 
 class OutOfMemory(RuntimeError):
     """A step did not fit into the memory of a GPU."""
 
 
 @contextmanager
-def explained(settings: Settings, config: Any, accelerator: Any) -> Iterator[None]:
-    """Turn out-of-memory errors into one that says what was used, predicted, and what to change."""
+def explained(
+    settings: Settings, config: Any, accelerator: Any, *, unpredicted: str = ""
+) -> Iterator[None]:
+    """Turn out-of-memory errors into one that says what was used, predicted, and what to change.
+
+    `unpredicted`: why nothing can be predicted for the run.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise out_of_memory(str(error), settings, config, accelerator) from error
+        said = str(error)
+        raise out_of_memory(said, settings, config, accelerator, unpredicted) from error
     except WillNotFit as error:
         said = f"{error}. --skip-rehearsal starts all the same"
-        raise out_of_memory(said, settings, config, accelerator) from error
+        raise out_of_memory(said, settings, config, accelerator, unpredicted) from error
 
 
-def out_of_memory(said: str, settings: Settings, config: Any, accelerator: Any) -> OutOfMemory:
+def out_of_memory(
+    said: str, settings: Settings, config: Any, accelerator: Any, unpredicted: str = ""
+) -> OutOfMemory:
     """An error with the first line of `said`, the memory used and predicted, and what to change."""
     device, num_gpus = accelerator.device, accelerator.num_processes
     total = torch.cuda.get_device_properties(device).total_memory
@@ -47,6 +60,8 @@ def out_of_memory(said: str, settings: Settings, config: Any, accelerator: Any) 
         f"Used: tensors held {now / GIB:.1f} GiB, at most {most / GIB:.1f}, and the allocator "
         f"{taken / GIB:.1f}, of {total / GIB:.1f} on this GPU.",
     ]
+    if unpredicted:
+        return OutOfMemory("\n".join([*lines, f"Nothing was predicted: {unpredicted}. {OPTIONS}"]))
     try:
         cluster = cluster_here(settings.hardware, num_gpus, total, host.total_bytes())
         predicted = predict_run(

@@ -121,6 +121,9 @@ class ModelSettings:
     lora_alpha: float = setting("scale of the adapter, divided by its rank", default=32.0)
     lora_dropout: float = setting("dropout before the adapter", default=0.0)
     lora_targets: list[str] = setting("module names, or all-linear", default=["all-linear"])
+    skip_rehearsal: bool = setting(
+        "start without finding out first whether a step fits", default=False
+    )
     start_timeout: float = setting(
         "seconds from the start to the end of the first step; a job that takes longer ends",
         default=1800.0,
@@ -192,7 +195,7 @@ class _Text:
 
     text: list[str] = setting(
         "files (.jsonl, .json, .csv, .parquet, .arrow, texts), folders, globs, saved datasets, "
-        "hub names",
+        "hub names; SOURCE:SPLIT, OWNER/NAME@REVISION:CONFIG/SPLIT",
         default=[],
     )
     text_field: str = setting("name of the text field in records", default="text")
@@ -207,9 +210,6 @@ class _Text:
 class Settings(Parallelism, _Text, ModelSettings):
     """Everything that decides a fine-tuning run, except what belongs to `accelerate launch`."""
 
-    skip_rehearsal: bool = setting(
-        "start without finding out first whether a step fits", default=False
-    )
     learning_rate: float = setting("peak learning rate", default=1e-4)
     scheduler: SchedulerName = setting("course of the learning rate", default="cosine")
     warmup_steps: int = setting("steps of linear warm-up", default=0)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from datasets import concatenate_datasets
 
 from longctx_patch.recipes import models
+from longctx_patch.recipes.data.evaluation import check_evaluation
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import FIELDS, Kind, kind_of
@@ -94,6 +95,7 @@ def reading_of(settings: TrlSettings, args: Any, tokenizer: Any, vocab_size: int
 def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
     """Make the tables, or find them made; each process of a run calls this."""
     check_apart(args.output_dir, [*settings.data, *settings.eval_data])
+    check_evaluation(settings.data, settings.eval_data)
     if settings.streaming:
         train = stream_of(settings.data[0], reading)
         evaluation = _tables(settings.eval_data, args, reading)

@@ -42,6 +42,7 @@ from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback, StagesCallback
 from longctx_patch.recipes.trl_data import RunData, load_data, reading_of
 from longctx_patch.recipes.trl_identity import trl_fingerprint
+from longctx_patch.recipes.trl_memory import MemoryCallback, explained_run
 from longctx_patch.recipes.trl_saving import RunFileCallback, StopCallback, output_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
@@ -135,7 +136,10 @@ def train(
         used = {name: values[name] for name in RECORDED}
         write_record(output, dataclasses.asdict(settings) | used, args.world_size)
     trainer.add_callback(StopCallback(stop))
-    with stop:
+    rehearses = not settings.skip_rehearsal
+    trainer.add_callback(MemoryCallback(trainer, stages, rehearses=rehearses))
+    trainer.add_callback(StagesCallback(stages))
+    with stop, explained_run(settings, args, trainer, compares=method.compares):
         trainer.train(resume_from_checkpoint=str(resumed) if resumed else None)
     if stop.agreed:
         step = trainer.state.global_step
@@ -219,7 +223,7 @@ def build(
         train_dataset=data.train,
         eval_dataset=data.evaluation,
         processing_class=tokenizer,
-        callbacks=[*callbacks(settings, args, tokenizer, run), StagesCallback(stages)],
+        callbacks=callbacks(settings, args, tokenizer, run),
         long_context=settings.sequence_parallelism(),
         watchdog=watchdog,
         skip_bad_steps=settings.skip_bad_steps,

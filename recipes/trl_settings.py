@@ -43,13 +43,15 @@ class TrlSettings(Parallelism, ModelSettings):
 
     data: list[str] = setting(
         "files (.jsonl, .json, .csv, .parquet, .arrow, texts), folders, globs, saved datasets, "
-        "hub names",
+        "hub names; SOURCE:SPLIT, OWNER/NAME@REVISION:CONFIG/SPLIT",
         default=[],
     )
     data_shares: list[float] = setting(
         "each source's share of all tokens; none: every row once", default=[]
     )
-    eval_data: list[str] = setting("sources to evaluate on", default=[])
+    eval_data: list[str] = setting(
+        "sources to evaluate on, of which the split is named: SOURCE:test", default=[]
+    )
     eval_share: float = setting("part of the rows held out to evaluate on", default=0.0)
     text_field: str = setting("name of the text field in records", default="text")
     too_long: TooLong = setting(

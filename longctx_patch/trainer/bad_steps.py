@@ -8,8 +8,8 @@ not wait; on the CPU at once. Whatever saves, evaluates or ends training waits f
 
 import copy
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,16 @@ SKIPPED = "skipped_step"
 """Key of an entry of the trainer's log: the number of a step that was left out."""
 _COUNTED = ("_metrics", "_total_train_tokens", "_logs", "_step")
 """What TRL's trainers count in `compute_loss`."""
+
+
+@contextmanager
+def counts_kept(trainer: Any) -> Iterator[None]:
+    """Leave what a trainer of TRL counts as it is, whatever losses it computes meanwhile."""
+    before = {n: copy.deepcopy(vars(trainer)[n]) for n in _COUNTED if n in vars(trainer)}
+    try:
+        yield
+    finally:
+        vars(trainer).update(before)
 
 
 @dataclass
@@ -162,11 +172,8 @@ class FiniteStepsMixin(_Trainer):
     def _explain_step(self, step: _Step) -> str:
         rows = partial(rows_of_batch, dataset=self.train_dataset, tokenize=self.prompts_tokenizer())
         passes = [Pass(partial(self._run_again, *given), rows(given[1])) for given in step.passes]
-        before = {name: copy.deepcopy(vars(self)[name]) for name in _COUNTED if name in vars(self)}
-        try:
+        with counts_kept(self):
             return source_of(step.passes[0][0], passes, step.random)
-        finally:
-            self.__dict__.update(before)
 
     def _run_again(self, model: Any, inputs: Any, args: Any, kwargs: Any) -> None:
         with self._gradients_stay_local(model):

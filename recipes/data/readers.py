@@ -6,10 +6,11 @@ with None, which chat templates then print.
 
 import csv
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from longctx_patch.recipes.data.addresses import chosen_split
 from longctx_patch.recipes.data.encoding import ZERO_BYTE, not_utf8
 from longctx_patch.recipes.data.records import TEXT_FILE, BadRecord, Record, named, unreadable
 from longctx_patch.rules import strict_json
@@ -18,6 +19,8 @@ Reader = Literal["jsonl", "json", "csv", "parquet", "arrow", "saved", "hub", "te
 BATCH_RECORDS = 1000
 """Records of a table that are Python objects at a time."""
 BLOCK_BYTES = 2**20
+MOST_BYTES = 2**31
+"""Of a file that is read whole: .json, or a text."""
 
 
 class Part(NamedTuple):
@@ -28,8 +31,13 @@ class Part(NamedTuple):
     start: int
     """First byte of a `.jsonl` file, first record of a table."""
     stop: int
-    stamp: tuple[int, int]
-    """Size and time of the last change, by which a cache notices another file."""
+    stamp: tuple[int | str, ...]
+    """By which a cache notices other content: a file's size and the time of its last change, or the
+    commit of a dataset on the hub."""
+    split: str = ""
+    """Of a saved dataset or one on the hub; empty for a table without splits."""
+    config: str = ""
+    """Of a dataset on the hub; empty for its only one."""
 
 
 def records_of(part: Part) -> Iterator[Record]:
@@ -103,7 +111,14 @@ def _json_records(part: Part) -> Iterator[Record]:
 
 
 def _text_of(path: str) -> str:
-    """All of a file's text, without a byte order mark. Raises BadRecord for other bytes."""
+    """All of a file's text, without a byte order mark. Raises BadRecord for other bytes, and for
+    more of them than fit into memory beside what is made of them."""
+    size = Path(path).stat().st_size
+    if size > MOST_BYTES:
+        raise BadRecord(
+            f"{path} has {size:,} bytes, and a file of its kind is read whole, up to "
+            f"{MOST_BYTES:,}. Write it as .jsonl, one record on each line, which is read in parts."
+        )
     try:
         return Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -191,38 +206,39 @@ def _batch_records(part: Part, batch: Any, first: int) -> Iterator[Record]:
 
 
 def _saved_records(part: Part) -> Iterator[Record]:
-    found = open_saved(part.path)
+    found = open_saved(part.path, part.split)
     for number in range(part.start, part.stop):
         yield Record(_without_none(found[number]), f"{part.path}, record {number + 1}")
 
 
-def open_saved(path: str) -> Any:
-    """A saved dataset, mapped. Raises BadRecord for one without a split for training."""
+def saved_splits(path: str) -> Sequence[str]:
+    """The splits of a saved dataset; none for one table."""
+    file = Path(path) / "dataset_dict.json"
+    return list(strict_json.loads(file.read_text())["splits"]) if file.is_file() else []
+
+
+def open_saved(path: str, split: str = "") -> Any:
+    """A table of a saved dataset, mapped."""
     from datasets import load_from_disk
 
-    return _train_split(load_from_disk(path), path)
+    return load_from_disk(str(Path(path) / split))
 
 
 def _hub_records(part: Part) -> Iterator[Record]:
     from datasets import load_dataset
 
+    revision = str(part.stamp[0]) or None
     try:
-        found = _train_split(load_dataset(part.path, streaming=True), part.path)
+        found = load_dataset(part.path, part.config or None, revision=revision, streaming=True)
     except (OSError, ValueError) as error:
         why = named(part.path, " ".join(str(error).split())[:300])
         raise BadRecord(
-            f"no file or folder here, and no dataset that the hub gives: {why}"
+            f"no file or folder here, and no dataset that the hub gives: {why} (One of several "
+            f"configs is named so: {part.path}:CONFIG/SPLIT.)"
         ) from error
-    for number, fields in enumerate(found, start=1):
+    table = found[chosen_split(list(found), part.split, part.path)]
+    for number, fields in enumerate(table, start=1):
         yield Record(_without_none(fields), f"{part.path}, record {number}")
-
-
-def _train_split(found: Any, path: str) -> Any:
-    if not isinstance(found, dict):
-        return found
-    if "train" not in found:
-        raise BadRecord(f"{path} has the splits {', '.join(found)}: one named train is needed.")
-    return found["train"]
 
 
 def _text_records(part: Part) -> Iterator[Record]:

@@ -1,30 +1,41 @@
 """Sources of training data, cut into parts that processes read side by side.
 
 A source is a file (`kinds.py` says of which kinds), a folder of such files, a glob, a folder that
-`Dataset.save_to_disk` wrote, or the name of a dataset on the hub. Of a folder with parquet or arrow
-files, `datasets` says which are for training.
+`Dataset.save_to_disk` wrote, or the name of a dataset on the hub. `addresses.py` says how one of
+their splits is named. Where one is, or where a folder has parquet or arrow files, `datasets` says
+which files are in it.
 """
 
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from yaml import YAMLError
 
+from longctx_patch.recipes.data.addresses import (
+    TRAIN,
+    Address,
+    address_of,
+    chosen_split,
+    commit_of,
+)
 from longctx_patch.recipes.data.kinds import READERS, TABLE_FILES, reader_of
-from longctx_patch.recipes.data.readers import Part, Reader, open_arrow, open_parquet, open_saved
+from longctx_patch.recipes.data.readers import (
+    Part,
+    Reader,
+    open_arrow,
+    open_parquet,
+    open_saved,
+    saved_splits,
+)
 from longctx_patch.recipes.data.records import BadRecord, unreadable
 
 PART_BYTES = 64 * 2**20
 """Of a `.jsonl` file; a part ends with the line in which it has so many."""
 PART_RECORDS = 10_000
 """Of a table."""
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-FILE_NAME = re.compile(
-    r".*\.(jsonl|ndjson|jsonlines|json|csv|tsv|parquet|arrow|txt|md|gz|zst|zip)", re.IGNORECASE
-)
 HIDDEN = re.compile(r"(^|/)\.")
 ABOUT = re.compile(
     r"(readme|license|licence|notice|citation|requirements|dataset_infos?)\b.*", re.I
@@ -52,7 +63,8 @@ def check_unchanged(parts: Sequence[Part]) -> None:
 def check_apart(output: str | Path, sources: Sequence[str]) -> None:
     """Raise ValueError for an output within a folder of data, whose files would become data."""
     for source in sources:
-        folder, written = Path(source).expanduser().resolve(), Path(output).expanduser().resolve()
+        folder = Path(address_of(source).path).expanduser().resolve()
+        written = Path(output).expanduser().resolve()
         if not folder.is_dir() or not written.is_relative_to(folder):
             continue
         if not any(part.startswith(".") for part in written.relative_to(folder).parts):
@@ -63,24 +75,45 @@ def check_apart(output: str | Path, sources: Sequence[str]) -> None:
             )
 
 
+def splits_of(address: Address) -> list[str]:
+    """The splits of a folder, as far as its files tell them apart; none for other sources."""
+    path = Path(address.path).expanduser()
+    if address.is_hub or not path.is_dir():
+        return []
+    if _is_saved(path):
+        return list(saved_splits(str(path)))
+    files = _files_of(path)
+    return [*map(str, _splits(path))] if any(map(_is_table, files)) else []
+
+
 def _parts_of(source: str) -> list[Part]:
-    path = Path(source).expanduser()
+    address = address_of(source)
+    path = Path(address.path).expanduser()
+    if address.is_hub:
+        commit, split = commit_of(address), address.split or TRAIN
+        return [Part("hub", address.path, 0, 0, (commit,), split, address.config)]
     if path.is_dir() and _is_saved(path):
-        size = len(open_saved(str(path)))
-        stamp = _stamp(next(file for file in path.rglob("*.json")))
-        return list(_pieces("saved", path, size, PART_RECORDS, stamp))
-    files = _files_of(source, path)
-    if not files and HUB_NAME.fullmatch(source) and not FILE_NAME.fullmatch(source):
-        return [Part("hub", source, 0, 0, (0, 0))]
+        return list(_parts_of_saved(path, address.split))
+    files = _files_of(path)
     if not files:
         raise ValueError(
             f"no data at {source!r}: it is no file, no folder with files, no glob that matches "
-            "any, and no name of a dataset on the hub (OWNER/NAME). Relative paths are taken from "
-            "the current directory."
+            "any, and no name of a dataset on the hub (OWNER/NAME, OWNER/NAME:SPLIT or "
+            "OWNER/NAME:CONFIG/SPLIT). Relative paths are taken from the current directory."
         )
-    if path.is_dir() and any(file.suffix.lower() in TABLE_FILES for file in files):
-        files = _training_files(path, files)
+    if path.is_dir() and (address.split or any(map(_is_table, files))):
+        files = _files_of_split(path, files, address.split)
     return [part for file in files for part in _parts_of_file(file)]
+
+
+def _parts_of_saved(path: Path, asked: str) -> Iterator[Part]:
+    splits = saved_splits(str(path))
+    if asked and not splits:
+        raise BadRecord(f"{path} is one table without splits. Leave out :{asked}.")
+    split = chosen_split(splits, asked, str(path)) if splits else ""
+    size = len(open_saved(str(path), split))
+    stamp = _stamp(path / split / "state.json")
+    yield from _pieces("saved", path, size, PART_RECORDS, stamp, split)
 
 
 def _is_saved(folder: Path) -> bool:
@@ -89,7 +122,12 @@ def _is_saved(folder: Path) -> bool:
     return "dataset_dict.json" in names or {"state.json", "dataset_info.json"} <= names
 
 
-def _files_of(source: str, path: Path) -> list[Path]:
+def _is_table(file: Path) -> bool:
+    return file.suffix.lower() in TABLE_FILES
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files of a file, a folder or a glob."""
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -114,22 +152,10 @@ def _check_link(file: Path) -> None:
     raise BadRecord(f"{file} is a link to {target}, where no file is. Mend it, or remove it.")
 
 
-def _training_files(folder: Path, files: list[Path]) -> list[Path]:
-    """Of a dataset's folder, as it lies on the hub, the files of its split `train`."""
-    from datasets import load_dataset_builder
-
-    try:
-        splits = load_dataset_builder(str(folder)).config.data_files
-    except (OSError, ValueError, YAMLError) as error:
-        raise BadRecord(
-            f"{folder}: `datasets` can't tell which of its files are for training "
-            f"({' '.join(str(error).split())[:300]}). Give a glob of those that are meant."
-        ) from error
-    if "train" not in splits:
-        raise BadRecord(
-            f"{folder} has the splits {', '.join(map(str, splits))}: one named train is needed. Or "
-            "give a glob of the files that are meant."
-        )
+def _files_of_split(folder: Path, files: list[Path], asked: str) -> list[Path]:
+    """Of a dataset's folder, as it lies on the hub, the files of a split."""
+    splits = _splits(folder)
+    split = chosen_split([*map(str, splits)], asked, str(folder))
     known = {Path(name) for names in splits.values() for name in names}
     for file in files:
         is_data = file.suffix.lower() in (*READERS, ".txt", ".tsv") and not ABOUT.match(file.name)
@@ -138,7 +164,21 @@ def _training_files(folder: Path, files: list[Path]) -> list[Path]:
                 f"{file}: `datasets` reads the files of one kind in a folder, and this is not one "
                 "of them. Give a glob of the files that are meant."
             )
-    return [Path(name) for name in splits["train"]]
+    return [Path(name) for name in splits[split]]
+
+
+def _splits(folder: Path) -> Mapping[str, Sequence[str]]:
+    """The files of each split, as `datasets` finds them."""
+    from datasets import load_dataset_builder
+
+    try:
+        found: Mapping[str, Sequence[str]] = load_dataset_builder(str(folder)).config.data_files
+    except (OSError, ValueError, YAMLError) as error:
+        raise BadRecord(
+            f"{folder}: `datasets` can't tell which of its files are for training "
+            f"({' '.join(str(error).split())[:300]}). Give a glob of those that are meant."
+        ) from error
+    return found
 
 
 def _parts_of_file(file: Path) -> Iterator[Part]:
@@ -155,10 +195,10 @@ def _parts_of_file(file: Path) -> Iterator[Part]:
 
 
 def _pieces(
-    reader: Reader, path: Path, size: int, step: int, stamp: tuple[int, int]
+    reader: Reader, path: Path, size: int, step: int, stamp: tuple[int, int], split: str = ""
 ) -> Iterator[Part]:
     for start in range(0, size, step):
-        yield Part(reader, str(path), start, min(start + step, size), stamp)
+        yield Part(reader, str(path), start, min(start + step, size), stamp, split)
 
 
 def _stamp(file: Path) -> tuple[int, int]:

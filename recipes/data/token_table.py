@@ -164,14 +164,32 @@ def mixed(tables: Sequence[Dataset], shares: Sequence[float], *, seed: int) -> D
 
 def lengths_of(table: Dataset) -> np.ndarray:
     """Tokens of each row, int64: read from the table's offsets, not from its tokens."""
-    total = np.zeros(table.data.num_rows, np.int64)
+    total = np.zeros(len(table), np.int64)
     for name in table.column_names:
         if name.endswith("_ids"):
-            chunks = table.data.column(name).chunks
-            total += np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
-    if table._indices is None:
-        return total
-    return total[table._indices.column(0).to_numpy()]  # of rows that were drawn or shuffled
+            total += _column_lengths(table, name)
+    return total
+
+
+def longest_row_first(table: Dataset) -> np.ndarray:
+    """The numbers of all rows, by the tokens that the model reads of each: of a pair those of the
+    prompt and the longer answer, as the shorter one is padded."""
+    if "chosen_ids" in table.column_names:
+        prompt, *answers = (
+            _column_lengths(table, f"{name}_ids") for name in ("prompt", "chosen", "rejected")
+        )
+        lengths = prompt + np.maximum(*answers)
+    else:
+        lengths = _column_lengths(table, "input_ids")
+    return np.argsort(-lengths, kind="stable")
+
+
+def _column_lengths(table: Dataset, name: str) -> np.ndarray:
+    chunks = table.data.column(name).chunks
+    found = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
+    if table._indices is not None:  # of rows that were drawn or shuffled
+        found = found[table._indices.column(0).to_numpy()]
+    return found.astype(np.int64)
 
 
 def fingerprint(parts: Sequence[Part], reading: RowReading) -> str:

@@ -102,6 +102,14 @@ def test_models_that_are_not_covered_still_say_what_was_used() -> None:
     assert "Nothing was predicted: model m: num_local_experts=8" in said
 
 
+@pytest.mark.usefixtures("on_h200")
+def test_what_is_not_predicted_is_said_with_what_to_change() -> None:
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=4)
+    said = str(memory_report.out_of_memory("Full.", settings(), SHAPE, accelerator, "pairs aren't"))
+    assert "Used: tensors held 120.0 GiB" in said
+    assert "Nothing was predicted: pairs aren't. To change: --checkpoint offload" in said
+
+
 def small_run(folder: Path) -> list[str]:
     """Arguments of the recipe, for a model of four layers."""
     config = LlamaConfig(**TINY_LLAMA | {"num_hidden_layers": 4})
@@ -151,7 +159,7 @@ def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     def full(*_: object, **__: object) -> Callable[[], None]:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    def said(text: str, _: Settings, config: Any, __: Any) -> RuntimeError:
+    def said(text: str, _: Settings, config: Any, *__: Any) -> RuntimeError:
         assert text == "CUDA out of memory."
         assert config.num_hidden_layers == 4
         return memory_report.OutOfMemory("Predicted: ...")

@@ -92,8 +92,8 @@ def test_folders_of_which_no_training_split_is_known(tmp_path: Path) -> None:
         table.to_parquet(str(tmp_path / name / file))
     (tmp_path / "broken" / "README.md").write_text("---\nconfigs: [\n---\n")
     for name, message in (
-        ("saved", "saved has the splits test: one named train"),
-        ("other", "other has the splits test: one named train is needed. Or give a glob"),
+        ("saved", r"saved has the splits test, and none named train. Name .* \S*saved:test"),
+        ("other", r"other has the splits test, and none named train. Name .* \S*other:test"),
         ("broken", "broken: `datasets` can't tell which of its files .* Give a glob"),
     ):
         with pytest.raises(BadRecord, match=message):
@@ -290,6 +290,20 @@ def test_a_source_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         BadRecord, match=r"no file or folder here, and no dataset .*: owner/name: no network"
     ):
         read("owner/name")
+    with pytest.raises(BadRecord, match="is named so: owner/name:CONFIG/SPLIT"):
+        read("owner/name@main:config/test")
+
+
+def test_a_file_that_is_read_whole_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of lines has none: it is read in parts."""
+    monkeypatch.setattr(readers, "MOST_BYTES", 20)
+    for name, content in (("a.json", json.dumps(RECORDS[:2])), ("a.txt", "a" * 21)):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(BadRecord, match=rf"{name} has .* bytes, .* up to 20. Write it as .js"):
+            read(tmp_path / name)
+    assert len(read(write_lines(tmp_path / "a.jsonl", [json.dumps(RECORDS[0])] * 9))) == 9
 
 
 def test_kinds_of_records() -> None:

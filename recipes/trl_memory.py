@@ -1,0 +1,99 @@
+"""Whether the longest rows of a run over TRL fit, found out before its first step, and what to say
+where they don't."""
+
+import dataclasses
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from longctx_patch.hf.preflight import preflight
+from longctx_patch.plugin import states_on_host
+from longctx_patch.recipes.data.token_table import longest_row_first
+from longctx_patch.recipes.memory_report import explained
+from longctx_patch.recipes.rehearsal import states_to_come
+from longctx_patch.recipes.saving.state import TrainState
+from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
+from longctx_patch.recipes.stages import Stages
+from longctx_patch.recipes.train_step import gradients_stay_local
+from longctx_patch.recipes.trl_settings import TrlSettings
+from longctx_patch.trainer.bad_steps import counts_kept
+
+PAIRS = "pairs and their reference are not predicted"
+
+
+def explained_run(
+    settings: TrlSettings, args: Any, trainer: Any, *, compares: bool
+) -> AbstractContextManager[None]:
+    """`memory_report.explained` for a trainer's run; `compares`: it has a reference."""
+    config = trainer.long_context_handle.model.config
+    unpredicted = PAIRS if compares else ""
+    return explained(
+        _as_text_run(settings, args), config, trainer.accelerator, unpredicted=unpredicted
+    )
+
+
+def _as_text_run(settings: TrlSettings, args: Any) -> Settings:
+    """A run on plain text with rows as long, which is what the planner knows."""
+    shared = (*dataclasses.fields(ModelSettings), *dataclasses.fields(Parallelism))
+    return Settings(
+        text=settings.data,
+        output=args.output_dir,
+        batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        **{field.name: getattr(settings, field.name) for field in shared},
+    )
+
+
+class MemoryCallback(TrainerCallback):
+    """Rehearses a step with the longest rows before the first one, as rows differ in length and the
+    longest may come late; and keeps room on the host for what the optimizer will have there."""
+
+    def __init__(self, trainer: Any, stages: Stages, *, rehearses: bool) -> None:
+        self._trainer, self._stages, self._rehearses = trainer, stages, rehearses
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        trainer = self._trainer
+        model, optimizer = trainer.model_wrapped, trainer.optimizer
+        if states_on_host(trainer.accelerator):
+            begun = TrainState(model=model, optimizer=optimizer, scheduler=None)
+            trainer.long_context_handle.reserve_host(states_to_come(begun))
+        if self._rehearses:
+            self._stages.enter("rehearsal")
+            rehearse(trainer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trainer.long_context_handle.reserve_host(0)  # the optimizer has made its states
+
+
+def rehearse(trainer: Any) -> None:
+    """Rehearse a step with three layers on a GPU, and print the memory predicted for all layers.
+
+    Raises WillNotFit. Every rank takes the same rows, those of a stream are not known.
+    """
+    table, accelerator = trainer.train_dataset, trainer.accelerator
+    if not hasattr(table, "__len__"):
+        accelerator.print("memory: not rehearsed, since the longest row of a stream is not known")
+        return
+    rows = longest_row_first(table)[: trainer.args.per_device_train_batch_size]
+    model = trainer.model_wrapped.train()
+
+    def loss() -> torch.Tensor:
+        batch = trainer._prepare_inputs(trainer.data_collator([dict(table[int(n)]) for n in rows]))
+        tokens = trainer._get_num_items_in_batch([batch], accelerator.device)
+        with trainer.compute_loss_context_manager():
+            found: torch.Tensor = trainer.compute_loss(model, batch, num_items_in_batch=tokens)
+        return found
+
+    local = gradients_stay_local(accelerator, model, until_last=True)
+    with counts_kept(trainer), local, trainer.maybe_activation_offload_context:
+        found = preflight(
+            trainer.long_context_handle,
+            loss,
+            accelerator.backward,
+            has_optimizer_states=bool(trainer.optimizer.state),
+            num_forwards=trainer.args.gradient_accumulation_steps,
+        )
+    if found is not None:
+        accelerator.print(f"memory: with the longest rows {found}")

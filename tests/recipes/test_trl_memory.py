@@ -1,0 +1,146 @@
+"""Runs over TRL rehearse a step with their longest rows, and explain where memory ends."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor
+
+from longctx_patch.recipes import dpo, memory_report, sft, trl_memory
+from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.trl_memory import MemoryCallback
+from tests.memory.live_bytes import LiveBytes
+from tests.recipes.data.test_reading import words
+from tests.tiny_llama import TINY_LLAMA
+from tests.trl.cases import rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing`:FutureWarning")
+LENGTHS = [5, 9, 40, 7, 11, 38, 6, 8]
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator() -> Iterator[None]:
+    """Accelerate's state is that of the process: other tests have one of their own."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Callable[..., list[str]]:
+    """Arguments of a recipe in this process, over a model with one layer more than is rehearsed."""
+    tokenizer = words()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = TINY_LLAMA | ends | {"vocab_size": len(tokenizer), "num_hidden_layers": 4}
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    ids = [{"input_ids": [n % 16 for n in range(length)]} for length in LENGTHS]
+    for name, records in (("ids", ids), ("pairs", rows("pairs", 4, 3))):
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+
+    def arguments(data: str, output: str, **more: Any) -> list[str]:
+        values = {
+            **{"model": str(tmp_path / "model" / "config.json"), "seq_len": 64, "max_steps": 2},
+            **{"data": [str(tmp_path / f"{data}.jsonl")], "output_dir": str(tmp_path / output)},
+            **{"use_cpu": True, "bf16": False, "report_to": "none", "logging_steps": 1},
+            **{"learning_rate": 0.1, "lr_scheduler_type": "constant", "save_strategy": "no"},
+            **{"optim": "sgd", "per_device_train_batch_size": 2, "disable_tqdm": True},
+            **more,
+        }
+        file = tmp_path / f"{output}.yaml"
+        file.write_text(yaml.safe_dump(values))
+        return ["--config", str(file)]
+
+    return arguments
+
+
+@pytest.fixture
+def rehearsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any], Any]]:
+    """(what was found, preflight's options, tokens of the rows) of each rehearsal, with a meter of
+    the CPU's tensors."""
+    found: list[Any] = []
+    rehearse, seen = trl_memory.preflight, list[Any]()
+
+    def metered(handle: Any, loss: Callable[[], Tensor], *given: Any, **options: Any) -> Any:
+        def noted() -> Tensor:
+            hook = handle.model.get_input_embeddings().register_forward_pre_hook(note)
+            try:
+                return loss()
+            finally:
+                hook.remove()
+
+        def note(_: Any, inputs: tuple[Tensor, ...]) -> None:
+            seen.append(tuple(inputs[0].shape))
+
+        meter = LiveBytes(10**12)
+        handle._checkpoints.find_meter = lambda _: meter
+        result = rehearse(handle, noted, *given, **options)
+        handle._checkpoints.find_meter = lambda _: None
+        found.append((result, options, seen.pop(0)))
+        return result
+
+    monkeypatch.setattr(trl_memory, "preflight", metered)
+    return found
+
+
+def test_the_longest_rows_are_rehearsed(
+    settings: Callable[..., list[str]], rehearsed: list[Any], tmp_path: Path
+) -> None:
+    """And nothing of the run changes, also not what TRL counts."""
+    accumulated = {"gradient_accumulation_steps": 2}
+    sft.main(settings("ids", "with", **accumulated))
+    sft.main(settings("ids", "without", **accumulated, skip_rehearsal=True))
+    ((found, options, shape),) = rehearsed
+    assert found.policy == "attention"
+    assert options == {"has_optimizer_states": False, "num_forwards": 2}
+    assert shape == (2, 40)
+    names = ("step", "loss", "grad_norm", "num_tokens", "entropy", "mean_token_accuracy")
+    lines = [
+        [
+            [line[name] for name in names]
+            for line in read_metrics(tmp_path / output)
+            if "loss" in line
+        ]
+        for output in ("with", "without")
+    ]
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 2
+    assert "rehearsal" in json.loads((tmp_path / "with" / "start.json").read_text())["seconds"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_pairs_are_rehearsed_with_their_reference(
+    settings: Callable[..., list[str]], rehearsed: list[Any], full: bool
+) -> None:
+    dpo.main(settings("pairs", "out", full=full))
+    ((found, _, shape),) = rehearsed
+    assert found.fits
+    assert shape[0] == 4, "both answers of two pairs"
+
+
+def test_a_run_that_is_out_of_memory_is_explained(
+    settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what SFT's rows are predicted to take, and without what pairs would."""
+    told = []
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def said(text: str, run: Any, config: Any, _: Any, unpredicted: str) -> RuntimeError:
+        told.append((run.seq_len * run.batch_size, run.gradient_accumulation_steps, unpredicted))
+        assert (text, config.num_hidden_layers) == ("CUDA out of memory.", 4)
+        return memory_report.OutOfMemory("said")
+
+    monkeypatch.setattr(MemoryCallback, "on_step_begin", full)
+    monkeypatch.setattr(memory_report, "out_of_memory", said)
+    for recipe, data in ((sft, "ids"), (dpo, "pairs")):
+        with pytest.raises(memory_report.OutOfMemory, match="said"):
+            recipe.main(settings(data, data, gradient_accumulation_steps=3))
+    assert told == [(128, 3, ""), (128, 3, trl_memory.PAIRS)]
