@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from longctx_patch.cli.decisions import Decisions
-from longctx_patch.cli.prediction import prediction_rows
+from longctx_patch.cli.prediction import prediction_rows, why_unpredicted
 from longctx_patch.cli.recurrent_row import recurrent_rows
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts, Reach
@@ -51,12 +51,18 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("weights", *_weights(decisions)),
         *prediction_rows(
             decisions.sharing.predicted,
-            is_asked=decisions.names_gpus,
+            why_not=_why_unpredicted(decisions),
             is_causal=not (
                 settings.pack or any(reach.is_local for reach in facts.reaches_in(settings.seq_len))
             ),
         ),
     ]
+
+
+def _why_unpredicted(decisions: Decisions) -> str:
+    if not decisions.names_gpus:
+        return ""
+    return why_unpredicted(decisions.model_config, is_dpo=decisions.task.recipe == "dpo")
 
 
 def _rows_per_step(decisions: Decisions) -> list[tuple[str, str, str]]:

@@ -1,6 +1,5 @@
 """`longctx`: the group of commands, and how errors are shown."""
 
-import logging
 from typing import Any
 
 import click
@@ -16,14 +15,14 @@ from longctx_patch.cli.report import report_command
 from longctx_patch.cli.schedule import schedule_command
 from longctx_patch.cli.train import train_command
 from longctx_patch.cli.verify import verify_command
+from longctx_patch.recipes.quiet import quiet_libraries
 
 
 class ClearErrors(click.Group):
     """Shows what a user can fix (ValueError) as one message, without a traceback; exit code 1."""
 
     def invoke(self, context: click.Context) -> Any:
-        # bitsandbytes, if installed, warns of a missing CPU kernel even if nothing uses it.
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        quiet_libraries()
         try:
             return super().invoke(context)
         except (ValueError, FileExistsError) as error:

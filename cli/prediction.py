@@ -10,6 +10,8 @@ from longctx_patch.predict.run.cluster import Cluster, parse_cluster
 from longctx_patch.recipes.memory_report import predict_run
 from longctx_patch.recipes.settings import Settings
 
+PAIRS = "what pairs and their reference take"
+
 
 def cluster_of(
     gpus: str, num_gpus: int, nodes: int, *, host_gib: float | None, cpu: bool
@@ -37,19 +39,31 @@ def cluster_of(
     return dataclasses.replace(cluster, hardware=hardware)
 
 
+def why_unpredicted(config: Any, *, is_dpo: bool) -> str:
+    """What of a run is not predicted, such as the experts of its model; empty if all is."""
+    found = ModelFacts.of(config).unpredicted
+    return f"what {found} takes" if found else PAIRS if is_dpo else ""
+
+
 def prediction(
     settings: Settings,
     config: Any,
     cluster: Cluster,
     *,
+    is_dpo: bool,
     states_on_host: bool,
     rows_per_step: int | None,
 ) -> Result | None:
-    """What the run is predicted to take; None for experts and latent attention, which are not.
+    """What the run is predicted to take; None where it is not (`why_unpredicted`).
 
     Raises ValueError where the run is predicted not to fit, with what to change.
     """
-    if ModelFacts.of(config).unpredicted:
+    if why := why_unpredicted(config, is_dpo=is_dpo):
+        if cluster.host_bytes is not None:
+            raise ValueError(
+                f"--host-gib {cluster.host_bytes / 2**30:g}: {why} is not predicted, so that "
+                "nothing could be compared with it. Leave it out."
+            )
         return None
     return require_fit(
         predict_run(
@@ -73,13 +87,17 @@ def require_fit(result: Result) -> Result:
 
 
 def prediction_rows(
-    result: Result | None, *, is_asked: bool, is_causal: bool
+    result: Result | None, *, why_not: str, is_causal: bool
 ) -> list[tuple[str, str, str]]:
-    """(what, value, why) of a run folder's table; `is_asked`: --gpus names a kind; `is_causal`:
-    each token sees all before it, which is what the planner counts."""
+    """(what, value, why) of a run folder's table.
+
+    Args:
+        why_not: what is not predicted although it was asked for; else empty.
+        is_causal: each token sees all before it, which is what the planner counts.
+    """
     if result is None:
-        why = "experts and latent attention are not predicted; the first step's rehearsal measures"
-        return [("memory", "not predicted", why)] if is_asked else []
+        why = f"{why_not} is not predicted; the rehearsal before the first step measures"
+        return [("memory", "not predicted", why)] if why_not else []
     memory, cluster = result.memory.total / 2**30, result.job.cluster
     checked = "" if cluster.host_bytes else " (not checked: --host-gib)"
     host = f", {result.host_bytes / 2**30:.0f} GiB of a host" if result.host_bytes else ""

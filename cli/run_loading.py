@@ -15,6 +15,8 @@ A model on the hub without safetensors is read whole by every process: {size} of
 DRAWN = """\
 While loading, process 0 draws the random weights and holds them in CPU memory: {size}."""
 
+REFERENCE = "DPO's reference, a second model, is read and sharded in the same way."
+
 
 def loading_section(decisions: Decisions) -> str:
     """Who reads the weights, and what CPU memory holds of them."""
@@ -27,7 +29,7 @@ def loading_section(decisions: Decisions) -> str:
         return QUANTISED
     lines = [_own_rows(decisions, whole, size)]
     if decisions.task.recipe == "dpo" and not settings.uses_lora:
-        lines.append(f"Of DPO's reference, a second model, {whole}")
+        lines.append(REFERENCE)
     return " ".join(lines)
 
 

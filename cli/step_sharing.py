@@ -10,7 +10,7 @@ from longctx_patch.choose.search import Result
 from longctx_patch.choose.sharing import fastest, reason
 from longctx_patch.cli.degree_options import DegreeChooser, asked_degrees
 from longctx_patch.cli.patch_options import PatchOptions
-from longctx_patch.cli.prediction import prediction, require_fit
+from longctx_patch.cli.prediction import prediction, require_fit, why_unpredicted
 from longctx_patch.cli.step_rows import forwards_of_step
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.facts import ModelFacts
@@ -59,6 +59,7 @@ def share(
             decided,
             config,
             cluster,
+            is_dpo=options.dpo,
             states_on_host=options.states_on_host,
             rows_per_step=options.step_rows,
         )
@@ -110,8 +111,9 @@ def _fastest(
     chooser: DegreeChooser,
 ) -> Sharing:
     """The way that is predicted to take the least time for the rows of a step."""
-    if cluster is None or chooser.facts.unpredicted or options.dpo:
-        raise ValueError(_not_predicted(options, chooser))
+    unpredicted = why_unpredicted(config, is_dpo=options.dpo)
+    if cluster is None or unpredicted:
+        raise ValueError(_not_predicted(options, unpredicted))
     job = job_of(settings, config, cluster, rows_per_step=options.step_rows)
     ways = {degree: chooser.choose(degree) for degree in possible_degrees(job)}
     decided = {d: _decided(settings, way, job.forwards(d)) for d, (way, _) in ways.items()}
@@ -136,11 +138,9 @@ def _fastest(
     )
 
 
-def _not_predicted(options: PatchOptions, chooser: DegreeChooser) -> str:
-    if chooser.facts.unpredicted:
-        why = f"what {chooser.facts.unpredicted} takes is not predicted"
-    elif options.dpo:
-        why = "what pairs and their reference take is not predicted (--dpo)"
+def _not_predicted(options: PatchOptions, unpredicted: str) -> str:
+    if unpredicted:
+        why = f"{unpredicted} is not predicted"
     elif options.cpu:
         why = "nothing is predicted for CPUs"
     else:

@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from longctx_patch import LongContextConfig, LongContextTrainerMixin
+from longctx_patch import LongContextConfig, LongContextTrainerMixin, close_accelerator
 
 
 class LongSFTTrainer(LongContextTrainerMixin, SFTTrainer):
@@ -69,3 +69,4 @@ trainer = LongSFTTrainer(
 )
 trainer.train()
 trainer.save_model()
+close_accelerator(trainer.accelerator)

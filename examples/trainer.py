@@ -8,7 +8,7 @@ A tiny random Llama learns made-up rows, is evaluated on others, and is saved in
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 
-from longctx_patch import LongContextConfig, LongContextTrainer
+from longctx_patch import LongContextConfig, LongContextTrainer, close_accelerator
 
 set_seed(0)  # so that every process makes the same rows
 on_gpu = torch.cuda.is_available()
@@ -41,3 +41,4 @@ trainer.train()
 found = trainer.evaluate()  # on every process: they share each row
 trainer.accelerator.print(found)  # on the main one
 trainer.save_model()
+close_accelerator(trainer.accelerator)  # on a CPU a process could else abort at its end

@@ -100,8 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run from command-line arguments; every process of the job runs this."""
     stages = Stages()
     settings = parse_settings(arguments)
-    if not settings.library_warnings:
-        quiet_libraries()
+    quiet_libraries(shown=settings.library_warnings)
     check_launcher(settings_file(arguments))
     output = output_of(settings)
     output.check()

@@ -15,9 +15,18 @@ WARNINGS = (
 """Beginnings of messages."""
 
 
-def quiet_libraries() -> None:
-    """Hide these messages in this process."""
+def quiet_imports() -> None:
+    """Hide what packages log while they are imported, which is before any setting is read."""
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def quiet_libraries(*, shown: bool = False) -> None:
+    """Hide these messages in this process, or show them from here on."""
+    if shown:
+        for name in LOGGERS:
+            logging.getLogger(name).setLevel(logging.NOTSET)
+        return
+    quiet_imports()
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)

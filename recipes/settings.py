@@ -20,7 +20,12 @@ from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.hf.layers.fused_layers import FusedLayersName
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
-from longctx_patch.recipes.settings_file import SettingsParser, file_and_flags, read_settings
+from longctx_patch.recipes.settings_file import (
+    SettingsParser,
+    file_and_flags,
+    read_settings,
+    with_own_output,
+)
 from longctx_patch.recipes.yaml_file import read_yaml
 from longctx_patch.rules.names import require_choice
 from longctx_patch.rules.number_rules import check_numbers
@@ -145,7 +150,8 @@ class ModelSettings:
         "steps between comparisons of the sharded model with one rank alone; 0 never", default=0
     )
     library_warnings: bool = setting(
-        "show too what other packages warn of and users can't change", default=False
+        "show too what other packages warn of and users can't change, once they are imported",
+        default=False,
     )
 
     @property
@@ -305,6 +311,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     Raises ValueError for what cannot be right, naming the value, the rule and the fix.
     """
     found, flags = file_and_flags("--settings", arguments)
+    flags = with_own_output(flags, "output")
     parser = SettingsParser(Settings, allow_abbrev=False, prog="longctx_patch.recipes.finetune")
     parser.add_argument("--settings", help="YAML file with these settings; flags win over it")
     if found:

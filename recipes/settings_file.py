@@ -12,8 +12,10 @@ from transformers import HfArgumentParser
 from longctx_patch.recipes.yaml_file import read_yaml
 from longctx_patch.rules.names import did_you_mean
 
+OUTPUT = ("output", "output_dir")
+"""Names of the folder to write, in our recipe and in transformers: each recipe takes both."""
 _ALIKE = (
-    *(("output", "output_dir"), ("text", "data"), ("settings", "config"), ("pack", "packing")),
+    *(("text", "data"), ("settings", "config"), ("pack", "packing")),
     *(("batch_size", "per_device_train_batch_size"), ("scheduler", "lr_scheduler_type")),
     *(("save_every", "save_steps"), ("keep_last", "save_total_limit"), ("seq_len", "max_length")),
     *(("max_steps", "num_train_epochs"), ("checkpoint", "gradient_checkpointing")),
@@ -74,12 +76,27 @@ def file_and_flags(
     return (Path(files[0]) if files else None), flags
 
 
+def with_own_output(flags: Sequence[str], own: str) -> list[str]:
+    """Flags in which the output has the name `own`, one of `OUTPUT`."""
+    found = []
+    for flag in flags:
+        name, equals, value = flag.partition("=")
+        is_output = name.startswith("--") and name[2:].replace("-", "_") in OUTPUT
+        found.append(f"--{own}{equals}{value}" if is_output else flag)
+    return found
+
+
 def read_settings(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """The file's values, each as the type of its field. Raises ValueError with the file and name.
 
     `kinds`: the type of each setting that there is.
     """
     content = read_yaml(path)
+    for name in [name for name in OUTPUT if name in content and name not in kinds]:
+        (own,) = (other for other in OUTPUT if other in kinds)
+        if own in content:
+            raise ValueError(f"{path}: both {name} and {own} are set. Give one of them.")
+        content[own] = content.pop(name)
     for name in content:
         if name not in kinds:
             meant = nearest(name, kinds) or " docs/reference/config.md lists all."

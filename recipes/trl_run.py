@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,9 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
     require_fused_layers,
 )
+from longctx_patch.hf.model.load import is_bare_config
 from longctx_patch.plugin import close_accelerator
+from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.recipes import hub, models
 from longctx_patch.recipes.ended import is_over
 from longctx_patch.recipes.final_model import write_final
@@ -37,6 +39,7 @@ from longctx_patch.recipes.saving import lock
 from longctx_patch.recipes.saving.disk import explained_disk
 from longctx_patch.recipes.saving.output import make_output
 from longctx_patch.recipes.saving.signals import StopSignals
+from longctx_patch.recipes.settings import DtypeName
 from longctx_patch.recipes.settings_file import file_and_flags
 from longctx_patch.recipes.stages import Stages, launched_at
 from longctx_patch.recipes.trl_callbacks import MetricsCallback, SampleCallback, StagesCallback
@@ -79,13 +82,14 @@ class Inputs(NamedTuple):
 def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     """Run from command-line arguments (default: `sys.argv`); every process of the job calls this.
 
-    Returns the trainer, whose model is no longer patched.
+    Returns the trainer, whose model is no longer patched, and whose processes have parted; None
+    where the run has ended before.
     """
     stages = Stages()
     stages.enter("processes")
+    choose_gloo_interface()  # the trainer's arguments set up torch.distributed
     settings, args = parse(method.config, arguments)
-    if not settings.library_warnings:
-        quiet_libraries()
+    quiet_libraries(shown=settings.library_warnings)
     check_launcher(file_and_flags("--config", arguments)[0], method.name)
     output = output_of(settings, args)
     output.check()
@@ -104,10 +108,12 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
         inputs = read_inputs(settings, args, stages)
         length = {name: getattr(args, name) for name in ("max_steps", "num_train_epochs")}
         if is_over(output, inputs.run, settings, length):
-            return say_ended(output.folder)
+            say_ended(output.folder)
+            args.distributed_state.wait_for_everyone()
+            args.distributed_state.destroy_process_group()
+            return None
         trainer = train(method, inputs, args, output.find(say), stages, watchdog, stop)
-        if stop.agreed:
-            close_accelerator(trainer.accelerator)
+        close_accelerator(trainer.accelerator)  # the others need not wait for an upload
     if stop.agreed:
         raise SystemExit(stop.exit_code)
     if args.push_to_hub and args.process_index == 0:
@@ -210,10 +216,13 @@ def build(
     if hasattr(args, "assistant_only_loss"):
         args.assistant_only_loss = False  # labels say it already
     stages.enter("model")
-    model = load(settings, config, args, sharded=models.reads_shards(settings))
+    # What is computed ahead needs weights before the trainer shards them.
+    sharded = models.reads_shards(settings) and not getattr(args, "precompute_ref_log_probs", False)
+    model = load(settings, config, args, sharded=sharded)
     given: dict[str, Any] = {}
     if method.compares and not settings.uses_lora:  # else the model with its adapter off
-        given["ref_model"] = load(settings, config, args)
+        dtype = reference_dtype(settings, config, args, sharded=sharded)
+        given["ref_model"] = load(replace(settings, dtype=dtype), config, args, sharded=sharded)
     run = with_weights(run, settings.model)
     check_fingerprint(resumed, run, settings)
     stages.enter("trainer")
@@ -234,6 +243,21 @@ def build(
     )
     trainer.accelerator.print(f"{len_text(data.train)} rows of {settings.seq_len} tokens at most")
     return trainer
+
+
+def reference_dtype(settings: TrlSettings, config: Any, args: Any, *, sharded: bool) -> DtypeName:
+    """The dtype in which a reference that is not trained holds its weights.
+
+    Under FSDP2 with mixed precision a layer is rounded to the low precision before it computes, so
+    that weights which the checkpoint has in it may stay so, in half the memory of float32. Random
+    weights would be others, and those that follow the trained ones need its digits.
+    """
+    low: DtypeName = models.weights_dtype(config, frozen=True)
+    computed = {"bfloat16": args.bf16, "float16": args.fp16}.get(low, False)
+    keeps = sharded and computed and settings.dtype == "float32"
+    if keeps and not (is_bare_config(settings.model) or args.sync_ref_model):
+        return low
+    return settings.dtype
 
 
 def load(settings: TrlSettings, config: Any, args: Any, *, sharded: bool = False) -> Any:

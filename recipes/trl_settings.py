@@ -28,6 +28,7 @@ from longctx_patch.recipes.settings_file import (
     file_and_flags,
     read_settings,
     set_environment,
+    with_own_output,
 )
 from longctx_patch.rules.names import require_choice
 from longctx_patch.rules.number_rules import check_numbers
@@ -119,6 +120,7 @@ def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[T
     Raises ValueError for what can't be right, naming the value, the rule and the fix.
     """
     file, flags = file_and_flags("--config", arguments)
+    flags = with_own_output(flags, "output_dir")
     parser = _Parser((TrlSettings, config_class), allow_abbrev=False)
     if file:
         kinds = get_type_hints(config_class) | get_type_hints(TrlSettings) | {"env": dict}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import longctx_patch
-from longctx_patch.rules.versions import TESTED
+from longctx_patch.rules.versions import EXTRA, REQUIRED
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("setup.py", "pyproject.toml", "LICENSE", "longctx_patch", "cli", "recipes")
@@ -104,9 +104,11 @@ def test_bounds_of_what_is_required(required: list[str]) -> None:
     imported = {"numpy", "packaging", "psutil", "PyYAML", "pyarrow", "tokenizers", "tqdm"}
     assert set(plain) == asked_for | imported
     assert set(plain["transformers"].split(",")) == {">=5.17", "<6"}
-    for name, (oldest, _) in TESTED.items():
+    for name, (oldest, _) in REQUIRED.items():
         next_major = "1" if oldest.startswith("0.") else str(int(oldest[0]) + 1)
         assert set(plain[name].split(",")) == {f">={oldest}", f"<{next_major}"}
+    for name, (oldest, _) in EXTRA.items():
+        assert f'{name}>={oldest}; extra == "{name}"' in required
 
 
 def test_ci_runs_the_oldest_transformers_that_setup_allows() -> None:

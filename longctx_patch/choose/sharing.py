@@ -4,6 +4,10 @@ from collections.abc import Sequence
 
 from longctx_patch.choose.search import Result
 from longctx_patch.choose.tie import TIE
+from longctx_patch.memory.policies import count_recomputed
+
+IN_LAYERS = ("attention", "linear", "elementwise")
+"""Parts of a step's time that a layer takes again when it is recomputed."""
 
 
 def fastest(results: Sequence[Result]) -> Result:
@@ -48,4 +52,13 @@ def _what_takes_longer(result: Result, chosen: Result) -> str:
     before = chosen.time.parts()
     extra = {name: s * rows - before[name] for name, s in result.time.parts().items()}
     largest = max(extra, key=lambda name: extra[name])
-    return f"{largest} takes {extra[largest]:.2g} s longer"
+    longer = f"{largest} takes {extra[largest]:.2g} s longer"
+    more = _num_recomputed(result) - _num_recomputed(chosen)
+    if more > 0 and largest in IN_LAYERS:
+        layers = "1 layer more is" if more == 1 else f"{more} layers more are"
+        return f"{layers} recomputed, so that {longer}"
+    return longer
+
+
+def _num_recomputed(result: Result) -> int:
+    return count_recomputed(result.candidate.policies)

@@ -134,6 +134,16 @@ def _shard_and_read(accelerator: Accelerator, model: Any) -> Any:
     return model
 
 
+def shard_frozen(accelerator: Accelerator, model: Any) -> None:
+    """Shard a model that is never trained under FSDP2, by layers as `prepare` shards a trained one,
+    and read its weights if it is one of `unread_model`. They keep their dtype. Collective."""
+    model.requires_grad_(False)
+    if is_unread(model):
+        _shard_and_read(accelerator, model)
+    else:
+        fsdp2_prepare_model(accelerator, model)
+
+
 def states_on_host(accelerator: Accelerator) -> bool:
     """Whether FSDP2 keeps parameters, gradients and with them the optimizer in host memory."""
     from torch.distributed.fsdp import CPUOffloadPolicy

@@ -19,13 +19,14 @@ from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.memory.allocator import let_segments_grow
-from longctx_patch.plugin.accelerator import launched_sizes, read_when_sharded
+from longctx_patch.plugin.accelerator import launched_sizes, read_when_sharded, shard_frozen
 from longctx_patch.plugin.buckets import settle_when_prepared
 from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
 from longctx_patch.plugin.parallelism import data_parallel_sizes
 from longctx_patch.plugin.together import refuse_together
 from longctx_patch.rules.launched import flag
 from longctx_patch.rules.number_rules import number_problems
+from longctx_patch.rules.versions import warn_untested
 from longctx_patch.rules.world import require_whole_groups
 from longctx_patch.trainer.axis import num_processes, trainer_parallelism
 from longctx_patch.trainer.bad_steps import FiniteStepsMixin
@@ -128,6 +129,8 @@ class LongContextTrainerMixin(
         **kwargs: Any,
     ) -> None:
         check_guard_settings(skip_bad_steps, max_loss_spike, sentinel_every)
+        if any(kind.__module__.partition(".")[0] == "trl" for kind in type(self).__mro__):
+            warn_untested(["trl"])
         let_segments_grow()
         self._skip_bad_steps, self._max_loss_spike = skip_bad_steps, max_loss_spike
         self._sentinel_every, self._keep_every = sentinel_every, keep_every
@@ -234,6 +237,11 @@ class LongContextTrainerMixin(
             handle._rows.head_scores = scores_of(self)
             self._undo.append(handle.unpatch)
             self._contexts.enter_context(handle.sharing_evaluation())
+            # TRL hashes whole weights before it computes all of a reference's numbers ahead, and
+            # would else shard it as one unit, which each GPU gathers whole.
+            ahead = getattr(self.args, "precompute_ref_log_probs", False)
+            if self.accelerator.is_fsdp2 and not ahead:
+                shard_frozen(self.accelerator, model)
         self._reference = model
 
     # ---- What is counted once per group ----

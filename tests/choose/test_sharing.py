@@ -101,6 +101,23 @@ def test_a_way_within_the_tie_of_the_chosen_one_only_is_slower() -> None:
     assert reason(timed[1], taken).startswith("1.3% slower: attention takes")
 
 
+def test_recomputed_layers_are_named_as_the_cause() -> None:
+    """Rows of other GPUs at the same time leave less room, so that more layers are recomputed."""
+    job = llama_job("4xH200", 32768, num_layers=8, rows_per_step=4)
+    keeps, recomputes, one = (
+        result_of(job, ulysses=1, ring=1, checkpoint="auto", policies=(*["attention"] * n, *rest))
+        for n, rest in ((0, ["none"] * 8), (8, []), (1, ["none"] * 7))
+    )
+    parts = [result.time.parts()["linear"] for result in (keeps, recomputes)]
+    wanted = (
+        f"8 layers more are recomputed, so that linear takes {parts[1] - parts[0]:.2g} s longer"
+    )
+    assert reason(recomputes, keeps).endswith(f" slower: {wanted}")
+    assert "slower: 1 layer more is recomputed, so that linear takes" in reason(one, keeps)
+    offloads = replace(keeps, time=replace(keeps.time, offload=9.0))
+    assert reason(offloads, keeps).endswith(": offload takes 9 s longer")
+
+
 def test_groups_do_not_lie_across_nodes() -> None:
     job = llama_job("24xH200", 32768)
     assert possible_degrees(job) == [1, 2, 4, 8, 24]

@@ -85,12 +85,22 @@ def test_more_gpus_than_a_machine_has(run: Run, config: Write, tmp_path: Path) -
 
 
 def test_where_nothing_can_be_predicted(run: Run, config: Write, tmp_path: Path) -> None:
-    """A model with experts and processes on the CPU get a folder without a prediction."""
-    experts = config(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
-    for name, words in (("experts", ()), ("cpu", ("--cpu",))):
-        model = experts if name == "experts" else config()
-        code, output = patch(run, model, tmp_path / name, "2xH200", "--seq-len", 64, *words)
+    """A model with experts, pairs and processes on the CPU get a folder without a prediction; for
+    pairs there was that of rows without a reference."""
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    for name, words, changes, said in (
+        ("experts", (), experts, "what num_local_experts=4 takes is not predicted; the rehearsal"),
+        ("pairs", ("--dpo",), {}, "what pairs and their reference take is not predicted; the"),
+        ("cpu", ("--cpu",), {}, ""),
+    ):
+        model, asked = config(**changes), ("--seq-len", 64, *words)
+        code, output = patch(run, model, tmp_path / name, "2xH200", *asked)
         assert code == 0, output
-        assert ("not predicted" in output) == (name == "experts")
-        assert ("experts and latent attention are not predicted" in output) == (name == "experts")
+        assert ("not predicted" in output) == bool(said)
+        assert said in output
+        if said:
+            more = (*asked, "--host-gib", 400)
+            code, output = patch(run, model, tmp_path / "x", "2xH200", *more)
+            assert code == 1
+            assert "--host-gib 400: what" in output
         assert "Not checked: that memory suffices" in (tmp_path / name / "README.md").read_text()

@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "pairs": (
         ("--gpus", "4xH200", "--dpo", "--rows-per-step", 8),
-        "what pairs and their reference take is not predicted (--dpo). Say how many",
+        "what pairs and their reference take is not predicted. Say how many",
     ),
     "no room": (
         ("--gpus", "1xA100-40", "--rows-per-step", 4, "--full", "--checkpoint", "none"),

@@ -1,8 +1,10 @@
 """What other packages say that users can't change is hidden; everything else is shown."""
 
+import importlib
 import logging
 import warnings
 
+import longctx_patch.recipes
 from longctx_patch.recipes.quiet import LOGGERS, quiet_libraries
 
 
@@ -18,6 +20,10 @@ def test_only_what_is_named_is_hidden() -> None:
         assert [str(each.message) for each in shown] == ["the learning rate is odd"]
         assert not any(logging.getLogger(name).isEnabledFor(logging.WARNING) for name in LOGGERS)
         assert all(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in LOGGERS)
+        quiet_libraries(shown=True)
+        assert all(logging.getLogger(name).isEnabledFor(logging.WARNING) for name in LOGGERS)
+        importlib.reload(longctx_patch.recipes)  # before a recipe imports anything else
+        assert not any(logging.getLogger(name).isEnabledFor(logging.WARNING) for name in LOGGERS)
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)

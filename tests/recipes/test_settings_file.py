@@ -51,14 +51,12 @@ IN_FLAGS = {
 }
 ELSEWHERE = {
     "finetune": {
-        "--output_dir x": "--output_dir. Here it is called --output",
         "--per-device-train-batch-size 2": "Here it is called --batch_size",
         "--data x": "Here it is called --text",
         "--config x.yaml": "Here it is called --settings",
         "--epochs 3": "Here it is called --max_steps",
     },
     "sft": {
-        "--output x": "--output. Here it is called --output_dir",
         "--batch-size 2": "Here it is called --per_device_train_batch_size",
         "--text x": "Here it is called --data",
         "--settings x.yaml": "Here it is called --config",
@@ -119,6 +117,26 @@ def test_values_of_trl_get_their_type(recipe: str, tmp_path: Path) -> None:
         assert (args.learning_rate, args.max_steps, args.save_steps) == (1e-4, 7, 9)
         assert (settings.data, settings.data_shares) == (["a"], [1.0])
         assert settings.lora_targets == ["q_proj"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_output_has_either_name(recipe: str, tmp_path: Path) -> None:
+    """In a file and as a flag, in either spelling; both in one file are refused."""
+    read = RECIPES[recipe][0]
+
+    def output(words: list[str]) -> str:
+        found = read(words)
+        return str(found.output if recipe == "finetune" else found[1].output_dir)
+
+    file = given(recipe, tmp_path)
+    for words in ("--output x", "--output-dir x", "--output_dir=x", "--output=x"):
+        assert output([*file, *words.split()]) == "x"
+    name = "output" if recipe == "finetune" else "output_dir"
+    other = "output_dir" if recipe == "finetune" else "output"
+    with pytest.raises(ValueError, match=f"both {other} and {name} are set"):
+        read(given(recipe, tmp_path, f"{other}: y\n"))
+    Path(file[1]).write_text(RECIPES[recipe][2].replace(f"{name}: out", f"{other}: y"))
+    assert output(file) == "y"
 
 
 def test_the_file_is_taken_wherever_it_is_named() -> None:

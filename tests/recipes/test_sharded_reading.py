@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,24 @@ from longctx_patch.plugin import unread
 from longctx_patch.recipes import dpo, finetune, sft
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.models import four_bits
+from longctx_patch.trainer import mixin
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.recipes.data.test_reading import words
 from tests.tiny_llama import TINY_LLAMA
 from tests.trl.cases import rows
 
+
+def prefer(given: list[str]) -> Any:
+    """DPO; a reference that is read whole is sharded by TRL itself, whole and as one unit."""
+    kept = patch.object(mixin, "shard_frozen", lambda *_: None)
+    with kept if "--no-load-sharded" in given else nullcontext():
+        return dpo.main(given)
+
+
 RECIPES: dict[str, Callable[[list[str]], Any]] = {
     "finetune": finetune.main,
     "sft": sft.main,
-    "dpo": dpo.main,
+    "dpo": prefer,
 }
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
@@ -191,17 +200,36 @@ def test_numbers_are_those_of_weights_read_whole(
 
 
 @pytest.mark.timeout(300)
-def test_a_preference_is_learned_against_the_model_as_it_was(model: Path) -> None:
-    """All weights are trained: the reference, a second model, is read whole by each process."""
-    runs = [arguments("dpo", model, how, "--full", *more) for how, more in HOWS]
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_preference_is_learned_against_the_model_as_it_was(precision: str, model: Path) -> None:
+    """All weights are trained: the reference is a second model, in the dtype of its files where the
+    layers compute in it. The numbers are those of one that every process reads whole in float32."""
+    mixed = []
+    if precision == "bfloat16":
+        low = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        low.save_pretrained(model)
+        (model / "model.safetensors.index.json").unlink()
+        mixed = ["--bf16", "true"]
+    runs = [arguments("dpo", model, how, "--full", *more) + mixed for how, more in HOWS]
     found = run_all("dpo", *runs)
-    assert found == [[Ran(1, [])] * 2, [Ran(0, [])] * 2]
+    assert found == [[Ran(2, [])] * 2, [Ran(0, [])] * 2]
     ours, theirs = (model.parent / how for how, _ in HOWS)
     logged = numbers(ours)
     assert logged == numbers(theirs)
     assert_equal(weights(ours / "final"), weights(theirs / "final"))
     assert logged[0]["rewards/chosen"] == logged[0]["rewards/margins"] == 0  # equal at first
     assert abs(logged[3]["rewards/margins"]) > 1e-6
+
+
+@pytest.mark.timeout(300)
+def test_what_is_computed_ahead_needs_whole_weights(model: Path) -> None:
+    """The reference's numbers were those of weights that were not read yet."""
+    ahead = ["--precompute-ref-log-probs", "true", "--lora"]
+    found = run_all("dpo", *(arguments("dpo", model, how, *ahead, *more) for how, more in HOWS))
+    assert found == [[Ran(0, [])] * 2] * 2
+    logged, wanted = (numbers(model.parent / how) for how, _ in HOWS)
+    assert logged == wanted
+    assert abs(logged[0]["rewards/chosen"]) < 1e-6
 
 
 @pytest.mark.timeout(300)

@@ -10,7 +10,7 @@ from longctx_patch.rules.versions import TESTED, warn_untested
 def test_what_is_installed_here_was_tested() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_untested()
+        warn_untested(TESTED)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,10 @@ def test_what_is_installed_here_was_tested() -> None:
         ("torch", "3.0", False),
         ("accelerate", "1.16.0", False),
         ("peft", "0.9.0", False),
+        ("transformers", "5.16.2", False),
+        ("transformers", "5.17.0", True),
+        ("transformers", "5.24.1", False),
+        ("trl", "1.17.0", False),
     ],
 )
 def test_versions_outside_are_named_once(name: str, found: str, tested: bool) -> None:
@@ -30,7 +34,7 @@ def test_versions_outside_are_named_once(name: str, found: str, tested: bool) ->
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("default")
         for _ in range(3):
-            warn_untested(versions.__getitem__)
+            warn_untested(TESTED, versions.__getitem__)
     assert len(heard) == (0 if tested else 1)
     oldest, newest = TESTED[name]
     for each in heard:
@@ -41,6 +45,8 @@ def test_versions_outside_are_named_once(name: str, found: str, tested: bool) ->
 
 def test_readme_states_them() -> None:
     text = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
-    for name, shown in (("torch", "torch"), ("accelerate", "Accelerate"), ("peft", "PEFT")):
+    shown_as = {"accelerate": "Accelerate", "peft": "PEFT", "trl": "TRL"}
+    for name in TESTED:
+        shown = shown_as.get(name, name)
         oldest, newest = TESTED[name]
         assert f"{shown} {oldest}" + (f" to {newest}" if newest != oldest else "") in text
