@@ -5,13 +5,15 @@
 - **heads**: heads are exchanged for tokens in the Ulysses group, and the chain goes over the ring.
 
 A rank waits for the slowest one where states travel. Kernels are counted by their FLOPs at the rate
-in the table of machines. The projections and the convolution are the same by both ways and are not
-counted; neither is composing maps, nor what the CPU takes.
+in the table of machines; the CPU launches a call for each document of a rank, and bounds rows of
+short ones. The projections and the convolution are the same by both ways and are not counted;
+neither is composing maps.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from longctx_patch.plans.chain import Chain, ChainTraffic, make_chain
 from longctx_patch.plans.head_split import HeadSplit
@@ -29,6 +31,9 @@ STATE_SPACE_CHUNK = 256
 BACKWARD = 3.0
 """Backward's FLOPs for each of forward's: it computes the inner states again, and each product has
 two gradients. Estimated; no kernel was measured."""
+
+HOST_CALL_S = 300e-6
+"""Seconds of the CPU for one call of such a kernel, which launches several. Estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,22 +82,30 @@ def predict_recurrence(
     """Raises ValueError for a layout that chains can't have, or heads that can't be exchanged."""
     traffic = recurrence_traffic(shape, row, way)
     if way == "states":
-        forward_s, backward_s = _chain_seconds(shape, row.layout, row, hardware)
-        return RecurrencePrediction(
-            way=way, forward_s=forward_s, backward_s=backward_s, traffic=traffic
+        found = _chain_seconds(shape, row.layout, row, hardware)
+    else:
+        mine = _of_one_rank(shape, row.ulysses)
+        found = _chain_seconds(mine, row.ring_layout, row, hardware)
+        forward, backward = zip(*_exchanges(shape, row), strict=True)
+        found = _Seconds(
+            found.forward + _exchange_seconds(forward, shape, row, hardware),
+            found.backward + _exchange_seconds(backward, shape, row, hardware),
+            found.host + _num_exchanges(shape) * hardware.host_wave_s / 2,  # a wave has two
         )
-    mine = _of_one_rank(shape, row.ulysses)
-    forward_s, backward_s = _chain_seconds(mine, row.ring_layout, row, hardware)
-    exchange_s = [
-        _exchange_seconds(sent, shape, row, hardware)
-        for sent in zip(*_exchanges(shape, row), strict=True)
-    ]
     return RecurrencePrediction(
         way=way,
-        forward_s=forward_s + exchange_s[0],
-        backward_s=backward_s + exchange_s[1],
+        forward_s=max(found.forward, found.host),
+        backward_s=max(found.backward, found.host),
         traffic=traffic,
     )
+
+
+class _Seconds(NamedTuple):
+    """Of the device in each direction, and of the CPU in either."""
+
+    forward: float
+    backward: float
+    host: float
 
 
 def recurrence_traffic(
@@ -180,26 +193,29 @@ def map_flops(shape: RecurrentShape) -> float:
     return run_flops(shape, shape.value_dim + shape.key_dim)
 
 
-def _chain_seconds(
-    shape: RecurrentShape, layout: Layout, row: Row, hardware: Hardware
-) -> tuple[float, float]:
-    """(forward, backward) of a recurrence over a chain: what ranks compute before states travel,
-    the states' way, and what they compute after it."""
+def _chain_seconds(shape: RecurrentShape, layout: Layout, row: Row, hardware: Hardware) -> _Seconds:
+    """Of a recurrence over a chain: what ranks compute before states travel, the states' way, and
+    what they compute after it. The CPU launches one call for each segment's output and each map."""
     chain = make_chain(layout, row.documents)
     rate = hardware.recurrent.flops(shape.kind)
     run_s, map_s = (flops(shape) / rate for flops in (_run_flops, map_flops))
     wanted = {number for needed in chain.states for number in needed}
     before, after = [0.0] * chain.num_ranks, [0.0] * chain.num_ranks
+    calls = [0] * chain.num_ranks
     for number, segment in enumerate(chain.segments):
+        calls[segment.rank] += 1
         if segment.begins:
             before[segment.rank] += segment.tokens.size * run_s
             continue
         after[segment.rank] += segment.tokens.size * run_s
-        before[segment.rank] += segment.tokens.size * map_s if number in wanted else 0.0
+        if number in wanted:
+            before[segment.rank] += segment.tokens.size * map_s
+            calls[segment.rank] += 1
     compute_s = max(before) + max(after)
     sent = [way for traffic in _states_traffic(shape, chain) for way in traffic]
     travel_s = _travel_seconds(sent, hardware, is_near=_in_node(row.ring * row.ulysses, hardware))
-    return compute_s + travel_s, BACKWARD * compute_s + travel_s
+    host_s = max(calls) * HOST_CALL_S + hardware.host_exchange_s * any(chain.states)
+    return _Seconds(compute_s + travel_s, BACKWARD * compute_s + travel_s, host_s)
 
 
 def _run_flops(shape: RecurrentShape) -> float:
@@ -217,14 +233,18 @@ def _travel_seconds(sent: Sequence[Traffic], hardware: Hardware, *, is_near: boo
     return link.latency_s + largest / link.bandwidth if largest else 0.0
 
 
+def _num_exchanges(shape: RecurrentShape) -> int:
+    """All-to-alls of one direction."""
+    return 1 + len(packets([(tensor.dim, tensor.itemsize) for tensor in shape.inputs]))
+
+
 def _exchange_seconds(
     sent: Sequence[Traffic], shape: RecurrentShape, row: Row, hardware: Hardware
 ) -> float:
     """Seconds of one direction's exchanges of heads: each all-to-all starts, all bytes travel, and
     are packed and unpacked, which reads and writes them."""
     largest = max(traffic.bytes for traffic in sent)
-    starts = 1 + len(packets([(tensor.dim, tensor.itemsize) for tensor in shape.inputs]))
     near = _in_node(row.ulysses, hardware)
     link = hardware.intra_node if near else hardware.inter_node
-    travel_s = starts * link.latency_s + largest / link.bandwidth
+    travel_s = _num_exchanges(shape) * link.latency_s + largest / link.bandwidth
     return travel_s + 4 * largest / hardware.copy_bandwidth

@@ -19,7 +19,12 @@ from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.predict.attention.costs import Workload
 from longctx_patch.predict.machines import MACHINES, Link
-from longctx_patch.predict.recurrence import map_flops, predict_recurrence, run_flops
+from longctx_patch.predict.recurrence import (
+    HOST_CALL_S,
+    map_flops,
+    predict_recurrence,
+    run_flops,
+)
 from longctx_patch.sequence.documents import Documents
 
 QWEN = RecurrentShape(kind="delta rule", num_heads=32, num_groups=16, key_dim=128, value_dim=128)
@@ -60,6 +65,14 @@ def test_documents_that_stay_on_their_ranks_take_states() -> None:
     assert states.forward_s == pytest.approx(run_s)
     assert heads.forward_s > run_s
     assert decide_recurrence(ULYSSES, QWEN, documents) == "states"
+
+
+def test_the_cpu_bounds_many_short_documents() -> None:
+    """It launches a call for each: of those of a rank, or with heads exchanged of all."""
+    documents = Documents((128,) * 1024, 131072)
+    states, heads = both_ways(ULYSSES, QWEN, documents)
+    assert states.forward_s == states.backward_s == pytest.approx(256 * HOST_CALL_S)
+    assert heads.forward_s == pytest.approx(1024 * HOST_CALL_S + 1.5 * H100.host_wave_s)
 
 
 def test_ranks_wait_for_the_slowest_map_and_then_run() -> None:

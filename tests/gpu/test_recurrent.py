@@ -215,6 +215,8 @@ def configs_of(world_size: int) -> list[LongContextConfig]:
         {"ring_degree": world_size, "layout": "contiguous", "checkpoint": "full"},
         {"ulysses_degree": world_size, "checkpoint": "attention"},
     ]
+    if world_size > 1:
+        ways.append({"ulysses_degree": world_size, "recurrent_exchange": "heads"})
     return [LongContextConfig(**way) for way in ways]
 
 
