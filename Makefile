@@ -9,7 +9,7 @@
 #   make test-fault-grid  every fault at every place in every rank, on 2 and 4 processes (long)
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
-#   make faults     plant a fault in each of twelve rooms: a test of the room has to notice it
+#   make planted-faults  put wrong code into each of fourteen rooms: a test of the room has to notice it
 #   make pictures   draw each picture of docs/schedules again
 #   make docs       write the generated pages of docs/reference
 #   make notebook   run the notebook of examples/ and write what its cells show
@@ -40,7 +40,7 @@ TYPED := longctx_patch cli recipes examples benchmarks docs tests
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-trainers test-grid test-faults test-fault-grid test-oldest test-gpu faults pictures docs notebook check clean
+.PHONY: install demo test test-trainers test-grid test-faults test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
 
 install: $(STAMP)
 
@@ -94,7 +94,7 @@ test-oldest:
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
 
-faults: $(STAMP)
+planted-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/planted_faults.py
 
 pictures: $(STAMP)

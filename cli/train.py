@@ -16,6 +16,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CalledProcessError
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -97,13 +98,7 @@ def import_shared(recipe: str) -> bool:
 
 def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) -> None:
     """Start the processes by Accelerate's launcher and torch's, and wait for them."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    from longctx_patch.cli.hand_on import handing_signals_on
-    from longctx_patch.recipes.launch import INTERRUPTED
-    from longctx_patch.recipes.saving.signals import STOPPED
+    from accelerate.commands.launch import launch_command_parser
 
     script = str(files("longctx_patch.recipes") / "forked.py")
     given = ["--config_file", str(launch_file), "--main_process_port", "0"]
@@ -116,6 +111,20 @@ def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) ->
     for name in ("elastic", "elastic.agent.server.api", "elastic.multiprocessing.api"):
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
+    with TemporaryDirectory(prefix="longctx_train_") as arguments.log_dir:
+        _launch(arguments, recipe)
+
+
+def _launch(arguments: Any, recipe: str) -> None:
+    """Wait for what is launched. Raises SystemExit where it has not ended well."""
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from longctx_patch.cli.hand_on import handing_signals_on
+    from longctx_patch.recipes.launch import INTERRUPTED
+    from longctx_patch.recipes.saving.signals import STOPPED
+
     try:
         with handing_signals_on():
             launch_command(arguments)
@@ -123,7 +132,7 @@ def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) ->
         codes = {each.exitcode for each in error.failures.values()}
         if codes <= STOPPED:  # a signal has stopped the run, which is saved
             raise SystemExit(max(codes)) from None
-        click.echo(ending_of(error.failures), err=True, nl=False)
+        click.echo(ending_of(error.failures, Path(arguments.log_dir)), err=True, nl=False)
         raise SystemExit(1) from None
     except CalledProcessError as error:  # of a single process, which has said why
         raise SystemExit(error.returncode if error.returncode in STOPPED else 1) from None
@@ -135,7 +144,7 @@ def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) ->
         raise SystemExit(128 + number) from None
 
 
-def ending_of(failures: Mapping[int, Any]) -> str:
+def ending_of(failures: Mapping[int, Any], logs: Path) -> str:
     """What is to be said of processes that ended a run, beyond what they have said themselves.
 
     A process that lost another one fails too, and torch notices a signal late: so those that a
@@ -144,12 +153,13 @@ def ending_of(failures: Mapping[int, Any]) -> str:
     Args:
         failures: torch's `ProcessFailure` by rank. A refusal was printed by its process; the
             traceback of another exception is only in the file that it left.
+        logs: torch's folder for what processes leave, such as their trails.
     """
     signals = {rank: each for rank, each in failures.items() if each.exitcode < 0}
     traces = {rank: trace for rank, each in failures.items() if (trace := _trace(each))}
     lines = [
-        f"rank {rank} was ended by {each.signal_name()}{_hint(each)}. `--resume` goes on from the "
-        "newest checkpoint."
+        f"rank {rank} was ended by {each.signal_name()}{_where(each, logs)}{_hint(each)}. "
+        "`--resume` goes on from the newest checkpoint."
         for rank, each in sorted(signals.items())
     ]
     if traces and not signals:
@@ -158,6 +168,14 @@ def ending_of(failures: Mapping[int, Any]) -> str:
     last_lines = {rank: trace.strip().splitlines()[-1] for rank, trace in sorted(traces.items())}
     lines += [f"rank {rank} failed too: {line}" for rank, line in last_lines.items()]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _where(failure: Any, logs: Path) -> str:
+    """What the process was busy with, which it can't say any more."""
+    from longctx_patch.health.trail import read_trail, trail_of
+
+    words = read_trail(trail_of(failure.local_rank, logs))
+    return f" in {words}" if words else ""
 
 
 def _hint(failure: Any) -> str:

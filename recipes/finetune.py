@@ -255,6 +255,7 @@ def keeper_of(job: Job, accelerator: Any, watchdog: Watchdog) -> Keeper:
         timeout_s=settings.save_timeout,
         say=accelerator.print,
         waiting=watchdog.saving,
+        beside=watchdog.beside,
     )
 
 

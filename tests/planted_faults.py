@@ -1,4 +1,4 @@
-"""Plant one fault in a room at a time; a test of that room has to notice it (`make faults`).
+"""Plant one fault in a room at a time; a test of that room has to notice it: `make planted-faults`.
 
 A fault is put into the checkout itself, since processes that tests start import it from there, and
 is taken out again whatever happens. Ends with 1 if a fault was not noticed.
@@ -95,6 +95,18 @@ FAULTS = (
         '"fsdp_version": 2',
         '"fsdp_version": 1',
         "tests/plugin",
+    ),
+    Fault(
+        "longctx_patch/health/finite.py",
+        "optimizer.found_inf = pending.is_bad",
+        "pass",
+        "tests/health/test_finite.py",
+    ),
+    Fault(
+        "longctx_patch/checkpoints/manifest.py",
+        'return "" if found == record.sha256 else',
+        'return "" if found else',
+        "tests/recipes/saving/test_damage.py",
     ),
 )
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from longctx_patch.health.trail import read_trail
+
 ALARM, SPEAKER = "alarm", "speaker"
 
 
@@ -32,6 +34,12 @@ class Beat(NamedTuple):
     """Where it is, once it looks for what hangs."""
     waits: bool = False
     """Whether that is a wait for other ranks."""
+    trail: str = ""
+    """The file in which ranks of its machine find what it is busy with (`trail.py`)."""
+
+    def at_last(self) -> "Beat":
+        """With what the process was busy with last, if that is known. For ranks of its machine."""
+        return self._replace(at=read_trail(self.trail) or self.at)
 
 
 class Alarm(NamedTuple):

@@ -40,13 +40,20 @@ class Place(NamedTuple):
 
 
 def place_here() -> Place:
-    """Where this process is: in the thread that is in an exchange, else in the main one."""
+    """Where this process is: in the thread that is in an exchange, else in the main one. Of several
+    in an exchange the training is meant, which one that saves beside it must not hide."""
     main = threading.main_thread().ident
-    found = {}
-    for thread, frame in _threads().items():
-        found[thread] = place_of(list(_outwards(frame)))
-    in_exchange = (place for place in found.values() if place.waits)
-    return next(in_exchange, None) or found.get(main or 0) or Place("an unknown place")
+    started = {thread.ident for thread in threading.enumerate()} - {main}
+    found = {n: place_of(list(_outwards(frame))) for n, frame in _threads().items()}
+    # On a GPU backward runs in threads of autograd's, which Python has not started, while the main
+    # one waits for them: a layer is nearer to what is waited for.
+    in_exchange = sorted(
+        (n in started, place.layer is None, n != main, n)
+        for n, place in found.items()
+        if place.waits
+    )
+    chosen = in_exchange[0][-1] if in_exchange else main
+    return found.get(chosen or 0) or Place("an unknown place")
 
 
 def stacks() -> dict[str, list[str]]:

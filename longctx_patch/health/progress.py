@@ -19,6 +19,8 @@ class At(NamedTuple):
     """The step under way, or, outside of steps, the last one done."""
     since: float
     """By the clock of the progress."""
+    beside: str = ""
+    """What another thread does meanwhile, in words."""
 
     def __str__(self) -> str:
         words = {
@@ -28,18 +30,26 @@ class At(NamedTuple):
             "save": f"saving after step {self.step}",
             "end": f"the end, after step {self.step}",
         }
-        return words[self.phase]
+        return words[self.phase] + (f" (while {self.beside})" if self.beside else "")
 
 
 class Progress:
     """Written by the process that trains, and read by the thread that watches it."""
 
-    def __init__(self, limits: TimeLimits, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: TimeLimits,
+        now: Callable[[], float] = time.monotonic,
+        mark: Callable[[str], object] = str,
+    ) -> None:
+        """`mark` is told of all that begins, in words."""
         self.limits = limits
+        self._mark = mark
         self._now = now
         self._lock = Lock()
-        self._at = At("start", 0, now())
         self._steps_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._beside = ""
+        self._change(At("start", 0, now()))
 
     @property
     def at(self) -> At:
@@ -48,7 +58,7 @@ class Progress:
     def enter(self, phase: Phase) -> None:
         with self._lock:
             step = self._at.step + (phase == "step") - (self._at.phase == "step")
-            self._at = At(phase, step, self._now())
+            self._change(At(phase, step, self._now()))
 
     def done(self, step: int) -> None:
         """Step number `step` is done, and the next one begins. The first, which compiles and
@@ -57,7 +67,17 @@ class Progress:
             now = self._now()
             if self._at.phase == "step":
                 self._steps_s.append(now - self._at.since)
-            self._at = At("step", step + 1, now)
+            self._change(At("step", step + 1, now))
+
+    def beside(self, words: str) -> None:
+        """Another thread begins this beside what is under way; no words: it has ended."""
+        with self._lock:
+            self._beside = words
+            self._change(self._at)
+
+    def _change(self, at: At) -> None:
+        self._at = at._replace(beside=self._beside)
+        self._mark(str(self._at))
 
     def forgive(self, seconds: float) -> None:
         """The whole process was stopped for so long, which is nobody's fault."""

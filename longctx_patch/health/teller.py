@@ -18,7 +18,8 @@ RANKS_A_SECOND = 200
 
 
 SEARCH_S = 0.05
-"""Between looks for a store that is not there yet: so ranks that stop as they begin are known."""
+"""Between looks for a store or a rank that is not there yet: so those that stop as they begin are
+known."""
 
 
 class Readings(NamedTuple):
@@ -90,8 +91,7 @@ class Teller:
                 if self._reads:
                     self._read_twice()
                     return
-                pause_s = self.interval_s if self._board else min(self.interval_s, SEARCH_S)
-                self._wake.wait(pause_s)
+                self._wake.wait(self._pause_s())
                 self._wake.clear()
             self._tell()
         except RuntimeError:  # torch's stores raise it where the one that holds them is gone
@@ -115,6 +115,12 @@ class Teller:
         if self._looks or len(self.peers) < board.world:
             self._looks = False
             self.peers = board.everyone()
+
+    def _pause_s(self) -> float:
+        """Short until every rank is known: who is lost before that can't be named."""
+        if self._board is not None and len(self.peers) == self.world:
+            return self.interval_s
+        return min(self.interval_s, max(SEARCH_S, self.world / RANKS_A_SECOND))
 
     def _read_twice(self) -> None:
         if self._board is None:

@@ -24,6 +24,7 @@ from longctx_patch.health.places import OWN_THREADS, Place, place_here, place_of
 from longctx_patch.health.progress import Progress
 from longctx_patch.health.replicas import ReplicasDivergedError
 from longctx_patch.health.teller import Readings, Teller
+from longctx_patch.health.trail import Trail
 from longctx_patch.health.verdict import judge
 from longctx_patch.rules.launched import announced_processes
 
@@ -68,7 +69,8 @@ class Watchdog:
         interval_s: float = 1.0,
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._progress = Progress(limits or TimeLimits())
+        self._trail = Trail()
+        self._progress = Progress(limits or TimeLimits(), mark=self._trail.mark)
         self._folder, self._end = folder, end
         self._launcher = family.launcher()
         self._identity = (socket.gethostname(), os.getpid(), family.born_at())
@@ -97,6 +99,16 @@ class Watchdog:
         self._progress.enter("save")
         yield
         self._progress.enter(before)
+
+    @contextmanager
+    def beside(self, words: str) -> Iterator[None]:
+        """Within the context another thread does something beside the training, such as
+        "step_000004 is written"."""
+        self._progress.beside(words)
+        try:
+            yield
+        finally:
+            self._progress.beside("")
 
     def __enter__(self) -> "Watchdog":
         self._teller.start()
@@ -204,6 +216,7 @@ class Watchdog:
             first = min((rank for rank in here if states[rank] == "runs"), default=_rank())
             readings = Readings({}, known, _rank() <= first)
             ranks = sorted(known)
+        readings = self._at_last(readings)
         if not readings.is_speaker:
             time.sleep(self._teller.interval_s)  # the launcher ends all as soon as one has ended
             return
@@ -237,7 +250,7 @@ class Watchdog:
         alarm = self._teller.raise_alarm(Alarm(_rank(), "failed", text), REPORT_S)
         if alarm.rank != _rank():
             error.add_note(f"Before that: {alarm.text}.")
-        elif gone or (at.phase != "start" and not isinstance(error, SAY_WHERE)):
+        elif not isinstance(error, SAY_WHERE):
             say(f"watchdog: {text}: {type(error).__name__}: {error}")
 
     def _gone(self) -> str:
@@ -246,7 +259,8 @@ class Watchdog:
         for _ in range(TRIES):
             for rank, beat in self._peers_here().items():
                 if beat.phase != "end" and family.state_of(beat.pid, beat.born) == "gone":
-                    return f"rank {rank} (process {beat.pid}) is gone, and "
+                    where = beat.at_last().at
+                    return f"rank {rank} (process {beat.pid}) is gone, last seen in {where}; "
             time.sleep(0.01)
         return ""
 
@@ -262,7 +276,17 @@ class Watchdog:
             *self._identity,
             str(place or ""),
             place is not None and place.waits,
+            self._trail.path,
         )
+
+    def _at_last(self, readings: Readings) -> Readings:
+        """With what ranks of this machine were busy with last: a beat may be a second old."""
+        host = self._identity[0]
+        before, after = (
+            {rank: beat.at_last() if beat.host == host else beat for rank, beat in beats.items()}
+            for beats in readings[:2]
+        )
+        return readings._replace(before=before, after=after)
 
     def _peers_here(self) -> dict[int, Beat]:
         """Other ranks of this machine."""

@@ -34,17 +34,25 @@ class CantWriteError(ValueError):
     """The disk of an output is full, or takes no files."""
 
 
+class SavingError(RuntimeError):
+    """A rank has failed while a checkpoint was read or written."""
+
+
 @contextmanager
 def explained_disk(output: Path, checkpoints: Series) -> Iterator[None]:
     """Raise CantWriteError in place of what libraries raise within the block where a disk is full:
-    each has another type, and none of them says what is left to go on from."""
+    each has another type, and none of them says what is left to go on from. What else torch's
+    checkpoints raise, on all ranks and as no `Exception`, becomes a SavingError.
+    """
     try:
         yield
     except (Exception, CheckpointException) as error:
         found = _refusal(error, own_rank())
-        if found is None:
-            raise
-        raise CantWriteError(_words(found, error, output, checkpoints)) from None
+        if found is not None:
+            raise CantWriteError(_words(found, error, output, checkpoints)) from None
+        if isinstance(error, CheckpointException) and error.failures:
+            raise SavingError(_unsaved(error, output)) from error
+        raise
 
 
 @contextmanager
@@ -94,17 +102,17 @@ def _refusal(error: BaseException, rank: int) -> _Refusal | None:
     """None for other errors."""
     if isinstance(error, ValueError):  # which says itself what to do
         return None
-    if isinstance(error, CheckpointException):
-        inner = [(each, number) for number, (each, _) in sorted(error.failures.items())]
-    else:
-        context = None if error.__suppress_context__ else error.__context__
-        inner = [(each, rank) for each in (error.__cause__, context) if each is not None]
+    if isinstance(error, CheckpointException):  # its own words are those of all ranks
+        failures = sorted(error.failures.items())
+        return next(filter(None, (_refusal(each, where) for where, (each, _) in failures)), None)
+    context = None if error.__suppress_context__ else error.__context__
+    inner = [each for each in (error.__cause__, context) if each is not None]
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (told := TOLD.search(str(error))):
         number = int(told[1] or told[2])
     if number is not None and number in REFUSED:
         return _Refusal(rank, number, error)
-    found = next(filter(None, (_refusal(each, where) for each, where in inner)), None)
+    found = next(filter(None, (_refusal(each, rank) for each in inner)), None)
     if found is None and any(word in str(error) for word in TORCHS_WORDS):
         return _Refusal(rank, 0, error)
     return found
@@ -124,6 +132,13 @@ def _words(found: _Refusal, raised: BaseException, output: Path, checkpoints: Se
         f"rank {found.rank} could not write {file or f'a file below {output}'}: {why}. On the disk "
         f"of {output} {free} of {total} GiB are free, and {left}. {advice}, and go on {how}."
     )
+
+
+def _unsaved(error: CheckpointException, output: Path) -> str:
+    """Which rank it was, in one line."""
+    rank, (cause, _) = min(error.failures.items())
+    file = _file_of(error, output) or f"a checkpoint below {output}"
+    return f"rank {rank} failed in saving or reading {file}: {type(cause).__name__}: {cause}"
 
 
 def _file_of(error: BaseException, output: Path) -> str:

@@ -51,6 +51,7 @@ class Keeper:
         say: prints for the job.
         waiting: a context within which training waits for a checkpoint: that of the watchdog, which
             ends a job that waits too long and says for whom.
+        beside: a context, made of words, within which one is written in the background.
 
     All ranks make it together, since in the background it has a process group of its own.
     """
@@ -67,10 +68,12 @@ class Keeper:
         timeout_s: float,
         say: Callable[[str], object],
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        beside: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._series, self._run, self._write_model = series, run, write_model
         self._retention, self._device = retention, device
-        self._say, self._timeout_s, self._waiting = say, timeout_s, waiting
+        self._say, self._timeout_s = say, timeout_s
+        self._waiting, self._beside = waiting, beside
         self._copier = Copier(device.type) if in_background else None
         self._has_waited = False
         self._background = Background()
@@ -94,7 +97,7 @@ class Keeper:
             snapshot, folder = shared_snapshot(state), self._series.path_of(state.step)
             if self._copier is not None and self._fits(self._copier, snapshot):
                 copy = self._copier.copy(snapshot)
-                self._background.start(partial(self._write, copy, folder, self._group))
+                self._background.start(partial(self._write_beside, copy, folder))
             else:
                 self._write(snapshot, folder, None)
         return folder
@@ -124,8 +127,8 @@ class Keeper:
             return self.settle()
         if not isinstance(error, Exception):  # Ctrl-C waits for nothing
             return
-        try:  # what has been saved is not lost by what fails afterwards
-            with self._waiting():
+        with self._waiting():  # no error leaves it, so that the run's own has its place afterwards
+            try:  # what has been saved is not lost by what fails afterwards
                 self._background.settle(SOON_S)
                 if self._background.seconds():
                     say_here(
@@ -133,8 +136,12 @@ class Keeper:
                         "when the last checkpoint is written."
                     )
                     self._background.settle(self._timeout_s)
-        except (Exception, CheckpointException) as other:
-            say_here(f"besides, the last checkpoint could not be written: {other}")
+            except (Exception, CheckpointException) as other:
+                say_here(f"besides, the last checkpoint could not be written: {other}")
+
+    def _write_beside(self, copy: Snapshot, folder: Path) -> None:
+        with self._beside(f"{folder.name} is written"):
+            self._write(copy, folder, self._group)
 
     def _write(self, snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> None:
         write_checkpoint(snapshot, folder, self._run, self._write_model, group, self._say)

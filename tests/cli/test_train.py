@@ -19,6 +19,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from longctx_patch.cli.train import ending_of, limit_threads
+from longctx_patch.health.limits import TimeLimits
+from longctx_patch.health.progress import Progress
+from longctx_patch.health.trail import Trail
 from longctx_patch.recipes.launch import INTERRUPTED
 from longctx_patch.recipes.metrics import read_metrics
 from tests.cli.conftest import Run
@@ -79,22 +82,39 @@ def crash(at: int, last_line: str) -> dict[str, Any]:
 def test_of_other_ends_the_reason_is_shown(tmp_path: Path) -> None:
     """With the rank. What a process has printed itself is not repeated."""
     killed = failure(tmp_path, 1, -9)
-    assert ending_of({1: killed}) == (
+    assert ending_of({1: killed}, tmp_path) == (
         "rank 1 was ended by SIGKILL (often the system, when the host's memory is full). "
         "`--resume` goes on from the newest checkpoint.\n"
     )
     told = {"message": "finetune: no", "extraInfo": {"timestamp": "1"}}
-    assert ending_of({0: failure(tmp_path, 0, 1, told)}) == ""
+    assert ending_of({0: failure(tmp_path, 0, 1, told)}, tmp_path) == ""
     lost = failure(tmp_path, 0, 1, crash(1, "RuntimeError: Connection closed by peer"))
-    assert ending_of({0: lost, 1: killed}).splitlines() == [
-        ending_of({1: killed}).strip(),
+    assert ending_of({0: lost, 1: killed}, tmp_path).splitlines() == [
+        ending_of({1: killed}, tmp_path).strip(),
         "rank 0 failed too: RuntimeError: Connection closed by peer",
     ]
     cause = failure(tmp_path, 2, 1, crash(0, "KeyError: 3"))
-    assert ending_of({0: lost, 2: cause}).splitlines() == [
+    assert ending_of({0: lost, 2: cause}, tmp_path).splitlines() == [
         *("rank 2 failed:", "Traceback: x", "KeyError: 3"),
         "rank 0 failed too: RuntimeError: Connection closed by peer",
     ]
+
+
+def test_of_a_killed_process_its_launcher_says_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "none_ab" / "attempt_0" / "1"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    progress = Progress(TimeLimits(), mark=Trail().mark)
+    progress.done(3)
+    progress.beside("step_000003 is written")
+    said = ending_of({1: failure(tmp_path, 1, -9)}, tmp_path)
+    assert said.startswith("rank 1 was ended by SIGKILL in step 4 (while step_000003 is written)")
+    progress.beside("")
+    progress.enter("end")
+    said = ending_of({1: failure(tmp_path, 1, -15)}, tmp_path)
+    assert said.startswith("rank 1 was ended by SIGTERM in the end, after step 3. `--resume`")
 
 
 @pytest.mark.parametrize("initialised", [False, True])

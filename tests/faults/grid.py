@@ -1,19 +1,57 @@
-"""Every fault of every kind, place and rank: `make test-fault-grid`."""
+"""Every fault of every kind, place and rank: `make test-fault-grid`.
 
+Both recipes with all faults on 2 and 4 processes; DPO and a mesh of replicas with one fault of each
+kind; and a resume from a checkpoint of which one file of each kind is damaged.
+"""
+
+import shutil
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
-from tests.faults.judge import Good, tried
-from tests.faults.plant import Fault, faults
-from tests.faults.trial import Recipe
+from tests.faults.judge import Good, killed_at_its_end, newest_checkpoint, recovered, tried
+from tests.faults.plant import DAMAGES, Fault, Kind, faults
+from tests.faults.trial import Job, Recipe
 
-RECIPES: tuple[Recipe, ...] = ("finetune", "sft")
+SOME = (
+    Fault("kill", "backward", 1),
+    Fault("stop", "forward", 1),
+    Fault("terminate", "backward", 0),
+    Fault("exception", "save", 1),
+    Fault("nan", "forward", 1),
+    Fault("full disk", "save", 0),
+    Fault("flip", "save", 1),
+)
+WIDER = {
+    Job("dpo", 2): SOME,
+    Job("finetune", 4, num_replicas=2): (*SOME, Fault("nan", "backward", 3)),
+}
 TRIALS = [
-    pytest.param(recipe, num_ranks, fault, id=f"{recipe}-{num_ranks} ranks-{fault.name}")
-    for recipe in RECIPES
-    for num_ranks in (2, 4)
-    for fault in faults(num_ranks)
+    *(
+        (Job(recipe, n), fault)
+        for n in (2, 4)
+        for recipe in ("finetune", "sft")
+        for fault in faults(n)
+    ),
+    *((job, fault) for job, some in WIDER.items() for fault in some),
+]
+FILES: dict[Recipe, tuple[str, ...]] = {
+    "finetune": (
+        *("state/__0_0.distcp", "state/__1_0.distcp", "state/.metadata", "random_0.safetensors"),
+        *("random_1.safetensors", "run.json", "scheduler.json", "model/config.json"),
+        *("model/model.safetensors", "manifest.json"),
+    ),
+    "sft": (
+        *("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"),
+        *("rng_state_0.pth", "rng_state_1.pth", "config.json", "training_args.bin", "run.json"),
+        "manifest.json",
+    ),
+}
+DAMAGED = [
+    (Job(recipe, 2), name, kind)
+    for recipe, names in FILES.items()
+    for name, kind in zip(names, cycle(DAMAGES), strict=False)
 ]
 
 
@@ -22,8 +60,32 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
     return Good(tmp_path_factory.mktemp("good"))
 
 
-@pytest.mark.parametrize(("recipe", "num_ranks", "fault"), TRIALS)
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[Job, Path]:
+    """Run folders of jobs that were killed after their last checkpoint."""
+    folders = {}
+    for job in {job for job, _, _ in DAMAGED}:
+        folders[job] = tmp_path_factory.mktemp("killed") / "run"
+        assert killed_at_its_end(folders[job], job, rank=1) == []
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("job", "fault"), [pytest.param(*each, id=f"{each[0].name}-{each[1].name}") for each in TRIALS]
+)
 def test_a_job_ends_and_the_next_start_goes_on(
-    recipe: Recipe, num_ranks: int, fault: Fault, good: Good, tmp_path: Path
+    job: Job, fault: Fault, good: Good, tmp_path: Path
 ) -> None:
-    assert tried(fault, tmp_path / "run", num_ranks, recipe, good) == []
+    assert tried(fault, tmp_path / "run", job, good) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "name", "kind"),
+    [pytest.param(*each, id=f"{each[0].name}-{each[2]} {each[1]}") for each in DAMAGED],
+)
+def test_a_job_goes_on_from_the_checkpoint_before_a_damaged_one(
+    job: Job, name: str, kind: Kind, good: Good, killed: dict[Job, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(killed[job], folder)
+    assert recovered(folder, newest_checkpoint(folder) / name, kind, good(job)) == []

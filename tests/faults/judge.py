@@ -2,25 +2,57 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
-from tests.faults.plant import DAMAGES, STEPS, Fault, damage
-from tests.faults.trial import Ended, Recipe, make_folder, outcome, run_job
+from tests.faults.plant import BAD_STEP, DAMAGES, SAVE_EVERY, STEPS, Fault, Kind, Place, damage
+from tests.faults.trial import Ended, Job, make_folder, outcome, run_job
 
-STEP_TIMEOUT_S = 5
-TIMEOUTS = {"start_timeout": 20, "step_timeout": STEP_TIMEOUT_S, "save_timeout": STEP_TIMEOUT_S}
-LIMIT_S = 60.0
-"""After which a job is killed, and has failed its trial."""
+STEP_TIMEOUT_S = 5.0
+TIMEOUTS = {"start_timeout": 60, "step_timeout": STEP_TIMEOUT_S, "save_timeout": STEP_TIMEOUT_S}
 LATE_S = 10.0
-"""How much later than its limit a stopped rank may end its job."""
-START_S = 10.0
-"""What a start and its good steps take at most, where other programs share the machine."""
-PLACES = {
-    "start": "step 1|start",
-    "forward": "step 4",
-    "backward": "step 4",
-    "optimizer": "step [45]",  # trainers count the step as done once they have its gradients
-    "save": "sav(e|ing)",
-    "final": f"sav(e|ing)|final|step {STEPS}",
+"""The bound of the promise: a job ends so much later than its time limit at most, counted from the
+moment at which the fault strikes."""
+HARNESS_S = 150.0
+"""After which the harness kills a job, which has failed its trial then. It promises nothing: a
+machine that others use may start a job late."""
+ACCUSED: dict[Kind, str] = {
+    "kill": r"rank (\d+) (?:\(process \d+\) is gone, last seen in|was ended by SIGKILL in) .*",
+    "stop": r"rank (\d+) \(process .*\) was stopped by a signal; last seen in .*",
+    "terminate": r"rank (\d+) (?:\(process \d+\) is gone, last seen in|was ended by SIGTERM in) .*",
+    "exception": r"rank (\d+) failed in (?:(?!rank \d).)*PlantedError: planted",
+    "nan": r".*(?:first on rank|not finite on rank) (\d+)\b.*",
+    "full disk": r"rank (\d+) could not write .*",
+}
+"""What names a guilty rank. Other ranks say where they were, by name, but not in these words."""
+STOPPED = r"stopped by SIGTERM after step \d+, whose checkpoint is .*"
+"""What is said where all ranks have stopped and saved together, of which none is guilty."""
+WAITING = (
+    rf"step {BAD_STEP}(?: \(while .* is written\))?, layer \d+, {{place}}, "
+    r"attention's exchange by the plan '\w+', its step \d+ of \d+, "
+    r"waits for rank (?:\d+, )*{rank}\b"
+)
+"""Where a rank that waits for one that was stopped says it is: step, layer and exchange."""
+PLACES: dict[Place, str] = {
+    "start": "in the start, before the end of the first step",
+    "forward": rf"(?<!after )step {BAD_STEP}\b",
+    "backward": rf"(?<!after )step {BAD_STEP}\b",
+    # Trainers count the step as done once they have its gradients.
+    "optimizer": rf"(?<!after )step [{BAD_STEP}{BAD_STEP + 1}]\b",
+    "save": rf"saving after step {BAD_STEP}\b|step_0*{BAD_STEP}\b|checkpoint-{BAD_STEP}\b",
+    "final": rf"the end, after step {STEPS}\b",
+}
+STOPPED_AFTER: dict[Place, str] = dict.fromkeys(
+    get_args(Place), rf"after step [{BAD_STEP}{BAD_STEP + 1}],"
+) | {"start": "after step 1,"}
+"""A signal is answered at the end of the step in which it comes, or of the next one."""
+PLACES_OF_KIND: dict[tuple[Kind, Place], str] = {
+    ("nan", "start"): "before the first step",
+    ("nan", "forward"): rf"step {BAD_STEP}: .* first layer .* model\.layers\.\d+\.mlp",
+    ("nan", "backward"): rf"step {BAD_STEP}: .* gradient of model\.layers\.\d+\.mlp's output",
+    ("nan", "optimizer"): rf"after step {BAD_STEP}\b",
+    # Trainers have written the largest files of a checkpoint before the disk is full.
+    ("full disk", "save"): rf"write \S*(step_0*|checkpoint-)[{BAD_STEP}{STEPS}]/",
+    ("full disk", "final"): r"write \S*/final\.incomplete/",
 }
 
 
@@ -29,67 +61,105 @@ class Good:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._found: dict[tuple[Recipe, int], object] = {}
+        self._found: dict[Job, object] = {}
 
-    def __call__(self, recipe: Recipe, num_ranks: int) -> object:
-        key = (recipe, num_ranks)
-        if key not in self._found:
-            folder = make_folder(self._folder / f"{recipe}_{num_ranks}", num_ranks, recipe)
-            ended = run_job(folder, [], None, LIMIT_S)
+    def __call__(self, job: Job) -> object:
+        if job not in self._found:
+            folder = make_folder(self._folder / job.name, job)
+            ended = run_job(folder, [], None, HARNESS_S)
             assert ended.exit_code == 0, ended.said
-            self._found[key] = outcome(folder)
-        return self._found[key]
+            self._found[job] = outcome(folder)
+        return self._found[job]
 
 
-def tried(fault: Fault, folder: Path, num_ranks: int, recipe: Recipe, good_runs: Good) -> list[str]:
+def tried(fault: Fault, folder: Path, job: Job, good_runs: Good) -> list[str]:
     """Run a job with the fault and then without; returns what was not as it has to be."""
-    good = good_runs(recipe, num_ranks)
-    make_folder(folder, num_ranks, recipe, **TIMEOUTS)
+    good = good_runs(job)
     if fault.kind in DAMAGES:
-        return _damaged(fault, folder, good)
-    ended = run_job(folder, ["--resume", "auto"], fault, LIMIT_S)
-    resumed = run_job(folder, ["--resume", "auto"], None, LIMIT_S)
+        problems = killed_at_its_end(folder, job, fault.rank)
+        return problems or recovered(folder, _file_of(fault.rank, folder), fault.kind, good)
+    make_folder(folder, job, **TIMEOUTS)
+    ended = run_job(folder, ["--resume", "auto"], fault, HARNESS_S)
+    resumed = run_job(folder, ["--resume", "auto"], None, HARNESS_S)
     return [*_ending(fault, ended), *_going_on(resumed, folder, good)]
 
 
-def _damaged(fault: Fault, folder: Path, good: object) -> list[str]:
-    """A job is killed after its last checkpoint, of which a file of this rank is damaged."""
-    run_job(folder, ["--resume", "auto"], Fault("kill", "final", fault.rank), LIMIT_S)
-    file = _file_of(fault.rank, folder / "out")
-    damage(file, fault.kind)
-    resumed = run_job(folder, ["--resume", "auto"], None, LIMIT_S)
-    named = [] if file.name in resumed.said else [f"{file.name} is not named: {resumed.said}"]
-    return [*named, *_going_on(resumed, folder, good)]
+def killed_at_its_end(folder: Path, job: Job, rank: int) -> list[str]:
+    """Make a folder whose job was killed after its last checkpoint, which is whole."""
+    make_folder(folder, job, **TIMEOUTS)
+    fault = Fault("kill", "final", rank)
+    problems = _ending(fault, run_job(folder, ["--resume", "auto"], fault, HARNESS_S))
+    whole = (newest_checkpoint(folder) / "manifest.json").exists()
+    return [*problems, *([] if whole else ["the last checkpoint is not complete"])]
 
 
-def _file_of(rank: int, output: Path) -> Path:
+def newest_checkpoint(folder: Path, step: int = STEPS) -> Path:
+    """The recipe's own or the trainer's, which saves the last step too."""
+    own = folder / f"out/checkpoints/step_{step:06d}"
+    return own if own.exists() else folder / f"out/checkpoint-{step}"
+
+
+def _file_of(rank: int, folder: Path) -> Path:
     """A file of the newest checkpoint that this rank has written."""
-    states = output / f"checkpoints/step_{STEPS:06d}/state"
-    if states.exists():
-        return states / f"__{rank}_0.distcp"
-    return output / f"checkpoint-{STEPS}/rng_state_{rank}.pth"  # trainers save the last step too
+    checkpoint = newest_checkpoint(folder)
+    states = checkpoint / f"state/__{rank}_0.distcp"
+    return states if states.exists() else checkpoint / f"rng_state_{rank}.pth"
+
+
+def recovered(folder: Path, file: Path, kind: Kind, good: object) -> list[str]:
+    """Damage a file of the newest checkpoint and start again; returns what was not as it has to be:
+    the file is named, the checkpoint before is taken, and the numbers are those of a good run."""
+    name = file.relative_to(newest_checkpoint(folder)).as_posix()
+    before = newest_checkpoint(folder, STEPS - SAVE_EVERY).name
+    damage(file, kind)
+    resumed = run_job(folder, ["--resume", "auto"], None, HARNESS_S)
+    wanted = (
+        rf"a checkpoint is (damaged|incomplete): \S+: {re.escape(name)} (is|has) ",
+        rf"going on from \S+/{before}, in which every file is whole",
+    )
+    missing = [each for each in wanted if not re.search(each, resumed.said)]
+    said = [f"{each!r} is not said: {resumed.said[-3000:]}" for each in missing]
+    return [*said, *_going_on(resumed, folder, good)]
 
 
 def _ending(fault: Fault, ended: Ended) -> list[str]:
+    problems = [*_end_of_processes(ended), *judge_words(fault, ended.said)]
+    return [f"{problem}; it said:\n{ended.said[-3000:]}" for problem in problems]
+
+
+def _end_of_processes(ended: Ended) -> list[str]:
     problems = []
+    if ended.seconds_after is None:
+        problems.append("the fault has not struck")
+    elif ended.seconds_after > STEP_TIMEOUT_S + LATE_S:
+        problems.append(f"the job went on for {ended.seconds_after:.0f} s after the fault")
     if ended.exit_code is None:
-        problems.append(f"the job went on for {ended.seconds:.0f} s")
+        problems.append("the job did not end")
     elif ended.exit_code == 0:
         problems.append("the job ended with exit code 0")
-    limit = START_S + LATE_S + (STEP_TIMEOUT_S if fault.kind == "stop" else 0.0)
-    if ended.seconds > limit:
-        problems.append(
-            f"the job took {ended.seconds:.0f} s to end, at most {limit:.0f} s are good"
-        )
     if ended.orphans:
         problems.append(f"processes outlived the launcher: {ended.orphans}")
-    stopped = fault.kind == "terminate" and "stopped by SIGTERM after step" in ended.said
-    # All ranks have stopped and saved together then, and a launcher signals all of them.
-    if not stopped and not re.search(rf"(rank|process) {fault.rank}\b", ended.said, re.IGNORECASE):
-        problems.append(f"rank {fault.rank} is not named")
-    if fault.kind in ("stop", "nan") and not re.search(PLACES[fault.place], ended.said):
-        problems.append(f"the place is not named: {PLACES[fault.place]}")
-    return [f"{problem}; it said:\n{ended.said[-1500:]}" for problem in problems]
+    return problems
+
+
+def judge_words(fault: Fault, said: str) -> list[str]:
+    """Whether what a job said names the guilty rank, no other one, and the place."""
+    if fault.kind == "terminate" and (stopped := re.search(STOPPED, said)):
+        return _place(fault, stopped[0], STOPPED_AFTER[fault.place])
+    accused = [(int(found[1]), found[0]) for found in re.finditer(ACCUSED[fault.kind], said)]
+    ranks = sorted({rank for rank, _ in accused})
+    if ranks != [fault.rank]:
+        return [f"the guilty ranks are said to be {ranks}, not rank {fault.rank}"]
+    problems = _place(fault, "\n".join(words for _, words in accused), PLACES[fault.place])
+    if fault.kind == "stop" and fault.place in ("forward", "backward"):
+        where = WAITING.format(place=fault.place, rank=fault.rank)
+        problems += [] if re.search(where, said) else [f"nobody waits for it in a layer: {where}"]
+    return problems
+
+
+def _place(fault: Fault, words: str, place: str) -> list[str]:
+    wanted = PLACES_OF_KIND.get((fault.kind, fault.place), place)
+    return [] if re.search(wanted, words) else [f"the place {wanted!r} is not in {words!r}"]
 
 
 def _going_on(resumed: Ended, folder: Path, good: object) -> list[str]:

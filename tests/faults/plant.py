@@ -7,6 +7,7 @@ wrapping what every recipe calls of torch, accelerate and transformers.
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,10 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.S
 DAMAGES: tuple[Kind, ...] = ("truncate", "flip", "delete")
 ALLOWED_BYTES = 2**15
 """Of each file on a disk that is full. A rank's error, left for its launcher, is not longer."""
+ALLOWED_BYTES_OF_OTHERS = 2**13
+"""For ranks other than 0, whose files are smaller."""
+STRUCK_FILE = "struck.txt"
+"""In the run folder: when the fault struck, by the machine's monotonic clock."""
 
 
 class PlantedError(Exception):
@@ -55,8 +60,8 @@ class Fault:
 def faults(num_ranks: int) -> list[Fault]:
     """Every kind at every place where it means something, in every rank.
 
-    Numbers are spoiled where numbers are made, disks are full where rank 0 writes large files, and
-    files are damaged after they were written.
+    Numbers are spoiled where numbers are made, disks are full where a rank writes large files (the
+    final model is rank 0's), and files are damaged after they were written.
     """
     where: dict[Kind, tuple[Place, ...]] = {kind: get_args(Place) for kind in get_args(Kind)}
     where |= {"nan": ("start", "forward", "backward", "optimizer"), "full disk": ("save", "final")}
@@ -65,7 +70,7 @@ def faults(num_ranks: int) -> list[Fault]:
         Fault(kind, place, rank)
         for kind, places in where.items()
         for place in places
-        for rank in range(1 if kind == "full disk" else num_ranks)
+        for rank in range(1 if (kind, place) == ("full disk", "final") else num_ranks)
     ]
 
 
@@ -85,15 +90,17 @@ class _Planted:
         if int(os.environ["RANK"]) != self.fault.rank:
             return False
         kind = self.fault.kind
-        self.struck = (
-            kind != "nan"
-        )  # which has a cause, and so is there again if the step is run again
+        if not Path(STRUCK_FILE).exists():
+            Path(STRUCK_FILE).write_text(str(time.monotonic()))
+        # A NaN has a cause, and so is there again if the step is run again.
+        self.struck = kind != "nan"
         if kind in SIGNALS:
             os.kill(os.getpid(), SIGNALS[kind])
         elif kind == "exception":
             raise PlantedError("planted")
         elif kind == "full disk":  # Python ignores SIGXFSZ
-            resource.setrlimit(resource.RLIMIT_FSIZE, (ALLOWED_BYTES, resource.RLIM_INFINITY))
+            allowed = ALLOWED_BYTES_OF_OTHERS if self.fault.rank else ALLOWED_BYTES
+            resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, resource.RLIM_INFINITY))
         return kind == "nan"
 
     def _is_time(self, place: Place) -> bool:
@@ -133,11 +140,10 @@ def _before(owner: type, name: str, first: Callable[..., Any]) -> None:
 def _wrap_prepare(it: _Planted) -> None:
     stock = Accelerator.prepare
 
-    def prepare(
-        accelerator: Accelerator, model: torch.nn.Module, *rest: Any, **options: Any
-    ) -> Any:
+    def prepare(accelerator: Accelerator, model: Any, *rest: Any, **options: Any) -> Any:
         prepared = stock(accelerator, model, *rest, **options)
-        if it.strike_at("start"):
+        # Trainers prepare their loader of data first.
+        if isinstance(model, torch.nn.Module) and it.strike_at("start"):
             spoil(next(model.parameters()))  # not before: all ranks take the weights of rank 0
         return prepared
 

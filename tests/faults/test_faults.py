@@ -8,9 +8,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.judge import LIMIT_S, Good, tried
+from tests.faults.judge import HARNESS_S, Good, tried
 from tests.faults.plant import Fault, faults
-from tests.faults.trial import Recipe, make_folder, of_session, outcome, run_job, start_job
+from tests.faults.trial import (
+    Job,
+    Recipe,
+    make_folder,
+    of_session,
+    outcome,
+    run_job,
+    start_job,
+)
 
 CHOSEN: dict[Recipe, list[Fault]] = {
     "finetune": [
@@ -42,7 +50,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
 def test_a_job_ends_and_the_next_start_goes_on(
     recipe: Recipe, fault: Fault, good: Good, tmp_path: Path
 ) -> None:
-    assert tried(fault, tmp_path / "run", 2, recipe, good) == []
+    assert tried(fault, tmp_path / "run", Job(recipe, 2), good) == []
 
 
 def test_an_output_is_of_one_job_and_one_model_also_beside_a_killed_launcher(
@@ -50,14 +58,14 @@ def test_an_output_is_of_one_job_and_one_model_also_beside_a_killed_launcher(
 ) -> None:
     """A second job beside one that hangs is refused; once the launcher is killed, one with another
     config too; and then the same command goes on, from the lock that was left."""
-    folder = make_folder(tmp_path / "run", 2)
+    folder = make_folder(tmp_path / "run", Job("finetune", 2))
     command, checkpoint = ["--resume", "auto"], folder / "out/checkpoints/step_000002"
     first = start_job(folder, tmp_path / "first.txt", command, Fault("stop", "forward", 1))
     try:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + HARNESS_S
         while not stopped(first.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
-        refused = run_job(folder, command, None, LIMIT_S)
+        refused = run_job(folder, command, None, HARNESS_S)
         assert refused.exit_code == 1
         assert re.search(r"out' is in use: process \d+ on .* writes there", refused.said)
         assert first.is_alive()
@@ -69,15 +77,15 @@ def test_an_output_is_of_one_job_and_one_model_also_beside_a_killed_launcher(
     assert not of_session(first.pid), "a rank that was stopped outlived its launcher"
     config, model = folder / "config.json", (folder / "config.json").read_text()
     config.write_text(json.dumps(json.loads(model) | {"num_hidden_layers": 3}))
-    other = run_job(folder, command, None, LIMIT_S)
+    other = run_job(folder, command, None, HARNESS_S)
     assert other.exit_code == 1
     assert "the lock of a job that is over is taken over" in other.said
     assert "config.num_hidden_layers is 3, the run has 2" in other.said
     config.write_text(model)
-    ended = run_job(folder, command, None, LIMIT_S)
+    ended = run_job(folder, command, None, HARNESS_S)
     assert f"going on from {checkpoint.relative_to(folder)}" in ended.said
     assert (ended.exit_code, ended.orphans) == (0, [])
-    assert outcome(folder) == good("finetune", 2)
+    assert outcome(folder) == good(Job("finetune", 2))
 
 
 def stopped(session: int) -> bool:
@@ -92,4 +100,4 @@ def test_the_chosen_ones_cover_kinds_places_and_ranks() -> None:
     for names in ("kind", "place", "rank"):
         assert {getattr(f, names) for f in chosen} == {getattr(f, names) for f in faults(2)}
     for num_ranks in (2, 4):
-        assert len(set(faults(num_ranks))) == len(faults(num_ranks)) == 31 * num_ranks + 2
+        assert len(set(faults(num_ranks))) == len(faults(num_ranks)) == 32 * num_ranks + 1

@@ -17,24 +17,42 @@ import psutil
 import yaml
 
 from longctx_patch.recipes.metrics import read_metrics
-from tests.faults.plant import SAVE_EVERY, STEPS, Fault, plant
+from tests.faults.plant import SAVE_EVERY, STEPS, STRUCK_FILE, Fault, plant
 from tests.tiny_llama import TINY_LLAMA
 
 SLOW_TO_LOAD = [
     *("longctx_patch.cli.train", "longctx_patch.recipes.finetune", "accelerate.commands.launch"),
     *("longctx_patch.recipes.sft", "trl.trainer.sft_trainer"),
+    *("longctx_patch.recipes.dpo", "trl.trainer.dpo_trainer"),
     *("transformers.models.llama.modeling_llama", "peft", "tests.faults.plant"),
 ]
 NUMBERS = ("step", "loss", "grad_norm", "learning_rate")
-Recipe = Literal["finetune", "sft"]
+Recipe = Literal["finetune", "sft", "dpo"]
+TRAINERS: dict[str, Any] = {
+    **{"output_dir": "out", "save_steps": SAVE_EVERY, "logging_steps": 1, "report_to": "none"},
+    **{"use_cpu": True, "disable_tqdm": True},
+}
 OWN_SETTINGS: dict[Recipe, dict[str, Any]] = {
     "finetune": {"text": "text.txt", "output": "out", "save_every": SAVE_EVERY},
-    "sft": {
-        **{"data": ["rows.jsonl"], "output_dir": "out", "save_steps": SAVE_EVERY},
-        **{"logging_steps": 1, "report_to": "none", "use_cpu": True, "disable_tqdm": True},
-    },
+    "sft": {"data": ["rows.jsonl"], **TRAINERS},
+    "dpo": {"data": ["pairs.jsonl"], **TRAINERS},
 }
 """Paths are taken from the run folder, in which jobs are started."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe over some processes of this machine."""
+
+    recipe: Recipe
+    num_ranks: int
+    num_replicas: int = 1
+    """Each of as many ranks."""
+
+    @property
+    def name(self) -> str:
+        replicas = f" in {self.num_replicas} replicas" if self.num_replicas > 1 else ""
+        return f"{self.recipe} on {self.num_ranks} ranks{replicas}"
 
 
 @dataclass(frozen=True)
@@ -43,7 +61,8 @@ class Ended:
 
     exit_code: int | None
     """None: it had not ended in time, and was killed."""
-    seconds: float
+    seconds_after: float | None
+    """From the moment at which the fault struck; None: it did not."""
     said: str
     orphans: list[str]
     """Processes that outlived the launcher by more than two seconds, or the limit."""
@@ -51,17 +70,18 @@ class Ended:
 
 def run_job(folder: Path, options: list[str], fault: Fault | None, limit_s: float) -> Ended:
     """Run the job of a run folder; `options` are the recipe's."""
-    log = folder / "said.txt"
-    began = time.monotonic()
+    log, struck = folder / "said.txt", folder / STRUCK_FILE
+    struck.unlink(missing_ok=True)
     launcher = start_job(folder, log, options, fault)
     launcher.join(limit_s)
-    seconds, exit_code = time.monotonic() - began, launcher.exitcode
+    ended, exit_code = time.monotonic(), launcher.exitcode
     left = _outliving(launcher.pid, 2.0 if exit_code is not None else 0.0)
     names = [f"{process.pid}: {process.status()}" for process in left]
     for process in left:
         process.kill()
     launcher.join()
     said = log.read_text(errors="replace") if log.exists() else ""
+    seconds = ended - float(struck.read_text()) if struck.exists() else None
     return Ended(exit_code, seconds, said, names)
 
 
@@ -117,29 +137,44 @@ def of_session(session: int | None) -> list[psutil.Process]:
     return found
 
 
-def make_folder(folder: Path, num_ranks: int, recipe: Recipe = "finetune", **settings: Any) -> Path:
+def make_folder(folder: Path, job: Job, **settings: Any) -> Path:
     """A run folder for a tiny model over ranks of this machine's CPU."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
-    lines = [f"{number} times {number + 3} is {number * (number + 3)}.\n" for number in range(200)]
-    (folder / "text.txt").write_text("".join(lines))
-    tokens = [{"input_ids": [*line.encode()]} for line in lines[:40]]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tokens))
+    _write_data(folder)
+    ring = job.num_ranks // job.num_replicas
+    replicas = {"parallelism_config_dp_replicate_size": job.num_replicas}
     launch = {
         **{"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU"},
-        **{"use_cpu": False, "num_machines": 1, "machine_rank": 0, "num_processes": num_ranks},
-        **{"mixed_precision": "no", "gpu_ids": ",".join(["-1"] * num_ranks)},
-        "parallelism_config": {"parallelism_config_cp_size": num_ranks},
+        **{"use_cpu": False, "num_machines": 1, "machine_rank": 0, "num_processes": job.num_ranks},
+        **{"mixed_precision": "no", "gpu_ids": ",".join(["-1"] * job.num_ranks)},
+        "parallelism_config": {"parallelism_config_cp_size": ring}
+        | (replicas if job.num_replicas > 1 else {}),
     }
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(launch))
     values = {
         **{"model": str(folder / "config.json"), "tokenizer": "bytes", "seq_len": 64},
-        **{"full": True, "ring": num_ranks, "max_steps": STEPS, "learning_rate": 0.01},
-        **OWN_SETTINGS[recipe],
+        **{"full": True, "ring": ring, "max_steps": STEPS, "learning_rate": 0.01},
+        **OWN_SETTINGS[job.recipe],
         **settings,
     }
-    (folder / f"{recipe}.yaml").write_text(yaml.safe_dump(values))
+    (folder / f"{job.recipe}.yaml").write_text(yaml.safe_dump(values))
     return folder
+
+
+def _write_data(folder: Path) -> None:
+    """For each of the recipes."""
+    lines = [f"{number} times {number + 3} is {number * (number + 3)}.\n" for number in range(200)]
+    (folder / "text.txt").write_text("".join(lines))
+    rows = [{"input_ids": [*line.encode()]} for line in lines[:40]]
+    pairs = [
+        {"prompt": f"{number} times 3 is ", "chosen": f"{number * 3}.", "rejected": "many."}
+        for number in range(40)
+    ]
+    tables: dict[str, list[Any]] = {"rows": rows, "pairs": pairs}
+    for name, records in tables.items():
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (folder / f"{name}.jsonl").write_text(text)
 
 
 def outcome(folder: Path) -> tuple[list[tuple[float, ...]], str]:

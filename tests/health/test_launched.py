@@ -81,7 +81,10 @@ def test_a_rank_that_is_killed_ends_the_job_by_name(tmp_path: Path) -> None:
     job = ended(tmp_path, "kill")
     assert job.code != 0
     pid = (tmp_path / "pid_1").read_text()
-    assert f"rank 1 (process {pid}) is gone, and rank 0 failed in step 5: all_reduce" in job.said
+    gone = (
+        f"rank 1 (process {pid}) is gone, last seen in step 5; rank 0 failed in step 5: all_reduce"
+    )
+    assert gone in job.said
 
 
 def test_orphans_of_a_killed_launcher_end(tmp_path: Path) -> None:

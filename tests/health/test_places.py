@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from longctx_patch import LongContextConfig, patch
-from longctx_patch.health.places import Place, place_here, place_of_error, stacks
+from longctx_patch.health.places import (
+    OWN_THREADS,
+    Place,
+    place_here,
+    place_of_error,
+    stacks,
+)
 from tests.harness import run_distributed
 from tests.hf.tiny import tiny_model
 
@@ -37,6 +43,46 @@ def test_every_thread_has_its_frames() -> None:
         go_on.set()
     assert any(frame.endswith(" wait") and "test_places" in frame for frame in frames["holds"])
     assert place_here().code.startswith("health/places.py")
+
+
+def in_file(name: str, function: str) -> Any:
+    """A function in a file of this name: it releases a lock, and waits for another one, which takes
+    no frame of Python's."""
+    made: dict[str, Any] = {}
+    code = f"def {function}(came, go_on): came.release(), go_on.acquire()"
+    exec(compile(code, name, "exec"), made)
+    return made[function]
+
+
+def held_lock() -> Any:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def test_a_thread_that_saves_does_not_hide_where_the_training_waits() -> None:
+    """Both wait for other ranks. Where the training doesn't, the other thread is meant."""
+    saves, saved, trains, trained = (held_lock() for _ in range(4))
+    places = [Place("before")]
+
+    def look(comes: Any, goes_on: Any) -> None:
+        comes.acquire()
+        places.append(place_here())
+        if goes_on:
+            goes_on.release()
+
+    saving = in_file("torch/distributed/distributed_c10d.py", "all_gather")
+    training = in_file("torch/distributed/distributed_c10d.py", "all_reduce")
+    name = f"{OWN_THREADS}-of-the-test"
+    with held_by(lambda: saving(saves, saved)):
+        watcher = threading.Thread(target=look, args=(saves, None), name=name)
+        watcher.start()
+        watcher.join()
+        threading.Thread(target=look, args=(trains, trained), name=name).start()
+        training(trains, trained)
+        saved.release()
+    found = [place.exchange.split(" ")[0] for place in places]
+    assert found == ["", "all_gather", "all_reduce"]
 
 
 def place_in_layer(rank: int, backward: bool) -> Place | None:

@@ -38,6 +38,20 @@ def test_a_step_may_take_ten_medians_and_two_minutes_at_least() -> None:
     assert (str(progress.at), progress.limit_s()) == ("the end, after step 4", 700.0)
 
 
+def test_what_another_thread_does_is_said_until_it_has_ended() -> None:
+    marks: list[str] = []
+    progress = Progress(TimeLimits(), Clock(), mark=marks.append)
+    progress.done(4)
+    progress.beside("step_000004 is written")
+    progress.done(5)
+    progress.beside("")
+    assert str(progress.at) == "step 6"
+    assert marks[1:] == [
+        *("step 5", "step 5 (while step_000004 is written)"),
+        *("step 6 (while step_000004 is written)", "step 6"),
+    ]
+
+
 def test_a_given_limit_of_a_step_holds() -> None:
     progress = Progress(TimeLimits(step_s=3.0), Clock())
     progress.done(8)

@@ -127,9 +127,12 @@ def test_a_process_whose_launcher_is_gone_ends(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_that_is_stopped_is_found_in_a_phase_that_may_take_long(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Saving and starting may take half an hour, but a process that is stopped doesn't save."""
+    """Saving and starting may take half an hour, but a process that is stopped doesn't save. Its
+    trail is newer than its last sign of life."""
+    trail = tmp_path / "trail"
+    trail.write_text("saving after step 9\0\0")
     peer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     try:
         peer.send_signal(signal.SIGSTOP)
@@ -137,14 +140,37 @@ def test_a_rank_that_is_stopped_is_found_in_a_phase_that_may_take_long(
         with watching(ends, None, TimeLimits(step_s=0.2)) as dog:
             host, _, _ = dog._identity
             born = family.born_at(peer.pid)
-            dog._teller.peers = {1: Beat(1, 3, "save", 4, 1.0, "saving", host, peer.pid, born)}
+            beat = Beat(1, 3, "step", 4, 1.0, "step 4", host, peer.pid, born, trail=str(trail))
+            dog._teller.peers = {1: beat}
             assert ends.came.wait(WAIT_S)
         assert peer.wait(WAIT_S) == -signal.SIGKILL
     finally:
         peer.kill()
     said = capsys.readouterr().err
     assert "watchdog: rank 1 has been stopped for 0 s, so the job ends" in said
-    assert "was stopped by a signal; last seen in saving" in said
+    assert "was stopped by a signal; last seen in saving after step 9." in said
+
+
+def test_an_error_by_a_rank_that_is_gone_names_that_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the start, and with what it was busy with."""
+    trail = tmp_path / "trail"
+    trail.write_text("step 1\0")
+
+    def fails() -> None:
+        with watching(Ends(), None, TimeLimits()) as dog:
+            host, pid, born = dog._identity
+            dog._teller.peers = {
+                1: Beat(1, 3, "start", 0, 1.0, "", host, pid, born + 1, "", False, str(trail))
+            }
+            raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        fails()
+    said = capsys.readouterr().err
+    assert "is gone, last seen in step 1; rank 0 failed in the start, before" in said
+    assert "Connection closed by peer" in said
 
 
 def test_an_error_is_named_with_its_step_and_place(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint import CheckpointException
 from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.checkpoints.retention import Retention
+from longctx_patch.health.limits import TimeLimits
+from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.metrics import read_metrics
@@ -204,6 +206,30 @@ def test_an_error_is_not_replaced_by_that_of_a_checkpoint(
     assert (
         "besides, the last checkpoint could not be written: Checkpoint" in capsys.readouterr().err
     )
+
+
+def test_the_watchdog_is_told_what_is_written_and_where_an_error_was(
+    state: TrainState, make_keeper: MakeKeeper
+) -> None:
+    """A failure in step 4 is none "in saving", though the checkpoint before it fails as well."""
+    dog = Watchdog(TimeLimits())
+    seen: list[str] = []
+    dog.done(state.step)
+    place = str(dog._progress.at)
+
+    def fails(folder: Path, _: object) -> None:
+        seen.append(str(dog._progress.at))
+        raise OSError("a checkpoint that fails")
+
+    def save_and_fail() -> None:
+        with make_keeper(fails, waiting=dog.saving, beside=dog.beside) as keeper:
+            keeper.save(state)
+            raise ValueError("a step that went wrong")
+
+    with pytest.raises(ValueError, match="a step that went wrong"):
+        save_and_fail()
+    assert str(dog._progress.at) == place
+    assert f"(while step_{state.step:06d} is written)" in seen[0]
 
 
 def test_training_waits_for_what_takes_longer_than_it_may(

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from longctx_patch.checkpoints.manifest import write_manifest
 from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.launch import one_message
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.saving.disk import CantWriteError, explained_disk
+from longctx_patch.recipes.saving.disk import CantWriteError, SavingError, explained_disk
 from tests.faults.plant import ALLOWED_BYTES, Fault
-from tests.faults.trial import make_folder, run_job
+from tests.faults.trial import Job, make_folder, run_job
 
 BIG = torch.zeros(10 * ALLOWED_BYTES)
 
@@ -103,6 +104,27 @@ def test_other_errors_stay_what_they_are(error: Exception, tmp_path: Path) -> No
     assert told.value is error
 
 
+def raise_of_rank(rank: int, error: BaseException) -> None:
+    """As torch's checkpoints do on every rank, with all tracebacks in its text."""
+    try:
+        raise error
+    except OSError as caught:
+        raise CheckpointException("write", {rank: _wrap_exception(caught)}) from None
+
+
+def test_of_torch_s_error_the_rank_that_failed_is_named(tmp_path: Path) -> None:
+    """Not the one that says it, whose disk may have room."""
+    file = tmp_path / "state"
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+    with pytest.raises(CantWriteError) as told, explained_disk(tmp_path, steps_of(tmp_path)):
+        raise_of_rank(3, full)
+    assert str(told.value).startswith(f"rank 3 could not write {file}: No space left on device.")
+    with pytest.raises(SavingError) as other, explained_disk(tmp_path, steps_of(tmp_path)):
+        raise_of_rank(2, PermissionError("not yours"))
+    assert str(other.value).startswith("rank 2 failed in saving or reading ")
+    assert str(other.value).endswith(": PermissionError: not yours")
+
+
 def test_a_run_ends_with_one_message_and_goes_on(
     config_file: Path, text_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -129,7 +151,7 @@ def test_a_run_ends_with_one_message_and_goes_on(
 
 def test_of_a_job_one_rank_speaks(tmp_path: Path) -> None:
     """And `longctx train` ends with 1."""
-    folder = make_folder(tmp_path / "run", 2)
+    folder = make_folder(tmp_path / "run", Job("finetune", 2))
     ended = run_job(folder, ["--resume", "auto"], Fault("full disk", "save", 0), 100)
     assert ended.exit_code == 1
     assert ended.said.count("finetune: rank 0 could not write out/checkpoints/step_000004") == 1
