@@ -10,10 +10,10 @@ nets see Yang et al. 2024 (arXiv 2412.06464), for Mamba-2 section 8.2 of Dao and
 (arXiv 2405.21060).
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 from longctx_patch.plans.traffic import Traffic
@@ -139,18 +139,20 @@ def make_chain(layout: Layout, documents: Documents) -> Chain:
 
 
 def _cut(layout: Layout, rank: int, edges: list[int]) -> Iterator[Segment]:
-    """The segments of one rank; where documents end, a new one begins."""
+    """The segments of one rank; where documents end, a new one begins. `edges` have the end too."""
     for tokens, slots in _joined(slots_of(layout.intervals[rank])):
-        for document, (start, stop) in enumerate(pairwise(edges)):
-            part = tokens.intersect(Interval(start, stop))
-            if part.size:
-                yield Segment(
-                    tokens=part,
-                    slots=part.shift(slots.start - tokens.start),
-                    rank=rank,
-                    document=document,
-                    begins=part.start == start,
-                )
+        start, document = tokens.start, bisect_right(edges, tokens.start) - 1
+        while start < tokens.stop:
+            stop = min(tokens.stop, edges[document + 1])
+            part = Interval(start, stop)
+            yield Segment(
+                tokens=part,
+                slots=part.shift(slots.start - tokens.start),
+                rank=rank,
+                document=document,
+                begins=start == edges[document],
+            )
+            start, document = stop, document + 1
 
 
 def _joined(runs: list[tuple[Interval, Interval]]) -> list[tuple[Interval, Interval]]:

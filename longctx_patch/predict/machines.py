@@ -193,6 +193,8 @@ _FLASH_ATTN_2 = KernelRates(
 
 # Estimated, not measured: 0.2, 0.1 and 0.25 of the rate of large matrix products. These kernels
 # compute small products and pass states from chunk to chunk; a decay per channel adds work to each.
+# A measured rate is `run_flops(shape, shape.value_dim) * tokens / seconds` for the forward of a
+# whole shard, which benchmarks/recurrence.py times; then `is_measured` is set.
 _H200_RECURRENT = RecurrentRates(
     delta_rule=137e12, delta_rule_by_channel=69e12, state_space=171e12, is_measured=False
 )

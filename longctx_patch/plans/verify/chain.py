@@ -1,5 +1,6 @@
 """Proof that a chain is that of a row, by other means than it was made by."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
 from longctx_patch.plans.chain import Chain, Needs
@@ -44,13 +45,15 @@ def _raise(what: str, complaints: list[str]) -> None:
 
 
 def _complaints(chain: Chain, layout: Layout, documents: Documents) -> Iterator[str]:
-    starts, end = set(documents.edges), 0
+    edges, end = documents.edges, 0
+    starts = set(edges)
     for number, segment in enumerate(chain.segments):
         where, tokens = f"segment {number} of tokens {tuple(segment.tokens)[:2]}", segment.tokens
         if tokens.start != end or not tokens.size:
             yield f"order: {where} does not go on from token {end}"
         end = tokens.stop
-        if any(tokens.start < edge < tokens.stop for edge in documents.edges):
+        after = bisect_right(edges, tokens.start)
+        if any(edge < tokens.stop for edge in edges[after : after + 1]):
             yield f"documents: {where} reaches over the end of a document"
         if segment.begins != (tokens.start in starts):
             yield f"documents: {where} begins one: {segment.begins}"

@@ -13,12 +13,14 @@ from longctx_patch import LongContextConfig, patch
 from longctx_patch.choose.recurrence import row_of
 from longctx_patch.engine.groups import virtual_group
 from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.family import CONVOLUTION
 from longctx_patch.hf.model.recurrence import layer_traffic, recurrent_layers
 from longctx_patch.plans.recurrent import RecurrentWay
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 from tests.hf.call.test_mixers import (
+    CHAINED,
     DOCUMENTS,
     LENGTH,
     TOLERANCE,
@@ -40,6 +42,7 @@ WAYS = {
 }
 FAMILIES = [name for name in ("qwen3_5_text", "bamba", "kimi_linear") if name in SUPPORTED]
 """Two key heads for four value heads; two groups for eight heads; a decay per channel."""
+CONVOLUTIONS = [name for name in CHAINED if CONVOLUTION in SUPPORTED[name].features]
 
 
 @pytest.mark.parametrize("lengths", WAYS, ids=["plain", "packed"])
@@ -52,6 +55,17 @@ def test_exchanged_heads_are_exact(family: str, lengths: tuple[int, ...]) -> Non
         found = errors(sharded_step(model, config, lengths), wanted)
         wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
         assert not wrong, (config.degrees_in_words, config.layout, config.checkpoint, wrong)
+
+
+OTHERS = [name for name in CHAINED if name not in (*FAMILIES, *CONVOLUTIONS)]
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_family_is_exact(family: str) -> None:
+    model = model_of(family)
+    wanted = stock_step(copy.deepcopy(model), (LENGTH,))
+    found = errors(sharded_step(model, HEADS, (LENGTH,)), wanted)
+    assert not {name: error for name, error in found.items() if not error < TOLERANCE}
 
 
 IN_HALF = [(name, "heads", torch.bfloat16) for name in FAMILIES if name != "bamba"]
