@@ -1,7 +1,7 @@
 """Every fault of every kind, place and rank: `make test-fault-grid`.
 
-Both recipes with all faults on 2 and 4 processes; DPO and a mesh of replicas with one fault of each
-kind; and a resume from a checkpoint of which one file of each kind is damaged.
+Both recipes with all faults on 2 and 4 processes; DPO, a plain trainer and a mesh of replicas with
+one fault of each kind; and a resume from a checkpoint of which one file of each kind is damaged.
 """
 
 import shutil
@@ -24,6 +24,7 @@ SOME = (
     Fault("flip", "save", 1),
 )
 WIDER = {
+    Job("trainer", 2): tuple(each for each in SOME if each.kind != "full disk"),
     Job("dpo", 2): SOME,
     Job("finetune", 4, num_replicas=2): (*SOME, Fault("nan", "backward", 3)),
 }

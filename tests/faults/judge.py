@@ -7,11 +7,14 @@ from typing import get_args
 from tests.faults.plant import BAD_STEP, DAMAGES, SAVE_EVERY, STEPS, Fault, Kind, Place, damage
 from tests.faults.trial import Ended, Job, make_folder, outcome, run_job
 
-STEP_TIMEOUT_S = 5.0
-TIMEOUTS = {"start_timeout": 60, "step_timeout": STEP_TIMEOUT_S, "save_timeout": STEP_TIMEOUT_S}
+STEP_TIMEOUT_S = 8.0
+COMMAND = ["--resume", "auto"]
+LIMITED = [*COMMAND, "--step-timeout", f"{STEP_TIMEOUT_S}", "--save-timeout", f"{STEP_TIMEOUT_S}"]
+"""For a job with a rank that is stopped."""
 LATE_S = 10.0
 """The bound of the promise: a job ends so much later than its time limit at most, counted from the
-moment at which the fault strikes."""
+moment at which the fault strikes. Faults other than a stopped rank wait for no limit, and have the
+same bound."""
 HARNESS_S = 150.0
 """After which the harness kills a job, which has failed its trial then. It promises nothing: a
 machine that others use may start a job late."""
@@ -66,7 +69,7 @@ class Good:
     def __call__(self, job: Job) -> object:
         if job not in self._found:
             folder = make_folder(self._folder / job.name, job)
-            ended = run_job(folder, [], None, HARNESS_S)
+            ended = run_job(folder, COMMAND, None, HARNESS_S)
             assert ended.exit_code == 0, ended.said
             self._found[job] = outcome(folder)
         return self._found[job]
@@ -78,17 +81,17 @@ def tried(fault: Fault, folder: Path, job: Job, good_runs: Good) -> list[str]:
     if fault.kind in DAMAGES:
         problems = killed_at_its_end(folder, job, fault.rank)
         return problems or recovered(folder, _file_of(fault.rank, folder), fault.kind, good)
-    make_folder(folder, job, **TIMEOUTS)
-    ended = run_job(folder, ["--resume", "auto"], fault, HARNESS_S)
-    resumed = run_job(folder, ["--resume", "auto"], None, HARNESS_S)
+    make_folder(folder, job)
+    ended = run_job(folder, LIMITED if fault.kind == "stop" else COMMAND, fault, HARNESS_S)
+    resumed = run_job(folder, COMMAND, None, HARNESS_S)
     return [*_ending(fault, ended), *_going_on(resumed, folder, good)]
 
 
 def killed_at_its_end(folder: Path, job: Job, rank: int) -> list[str]:
     """Make a folder whose job was killed after its last checkpoint, which is whole."""
-    make_folder(folder, job, **TIMEOUTS)
+    make_folder(folder, job)
     fault = Fault("kill", "final", rank)
-    problems = _ending(fault, run_job(folder, ["--resume", "auto"], fault, HARNESS_S))
+    problems = _ending(fault, run_job(folder, COMMAND, fault, HARNESS_S))
     whole = (newest_checkpoint(folder) / "manifest.json").exists()
     return [*problems, *([] if whole else ["the last checkpoint is not complete"])]
 
@@ -112,7 +115,7 @@ def recovered(folder: Path, file: Path, kind: Kind, good: object) -> list[str]:
     name = file.relative_to(newest_checkpoint(folder)).as_posix()
     before = newest_checkpoint(folder, STEPS - SAVE_EVERY).name
     damage(file, kind)
-    resumed = run_job(folder, ["--resume", "auto"], None, HARNESS_S)
+    resumed = run_job(folder, COMMAND, None, HARNESS_S)
     wanted = (
         rf"a checkpoint is (damaged|incomplete): \S+: {re.escape(name)} (is|has) ",
         rf"going on from \S+/{before}, in which every file is whole",

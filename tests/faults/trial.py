@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,9 +26,11 @@ SLOW_TO_LOAD = [
     *("longctx_patch.recipes.sft", "trl.trainer.sft_trainer"),
     *("longctx_patch.recipes.dpo", "trl.trainer.dpo_trainer"),
     *("transformers.models.llama.modeling_llama", "peft", "tests.faults.plant"),
+    "tests.faults.plain_trainer",
 ]
 NUMBERS = ("step", "loss", "grad_norm", "learning_rate")
-Recipe = Literal["finetune", "sft", "dpo"]
+Recipe = Literal["finetune", "sft", "dpo", "trainer"]
+"""The last one is no recipe: a script of a user's, `plain_trainer.py`."""
 TRAINERS: dict[str, Any] = {
     **{"output_dir": "out", "save_steps": SAVE_EVERY, "logging_steps": 1, "report_to": "none"},
     **{"use_cpu": True, "disable_tqdm": True},
@@ -36,6 +39,7 @@ OWN_SETTINGS: dict[Recipe, dict[str, Any]] = {
     "finetune": {"text": "text.txt", "output": "out", "save_every": SAVE_EVERY},
     "sft": {"data": ["rows.jsonl"], **TRAINERS},
     "dpo": {"data": ["pairs.jsonl"], **TRAINERS},
+    "trainer": {},
 }
 """Paths are taken from the run folder, in which jobs are started."""
 
@@ -105,12 +109,15 @@ def _launch(folder: Path, log: Path, options: list[str], fault: Fault | None) ->
     os.chdir(folder)
     from longctx_patch.cli.train import FLAGS, start
 
+    # Where the job's processes look for what they run.
+    sys.modules["longctx_patch.recipes.trainer"] = import_module("tests.faults.plain_trainer")
+    flags = FLAGS | {"trainer": "--settings"}
     if fault is not None:
         plant(fault)
     (settings,) = (
-        folder / f"{recipe}.yaml" for recipe in FLAGS if (folder / f"{recipe}.yaml").exists()
+        folder / f"{recipe}.yaml" for recipe in flags if (folder / f"{recipe}.yaml").exists()
     )
-    given = [FLAGS[settings.stem], str(settings), *options]
+    given = [flags[settings.stem], str(settings), *options]
     try:
         start(folder / "accelerate.yaml", settings.stem, given, forks=True)
     finally:
