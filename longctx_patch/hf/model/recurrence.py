@@ -50,8 +50,12 @@ def recurrent_layers(config: Any, *, batch: int = 1, itemsize: int = 2) -> Recur
 
 
 def layer_traffic(layers: RecurrentLayers, row: Row, way: RecurrentWay) -> tuple[ChainTraffic, ...]:
-    """What each rank sends for one of the layers. Outputs of Mamba-2 are counted in the model's
-    dtype, as its kernels give them; transformers' torch function gives float32 or wider."""
+    """What each rank sends for one of the layers.
+
+    Keys travel as the newest transformers hands them to the kernel; 5.17 repeats those of gated
+    delta nets for each value head before. Outputs of Mamba-2 are counted in the model's dtype, as
+    its kernels give them; transformers' torch function gives float32 or wider.
+    """
     found = convolution_traffic(layers.channels, layers.reach, layers.channel_bytes, row)
     if layers.recurrence is None:
         return found
