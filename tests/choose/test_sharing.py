@@ -9,6 +9,7 @@ from longctx_patch.choose.groups import left_out, possible_degrees
 from longctx_patch.choose.search import Result, result_of, search
 from longctx_patch.choose.sharing import fastest, reason
 from longctx_patch.choose.tie import TIE
+from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.predict.run.step_time import StepTime
 from tests.predict.run.jobs import llama_job
 
@@ -104,9 +105,11 @@ def test_a_way_within_the_tie_of_the_chosen_one_only_is_slower() -> None:
 def test_recomputed_layers_are_named_as_the_cause() -> None:
     """Rows of other GPUs at the same time leave less room, so that more layers are recomputed."""
     job = llama_job("4xH200", 32768, num_layers=8, rows_per_step=4)
+    again: tuple[LayerPolicy, ...] = ("attention",)
+    kept: tuple[LayerPolicy, ...] = ("none",)
     keeps, recomputes, one = (
-        result_of(job, ulysses=1, ring=1, checkpoint="auto", policies=(*["attention"] * n, *rest))
-        for n, rest in ((0, ["none"] * 8), (8, []), (1, ["none"] * 7))
+        result_of(job, ulysses=1, ring=1, checkpoint="auto", policies=again * n + kept * (8 - n))
+        for n in (0, 8, 1)
     )
     parts = [result.time.parts()["linear"] for result in (keeps, recomputes)]
     wanted = (
