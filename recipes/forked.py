@@ -9,8 +9,8 @@ import signal
 import sys
 from importlib import import_module
 
-from longctx_patch.health.family import die_with_launcher, end_with
 from longctx_patch.health.last_words import say
+from longctx_patch.health.process_tree import die_with_launcher, end_with
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 

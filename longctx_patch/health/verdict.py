@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from longctx_patch.health.beats import Beat
-from longctx_patch.health.family import State
+from longctx_patch.health.process_tree import State
 from longctx_patch.health.teller import Readings
 
 MOST_LINES = 8

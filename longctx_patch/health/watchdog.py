@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from longctx_patch.health import family, flight
+from longctx_patch.health import flight, process_tree
 from longctx_patch.health.beats import Alarm, Beat
 from longctx_patch.health.finite import BadStepError
 from longctx_patch.health.last_words import say, undisturbed
@@ -72,8 +72,8 @@ class Watchdog:
         self._trail = Trail()
         self._progress = Progress(limits or TimeLimits(), mark=self._trail.mark)
         self._folder, self._end = folder, end
-        self._launcher = family.launcher()
-        self._identity = (socket.gethostname(), os.getpid(), family.born_at())
+        self._launcher = process_tree.launcher()
+        self._identity = (socket.gethostname(), os.getpid(), process_tree.born_at())
         self._place: Place | None = None
         self._odd_since: dict[int, float] = {}
         """When ranks of this machine were first seen stopped or gone."""
@@ -163,7 +163,7 @@ class Watchdog:
         """A rank of this machine that is gone without having come to its end, or that has been
         stopped for as long as a step may take. For these no long limit of a start is waited for."""
         for rank, beat in self._peers_here().items():
-            state = "runs" if beat.phase == "end" else family.state_of(beat.pid, beat.born)
+            state = "runs" if beat.phase == "end" else process_tree.state_of(beat.pid, beat.born)
             if state == "runs":
                 self._odd_since.pop(rank, None)
                 continue
@@ -202,7 +202,7 @@ class Watchdog:
     def _speak(self, alarm: Alarm, readings: Readings | None) -> None:
         """Print what the job waits for, or leave that to the rank that does."""
         here = self._peers_here()
-        states = {rank: family.state_of(beat.pid, beat.born) for rank, beat in here.items()}
+        states = {rank: process_tree.state_of(beat.pid, beat.born) for rank, beat in here.items()}
         ranks: Iterable[int] = range(self._teller.world)
         announced, lost = announced_processes(), ""
         if self._teller.world < announced:
@@ -231,9 +231,9 @@ class Watchdog:
         """End this process, with what it has started, and ranks of this machine that are stopped,
         which can't end by themselves."""
         for beat in self._peers_here().values():
-            if family.state_of(beat.pid, beat.born) == "stopped":
-                family.kill(beat.pid, beat.born)
-        family.kill_children()
+            if process_tree.state_of(beat.pid, beat.born) == "stopped":
+                process_tree.kill(beat.pid, beat.born)
+        process_tree.kill_children()
         self._end(1)
 
     def _end_orphan(self) -> None:
@@ -258,7 +258,7 @@ class Watchdog:
         process is."""
         for _ in range(TRIES):
             for rank, beat in self._peers_here().items():
-                if beat.phase != "end" and family.state_of(beat.pid, beat.born) == "gone":
+                if beat.phase != "end" and process_tree.state_of(beat.pid, beat.born) == "gone":
                     where = beat.at_last().at
                     return f"rank {rank} (process {beat.pid}) is gone, last seen in {where}; "
             time.sleep(0.01)

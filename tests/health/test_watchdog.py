@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from longctx_patch.health import family, watchdog
+from longctx_patch.health import process_tree, watchdog
 from longctx_patch.health.beats import Alarm, Beat, Board
 from longctx_patch.health.flight import place_on_device
 from longctx_patch.health.limits import TimeLimits
@@ -119,7 +119,7 @@ def test_it_ends_the_process_also_if_it_finds_no_words(monkeypatch: pytest.Monke
 
 
 def test_a_process_whose_launcher_is_gone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(family, "launcher", lambda: 4_000_000)
+    monkeypatch.setattr(process_tree, "launcher", lambda: 4_000_000)
     ends = Ends()
     with watching(ends, None, TimeLimits()):
         assert ends.came.wait(WAIT_S)
@@ -139,7 +139,7 @@ def test_a_rank_that_is_stopped_is_found_in_a_phase_that_may_take_long(
         ends = Ends()
         with watching(ends, None, TimeLimits(step_s=0.2)) as dog:
             host, _, _ = dog._identity
-            born = family.born_at(peer.pid)
+            born = process_tree.born_at(peer.pid)
             beat = Beat(1, 3, "step", 4, 1.0, "step 4", host, peer.pid, born, trail=str(trail))
             dog._teller.peers = {1: beat}
             assert ends.came.wait(WAIT_S)

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from longctx_patch.health import family
+from longctx_patch.health import process_tree
 
 
 class Parent:
@@ -36,7 +36,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch, pid: int, parent: Parent, *, torch
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if torchs:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    return family.launcher()
+    return process_tree.launcher()
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_launchers_are_known_by_their_names(
     [
         (77, Parent("pt_elastic", "pt_elastic"), 77),
         (1, Parent("python -m torch.distributed.run"), 1),  # of a container
-        (1, Parent("sleep infinity", "sleep", "/usr/bin/sleep"), family.GONE),
-        (1, Parent("/sbin/init", "systemd", ""), family.GONE),
-        (912, Parent("systemd --user", "systemd", "/usr/lib/systemd"), family.GONE),
+        (1, Parent("sleep infinity", "sleep", "/usr/bin/sleep"), process_tree.GONE),
+        (1, Parent("/sbin/init", "systemd", ""), process_tree.GONE),
+        (912, Parent("systemd --user", "systemd", "/usr/lib/systemd"), process_tree.GONE),
     ],
 )
 def test_torchs_launcher_that_is_gone_is_not_mixed_up_with_who_adopts(
@@ -81,7 +81,7 @@ def test_torchs_launcher_that_is_gone_is_not_mixed_up_with_who_adopts(
 ORPHAN = """
 import os, sys, time
 from pathlib import Path
-from longctx_patch.health.family import end_with
+from longctx_patch.health.process_tree import end_with
 end_with(os.getppid() if sys.argv[1] == "parent" else 2**22 + 1, lambda words: print(words))
 print("begins", flush=True)
 time.sleep(float(sys.argv[2]))
