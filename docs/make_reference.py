@@ -45,6 +45,14 @@ that stands in neither table is refused too. The load-balancing loss of experts 
 tokens of a batch, without padding; over the batches and replicas of a step it is their mean by
 tokens.
 
+- The errors are relative, the worst of loss and all gradients, of a tiny model on two ranks, over a
+  ring and by Ulysses, against its stock self in float64: `benchmarks/survey_families.py` writes
+  them. In float32 the stock model itself is about as far from float64. A refused family was run
+  past its refusal, with rows of text alone; the last table has what that gave.
+- Heads of 512, which global layers of Gemma 4 have, are beyond every fused kernel of GPUs
+  ([kernels](kernels.md)). Those layers compute in `torch_eager`, by chunks of 64 MiB of scores in
+  float32: exact, in memory that grows with the length and not with its square, but many times
+  slower. A warning says so when the first such layer runs.
 - No recurrence that transformers 5.23 has is refused for not being affine in its state: those of
   refused families are affine as well, and the table says what is missing.
 - Phi-3.5-MoE draws experts at random in training, on ranks others than in one process. It is exact

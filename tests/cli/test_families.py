@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from longctx_patch.hf.model.checks import TABLE
+from longctx_patch.hf.model.survey import found
 from tests.cli.conftest import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
@@ -15,12 +16,13 @@ def test_every_family_has_a_line(run: Run) -> None:
     result = run("families")
     assert result.exit_code == 0
     lines = result.output.splitlines()
-    assert lines[0].split() == ["MODEL", "TYPE", "NAME", "SUPPORT"]
+    assert lines[0].split() == ["MODEL", "TYPE", "NAME", "FLOAT64", "FLOAT32", "SUPPORT"]
     assert [line.split()[0] for line in lines[1:]] == [family.model_type for family in TABLE]
     for line, family in zip(lines[1:], TABLE, strict=True):
         support = "yes" if family.refusal is None else f"no: {family.refusal}"
         assert f"{family.name} " in line
         assert f"  {support}" in line
+        assert (f"[run: {found(family.model_type)}]" in line) == (family.refusal is not None)
     assert any(line.endswith("yes, sliding window, sinks, router loss") for line in lines)
 
 
@@ -28,7 +30,8 @@ def test_json_has_every_field(run: Run) -> None:
     rows = json.loads(run("families", "--json").output)
     assert [row["model_type"] for row in rows] == [family.model_type for family in TABLE]
     gemma_2 = next(row for row in rows if row["model_type"] == "gemma2")
-    assert gemma_2.keys() == {"model_type", "name", "features", "logits", "refusal"}
+    assert gemma_2.keys() == {"model_type", "name", "features", "logits", "refusal", "survey"}
+    assert gemma_2["survey"].keys() == {"ring", "Ulysses"}
     assert (gemma_2["features"], gemma_2["refusal"]) == (["sliding window", "softcap"], None)
 
 

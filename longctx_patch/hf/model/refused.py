@@ -6,6 +6,7 @@ compares it with its stock self.
 """
 
 from longctx_patch.hf.model.family import Family, refused
+from longctx_patch.hf.model.refused_seeing import SEEING
 
 REFUSED: tuple[Family, ...] = (
     *refused(
@@ -167,23 +168,5 @@ REFUSED: tuple[Family, ...] = (
             "gemma4_unified_assistant": "Gemma 4 unified (assistant)",
         },
     ),
-    *refused(
-        "it reads images or sound beside text, and is not compared with one process; train its "
-        "text model where it has one",
-        {
-            "cohere_compass_text": "Cohere Compass (text)",
-            "dots3_note": "dots3 (with images)",
-            "emu3": "Emu3",
-            "fuyu": "Fuyu",
-            "git": "GIT",
-            "got_ocr2": "GOT-OCR 2",
-            "mllama": "Llama 3.2 (with images)",
-            "moshi": "Moshi",
-            "moss_transcribe_diarize": "MOSS Transcribe",
-            "musicgen": "MusicGen",
-            "musicgen_melody": "MusicGen (melody)",
-            "phi4_multimodal": "Phi-4-multimodal",
-            "qwen4_exp": "Qwen4-Exp",
-        },
-    ),
+    *SEEING,
 )

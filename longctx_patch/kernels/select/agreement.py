@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping
 from longctx_patch.kernels.base import Kernel, KernelRequest
 from longctx_patch.kernels.select.preference import Preference, preferred
 from longctx_patch.kernels.select.probe import rounded
-from longctx_patch.kernels.select.registry import available, candidates, choose_kernel, refusal
+from longctx_patch.kernels.select.registry import (
+    available,
+    candidates,
+    choose_kernel,
+    refusal,
+    words,
+)
 from longctx_patch.transport import Transport
 from longctx_patch.transport.meeting import Meeting, meet
 
@@ -66,11 +72,27 @@ def agreed_kernel(
     rows = meet(everyone, Meeting.KERNEL, (accepted, *wanted), problem)
     for number in rows[0][1:]:
         if number != _NOTHING and all(row[0] >> number & 1 for row in rows):
-            return kernels[tuple(kernels)[number]]
+            kernel = kernels[tuple(kernels)[number]]
+            if name == "auto" and everyone.group_rank == 0:
+                _warn_of_eager(kernel, request)
+            return kernel
     without = [rank for rank, row in enumerate(rows) if row[0] != accepted]
     raise ValueError(
         f"kernel={name!r}: rank(s) {without} of the group can use other kernels than this rank. "
         "`longctx kernels` says on each machine what it lacks; install the same on all."
+    )
+
+
+def _warn_of_eager(kernel: Kernel, request: KernelRequest) -> None:
+    if kernel.name != "torch_eager" or request.device_type != "cuda":
+        return
+    warnings.warn(
+        f"no fused kernel here takes {words(request)}: these layers compute in torch_eager, by "
+        "chunks of 64 MiB of scores in float32. That is exact, and its memory grows with the "
+        "length, not with its square; but it is many times slower. `longctx kernels` says what "
+        "each kernel takes.",
+        RuntimeWarning,
+        stacklevel=3,
     )
 
 

@@ -105,6 +105,19 @@ def test_a_kernel_that_is_wrong_here_is_refused_by_name_and_left_out_with_a_warn
         assert agreed_kernel("auto", CPU, alone, prefer).name == "torch_eager"
 
 
+def test_heads_beyond_every_fused_kernel_compute_in_chunks_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 4 has heads of 512 in its global layers."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    request = KernelRequest("cuda", torch.bfloat16, 512)
+    with pytest.warns(RuntimeWarning, match="bfloat16 with head dim 512 on cuda: .* 64 MiB"):
+        assert agreed_kernel("auto", request, SoloTransport()).name == "torch_eager"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agreed_kernel("torch_eager", request, SoloTransport())  # which was asked for
+
+
 def test_on_gpus_they_agree_once_and_on_cpu_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     kernels, transport = AgreedKernels(), Counted()
