@@ -141,6 +141,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     if chunked:
         handle._undo.append(bind_head(handle.model, loss))
     handle._undo.append(bind_mixers(handle.model))
+    handle._calls.first_step.note_forwards()
     handle._undo.append(bind_temperature(handle.model))
     handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.hf.steps import Step
 from tests.hf.tiny import gradients, token_rows
@@ -36,3 +37,15 @@ def stock_step(model: Any, lengths: tuple[int, ...]) -> Step:
     loss = torch.stack(losses).sum() / (sum(lengths) - len(lengths))
     loss.backward()
     return Step(loss.detach(), gradients(model), torch.cat(logits, dim=1))
+
+
+def padded_rows(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """The same documents, one in each row."""
+    whole = whole_row(lengths)
+    parts = {name: list(whole[name][0].split(lengths)) for name in ("input_ids", "labels")}
+    parts["attention_mask"] = [torch.ones_like(part) for part in parts["input_ids"]]
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {
+        name: pad_sequence(rows, batch_first=True, padding_value=fill[name])
+        for name, rows in parts.items()
+    }

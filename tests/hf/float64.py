@@ -1,17 +1,19 @@
 """Virtual ranks against the stock model in float64: loss and every gradient of a featured model,
 over rings, Ulysses and both, with padded and packed rows, under every checkpoint policy."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from longctx_patch import LongContextConfig, patch, run_virtual_ranks, virtual_group
-from longctx_patch.transport import VirtualTransport
+from longctx_patch import LongContextConfig, PatchHandle
 from longctx_patch.verification.shrink import keep_float64
+from tests.hf.on_ranks import nothing, step_of_ranks
+from tests.hf.steps import Step, errors
 from tests.hf.tiny import VOCABULARY, featured_model, gradients
-from tests.reference import relative_error
 
 TOKENS = 37
 
@@ -61,23 +63,17 @@ def stock_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-def assert_exact(family: str, config: LongContextConfig, batch: dict[str, Tensor]) -> set[str]:
+def assert_exact(
+    model: Any,
+    config: LongContextConfig,
+    batch: dict[str, Tensor],
+    check: Callable[[PatchHandle], None] = nothing,
+) -> set[str]:
     """Compare virtual ranks with the stock model; returns the names of the trained parameters."""
-    models = [in_float64(family) for _ in range(config.sequence_degree + 1)]
-
-    def on_one_rank(transport: VirtualTransport) -> dict[str, Tensor]:
-        model = models[transport.group_rank]
-        handle = patch(model, config, group=virtual_group(transport, config))
-        found = backward(model(**batch).loss, model)
-        assert handle.first_step is not None  # which has compared forward with its plans
-        assert handle.first_step.backward_problem() is None
-        return found
-
-    wanted = backward(stock_loss(models[-1], batch), models[-1])
-    ranks = run_virtual_ranks(config.sequence_degree, on_one_rank)
-    for name, value in wanted.items():
-        found = torch.stack([rank[name] for rank in ranks]).mean(0)
-        error = relative_error(found, value)
-        assert error < 1e-10, f"{family}, {config}: {name} differs by {error:.1e}"
-    assert all(rank.keys() == wanted.keys() for rank in ranks)
-    return wanted.keys() - {"loss"}
+    found = step_of_ranks(model, config, batch, check)
+    wanted = copy.deepcopy(model)
+    loss = stock_loss(wanted, batch)
+    loss.backward()
+    for name, error in errors(found, Step(loss.detach(), gradients(wanted))).items():
+        assert error < 1e-10, f"{model.config.model_type}, {config}: {name} differs by {error:.1e}"
+    return set(found.grads)

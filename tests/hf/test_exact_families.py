@@ -9,7 +9,7 @@ import pytest
 from longctx_patch import LongContextConfig
 from longctx_patch.hf.model.family import CHUNKS, LATENT, RECURRENT
 from longctx_patch.hf.stock import MASKED_WITHOUT_POSITIONS
-from tests.hf.float64 import WAYS, assert_exact, packed_row, padded_rows
+from tests.hf.float64 import WAYS, assert_exact, in_float64, packed_row, padded_rows
 from tests.hf.tiny import SUPPORTED, featured_model
 
 FIRST = list(SUPPORTED).index("helium") + 1
@@ -30,7 +30,7 @@ def test_each_family_under_one_of_the_ways(number: int) -> None:
     for family in OTHERS[number :: len(WAYS)]:
         is_packed = number % 2 and family not in (*MASKED_WITHOUT_POSITIONS, *COUNTED_FROM_ROWS)
         batch = packed_row() if is_packed else padded_rows()
-        trained = assert_exact(family, config, batch)
+        trained = assert_exact(in_float64(family), config, batch)
         assert trained == {
             name
             for name, parameter in featured_model(family).named_parameters()
@@ -42,10 +42,12 @@ def test_each_family_under_one_of_the_ways(number: int) -> None:
 def test_layers_that_share_keys_or_differ_in_their_heads(number: int) -> None:
     config = LongContextConfig(**WAYS[number])
     for place, family in enumerate(SHARED):
-        assert_exact(family, config, packed_row() if (number + place) % 2 else padded_rows())
+        assert_exact(
+            in_float64(family), config, packed_row() if (number + place) % 2 else padded_rows()
+        )
 
 
 @pytest.mark.parametrize("family", MASKED_WITHOUT_POSITIONS)
 def test_packed_rows_whose_documents_would_see_each_other_are_refused(family: str) -> None:
     with pytest.raises(RuntimeError, match="would let them see each other"):
-        assert_exact(family, LongContextConfig(ring_degree=2), packed_row())
+        assert_exact(in_float64(family), LongContextConfig(ring_degree=2), packed_row())

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
 
 from longctx_patch import (
     LongContextConfig,
+    PatchHandle,
     UnsupportedModelError,
     patch,
     run_virtual_ranks,
@@ -31,11 +31,18 @@ from longctx_patch.hf.model.transformers_api import attention_modules
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
-from tests.hf.tiny import SUPPORTED, VOCABULARY, featured_model, gradients, tiny_model
+from tests.hf.float64 import (
+    TOKENS,
+    assert_exact,
+    backward,
+    in_float64,
+    packed_row,
+    padded_rows,
+)
+from tests.hf.tiny import SUPPORTED, VOCABULARY, featured_model, tiny_model
 from tests.reference import relative_error
 
 LATENT_FAMILIES = [name for name, family in SUPPORTED.items() if LATENT in family.features]
-TOKENS = 37
 PROJECTIONS = ["kv_a_proj_with_mqa", "kv_b_proj", "q_b_proj", "o_proj"]
 
 WAYS: list[dict[str, Any]] = [
@@ -50,72 +57,18 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def padded_rows() -> dict[str, Tensor]:
-    ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(2))
-    labels, mask = ids.clone(), torch.ones_like(ids)
-    labels[0, :13] = -100
-    labels[1, 20:] = -100
-    mask[1, 20:] = 0
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
-
-
-def packed_row() -> dict[str, Tensor]:
-    batch = {name: value[:1] for name, value in padded_rows().items() if name != "attention_mask"}
-    batch["position_ids"] = torch.cat([torch.arange(length) for length in (3, 19, 15)])[None]
-    batch["labels"][0, [0, 3, 22]] = -100
-    return batch
-
-
-def in_float64(family: str, *, adapted: bool = False) -> Any:
-    """A model with the same weights each time."""
-    model: Any = featured_model(family)
-    if adapted:
-        torch.manual_seed(3)
-        lora = LoraConfig(target_modules=PROJECTIONS, r=3, init_lora_weights=False)
-        model = get_peft_model(model, lora)
-    for weight in model.parameters():  # rotary frequencies stay as transformers has them
-        weight.data = weight.data.double()
-    keep_float64(model.get_base_model() if adapted else model)
+def adapted(family: str) -> Any:
+    torch.manual_seed(3)
+    lora = LoraConfig(target_modules=PROJECTIONS, r=3, init_lora_weights=False)
+    model: Any = get_peft_model(in_float64(family), lora)
+    keep_float64(model.get_base_model())
     return model
 
 
-def backward(loss: Tensor, model: Any) -> dict[str, Tensor]:
-    """The loss and every gradient."""
-    loss.backward()
-    return {"loss": loss.detach()} | gradients(model)
-
-
-def stock_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The loss of the stock model from its logits, since its own loss rounds to float32."""
-    given = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**given, use_cache=False).logits[:, :-1]
-    return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-
-def assert_exact(
-    family: str, config: LongContextConfig, batch: dict[str, Tensor], *, adapted: bool = False
-) -> set[str]:
-    """Compare virtual ranks with the stock model; returns the names of the trained parameters."""
-    models = [in_float64(family, adapted=adapted) for _ in range(config.sequence_degree + 1)]
-
-    def on_one_rank(transport: VirtualTransport) -> dict[str, Tensor]:
-        model = models[transport.group_rank]
-        handle = patch(model, config, group=virtual_group(transport, config))
-        found = backward(model(**batch).loss, model)
-        assert handle.first_step is not None  # which has compared forward with its plans
-        assert handle.first_step.backward_problem() is None
-        latents = config.ulysses_degree == 1 and config.kv_exchange != "heads"
-        assert ("latents travel" in repr(handle.first_step)) == latents
-        return found
-
-    wanted = backward(stock_loss(models[-1], batch), models[-1])
-    ranks = run_virtual_ranks(config.sequence_degree, on_one_rank)
-    for name, value in wanted.items():
-        found = torch.stack([rank[name] for rank in ranks]).mean(0)
-        error = relative_error(found, value)
-        assert error < 1e-10, f"{family}, {config}: {name} differs by {error:.1e}"
-    assert all(rank.keys() == wanted.keys() for rank in ranks)
-    return wanted.keys() - {"loss"}
+def latents_travel(handle: PatchHandle) -> None:
+    config = handle.config
+    latents = config.ulysses_degree == 1 and config.kv_exchange != "heads"
+    assert ("latents travel" in repr(handle.first_step)) == latents
 
 
 @pytest.mark.parametrize("number", range(len(WAYS)))
@@ -125,14 +78,14 @@ def test_every_gradient_is_that_of_the_stock_model(number: int) -> None:
     kept = [name for name in LATENT_FAMILIES if not {*RECURRENT} & {*SUPPORTED[name].features}]
     families = kept if config.attention_kept < 1 else LATENT_FAMILIES  # which is of striped rows
     family = families[number % len(families)]
-    trained = assert_exact(family, config, batch)
+    trained = assert_exact(in_float64(family), config, batch, latents_travel)
     assert trained == {name for name, _ in featured_model(family).named_parameters()}
 
 
 @pytest.mark.parametrize("family", LATENT_FAMILIES[:2])
 def test_adapters_on_the_projections(family: str) -> None:
     config = LongContextConfig(ring_degree=3, checkpoint="attention")
-    trained = assert_exact(family, config, packed_row(), adapted=True)
+    trained = assert_exact(adapted(family), config, packed_row(), latents_travel)
     assert sum("kv_b_proj.lora_" in name for name in trained) == 4
 
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from longctx_patch import LongContextConfig
-from longctx_patch.plans.chain import Chain, make_chain
+from longctx_patch.plans.chain import Chain, Needs, make_chain
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.plans.verify.chain import verify_chain, verify_needs
 from longctx_patch.plans.verify.walk import PlanError
@@ -120,3 +120,20 @@ def test_the_verifier_finds_every_kind_of_mistake() -> None:
         verify_needs(chain, (states[0], (), *states[2:]), None)
     with pytest.raises(PlanError, match="items"):
         verify_needs(chain, chain.tails(1), None)
+
+
+class Withholds(Chain):
+    """Leaves the first item out of each message."""
+
+    def wanted(self, needs: Needs, source: int, destination: int) -> tuple[int, ...]:
+        return super().wanted(needs, source, destination)[1:]
+
+
+def test_the_verifier_finds_items_that_are_needed_and_not_sent() -> None:
+    documents, layout = Documents((30, 13), 43), zigzag(43, 3)
+    chain = make_chain(layout, documents)
+    mute = Withholds(chain.segments, chain.num_ranks)
+    for needs, reach in ((chain.states, None), (chain.tails(2), 2)):
+        verify_needs(chain, needs, reach)
+        with pytest.raises(PlanError, match="messages: rank 0 does not send segment 0 to 1"):
+            verify_needs(mute, needs, reach)

@@ -168,7 +168,7 @@ class DecoderCalls:
             batch.tokens.shape[1],
             self._agreed_state(decoder, batch, count),
             (self.checkpoints.propose(decoder, batch.tokens, documents.num_tokens),),
-            problem=self._problem(batch),
+            problem=self._problem(decoder, batch),
             whole="the same batch",
             fix="Feed every rank of the group the same rows: the same data (call set_seed before "
             "you make some at random), the same sampler and seed, dispatch_batches=False.",
@@ -195,9 +195,11 @@ class DecoderCalls:
             transformers_api.CALL_KEY: call,
         }
 
-    def _problem(self, batch: _Batch) -> ValueError | SequenceParallelismError | None:
+    def _problem(
+        self, decoder: nn.Module, batch: _Batch
+    ) -> ValueError | SequenceParallelismError | None:
         """What is wrong on this rank, with attention in earlier passes or with its batch."""
-        misfire = self.first_step.misfire()
+        misfire = self.first_step.misfire(decoder)
         if misfire is not None:
             return SequenceParallelismError(misfire)
         return None if batch.problem is None else ValueError(batch.problem)

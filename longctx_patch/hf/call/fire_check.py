@@ -9,7 +9,7 @@ the next sharded pass begins.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -222,6 +222,13 @@ class FirstStep:
     check: FireCheck | None = None
     """The check of the first sharded training pass, or of the last try if it failed."""
     _is_over: bool = False
+    _forwards: list[tuple[nn.Module, object]] = field(default_factory=list)
+
+    def note_forwards(self) -> None:
+        """Take the forwards that recurrent layers have now for those that cross the ranks: they
+        were just bound, or a checked step begins with them."""
+        mixers = transformers_api.recurrent_modules(self.model)
+        self._forwards = [(mixer, vars(mixer).get("forward")) for mixer in mixers]
 
     def is_due(self, decoder: nn.Module) -> bool:
         """Whether the next sharded pass is checked."""
@@ -238,15 +245,27 @@ class FirstStep:
             for module, number in transformers_api.mixing_modules(self.model)
         ]
         self.check = FireCheck(self.group, layers, self.checkpoints.share)
+        self.note_forwards()
         return self.check
 
-    def misfire(self) -> str | None:
-        """What went wrong since the first step: the model's attention was replaced, or the first
-        backward sent other traffic than planned."""
+    def misfire(self, decoder: nn.Module) -> str | None:
+        """What went wrong since the first step: the model's attention or a recurrent layer's
+        forward was replaced, or the first backward sent other traffic than planned."""
         found = transformers_api.attention_implementation(self.model)
         if found not in transformers_api.NAME_OVER_STOCK.values():
             return f"the model's attention is {found!r} now"
+        if not self.is_due(decoder) and (replaced := self._replaced_forward()) is not None:
+            return replaced
         if self.check is None or self._is_over or not self.check.has_run_forward:
             return None
         self._is_over = True
         return self.check.backward_problem()
+
+    def _replaced_forward(self) -> str | None:
+        for number, (mixer, forward) in enumerate(self._forwards):
+            if (now := vars(mixer).get("forward")) is not forward:
+                return (
+                    f"the forward of {type(mixer).__name__}, recurrent layer {number}, is "
+                    f"{'that of its class' if now is None else repr(now)} now"
+                )
+        return None

@@ -7,6 +7,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from longctx_patch import SequenceParallelismError
+from longctx_patch.hf.model import transformers_api
 from longctx_patch.memory.policies import CheckpointPolicy
 from tests.hf.tiny import featured_model
 from tests.memory.trained import Trained
@@ -25,7 +26,8 @@ class Patched(Trained):
             self.loss().backward()
 
     def attention(self, layer: int) -> Any:
-        return self.handle.model.model.layers[layer].self_attn
+        """The module in which tokens meet, which a recurrent layer has in place of attention."""
+        return transformers_api.mixing_modules(self.handle.model)[layer][0]
 
 
 def patched(

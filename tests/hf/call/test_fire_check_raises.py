@@ -43,8 +43,30 @@ def runs_twice(module: nn.Module) -> None:
     module.forward = forward
 
 
-def replaced_in(rank: int, layer: int, where: tuple[int, ...], how: Callable[..., None]) -> None:
-    it = patched("qwen2")
+def loses_its_forward(module: nn.Module) -> None:
+    """The forward of its class runs again, as after another library's `del module.forward`."""
+    del vars(module)["forward"]
+
+
+def mixes_locally(module: nn.Module) -> None:
+    """`attends_locally` of a recurrent layer."""
+    module.forward = lambda hidden_states, *args, **kwargs: torch.cumsum(hidden_states, 1)
+
+
+HYBRID = "qwen3_5_text"
+"""Recurrent layers around one with attention."""
+
+
+def replaced_in(
+    rank: int,
+    layer: int,
+    where: tuple[int, ...],
+    how: Callable[..., None],
+    family: str = "qwen2",
+    steps_before: int = 0,
+) -> None:
+    it = patched(family)
+    it.steps(steps_before)
     if rank in where:
         how(it.attention(layer))
     it.steps(1)
@@ -105,6 +127,14 @@ def wrong_scenarios() -> Iterator[tuple[str, Scenario]]:
     for layer, how in ((0, skips_attention), (1, attends_locally), (0, runs_twice)):
         scenario = partial(replaced_in, layer=layer, where=BOTH, how=how)
         yield f"layer {layer} {how.__name__}", scenario
+    for layer, how in ((0, loses_its_forward), (2, mixes_locally), (2, runs_twice)):
+        scenario = partial(replaced_in, layer=layer, where=BOTH, how=how, family=HYBRID)
+        yield f"layer {layer} {how.__name__} and is recurrent", scenario
+    for how in (loses_its_forward, mixes_locally):
+        scenario = partial(
+            replaced_in, layer=2, where=SECOND, how=how, family=HYBRID, steps_before=1
+        )
+        yield f"later, a recurrent layer {how.__name__}", scenario
     for name in ("sdpa", "eager"):
         yield f"{name} everywhere", partial(other_implementation, name=name, where=BOTH)
     for where in (BOTH, SECOND):
@@ -118,6 +148,8 @@ def hanging_scenarios() -> Iterator[tuple[str, Scenario]]:
     for layer in (0, 1):
         scenario = partial(replaced_in, layer=layer, where=SECOND, how=attends_locally)
         yield f"layer {layer}", scenario
+    scenario = partial(replaced_in, layer=2, where=SECOND, how=loses_its_forward, family=HYBRID)
+    yield "a recurrent layer", scenario
     yield "sdpa", partial(other_implementation, name="sdpa", where=SECOND)
 
 
@@ -147,6 +179,8 @@ def test_what_is_wrong_raises_on_every_rank(name: str, outcomes: list[dict[str, 
     if name.startswith("layer"):
         layer = name.split()[1]
         assert f"layer {layer}: {2 if 'twice' in name else 0}" in outcomes[0][name]
+    if name.startswith("later"):
+        assert "the forward of Qwen3_5GatedDeltaNet, recurrent layer 1, is " in outcomes[0][name]
 
 
 def test_a_replacement_on_one_rank_raises_on_both() -> None:
@@ -159,10 +193,9 @@ def test_a_replacement_on_one_rank_raises_on_both() -> None:
 def first_step_alone(attend: Callable[[nn.Module], None] | None = None) -> PatchHandle:
     """The first step of a packed row in this process; `attend` replaces the upper attention."""
     it = Patched(featured_model("gpt_oss"))
-    (row,) = token_rows(LENGTH, num_rows=1)
     if attend is not None:
         attend(it.attention(1))
-    it.model(**it.collate([{**row, "seq_lengths": [5, 19]}])).loss.backward()
+    packed_loss(it).backward()
     return it.handle
 
 
@@ -174,3 +207,24 @@ def test_one_rank_with_packed_rows_is_checked_too() -> None:
     assert handle.counters.messages == 0
     with pytest.raises(SequenceParallelismError, match="layer 1: 0"):
         first_step_alone(attends_locally)
+
+
+def test_a_recurrent_layer_that_evaluation_finds_replaced_raises() -> None:
+    """Before any training step, and after one on one rank."""
+    it = Patched(featured_model(HYBRID))
+    forward = vars(it.attention(0)).pop("forward")
+    it.model.eval()
+    with pytest.raises(SequenceParallelismError, match="layer 0, is that of its class now"):
+        packed_loss(it)
+    it.attention(0).forward = forward
+    it.model.train()
+    packed_loss(it).backward()
+    it.attention(0).forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(SequenceParallelismError, match=r"layer 0, is <function .*> now"):
+        packed_loss(it)
+
+
+def packed_loss(it: Patched) -> Tensor:
+    (row,) = token_rows(LENGTH, num_rows=1)
+    loss: Tensor = it.model(**it.collate([{**row, "seq_lengths": [5, 19]}])).loss
+    return loss

@@ -19,17 +19,11 @@ from longctx_patch.plans.recurrent import RecurrentWay
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
-from tests.hf.call.test_mixers import (
-    CHAINED,
-    DOCUMENTS,
-    LENGTH,
-    TOLERANCE,
-    errors,
-    model_of,
-    sharded_step,
-    stock_step,
-    whole_row,
-)
+from tests.hf.by_documents import stock_step, whole_row
+from tests.hf.call.test_mixers import CHAINED, DOCUMENTS, LENGTH, TOLERANCE
+from tests.hf.float64 import in_float64
+from tests.hf.on_ranks import step_of_ranks
+from tests.hf.steps import errors
 from tests.hf.tiny import SUPPORTED, featured_model
 
 HEADS = LongContextConfig(ulysses_degree=2, recurrent_exchange="heads")
@@ -48,11 +42,11 @@ CONVOLUTIONS = [name for name in CHAINED if CONVOLUTION in SUPPORTED[name].featu
 @pytest.mark.parametrize("lengths", WAYS, ids=["plain", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exchanged_heads_are_exact(family: str, lengths: tuple[int, ...]) -> None:
-    model = model_of(family)
+    model = in_float64(family)
     wanted = stock_step(copy.deepcopy(model), lengths)
     # Kimi's torch function goes token by token, so it runs one way of each row.
     for config in WAYS[lengths][-1 if family == "kimi_linear" else 0 :]:
-        found = errors(sharded_step(model, config, lengths), wanted)
+        found = errors(step_of_ranks(model, config, whole_row(lengths)), wanted)
         wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
         assert not wrong, (config.degrees_in_words, config.layout, config.checkpoint, wrong)
 
@@ -62,7 +56,7 @@ OTHERS = [name for name in CHAINED if name not in (*FAMILIES, *CONVOLUTIONS)]
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_family_is_exact(family: str) -> None:
-    model = model_of(family)
+    model = in_float64(family)
     wanted = stock_step(copy.deepcopy(model), (LENGTH,))
     found = errors(sharded_step(model, HEADS, (LENGTH,)), wanted)
     assert not {name: error for name, error in found.items() if not error < TOLERANCE}

@@ -10,19 +10,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from longctx_patch import LongContextConfig, UnsupportedModelError, patch
-from longctx_patch.engine.groups import virtual_group
 from longctx_patch.hf.call.mixers import OVER_CHAIN, check_mixers
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.family import RECURRENT
 from longctx_patch.hf.model.sequence_kernels import KERNELS
-from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.masks import causal
-from longctx_patch.transport import VirtualTransport, run_virtual_ranks
 from longctx_patch.verification.shrink import keep_float64
 from tests.hf.by_documents import stock_step, whole_row
+from tests.hf.float64 import in_float64
+from tests.hf.on_ranks import step_of_ranks
 from tests.hf.steps import Step, errors
-from tests.hf.tiny import SUPPORTED, featured_model, gradients
+from tests.hf.tiny import SUPPORTED, featured_model
 
 CHAINED = [name for name, family in SUPPORTED.items() if set(family.features) & set(RECURRENT)]
 LENGTH = 43
@@ -41,60 +40,24 @@ CONFIGS = (
 )
 
 
-def model_of(family: str) -> Any:
-    """The same float64 model for every rank."""
-    model = featured_model(family)
-    keep_float64(model)
-    return model
-
-
-def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]) -> Step:
-    """The mean over all ranks; each rank has sent what its plans say, to the byte."""
-    copies = [copy.deepcopy(model) for _ in range(config.sequence_degree)]
-
-    def on_one_rank(transport: VirtualTransport) -> Step:
-        model = copies[transport.group_rank]
-        handle = patch(model, config, group=virtual_group(transport, config))
-        loss = model(**whole_row(lengths)).loss
-        loss.backward()
-        step, sent = handle.first_step, handle.counters
-        if config.sequence_degree > 1:
-            assert step is not None
-            planned = step.planned_forward() + step.planned_backward()
-            assert planned == Traffic(sent.messages, sent.bytes)
-        handle.unpatch()
-        return Step(loss.detach(), gradients(model))
-
-    steps = run_virtual_ranks(config.sequence_degree, on_one_rank)
-    names = steps[0].grads
-    mean = {name: torch.stack([step.grads[name] for step in steps]).mean(0) for name in names}
-    return Step(torch.stack([step.loss for step in steps]).mean(), mean)
-
-
 THOROUGH = [name for name in ("qwen3_5_text", "falcon_h1", "lfm2") if name in SUPPORTED]
-"""A family of each kind of layer; the others run some of the configs, in turn."""
+"""A family of each kind of layer; `tests/hf/test_states_and_latents.py` runs all."""
 
 
 @pytest.mark.parametrize("lengths", [(LENGTH,), DOCUMENTS], ids=["plain", "packed"])
 @pytest.mark.parametrize("family", THOROUGH)
 def test_every_kind_of_layer_is_exact(family: str, lengths: tuple[int, ...]) -> None:
-    assert_exact(family, lengths, CONFIGS)
-
-
-@pytest.mark.parametrize("family", [name for name in CHAINED if name not in THOROUGH])
-def test_every_family_is_exact(family: str) -> None:
-    assert_exact(family, DOCUMENTS, [CONFIGS[1 + CHAINED.index(family) % (len(CONFIGS) - 1)]])
+    model = in_float64(family)
+    assert_exact(model, CONFIGS, lengths, stock_step(copy.deepcopy(model), lengths))
 
 
 def assert_exact(
-    family: str, lengths: tuple[int, ...], configs: Sequence[LongContextConfig]
+    model: Any, configs: Sequence[LongContextConfig], lengths: tuple[int, ...], wanted: Step
 ) -> None:
-    model = model_of(family)
-    wanted = stock_step(copy.deepcopy(model), lengths)
     for config in configs:
-        found = errors(sharded_step(model, config, lengths), wanted)
+        found = errors(step_of_ranks(model, config, whole_row(lengths)), wanted)
         wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
-        assert not wrong, (config.degrees_in_words, config.layout, config.checkpoint, wrong)
+        assert not wrong, (config, wrong)
 
 
 def test_unpatch_leaves_the_model_as_it_was() -> None:
@@ -153,16 +116,23 @@ def test_functions_of_transformers_are_the_ones_that_are_replaced() -> None:
 
 PROJECTIONS = {
     "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"),
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "olmo_hybrid": ("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_proj"),
+    "kimi_linear": (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("forget_gate.f_a_proj", "forget_gate.f_b_proj", "b_proj", "g_a_proj", "g_b_proj"),
+    ),
     "bamba": ("in_proj", "out_proj"),  # PEFT refuses out_proj in Falcon-H1 and Nemotron-H
     "lfm2": ("in_proj", "out_proj"),
 }
+ADAPTED = [family for family in PROJECTIONS if family in CHAINED]
 
 
-@pytest.mark.parametrize("family", [family for family in PROJECTIONS if family in CHAINED])
+@pytest.mark.parametrize("family", ADAPTED)
 def test_adapters_on_the_projections_are_exact(family: str) -> None:
     torch.manual_seed(3)
     lora = LoraConfig(target_modules=list(PROJECTIONS[family]), r=3, init_lora_weights=False)
-    model: Any = get_peft_model(model_of(family), lora)
+    model: Any = get_peft_model(in_float64(family), lora)
     keep_float64(model.get_base_model())
     mixers = transformers_api.recurrent_modules(model)
     wanted = stock_step(copy.deepcopy(model), DOCUMENTS)
@@ -175,7 +145,6 @@ def test_adapters_on_the_projections_are_exact(family: str) -> None:
     assert len(trained) == 2 * len(mixers) * len(PROJECTIONS[family])
     assert trained <= wanted.grads.keys()
     assert all(bool(wanted.grads[name].any()) for name in trained)
-    for config in (CONFIGS[1], CONFIGS[2], LongContextConfig(ulysses_degree=2), CONFIGS[5]):
-        found = errors(sharded_step(model, config, DOCUMENTS), wanted)
-        wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
-        assert not wrong, (config.degrees_in_words, wrong)
+    number = ADAPTED.index(family)
+    ways = (CONFIGS[1], CONFIGS[3], CONFIGS[2], CONFIGS[5])
+    assert_exact(model, [ways[number % 4], ways[(number + 1) % 4]], DOCUMENTS, wanted)

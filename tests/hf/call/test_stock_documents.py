@@ -15,15 +15,9 @@ from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.engine.groups import virtual_group
 from longctx_patch.hf.call.stock_documents import check_one_document
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
-from tests.hf.call.test_mixers import (
-    DOCUMENTS,
-    LENGTH,
-    THOROUGH,
-    TOLERANCE,
-    model_of,
-    stock_step,
-    whole_row,
-)
+from tests.hf.by_documents import stock_step, whole_row
+from tests.hf.call.test_mixers import DOCUMENTS, LENGTH, THOROUGH, TOLERANCE
+from tests.hf.float64 import in_float64
 from tests.hf.tiny import featured_model
 from tests.reference import relative_error
 
@@ -46,7 +40,7 @@ def over_ranks(
 @pytest.mark.parametrize("degree", [1, 2])
 @pytest.mark.parametrize("family", THOROUGH)
 def test_documents_are_kept_apart_or_refused(family: str, degree: int) -> None:
-    model, packed, plain = model_of(family), whole_row(DOCUMENTS), whole_row((LENGTH,))
+    model, packed, plain = in_float64(family), whole_row(DOCUMENTS), whole_row((LENGTH,))
     wanted = stock_step(copy.deepcopy(model), DOCUMENTS).loss
     alone = copy.deepcopy(model).eval()(**plain).loss
     words = generated(copy.deepcopy(model).eval())

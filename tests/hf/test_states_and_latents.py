@@ -1,0 +1,96 @@
+"""Recurrent layers and latent attention over ranks in every pair of circumstances: how a row is
+cut, where its tokens lie, which plan and checkpoint policy run, what travels, and whether rows are
+plain, packed or padded.
+
+Loss, logits and every gradient are those of the stock eager model, of which each document runs by
+itself, in float64.
+"""
+
+import copy
+from typing import Any
+
+import pytest
+
+from longctx_patch import LongContextConfig
+from longctx_patch.hf.model.family import LATENT, RECURRENT
+from tests.covering import covering_all_of_two
+from tests.hf.by_documents import padded_rows, stock_step, whole_row
+from tests.hf.float64 import in_float64
+from tests.hf.on_ranks import step_of_ranks
+from tests.hf.steps import Step, errors
+from tests.hf.tiny import SUPPORTED
+
+TOLERANCE = 1e-10
+CHAINED = [name for name, family in SUPPORTED.items() if set(family.features) & set(RECURRENT)]
+LATENTS = [name for name, family in SUPPORTED.items() if LATENT in family.features]
+
+DEGREES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1))
+"""Ranks of Ulysses and of the ring."""
+PLACES = (
+    ("contiguous", "auto"),
+    ("contiguous", "distflash_balanced"),
+    ("zigzag", "auto"),
+    ("balanced", "auto"),
+)
+POLICIES: tuple[dict[str, Any], ...] = (
+    {"checkpoint": "none"},
+    {"checkpoint": "full"},
+    {"checkpoint": "attention"},
+    {"checkpoint": "attention", "attention_kept": 0.4},
+    {"checkpoint": "offload"},
+    {"checkpoint": "offload", "attention_kept": 0.4},
+    {"checkpoint": "auto"},
+)
+ROWS = {
+    "plain": (29,),
+    "packed": (1, 2, 11, 3, 1, 11),
+    "padded": (17, 12),
+}
+"""Lengths of documents: some are shorter than the reach of a convolution, long ones go over the
+edges of shards."""
+TRAVELS = ("auto", "heads")
+"""States or heads of a recurrent layer; latents or heads of latent attention."""
+
+
+def cases_of(families: list[str], places: tuple[tuple[str, str], ...]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {family: [] for family in families}
+    for family, *case in covering_all_of_two(
+        families, DEGREES, places, POLICIES, list(ROWS), TRAVELS
+    ):
+        found[family].append(case)
+    return found
+
+
+CASES = cases_of(LATENTS, (*PLACES, ("striped", "auto"))) | cases_of(CHAINED, PLACES)
+
+
+def config_of(
+    family: str, degrees: tuple[int, int], place: tuple[str, str], policy: dict[str, Any], what: str
+) -> LongContextConfig:
+    ulysses, ring = degrees
+    options: dict[str, Any] = {"layout": place[0], "plan": place[1], "loss": "logits"} | policy
+    if what == "heads" and family in LATENTS:
+        options["kv_exchange"] = "heads"
+    if what == "heads" and family in CHAINED and ulysses > 1:
+        options["recurrent_exchange"] = "heads"
+    return LongContextConfig(ulysses_degree=ulysses, ring_degree=ring, **options)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_every_pair_of_circumstances_is_exact(family: str) -> None:
+    model = in_float64(family)
+    wanted: dict[str, Step] = {}
+    for degrees, place, policy, rows, what in CASES[family]:
+        lengths = ROWS[rows]
+        if rows not in wanted:
+            wanted[rows] = stock_step(copy.deepcopy(model), lengths)
+        config = config_of(family, degrees, place, policy, what)
+        batch = padded_rows(lengths) if rows == "padded" else whole_row(lengths)
+        step = step_of_ranks(model, config, batch)
+        assert step.logits is not None
+        if rows == "padded":
+            step = step._replace(logits=step.logits[batch["attention_mask"].bool()][None])
+        found = errors(step, wanted[rows])
+        assert "logits" in found
+        wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
+        assert not wrong, (rows, config, wrong)
