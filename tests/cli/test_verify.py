@@ -83,6 +83,24 @@ def test_one_cut_in_float64_as_a_table(run: Run, config: Callable[..., Path]) ->
     assert result.stdout.splitlines()[-1].startswith("verify: ok: 1 of 1 cases equal")
 
 
+def test_a_hybrid_with_packed_rows(run: Run, config: Callable[..., Path]) -> None:
+    """One recurrent layer and one with attention are kept."""
+    path = config(
+        model_type="qwen3_5_text",
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )
+    words = ["--nproc", 2, "--ring", 2, "--layout", "contiguous", "--dtype", "float64", "--packed"]
+    result = run("verify", path, *words, "--seq-len", 61, "--json")
+    assert result.exit_code == 0, result.output
+    (case,) = json.loads(result.stdout)["cases"]
+    assert "recurrent" in case["mask"]
+    assert max(case[name] for name in SCHEMA if name.endswith("_err")) < 1e-10
+    assert case["bytes"] == case["predicted_bytes"] > 0
+
+
 def test_degrees_alone_say_how_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
 

@@ -23,6 +23,7 @@ from tests.hf.tiny import SUPPORTED
 TOLERANCE = 1e-10
 CHAINED = [name for name, family in SUPPORTED.items() if set(family.features) & set(RECURRENT)]
 LATENTS = [name for name, family in SUPPORTED.items() if LATENT in family.features]
+ATTENTIVE = [name for name in LATENTS if name not in CHAINED]
 
 DEGREES = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1))
 """Ranks of Ulysses and of the ring."""
@@ -61,7 +62,7 @@ def cases_of(families: list[str], places: tuple[tuple[str, str], ...]) -> dict[s
     return found
 
 
-CASES = cases_of(LATENTS, (*PLACES, ("striped", "auto"))) | cases_of(CHAINED, PLACES)
+CASES = cases_of(ATTENTIVE, (*PLACES, ("striped", "auto"))) | cases_of(CHAINED, PLACES)
 
 
 def config_of(

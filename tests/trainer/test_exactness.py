@@ -48,6 +48,17 @@ TWO = [
         adapters={"target_modules": "all-linear"},
         four_bits=True,
     ),
+    Case(
+        "hybrid",
+        "qwen3_5_text",
+        config={
+            "ring_degree": 2,
+            "layout": "contiguous",
+            "plan": "distflash_balanced",
+            "checkpoint": "full",
+        },
+        arguments={"max_steps": 4},
+    ),
     Case("smoothed", config=LOGITS, arguments={"max_steps": 6, "label_smoothing_factor": 0.1}),
     Case("own loss", config=LOGITS, arguments={"max_steps": 6} | ACCUMULATED, own_loss=True),
 ]

@@ -214,7 +214,10 @@ def test_a_recurrent_layer_that_evaluation_finds_replaced_raises() -> None:
     it = Patched(featured_model(HYBRID))
     forward = vars(it.attention(0)).pop("forward")
     it.model.eval()
-    with pytest.raises(SequenceParallelismError, match="layer 0, is that of its class now"):
+    with (
+        torch.no_grad(),
+        pytest.raises(SequenceParallelismError, match="layer 0, is that of its class now"),
+    ):
         packed_loss(it)
     it.attention(0).forward = forward
     it.model.train()

@@ -58,7 +58,7 @@ OTHERS = [name for name in CHAINED if name not in (*FAMILIES, *CONVOLUTIONS)]
 def test_every_family_is_exact(family: str) -> None:
     model = in_float64(family)
     wanted = stock_step(copy.deepcopy(model), (LENGTH,))
-    found = errors(sharded_step(model, HEADS, (LENGTH,)), wanted)
+    found = errors(step_of_ranks(model, HEADS, whole_row((LENGTH,))), wanted)
     assert not {name: error for name, error in found.items() if not error < TOLERANCE}
 
 
