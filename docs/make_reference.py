@@ -55,6 +55,8 @@ tokens.
   slower. A warning says so when the first such layer runs.
 - No recurrence that transformers 5.23 has is refused for not being affine in its state: those of
   refused families are affine as well, and the table says what is missing.
+- Layers of Zamba 2 share weights, which torch refuses to shard layer by layer (FSDP2): train it
+  under DDP.
 - Phi-3.5-MoE draws experts at random in training, on ranks others than in one process. It is exact
   with `router_jitter_noise=0.0`, which the refusal of its published config asks for: then the two
   best experts are taken, each with a weight of 1 as in the published model where no other is within
