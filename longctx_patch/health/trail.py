@@ -11,6 +11,8 @@ from pathlib import Path
 
 NAME = "longctx_trail"
 """Of the file, in the folder that torch's launcher makes for the process."""
+OWN_END = ", as it ended by itself"
+"""Ends the trail of a process that has failed or is done: who finds it gone need not wonder why."""
 LENGTH = 128
 """Bytes of a trail, more than any phase and step take."""
 
@@ -23,10 +25,17 @@ class Trail:
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         self.path = str(Path(error_file).with_name(NAME)) if error_file else ""
         self._memory = _shared(Path(self.path)) if self.path else None
+        self._words, self._has_ended = "", False
 
     def mark(self, words: str) -> None:
-        if self._memory is not None:
+        if self._memory is not None and not self._has_ended:
+            self._words = words
             self._memory[:] = words.encode()[:LENGTH].ljust(LENGTH, b"\0")
+
+    def end(self) -> None:
+        """The last mark: from now on this process ends by itself."""
+        self.mark(f"{self._words}{OWN_END}")
+        self._has_ended = True
 
 
 def trail_of(local_rank: int, logs: Path) -> Path | None:

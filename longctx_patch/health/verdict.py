@@ -1,6 +1,6 @@
 """Which rank a job waits for, from two readings of all ranks' beats, and how to say it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from longctx_patch.health.beats import Beat
@@ -33,6 +33,17 @@ def judge(readings: Readings, ranks: Iterable[int], states: Mapping[int, State])
         lines = ["Every rank gives signs of life, and none is behind: they wait for each other."]
     others = [after[rank] for rank in sorted(after) if rank not in found]
     return Verdict(tuple(found), "\n".join([*lines, *_waiting(others)]))
+
+
+def lost(beats: Sequence[Beat]) -> str:
+    """The beginning of a sentence about ranks that are gone; nothing where none is."""
+    if len(beats) > 1:
+        ranks = ", ".join(str(beat.rank) for beat in beats)
+        return f"ranks {ranks} are gone (a launcher ends all after the first); "
+    return "".join(
+        f"rank {beat.rank} (process {beat.pid}) is gone, last seen in {beat.at_last().at}; "
+        for beat in beats
+    )
 
 
 def _silent(

@@ -24,8 +24,8 @@ from longctx_patch.health.places import OWN_THREADS, Place, place_here, place_of
 from longctx_patch.health.progress import Progress
 from longctx_patch.health.replicas import ReplicasDivergedError
 from longctx_patch.health.teller import Readings, Teller
-from longctx_patch.health.trail import Trail
-from longctx_patch.health.verdict import judge
+from longctx_patch.health.trail import OWN_END, Trail
+from longctx_patch.health.verdict import judge, lost
 from longctx_patch.rules.launched import announced_processes
 
 STALL_S = 5.0
@@ -122,6 +122,7 @@ class Watchdog:
         trace: TracebackType | None,
     ) -> None:
         self._closing.set()
+        self._trail.end()
         if isinstance(error, Exception):
             with undisturbed():
                 self._report(error)
@@ -254,13 +255,11 @@ class Watchdog:
             say(f"watchdog: {text}: {type(error).__name__}: {error}")
 
     def _gone(self) -> str:
-        """Ranks of this machine that are gone, in words. A connection is lost a moment before its
-        process is."""
+        """Ranks of this machine that are gone and did not end by themselves, in words. A connection
+        is lost a moment before its process is."""
         for _ in range(TRIES):
-            for rank, beat in self._peers_here().items():
-                if beat.phase != "end" and process_tree.state_of(beat.pid, beat.born) == "gone":
-                    where = beat.at_last().at
-                    return f"rank {rank} (process {beat.pid}) is gone, last seen in {where}; "
+            if words := lost([beat for beat in self._peers_here().values() if _is_lost(beat)]):
+                return words
             time.sleep(0.01)
         return ""
 
@@ -293,6 +292,12 @@ class Watchdog:
         host = self._identity[0]
         peers = self._teller.peers.items()
         return {rank: beat for rank, beat in peers if beat.host == host and rank != _rank()}
+
+
+def _is_lost(beat: Beat) -> bool:
+    """Whether a rank of this machine is gone, though it had not come to an end of its own."""
+    is_gone = beat.phase != "end" and process_tree.state_of(beat.pid, beat.born) == "gone"
+    return is_gone and not beat.at_last().at.endswith(OWN_END)
 
 
 def _rank() -> int:

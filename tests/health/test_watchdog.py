@@ -1,6 +1,7 @@
 """The watchdog in one process, with an end of the test's own in place of the process's."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from longctx_patch.health.flight import place_on_device
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.health.places import Place
 from longctx_patch.health.teller import Teller
+from longctx_patch.health.trail import OWN_END, read_trail
 from longctx_patch.health.watchdog import Watchdog
 
 SHORT = TimeLimits(start_s=0.2, step_s=0.2, save_s=0.2)
@@ -151,26 +153,55 @@ def test_a_rank_that_is_stopped_is_found_in_a_phase_that_may_take_long(
     assert "was stopped by a signal; last seen in saving after step 9." in said
 
 
+def gone_peers(dog: Watchdog, folder: Path, trails: dict[int, str]) -> dict[int, Beat]:
+    """Beats of ranks of this machine whose processes are gone, and have left these trails."""
+    host, pid, born = dog._identity
+    beats = {}
+    for rank, words in trails.items():
+        trail = folder / f"trail_{rank}"
+        trail.write_text(f"{words}\0\0")
+        beats[rank] = Beat(rank, 3, "start", 0, 1.0, "", host, pid, born + 1, trail=str(trail))
+    return beats
+
+
+@pytest.mark.parametrize(
+    ("trails", "named"),
+    [
+        ({2: "step 1"}, r"rank 2 \(process \d+\) is gone, last seen in step 1; rank 0 failed in"),
+        ({1: f"step 1{OWN_END}", 2: "step 1"}, r"rank 2 \(process \d+\) is gone, last seen in"),
+        ({1: f"step 1{OWN_END}"}, "rank 0 failed in"),
+        ({1: "step 1", 2: "step 1"}, r"ranks 1, 2 are gone \(a launcher ends all after"),
+            {1: "step 1", 2: "step 1"},
+            r"ranks 1, 2 are gone \(a launcher ends all after the first\)",
+        ),
+    ],
+    ids=["one", "one beside one that failed", "one that failed", "two"],
+)
 def test_an_error_by_a_rank_that_is_gone_names_that_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trails: dict[int, str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in the start, and with what it was busy with."""
-    trail = tmp_path / "trail"
-    trail.write_text("step 1\0")
+    """Also in the start, and with what it was busy with; but none that has ended by itself."""
 
     def fails() -> None:
         with watching(Ends(), None, TimeLimits()) as dog:
-            host, pid, born = dog._identity
-            dog._teller.peers = {
-                1: Beat(1, 3, "start", 0, 1.0, "", host, pid, born + 1, "", False, str(trail))
-            }
+            dog._teller.peers = gone_peers(dog, tmp_path, trails)
             raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(RuntimeError, match="Connection closed"):
         fails()
     said = capsys.readouterr().err
-    assert "is gone, last seen in step 1; rank 0 failed in the start, before" in said
+    assert re.match(f"watchdog: {named}", said)
+    assert "rank 0 failed in the start, before" in said
     assert "Connection closed by peer" in said
+
+
+def test_a_process_that_ends_by_itself_says_so_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with watching(Ends(), None, TimeLimits()) as dog:
+        dog.done(3)
+    assert read_trail(dog._trail.path) == f"step 4{OWN_END}"
 
 
 def test_an_error_is_named_with_its_step_and_place(capsys: pytest.CaptureFixture[str]) -> None:
