@@ -170,7 +170,7 @@ def gone_peers(dog: Watchdog, folder: Path, trails: dict[int, str]) -> dict[int,
         ({2: "step 1"}, r"rank 2 \(process \d+\) is gone, last seen in step 1; rank 0 failed in"),
         ({1: f"step 1{OWN_END}", 2: "step 1"}, r"rank 2 \(process \d+\) is gone, last seen in"),
         ({1: f"step 1{OWN_END}"}, "rank 0 failed in"),
-        ({1: "step 1", 2: "step 1"}, r"ranks 1, 2 are gone \(a launcher ends all after"),
+        (
             {1: "step 1", 2: "step 1"},
             r"ranks 1, 2 are gone \(a launcher ends all after the first\)",
         ),
