@@ -21,8 +21,9 @@ from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import LayoutName
 from longctx_patch.sequence.masks import Mask, bidirectional, block_sparse, prefix_lm
+from tests.hf.features import VOCABULARY, WINDOW
 from tests.hf.steps import Rows, Step, collated, complaints, sharded_step
-from tests.hf.tiny import VOCABULARY, WINDOW, featured_model, gradients
+from tests.hf.tiny import featured_model, gradients
 
 Table = NDArray[np.bool_]
 Ints = NDArray[np.int64]

@@ -9,10 +9,10 @@ import torch
 
 from longctx_patch.sequence.placement import place
 from tests.harness import run_distributed
+from tests.hf.features import WINDOW
 from tests.hf.masked_cases import CASES
 from tests.hf.masked_models import MASKS, MODELS, assert_equal, documents_alone, run_cases
 from tests.hf.steps import TOLERANCE
-from tests.hf.tiny import WINDOW
 from tests.reference import relative_error
 
 

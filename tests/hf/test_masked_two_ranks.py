@@ -13,6 +13,7 @@ from longctx_patch import LongContextConfig, PatchHandle, patch
 from longctx_patch.data.descriptor import Descriptor
 from longctx_patch.sequence.masks import bidirectional, block_sparse, causal, prefix_lm
 from tests.harness import run_distributed
+from tests.hf.features import WINDOW
 from tests.hf.masked_cases import CASES
 from tests.hf.masked_models import (
     MASKS,
@@ -27,7 +28,7 @@ from tests.hf.masked_models import (
     table_of,
 )
 from tests.hf.steps import Rows, Step, collated, complaints, sharded_step
-from tests.hf.tiny import WINDOW, gradients
+from tests.hf.tiny import gradients
 
 # Several rows that are not packed have one mask for all of them.
 

@@ -20,10 +20,10 @@ from longctx_patch.hf.model.facts import ModelFacts, is_latent
 from longctx_patch.hf.model.family import RECURRENT
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
+from tests.hf.features import WINDOW
 from tests.hf.steps import TOLERANCE, Rows, Step, collated, complaints, sharded_step
 from tests.hf.tiny import (
     SUPPORTED,
-    WINDOW,
     featured_config,
     featured_model,
     gradients,
