@@ -23,6 +23,7 @@ DEV = [
     "pytest-timeout",
     "pytest-xdist",
     "ruff",
+    "tensorboard",
     "types-PyYAML",
     *DRAW,
     *FOUR_BITS,

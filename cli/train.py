@@ -52,6 +52,7 @@ def train_command(run: Path, settings: tuple[str, ...]) -> None:
             f" or {SETTINGS_FILES[-1]}. Make one with `longctx patch MODEL --out {run} ...`."
         )
     launch = read_yaml(launch_file)
+    read_yaml(file)  # the processes read it too, after ten seconds of imports
     _check_one_machine(run, launch)
     limit_threads(launch)
     recipe = file.stem

@@ -67,14 +67,24 @@ class MemoryCallback(TrainerCallback):
         self._trainer.long_context_handle.reserve_host(0)  # the optimizer has made its states
 
 
+def _why_not(trainer: Any) -> str:
+    """Why a step can't be rehearsed."""
+    if not hasattr(trainer.train_dataset, "__len__"):
+        return "the longest row of a stream is not known"
+    names = ("gradient_checkpointing", "activation_checkpointing")
+    if any(getattr(trainer.args, name, False) for name in names):
+        return "transformers' own checkpointing runs the layers (checkpoint: none)"
+    return ""
+
+
 def rehearse(trainer: Any) -> None:
     """Rehearse a step with three layers on a GPU, and print the memory predicted for all layers.
 
-    Raises WillNotFit. Every rank takes the same rows, those of a stream are not known.
+    Raises WillNotFit. Every rank takes the same rows.
     """
     table, accelerator = trainer.train_dataset, trainer.accelerator
-    if not hasattr(table, "__len__"):
-        accelerator.print("memory: not rehearsed, since the longest row of a stream is not known")
+    if why := _why_not(trainer):
+        accelerator.print(f"memory: not rehearsed, since {why}")
         return
     rows = longest_row_first(table)[: trainer.args.per_device_train_batch_size]
     model = trainer.model_wrapped.train()

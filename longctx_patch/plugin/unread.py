@@ -186,7 +186,9 @@ def _stored(name: str, config: Any, dtype: torch.dtype | None, allowed: Sequence
 
 
 def _drawn(config: Any, dtype: torch.dtype | None) -> Any:
-    """A model of random weights, which rank 0 draws and holds."""
+    """A model of random weights, which rank 0 draws and holds: on the CPU, where they are those of
+    `from_config` with that seed whatever the device and the degrees, so that they can be had again.
+    A GPU's generator draws others."""
     dtype = dtype or config.dtype or torch.float32
     if _distributed() and dist.get_rank() > 0:
         model = model_without_memory(config, dtype)

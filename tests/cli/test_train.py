@@ -18,6 +18,7 @@ import yaml
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from longctx_patch.cli import train
 from longctx_patch.cli.train import ending_of, limit_threads
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.health.progress import Progress
@@ -55,6 +56,18 @@ def test_its_numbers_are_those_of_accelerate_launch(folder: Path) -> None:
     run_module(folder, *launch, *settings, "launched")
     assert len(numbers(folder / "trained")) == 2
     assert numbers(folder / "trained") == numbers(folder / "launched")
+
+
+def test_a_file_that_is_no_yaml_is_refused_before_imports(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "import_shared", pytest.fail)
+    file = folder / "finetune.yaml"
+    file.write_text(file.read_text() + "seed: 1\nseed: 2\n")
+    found = run("train", folder)
+    assert found.exit_code == 1
+    assert "finetune.yaml, line" in found.output
+    assert "'seed' is given twice" in found.output
 
 
 def test_a_refusal_is_one_message(folder: Path) -> None:

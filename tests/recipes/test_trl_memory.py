@@ -124,6 +124,15 @@ def test_pairs_are_rehearsed_with_their_reference(
     assert shape[0] == 4, "both answers of two pairs"
 
 
+def test_where_transformers_runs_the_layers_nothing_is_rehearsed(
+    settings: Callable[..., list[str]], rehearsed: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL switches its checkpointing on, and a policy of ours switches it off."""
+    sft.main(settings("ids", "out", checkpoint="none", max_steps=1))
+    assert rehearsed == []
+    assert "memory: not rehearsed, since transformers' own check" in capsys.readouterr().out
+
+
 def test_a_run_that_is_out_of_memory_is_explained(
     settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import yaml
 from click.testing import CliRunner, Result
 from peft import PeftModel
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, set_seed
 
 from longctx_patch.cli.main import main as longctx
@@ -109,6 +110,7 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
     ]
     more += ["--early-stopping", "5", "--metric-for-best-model", "eval_loss"]
     more += ["--greater-is-better", "1"]  # so that the best is not the last
+    more += ["--report-to", "tensorboard"]
     run_module(job, "longctx_patch.cli.main", *command[1:], *more)
     training = job / "run" / "training"
     settings = str(job / "run" / "sft.yaml")
@@ -119,6 +121,10 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
     found = read_metrics(training)
     evaluated = {int(line["step"]): line["eval_loss"] for line in found if "eval_loss" in line}
     assert sorted(evaluated) == [6, 12, 18]
+    tracked = scalars(training)
+    for tag, wanted in (("train/loss", "loss"), ("eval/loss", "eval_loss")):
+        values = {int(line["step"]): line[wanted] for line in found if wanted in line}
+        assert tracked[tag] == pytest.approx(values, rel=1e-6)
     best = max(evaluated, key=lambda step: evaluated[step])
     assert best != 18
     adapter = load_file(training / "final" / "adapter_model.safetensors")
@@ -133,6 +139,14 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
     final = training / "final"
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(final))
     PeftModel.from_pretrained(base, str(final))
+
+
+def scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """What TensorBoard shows of a run: values of each tag by their steps."""
+    (file,) = folder.rglob("events.out.tfevents*")
+    events = EventAccumulator(str(file)).Reload()
+    tags = events.Tags()["scalars"]
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags}
 
 
 @pytest.mark.timeout(600)
