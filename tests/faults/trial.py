@@ -3,6 +3,7 @@
 The launcher is forked from a server that has imported everything, so that a trial takes seconds.
 """
 
+import gc
 import hashlib
 import json
 import multiprocessing as mp
@@ -105,6 +106,7 @@ def _launch(folder: Path, log: Path, options: list[str], fault: Fault | None) ->
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.setsid()  # by which its processes are found
+    gc.freeze()  # as `longctx train` does: else each process copies what it looks at in its end
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(folder)
     from longctx_patch.cli.train import FLAGS, start
