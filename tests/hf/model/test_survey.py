@@ -12,6 +12,9 @@ from longctx_patch.hf.model.supported import FAMILIES, TABLE
 from longctx_patch.hf.model.survey import errors, found, survey, surveyed_version
 
 FLOAT64, FLOAT32 = 1e-10, 1e-5
+ROUNDS_MORE = {"apertus": 2.2}
+"""On the survey's one draw of weights 4.1e-5, where the stock model has 1.9e-5; not looked into.
+tests/hf compares it within twice on other rows, and in float64 it is equal here too."""
 REFUSED = [family for family in TABLE if family.refusal is not None]
 EQUAL_BUT_REFUSED = (
     "learned positions end at the pretrained length",
@@ -30,8 +33,8 @@ def test_supported_families_ran_and_were_equal(family: str) -> None:
     assert verdicts.keys() == {"ring", "Ulysses"}
     for verdict in verdicts.values():
         assert verdict["float64"] <= FLOAT64
-        # Rounding decides where the worst of the stock model is as large.
-        assert verdict["float32"] <= max(FLOAT32, 3 * verdict["stock float32"])
+        bound = ROUNDS_MORE.get(family, 2) * verdict["stock float32"]
+        assert verdict["float32"] <= max(FLOAT32, bound)
 
 
 def test_refused_families_ran_and_were_not_equal_or_have_another_reason() -> None:
