@@ -18,28 +18,11 @@ from longctx_patch import (
 from longctx_patch.hf.loss import shard_loss
 from longctx_patch.loss.law import Scale
 from longctx_patch.transport import VirtualTransport
-from tests.hf.tiny import VOCABULARY, featured_model, tiny_model, token_rows
+from tests.hf.float64 import TOKENS, packed_row, padded_rows
+from tests.hf.tiny import featured_model, tiny_model, token_rows
 
 RING = LongContextConfig(ring_degree=4)
 TWO = LongContextConfig(ring_degree=2)
-TOKENS = 31
-
-
-def padded_rows() -> dict[str, Tensor]:
-    """Two rows, one with a prompt that has no loss and one with padding."""
-    ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(2))
-    labels, mask = ids.clone(), torch.ones_like(ids)
-    labels[0, :13] = -100
-    labels[1, 20:] = -100
-    mask[1, 20:] = 0
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
-
-
-def packed_row() -> dict[str, Tensor]:
-    batch = {name: value[:1] for name, value in padded_rows().items() if name != "attention_mask"}
-    batch["position_ids"] = torch.cat([torch.arange(length) for length in (3, 17, 11)])[None]
-    batch["labels"][0, [0, 3, 20]] = -100
-    return batch
 
 
 @pytest.mark.parametrize(
