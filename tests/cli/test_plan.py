@@ -239,7 +239,7 @@ def test_a_row_is_needed(run: Run, llama_8b: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"model_type": "mamba"}, "its state runs along the sequence"),
+        ({"model_type": "mamba"}, "its scan (Mamba-1) is affine in its state"),
         ({"model_type": "mixtral"}, "The planner knows dense"),
         ({"model_type": "youtu"}, "kv_lora_rank=512. The planner knows layers whose keys"),
         ({"model_type": "qwen3_5_text"}, "The planner knows attention, but not the memory of"),

@@ -102,8 +102,9 @@ def test_the_card_says_what_was_trained_on_what_and_how_it_ended(
 
 def test_a_run_over_trl_has_a_card_a_report_and_a_merged_model(base: Path, tmp_path: Path) -> None:
     pairs = [{"prompt": f"What is {n}+2?", "completion": f"It is {n + 2}."} for n in range(4)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    words = "longctx_patch.recipes.sft --data pairs.jsonl --eval_data pairs.jsonl --rope yarn"
+    for name in ("pairs", "others"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    words = "longctx_patch.recipes.sft --data pairs.jsonl --eval_data others.jsonl --rope yarn"
     words += " --eval_strategy epoch --seq_len 128 --num_train_epochs 2 --output_dir out"
     words += " --report_to none --use_cpu --logging_steps 1 --learning_rate 0.01"
     said = run_module(tmp_path, *words.split(), "--model", str(base))
