@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from longctx_patch.diagnosis.world import Member, Place, check_versions, launched
+from tests.meeting import unused_port
 
 DOCTOR = [sys.executable, "-m", "longctx_patch.cli.main", "doctor", "--json"]
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -83,7 +83,7 @@ def test_torchrun_starts_it_and_rank_0_reports_for_all(tmp_path: Path) -> None:
 def test_a_rank_that_does_not_come_is_reported_and_nobody_waits_for_ever(tmp_path: Path) -> None:
     done = subprocess.run(
         [*DOCTOR, "--limit", "10", "--out", str(tmp_path)],
-        env=environment(0, get_free_port()),
+        env=environment(0, unused_port()),
         capture_output=True,
         text=True,
         timeout=280,

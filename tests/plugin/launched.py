@@ -12,18 +12,19 @@ from unittest.mock import patch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from longctx_patch.rules.launched import flag
 from tests.harness import run_distributed
+from tests.meeting import ENVIRONMENT, held_ports
 
 
 def run_launched(
     fn: Callable[..., Any], num_processes: int, *args: Any, timeout_s: float = 240.0
 ) -> list[Any]:
     """`fn(*args)` in every process; its results by rank. Raises with the tracebacks of all."""
-    job = (fn, num_processes, get_free_port(), args)
-    return run_distributed(_child, num_processes, *job, timeout_s=timeout_s)
+    with held_ports(1) as (port,):
+        job = (fn, num_processes, port, args)
+        return run_distributed(_child, num_processes, *job, timeout_s=timeout_s)
 
 
 def _child(
@@ -31,12 +32,11 @@ def _child(
 ) -> Any:
     dist.barrier()  # a rank that leaves the group early would break others' connections
     dist.destroy_process_group()  # at its end the harness uses Accelerate's group
-    os.environ |= {
+    os.environ |= ENVIRONMENT | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",  # these tests use the CPU on every machine

@@ -13,11 +13,11 @@ from accelerate.commands.launch import (
     multi_gpu_launcher,
 )
 from accelerate.utils.launch import prepare_multi_gpu_env
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plugin import accelerate_yaml, accelerator
 from tests.launching import run_module
+from tests.meeting import unused_port
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "accelerate"
 
@@ -122,7 +122,7 @@ def test_two_machines_need_a_name_and_the_command_line_wins() -> None:
 def test_a_machine_that_never_comes_ends_the_wait(rank: int, said: str) -> None:
     path = RECIPES / "two_nodes_16gpu_sp8_fsdp2.yaml"
     asked = ["--machine_rank", str(rank), "--rdzv_conf", "timeout=1"]
-    asked += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(get_free_port())]
+    asked += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(unused_port())]
     with pytest.raises(RuntimeError, match=said):
         multi_gpu_launcher(_launch_arguments(path, *asked))
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.checkpoints.plain_pickle import MetadataReader
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
+from tests.meeting import held_ports
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.recipes.test_sharded_reading import FSDP2, forget_accelerate
 
@@ -63,7 +63,8 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
 ) -> None:
     """Other numbers of ranks, degrees, layouts, checkpoint policies, replicas and FSDP2."""
     disturbed = command(config_file, text_file, tmp_path / "disturbed")
-    run_launched(go_through_worlds, 2, disturbed, [get_free_port() for _ in WORLDS])
+    with held_ports(len(WORLDS)) as ports:
+        run_launched(go_through_worlds, 2, disturbed, ports)
     steps = 2 * len(WORLDS) + 2
     finetune.main([*disturbed, *ALONE, "--max-steps", str(steps)])
     assert f"going on from {tmp_path}/disturbed/checkpoints/step_{steps - 2:06d}" in (

@@ -17,7 +17,6 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.elastic.utils.distributed import get_free_port
 from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
 from longctx_patch.plugin import unread
@@ -25,6 +24,7 @@ from longctx_patch.recipes import dpo, finetune, sft
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.models import four_bits
 from longctx_patch.trainer import mixin
+from tests.meeting import held_ports
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.recipes.data.test_reading import words
 from tests.tiny_llama import TINY_LLAMA
@@ -147,9 +147,9 @@ def counting() -> Iterator[list[Any]]:
 
 def run_all(recipe: str, *runs: list[str], away: dict[int, Path] | None = None) -> list[list[Ran]]:
     """`run` on two processes; for each run what each process found."""
-    ports = [get_free_port() for _ in runs]
     planned = [(given, (away or {}).get(number)) for number, given in enumerate(runs)]
-    by_rank = run_launched(run, 2, recipe, planned, ports)
+    with held_ports(len(runs)) as ports:
+        by_rank = run_launched(run, 2, recipe, planned, ports)
     return [list(found) for found in zip(*by_rank, strict=True)]
 
 
