@@ -4,6 +4,7 @@
 #   make demo       the main job on CPU with two processes
 #   make test       the tests that need no GPU
 #   make test-trainers  transformers' and TRL's trainers against one process
+#   make test-jobs  whole jobs as a launcher starts, stops and resumes them, on two machines too
 #   make test-grid  every trainer over every number of ranks, family and accumulation (long)
 #   make test-faults  jobs that a fault ends, and the next start
 #   make test-fault-grid  every fault at every place in every rank, on 2 and 4 processes (long)
@@ -34,13 +35,17 @@ OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/lo
 # Runs under Trainer and TRL's trainers, apart from the rest for their time.
 TRAINER_TESTS := tests/trainer tests/trl tests/recipes/test_trl_recipes.py \
     tests/recipes/test_sharded_reading.py tests/recipes/test_other_worlds.py
+# Jobs of several processes under a launcher, for their time too.
+JOB_TESTS := tests/recipes/test_several_nodes.py tests/recipes/test_launch.py \
+    tests/recipes/test_ended.py tests/recipes/test_text_model.py \
+    tests/recipes/saving/test_signals.py tests/cli/test_train.py tests/health/test_launched.py
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 TYPED := longctx_patch cli recipes examples benchmarks docs tests
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-trainers test-grid test-faults test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
+.PHONY: install demo test test-trainers test-jobs test-grid test-faults test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
 
 install: $(STAMP)
 
@@ -73,10 +78,13 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal \
-	    $(addprefix --ignore=,$(TRAINER_TESTS) tests/faults)
+	    $(addprefix --ignore=,$(TRAINER_TESTS) $(JOB_TESTS) tests/faults)
 
 test-trainers: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(TRAINER_TESTS)
+
+test-jobs: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(JOB_TESTS)
 
 test-grid: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/trl/grid.py

@@ -17,6 +17,10 @@ from longctx_patch.memory.allocator import let_segments_grow
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile("repeatable")
 
+# Read when huggingface_hub is imported, here and in every process that a test starts: nothing is
+# looked up, and no lookup is tried again until it has failed for minutes.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 if torch.cuda.is_available():
     let_segments_grow()  # as `make_accelerator` does
 
