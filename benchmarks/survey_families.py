@@ -264,6 +264,8 @@ def errors(steps: Steps, wanted: dict[str, Tensor]) -> dict[str, float]:
 
 def in_words(error: BaseException) -> str:
     """An error in one line, without the number of the rank that met it first."""
+    if isinstance(error.__cause__, KeyError):  # its text is a key, perhaps another one each time
+        return "KeyError: the call, or a layer, is not where the patch looks for it"
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         return TOO_LARGE

@@ -53,8 +53,11 @@ tokens.
   ([kernels](kernels.md)). Those layers compute in `torch_eager`, by chunks of 64 MiB of scores in
   float32: exact, in memory that grows with the length and not with its square, but many times
   slower. A warning says so when the first such layer runs.
-- No recurrence that transformers 5.23 has is refused for not being affine in its state: those of
+- No recurrence that transformers 5.24 has is refused for not being affine in its state: those of
   refused families are affine as well, and the table says what is missing.
+- Read in bfloat16, DeepSeek-V3 and families with its router keep the router's weights in float32
+  from transformers 5.24 on, and FSDP2 refuses layers whose trained weights differ in dtype. Train
+  all their weights in float32 (the recipes' own choice), or a LoRA adapter.
 - Layers of Zamba 2 share weights, which torch refuses to shard layer by layer (FSDP2): train it
   under DDP.
 - Phi-3.5-MoE draws experts at random in training, on ranks others than in one process. It is exact

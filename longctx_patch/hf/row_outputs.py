@@ -13,8 +13,10 @@ from longctx_patch.hf.call.row import ShardedRow
 from longctx_patch.loss.law import group_value
 from longctx_patch.sequence.layout import Layout
 
-_OUTPUTS = ("loss", "logits", "router_logits", "aux_loss", "image_hidden_states")
-"""Those of whole rows and their images; router logits are gathered with the decoder's outputs."""
+_OUTPUTS = ("loss", "logits", "router_logits", "aux_loss")
+"""Those of whole rows; router logits are gathered with the decoder's outputs."""
+_OF_IMAGES = ("image_hidden_states", "image_outputs", "video_outputs")
+"""What the model made of whole images, on every rank alike: transformers 5.24 has the last two."""
 _OF_TOKENS = (
     *("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"),
 )
@@ -37,7 +39,7 @@ def whole_outputs(
     if outputs.get("rope_deltas") is not None:  # transformers 5.17's, for a cache of another pass
         outputs["rope_deltas"] = None
     given = {name: value for name, value in outputs.items() if value is not None}
-    if others := [name for name in given if name not in (*_OUTPUTS, *of_tokens)]:
+    if others := [name for name in given if name not in (*_OUTPUTS, *_OF_IMAGES, *of_tokens)]:
         raise ValueError(f"{', '.join(others)} of whole rows: {OTHER_OUTPUTS}")
     layout = group.layout(ShardedRow.read(shard).documents)
     for name in given:

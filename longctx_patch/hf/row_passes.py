@@ -105,8 +105,8 @@ class RowPasses:
             if images.has_images(given):
                 raise ValueError(images.OF_SHARDS)
             return False
-        if given.get("past_key_values") is not None:
-            self._check_cache()
+        if cache := transformers_api.cache_given(given):
+            self._check_cache(cache)
             return False
         if self._model.training:
             return True
@@ -186,11 +186,11 @@ class RowPasses:
         whole, rows = images.whole_inputs(self._model, given, shard[ROWS_KEY], length)
         return shard | whole | {ROWS_KEY: rows}
 
-    def _check_cache(self) -> None:
+    def _check_cache(self, name: str) -> None:
         """Refuse a cache in training, on this rank at once: a callback may generate on one rank."""
         if self._model.training and self._group.num_ranks > 1:
             raise ValueError(
-                "past_key_values in training: a cache holds one rank's keys only. To generate, "
+                f"{name} in training: a cache holds one rank's keys only. To generate, "
                 "call model.eval() first, and model.train() after it; else leave the cache out."
             )
 
@@ -224,7 +224,9 @@ _OWN = frozenset({"fused_lm_head", "num_items_in_batch"})
 _USUAL = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
 _REFUSED = {
     SHARD_KEY: "this batch is a shard already. Give whole rows.",
-    "past_key_values": "a cache holds one rank's keys only. Leave it out.",
+    **dict.fromkeys(
+        transformers_api.CACHE_NAMES, "a cache holds one rank's keys only. Leave it out."
+    ),
     "inputs_embeds": "padding and documents are read with input_ids. Give input_ids alone.",
     "shift_labels": "labels of whole rows are unshifted, so this looks like a shard whose "
     "longctx_shard is missing. Pass the batch of SequenceShardCollator unchanged, or whole rows "

@@ -9,7 +9,7 @@ from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.facts import ModelFacts, sees_absolute_positions, text_config
 
 MASKED_WITHOUT_POSITIONS = ("afmoe", "gpt_oss")
-"""Families whose masks transformers 5.17 to 5.23 makes without positions, so that packed documents
+"""Families whose masks transformers 5.17 to 5.24 makes without positions, so that packed documents
 see each other."""
 
 

@@ -8,7 +8,7 @@ from packaging.version import Version
 
 REQUIRED = {
     "torch": ("2.11", "2.13"),
-    "transformers": ("5.17", "5.23"),
+    "transformers": ("5.17", "5.24"),
     "accelerate": ("1.15", "1.15"),
     "peft": ("0.21", "0.21"),
 }

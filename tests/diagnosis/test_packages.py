@@ -12,7 +12,7 @@ from longctx_patch.diagnosis.packages import (
 
 WANTED = ("torch>=2.11", "transformers<6,>=5.17", "accelerate>=1.15", "peft", "click")
 EXTRAS = ('trl>=1.16; extra == "trl"', 'fa[cu13]==4.0.0b36; extra == "fa4"', 'ruff; extra == "dev"')
-VERSIONS = {"torch": "2.13.0+cpu", "transformers": "5.23.0", "accelerate": "1.15.0"}
+VERSIONS = {"torch": "2.13.0+cpu", "transformers": "5.24.0", "accelerate": "1.15.0"}
 GOOD = Installed(
     "3.12.1", ">=3.11", WANTED + EXTRAS, VERSIONS | {"peft": "0.21.2", "click": "8", "trl": "1.16"}
 )
@@ -29,7 +29,7 @@ def test_this_environment_is_as_setup_py_wants_it() -> None:
 def test_good_versions() -> None:
     check = check_packages(GOOD)
     assert check.found == (
-        "torch 2.13.0+cpu, transformers 5.23.0, accelerate 1.15.0, peft 0.21.2 and 1 others"
+        "torch 2.13.0+cpu, transformers 5.24.0, accelerate 1.15.0, peft 0.21.2 and 1 others"
     )
     assert check_extras(GOOD).found == "trl 1.16; extras without their packages: fa4"
 

@@ -130,6 +130,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "starcoder2": _WINDOWED,
     "granite": _MULTIPLIERS,
     "exaone4": _ALTERNATING,
+    "lara_mini": _DELTA
+    | _EXPERTS
+    | _SHARED_EXPERT
+    | _WINDOWED
+    | {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
     "qwen3_next": _DELTA | _EXPERTS | _SHARED_EXPERT,
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA | _EXPERTS | _SHARED_EXPERT,
@@ -217,6 +222,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "rope_parameters": _YARN | {"original_max_position_embeddings": 8, "mscale_all_dim": 1.0},
     },
     "glm4_moe_lite": _LATENT | _LATENT_EXPERTS | {"v_head_dim": 24},
+    "sarvam_mla": _LATENT | _LATENT_EXPERTS | _FOUR_IN_TWO_GROUPS | {"first_k_dense_replace": 1},
     "minicpm3": _LATENT | {"dim_model_base": 32},
     "youtu": _LATENT,
     "axk1": _LATENT | _LATENT_EXPERTS | {"n_group": 2, "topk_group": 1},
@@ -283,6 +289,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     | {"n_routed_experts": 4, "v_head_dim": 8},
     "minimax_m2": _FOUR_LOCAL,
     "phimoe": _WINDOWED | _FOUR_LOCAL | {"router_jitter_noise": 0.0},
+    "sarvam_moe": _EXPERTS
+    | _FOUR_IN_TWO_GROUPS
+    | {"n_routed_experts": 4, "first_k_dense_replace": 1},
     "solar_open": _EXPERTS | _FOUR_IN_TWO_GROUPS | {"n_routed_experts": 4},
 }
 """Features of a family beside causal attention, small enough to matter in rows of 30 tokens."""

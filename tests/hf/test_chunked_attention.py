@@ -21,7 +21,7 @@ from longctx_patch import (
 )
 from longctx_patch.data.whole_rows import read_rows
 from longctx_patch.hf.model.checks import check_model_config
-from longctx_patch.hf.model.facts import ModelFacts, Reach
+from longctx_patch.hf.model.facts import ModelFacts, Reach, layer_kinds
 from longctx_patch.hf.stock import stock_model
 from longctx_patch.operator.decided import row_mask
 from longctx_patch.plans.traffic import Traffic
@@ -184,13 +184,16 @@ def test_stock_passes_and_router_logits_of_a_patched_model() -> None:
 
 
 def test_what_a_config_says_of_chunks() -> None:
-    facts = ModelFacts.of(featured_config(FAMILY))
+    facts, kinds = ModelFacts.of(featured_config(FAMILY)), layer_kinds(featured_config(FAMILY))
     assert facts.reaches == [Reach(chunk=CHUNK), Reach(), Reach(chunk=CHUNK)]
     assert facts.reaches_in(CHUNK) == [Reach()] * 3
     assert facts.reaches_in(CHUNK + 1) == facts.reaches
     assert [layer.is_dense for layer in facts.layers] == [False, False, True]
     assert facts.recurrent is None
     with pytest.raises(UnsupportedModelError, match=r"layer 0 is chunked_attention, but .*=None"):
-        check_model_config(featured_config(FAMILY, attention_chunk_size=None), LongContextConfig())
+        check_model_config(
+            featured_config(FAMILY, attention_chunk_size=None, layer_types=list(kinds)),
+            LongContextConfig(),
+        )
     with pytest.raises(ValueError, match="chunk=0: a whole number of tokens"):
         Documents.one(3).cut(0)

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -105,6 +107,14 @@ def test_videos_and_rows_without_images(family: str) -> None:
     assert not any(of_images(name) for name in text)
 
 
+def images_of(outputs: Any) -> list[Tensor]:
+    """What a model returns of its images: since transformers 5.24 `image_outputs`."""
+    whole = outputs.get("image_outputs")
+    pooled = outputs.get("image_hidden_states") if whole is None else whole.pooler_output
+    assert pooled is not None or Version(transformers.__version__) < Version("5.24")
+    return [] if pooled is None else list(pooled)
+
+
 @pytest.mark.parametrize("family", SEEING)
 def test_evaluation_log_probs_and_what_is_restored(family: str) -> None:
     """Whole rows in evaluation on each rank alone, shared, and their log-probabilities; the model
@@ -115,7 +125,7 @@ def test_evaluation_log_probs_and_what_is_restored(family: str) -> None:
     given = {name: value for name, value in batch.items() if name != "labels"}
     with torch.no_grad():
         logits = alone(**given).logits
-        loss = stock_loss(alone, batch)
+        loss, images = stock_loss(alone, batch), images_of(alone(**batch))
     labels = batch["labels"][:, 1:]
     wanted = logits[:, :-1].log_softmax(-1).gather(2, labels.clamp(min=0)[..., None])[..., 0]
     wanted = wanted * (labels >= 0)
@@ -129,7 +139,10 @@ def test_evaluation_log_probs_and_what_is_restored(family: str) -> None:
         with torch.no_grad():
             assert torch.equal(model(**given).logits, logits)
             with handle.sharing_evaluation():
-                assert relative_error(model(**batch).loss, loss) < 1e-5
+                shared = model(**batch)
+                assert relative_error(shared.loss, loss) < 1e-5
+                assert len(images_of(shared)) == len(images)
+                assert all(map(torch.equal, images_of(shared), images))
         handle.unpatch()
         with torch.no_grad():
             assert torch.equal(model(**given).logits, logits)

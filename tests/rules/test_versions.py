@@ -25,7 +25,8 @@ def test_what_is_installed_here_was_tested() -> None:
         ("peft", "0.9.0", False),
         ("transformers", "5.16.2", False),
         ("transformers", "5.17.0", True),
-        ("transformers", "5.24.1", False),
+        ("transformers", "5.24.1", True),
+        ("transformers", "5.25.0", False),
         ("trl", "1.17.0", False),
     ],
 )

@@ -26,8 +26,9 @@ def tokens_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def check_whole_rows(group: SequenceGroup, kwargs: dict[str, Any]) -> None:
     """Refuse a batch without longctx_shard whose positions show that it is not whole rows."""
     given = kwargs.get("position_ids")
-    padded = kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None
-    if group.num_ranks == 1 or given is None or padded or given.ndim == 3:
+    padded = kwargs.get("attention_mask") is not None
+    goes_on = transformers_api.cache_given(kwargs) is not None
+    if group.num_ranks == 1 or given is None or padded or goes_on or given.ndim == 3:
         return  # shards have no rows of positions for images
     if kwargs.get("shift_labels") is not None or not _count_from_zero(given):
         raise ValueError(
@@ -78,9 +79,9 @@ def _count_problem(num_items: Any, num_valid_tokens: Any) -> str | None:
 
 
 def _mask_problem(kwargs: dict[str, Any], wants_router_logits: bool) -> str | None:
-    if kwargs.get("past_key_values") is not None:
+    if cache := transformers_api.cache_given(kwargs):
         return (
-            "past_key_values with a sharded batch: a cache holds one rank's keys only. Generate "
+            f"{cache} with a sharded batch: a cache holds one rank's keys only. Generate "
             "with plain inputs (no longctx_shard), or drop the cache."
         )
     mask = kwargs.get("attention_mask")

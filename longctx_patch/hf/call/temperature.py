@@ -28,7 +28,7 @@ class Places:
         """`[L]`: the position of each token less its index."""
         return self._before
 
-    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keys and values as they are: those of other ranks come with the plan."""
         return key, value
 
@@ -53,4 +53,4 @@ def _tell_places(
     call = kwargs.get(CALL_KEY)
     if call is None:
         return args, kwargs
-    return args, kwargs | {"past_key_values": Places(call.positions)}
+    return args, kwargs | {transformers_api.cache_name(module): Places(call.positions)}

@@ -58,7 +58,11 @@ REFUSED: tuple[Family, ...] = (
     ),
     *refused(
         "its attention adds a bias for each pair of tokens to the scores, which no kernel takes",
-        {"inkling_text": "Inkling (text)", "inkling2_text": "Inkling 2 (text)"},
+        {
+            "inkling_text": "Inkling (text)",
+            "inkling2_text": "Inkling 2 (text)",
+            "inkling2_loop_text": "Inkling 2 Loop (text)",
+        },
     ),
     *refused(
         "an indexer picks blocks of keys, and embeddings and convolutions of n-grams are computed, "
@@ -73,7 +77,7 @@ REFUSED: tuple[Family, ...] = (
     *refused(
         "attention runs more than once in each layer of a pass, and the check of the first step "
         "counts once",
-        {"diffllama": "DiffLlama", "hrm_text": "HRM-Text"},
+        {"diffllama": "DiffLlama", "dory": "Nemotron Dory", "hrm_text": "HRM-Text"},
     ),
     *refused(
         "its attention computes a mask of its own from the keys of the local tokens",
@@ -106,18 +110,21 @@ REFUSED: tuple[Family, ...] = (
     *refused(
         "its attention is its own code, not transformers' attention registry",
         {
-            "codegen": "CodeGen",
             "ctrl": "CTRL",
             "falcon": "Falcon",
             "gpt_neo": "GPT-Neo",
             "gpt_neox_japanese": "GPT-NeoX Japanese",
-            "gptj": "GPT-J",
             "openai-gpt": "GPT (2018)",
             "reformer": "Reformer",
             "xglm": "XGLM",
             "xlm": "XLM",
             "xlnet": "XLNet",
         },
+    ),
+    *refused(
+        "its attention goes through transformers' attention registry since 5.24 alone, and was its "
+        "own code in older versions",
+        {"codegen": "CodeGen", "gptj": "GPT-J"},
     ),
     *refused(
         "it reads bytes and attends to patches of them that another model cuts",

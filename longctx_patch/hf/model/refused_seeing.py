@@ -11,6 +11,7 @@ SEEING: tuple[Family, ...] = (
         "it reads images or sound beside text, and is not compared with one process on them; train "
         "its text model where it has one",
         {
+            "apertus1p5": "Apertus 1.5",
             "aria": "Aria",
             "aya_vision": "Aya Vision",
             "blip-2": "BLIP-2",
@@ -40,11 +41,13 @@ SEEING: tuple[Family, ...] = (
             "granite4_vision": "Granite 4 Vision",
             "granite_docling": "Granite Docling",
             "hunyuan_vl": "Hunyuan-VL",
+            "hy_v4_vl": "Hunyuan 4 (with images)",
             "hyperclovax_vision_v2": "HyperCLOVA X SEED Vision",
             "idefics": "IDEFICS",
             "idefics2": "Idefics2",
             "idefics3": "Idefics3",
             "inkling2": "Inkling 2",
+            "inkling2_loop": "Inkling 2 Loop",
             "inkling_mm_model": "Inkling",
             "instructblip": "InstructBLIP",
             "instructblipvideo": "InstructBLIP (video)",

@@ -1,7 +1,7 @@
 """Which kernels transformers runs in place of its own functions along the sequence.
 
 `use_kernel_func_from_hub_with_fallback` decides when a module is imported: a kernel of the package
-where that can be imported, and its torch function after any error. Checked with 5.17 to 5.23.
+where that can be imported, and its torch function after any error. Checked with 5.17 to 5.24.
 """
 
 import inspect

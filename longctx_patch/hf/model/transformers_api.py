@@ -2,13 +2,13 @@
 
 Used: the public attention and mask registries, the decoder's keyword arguments (which transformers
 hands through to every attention function), `loss_function`, and the attributes by which
-`GradientCheckpointingLayer` finds its checkpoint function. Checked with 5.17 to 5.23.
+`GradientCheckpointingLayer` finds its checkpoint function. Checked with 5.17 to 5.24.
 """
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -49,8 +49,11 @@ HARMLESS_OPTIONS = frozenset(
         *("shift_labels", "use_cache"),
     }
 )
+CACHE_NAMES = ("cache", "past_key_values")
+"""What a model calls the argument for a cache: since transformers 5.24, which takes the second name
+too, and before."""
 DECODER_ARGUMENTS = frozenset(
-    {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values"}
+    {"input_ids", "inputs_embeds", "attention_mask", "position_ids", *CACHE_NAMES}
 )
 
 # Options that decoders and layers add for attention functions but attention ignores.
@@ -183,9 +186,21 @@ def window_of(module: nn.Module) -> int | None:
 
 def counting_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that scale queries by a place which they count by themselves, as if their input
-    began where a cache ends. They take the cache as `past_key_values`."""
+    began where a cache ends."""
     modules: list[Any] = attention_modules(model)
     return [m for m in modules if getattr(m, "attn_temperature_tuning", False) and not m.use_rope]
+
+
+def cache_given(kwargs: Mapping[str, Any]) -> str | None:
+    """The name by which arguments hold a cache, None without one."""
+    return next((name for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def cache_name(module: nn.Module) -> str:
+    """What a module's forward calls its argument for a cache. By the other name transformers 5.24
+    drops it where the caller gives both, though one is None."""
+    taken = code_of(type(module)).__code__.co_varnames
+    return next(name for name in CACHE_NAMES if name in taken)
 
 
 def bind_latents(model: nn.Module) -> Callable[[], None]:
@@ -357,8 +372,9 @@ def checkpoint_layers(model: PreTrainedModel, run: Callable[..., Any]) -> Callab
     """While training, the forward of decoder layer `i` runs as `run(i, forward, *args)`.
 
     Neither backward nor a recompute calls `run` again: what `run` does for a layer holds until the
-    layer's backward is over. In transformers 5.17 `forward` includes the layer's hooks, in 5.23 it
-    does not. Returns a function that restores what was there before.
+    layer's backward is over. In transformers 5.17 `forward` includes the layer's hooks, from 5.23
+    on it does not; from 5.24 on a pass without gradients does not call `run`. Returns a function
+    that restores what was there before.
     """
     layers = decoder_layers(model)
     keys = ("gradient_checkpointing", "_gradient_checkpointing_func")
