@@ -5,7 +5,7 @@ from typing import Any
 
 from longctx_patch.cli.decisions import Decisions
 from longctx_patch.cli.prediction import prediction_rows, why_unpredicted
-from longctx_patch.cli.recurrent_row import recurrent_rows
+from longctx_patch.cli.recurrent_row import kernel_rows, recurrent_rows
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts, Reach
 from longctx_patch.hf.model.family import RECURRENT, SINKS
@@ -38,6 +38,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         ("attention", describe_layers(decisions.model_config), _rows(decisions)),
         ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.sharing.why),
         *recurrent_rows(decisions.model_config, settings.sequence_parallelism(), settings.seq_len),
+        *([] if decisions.options.cpu else kernel_rows(decisions.model_config)),
         *_rows_per_step(decisions),
         ("shards", f"{decisions.tokens_per_gpu} tokens per {unit}", sequences),
         (

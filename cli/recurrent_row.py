@@ -1,10 +1,11 @@
-"""What the table of a run folder says of recurrent layers: what their ranks exchange."""
+"""What the table of a run folder says of recurrent layers: what their ranks exchange, and which
+packages a GPU needs for them."""
 
 from typing import Any
 
 from longctx_patch.choose.recurrence import both_ways, decide_recurrence, runs_of_forward
 from longctx_patch.config import LongContextConfig
-from longctx_patch.hf.model.recurrence import recurrent_layers
+from longctx_patch.hf.model.recurrence import kernel_packages, recurrent_layers
 from longctx_patch.plans.recurrent import states_because
 from longctx_patch.predict.machines import MACHINES
 from longctx_patch.sequence.documents import Documents
@@ -33,3 +34,15 @@ def recurrent_rows(
             "for packed rows decided row by row"
         )
     return [("recurrent", f"exchange {value}", why)]
+
+
+def kernel_rows(model_config: Any) -> list[tuple[str, str, str]]:
+    """(what, value, why) for a run on GPUs; empty where no layer is recurrent."""
+    packages = kernel_packages(model_config)
+    if not packages:
+        return []
+    why = (
+        f"a GPU's run is refused without them: pip install {' '.join(packages)}, or add "
+        "--torch-recurrence to the launch command for torch's slow functions"
+    )
+    return [("recurrent kernels", ", ".join(packages), why)]

@@ -71,8 +71,8 @@ starts whether layers take it).
 
 The model's family, that its attention ({layers}) is covered and has no dropout, that its
 {heads} query heads and {kv_heads} key-value heads fit the degrees, that its RoPE reaches the
-length, and that the tokenizer fits the vocabulary. The first training step checks that attention
-crosses the ranks as planned.
+length, and that the tokenizer fits the vocabulary. The first training step checks that {crossing}
+as planned.
 
 Not checked: {memory}that weights can be downloaded, and all of the data: `longctx data` reads
 it, makes the rows that the run then finds, and shows some.
@@ -139,6 +139,11 @@ def render_readme(decisions: Decisions) -> str:
         memory="" if decisions.sharing.predicted else "that memory suffices, ",
         as_here=", as here" if settings.pack else "",
         layers=describe_layers(decisions.model_config),
+        crossing=(
+            "attention and recurrent states cross the ranks"
+            if facts.num_recurrent
+            else "attention crosses the ranks"
+        ),
         rows=_rows(decisions),
         heads=facts.num_heads,
         kv_heads=facts.num_kv_heads,

@@ -88,8 +88,16 @@ def test_where_nothing_can_be_predicted(run: Run, config: Write, tmp_path: Path)
     """A model with experts, pairs and processes on the CPU get a folder without a prediction; for
     pairs there was that of rows without a reference."""
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    kinds = ["linear_attention", "full_attention"]
+    hybrid = {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": kinds}
     for name, words, changes, said in (
         ("experts", (), experts, "what num_local_experts=4 takes is not predicted; the rehearsal"),
+        (
+            "hybrid",
+            (),
+            hybrid,
+            "what the recurrence (layer 0 is linear_attention) takes is not pre",
+        ),
         ("pairs", ("--dpo",), {}, "what pairs and their reference take is not predicted; the"),
         ("cpu", ("--cpu",), {}, ""),
     ):
@@ -98,6 +106,7 @@ def test_where_nothing_can_be_predicted(run: Run, config: Write, tmp_path: Path)
         assert code == 0, output
         assert ("not predicted" in output) == bool(said)
         assert said in output
+        assert ("recurrent kernels" in output) == (name == "hybrid")
         if said:
             more = (*asked, "--host-gib", 400)
             code, output = patch(run, model, tmp_path / "x", "2xH200", *more)

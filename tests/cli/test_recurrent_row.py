@@ -1,7 +1,13 @@
-"""What the run folder says of the exchange of recurrent layers."""
+"""What the run folder says of recurrent layers: their exchange, and the packages that they need."""
+
+import pytest
 
 from longctx_patch import LongContextConfig
-from longctx_patch.cli.recurrent_row import recurrent_rows
+from longctx_patch.cli.recurrent_row import kernel_rows, recurrent_rows
+from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.recurrence import kernel_packages
+from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of
+from tests.hf.call.test_mixers import CHAINED
 from tests.hf.tiny import featured_model
 
 
@@ -28,3 +34,21 @@ def test_nothing_is_said_where_nothing_is_decided() -> None:
     shared = LongContextConfig(ulysses_degree=2)
     assert recurrent_rows(featured_model("lfm2").config, shared, 4096) == []
     assert recurrent_rows(featured_model("llama").config, shared, 4096) == []
+
+
+@pytest.mark.parametrize("family", CHAINED)
+def test_the_packages_are_those_whose_kernels_the_layers_call(family: str) -> None:
+    model = featured_model(family)
+    called = {
+        KERNELS[name].distribution
+        for mixer in transformers_api.recurrent_modules(model)
+        for name in functions_of(mixer)
+    }
+    assert set(kernel_packages(model.config)) == called
+    ((what, value, why),) = kernel_rows(model.config)
+    assert (what, value) == ("recurrent kernels", ", ".join(sorted(called)))
+    assert f"pip install {' '.join(sorted(called))}, or add --torch-recurrence" in why
+
+
+def test_attention_needs_no_packages_of_recurrent_layers() -> None:
+    assert kernel_rows(featured_model("llama").config) == []

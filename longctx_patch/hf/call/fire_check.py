@@ -62,13 +62,14 @@ class FireCheck:
         self._inputs_train: set[int] = set()
         self._traffic: dict[int, PlannedTraffic] = {}
         self._masks: list[str] = []
+        self._recurrent: set[int] = set()
 
     def __repr__(self) -> str:
         """What ran and what this rank sent, in a line."""
         forward, backward = self.planned_forward(), self.planned_backward()
         kernels = ", ".join(self._group.kernels.names)  # none on the CPU
         says = [
-            f"{len(self._runs)} of {len(self._numbers)} layers over "
+            f"{len(self._runs)} of {len(self._numbers)} {self._layers()} over "
             f"{self._group.num_ranks} rank(s), mask: {self.masks}"
             + f", kernels: {kernels}"
             * bool(kernels),
@@ -78,6 +79,13 @@ class FireCheck:
             f"{backward} planned for backward" if self._backward else "no backward yet",
         ]
         return f"<first step: {'; '.join(says)}>"
+
+    def _layers(self) -> str:
+        """What the layers are in which tokens meet; a decoder layer may have two of them."""
+        recurrent = len(self._recurrent)
+        if not recurrent:
+            return "layers"
+        return f"layers ({len(self._traffic) - recurrent} with attention, {recurrent} recurrent)"
 
     @property
     def masks(self) -> str:
@@ -112,6 +120,7 @@ class FireCheck:
     ) -> None:
         """The same for a recurrent layer, which is recomputed whole if it is recomputed; `words`
         say what it exchanged."""
+        self._recurrent.add(self._numbers[id(module)])
         traffic = PlannedTraffic(planned.forward, planned.forward, planned.backward)
         self._ran(module, lambda _: traffic, words, hidden, out)
 

@@ -49,6 +49,19 @@ def recurrent_layers(config: Any, *, batch: int = 1, itemsize: int = 2) -> Recur
     return RecurrentLayers(number, shape, _channels(shape), taps - 1, batch * itemsize)
 
 
+def kernel_packages(config: Any) -> tuple[str, ...]:
+    """The packages, by pip's names, that the recurrent layers of a supported model need on a GPU;
+    empty if it has none."""
+    config = text_config(config)
+    family = FAMILIES.get(config.model_type)
+    features = () if family is None else family.features
+    if CONVOLUTION in features:
+        return ("causal-conv1d",)
+    if STATE_SPACE in features:
+        return ("causal-conv1d", "mamba-ssm")
+    return ("causal-conv1d", "flash-linear-attention") if DELTA in features else ()
+
+
 def layer_traffic(layers: RecurrentLayers, row: Row, way: RecurrentWay) -> tuple[ChainTraffic, ...]:
     """What each rank sends for one of the layers.
 

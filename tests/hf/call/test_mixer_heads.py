@@ -142,3 +142,4 @@ def test_the_first_step_says_what_was_exchanged_and_heads_that_do_not_divide_are
 
     for says in run_virtual_ranks(2, on_one_rank):
         assert "recurrent with heads exchanged" in says
+        assert says.startswith("<first step: 3 of 3 layers (1 with attention, 2 recurrent) over 2 ")
