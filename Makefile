@@ -34,11 +34,13 @@ OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/lo
     tests/trl/test_trainers.py tests/recipes/data
 # Runs under Trainer and TRL's trainers, apart from the rest for their time.
 TRAINER_TESTS := tests/trainer tests/trl tests/recipes/test_trl_recipes.py \
+    tests/recipes/test_trl_memory.py tests/recipes/test_model_card.py \
     tests/recipes/test_sharded_reading.py tests/recipes/test_other_worlds.py
 # Jobs of several processes under a launcher, for their time too.
 JOB_TESTS := tests/recipes/test_several_nodes.py tests/recipes/test_launch.py \
-    tests/recipes/test_ended.py tests/recipes/test_text_model.py \
-    tests/recipes/saving/test_signals.py tests/cli/test_train.py tests/health/test_launched.py
+    tests/recipes/test_ended.py tests/recipes/test_text_model.py tests/recipes/test_examples.py \
+    tests/recipes/saving/test_signals.py tests/cli/test_train.py tests/cli/test_step_rows.py \
+    tests/health/test_launched.py
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 TYPED := longctx_patch cli recipes examples benchmarks docs tests
