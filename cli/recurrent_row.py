@@ -5,10 +5,17 @@ from typing import Any
 
 from longctx_patch.choose.recurrence import both_ways, decide_recurrence, runs_of_forward
 from longctx_patch.config import LongContextConfig
+from longctx_patch.hf.call.kernel_faults import TRUSTS_MENDED
 from longctx_patch.hf.model.recurrence import kernel_packages, recurrent_layers
 from longctx_patch.plans.recurrent import states_because
 from longctx_patch.predict.machines import MACHINES
 from longctx_patch.sequence.documents import Documents
+
+TO_INSTALL = {
+    "flash-linear-attention": f"'flash-linear-attention>={TRUSTS_MENDED}' tilelang",
+}
+"""What pip is given for a package: without tilelang, gated delta rules are refused on Hopper GPUs
+with the Triton of torch 2.11."""
 
 
 def recurrent_rows(
@@ -41,8 +48,9 @@ def kernel_rows(model_config: Any) -> list[tuple[str, str, str]]:
     packages = kernel_packages(model_config)
     if not packages:
         return []
+    words = " ".join(TO_INSTALL.get(name, name) for name in packages)
     why = (
-        f"a GPU's run is refused without them: pip install {' '.join(packages)}, or add "
+        f"a GPU's run is refused without them: pip install {words}, or add "
         "--torch-recurrence to the launch command for torch's slow functions"
     )
     return [("recurrent kernels", ", ".join(packages), why)]

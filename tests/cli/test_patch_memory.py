@@ -112,4 +112,9 @@ def test_where_nothing_can_be_predicted(run: Run, config: Write, tmp_path: Path)
             code, output = patch(run, model, tmp_path / "x", "2xH200", *more)
             assert code == 1
             assert "--host-gib 400: what" in output
-        assert "Not checked: that memory suffices" in (tmp_path / name / "README.md").read_text()
+        readme = (tmp_path / name / "README.md").read_text()
+        assert "Not checked: that memory suffices" in readme
+        crossing = (
+            "attention and recurrent states cross" if name == "hybrid" else "attention crosses"
+        )
+        assert f"The first training step checks that {crossing} the ranks" in readme

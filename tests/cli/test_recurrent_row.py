@@ -47,7 +47,10 @@ def test_the_packages_are_those_whose_kernels_the_layers_call(family: str) -> No
     assert set(kernel_packages(model.config)) == called
     ((what, value, why),) = kernel_rows(model.config)
     assert (what, value) == ("recurrent kernels", ", ".join(sorted(called)))
-    assert f"pip install {' '.join(sorted(called))}, or add --torch-recurrence" in why
+    words = " ".join(sorted(called)).replace(
+        "flash-linear-attention", "'flash-linear-attention>=0.6' tilelang"
+    )
+    assert f"pip install {words}, or add --torch-recurrence" in why
 
 
 def test_attention_needs_no_packages_of_recurrent_layers() -> None:
