@@ -264,8 +264,11 @@ def errors(steps: Steps, wanted: dict[str, Tensor]) -> dict[str, float]:
 
 def in_words(error: BaseException) -> str:
     """An error in one line, without the number of the rank that met it first."""
-    if isinstance(error.__cause__, KeyError):  # its text is a key, perhaps another one each time
-        return "KeyError: the call, or a layer, is not where the patch looks for it"
+    if isinstance(error.__cause__, KeyError):  # its text is the key alone
+        (key,) = error.__cause__.args
+        if isinstance(key, int):  # an id, another one each time
+            return "a module that the patch does not know computes attention"
+        return f"a layer is called without {key!r}"
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         return TOO_LARGE
