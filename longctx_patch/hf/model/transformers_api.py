@@ -199,7 +199,8 @@ def cache_given(kwargs: Mapping[str, Any]) -> str | None:
 def cache_name(module: nn.Module) -> str:
     """What a module's forward calls its argument for a cache. By the other name transformers 5.24
     drops it where the caller gives both, though one is None."""
-    taken = code_of(type(module)).__code__.co_varnames
+    code = code_of(type(module)).__code__
+    taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]  # no local variables
     return next(name for name in CACHE_NAMES if name in taken)
 
 

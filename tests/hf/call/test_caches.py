@@ -55,6 +55,16 @@ def test_a_cache_is_refused_where_rows_are_shared(name: str) -> None:
     run_virtual_ranks(2, on_one_rank)
 
 
+class KeepsOne(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor, past_key_values: Any = None) -> Any:
+        cache = past_key_values
+        return hidden if cache is None else cache
+
+
+def test_a_local_variable_is_no_argument() -> None:
+    assert cache_name(KeepsOne()) == "past_key_values"
+
+
 def test_layers_that_count_by_themselves_get_a_cache_by_their_name() -> None:
     modules = counting_modules(featured_model("llama4_text"))
     assert modules
