@@ -212,6 +212,7 @@ def test_threads_are_those_of_accelerate_launch(
     assert os.environ.get("OMP_NUM_THREADS") == threads
 
 
+@pytest.mark.timeout(180)  # waits for what may never come
 @pytest.mark.parametrize(("processes", "killed_in"), [(1, "imports"), (2, "steps")])
 def test_orphans_of_a_killed_launcher_end(
     processes: int, killed_in: str, run: Run, config: Any, text_file: Path, tmp_path: Path
@@ -223,13 +224,11 @@ def test_orphans_of_a_killed_launcher_end(
     words = [sys.executable, "-m", *TRAIN, str(folder), "--max-steps", "1000000"]
     with (tmp_path / "said.txt").open("wb") as log:
         launcher = psutil.Popen(words, stdout=log, stderr=log, env=clean_environment())
-    limit = time.monotonic() + 120
     started: list[psutil.Process] = []
     try:
         while len(started) < processes or not (
             killed_in == "imports" or (output / "metrics.jsonl").is_file()
         ):
-            assert time.monotonic() < limit
             assert launcher.poll() is None
             started = launcher.children()
             time.sleep(0.05)
