@@ -34,8 +34,9 @@ OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/lo
     tests/trl/test_trainers.py tests/recipes/data
 # Runs under Trainer and TRL's trainers, apart from the rest for their time.
 TRAINER_TESTS := tests/trainer tests/trl tests/recipes/test_trl_recipes.py \
-    tests/recipes/test_trl_memory.py tests/recipes/test_model_card.py \
-    tests/recipes/test_sharded_reading.py tests/recipes/test_other_worlds.py
+    tests/recipes/test_trl_refusals.py tests/recipes/test_trl_memory.py \
+    tests/recipes/test_model_card.py tests/recipes/test_sharded_reading.py \
+    tests/recipes/test_other_worlds.py
 # Jobs of several processes under a launcher, for their time too.
 JOB_TESTS := tests/recipes/test_several_nodes.py tests/recipes/test_launch.py \
     tests/recipes/test_ended.py tests/recipes/test_text_model.py tests/recipes/test_examples.py \

@@ -15,10 +15,8 @@ from longctx_patch.data import pack_rows
 from longctx_patch.recipes.trl_data import tables_of_run
 from tests.hf.tiny import featured_model
 from tests.recipes.data.test_reading import words
-from tests.recipes.test_trl_recipes import job, patch, write
+from tests.recipes.trl_jobs import make_job, patch, write
 from tests.trl.cases import rows
-
-__all__ = ["job"]  # a fixture
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of TRL's own defaults
@@ -30,6 +28,11 @@ GREEN = r"\x1b\[32m(.*?)\x1b\[0m"
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return make_job(tmp_path)
 
 
 def data(*words: str) -> Result:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +20,7 @@ from longctx_patch.trainer import sealing
 from longctx_patch.trainer.record import RECORD
 from longctx_patch.trainer.sealing import SealedCheckpointsMixin
 from tests.plugin.launched import run_launched
+from tests.trainer.stock import Stock, Trained
 from tests.trainer.trained import Case, make_trainer, model_of, weights_of
 
 USUAL: dict[str, Any] = {"max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-3}
@@ -259,46 +259,6 @@ def check_damage(checkpoint: Path) -> None:
     assert sealing._problems(checkpoint) == []
 
 
-class Stock:
-    """The part of transformers' Trainer that loads the best model, and that uploads."""
-
-    loaded: str | None = None
-    pushed: list[str]
-
-    def _load_best_model(self) -> None:
-        self.loaded = self.state.best_model_checkpoint  # type: ignore[attr-defined]
-
-    def _finalize_training(self, trial: Any) -> str:
-        """It would delete folders of the user's too."""
-        assert self.args.save_total_limit != 1  # type: ignore[attr-defined]
-        return "the end"
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.save_model()
-        self._push_from_checkpoint(str(self._saving))  # type: ignore[attr-defined]
-
-    def save_model(self) -> None:
-        """Nothing calls a folder whole into which somebody writes."""
-        folder = self._saving  # type: ignore[attr-defined]
-        self.pushed.append(f"begins: {(folder / MANIFEST).is_file()}")
-
-    def _push_from_checkpoint(self, folder: str) -> None:
-        self.pushed.append(f"{Path(folder).name}: {(Path(folder) / MANIFEST).is_file()}")
-
-
-class Trained(SealedCheckpointsMixin, Stock):
-    _watchdog = None
-
-    def __init__(self, output: Path, best: str | None, **args: Any) -> None:
-        given = {"save_total_limit": None, "save_on_each_node": False} | args
-        self.args = SimpleNamespace(output_dir=str(output), **given)
-        self.state = SimpleNamespace(best_model_checkpoint=best, global_step=2)
-        self.pushed = []
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self.args.output_dir)
-
-
 @pytest.fixture
 def best(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint-2"
@@ -376,80 +336,3 @@ def test_what_is_saved_after_a_failure_is_no_checkpoint(best: Path, place: str) 
     assert trainer._saving is None
     assert trainer.args.save_total_limit == 3
     assert not trainer._callbacks_follow
-
-
-def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
-    for limit, kept in ((1, [4, 12]), (2, [4, 12]), (3, [4, 10, 12]), (0, [2, 4, 10, 12])):
-        output = tmp_path / str(limit)
-        for step in (2, 4, 10, 12):
-            (output / f"checkpoint-{step}").mkdir(parents=True)
-            seal(output / f"checkpoint-{step}")
-        trainer = Trained(output, str(output / "checkpoint-4"), save_total_limit=limit)
-        trainer._delete_old(output / "checkpoint-12")
-        found = sorted(int(path.name.split("-")[1]) for path in output.iterdir())
-        assert found == kept
-
-
-def test_those_of_every_so_many_steps_are_kept_for_ever(tmp_path: Path) -> None:
-    for step in (2, 4, 6, 8, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        seal(tmp_path / f"checkpoint-{step}")
-    trainer = Trained(tmp_path, str(tmp_path / "checkpoint-6"), save_total_limit=1)
-    trainer._keep_every = 4
-    trainer._delete_old(tmp_path / "checkpoint-10")
-    found = {int(path.name.split("-")[1]) for path in tmp_path.iterdir()}
-    assert found == {4, 6, 8, 10}
-    trainer._finalize_training(None)
-    assert {int(path.name.split("-")[1]) for path in tmp_path.iterdir()} == {4, 6, 8}
-
-
-@pytest.mark.parametrize(
-    ("keep_every", "changes", "words"),
-    [
-        (-1, {}, "keep_every=-1: a number of steps, 0 or more"),
-        (4, {"save_total_limit": None}, "keep_every=4 without save_total_limit"),
-        (4, {"save_on_each_node": True}, "keep_every=4 with save_on_each_node"),
-        (5, {}, "keep_every=5 with save_strategy='steps' and save_steps=2: its checkpoints"),
-        (4, {"save_strategy": "epoch"}, "save_strategy='epoch'"),
-        (4, {}, ""),
-        (0, {"save_total_limit": None}, ""),
-    ],
-)
-def test_what_would_keep_nothing_is_refused(
-    keep_every: int, changes: dict[str, Any], words: str
-) -> None:
-    usual = {"save_total_limit": 1, "save_on_each_node": False}
-    args = SimpleNamespace(**usual | {"save_strategy": "steps", "save_steps": 2} | changes)
-    said = list(sealing.kept_problems(args, keep_every))
-    assert len(said) == bool(words)
-    assert words in "".join(said)
-
-
-@pytest.mark.parametrize("limit", [1, 2])
-def test_what_was_just_saved_is_kept_also_where_a_run_went_on_from_an_older_one(
-    tmp_path: Path, limit: int
-) -> None:
-    """Newer ones of the run before are there, and would be gone on from next."""
-    for step in (2, 4, 6, 8):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        seal(tmp_path / f"checkpoint-{step}")
-    trainer = Trained(tmp_path, None, save_total_limit=limit)
-    trainer._delete_old(tmp_path / "checkpoint-4")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
-
-
-@pytest.mark.parametrize(("limit", "kept"), [(1, [4]), (2, [2, 4, 6])])
-def test_at_the_end_the_best_one_alone_is_kept_and_what_is_the_user_s(
-    tmp_path: Path, limit: int, kept: list[int]
-) -> None:
-    for step in (2, 4, 6):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        seal(tmp_path / f"checkpoint-{step}")
-    for name in ("checkpoint-7", "checkpoint-4-notes"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "notes.txt").write_text("mine")
-    trainer = Trained(tmp_path, str(tmp_path / "checkpoint-4"), save_total_limit=limit)
-    assert trainer._finalize_training(None) == "the end"
-    assert trainer.args.save_total_limit == limit
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"checkpoint-7", "checkpoint-4-notes", *(f"checkpoint-{n}" for n in kept)}

@@ -1,0 +1,155 @@
+"""Recipes over TRL refuse what can't be right before it costs anything."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from longctx_patch.recipes import sft
+from tests.recipes.trl_jobs import invoke, make_job, patch, write
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return make_job(tmp_path)
+
+
+def refused(job: Path, *options: str) -> str:
+    """What it says when it writes none."""
+    found = invoke(job, *options)
+    assert found.exit_code == 1
+    assert not (job / "run").exists()
+    return found.output
+
+
+SAYS: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "pairs": (lambda job: ["--data", f"{job}/pairs.jsonl"], "add --dpo to learn from them"),
+    "no pairs": (
+        lambda job: ["--data", f"{job}/chats.jsonl", "--dpo"],
+        "--dpo with records that have",
+    ),
+    "mixed": (
+        lambda job: ["--data", f"{job}/chats.jsonl", "--data", f"{job}/texts.jsonl"],
+        "--data holds records of different kinds",
+    ),
+    "no eval file": (
+        lambda job: ["--data", f"{job}/chats.jsonl", "--eval-data", f"{job}/gone.jsonl"],
+        r"--eval-data: no data at '.*gone.jsonl'",
+    ),
+    "empty": (
+        lambda job: ["--data", str(write(job / "empty.jsonl", []))],
+        "empty.jsonl: no text in it",
+    ),
+    "cut short": (
+        lambda job: ["--data", str(cut_short(job))],
+        "cut.jsonl, line 1: no JSON .* The file may be cut short",
+    ),
+    "unknown role": (
+        lambda job: ["--data", str(write(job / "roles.jsonl", [robot()]))],
+        "roles.jsonl, line 1: the chat template leaves out the message of role 'robot'",
+    ),
+    "nothing learned": (
+        lambda job: ["--data", str(write(job / "user.jsonl", [{"messages": [user()]}]))],
+        "user.jsonl, line 1: none of its .* tokens is learned",
+    ),
+    "other vocabulary": (
+        lambda job: ["--data", str(write(job / "ids.jsonl", [{"input_ids": [3, 4000]}]))],
+        "ids.jsonl, line 1: input_ids.1. is 4000, and the model has vocab_size=",
+    ),
+    "both": (lambda job: ["--data", f"{job}/pairs.jsonl", "--sft", "--dpo"], "Choose one"),
+}
+
+
+def user(role: str = "user") -> dict[str, str]:
+    return {"role": role, "content": "w1 w2"}
+
+
+def robot() -> dict[str, Any]:
+    return {"messages": [{"role": "robot", "content": "w9"}, user(), user("assistant")]}
+
+
+def cut_short(job: Path) -> Path:
+    (job / "cut.jsonl").write_text((job / "chats.jsonl").read_text()[:40])
+    return job / "cut.jsonl"
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_data_that_a_run_folder_is_not_made_for(job: Path, name: str) -> None:
+    options, message = SAYS[name]
+    words = options(job)
+    found = refused(job, *words)
+    assert re.search(message, found)
+    assert found.count(words[-1]) <= 1, "a source is named once"
+
+
+def test_what_patch_says_of_text_that_is_evaluated(job: Path) -> None:
+    """--eval-data takes TRL's trainer, for which records are rows: the table says so. --text-field
+    and --too-long reach the settings file."""
+    texts = [{"body": " ".join(f"w{n}" for n in range(number))} for number in (60, 150, 20)]
+    data = str(write(job / "learned.jsonl", texts))
+    held_out = str(write(job / "bodies.jsonl", texts))
+    options = ["--data", data, "--eval-data", held_out, "--text-field", "body"]
+    assert "--too-long cut drops the end" in refused(job, *options)
+    said = patch(job, *options, "--too-long", "split")
+    assert "without --eval-data rows are cut from joined text" in said
+    assert re.search(r"evaluation +\S+bodies.jsonl", said)
+    settings = yaml.safe_load((job / "run" / "sft.yaml").read_text())
+    assert (settings["text_field"], settings["too_long"]) == ("body", "split")
+    assert "--save-steps N --eval-steps N" in (job / "run" / "README.md").read_text()
+
+
+def test_options_for_records_with_joined_text_are_refused(job: Path) -> None:
+    found = refused(job, "--data", str(job / "texts.jsonl"), "--too-long", "cut")
+    assert "--too-long cut with plain text: rows are cut from the joined text" in found
+
+
+def test_a_missing_file_is_no_name_on_the_hub(job: Path) -> None:
+    """And the error names the option that gave it."""
+    data = ["--data", str(job / "chats.jsonl"), "--eval-data", "held/missing.jsonl"]
+    found = refused(job, *data)
+    assert re.search(r"Error: --eval-data: no data at '\S*held/missing.jsonl'", found)
+
+
+FLAGS: dict[str, tuple[list[str], str]] = {
+    "tracker": (
+        ["--report-to", "comet_ml"],
+        "report_to: comet_ml: .*comet",
+    ),
+    "evaluation": (
+        ["--eval-strategy", "epoch"],
+        "eval_strategy=epoch without anything to evaluate",
+    ),
+    "early stopping": (
+        ["--early-stopping", "2"],
+        "early_stopping=2 without load_best_model_at_end",
+    ),
+    "length": (["--max-length", "50"], "max_length=50 with seq_len=96"),
+    "shares": (["--data-shares", "1", "2"], "2 data_shares for 1 sources"),
+    "share": (["--data-shares", "0"], "each is a number above 0"),
+    "stream": (["--streaming"], "streaming without max_steps"),
+    "streams": (["--streaming", "--data", "a", "b"], "streaming with 2 sources of data"),
+    "resume": (["--resume"], "there is no complete checkpoint under"),
+    "output": (["--output-dir", "trainer_output"], "output_dir is not set"),
+    "hub": (["--push-to-hub", "1"], "push_to_hub without hub_model_id"),
+    "rate": (["--learning-rate", "1e30"], r"learning_rate=1e\+30: a number from 0 to 100"),
+    "beta": (["--adam-beta2", "nan"], "adam_beta2=nan: it must be a finite number"),
+    "skips": (["--skip-bad-steps", "-1"], "skip_bad_steps=-1: a number of steps, 0 or more"),
+    "spikes": (["--max-loss-spike", "0.9"], "max_loss_spike=0.9: a factor above 1"),
+    "sentinel": (["--sentinel-every", "-2"], "sentinel_every=-2: a number of steps"),
+    "kept": (["--keep-every", "4"], "keep_every=4 with"),
+    "too long": (["--too-long", "cut", "--eval-share", "1"], "eval_share=1.0: a part"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of TRL's own defaults
+@pytest.mark.usefixtures("forgets_accelerate")
+@pytest.mark.parametrize("name", FLAGS)
+def test_settings_that_exclude_each_other(job: Path, name: str) -> None:
+    patch(job, "--data", str(job / "chats.jsonl"))
+    flags, message = FLAGS[name]
+    with pytest.raises(ValueError, match=message):
+        sft.main(["--config", str(job / "run" / "sft.yaml"), *flags])
+    assert not (job / "run" / "training").exists()
