@@ -14,9 +14,9 @@ from longctx_patch.hf.model.survey import errors, found, survey, surveyed_versio
 FLOAT64, FLOAT32 = 1e-10, 1e-5
 ROUNDS_MORE = {"apertus": 2.2, "apertus1p5_text": 2.2}
 """Apertus and the text model of Apertus 1.5, which are one code. Their largest error is that of one
-number, an alpha of the activation, whose gradient is a sum over all numbers of all tokens that nearly
-cancels. Its rounding is chance: over eight draws of weights stock eager has 1e-6 to 2.4e-5, stock
-sdpa 0.9 to 2.6 times as much, and one rank or a ring 0.3 to 3.3 times. In float64 they are equal."""
+number, an alpha of the activation, whose gradient is a sum over all tokens that nearly cancels. Its
+rounding is chance: over eight draws of weights stock eager has 1e-6 to 2.4e-5, stock sdpa 0.9 to
+2.6 times as much, and one rank or a ring 0.3 to 3.3 times. In float64 they are equal."""
 REFUSED = [family for family in TABLE if family.refusal is not None]
 EQUAL_BUT_REFUSED = (
     "learned positions end at the pretrained length",
