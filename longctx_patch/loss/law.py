@@ -14,6 +14,7 @@ are one replica to it: with the `N` that it divides by, `P / N * (sum over a ran
 goes backward on each rank, and its mean over the group is what all of them return (`group_value`).
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class Scale:
         if isinstance(count, Tensor):
             count = count.to(token_sum.device).reshape(()).clamp(min=1)
         else:
-            count = max(count, 1)
+            count = count if math.isnan(count) else max(count, 1)
         return token_sum / count * self.num_averaged_ranks
 
     def router_share(self, *, group_labels: int, group_ranks: int) -> float:
@@ -92,16 +93,23 @@ def scale_of(
     return Scale(group_labels, group_ranks)
 
 
-def replica_scale(num_items: float | None, *, group_labels: int, group_ranks: int) -> Scale:
+def replica_scale(
+    num_items: float | None, *, group_labels: int, group_ranks: int, training: bool
+) -> Scale:
     """The scale of a replica's loss, of which each rank of the group has its part.
+
+    A batch without any label has no mean: in evaluation its loss is NaN, as one process's, and
+    trainers leave it out of theirs.
 
     Args:
         num_items: what the sum of token losses is divided by, transformers' `num_items_in_batch`;
             None: the valid tokens of the replica's own batch.
         group_labels: these valid tokens.
         group_ranks: P.
+        training: the model's mode.
     """
-    return Scale(group_labels if num_items is None else num_items, group_ranks)
+    count = group_labels if num_items is None else num_items
+    return Scale(math.nan if not training and float(count) == 0 else count, group_ranks)
 
 
 def group_value(part: Tensor, everyone: Transport) -> Tensor:

@@ -1,7 +1,15 @@
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
-from longctx_patch.loss.law import Scale, count_valid_tokens, sum_of_token_losses
+from longctx_patch.loss.law import (
+    Scale,
+    count_valid_tokens,
+    replica_scale,
+    sum_of_token_losses,
+)
 
 
 def test_shards_add_up_to_the_mean() -> None:
@@ -25,6 +33,17 @@ def test_no_valid_token_is_zero_with_gradient(count: int | torch.Tensor) -> None
     assert loss.item() == 0
     assert logits.grad is not None
     assert logits.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("num_items", [None, 0, torch.tensor(0)])
+def test_an_evaluated_batch_without_labels_has_no_mean(num_items: Any) -> None:
+    """As in torch, whose mean over no label is NaN."""
+    nothing = torch.zeros(())
+    scale = partial(replica_scale, num_items, group_labels=0, group_ranks=2)
+    assert scale(training=False).loss(nothing).isnan()
+    assert scale(training=True).loss(nothing) == 0
+    others = replica_scale(3, group_labels=0, group_ranks=2, training=False)
+    assert others.loss(nothing) == 0  # other replicas have labels
 
 
 def test_counting_over_micro_batches() -> None:

@@ -70,7 +70,9 @@ def test_an_adapter_is_compared_and_the_model_stays_as_it_was() -> None:
 
 
 def test_a_wrong_number_is_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_label_more(num_items: float | None, *, group_labels: int, group_ranks: int) -> Scale:
+    def one_label_more(
+        num_items: float | None, *, group_labels: int, group_ranks: int, training: bool
+    ) -> Scale:
         return Scale(group_labels + 1, group_ranks)
 
     monkeypatch.setattr(shard_loss, "replica_scale", one_label_more)

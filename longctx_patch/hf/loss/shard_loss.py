@@ -103,7 +103,7 @@ class ShardLoss:
             return _sum_of_log_probs(current, logits)
         counts = {"group_labels": current.group_labels, "group_ranks": self._group.num_ranks}
         if replica is not None:  # the router's loss is added whole, as to one process's loss
-            scale = replica_scale(replica.num_items, **counts)
+            scale = replica_scale(replica.num_items, **counts, training=self.is_training)
         else:
             self._check_virtual_ranks()
             self._check_accumulation()
