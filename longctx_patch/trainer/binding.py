@@ -87,6 +87,16 @@ def settle_checkpointing(args: Any, config: LongContextConfig) -> None:
             setattr(args, name, False)
 
 
+def settle_reading(args: Any, config: LongContextConfig) -> None:
+    """Let each process read streams by itself, as it reads tables.
+
+    By default Accelerate's first process reads a stream for all. It counts the ranks of a group as
+    replicas, gives all groups the same rows, and can't skip rows where a run goes on.
+    """
+    if config.sequence_degree > 1 and args.accelerator_config.dispatch_batches is None:
+        args.accelerator_config.dispatch_batches = False
+
+
 def keep_checkpointing(handle: PatchHandle) -> Callable[[], None]:
     """Let nobody switch the config's checkpointing off and on; return a function that undoes it.
 

@@ -1,11 +1,14 @@
 """Evaluation counts each row once, although all ranks of a sequence group hold it."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from accelerate.utils.operations import recursively_apply
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 MOST_BYTES = 2**32
 """Logits of one batch above this size are refused, in bytes of float32."""
@@ -21,6 +24,9 @@ class GroupGather:
     def __init__(self, accelerator: Accelerator, degree: int) -> None:
         """Ranks `i * degree` to `(i + 1) * degree - 1` share sequences."""
         self._accelerator, self._degree = accelerator, degree
+        self.rows_of_batch: int | None = None
+        """Of the batch that is evaluated, by which a last one is cut whose dataset has no length.
+        Several groups have it filled up, and are refused (`evaluation_problems`)."""
 
     def once(self, data: Any, use_gather_object: bool = False) -> Any:
         """Each group's `data` once, without the rows that fill up a last batch. Collective.
@@ -56,9 +62,52 @@ class GroupGather:
 
     def _cut(self, gathered: Any) -> Any:
         state = self._accelerator.gradient_state
-        if not state.end_of_dataloader or state.remainder < 1 or getattr(gathered, "ndim", 1) == 0:
+        remainder = state.remainder
+        if remainder == -1:  # of a dataset without a length
+            remainder = self.rows_of_batch or 0
+        if not state.end_of_dataloader or remainder < 1 or getattr(gathered, "ndim", 1) == 0:
             return gathered
-        return gathered[: state.remainder]
+        return gathered[:remainder]
+
+
+@contextmanager
+def prepared_for_evaluation_alone(accelerator: Accelerator, model: nn.Module) -> Iterator[None]:
+    """A model that is prepared within the context is not prepared afterwards.
+
+    transformers prepares one that is evaluated before it is trained, without DDP, and Accelerate
+    marks it. Training would find the mark and leave DDP out: no gradient would be averaged.
+    """
+    if accelerator._models:
+        yield
+        return
+    own = vars(model)
+    before = {name: own[name] for name in _PREPARED if name in own}
+    try:
+        yield
+    finally:
+        accelerator._models.clear()
+        for name in _PREPARED:
+            own.pop(name, None)
+        own.update(before)
+
+
+_PREPARED = ("_is_accelerate_prepared", "_original_forward", "forward")
+"""What Accelerate sets on a model: its mark, and a forward under autocast."""
+
+
+def evaluation_problems(accelerator: Accelerator, dataset: Any, num_groups: int) -> Iterable[str]:
+    """Why a dataset can't be evaluated now, in words."""
+    if accelerator.is_fsdp2 and not accelerator._models:
+        yield (
+            "an evaluation before training under FSDP2: Accelerate shards a model together with "
+            "its optimizer, which training makes. Use eval_on_start=True, or leave FSDP2 out."
+        )
+    if num_groups > 1 and isinstance(dataset, IterableDataset):
+        yield (
+            f"{type(dataset).__name__} is read as a stream, and is to be evaluated by {num_groups} "
+            "sequence groups: Accelerate fills up its last batch with rows that would count twice. "
+            "Use a dataset with an index, such as datasets.Dataset, or one sequence group."
+        )
 
 
 def _is_all_tensors(data: Any) -> bool:

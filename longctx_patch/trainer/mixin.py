@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import find_batch_size
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.health.finite import check_guard_settings
@@ -35,8 +36,14 @@ from longctx_patch.trainer.binding import (
     patch_for_trainer,
     patch_reference,
     settle_checkpointing,
+    settle_reading,
 )
-from longctx_patch.trainer.evaluation import GroupGather, logits_problem
+from longctx_patch.trainer.evaluation import (
+    GroupGather,
+    evaluation_problems,
+    logits_problem,
+    prepared_for_evaluation_alone,
+)
 from longctx_patch.trainer.generation import (
     GenerationMixin,
     GroupsAsProcesses,
@@ -48,6 +55,7 @@ from longctx_patch.trainer.record import log_changes, record_of, resume_problems
 from longctx_patch.trainer.refusals import (
     accelerator_problems,
     argument_problems,
+    explains_missing_logits,
     refuse_shards,
     require_mixin_first,
     shared_cache_problems,
@@ -165,6 +173,7 @@ class LongContextTrainerMixin(
         refuse_together(kept_problems(self.args, self._keep_every))
         refuse_together(argument_problems(self.args, config, num_processes() // degree))
         settle_checkpointing(self.args, config)
+        settle_reading(self.args, config)
         settle_generation(self.args, num_processes() // degree)
         if num_processes() // degree == 1 and degree > 1:
             self.args.average_tokens_across_devices = True  # one group: the same mean
@@ -271,6 +280,12 @@ class LongContextTrainerMixin(
         if "seq_lengths" not in self._signature_columns:
             self._signature_columns = [*self._signature_columns, "seq_lengths"]
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """transformers' step; an error for want of logits says how to have them."""
+        with explains_missing_logits(self._config):
+            loss: Tensor = super().training_step(*args, **kwargs)
+        return loss
+
     # ---- Evaluation ----
 
     @property
@@ -287,10 +302,18 @@ class LongContextTrainerMixin(
         return self._gather.once(data, self.args.eval_use_gather_object)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' loop; the ranks of a group share each batch that has labels."""
-        with self.long_context_handle.sharing_evaluation():
+        """transformers' loop; the ranks of a group share each batch that has labels. Raises
+        ValueError for what can't be evaluated exactly."""
+        num_groups = num_processes() // self._config.sequence_degree
+        if self._config.sequence_degree > 1:
+            dataloader = kwargs.get("dataloader") or args[0]
+            refuse_together(evaluation_problems(self.accelerator, dataloader.dataset, num_groups))
+        with ExitStack() as stack:
+            stack.callback(setattr, self._gather, "rows_of_batch", None)
+            stack.enter_context(self.long_context_handle.sharing_evaluation())
+            stack.enter_context(prepared_for_evaluation_alone(self.accelerator, self.model))
             output = super().evaluation_loop(*args, **kwargs)
-        rows_of_step = self.args.eval_batch_size * (num_processes() // self._config.sequence_degree)
+        rows_of_step = self.args.eval_batch_size * num_groups
         self._steps_evaluated = ceil(output.num_samples / rows_of_step)
         return output
 
@@ -324,13 +347,15 @@ class LongContextTrainerMixin(
     ) -> Any:
         """transformers' step. Raises ValueError for logits of whole rows that can't be had."""
         refuse_shards([inputs])
+        self._gather.rows_of_batch = find_batch_size(inputs)
         config = self._config
         if not prediction_loss_only and config.sequence_degree > 1:
             vocabulary = self.long_context_handle.model.config.get_text_config().vocab_size
             problem = logits_problem(inputs, vocabulary, config.loss)
             if problem is not None:
                 raise ValueError(problem)
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with explains_missing_logits(config):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's numbers of each row, which it puts beside the rows of a dataset."""

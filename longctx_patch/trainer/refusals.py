@@ -1,6 +1,7 @@
 """What a trainer can't do exactly with a patched model: each is refused by name, on all ranks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.scheduler import AcceleratedScheduler
@@ -74,6 +75,11 @@ def _exactness_problems(args: Any, data_parallel: int) -> Iterable[str]:
             "split_batches=True in accelerator_config: the ranks that share a sequence would get "
             "different rows. Leave it out; a batch size counts the rows of one sequence group."
         )
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        yield (
+            "dispatch_batches=True in accelerator_config: the first process would read for all, "
+            "and count the ranks that share a sequence as replicas. Leave it out, or use False."
+        )
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         yield (
             "train_sampling_strategy='batch_rebalance': its sampler gives each rank other rows, "
@@ -131,7 +137,7 @@ def _loss_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
     if callable(trainer.compute_loss_func):
         yield (
             f"compute_loss_func {needs_logits}, or override compute_loss and use "
-            "self.long_context_handle.token_log_probs(inputs)."
+            "self.long_context_handle.token_log_probs(inputs, model=model)."
         )
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         if getattr(trainer, name, None) is not None and not args.prediction_loss_only:
@@ -164,6 +170,21 @@ def accelerator_problems(accelerator: Any, degree: int) -> Iterable[str]:
             f"fsdp_version={plugin.fsdp_version}: FSDP1 flattens parameters and knows no sequence "
             'axis. Use fsdp_config={"version": 2}, or fsdp_version: 2 in the YAML.'
         )
+
+
+@contextmanager
+def explains_missing_logits(config: LongContextConfig) -> Iterator[None]:
+    """Add to an error within the context what it may come from, where no logits are made."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        if config.sequence_degree > 1 and config.loss != "logits" and "NoneType" in str(error):
+            error.add_note(
+                f"With loss={config.loss!r} a batch with labels has no outputs.logits: they are "
+                'None. Where your code reads them, use LongContextConfig(loss="logits"), or '
+                "self.long_context_handle.token_log_probs(inputs, model=model)."
+            )
+        raise
 
 
 def refuse_shards(batches: Iterable[Any]) -> None:

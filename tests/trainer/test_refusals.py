@@ -45,6 +45,10 @@ GIVEN: list[tuple[dict[str, Any], str]] = [
         {"accelerator_config": {"split_batches": True}},
         r"split_batches=True in accelerator_config: .* different rows",
     ),
+    (
+        {"accelerator_config": {"dispatch_batches": True}},
+        r"dispatch_batches=True in accelerator_config: .* as replicas. Leave it out",
+    ),
     ({"train_sampling_strategy": "batch_rebalance"}, r"'batch_rebalance': .* 'group_by_length'"),
     ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1 with loss='chunked': .*, or 0"),
     (

@@ -1,5 +1,6 @@
 """Trainers over tiny models in launched processes, with all that they log and their weights."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -232,7 +233,8 @@ def complaints(found: Trained, wanted: Trained, tolerance: float = 1e-5) -> list
         return [f"logged {[sorted(e) for e in ours]}, not {[sorted(e) for e in others]}"]
     for number, (mine, theirs) in enumerate(zip(ours, others, strict=True)):
         for name, value in theirs.items():
-            if not abs(mine[name] - value) <= tolerance * max(1.0, abs(value)):
+            both_nan = math.isnan(mine[name]) and math.isnan(value)
+            if not (both_nan or abs(mine[name] - value) <= tolerance * max(1.0, abs(value))):
                 wrong.append(f"entry {number}: {name} is {mine[name]!r}, not {value!r}")
     for name, weight in wanted.weights.items():
         error = float((found.weights[name] - weight).abs().max())
