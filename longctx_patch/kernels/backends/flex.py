@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from longctx_patch.kernels.backends.flex_masks import block_mask, padded_size
 from longctx_patch.kernels.base import (
@@ -77,11 +78,13 @@ class FlexKernel:
         """The inputs as leaves of a graph, and (out_BLHD, lse_BHL) over these columns alone.
 
         Forward makes the graph too, though it needs none: without one it would be compiled again.
+        Hooks of a checkpointed layer around the call must not see what this graph saves, since a
+        recompute that takes kept results back doesn't come here.
         """
         rows = q_BLHD.shape[1]
         mask = block_mask(segments, q_BLHD.device)
         inputs = tuple(x.detach().requires_grad_() for x in (q_BLHD, k_BMGD, v_BMGD))
-        with torch.enable_grad():
+        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
             q, k, v = (_padded(x).transpose(1, 2) for x in inputs)
             out_BHLD, lse_BHL = (self.attend or _flex)(q, k, v, mask, score)
             own = out_BHLD[:, :, :rows].transpose(1, 2), lse_BHL[:, :, :rows]
@@ -105,6 +108,10 @@ def _own_gradients(
     delta_BLH = (dout_BLHD.to(wide) * out_BLHD.to(wide)).sum(-1)
     own_dlse = own_delta_BLH.transpose(1, 2) - weight_BHL * delta_BLH.transpose(1, 2)
     return own_dout, own_dlse
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _padded(x_BLHD: Tensor) -> Tensor:
