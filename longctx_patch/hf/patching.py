@@ -146,6 +146,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())
     handle._undo.append(handle._rows.bind())
+    handle._undo.append(transformers_api.name_own_blocks(handle.model))
     handle._undo.append(refuse_copies(handle.model))
 
 

@@ -1,0 +1,74 @@
+"""Accelerate shards each family by its layers under FSDP2, with one process's gradients."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from longctx_patch import LongContextConfig, patch
+from longctx_patch.hf.model.transformers_api import decoder_layers
+from tests.hf.tiny import SUPPORTED, featured_model, gradients
+from tests.plugin.launched import run_launched
+from tests.plugin.sharded import fsdp2_on_cpu, whole
+from tests.reference import relative_error
+
+NUM_RANKS, LENGTH, SEED = 2, 64, 3
+# Text models that name blocks of encoders, experts, recurrent layers, layers that share weights.
+FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "mixtral", "zamba2")
+
+
+def batch(model: Any) -> dict[str, Tensor]:
+    ids = torch.randint(model.config.vocab_size, (1, LENGTH), generator=torch.manual_seed(SEED))
+    return {"input_ids": ids, "labels": ids}
+
+
+def one_process(family: str) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradients) of the stock model."""
+    model = featured_model(family).train()
+    loss = model(**batch(model), use_cache=False).loss
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def errors_under_fsdp2(families: tuple[str, ...]) -> dict[str, tuple[float, float, bool]]:
+    """By family: errors of the loss and of the worst gradient, and whether each layer is sharded
+    by itself whose kind shares no weights."""
+    found = {}
+    for family in families:
+        wanted_loss, wanted = one_process(family)
+        config = LongContextConfig(ring_degree=NUM_RANKS)
+        accelerator = fsdp2_on_cpu(config)
+        model = featured_model(family).train()
+        given = batch(model)
+        handle = patch(model, config)
+        layers = decoder_layers(handle.model)
+        uses = Counter(parameter for layer in layers for parameter in layer.parameters())
+        shared = {type(one) for one in layers if any(uses[p] > 1 for p in one.parameters())}
+        alone = [layer for layer in layers if type(layer) not in shared]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        loss = model(**given).loss
+        accelerator.backward(loss)
+        errors = [
+            relative_error(whole(parameter.grad), wanted[name])
+            for name, parameter in handle.model.named_parameters()
+            if name in wanted
+        ]
+        assert len(errors) == len(wanted)
+        by_layer = all(isinstance(layer, FSDPModule) for layer in alone)
+        found[family] = (abs(loss.item() / wanted_loss - 1), max(errors), by_layer)
+        handle.unpatch()
+        accelerator.free_memory()
+    return found
+
+
+def test_layers_are_sharded_by_themselves() -> None:
+    families = tuple(family for family in FAMILIES if family in SUPPORTED)
+    for found in run_launched(errors_under_fsdp2, NUM_RANKS, families):
+        assert found.keys() == set(families)
+        for family, (loss, gradient, by_layer) in found.items():
+            assert by_layer, family
+            assert loss < 1e-5, family
+            assert gradient < 1e-4, family
