@@ -10,7 +10,8 @@ from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes import models
 from longctx_patch.recipes.data.token_table import lengths_of
 from longctx_patch.recipes.settings import parse_settings
-from longctx_patch.recipes.text_rows import TextRows, rows_of_run
+from longctx_patch.recipes.text_rows import TextRows
+from longctx_patch.recipes.text_sources import rows_of_run
 from longctx_patch.recipes.trl_data import RunData, packed_rows, tables_of_run
 from longctx_patch.recipes.yaml_file import read_yaml
 
@@ -55,7 +56,11 @@ def _text_facts(rows: TextRows, documents: np.ndarray) -> Facts:
         ("rows", f"{len(rows):,}", f"{rows.num_tokens:,} tokens, {rows.efficiency:.1%} full"),
         _learned(rows.num_tokens - len(rows.pieces.starts), rows.num_tokens),
     ]
-    if left_out := len(rows.stream) - rows.num_tokens:
+    for share in rows.shares:
+        facts.append(
+            _share(share.source, share.of_all, share.num_tokens, share.times, share.num_rows)
+        )
+    if not rows.shares and (left_out := len(rows.stream) - rows.num_tokens):
         facts.append(("left out", f"{left_out:,}", "tokens, which fill no row"))
     if split := int((documents > rows.seq_len).sum()):
         facts.append(("split", f"{split:,}", "documents longer than a row"))
@@ -114,10 +119,17 @@ def _shares(data: RunData) -> Facts:
     facts = []
     for number, (source, size) in enumerate(data.sources):
         mine = lengths[owners == number]
-        times = f"{len(mine) / max(1, size):.2f} times each of its {size:,}"
-        share = f"{mine.sum() / max(1, lengths.sum()):.1%}"
-        facts.append((source, share, f"of the tokens, {int(mine.sum()):,}; rows {times}"))
+        of_all = mine.sum() / max(1, lengths.sum())
+        times = len(mine) / max(1, size)
+        facts.append(_share(source, of_all, int(mine.sum()), times, size))
     return facts
+
+
+def _share(
+    source: str, of_all: float, num_tokens: int, times: float, num_rows: int
+) -> tuple[str, str, str]:
+    rows = f"rows {times:.2f} times each of its {num_rows:,}"
+    return source, f"{of_all:.1%}", f"of the tokens, {num_tokens:,}; {rows}"
 
 
 def _packing(lengths: np.ndarray, seq_len: int) -> tuple[str, str, str]:

@@ -9,7 +9,8 @@ from longctx_patch import SequenceShardCollator
 from longctx_patch.engine.groups import world_place
 from longctx_patch.recipes.row_order import RowOrder
 from longctx_patch.recipes.settings import Settings
-from longctx_patch.recipes.text_rows import TextRows, rows_of_run
+from longctx_patch.recipes.text_rows import TextRows
+from longctx_patch.recipes.text_sources import rows_of_run
 
 
 class Data(NamedTuple):

@@ -10,6 +10,7 @@ that need only the values are made here.
 import ast
 import dataclasses
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -57,6 +58,22 @@ def resume_setting() -> Any:
         nargs="?",
         const="yes",
     )
+
+
+def data_shares_setting() -> Any:
+    """The setting `data_shares`, as all recipes have it."""
+    return setting("each source's share of all tokens; none: every row once", default=[])
+
+
+def check_shares(shares: Sequence[float], num_sources: int) -> None:
+    """Raise ValueError unless there is none, or one above 0 for each source."""
+    if shares and len(shares) != num_sources:
+        raise ValueError(
+            f"{len(shares)} data_shares for {num_sources} sources of data: give one for each, or "
+            "none."
+        )
+    if not all(0 < share < math.inf for share in shares):
+        raise ValueError(f"data_shares={[*shares]}: each is a number above 0.")
 
 
 def allow_change_setting() -> Any:
@@ -204,6 +221,7 @@ class _Text:
         "hub names; SOURCE:SPLIT, OWNER/NAME@REVISION:CONFIG/SPLIT",
         default=[],
     )
+    data_shares: list[float] = data_shares_setting()
     text_field: str = setting("name of the text field in records", default="text")
     one_document_per_row: bool = setting("rows never join two documents", default=False)
     pack: bool = setting("rows are packed of documents that don't see each other", default=False)
@@ -243,6 +261,7 @@ class Settings(Parallelism, _Text, ModelSettings):
             raise ValueError("output is not set. Give --output or 'output:' in the settings.")
         if not self.text:
             raise ValueError("text is not set. Give --text FILE_OR_FOLDER ... or 'text:'.")
+        check_shares(self.data_shares, len(self.text))
         if self.pack and self.one_document_per_row:
             raise ValueError(
                 "both pack and one_document_per_row are set: packed rows hold several documents, "

@@ -6,7 +6,6 @@ bytes for each document in them, and no tokens.
 """
 
 import hashlib
-import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from longctx_patch.data import pack_lengths
-from longctx_patch.recipes.data.records import NoRecords
 from longctx_patch.recipes.data.shared_arrays import shared_arrays
-from longctx_patch.recipes.data.sources import check_apart
-from longctx_patch.recipes.data.text_reading import TextReading
 from longctx_patch.recipes.data.token_stream import TokenStream
-from longctx_patch.recipes.data.token_table import table_of
 from longctx_patch.recipes.row_order import Row
-from longctx_patch.recipes.settings import Settings
 
 PACKING = 1
 """Goes up when the same documents are packed into other rows than before."""
@@ -41,6 +35,23 @@ class Pieces(NamedTuple):
         return Pieces(self.starts[which], self.lengths[which])
 
 
+class Share(NamedTuple):
+    """What a source has of the tokens of a run."""
+
+    source: str
+    num_tokens: int
+    of_all: float
+    num_rows: int
+    times: float
+    """How often its rows are there, on average."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.of_all:.1%} of the tokens are of {self.source} ({self.times:.2f} times each of "
+            f"its {self.num_rows:,} rows)"
+        )
+
+
 @dataclass(frozen=True)
 class TextRows(Sequence[Row]):
     """Rows of tokens, read from disk one by one."""
@@ -52,6 +63,8 @@ class TextRows(Sequence[Row]):
     """Of packed rows: row n has the pieces `edges[n]` to before `edges[n + 1]`. None: piece n."""
     summary: str = ""
     """How rows were packed."""
+    shares: tuple[Share, ...] = ()
+    """Of sources of which rows were drawn by shares."""
 
     def __len__(self) -> int:
         return len(self.pieces.starts if self.edges is None else self.edges[1:])
@@ -65,6 +78,10 @@ class TextRows(Sequence[Row]):
         ids = np.concatenate([self._tokens(piece) for piece in which])
         lengths = self.pieces.lengths[which.start : which.stop]
         return {"input_ids": ids.tolist(), "seq_lengths": lengths.tolist()}
+
+    def pieces_by_row(self) -> np.ndarray:
+        """int64, how many pieces each row has."""
+        return np.ones(len(self), np.int64) if self.edges is None else np.diff(self.edges)
 
     def _tokens(self, piece: int) -> np.ndarray:
         start = int(self.pieces.starts[piece])
@@ -106,34 +123,6 @@ class TextRows(Sequence[Row]):
             if places is not None:
                 content.update(places.tobytes())
         return content.hexdigest()[:16]
-
-
-def rows_of_run(settings: Settings, tokenizer: Any) -> TextRows:
-    """The rows of a run, whose tokens are made by one process of each machine, or found made.
-
-    Raises ValueError for sources that are not there, records without text, less text than a row.
-    """
-    check_apart(settings.output, settings.text)
-    stream = stream_of(settings.text, TextReading(tokenizer, settings.text_field))
-    if settings.pack:
-        return packed_rows(stream, settings.seq_len)
-    if settings.one_document_per_row:
-        return single_rows(stream, settings.seq_len)
-    return joined_rows(stream, settings.seq_len)
-
-
-def stream_of(sources: Sequence[str], reading: TextReading) -> TokenStream:
-    """The documents of all sources, as tokens. Raises ValueError without any."""
-    num_proc = max(1, (os.cpu_count() or 1) // 2)
-    tables = []
-    for source in sources:
-        try:
-            tables.append(table_of(source, reading, num_proc=num_proc))
-        except NoRecords:
-            continue
-    if not tables:
-        raise ValueError(NO_TEXT)
-    return TokenStream(tables)
 
 
 def joined_rows(stream: TokenStream, seq_len: int) -> TextRows:

@@ -19,6 +19,8 @@ from longctx_patch.recipes.settings import (
     ModelSettings,
     Parallelism,
     allow_change_setting,
+    check_shares,
+    data_shares_setting,
     parallelism_of,
     resume_setting,
     setting,
@@ -47,9 +49,7 @@ class TrlSettings(Parallelism, ModelSettings):
         "hub names; SOURCE:SPLIT, OWNER/NAME@REVISION:CONFIG/SPLIT",
         default=[],
     )
-    data_shares: list[float] = setting(
-        "each source's share of all tokens; none: every row once", default=[]
-    )
+    data_shares: list[float] = data_shares_setting()
     eval_data: list[str] = setting(
         "sources to evaluate on, of which the split is named: SOURCE:test", default=[]
     )
@@ -74,13 +74,7 @@ class TrlSettings(Parallelism, ModelSettings):
         self._check_model()
         if not self.data:
             raise ValueError("data is not set. Give --data SOURCE ... or 'data:' in the settings.")
-        if self.data_shares and len(self.data_shares) != len(self.data):
-            raise ValueError(
-                f"{len(self.data_shares)} data_shares for {len(self.data)} sources of data: give "
-                "one for each, or none."
-            )
-        if any(share <= 0 for share in self.data_shares):
-            raise ValueError(f"data_shares={self.data_shares}: each is a number above 0.")
+        check_shares(self.data_shares, len(self.data))
         if not 0 <= self.eval_share < 1:
             raise ValueError(f"eval_share={self.eval_share}: a part, from 0 to below 1.")
         if self.eval_share and self.eval_data:

@@ -22,6 +22,11 @@ class TokenStream:
         sizes = [_last(chunk) - _first(chunk) for chunk in self._chunks]
         self._edges = np.cumsum([0, *sizes])
 
+    @classmethod
+    def joined(cls, streams: Sequence["TokenStream"]) -> "TokenStream":
+        """The documents of all streams, one stream after another."""
+        return cls([table for stream in streams for table in stream._tables])
+
     def __len__(self) -> int:
         return int(self._edges[-1])
 

@@ -139,6 +139,23 @@ def test_shares_of_a_mixture(job: Path, held_out: str) -> None:
         assert "of the tokens, 180; rows 1.00 times each of its 10\n" in said
 
 
+def test_shares_of_a_mixture_of_text(job: Path) -> None:
+    """Rows are full, so the shares of tokens are those of rows."""
+    for name, number in (("w1", 600), ("w2", 70)):
+        write(job / f"{name}.jsonl", [{"text": " ".join([name] * 4)}] * number)
+    patch(job, "--data", str(job / "w1.jsonl"), "--data", str(job / "w2.jsonl"))
+    settings = job / "run" / "finetune.yaml"
+    asked = settings.read_text().replace("data_shares: []", "data_shares: [3, 1]")
+    settings.write_text(asked)
+    rows = data_of_run(settings).rows
+    counts = [sum(token in row["input_ids"] for row in rows) for token in words_of("w1", "w2")]
+    said = data(str(job / "run"), "--no-color").output
+    shares = [float(each) for each in re.findall(r"([\d.]+)% +of the tokens, ", said)]
+    assert shares == [round(100 * count / len(rows), 1) for count in counts]
+    assert shares == pytest.approx([75, 25], abs=100 / len(rows))
+    assert "left out" not in said
+
+
 def words_of(*names: str) -> list[int]:
     return [words().convert_tokens_to_ids(name) for name in names]
 

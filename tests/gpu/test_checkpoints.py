@@ -20,7 +20,7 @@ def trained(checkpoint: CheckpointPolicy, dtype: torch.dtype) -> tuple[float, di
     model = tiny_model(num_hidden_layers=LAYERS, dtype=dtype).to("cuda").train()
     config = LongContextConfig(checkpoint=checkpoint)
     handle = patch(model, config)
-    collate = SequenceShardCollator(config, group_rank=handle.group_rank)
+    collate = SequenceShardCollator(config, group_rank=handle.group_rank, pad_token_id=0)
     ids = torch.randint(model.config.vocab_size, (LENGTH,))
     batch = {name: value.to("cuda") for name, value in collate([{"input_ids": ids}]).items()}
     loss = model(**batch, use_cache=False).loss

@@ -25,8 +25,8 @@ from longctx_patch.recipes.text_rows import (
     joined_rows,
     packed_rows,
     single_rows,
-    stream_of,
 )
+from longctx_patch.recipes.text_sources import stream_of
 from tests.harness import run_distributed
 
 EOS = 256

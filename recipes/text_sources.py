@@ -1,0 +1,133 @@
+"""From a run's sources of text to its rows: each once, or as often as the source's share asks."""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from longctx_patch.recipes.data.records import NoRecords
+from longctx_patch.recipes.data.shared_arrays import Arrays, shared_arrays
+from longctx_patch.recipes.data.sources import check_apart
+from longctx_patch.recipes.data.text_reading import TextReading
+from longctx_patch.recipes.data.token_stream import TokenStream
+from longctx_patch.recipes.data.token_table import table_of
+from longctx_patch.recipes.settings import Settings
+from longctx_patch.recipes.text_rows import (
+    NO_TEXT,
+    Pieces,
+    Share,
+    TextRows,
+    joined_rows,
+    packed_rows,
+    single_rows,
+)
+
+MIXING = 1
+"""Goes up when the same sources and shares give other rows than before."""
+
+
+def rows_of_run(settings: Settings, tokenizer: Any) -> TextRows:
+    """The rows of a run, whose tokens are made by one process of each machine, or found made.
+
+    Raises ValueError for sources that are not there, records without text, less text than a row;
+    with shares for each source by itself.
+    """
+    check_apart(settings.output, settings.text)
+    reading = TextReading(tokenizer, settings.text_field)
+    cut = partial(_cutting(settings), seq_len=settings.seq_len)
+    if not settings.data_shares:
+        return cut(stream_of(settings.text, reading))
+    rows = [_rows_of_source(source, reading, cut) for source in settings.text]
+    return mixed_rows(rows, settings.data_shares, settings.text)
+
+
+def _cutting(settings: Settings) -> Callable[..., TextRows]:
+    if settings.pack:
+        return packed_rows
+    return single_rows if settings.one_document_per_row else joined_rows
+
+
+def _rows_of_source(
+    source: str, reading: TextReading, cut: Callable[[TokenStream], TextRows]
+) -> TextRows:
+    try:
+        return cut(stream_of([source], reading))
+    except ValueError as error:
+        raise ValueError(f"{source}, which has one of data_shares: {error}") from error
+
+
+def stream_of(sources: Sequence[str], reading: TextReading) -> TokenStream:
+    """The documents of all sources, as tokens. Raises ValueError without any."""
+    num_proc = max(1, (os.cpu_count() or 1) // 2)
+    tables = []
+    for source in sources:
+        try:
+            tables.append(table_of(source, reading, num_proc=num_proc))
+        except NoRecords:
+            continue
+    if not tables:
+        raise ValueError(NO_TEXT)
+    return TokenStream(tables)
+
+
+def mixed_rows(
+    sources: Sequence[TextRows], shares: Sequence[float], names: Sequence[str]
+) -> TextRows:
+    """Rows of all sources, each as often that it has its share of all tokens, to within one row.
+
+    Of the source that has most rows for its share each row is there once; rows of the others are
+    there once or more, in turn.
+
+    Args:
+        sources: all cut in the same way.
+        shares: numbers above 0, which need not add up to 1.
+        names: of the sources.
+    """
+    stream = TokenStream.joined([rows.stream for rows in sources])
+    seq_len = sources[0].seq_len
+    digests = "".join(rows.digest() for rows in sources)
+    key = hashlib.sha256(repr((MIXING, seq_len, digests, [*shares])).encode()).hexdigest()[:32]
+    made = shared_arrays(key, ("starts", "lengths", "edges"), lambda: _drawn(sources, shares))
+    pieces = Pieces(made["starts"], made["lengths"])
+    edges = None if sources[0].edges is None else made["edges"]
+    drawn = TextRows(stream, seq_len, pieces, edges)
+    found, before = list[Share](), 0
+    for name, rows, number in zip(names, sources, draws(sources, shares), strict=True):
+        mine = int(drawn.lengths()[before : before + number].sum(dtype=np.int64))
+        of_all = mine / drawn.num_tokens
+        found.append(Share(name, mine, of_all, len(rows), number / len(rows)))
+        before += number
+    return replace(drawn, summary="; ".join(map(str, found)), shares=tuple(found))
+
+
+def _drawn(sources: Sequence[TextRows], shares: Sequence[float]) -> Arrays:
+    """The pieces of the drawn rows in the joined stream, and the rows' edges in them."""
+    starts, lengths, counts, before = [], [], [], 0
+    for rows, times in zip(sources, draws(sources, shares), strict=True):
+        by_row = rows.pieces_by_row()
+        which = np.arange(times) % len(rows)
+        counts.append(by_row[which])
+        pieces = _spans((np.cumsum(by_row) - by_row)[which], by_row[which])
+        starts.append(rows.pieces.starts[pieces] + before)
+        lengths.append(rows.pieces.lengths[pieces])
+        before += len(rows.stream)
+    edges = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+    return {"starts": np.concatenate(starts), "lengths": np.concatenate(lengths), "edges": edges}
+
+
+def draws(sources: Sequence[TextRows], shares: Sequence[float]) -> list[int]:
+    """How many rows of each source are drawn: all of them at least."""
+    sizes = np.array([len(rows) for rows in sources])
+    per_row = np.array(shares) / ([rows.num_tokens for rows in sources] / sizes)
+    wanted = per_row * (sizes / per_row).max()
+    return [int(number) for number in np.maximum(sizes, np.rint(wanted).astype(np.int64))]
+
+
+def _spans(firsts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The numbers `first` to before `first + count`, of all one after another."""
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(firsts, counts) + within
