@@ -7,6 +7,7 @@
 #   make test-jobs  whole jobs as a launcher starts, stops and resumes them, on two machines too
 #   make test-grid  every trainer over every number of ranks, family and accumulation (long)
 #   make test-faults  jobs that a fault ends, and the next start
+#   make test-families  every family through the recipe on two processes, beside one (long)
 #   make test-fault-grid  every fault at every place in every rank, on 2 and 4 processes (long)
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
@@ -48,7 +49,7 @@ TYPED := longctx_patch cli recipes examples benchmarks docs tests
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test test-trainers test-jobs test-grid test-faults test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
+.PHONY: install demo test test-trainers test-jobs test-grid test-faults test-families test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
 
 install: $(STAMP)
 
@@ -94,6 +95,9 @@ test-grid: $(STAMP)
 
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/faults
+
+test-families: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/recipes/families.py
 
 test-fault-grid: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/faults/grid.py

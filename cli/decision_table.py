@@ -121,10 +121,12 @@ def _rows(decisions: Decisions) -> str:
 
 
 def _rope_reason(decisions: Decisions) -> str:
-    rope = decisions.model_config.rope_parameters
+    rope = getattr(decisions.model_config, "rope_parameters", None)
+    if rope is None:
+        return "the model's attention sees no positions"
     if decisions.settings.rope == "none":
         kinds = [rope] if "rope_type" in rope else rope.values()
-        types = dict.fromkeys(kind["rope_type"] for kind in kinds)
+        types = dict.fromkeys(kind["rope_type"] if kind else "no positions" for kind in kinds)
         return f"as published ({' and '.join(types)}), long enough"
     if decisions.settings.rope == "dynamic":
         return f"frozen at this length: rope_theta {rope['rope_theta']:.6g}"

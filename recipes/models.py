@@ -9,6 +9,7 @@ from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
+from accelerate.utils import set_seed
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,13 +23,15 @@ from transformers import (
 from longctx_patch.hf.model.load import is_bare_config, load_model_config, whole_config
 from longctx_patch.hf.model.rope import scale_rope
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
-from longctx_patch.plugin.stored_check import check_loaded, check_stored
+from longctx_patch.plugin.stored_check import check_loaded, check_stored, freeze_as_made
 from longctx_patch.rules.launched import flag
 
 from .settings import DtypeName, ModelSettings, Settings
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 BYTE_VOCABULARY = 258
+MAMBA_TYPES = ("falcon_h1", "nemotron_h")
+"""Model types in which peft refuses adapters around `conv1d` and `out_proj`."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -133,6 +136,8 @@ def load_model(
             f"model {settings.model!r}: its weights can't be read ({error})."
         ) from error
     check_loaded(settings.model, info, settings.allow_weights)
+    if not settings.load_in_4bit:
+        freeze_as_made(model)
     return cast(PreTrainedModel, model)
 
 
@@ -188,10 +193,15 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
         )
 
 
-def add_lora(model: PreTrainedModel, settings: Settings) -> Any:
-    """Wrap `model` into a peft model with a fresh adapter; every target must match a module."""
+def add_lora(model: PreTrainedModel, settings: Settings, seed: int) -> Any:
+    """Wrap `model` into a peft model with a fresh adapter; every target must match a module.
+
+    The adapter is that of the seed, however many random numbers loading has drawn: it draws
+    others where each process reads its own rows.
+    """
     from peft import LoraConfig, TaskType, get_peft_model
 
+    set_seed(seed)
     linear = {
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
@@ -210,8 +220,22 @@ def add_lora(model: PreTrainedModel, settings: Settings) -> Any:
         lora_alpha=settings.lora_alpha,
         lora_dropout=settings.lora_dropout,
         target_modules="all-linear" if everything else settings.lora_targets,
+        exclude_modules=(everything and sorted(_without_adapter(model))) or None,
     )
     return get_peft_model(model, adapter)
+
+
+def _without_adapter(model: PreTrainedModel) -> set[str]:
+    """Names of linear layers that can't have an adapter: routers that return more than a product
+    (Llama 4, Phi-3.5-MoE), and what peft refuses where a Mamba kernel takes the weights."""
+    names = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+        and type(module).__module__.startswith("transformers.models.")
+        and type(module).forward is not torch.nn.Linear.forward
+    }
+    return names | {"conv1d", "out_proj"} if model.config.model_type in MAMBA_TYPES else names
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -48,6 +48,15 @@ def check_loaded(name: str, info: Mapping[str, Iterable[Any]], allowed: Sequence
                 raise ValueError(f"model {name!r}: {weight} {what}{end}. {ALLOW}")
 
 
+def freeze_as_made(model: Any) -> None:
+    """Freeze what the model's code does not train, such as biases by which experts are balanced:
+    `from_pretrained` forgets it, and DDP then waits for gradients that never come."""
+    made = dict(model_without_memory(model.config, model.dtype).named_parameters())
+    for name, parameter in model.named_parameters():
+        if name in made and not made[name].requires_grad:
+            parameter.requires_grad_(False)
+
+
 def model_without_memory(config: Any, dtype: torch.dtype) -> Any:
     """The model with parameters on the meta device and real buffers, which it computes."""
     is_whole = config.model_type in TEXT_TYPES

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ from longctx_patch.plugin.stored_check import model_without_memory
 from longctx_patch.plugin.together import refuse_together
 
 _ATTRIBUTE = "_longctx_unread"
+WRITTEN_AFTER_READING = MappingProxyType({"youtu": "zeros to the row of its padding token"})
+"""By model type, what transformers writes into weights that it has read."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,11 @@ def _stored(name: str, config: Any, dtype: torch.dtype | None, allowed: Sequence
             f"model {name!r} has no weights in safetensors. Load it with AutoModelForCausalLM."
             "from_pretrained and write it anew with save_pretrained."
         )
+    if (written := WRITTEN_AFTER_READING.get(config.model_type)) is not None:
+        raise NeedsWholeReading(
+            f"of type {config.model_type} transformers writes {written} after reading. Load the "
+            "model with AutoModelForCausalLM.from_pretrained."
+        )
     config.name_or_path = folder
     tensors = read_headers(files)
     floats = (t.dtype for t in tensors.values() if t.dtype.is_floating_point)
@@ -282,7 +290,7 @@ def _rows(
         shape, offsets = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
     start, found = offsets[0] if shape else 0, []
     for name in names:
-        local = torch.empty(*shape[:1], *weight.shape[1:], dtype=weight.dtype, device=where)
+        local = torch.empty((*shape[:1], *weight.shape[1:]), dtype=weight.dtype, device=where)
         # Rounded as from_pretrained would, and only then made what FSDP2 trains.
         unread.stored[name].read_into(local, start, unread.dtypes[name])
         found.append(local)

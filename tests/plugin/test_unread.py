@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.hf.model import stored_tensors
-from longctx_patch.plugin import load_sharded, unread, unread_model
+from longctx_patch.plugin import NeedsWholeReading, load_sharded, unread, unread_model
 from tests.harness import run_distributed
 from tests.hf.tiny import featured_model, tiny_config, token_rows
 from tests.memory.live_bytes import LiveBytes
@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts, joined while reading": ("mixtral", {}),
     "experts, shared and dense layers": ("qwen2_moe", {}),
     "experts, stored joined": ("gpt_oss", {}),
+    "buffers of one number": ("apertus", {}),
 }
 
 
@@ -96,6 +97,18 @@ def test_everything_is_what_from_pretrained_gives(case: str, tmp_path: Path) -> 
     wanted = everything(AutoModelForCausalLM.from_pretrained(folder))
     for found in run_distributed(read, 3, folder, None):
         assert found == wanted
+
+
+def test_what_is_written_after_reading_is_read_whole(tmp_path: Path) -> None:
+    """Of Youtu, transformers writes zeros to the row of the padding token."""
+    model = featured_model("youtu", pad_token_id=5)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.fill_(1.0)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.get_input_embeddings().weight[5].eq(0).all()
+    with pytest.raises(NeedsWholeReading, match="of type youtu transformers writes zeros to the"):
+        unread_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16])

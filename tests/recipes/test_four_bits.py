@@ -49,7 +49,7 @@ def adapted(folder: Path) -> Any:
         device_map={"": torch.device("cpu")},
     )
     torch.manual_seed(1)
-    model = models.add_lora(model, run)
+    model = models.add_lora(model, run, run.seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)

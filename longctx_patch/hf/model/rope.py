@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 RopeKind = Literal["none", "linear", "dynamic", "yarn"]
+WITHOUT_POSITIONS = frozenset({"kimi_linear", "nemotron_h"})
+"""Model types whose attention sees no positions, since their recurrent layers do."""
 
 
 def scale_rope(
@@ -39,7 +41,8 @@ def scale_rope(
       f = 1 stretches the slowest wave by exactly L / M.
       A model whose RoPE is of that type already is frozen at L, or at M if that is longer, with
       the factor it has.
-    * `none`: nothing changes; L must be within what the model has.
+    * `none`: nothing changes; L must be within what the model has. Models whose
+      attention sees no positions (Nemotron-H, Kimi Linear) have no such limit.
 
     `max_position_embeddings` becomes L (or `factor * M` where a larger factor was asked for).
     A config that already carries this kind and reaches L comes back unchanged.
@@ -53,6 +56,8 @@ def scale_rope(
     4.0
     """
     _check_arguments(kind, target_length, factor)
+    if kind == "none" and model_config.model_type in WITHOUT_POSITIONS:
+        return _without_positions(model_config, target_length)
     rope = _current_rope(model_config, kind)
     if kind == "none" and rope["rope_type"] == "dynamic":
         raise ValueError(
@@ -79,10 +84,19 @@ def scale_rope(
     return scaled
 
 
+def _without_positions(model_config: "PreTrainedConfig", target_length: int) -> "PreTrainedConfig":
+    """A config whose layers see no positions, so that only a stated length is in the way."""
+    found = copy.deepcopy(model_config)
+    stated = getattr(model_config, "max_position_embeddings", None)
+    if stated:
+        found.max_position_embeddings = max(stated, target_length)
+    return found
+
+
 def reachable_length(model_config: "PreTrainedConfig") -> int:
     """Longest sequence that the config declares, its own scaling included."""
     longest = int(model_config.max_position_embeddings)
-    rope = model_config.rope_parameters
+    rope = getattr(model_config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("factor"):
         # Published YaRN configs (Qwen2.5, say) keep max_position_embeddings at the original length.
         longest = max(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))

@@ -9,7 +9,13 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from longctx_patch.hf.model.rope import RopeKind, reachable_length, scale_rope
+from longctx_patch.hf.model.rope import (
+    WITHOUT_POSITIONS,
+    RopeKind,
+    reachable_length,
+    scale_rope,
+)
+from tests.hf.tiny import SUPPORTED, featured_model
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -128,27 +134,28 @@ def test_refusals_name_value_rule_and_fix(
         scale_rope(llama(**config), **arguments)
 
 
-def test_models_without_rope_are_refused() -> None:
+@pytest.mark.parametrize("kind", ["none", "yarn"])
+def test_models_without_rope_are_refused(kind: Any) -> None:
     from transformers import GPT2Config
 
     with pytest.raises(ValueError, match=r"'gpt2'.*rotary"):
-        scale_rope(GPT2Config(), kind="yarn", target_length=4096)
+        scale_rope(GPT2Config(), kind=kind, target_length=4096)
 
 
-def test_a_scaled_model_that_says_its_original_length_is_told_what_to_write() -> None:
-    """Llama 3.1's config; what the message says is taken as it stands."""
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope |= {"original_max_position_embeddings": 8192}
-    config = LlamaConfig(max_position_embeddings=131072, rope_parameters=rope)
-    wanted = (
-        "max_position_embeddings 262144 and, for YaRN from its original 8192 tokens, "
-        "rope_parameters with rope_type yarn, rope_theta 500000, factor 32 and "
-        "original_max_position_embeddings 8192"
-    )
-    with pytest.raises(ValueError, match=wanted):
-        scale_rope(config, kind="yarn", target_length=262144)
-    written = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 32.0}
-    written |= {"original_max_position_embeddings": 8192}
-    anew = LlamaConfig(max_position_embeddings=262144, rope_parameters=written)
-    assert scale_rope(anew, kind="none", target_length=262144).rope_parameters == written
+@pytest.mark.parametrize("family", sorted(WITHOUT_POSITIONS & set(SUPPORTED)))
+def test_models_without_positions_reach_any_length(family: str) -> None:
+    """Their attention gives the same numbers wherever tokens stand."""
+    config = featured_model(family).config
+    assert scale_rope(config, kind="none", target_length=64).to_dict() == config.to_dict()
+    scaled = scale_rope(config, kind="none", target_length=8192)
+    assert reachable_length(scaled) == 8192
+    scaled.max_position_embeddings = config.max_position_embeddings
+    assert scaled.to_dict() == config.to_dict()
+    with pytest.raises(ValueError, match="only models with rotary"):
+        scale_rope(config, kind="yarn", target_length=8192)
+    model = featured_model(family).eval()
+    ids = torch.arange(3, 40)[None]
+    places = torch.arange(37)[None]
+    with torch.no_grad():
+        here, there = (model(ids, position_ids=places + n).logits for n in (0, 9000))
+    assert torch.equal(here, there)
