@@ -80,6 +80,11 @@ def _exactness_problems(args: Any, data_parallel: int) -> Iterable[str]:
             "dispatch_batches=True in accelerator_config: the first process would read for all, "
             "and count the ranks that share a sequence as replicas. Leave it out, or use False."
         )
+    if args.dataloader_num_workers > 1 and not getattr(args, "dataloader_in_order", True):
+        yield (
+            f"dataloader_in_order=False with dataloader_num_workers={args.dataloader_num_workers}: "
+            "ranks that share a sequence would get rows in another order. Leave it out."
+        )
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         yield (
             "train_sampling_strategy='batch_rebalance': its sampler gives each rank other rows, "

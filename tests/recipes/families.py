@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from longctx_patch.cli.main import main
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
-from tests.hf.tiny import SUPPORTED, featured_model, tiny_config
+from tests.hf.tiny import SUPPORTED, featured_model
 from tests.meeting import held_ports
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.recipes.test_sharded_reading import FSDP2, forget_accelerate
@@ -40,7 +40,7 @@ def prepare(root: Path) -> None:
     text.write_text("".join(f"{n} times {n + 3} is {n * (n + 3)}.\n" for n in range(40)))
     for family in SUPPORTED:
         sizes = {"vocab_size": VOCABULARY}
-        if hasattr(tiny_config(family), "vocab_size_per_layer_input"):
+        if hasattr(featured_model(family).config, "vocab_size_per_layer_input"):
             sizes["vocab_size_per_layer_input"] = VOCABULARY
         featured_model(family, **sizes).save_pretrained(root / family)
 

@@ -46,6 +46,10 @@ GIVEN: list[tuple[dict[str, Any], str]] = [
         r"split_batches=True in accelerator_config: .* different rows",
     ),
     (
+        {"dataloader_in_order": False, "dataloader_num_workers": 2},
+        r"dataloader_in_order=False with dataloader_num_workers=2: .* another order. Leave it out",
+    ),
+    (
         {"accelerator_config": {"dispatch_batches": True}},
         r"dispatch_batches=True in accelerator_config: .* as replicas. Leave it out",
     ),
