@@ -26,7 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from longctx_patch.recipes.data.text_reading import TextReading
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.text_rows import joined_rows, stream_of
+from longctx_patch.recipes.text_rows import joined_rows
+from longctx_patch.recipes.text_sources import stream_of
 
 SHORT, LONG = 256, 2048
 PRETRAIN_STEPS, FINETUNE_STEPS = 300, 20

@@ -15,7 +15,8 @@ from longctx_patch.recipes.data import text_reading
 from longctx_patch.recipes.data.records import BadRecord
 from longctx_patch.recipes.data.text_reading import TextReading, documents_of
 from longctx_patch.recipes.models import byte_tokenizer
-from longctx_patch.recipes.text_rows import joined_rows, stream_of
+from longctx_patch.recipes.text_rows import joined_rows
+from longctx_patch.recipes.text_sources import stream_of
 
 
 def documents(*sources: Path | str) -> list[str]:
