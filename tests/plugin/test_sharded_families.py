@@ -18,6 +18,10 @@ NUM_RANKS, LENGTH, SEED = 2, 64, 3
 # Text models that name blocks of encoders, experts, recurrent layers, layers that share weights.
 FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "gemma4_text", "mixtral", "zamba2")
 
+GRADIENT = {"qwen3_5_text": 2e-5, "qwen3_5_moe_text": 1e-4}
+"""Of the worst gradient, relative, where it is not 1e-5: their gates round more, and are equal in
+float64 (tests/hf)."""
+
 
 def batch(model: Any) -> dict[str, Tensor]:
     ids = torch.randint(model.config.vocab_size, (1, LENGTH), generator=torch.manual_seed(SEED))
@@ -71,4 +75,4 @@ def test_layers_are_sharded_by_themselves() -> None:
         for family, (loss, gradient, by_layer) in found.items():
             assert by_layer, family
             assert loss < 1e-5, family
-            assert gradient < 1e-4, family
+            assert gradient < GRADIENT.get(family, 1e-5), family

@@ -71,13 +71,13 @@ def test_an_adapter_is_the_same_however_weights_are_read(family: str, tmp_path: 
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("family", ["afmoe", "ernie4_5_moe", "laguna"])
+@pytest.mark.parametrize(
+    "family", [name for name in ("afmoe", "ernie4_5_moe", "laguna") if name in SUPPORTED]
+)
 def test_what_a_model_does_not_train_is_not_trained_after_reading(
     family: str, tmp_path: Path
 ) -> None:
     """Biases by which experts are balanced get no gradient, for which DDP would wait."""
-    if family not in SUPPORTED:
-        pytest.skip(f"this transformers has no {family}")
     made = featured_model(family)
     frozen = {name for name, p in made.named_parameters() if not p.requires_grad}
     assert frozen
