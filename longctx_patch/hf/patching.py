@@ -30,6 +30,7 @@ from longctx_patch.hf.loss.lm_head import bind_head, bind_passes
 from longctx_patch.hf.loss.shard_loss import ShardLoss
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config, check_modules
+from longctx_patch.hf.model.own_blocks import name_own_blocks
 from longctx_patch.hf.row_passes import RowPasses
 from longctx_patch.kernels import available
 from longctx_patch.rules.versions import warn_untested
@@ -146,7 +147,7 @@ def _bind(handle: PatchHandle, stock: str) -> None:
     handle._undo.append(bind_mlps(handle.model, handle.config.mlp_tiles))
     handle._undo.append(handle._checkpoints.bind())
     handle._undo.append(handle._rows.bind())
-    handle._undo.append(transformers_api.name_own_blocks(handle.model))
+    handle._undo.append(name_own_blocks(handle.model))
     handle._undo.append(refuse_copies(handle.model))
 
 
