@@ -13,6 +13,9 @@ While loading, each process reads its own rows of the weights from safetensors{p
 HUB = """\
 A model on the hub without safetensors is read whole by every process: {size} of CPU memory each."""
 DRAWN = """\
+While loading, process 0 draws the random weights on its GPU, a layer at a time, and shares each
+out."""
+DRAWN_FOR_ADAPTER = """\
 While loading, process 0 draws the random weights and holds them in CPU memory: {size}."""
 
 REFERENCE = "DPO's reference, a second model, is read and sharded in the same way."
@@ -36,7 +39,7 @@ def loading_section(decisions: Decisions) -> str:
 def _own_rows(decisions: Decisions, whole: str, size: str) -> str:
     model, options = decisions.settings.model, decisions.options
     if is_bare_config(model):
-        return DRAWN.format(size=size)
+        return DRAWN_FOR_ADAPTER.format(size=size) if decisions.settings.uses_lora else DRAWN
     why = _why_whole(decisions)
     if why:
         return f"While loading, {whole[:-1]}, since {why}."

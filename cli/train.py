@@ -10,7 +10,7 @@ import logging
 import os
 import shlex
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 
+from longctx_patch.cli.read_ahead import start_reading_ahead
 from longctx_patch.cli.verify import SETTINGS_FILES
 from longctx_patch.recipes.yaml_file import read_yaml
 
@@ -52,12 +53,21 @@ def train_command(run: Path, settings: tuple[str, ...]) -> None:
             f" or {SETTINGS_FILES[-1]}. Make one with `longctx patch MODEL --out {run} ...`."
         )
     launch = read_yaml(launch_file)
-    read_yaml(file)  # the processes read it too, after ten seconds of imports
+    given = read_yaml(file)  # the processes read it too, after ten seconds of imports
     _check_one_machine(run, launch)
+    start_reading_ahead(model_of(given, settings))
     limit_threads(launch)
     recipe = file.stem
     forks = import_shared(recipe)
     start(launch_file, recipe, [FLAGS[recipe], str(file), *settings], forks=forks)
+
+
+def model_of(given: Mapping[str, Any], settings: Sequence[str]) -> str:
+    """The model that will be trained: as on the command line, else as in the settings file."""
+    words = [part for word in settings for part in word.split("=", 1)]
+    if "--model" in words:
+        return next(iter(words[words.index("--model") + 1 :]), "")
+    return str(given.get("model", ""))
 
 
 def _check_one_machine(run: Path, launch: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from transformers import (
 from longctx_patch.hf.model.load import is_bare_config, load_model_config, whole_config
 from longctx_patch.hf.model.rope import scale_rope
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
+from longctx_patch.plugin.random_weights import random_model
 from longctx_patch.plugin.stored_check import check_loaded, check_stored, freeze_as_made
 from longctx_patch.rules.launched import flag
 
@@ -103,22 +104,30 @@ def load_model(
 
     With `sharded`, weights are read when FSDP2 shards the model, each process its own rows, unless
     the checkpoint can't be read so, which `say` is told. Otherwise the model is on the CPU, but
-    weights of 4 bits are on `device`, where they are quantised while loading.
+    weights of 4 bits are on `device`, where they are quantised while loading, and without FSDP so
+    are random ones. Those are drawn on `device` too, unless they are the base of an adapter:
+    whoever loads it makes them again from the seed, on any machine.
     """
-    dtype = getattr(torch, settings.dtype)
+    dtype, cpu = getattr(torch, settings.dtype), torch.device("cpu")
+    draw_on = cpu if settings.uses_lora else device
     reads_images = not is_bare_config(settings.model) and whole_config(settings.model) is not None
     if reads_images:
         say(f"{settings.model}: its text model is trained, and what reads images is left out")
     if sharded:
         try:
             found = unread_model(
-                settings.model, config=config, dtype=dtype, allow_weights=settings.allow_weights
+                settings.model,
+                config=config,
+                dtype=dtype,
+                allow_weights=settings.allow_weights,
+                draw_on=draw_on,
             )
             return cast(PreTrainedModel, found)
         except NeedsWholeReading as reason:
             say(f"each process reads all weights: {reason}")
     if is_bare_config(settings.model):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        place = cpu if flag("ACCELERATE_USE_FSDP") else draw_on
+        return cast(PreTrainedModel, random_model(config, dtype, draw_on=draw_on).to(place))
     options: dict[str, Any] = {"config": config, "dtype": dtype}
     if settings.load_in_4bit:
         options |= {"quantization_config": four_bits(dtype), "device_map": {"": device}}

@@ -37,12 +37,25 @@ from longctx_patch.hf.model.stored_tensors import (
 )
 from longctx_patch.hf.model.stored_weights import StoredWeight, stored_weights
 from longctx_patch.hf.model.text_part import text_weights
+from longctx_patch.plugin.random_weights import RandomWeights, can_draw, drawn_seed
 from longctx_patch.plugin.stored_check import model_without_memory
 from longctx_patch.plugin.together import refuse_together
 
 _ATTRIBUTE = "_longctx_unread"
 WRITTEN_AFTER_READING = MappingProxyType({"youtu": "zeros to the row of its padding token"})
 """By model type, what transformers writes into weights that it has read."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Random weights that were drawn before."""
+
+    weights: dict[str, Tensor]
+
+    def take(self, names: Sequence[str]) -> Tensor:
+        """A weight by its name, or its names if it is tied, which is forgotten here."""
+        first, *_ = [self.weights.pop(name) for name in names]
+        return first
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class _Unread:
     dtypes: dict[str, torch.dtype]
     """What a weight is read as, before FSDP2 makes it what it is trained in."""
     stored: dict[str, StoredWeight]
-    drawn: dict[str, Tensor]
+    drawn: RandomWeights | _Held | None
     """Random weights, on rank 0 only."""
 
 
@@ -64,6 +77,7 @@ def unread_model(
     config: Any = None,
     dtype: torch.dtype | None = None,
     allow_weights: Sequence[str] = (),
+    draw_on: torch.device | None = None,
 ) -> Any:
     """The causal language model that `AutoModelForCausalLM.from_pretrained` makes, not yet read; of
     a checkpoint that reads images too, the one that `text_model` makes.
@@ -74,12 +88,14 @@ def unread_model(
     `from_pretrained` gives. Parameters that are added before, such as adapters, become rank 0's.
 
     Args:
-        model: a folder or hub name; or a config.json, for random weights: rank 0 draws what one
-            process with its seed would draw, and holds it until it is sharded.
+        model: a folder or hub name; or a config.json, for random weights: those that one process
+            draws with rank 0's seed.
         config: in place of the one published with the model.
         dtype: of the weights; default: the one that the config names, else the files'.
         allow_weights: names, or patterns such as `*.bias`, of weights in the files that the model
             does not have.
+        draw_on: this rank's GPU, where random weights are drawn when they are sharded, a layer of
+            them at once; by default rank 0 draws on the CPU what `from_config` does, and holds it.
 
     Raises:
         ValueError: on all ranks, with file and weight: one that is missing, unexpected or of
@@ -94,7 +110,7 @@ def unread_model(
     try:
         config = copy.deepcopy(load_model_config(model) if config is None else config)
         if is_bare_config(model):
-            made = _drawn(config, dtype)
+            made = _drawn(config, dtype, draw_on)
         else:
             made = _stored(model, config, dtype, allow_weights)
     except NeedsWholeReading as error:
@@ -193,25 +209,30 @@ def _stored(name: str, config: Any, dtype: torch.dtype | None, allowed: Sequence
     return model.eval()
 
 
-def _drawn(config: Any, dtype: torch.dtype | None) -> Any:
-    """A model of random weights, which rank 0 draws and holds: on the CPU, where they are those of
-    `from_config` with that seed whatever the device and the degrees, so that they can be had again.
-    A GPU's generator draws others."""
-    dtype = dtype or config.dtype or torch.float32
-    if _distributed() and dist.get_rank() > 0:
+def _drawn(config: Any, dtype: torch.dtype | None, device: torch.device | None) -> Any:
+    """A model of random weights, which rank 0 draws: on the CPU now."""
+    dtype, is_first = (
+        dtype or config.dtype or torch.float32,
+        not _distributed() or not dist.get_rank(),
+    )
+    if device is not None and can_draw(config, device):
+        seed = drawn_seed()
         model = model_without_memory(config, dtype)
-        _remember(model)
-    else:
+        _remember(model, drawn=RandomWeights(config, dtype, device, seed) if is_first else None)
+    elif is_first:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         named = model.named_parameters(remove_duplicate=False)
-        _remember(model, drawn={name: parameter.data for name, parameter in named})
+        _remember(model, drawn=_Held({name: parameter.data for name, parameter in named}))
+    else:
+        model = model_without_memory(config, dtype)
+        _remember(model)
     return model
 
 
 def _remember(
     model: Any,
     stored: dict[str, StoredWeight] | None = None,
-    drawn: dict[str, Tensor] | None = None,
+    drawn: RandomWeights | _Held | None = None,
 ) -> None:
     """Note where the model's weights come from, and make each a NaN."""
     slots: dict[str, tuple[nn.Module, str]] = {}
@@ -221,7 +242,7 @@ def _remember(
         slots |= {f"{prefix}.{name}".lstrip("."): (module, name) for name in names}
     slots = {name: slot for name, slot in slots.items() if getattr(*slot) is not None}
     dtypes = {name: getattr(*slot).dtype for name, slot in slots.items()}
-    setattr(model, _ATTRIBUTE, _Unread(slots, dtypes, stored or {}, drawn or {}))
+    setattr(model, _ATTRIBUTE, _Unread(slots, dtypes, stored or {}, drawn))
     _replace(slots, lambda weight: torch.full((1,) * weight.dim(), torch.nan).to(weight.dtype))
 
 
@@ -314,11 +335,9 @@ def _scatter(
     """Give each rank its part of rank 0's random weights, one after the other."""
     for names in _by_weight(slots):
         weight, dtype = getattr(*slots[names[0]]), unread.dtypes[names[0]]
-        whole = unread.drawn.get(names[0])
-        for name in names:
-            unread.drawn.pop(name, None)
-        whole = torch.empty(weight.shape, dtype=dtype) if whole is None else whole
-        whole = whole.to(device)
+        whole = torch.empty(weight.shape, dtype=dtype, device=device)
+        if unread.drawn is not None:
+            whole = unread.drawn.take(names).to(device)
         if isinstance(weight, DTensor):
             mesh, placements = weight.device_mesh, weight.placements
             whole = distribute_tensor(whole, mesh, placements, src_data_rank=0).to_local()

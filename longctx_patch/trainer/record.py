@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from longctx_patch import __version__
 from longctx_patch.hf.handle import PatchHandle
 
 logger = logging.getLogger(__name__)
@@ -19,8 +20,9 @@ UNLIKE = {"transformers_version", "architectures", "use_cache", "dtype", "torch_
 
 def record_of(handle: PatchHandle, num_processes: int) -> dict[str, Any]:
     """Degrees, layout and versions of a run."""
+    libraries = {name: version(name) for name in ("torch", "transformers")}
     return {
-        "versions": {name: version(name) for name in ("longctx-patch", "torch", "transformers")},
+        "versions": {"longctx-patch": __version__, **libraries},  # a copy need not be installed
         "num_processes": num_processes,
         "sequence_degree": handle.config.sequence_degree,
         "has_mask": handle.mask is not None,

@@ -26,6 +26,11 @@ PICKLED = ", since it has no weights in safetensors (`save_pretrained` writes th
         ("safetensors", ["--gpus", "2", "--full", "--states-on-host"], [KEPT]),
         ("bin", ["--gpus", "2"], ["While loading, " + WHOLE.format("float32"), PICKLED]),
         ("none", ["--gpus", "2"], ["process 0 draws the random weights and holds them in CPU"]),
+        (
+            "none",
+            ["--gpus", "2", "--full"],
+            ["process 0 draws the random weights on its GPU, a la"],
+        ),
         ("safetensors", ["--gpus", "2", "--cpu"], ["While it runs, " + WHOLE.format("float32")]),
         (
             "safetensors",

@@ -1,6 +1,7 @@
 """Runs that save, resume and take the best model back, at one degree and at another."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,4 @@ def check_files(stock: Path, ours: Path) -> None:
     assert record["sequence_degree"] == record["num_processes"] == 2
     assert record["config"]["ring_degree"] == 2
     assert set(record["versions"]) == {"longctx-patch", "torch", "transformers"}
+    assert record["versions"]["longctx-patch"] == version("longctx-patch")
