@@ -1,15 +1,15 @@
 """`longctx train` has the system read the model's weights while it imports what will use them.
 
 Imports take ten seconds or more, and from a disk the weights of a model take as long. Another
-process asks for them, so that they are in the page cache when the run's processes read them. It
-holds none of them itself, and ends with the launcher.
+process reads them into the page cache, so that they are there when the run's processes ask for
+them. It holds none of them itself, and ends with the launcher.
 """
 
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -18,22 +18,20 @@ import psutil
 
 from longctx_patch.health.process_tree import SET_DEATH_SIGNAL
 
-ADVICE_BYTES = 2**17
-"""What one advice asks for: the system reads no more of a longer one than its disk's settings say,
-and 128 KiB are the least that they usually say."""
+BLOCK_BYTES = 2**23
 SHARE_OF_MEMORY = 0.5
 """The most of the free memory that is filled: beyond it, what was read first would be dropped."""
-READERS = 4
-"""Files that are read at once."""
+READERS = 2
+"""Files that are read at once: few, since imports read from the same disk."""
 
 
 def start_reading_ahead(model: str) -> None:
     """Start the process, for the safetensors files of a folder or of the hub's cache.
 
-    Nothing is read for a bare config, for a model that is not on this machine yet, or where the
-    system takes no such advice. Call it while this process has one thread.
+    Nothing is read for a bare config, for a model that is not on this machine yet, or by another
+    system than Linux. Call it while this process has one thread.
     """
-    reads = model and not model.endswith(".json") and hasattr(os, "posix_fadvise")
+    reads = model and not model.endswith(".json") and sys.platform == "linux"
     launcher = os.getpid()
     if not reads or os.fork():
         return
@@ -49,8 +47,7 @@ def _end_with_launcher() -> None:
     """Let signals end this process in silence, and the end of the one that forked it."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL))
+    ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL))
 
 
 def _files(model: str) -> list[Path]:
@@ -78,11 +75,8 @@ def _read(files: Iterable[Path]) -> None:
 
 
 def _read_file(path: Path) -> None:
-    with path.open("rb") as file:
-        for start, length in _blocks(path.stat().st_size):
-            os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_WILLNEED)
-
-
-def _blocks(size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, size, ADVICE_BYTES):
-        yield start, min(ADVICE_BYTES, size - start)
+    """Have the system copy the file to nowhere: its bytes don't come to this process."""
+    with path.open("rb") as file, open(os.devnull, "wb") as nowhere:
+        done = 0
+        while sent := os.sendfile(nowhere.fileno(), file.fileno(), done, BLOCK_BYTES):
+            done += sent

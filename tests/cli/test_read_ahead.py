@@ -1,4 +1,4 @@
-"""`longctx train` asks for the weights while it imports, from a process that ends with it."""
+"""`longctx train` has the weights read while it imports, by a process that ends with it."""
 
 import os
 import signal
@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from longctx_patch.cli.read_ahead import ADVICE_BYTES, start_reading_ahead
+from longctx_patch.cli.read_ahead import BLOCK_BYTES, start_reading_ahead
 from longctx_patch.cli.train import model_of
 
-SIZES = {"a.safetensors": 3 * ADVICE_BYTES + 5, "b.safetensors": 7}
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the advice is Linux's")
+SIZES = {"a.safetensors": BLOCK_BYTES + 5, "b.safetensors": 7}
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that reads ahead")
 SLEEPS = """
 import os, sys, time
 from longctx_patch.cli.read_ahead import start_reading_ahead
-os.posix_fadvise = lambda *_: time.sleep(60)
+os.sendfile = lambda *_: time.sleep(60)
 start_reading_ahead(sys.argv[1])
 print("started", flush=True)
 time.sleep(60)
@@ -34,23 +34,25 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def advice(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which another process notes what it asks for."""
-    notes = tmp_path_factory.mktemp("advice") / "notes"
-    notes.touch()
+def notes(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file in which another process notes what it reads."""
+    found, send = tmp_path_factory.mktemp("notes") / "notes", os.sendfile
+    found.touch()
 
-    def note(number: int, start: int, length: int, kind: int) -> None:
-        assert kind == os.POSIX_FADV_WILLNEED
+    def note(place: int, number: int, start: int, length: int) -> int:
+        assert os.readlink(f"/proc/self/fd/{place}") == os.devnull
+        sent = send(place, number, start, length)
         name = Path(os.readlink(f"/proc/self/fd/{number}")).name
-        with notes.open("a") as file:
-            file.write(f"{name} {start} {length}\n")
+        with found.open("a") as file:
+            file.write(f"{name} {start} {sent}\n")
+        return sent
 
-    monkeypatch.setattr(os, "posix_fadvise", note)
-    return notes
+    monkeypatch.setattr(os, "sendfile", note)
+    return found
 
 
-def asked(notes: Path) -> dict[str, list[range]]:
-    """The bytes that were asked for, by file."""
+def read(notes: Path) -> dict[str, list[range]]:
+    """The bytes that were read, by file."""
     found: dict[str, list[range]] = {}
     for line in notes.read_text().splitlines():
         name, start, length = line.split()
@@ -59,42 +61,43 @@ def asked(notes: Path) -> dict[str, list[range]]:
 
 
 @LINUX
-def test_each_byte_is_asked_for_once_by_another_process(folder: Path, advice: Path) -> None:
+def test_each_byte_is_read_once_by_another_process(folder: Path, notes: Path) -> None:
     start_reading_ahead(str(folder))
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
-    found = asked(advice)
+    found = read(notes)
     assert found.keys() == SIZES.keys()
     for name, size in SIZES.items():
-        assert [byte for each in found[name] for byte in each] == list(range(size))
-        assert all(len(each) <= ADVICE_BYTES for each in found[name])
+        assert sum(map(len, found[name])) == size
+        stops = [each.stop for each in found[name]]
+        assert [each.start for each in found[name]] == [0, *stops[:-1]]
 
 
 @LINUX
 def test_no_more_than_memory_holds(
-    folder: Path, advice: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files beyond it would push out those read first."""
     free = SimpleNamespace(available=2 * SIZES["a.safetensors"])
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     start_reading_ahead(str(folder))
     os.wait()
-    assert asked(advice).keys() == {"a.safetensors"}
+    assert read(notes).keys() == {"a.safetensors"}
 
 
 @LINUX
 @pytest.mark.parametrize("model", ["", "config.json", "no-such/model", "not a name"])
-def test_nothing_is_asked_for_without_files(
-    model: str, folder: Path, advice: Path, monkeypatch: pytest.MonkeyPatch
+def test_nothing_is_read_without_files(
+    model: str, folder: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     start_reading_ahead(model)
     if model and not model.endswith(".json"):
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
-    assert asked(advice) == {}
+    assert read(notes) == {}
 
 
-def test_where_no_advice_is_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+def test_other_systems_read_nothing_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(os, "fork", pytest.fail)
     start_reading_ahead(str(folder))
 
