@@ -45,7 +45,9 @@ JOB_TESTS := tests/recipes/test_several_nodes.py tests/recipes/test_launch.py \
     tests/health/test_launched.py
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
-TYPED := longctx_patch cli recipes examples benchmarks docs tests
+# What mypy sees: folders under the names that they are installed as, or it would take whatever is
+# imported from longctx_patch.cli and longctx_patch.recipes for Any.
+TYPED := build/typed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -129,7 +131,12 @@ notebook: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(TYPED)
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/longctx_patch
+	@ln -s $(CURDIR)/longctx_patch/* $(CURDIR)/cli $(CURDIR)/recipes $(TYPED)/longctx_patch/
+	@ln -s $(CURDIR)/examples $(CURDIR)/benchmarks $(CURDIR)/docs $(CURDIR)/tests \
+	    $(CURDIR)/pyproject.toml $(TYPED)/
+	cd $(TYPED) && $(CURDIR)/$(BIN)/mypy --cache-dir $(CURDIR)/build/mypy \
+	    longctx_patch examples benchmarks docs tests
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

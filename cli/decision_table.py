@@ -139,7 +139,7 @@ def _weights(decisions: Decisions) -> tuple[str, str]:
         return "4 bits (NF4)", "--load-in-4bit: frozen, a whole copy in each process"
     # Under FSDP2 with mixed precision, trained weights are kept in float32.
     is_narrow = settings.dtype != "float32" and (settings.uses_lora or not decisions.options.fsdp)
-    dtype, width = (settings.dtype, 2) if is_narrow else ("float32", 4)
+    dtype, width = (str(settings.dtype), 2) if is_narrow else ("float32", 4)
     whole = decisions.num_parameters * width
     if is_narrow and not decisions.options.dtype:
         dtype += ", as the model's config says (--dtype)"

@@ -156,6 +156,11 @@ def decide(model: str, options: PatchOptions) -> Decisions:
 
 
 def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Settings:
+    given: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAME}
+    if options.rank is not None:
+        given["lora_rank"] = options.rank
+    if cluster is not None:
+        given["hardware"] = cluster.hardware.name
     return Settings(
         model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
         text=options.sources or [NO_TEXT],
@@ -166,9 +171,7 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
         dtype=options.dtype or "auto",
         save_every=SAVE_EVERY,
         allow_weights=list(options.allow_weights),
-        **{name: getattr(options, name) for name in SAME_NAME},
-        **({} if options.rank is None else {"lora_rank": options.rank}),
-        **({} if cluster is None else {"hardware": cluster.hardware.name}),
+        **given,
     )
 
 

@@ -94,13 +94,9 @@ def _chooser(
 
 
 def _decided(settings: Settings, way: Way, forwards: int) -> Settings:
-    return dataclasses.replace(
-        settings,
-        ulysses=way.ulysses,
-        ring=way.ring,
-        layout=way.layout or settings.layout,
-        gradient_accumulation_steps=forwards,
-    )
+    shared: dict[str, Any] = {"ulysses": way.ulysses, "ring": way.ring}
+    shared["layout"] = way.layout or settings.layout
+    return dataclasses.replace(settings, gradient_accumulation_steps=forwards, **shared)
 
 
 def _fastest(

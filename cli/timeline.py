@@ -136,8 +136,8 @@ def _draw_labels(axes: "Axes", boxes: list[Box], points: float) -> None:
     length = max((0, 1), key=lambda length: len(fitting(length)))
     for box in fitting(length):
         x, y = box.start_ms + box.width_ms / 2, box.top + box.height / 2
-        look = {"fontsize": LABEL_POINTS, "color": box.style.ink}
-        axes.text(x, y, box.labels[length], ha="center", va="center_baseline", **look)
+        look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": box.style.ink}
+        axes.text(x, y, box.labels[length], fontsize=LABEL_POINTS, **look)
 
 
 def _draw_head(figure: "Figure", prediction: "Prediction", caption: str) -> None:

@@ -45,7 +45,8 @@ Row = Mapping[str, Any]
 class RowReading(Protocol):
     """How records become rows: a frozen dataclass."""
 
-    tokenizer: Any
+    @property
+    def tokenizer(self) -> Any: ...
 
     @property
     def columns(self) -> dict[str, str]:

@@ -109,8 +109,9 @@ def test_degrees_alone_say_how_many_processes(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("longctx_patch.verification.verify", note)
     monkeypatch.setattr(verify, "load_target", lambda _: verify.Target(model_config=LlamaConfig()))
-    for given in ({"ulysses": 3}, {"ring": 3}, {"ulysses": 2, "ring": 2}, {"ring": 2, "nproc": 4}):
-        verify.run("model", verify.VerifyOptions(layout="zigzag", **given))
+    for nproc, ulysses, ring in ((None, 3, None), (None, None, 3), (None, 2, 2), (4, None, 2)):
+        options = verify.VerifyOptions(layout="zigzag", nproc=nproc, ulysses=ulysses, ring=ring)
+        verify.run("model", options)
     assert asked == [(3, 1), (1, 3), (2, 2), (2, 2)]
 
 

@@ -143,7 +143,9 @@ def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(rehearsal, "preflight", metered)
     finetune.main([*small_run(tmp_path / "skipped"), "--skip-rehearsal"])
     assert len(found) == 1
-    assert found[0].policy == "attention"
+    first = found[0]
+    assert first is not None
+    assert first.policy == "attention"
     assert losses["with"] == losses["without"]
     assert len(losses["with"]) == 2
     more = ["--save-every", "2", "--max-steps", "3", "--resume"]
@@ -152,7 +154,8 @@ def test_the_recipe_rehearses_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "accumulated").mkdir()
     finetune.main([*small_run(tmp_path / "accumulated"), "--gradient-accumulation-steps", "2"])
     assert [options["num_forwards"] for options in told] == [1, 1, 2]
-    assert found[2].expected_bytes > found[0].expected_bytes
+    assert found[2] is not None
+    assert found[2].expected_bytes > first.expected_bytes
 
 
 def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

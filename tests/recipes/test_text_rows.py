@@ -176,7 +176,7 @@ def packs(rank: int, source: str, seq_len: int, cache: str, calls: str) -> list[
         Path(calls, f"{os.getpid()}_{seq_len}_{time.monotonic_ns()}").touch()
         return pack(*given)
 
-    text_rows.pack_lengths = counted
+    text_rows.pack_lengths = counted  # type: ignore[assignment]
     rows = packed_rows(stream_of([source], TextReading(byte_tokenizer())), seq_len)
     assert isinstance(rows.pieces.starts, np.memmap)
     assert isinstance(rows.edges, np.memmap)

@@ -116,6 +116,7 @@ def test_what_could_not_be_written_ends_the_training(
 
     keeper = make_keeper(no_space)
     place = keeper.save(state)
+    assert keeper._background._thread is not None
     keeper._background._thread.join(60)
     with pytest.raises(OSError, match="No space left"):
         keeper.look()
@@ -262,6 +263,7 @@ def of_two_ranks(rank: int, folder: str) -> float:
         given |= {"device": torch.device("cpu"), "in_background": True, "timeout_s": timeout_s}
         with Keeper(**given) as keeper:
             place = keeper.save(state)
+            assert keeper._group is not None
             limits.append(keeper._group._get_backend(torch.device("cpu")).options._timeout)
         assert (place / MANIFEST).exists()
     return limits[1].total_seconds()
