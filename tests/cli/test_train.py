@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +30,31 @@ from tests.cli.conftest import Run
 from tests.launching import clean_environment, run_module
 
 NUMBERS = ("step", "loss", "grad_norm", "learning_rate", "tokens")
+SLOW_LAUNCH = """
+import json, os, sys, time
+import torch.distributed as dist
+from longctx_patch.cli.main import main
+
+launcher, connect = os.getpid(), dist.init_process_group
+
+def note(kind):
+    with open("noted", "a") as file:
+        file.write(json.dumps([kind, time.monotonic()]) + "\\n")
+
+def forked():
+    if os.getpid() == launcher:
+        note("forked")
+        time.sleep(3)
+
+def noted(*given, **more):
+    note("connects")
+    return connect(*given, **more)
+
+os.register_at_fork(after_in_parent=forked)
+dist.init_process_group = noted
+sys.argv = ["longctx", "train", ".", "--max-steps", "1"]
+main()
+"""
 TRAIN = ("longctx_patch.cli.main", "train")
 
 
@@ -68,6 +94,16 @@ def test_a_file_that_is_no_yaml_is_refused_before_imports(
     assert found.exit_code == 1
     assert "finetune.yaml, line" in found.output
     assert "'seed' is given twice" in found.output
+
+
+def test_no_process_connects_while_others_are_still_to_be_forked(folder: Path) -> None:
+    """It would connect to a store in the launcher, whose locks the next fork would take along."""
+    command, environment = [sys.executable, "-c", SLOW_LAUNCH], clean_environment()
+    subprocess.run(command, cwd=folder, env=environment, timeout=250, check=True)
+    noted = [json.loads(line) for line in (folder / "noted").read_text().splitlines()]
+    forked, connected = ([t for kind, t in noted if kind == k] for k in ("forked", "connects"))
+    assert len(forked) == len(connected) == 2
+    assert min(connected) > max(forked)
 
 
 def test_a_refusal_is_one_message(folder: Path) -> None:
