@@ -8,6 +8,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.recipes.model_card import how_to_load, mark_adapter
+from longctx_patch.recipes.model_config import add_older_rope_names, write_config
 from longctx_patch.recipes.saving.snapshot import without_frozen
 
 
@@ -50,8 +51,10 @@ def write_model(
     tokenizer.save_pretrained(folder)
     if adapter:
         base = model.get_base_model()
-        base.config.save_pretrained(folder)
+        write_config(base.config, folder)
         warns = mark_adapter(folder, base.config, base.name_or_path)
         place = str(folder.resolve())
         text = how_to_load(base.config, base.name_or_path, place, seed, warns=warns)
         (folder / "README.md").write_text(f"# Adapter\n\n{text}", encoding="utf-8")
+    else:
+        add_older_rope_names(folder)

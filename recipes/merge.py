@@ -21,6 +21,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config
 from longctx_patch.recipes.model_card import ADAPTER_FILE
+from longctx_patch.recipes.model_config import write_config
 from longctx_patch.recipes.models import is_bare_config
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -135,23 +136,6 @@ def base_folder(name: str, revision: str | None) -> Path:
             f"base {name!r} is no folder here, and could not be had from the hub "
             f"({str(error).splitlines()[0]}). Give a folder or a hub name with --base."
         ) from error
-
-
-def write_config(config: PreTrainedConfig, out: Path) -> None:
-    """config.json, with RoPE also under the names that readers before transformers 5 know.
-
-    Without them, such a reader would silently compute with its default RoPE.
-    """
-    config.save_pretrained(out)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" not in rope:
-        return  # RoPE per kind of layer has no older name
-    path = out / "config.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    content["rope_theta"] = rope["rope_theta"]
-    if rope["rope_type"] != "default":
-        content["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _weight_files(source: Path) -> dict[str, str]:

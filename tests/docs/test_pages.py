@@ -27,6 +27,7 @@ OTHER_PROGRAMS = {
     *("--config", "--standalone", "--nproc_per_node", "--no-build-isolation"),
     *("--nnodes", "--node_rank", "--master_addr", "--master_port", "--rdzv_conf"),
     *("--gpus-per-node", "--max-model-len", "--push_to_hub", "--hub_model_id"),
+    *("--enable-lora", "--lora-modules", "--hf-overrides"),
 }
 """Options of accelerate, torchrun, pip, Slurm, vLLM, Trainer, and the recipes' for their files."""
 by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
