@@ -11,7 +11,6 @@ from importlib import import_module
 
 from longctx_patch.health.last_words import say
 from longctx_patch.health.process_tree import die_with_launcher, end_with
-from longctx_patch.health.siblings import wait_for_siblings
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 
@@ -23,8 +22,9 @@ if __name__ == "__main__":
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as by nohup
             signal.signal(number, signal.SIG_DFL)
-    wait_for_siblings()
+    from longctx_patch.plugin.siblings import wait_for_siblings
     from longctx_patch.recipes.launch import one_message
 
+    wait_for_siblings()
     with one_message(name):
         import_module(f"longctx_patch.recipes.{name}").main(options)

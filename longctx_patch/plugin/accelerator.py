@@ -21,6 +21,7 @@ from longctx_patch.plugin.buckets import settle_when_prepared
 from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
 from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
+from longctx_patch.plugin.siblings import wait_for_siblings
 from longctx_patch.plugin.unread import is_unread, load_sharded
 from longctx_patch.rules.launched import announced_processes, flag
 from longctx_patch.rules.world import require_whole_groups
@@ -86,6 +87,7 @@ def make_accelerator(
     if not cpu:
         let_segments_grow()
     choose_gloo_interface()
+    wait_for_siblings()
     accelerator = _Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
     _check_ours(accelerator, parallelism)
     read_when_sharded(accelerator)

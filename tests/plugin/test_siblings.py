@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from longctx_patch.health import siblings
-from longctx_patch.health.siblings import BORN, wait_for_siblings
+from longctx_patch.plugin import siblings
+from longctx_patch.plugin.siblings import BORN, wait_for_siblings
 
 
 def passes(folder: Path, rank: int, number: int, delay_s: float, passed: Any) -> None:
