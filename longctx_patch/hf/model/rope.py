@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 RopeKind = Literal["none", "linear", "dynamic", "yarn"]
 WITHOUT_POSITIONS = frozenset({"kimi_linear", "nemotron_h"})
 """Model types whose attention sees no positions, since their recurrent layers do."""
+LONGROPE_ALONE = frozenset({"phi3", "phimoe"})
+"""Model types whose config transformers reads with no scaling but longrope, or not at all."""
 
 
 def scale_rope(
@@ -49,7 +51,7 @@ def scale_rope(
 
     Raises ValueError for a model without RoPE, RoPE per layer type that would be scaled, RoPE
     already scaled by another kind, a target that needs scaling (`none`) or does not (the others),
-    or too small a factor.
+    a kind that no config of the model's type may have, or too small a factor.
 
     >>> from transformers import LlamaConfig
     >>> scale_rope(LlamaConfig(), kind="yarn", target_length=8192).rope_parameters["factor"]
@@ -73,6 +75,12 @@ def scale_rope(
     _refuse_unreachable(model_config, rope, kind, target_length, factor)
     if kind == "dynamic":
         return _frozen_dynamic(model_config, rope, target_length, factor or 1.0)
+    if model_config.model_type in LONGROPE_ALONE:
+        raise ValueError(
+            f"rope kind {kind!r} with model type {model_config.model_type!r}: transformers reads "
+            "no scaling in its config but longrope, so nobody could load what is written. Use kind "
+            "'dynamic' (--rope dynamic)."
+        )
     scaled = copy.deepcopy(model_config)
     original_length = model_config.max_position_embeddings
     needed = target_length / original_length

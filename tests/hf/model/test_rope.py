@@ -10,12 +10,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from longctx_patch.hf.model.rope import (
+    LONGROPE_ALONE,
     WITHOUT_POSITIONS,
     RopeKind,
     reachable_length,
     scale_rope,
 )
-from tests.hf.tiny import SUPPORTED, featured_model
+from tests.hf.tiny import SUPPORTED, featured_config, featured_model
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -132,6 +133,28 @@ def test_refusals_name_value_rule_and_fix(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         scale_rope(llama(**config), **arguments)
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+def test_a_scaled_config_of_every_family_is_read_back(kind: RopeKind) -> None:
+    """`longctx patch` once wrote run folders of Phi-3 with YaRN, whose training could not begin."""
+    configs = {family: featured_config(family) for family in SUPPORTED}
+    ropes = {f: getattr(config, "rope_parameters", None) or {} for f, config in configs.items()}
+    scalable = {f for f, rope in ropes.items() if rope.get("rope_type") == "default"}
+    assert len(scalable) > 60
+    assert scalable >= LONGROPE_ALONE
+    for family in scalable - (LONGROPE_ALONE if kind != "dynamic" else frozenset()):
+        scaled = scale_rope(configs[family], kind=kind, target_length=2048)
+        read = type(scaled).from_dict(scaled.to_dict())
+        assert read.rope_parameters == scaled.rope_parameters, family
+        assert read.max_position_embeddings == 2048, family
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+@pytest.mark.parametrize("family", sorted(LONGROPE_ALONE))
+def test_scaling_that_a_family_cannot_have_is_refused(family: str, kind: RopeKind) -> None:
+    with pytest.raises(ValueError, match=rf"{kind}.*{family}.*longrope.*--rope dynamic"):
+        scale_rope(featured_config(family), kind=kind, target_length=2048)
 
 
 @pytest.mark.parametrize("kind", ["none", "yarn"])
