@@ -193,7 +193,9 @@ class PatchHandle:
 
     def _refuse_hidden_ddp(self) -> None:
         """Refuse a call past DDP. It is looked for once, when loops have wrapped their model."""
-        if self._knows_ddp:
+        # Without processes there is no DDP; and a thread of a virtual rank may be making a tuple,
+        # which fails where anything refers to it before it is made.
+        if self._knows_ddp or not torch.distributed.is_initialized():
             return
         self._knows_ddp = True
         wrappers = (o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel))

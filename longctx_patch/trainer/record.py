@@ -4,11 +4,10 @@ import json
 import logging
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from longctx_patch import __version__
 from longctx_patch.hf.handle import PatchHandle
 
 logger = logging.getLogger(__name__)
@@ -20,15 +19,22 @@ UNLIKE = {"transformers_version", "architectures", "use_cache", "dtype", "torch_
 
 def record_of(handle: PatchHandle, num_processes: int) -> dict[str, Any]:
     """Degrees, layout and versions of a run."""
-    libraries = {name: version(name) for name in ("torch", "transformers")}
     return {
-        "versions": {"longctx-patch": __version__, **libraries},  # a copy need not be installed
+        "versions": {name: _version(name) for name in ("longctx-patch", "torch", "transformers")},
         "num_processes": num_processes,
         "sequence_degree": handle.config.sequence_degree,
         "has_mask": handle.mask is not None,
         "config": asdict(handle.config),
         "model": _fields_of(handle.model.config),
     }
+
+
+def _version(name: str) -> str:
+    """Of a package; of this one a copy that is not installed may be in use."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def write_record(folder: str | Path, record: dict[str, Any]) -> None:

@@ -21,9 +21,9 @@ from tests.harness import run_distributed
 from tests.hf.steps import TOLERANCE, collated
 from tests.hf.tiny import (
     SUPPORTED,
-    featured_model,
     gradients,
     mean_over_ranks,
+    precise_model,
     router_weight,
     token_rows,
 )
@@ -91,7 +91,7 @@ def rows() -> list[dict[str, list[int]]]:
 def model_of(family: str, in_config: bool) -> Any:
     """The balancing loss has as much weight as the token loss."""
     weight = {router_weight(family): 1.0}
-    return featured_model(family, **weight, output_router_logits=in_config)
+    return precise_model(family, **weight, output_router_logits=in_config)
 
 
 def one_process(family: str) -> Gradients:
