@@ -50,6 +50,8 @@ CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 TYPED := build/typed
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests start hundreds of processes, each of which would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo test test-trainers test-jobs test-grid test-faults test-families test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
 

@@ -111,6 +111,7 @@ def _alone(checks: "list[Check]", following: str) -> Diagnosis:
 
 def _of_machine(options: DoctorOptions, gpus: "Gpus", place: "Place | None") -> "list[Check]":
     from longctx_patch.diagnosis import disk, host, packages
+    from longctx_patch.diagnosis.bytecode import check_bytecode, compiled_each_time
     from longctx_patch.diagnosis.gpu_checks import check_gpus, check_links, check_torch
     from longctx_patch.diagnosis.kernels import check_fused_layers, check_kernels
 
@@ -118,6 +119,7 @@ def _of_machine(options: DoctorOptions, gpus: "Gpus", place: "Place | None") -> 
     checks = [packages.check_packages(found)]
     if found is not None:
         checks = [packages.check_python(found), *checks, packages.check_extras(found)]
+    checks.append(check_bytecode(compiled_each_time(), sys.pycache_prefix))
     checks += [check_torch(gpus), check_gpus(gpus), check_links(gpus)]
     # A launcher's other processes wait meanwhile, so kernels are not timed there.
     known = _kernels(timed=not options.quick and place is None)

@@ -7,6 +7,7 @@ import click
 from longctx_patch.cli.data import data_command
 from longctx_patch.cli.doctor import doctor_command
 from longctx_patch.cli.families import families_command
+from longctx_patch.cli.kept_bytecode import keep_bytecode
 from longctx_patch.cli.kernels import kernels_command
 from longctx_patch.cli.merge import merge_command
 from longctx_patch.cli.patch import patch_command
@@ -22,6 +23,7 @@ class ClearErrors(click.Group):
     """Shows what a user can fix (ValueError) as one message, without a traceback; exit code 1."""
 
     def invoke(self, context: click.Context) -> Any:
+        keep_bytecode()
         quiet_libraries()
         try:
             return super().invoke(context)

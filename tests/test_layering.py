@@ -15,7 +15,7 @@ PACKAGE = ROOT / "longctx_patch"
 # From the lowest floor up; rooms of one floor don't import each other. A file of the package itself
 # is a room of its own; `__init__` exports public names of all rooms below it.
 FLOORS = (
-    ("rules", "processes"),
+    ("rules", "processes", "user_cache"),
     ("sequence", "transport", "memory"),
     ("plans", "kernels"),
     ("plans/generators", "plans/verify", "kernels/backends", "loss"),

@@ -17,7 +17,17 @@ from tests.cli.conftest import Run
 
 GIB = 2**30
 NAMES = (
-    *("python", "packages", "extras", "torch", "gpus", "gpu links", "attention", "fused layers"),
+    *(
+        "python",
+        "packages",
+        "extras",
+        "bytecode",
+        "torch",
+        "gpus",
+        "gpu links",
+        "attention",
+        "fused layers",
+    ),
     *("host memory", "shared memory", "open files"),
     *("disk: out", "disk: model cache", "disk: temporary", "network", "rendezvous"),
 )

@@ -13,14 +13,14 @@ import torch
 
 from longctx_patch.kernels.base import KernelRequest, dtype_name
 from longctx_patch.kernels.select.probe import Measured
+from longctx_patch.user_cache import user_cache
 
 _METHOD = "probe 2"  # raise the number when measurements of older versions no longer hold
 
 
 def default_path() -> Path:
-    """The file among a user's caches (XDG Base Directory Specification)."""
-    folder = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(folder).expanduser() / "longctx_patch" / "kernels.json"
+    """The file among a user's caches."""
+    return user_cache() / "kernels.json"
 
 
 def machine_label(package_versions: Mapping[str, str | None]) -> str:
