@@ -52,7 +52,7 @@ def python(code: str, packages: Path, caches: Path, *options: str, **variables: 
 
 
 def compile_package(packages: Path) -> None:
-    command = [sys.executable, "-m", "compileall", "-q", packages]
+    command = [sys.executable, "-m", "compileall", "-q", str(packages)]
     subprocess.run(command, env=outside(), check=True)
 
 
