@@ -8,7 +8,7 @@ import torch
 
 from longctx_patch.hf.model.stored_tensors import BLOCK_BYTES, READERS
 from longctx_patch.predict.run.cluster import parse_cluster
-from longctx_patch.predict.run.loading import loading_bytes
+from longctx_patch.predict.run.loading import LAYER_OBJECTS_BYTES, loading_bytes
 from longctx_patch.predict.run.shape import shape_of
 from longctx_patch.processes import run_processes
 from tests.predict.run.jobs import candidate, llama_job, llama_shape
@@ -18,18 +18,19 @@ import host_memory
 from model_shapes import model_config
 
 WEIGHTS = 8_030_261_248
-BUFFERS = READERS * BLOCK_BYTES
+BESIDE_ROWS = READERS * BLOCK_BYTES + 32 * LAYER_OBJECTS_BYTES
+"""Bytes of each process."""
 
 
 def test_by_hand() -> None:
     on_gpu, on_host = candidate(), replace(candidate(), offload_states=True)
     lora, full = (llama_job("4xH200", 2, lora=lora) for lora in (True, False))
-    assert loading_bytes(lora, on_gpu) == loading_bytes(full, on_gpu) == 4 * BUFFERS
-    assert loading_bytes(full, on_host) == 4 * WEIGHTS + 4 * BUFFERS  # float32 under FSDP2
+    assert loading_bytes(lora, on_gpu) == loading_bytes(full, on_gpu) == 4 * BESIDE_ROWS
+    assert loading_bytes(full, on_host) == 4 * WEIGHTS + 4 * BESIDE_ROWS  # float32 under FSDP2
     adapter = 4 * lora.trained_weights
-    assert loading_bytes(lora, on_host) == 2 * WEIGHTS + adapter + 4 * BUFFERS
+    assert loading_bytes(lora, on_host) == 2 * WEIGHTS + adapter + 4 * BESIDE_ROWS
     two_machines = replace(lora, cluster=parse_cluster("16xH200"))
-    assert loading_bytes(two_machines, on_host) == (2 * WEIGHTS + adapter) / 2 + 8 * BUFFERS
+    assert loading_bytes(two_machines, on_host) == (2 * WEIGHTS + adapter) / 2 + 8 * BESIDE_ROWS
     whole = llama_job("4xH200", 2, lora=True, fsdp=False)
     assert loading_bytes(whole, on_gpu) == 4 * 2 * WEIGHTS
     assert loading_bytes(replace(whole, dtype="nf4"), on_gpu) == 0
