@@ -53,7 +53,14 @@ def text_model(
     )
     check_loaded(model, info, allow_weights)
     text = model_without_memory(config, dtype)
-    text.load_state_dict(text_weights(whole.state_dict()), assign=True)
+    weights = text_weights(whole.state_dict())
+    for name, other in text.all_tied_weights_keys.items():
+        if not torch.equal(weights[name], weights[other]):  # which transformers leaves so
+            raise ValueError(
+                f"model {model!r}: {name} and {other} differ, but the config ties them. Put "
+                "tie_word_embeddings: false into config.json."
+            )
+    text.load_state_dict(weights, assign=True)
     text.tie_weights()
     text.generation_config = whole.generation_config
     text.config.name_or_path = text.name_or_path = whole.name_or_path

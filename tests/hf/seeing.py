@@ -8,10 +8,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from longctx_patch.hf.model.text_part import TEXT_TYPES
+from tests.hf.features import FEATURES
 from tests.hf.float64 import padded_rows
 from tests.hf.tiny import VOCABULARY
 
-WHOLE = [name for name in TEXT_TYPES if name in CONFIG_MAPPING_NAMES]
+MINISTRAL = "mistral3 with ministral3"
+WHOLE = [name for name in (*TEXT_TYPES, MINISTRAL) if name.split()[0] in CONFIG_MAPPING_NAMES]
+"""Model types, and one whose text model is of another family than by default."""
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 """Tokens of a picture's patches, of a video's, and around them."""
 
@@ -67,7 +70,25 @@ _IDS = {
     "vision_start_token_id": START,
     "vision_end_token_id": END,
 }
+_PIXTRAL: dict[str, Any] = {
+    "vision_config": _GEMMA_EYE | {"image_size": 8, "head_dim": 8},
+    "image_token_index": IMAGE,
+}
 _PARTS: dict[str, dict[str, Any]] = {
+    "llama4": {
+        "text_config": _TEXT | FEATURES["llama4_text"],
+        "vision_config": {
+            **{"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1},
+            **{"num_attention_heads": 2, "image_size": 8, "patch_size": 2},
+            **{"projector_input_dim": 16, "projector_output_dim": 16, "vision_output_dim": 16},
+        },
+        "image_token_index": IMAGE,
+    },
+    "mistral3": {"text_config": _TEXT | {"model_type": "mistral"}, **_PIXTRAL},
+    MINISTRAL: {
+        "text_config": _TEXT | FEATURES["ministral3"] | {"model_type": "ministral3"},
+        **_PIXTRAL,
+    },
     "qwen2_vl": {
         "text_config": _QWEN,
         "vision_config": {
@@ -112,7 +133,7 @@ def seeing_config(family: str, *, tied: bool = False, **text: Any) -> Any:
     parts = copy.deepcopy(_PARTS[family])
     parts["text_config"] |= text | {"tie_word_embeddings": tied}
     return AutoConfig.for_model(
-        family, **parts, tie_word_embeddings=tied, attn_implementation="eager"
+        family.split()[0], **parts, tie_word_embeddings=tied, attn_implementation="eager"
     )
 
 

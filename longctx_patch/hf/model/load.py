@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.hf.model.config_values import problem_of
-from longctx_patch.hf.model.text_part import TEXT_TYPES, text_part
+from longctx_patch.hf.model.text_part import TEXT_TYPES, text_part, tie_as_text
 from longctx_patch.rules import strict_json
 
 if TYPE_CHECKING:
@@ -35,13 +35,15 @@ def whole_config(model: str) -> "PreTrainedConfig | None":
 
 
 def _published(model: str) -> "PreTrainedConfig":
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     local = is_local(model)
     if local:
         _check_file(model)
+    name = str(Path(model).expanduser()) if local else model
     try:
-        return AutoConfig.from_pretrained(str(Path(model).expanduser()) if local else model)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+        said, _ = PreTrainedConfig.get_config_dict(name)
     except OSError as error:
         raise ValueError(_unreadable(model, local, error)) from error
     except ValueError as error:
@@ -50,10 +52,12 @@ def _published(model: str) -> "PreTrainedConfig":
             f"({str(error).splitlines()[0]}): longctx-patch supports {', '.join(FAMILIES)}."
         ) from error
     except Exception as error:  # config classes raise anything for impossible values
-        said = " ".join(str(error).split())[:300]
+        text = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"model {model!r}: its config can't be used ({said}). Give a valid config.json."
+            f"model {model!r}: its config can't be used ({text}). Give a valid config.json."
         ) from error
+    tie_as_text(config, said)
+    return config
 
 
 def _check_file(model: str) -> None:

@@ -67,7 +67,6 @@ SEEING: tuple[Family, ...] = (
             "minicpmv4_6": "MiniCPM-V 4.6",
             "minicpmv4_7": "MiniCPM-V 4.7",
             "minimax_m3_vl": "MiniMax-M3",
-            "mistral3": "Mistral Small 3.1 and later",
             "mistral_large4": "Mistral Large 4",
             "mllama": "Llama 3.2 (with images)",
             "molmo2": "Molmo 2",

@@ -160,6 +160,8 @@ TABLE = (
     *_refused(
         f"with images its model is not compared with one process; {TEXT_IN_IT}",
         {
+            "llama4": "Llama 4",
+            "mistral3": "Mistral Small 3.1 and later, Ministral 3",
             "qwen3_vl_moe": "Qwen3-VL-MoE",
             "qwen3_5": "Qwen3.5, Qwen3.6",
             "qwen3_5_moe": "Qwen3.5-MoE, Qwen3.6-MoE",
@@ -172,11 +174,6 @@ TABLE = (
     *_refused(
         "it reads images or sound too; train its text model (gemma3n_text)",
         {"gemma3n": "Gemma 3n"},
-    ),
-    *_refused(
-        "its model reads images too; train its text model (llama4_text), which "
-        "AutoModelForCausalLM.from_pretrained reads from the same checkpoint",
-        {"llama4": "Llama 4"},
     ),
     *REFUSED,
 )

@@ -10,8 +10,10 @@ from typing import Any, TypeVar
 
 Weight = TypeVar("Weight")
 
-TEXT_TYPES: Mapping[str, str] = MappingProxyType(
+TEXT_TYPES: Mapping[str, str | None] = MappingProxyType(
     {
+        "llama4": "llama4_text",
+        "mistral3": None,  # Mistral's, Ministral 3's
         "gemma3": "gemma3_text",
         "gemma4": "gemma4_text",
         "gemma4_unified": "gemma4_unified_text",
@@ -23,10 +25,11 @@ TEXT_TYPES: Mapping[str, str] = MappingProxyType(
         "qwen3_5_moe": "qwen3_5_moe_text",
     }
 )
-"""Model type of a checkpoint -> that of its text model."""
+"""Model type of a checkpoint -> that of its text model; None: the one that its config names."""
 
-_INNER, _HEAD = "model.language_model.", "lm_head."
-"""Where the whole model, as transformers builds it, has its text model."""
+_PLACES = (("model.language_model.", "model."), ("lm_head.", "lm_head."), ("language_model.", ""))
+"""(beginning of a name in the whole model, as transformers builds it, that in its text model). The
+whole model has its parts in an inner one and a head, or a text model with its own head."""
 _SAID_BY_CODE: Mapping[str, dict[str, Any]] = MappingProxyType(
     {"qwen3_moe": {"norm_topk_prob": True}}
 )
@@ -38,9 +41,9 @@ def text_part(config: Any) -> Any:
     """The config of the text model in a checkpoint with this config, or `config` itself."""
     if getattr(config, "model_type", None) not in TEXT_TYPES:
         return config
-    text = config.get_text_config()
-    if text.model_type != TEXT_TYPES[config.model_type]:
-        text = _as_type(text, TEXT_TYPES[config.model_type])
+    text, wanted = config.get_text_config(), TEXT_TYPES[config.model_type]
+    if wanted is not None and text.model_type != wanted:
+        text = _as_type(text, wanted)
     # What a checkpoint says of all of it, it need not say of its text model.
     text.tie_word_embeddings = config.tie_word_embeddings
     text.dtype = text.dtype or config.dtype
@@ -52,10 +55,30 @@ def text_part(config: Any) -> Any:
     return text
 
 
+def tie_as_text(config: Any, said: Mapping[str, Any]) -> None:
+    """Have `config` say of its head what its text model's says, where its file says nothing.
+
+    transformers then takes the head of Mistral Small 3.1 for tied to its embeddings, until it finds
+    two weights in the checkpoint.
+
+    Args:
+        config: of a whole model, changed in place.
+        said: what its config.json holds.
+    """
+    if config.model_type == "mistral3" and "tie_word_embeddings" not in said:
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings
+
+
 def text_weights(weights: Mapping[str, Weight]) -> dict[str, Weight]:
     """Those of the text model, by their names in it, of the weights of a whole model."""
-    inner = {n.replace(_INNER, "model.", 1): w for n, w in weights.items() if n.startswith(_INNER)}
-    return inner | {name: w for name, w in weights.items() if name.startswith(_HEAD)}
+    found = {}
+    for name, weight in weights.items():
+        ours = next(
+            (new + name.removeprefix(old) for old, new in _PLACES if name.startswith(old)), ""
+        )
+        if ours:
+            found[ours] = weight
+    return found
 
 
 def _as_type(text: Any, model_type: str) -> Any:
