@@ -3,7 +3,7 @@ packages a GPU needs for them."""
 
 from typing import Any
 
-from longctx_patch.choose.recurrence import both_ways, decide_recurrence, runs_of_forward
+from longctx_patch.choose.recurrence import both_ways, decide_recurrence, recompute_of
 from longctx_patch.config import LongContextConfig
 from longctx_patch.hf.call.kernel_faults import TRUSTS_MENDED
 from longctx_patch.hf.model.recurrence import kernel_packages, recurrent_layers
@@ -33,7 +33,7 @@ def recurrent_rows(
     why = states_because(shape.num_heads, shape.num_groups, config.ulysses_degree)
     if why is None:
         states, heads = (
-            1e3 * way.seconds(runs_of_forward(config)) for way in both_ways(config, shape, row)
+            1e3 * way.seconds(recompute_of(config)) for way in both_ways(config, shape, row)
         )
         source = MACHINES[config.hardware].recurrent.source
         why = (

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from longctx_patch.choose.plans import decide
-from longctx_patch.choose.recurrence import RecurrentWork, predict_decided, runs_of_forward
+from longctx_patch.choose.recurrence import RecurrentWork, predict_decided, recompute_of
 from longctx_patch.choose.tie import Cost, preferred
 from longctx_patch.config import LongContextConfig
 from longctx_patch.plans import Direction
@@ -107,5 +107,5 @@ def _cost(
     )
     for work, count in recurrent.items():
         found = predict_decided(config, work, hardware)
-        cost = cost.plus(count * found.seconds(runs_of_forward(config)), count * found.sent_bytes)
+        cost = cost.plus(count * found.seconds(recompute_of(config)), count * found.sent_bytes)
     return cost

@@ -7,7 +7,12 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay, states_because
 from longctx_patch.predict.machines import MACHINES, Hardware
-from longctx_patch.predict.recurrence import RecurrencePrediction, Row, predict_recurrence
+from longctx_patch.predict.recurrence import (
+    Recompute,
+    RecurrencePrediction,
+    Row,
+    predict_recurrence,
+)
 from longctx_patch.sequence.documents import Documents
 
 
@@ -34,7 +39,7 @@ def decide_recurrence(
     hardware: Hardware | None = None,
 ) -> RecurrentWay:
     """What the config names, or what the cost model finds faster over forward and backward, and
-    forward once more where layers are recomputed.
+    the recompute where layers are recomputed.
 
     Every rank decides the same, since all see the same config, sizes and documents. Raises
     ValueError where the config asks for heads that can't be exchanged.
@@ -46,16 +51,17 @@ def decide_recurrence(
         return config.recurrent_exchange
     if why is not None:
         return "states"
-    forwards = runs_of_forward(config)
+    recompute = recompute_of(config)
     states, heads = both_ways(config, shape, documents, hardware)
-    return "heads" if heads.seconds(forwards) < states.seconds(forwards) else "states"
+    return "heads" if heads.seconds(recompute) < states.seconds(recompute) else "states"
 
 
-def runs_of_forward(config: LongContextConfig) -> int:
-    """How often a step runs a recurrent layer's forward, which is recomputed with its layer; under
-    `auto` as often as in most layers."""
-    most = POLICIES[config.checkpoint].rungs[0]
-    return 2 if POLICIES[most].recomputes_layer else 1
+def recompute_of(config: LongContextConfig) -> Recompute:
+    """What a step runs again of a recurrent layer; under `auto` that of most layers."""
+    most = POLICIES[POLICIES[config.checkpoint].rungs[0]]
+    if not most.recomputes_layer:
+        return "none"
+    return "replay" if most.replays(config.attention_kept) else "whole"
 
 
 def both_ways(

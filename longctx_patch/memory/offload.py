@@ -22,7 +22,7 @@ import math
 import os
 import warnings
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,10 @@ from longctx_patch.memory import host
 from longctx_patch.memory.limits import AHEAD, RESERVE
 from longctx_patch.memory.meter import total_bytes
 from longctx_patch.memory.replay import Getter
+
+Place = tuple[int, torch.dtype, int]
+"""Of a tensor in its layer: its dimensions, dtype and number among those that are alike in these.
+A layer's input, attention's results, and what came of other ranks differ in them, and in size."""
 
 
 class HostMemoryFull(RuntimeError):
@@ -80,7 +84,7 @@ class HostCopies:
         """Bytes that this process will take for other things."""
         self._must_leave = must_leave
         self._out, self._in = _Lane(device), _Lane(device)
-        self._free: defaultdict[int, list[_Slot]] = defaultdict(list)
+        self._free: defaultdict[Place, list[_Slot]] = defaultdict(list)
         self._last: weakref.ref[Kept] | None = None
         self.is_full = False
         """Whether a tensor found no room."""
@@ -100,10 +104,10 @@ class HostCopies:
         self._last = weakref.ref(kept)
         return kept
 
-    def take_out(self, tensor: Tensor, place: int) -> "_OnHost | None":
+    def take_out(self, tensor: Tensor, place: Place) -> "_OnHost | None":
         """Copy a tensor to the host; None if it has no room there.
 
-        `place` is the tensor's number in its layer: tensors of one place are alike in size.
+        Tensors of one place are alike in size, but for the length of their row.
         """
         slot = self._slot(tensor.nbytes, place)
         if slot is None:
@@ -119,7 +123,7 @@ class HostCopies:
         self._in.copy(back, held.on_host, held.slot)
         return back
 
-    def _slot(self, num_bytes: int, place: int) -> "_Slot | None":
+    def _slot(self, num_bytes: int, place: Place) -> "_Slot | None":
         if free := self._free[place]:
             slot = free.pop()
             if slot.memory.nbytes >= num_bytes:
@@ -181,12 +185,13 @@ class Kept:
         self._host = host
         self._before = before
         self._held: list[_OnHost] = []
-        self._num_kept = 0
+        self._num_kept: Counter[tuple[int, torch.dtype]] = Counter()
         self._was_asked_for = False
 
     def keep(self, tensor: Tensor) -> Getter:
         detached = tensor.detach()
-        place, self._num_kept = self._num_kept, self._num_kept + 1
+        form = (tensor.ndim, tensor.dtype)
+        place, self._num_kept[form] = (*form, self._num_kept[form]), self._num_kept[form] + 1
         held = self._host.take_out(detached, place) if detached.nbytes else None
         if held is None:
             return lambda: detached

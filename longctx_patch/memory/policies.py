@@ -12,6 +12,11 @@ since a layer keeps only this rank's tokens.
 Policies that keep attention may do so for a share of the tokens, those that cost most to compute
 again (`longctx_patch.engine.selective`). With a share of 0, `attention` is the same as `full`, and
 `offload` is `full` with the layers' inputs on the host.
+
+Recurrences and convolutions run again in the recompute, since what their kernels save for backward
+is much larger than attention's results. Policies that keep attention keep what such layers got of
+other ranks (`longctx_patch.engine.chain.hand_over`), whose size does not depend on the length of
+the row, so that a recompute waits for no other rank's kernel.
 """
 
 from collections import Counter
@@ -39,7 +44,8 @@ class Policy:
     """Backward runs the layer's forward pass again, from the layer's input."""
     keeps_attention: bool = False
     """Attention's output and lse are kept, so that the recompute runs neither attention's kernel
-    nor its communication. `attention_kept` says for which share of the tokens."""
+    nor its communication. `attention_kept` says for which share of the tokens. So is what a
+    recurrent layer gets of other ranks, whole with any share above 0."""
     on_host: bool = False
     """What the layer keeps (its input, and attention's output and lse) is copied to pinned host
     memory during forward, and comes back in backward while the layer after it is computed
@@ -49,6 +55,11 @@ class Policy:
     """What layers do under it, as the predicate of a sentence."""
     summary: str
     """What the run folder of `longctx patch` says about it."""
+
+    def replays(self, share: float) -> bool:
+        """Whether a layer's recompute is given what forward kept (`longctx_patch.memory.replay`),
+        if attention is to be kept for a share of the tokens."""
+        return self.keeps_attention and share > 0
 
     @property
     def chooses_by_layer(self) -> bool:

@@ -1,11 +1,15 @@
-"""Record attention's results in a checkpointed forward, replay them in the recompute.
+"""Record what costs much in a checkpointed forward, replay it in the recompute.
 
 The pair of context managers that `checkpoint_contexts` returns is what torch's non-reentrant
 checkpoint takes as `context_fn`. While recording, attention keeps (out, lse) in a frame; while
 replaying it takes them back, and neither its kernel nor its communication runs again. This is the
 rematerialisation-aware checkpointing of DISTFLASHATTN (section 3.3) without moving the boundaries
-of the checkpointed layers. A frame may keep the results of a share of the tokens only
-(`longctx_patch.engine.selective`).
+of the checkpointed layers. A frame may keep attention's results for a share of the tokens only
+(`longctx_patch.engine.selective`). Recurrent layers keep what came of other ranks, whatever the
+share, so that their recompute waits for none (`longctx_patch.engine.chain.hand_over`).
+
+Both runs of a region keep and take in the order of their program, of which a recompute may run a
+part only: torch stops it once it has all that backward needs.
 """
 
 from collections.abc import Callable
@@ -26,13 +30,14 @@ def as_it_is(tensor: Tensor) -> Getter:
 
 @dataclass
 class Frame:
-    """Results of the attention calls inside one checkpointed region, in order."""
+    """What was kept inside one checkpointed region, in order."""
 
     store: Callable[[Tensor], Getter] = as_it_is
     """Keeps a tensor, and returns a function that gives it back."""
     share: float = 1.0
-    """Share of the row's tokens whose results are kept."""
+    """Share of the row's tokens whose results of attention are kept."""
     kept: list[tuple[Getter, ...]] = field(default_factory=list)
+    """By the number of the call to `keep`, which may have kept nothing."""
     replaying: bool = False
     next_call: int = 0
 
@@ -45,9 +50,7 @@ class Frame:
         self.kept.append(tuple(stored[_place(tensor)] for tensor in results))
 
     def take(self) -> tuple[Tensor, ...]:
-        assert self.next_call < len(self.kept), (
-            "the recompute calls attention more often than forward"
-        )
+        assert self.next_call < len(self.kept), "the recompute takes more than forward has kept"
         self.next_call += 1
         getters = self.kept[self.next_call - 1]
         tensors = {getter: getter() for getter in set(getters)}

@@ -29,7 +29,7 @@ def run_layer(
     record = POLICIES[policy]
     if not record.recomputes_layer:
         return forward(*args)
-    share = share if record.keeps_attention else 0.0
+    share = share if record.replays(share) else 0.0
     if not record.on_host:
         return _checkpoint(as_it_is, share, forward, *args)
     assert host is not None

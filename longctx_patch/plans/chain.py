@@ -20,6 +20,10 @@ from longctx_patch.plans.traffic import Traffic
 from longctx_patch.sequence.documents import Documents
 from longctx_patch.sequence.layout import Interval, Layout, slots_of
 
+KEPT_AT_MOST = 2**26
+"""Bytes of others' items that one exchange may leave on a rank until backward. They don't grow with
+the row, but with the number of segments before a rank's last one, and so of ranks."""
+
 
 class Segment(NamedTuple):
     """Tokens of one document that lie one after another on one rank."""
@@ -85,6 +89,14 @@ class Chain:
         """Numbers of the segments whose items one rank sends to another, in one message."""
         return _wanted(self, needs).get((source, destination), ())
 
+    def is_kept(self, needs: Needs, num_bytes: Callable[[int], int]) -> bool:
+        """Whether layers that keep attention keep what comes in this exchange too, so that their
+        recompute makes none. All ranks do or none does, as all take part in an exchange."""
+        got = [0] * self.num_ranks
+        for (_, destination), numbers in _wanted(self, needs).items():
+            got[destination] += sum(map(num_bytes, numbers))
+        return max(got) <= KEPT_AT_MOST
+
     def traffic(self, needs: Needs, num_bytes: Callable[[int], int], rank: int) -> "ChainTraffic":
         """What a rank sends when all get what they need; an item of segment n has `num_bytes(n)`.
 
@@ -95,17 +107,21 @@ class Chain:
             message = Traffic(1, sum(map(num_bytes, numbers)))
             forward += message if source == rank else Traffic()
             backward += message if destination == rank else Traffic()
-        return ChainTraffic(forward, backward)
+        replay = Traffic() if self.is_kept(needs, num_bytes) else forward
+        return ChainTraffic(forward, backward, replay)
 
 
 class ChainTraffic(NamedTuple):
-    """Messages and bytes that one rank sends for one exchange of items."""
+    """Messages and bytes that one rank sends for the exchanges of one recurrent layer."""
 
     forward: Traffic = Traffic()
     backward: Traffic = Traffic()
+    replay: Traffic = Traffic()
+    """What a recompute sends that has from its frame what was kept. One without a frame sends what
+    forward does."""
 
     def plus(self, other: "ChainTraffic") -> "ChainTraffic":
-        return ChainTraffic(self.forward + other.forward, self.backward + other.backward)
+        return ChainTraffic(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 @lru_cache(maxsize=64)

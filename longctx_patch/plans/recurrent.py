@@ -114,7 +114,8 @@ def heads_traffic(
     sizes: Sequence[int],
     batch: int,
 ) -> ChainTraffic:
-    """What one rank of a Ulysses group sends for the inputs and the output of a recurrence.
+    """What one rank of a Ulysses group sends for the inputs and the output of a recurrence. All of
+    it goes again in a replay: it is as long as the row, and so is not kept.
 
     Args:
         rank: its rank in the group.
@@ -134,7 +135,9 @@ def heads_traffic(
             )
         return total
 
+    forward = of(inputs, inwards=True) + of([output], inwards=False)
     return ChainTraffic(
-        forward=of(inputs, inwards=True) + of([output], inwards=False),
+        forward=forward,
+        replay=forward,
         backward=of([output], inwards=True) + of(inputs, inwards=False),
     )

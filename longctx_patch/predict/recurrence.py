@@ -4,16 +4,17 @@
   the segments that begin a document, and finds the maps of the others; afterwards it runs these.
 - **heads**: heads are exchanged for tokens in the Ulysses group, and the chain goes over the ring.
 
-A rank waits for the slowest one where states travel. Kernels are counted by their FLOPs at the rate
-in the table of machines; the CPU launches a call for each document of a rank, and bounds rows of
-short ones. The projections and the convolution are the same by both ways and are not counted;
-neither is composing maps.
+A rank waits for the slowest one where states travel. A recompute that has others' items from
+forward (`Recompute`) waits for none: each rank runs its own segments. Kernels are counted by their
+FLOPs at the rate in the table of machines; the CPU launches a call for each document of a rank, and
+bounds rows of short ones. The projections and the convolution are the same by both ways and are not
+counted; neither is composing maps.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Literal, NamedTuple
 
 from longctx_patch.plans.chain import Chain, ChainTraffic, make_chain
 from longctx_patch.plans.head_split import HeadSplit
@@ -34,6 +35,11 @@ two gradients. Estimated; no kernel was measured."""
 
 HOST_CALL_S = 300e-6
 """Seconds of the CPU for one call of such a kernel, which launches several. Estimated."""
+
+
+Recompute = Literal["none", "replay", "whole"]
+"""What a step runs of a layer besides forward and backward: nothing; its forward pass with the
+items of other ranks from the first one; or its forward pass with all exchanges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,8 @@ class RecurrencePrediction:
     way: RecurrentWay
     forward_s: float
     backward_s: float
+    replay_s: float
+    """A recompute that has the items of other ranks from the first forward."""
     traffic: tuple[ChainTraffic, ...]
     """What each rank sends for the recurrence; the convolution's tails are not in it."""
 
@@ -70,9 +78,10 @@ class RecurrencePrediction:
         """Bytes that all ranks send, in forward and in backward."""
         return sum(t.forward.bytes + t.backward.bytes for t in self.traffic)
 
-    def seconds(self, forwards: int = 1) -> float:
-        """Seconds of a step that runs forward so many times."""
-        return forwards * self.forward_s + self.backward_s
+    def seconds(self, recompute: Recompute = "none") -> float:
+        """Seconds of a step."""
+        again = {"none": 0.0, "replay": self.replay_s, "whole": self.forward_s}[recompute]
+        return self.forward_s + again + self.backward_s
 
 
 @lru_cache(maxsize=1024)
@@ -80,32 +89,45 @@ def predict_recurrence(
     shape: RecurrentShape, row: Row, way: RecurrentWay, hardware: Hardware
 ) -> RecurrencePrediction:
     """Raises ValueError for a layout that chains can't have, or heads that can't be exchanged."""
-    traffic = recurrence_traffic(shape, row, way)
     if way == "states":
-        found = _chain_seconds(shape, row.layout, row, hardware)
+        passes = _chain_passes(shape, row.layout, row, hardware)
     else:
-        mine = _of_one_rank(shape, row.ulysses)
-        found = _chain_seconds(mine, row.ring_layout, row, hardware)
-        forward, backward = zip(*_exchanges(shape, row), strict=True)
-        found = _Seconds(
-            found.forward + _exchange_seconds(forward, shape, row, hardware),
-            found.backward + _exchange_seconds(backward, shape, row, hardware),
-            found.host + _num_exchanges(shape) * hardware.host_wave_s / 2,  # a wave has two
-        )
+        chain = _chain_passes(_of_one_rank(shape, row.ulysses), row.ring_layout, row, hardware)
+        exchanges = [
+            _exchange_seconds(sent, shape, row, hardware)
+            for sent in zip(*_exchanges(shape, row), strict=True)
+        ]
+        passes = _Passes(*map(_Seconds.plus, chain, exchanges))
     return RecurrencePrediction(
         way=way,
-        forward_s=max(found.forward, found.host),
-        backward_s=max(found.backward, found.host),
-        traffic=traffic,
+        forward_s=passes.forward.longest,
+        backward_s=passes.backward.longest,
+        replay_s=passes.replay.longest,
+        traffic=recurrence_traffic(shape, row, way),
     )
 
 
 class _Seconds(NamedTuple):
-    """Of the device in each direction, and of the CPU in either."""
+    """Of one pass."""
 
-    forward: float
-    backward: float
+    device: float
     host: float
+    """Of the CPU, which launches while the device computes."""
+
+    def plus(self, other: "_Seconds") -> "_Seconds":
+        return _Seconds(self.device + other.device, self.host + other.host)
+
+    @property
+    def longest(self) -> float:
+        return max(self)
+
+
+class _Passes(NamedTuple):
+    """In the order of `ChainTraffic`."""
+
+    forward: _Seconds
+    backward: _Seconds
+    replay: _Seconds
 
 
 def recurrence_traffic(
@@ -146,11 +168,14 @@ def _split(shape: RecurrentShape, degree: int) -> HeadSplit:
     return HeadSplit(shape.num_heads, shape.num_groups, degree)
 
 
-def _states_traffic(shape: RecurrentShape, chain: Chain) -> tuple[ChainTraffic, ...]:
-    def num_bytes(number: int) -> int:
-        m = 0 if chain.segments[number].begins else shape.map_numbers
-        return (shape.state_numbers + m) * shape.wide_itemsize
+def _item_bytes(shape: RecurrentShape, chain: Chain, number: int) -> int:
+    """Of a segment's item; of one that begins its document only the state travels."""
+    m = 0 if chain.segments[number].begins else shape.map_numbers
+    return (shape.state_numbers + m) * shape.wide_itemsize
 
+
+def _states_traffic(shape: RecurrentShape, chain: Chain) -> tuple[ChainTraffic, ...]:
+    num_bytes = partial(_item_bytes, shape, chain)
     return tuple(chain.traffic(chain.states, num_bytes, rank) for rank in range(chain.num_ranks))
 
 
@@ -193,9 +218,10 @@ def map_flops(shape: RecurrentShape) -> float:
     return run_flops(shape, shape.value_dim + shape.key_dim)
 
 
-def _chain_seconds(shape: RecurrentShape, layout: Layout, row: Row, hardware: Hardware) -> _Seconds:
+def _chain_passes(shape: RecurrentShape, layout: Layout, row: Row, hardware: Hardware) -> _Passes:
     """Of a recurrence over a chain: what ranks compute before states travel, the states' way, and
-    what they compute after it. The CPU launches one call for each segment's output and each map."""
+    what they compute after it. In a replay with kept items each rank computes all at once. The CPU
+    launches one call for each segment's output and each map."""
     chain = make_chain(layout, row.documents)
     rate = hardware.recurrent.flops(shape.kind)
     run_s, map_s = (flops(shape) / rate for flops in (_run_flops, map_flops))
@@ -214,8 +240,13 @@ def _chain_seconds(shape: RecurrentShape, layout: Layout, row: Row, hardware: Ha
     compute_s = max(before) + max(after)
     sent = [way for traffic in _states_traffic(shape, chain) for way in traffic]
     travel_s = _travel_seconds(sent, hardware, is_near=_in_node(row.ring * row.ulysses, hardware))
-    host_s = max(calls) * HOST_CALL_S + hardware.host_exchange_s * any(chain.states)
-    return _Seconds(compute_s + travel_s, BACKWARD * compute_s + travel_s, host_s)
+    launch_s = max(calls) * HOST_CALL_S
+    host_s = launch_s + hardware.host_exchange_s * any(chain.states)
+    forward = replay = _Seconds(compute_s + travel_s, host_s)
+    if chain.is_kept(chain.states, partial(_item_bytes, shape, chain)):
+        replay = _Seconds(max(map(sum, zip(before, after, strict=True))), launch_s)
+    backward = _Seconds(BACKWARD * compute_s + travel_s, host_s)
+    return _Passes(forward, backward, replay)
 
 
 def _run_flops(shape: RecurrentShape) -> float:
@@ -240,11 +271,15 @@ def _num_exchanges(shape: RecurrentShape) -> int:
 
 def _exchange_seconds(
     sent: Sequence[Traffic], shape: RecurrentShape, row: Row, hardware: Hardware
-) -> float:
-    """Seconds of one direction's exchanges of heads: each all-to-all starts, all bytes travel, and
-    are packed and unpacked, which reads and writes them."""
+) -> _Seconds:
+    """One pass's exchanges of heads: each all-to-all starts, all bytes travel, and are packed and
+    unpacked, which reads and writes them."""
     largest = max(traffic.bytes for traffic in sent)
     near = _in_node(row.ulysses, hardware)
     link = hardware.intra_node if near else hardware.inter_node
-    travel_s = _num_exchanges(shape) * link.latency_s + largest / link.bandwidth
-    return travel_s + 4 * largest / hardware.copy_bandwidth
+    number = _num_exchanges(shape)
+    travel_s = number * link.latency_s + largest / link.bandwidth
+    return _Seconds(
+        device=travel_s + 4 * largest / hardware.copy_bandwidth,
+        host=number * hardware.host_wave_s / 2,  # a wave has two
+    )

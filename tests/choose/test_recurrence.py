@@ -1,6 +1,7 @@
 """The way of a recurrent layer: what the config names, what heads allow, and the cost model."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -12,9 +13,10 @@ from longctx_patch.choose.recurrence import (
     both_ways,
     decide_recurrence,
     predict_decided,
+    recompute_of,
     row_of,
-    runs_of_forward,
 )
+from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.predict.attention.costs import Workload
@@ -101,9 +103,52 @@ def test_heads_send_each_tensor_once() -> None:
     assert {t.backward for t in heads.traffic} == {Traffic(3 * 3, away * per_token)}
 
 
-def test_layers_that_are_recomputed_run_forward_twice() -> None:
-    runs = {name: runs_of_forward(replace(ULYSSES, checkpoint=name)) for name in ("none", "auto")}
-    assert runs == {"none": 1, "auto": 2}
+def test_layers_are_recomputed_as_their_policy_says() -> None:
+    found = {
+        name: recompute_of(replace(ULYSSES, checkpoint=name)) for name in get_args(CheckpointPolicy)
+    }
+    assert found == {
+        "none": "none",
+        "full": "whole",
+        "attention": "replay",
+        "offload": "replay",
+        "auto": "replay",
+    }
+    kept = replace(ULYSSES, checkpoint="attention", attention_kept=0.1, layout="zigzag")
+    assert recompute_of(kept) == "replay"
+    assert recompute_of(replace(kept, attention_kept=0.0)) == "whole"
+
+
+def test_a_replay_waits_for_no_other_rank() -> None:
+    """Of two contiguous shards, the second waits in forward until the first has run."""
+    row = row_of(LongContextConfig(ring_degree=2, layout="contiguous"), ROW)
+    found = predict_recurrence(QWEN, row, "states", H100)
+    run_s = ROW.num_tokens / 2 * run_flops(QWEN, 128) / H100.recurrent.delta_rule
+    assert found.forward_s > 2 * run_s
+    assert found.replay_s == pytest.approx(run_s)
+    assert {t.replay for t in found.traffic} == {Traffic()}
+    seconds = [found.seconds(again) for again in ("none", "replay", "whole")]
+    step_s = found.forward_s + found.backward_s
+    assert seconds == pytest.approx([step_s, step_s + run_s, step_s + found.forward_s])
+
+
+def test_a_replay_exchanges_what_is_too_large_to_keep() -> None:
+    """A batch of 64 rows has states of 128 MiB; heads are as long as the row."""
+    row = row_of(LongContextConfig(ring_degree=2, layout="contiguous"), ROW)
+    large = predict_recurrence(replace(QWEN, batch=64), row, "states", H100)
+    assert large.replay_s == large.forward_s
+    assert [t.replay for t in large.traffic] == [Traffic(1, 2**27), Traffic()]
+    both = replace(ULYSSES, ulysses_degree=2, ring_degree=2, layout="contiguous")
+    _, heads = both_ways(both, QWEN, ROW)
+    mine = replace(QWEN, num_heads=16, num_groups=8)
+    alone = predict_recurrence(mine, row, "states", H100)
+    exchange_s = heads.forward_s - alone.forward_s
+    assert exchange_s > 0
+    assert heads.replay_s == pytest.approx(alone.replay_s + exchange_s)
+    state = Traffic(1, 4 * 16 * 128 * 128)
+    assert [t.forward for t in heads.traffic] == [
+        heads.traffic[rank].replay + (state if rank < 2 else Traffic()) for rank in range(4)
+    ]
 
 
 def test_degrees_are_chosen_with_recurrent_layers_counted() -> None:

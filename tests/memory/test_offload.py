@@ -95,6 +95,24 @@ def test_a_longer_row_takes_the_place_of_a_shorter_one() -> None:
     assert host.num_bytes == 4 * 4 * (24 + 48)
 
 
+def test_small_tensors_of_other_layers_do_not_take_the_place_of_large_ones() -> None:
+    """Recurrent layers keep what came of other ranks where others keep attention's results."""
+    host = HostCopies(CPU)
+    for length in (8, 16, 5):
+        kept = [host.begin() for _ in range(6)]
+        getters = []
+        for number, layer in enumerate(kept):
+            hidden = layer.keep(torch.full((1, length, 4), float(number)))
+            came = torch.full((3,), float(number)), torch.ones(2)
+            results = torch.full((1, length, 2, 2), float(number)), torch.ones(1, 2, length)
+            getters += [hidden, *map(layer.keep, came if number % 3 else results)]
+        found = [get().flatten()[0].item() for get in getters]
+        assert found == [0, 0, 1, 1, 1, 1, 2, 2, 1, 3, 3, 1, 4, 4, 1, 5, 5, 1]
+        del kept, getters, hidden, layer
+        gc.collect()
+    assert host.num_bytes == 4 * (6 * 16 * 4 + 2 * (16 * 4 + 2 * 16) + 4 * (3 + 2))
+
+
 def test_nothing_takes_no_memory() -> None:
     """A rank may hold no token whose attention is kept, and CUDA can't pin an empty buffer."""
     host = HostCopies(CPU)

@@ -1,6 +1,8 @@
 """One exchange between recurrent layers' segments: each gets items of segments before it.
 
-Backward hands the items' gradients back, so that autograd sums what one process would.
+Backward hands the items' gradients back, so that autograd sums what one process would. Inside a
+checkpointed region that keeps attention, what came is kept too, unless it is large. The recompute
+then neither sends nor waits. It still makes the rank's own items, which backward has gradients of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longctx_patch.memory.replay import current_frame
 from longctx_patch.plans.chain import Chain, Needs
 from longctx_patch.transport import Message, Transport
 
@@ -25,6 +28,8 @@ class Exchange:
     sizes: Mapping[int, int]
     """How many numbers the item of each segment has, for those that travel."""
     dtype: torch.dtype
+    is_kept: bool
+    """Whether a checkpointed region that keeps attention keeps the items of others."""
 
     @property
     def rank(self) -> int:
@@ -79,11 +84,11 @@ class _HandOver(torch.autograd.Function):
     def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         own = dict(zip(exchange.own, tensors, strict=False))
-        device = tensors[0].device
-        sends = [(rank, exchange.sent_to(rank)) for rank in exchange.others]
-        gets = [(rank, exchange.got_from(rank)) for rank in exchange.others]
-        found = _exchanged(exchange, own, sends, gets, device)
-        foreign = {number: item for _, items in found for number, item in items.items()}
+        gets = _gets(exchange)
+        messages = _came(exchange, own, gets, tensors[0].device)
+        foreign: dict[int, Tensor] = {}
+        for items in _items(messages, gets, exchange.sizes):
+            foreign |= items
         return (*(foreign[number] for number in exchange.foreign), *tensors[len(own) :])
 
     @staticmethod
@@ -93,43 +98,68 @@ class _HandOver(torch.autograd.Function):
         foreign = dict(zip(exchange.foreign, gradients, strict=False))
         passed = gradients[len(foreign) :]
         # By the way the items came, and from all that got an item.
-        sends = [(rank, exchange.got_from(rank)) for rank in exchange.others]
-        gets = [(rank, exchange.sent_to(rank)) for rank in exchange.others]
-        found = _exchanged(exchange, foreign, sends, gets, gradients[0].device)
+        sends, gets = _gets(exchange), _sends(exchange)
+        messages = _exchanged(exchange, foreign, sends, gets, gradients[0].device)
         own: dict[int, Tensor] = {}
-        for _, items in found:  # by rank, so that sums are the same in every run
+        for items in _items(messages, gets, exchange.sizes):  # so that sums are always the same
             for number, gradient in items.items():
                 own[number] = own[number] + gradient if number in own else gradient
         return (None, *(own[number] for number in exchange.own), *passed)
 
 
+Numbers = list[tuple[int, tuple[int, ...]]]
+"""The segments whose items are in the message to or from each rank that has one, in rank order."""
+
+
+def _sends(exchange: Exchange) -> Numbers:
+    found = [(rank, exchange.sent_to(rank)) for rank in exchange.others]
+    return [(rank, numbers) for rank, numbers in found if numbers]
+
+
+def _gets(exchange: Exchange) -> Numbers:
+    found = [(rank, exchange.got_from(rank)) for rank in exchange.others]
+    return [(rank, numbers) for rank, numbers in found if numbers]
+
+
+def _came(
+    exchange: Exchange, own: Mapping[int, Tensor], gets: Numbers, device: torch.device
+) -> Sequence[Tensor]:
+    """The messages of others: exchanged at first, and taken from the frame in a replay.
+
+    A rank that gets nothing keeps nothing in its place, so that frames count alike on all ranks.
+    """
+    frame = current_frame() if exchange.is_kept else None
+    if frame is not None and frame.replaying:
+        return frame.take()
+    messages = _exchanged(exchange, own, _sends(exchange), gets, device)
+    if frame is not None:
+        frame.keep(*messages)
+    return messages
+
+
 def _exchanged(
     exchange: Exchange,
     held: Mapping[int, Tensor],
-    sends: Sequence[tuple[int, tuple[int, ...]]],
-    gets: Sequence[tuple[int, tuple[int, ...]]],
+    sends: Numbers,
+    gets: Numbers,
     device: torch.device,
-) -> list[tuple[int, dict[int, Tensor]]]:
-    """Send items `[n]` by rank and receive others: (rank, items by segment), in rank order."""
+) -> list[Tensor]:
+    """Send items `[n]` by rank, and return the message of each rank that is to send any."""
     sent = [
-        Message(rank, torch.cat([held[number] for number in numbers]))
-        for rank, numbers in sends
-        if numbers
+        Message(rank, torch.cat([held[number] for number in numbers])) for rank, numbers in sends
     ]
-    received = {
-        rank: torch.empty(
-            sum(exchange.sizes[number] for number in numbers), dtype=exchange.dtype, device=device
-        )
-        for rank, numbers in gets
-        if numbers
-    }
-    exchange.transport.exchange(sent, [Message(*item) for item in received.items()]).wait()
+    sizes = [sum(exchange.sizes[number] for number in numbers) for _, numbers in gets]
+    received = [torch.empty(size, dtype=exchange.dtype, device=device) for size in sizes]
+    ranks = [rank for rank, _ in gets]
+    exchange.transport.exchange(sent, list(map(Message, ranks, received))).wait()
+    return received
+
+
+def _items(
+    messages: Sequence[Tensor], gets: Numbers, sizes: Mapping[int, int]
+) -> list[dict[int, Tensor]]:
+    """The items of each message, by the numbers of their segments."""
     return [
-        (rank, dict(zip(numbers, _split(received[rank], numbers, exchange.sizes), strict=True)))
-        for rank, numbers in gets
-        if numbers
+        dict(zip(numbers, message.split([sizes[number] for number in numbers]), strict=True))
+        for message, (_, numbers) in zip(messages, gets, strict=True)
     ]
-
-
-def _split(message: Tensor, numbers: Sequence[int], sizes: Mapping[int, int]) -> tuple[Tensor, ...]:
-    return message.split([sizes[number] for number in numbers])

@@ -46,6 +46,11 @@ class ChainRun:
 
     def exchange(self, needs: Needs, sizes: Mapping[int, int], dtype: torch.dtype) -> Exchange:
         """The next exchange, of items with so many numbers each."""
-        planned = self.chain.traffic(needs, lambda n: sizes[n] * dtype.itemsize, self.rank)
+
+        def num_bytes(number: int) -> int:
+            return sizes[number] * dtype.itemsize
+
+        planned = self.chain.traffic(needs, num_bytes, self.rank)
         self.planned = self.planned.plus(planned)
-        return Exchange(self.chain, needs, self.transport, sizes, dtype)
+        is_kept = self.chain.is_kept(needs, num_bytes)
+        return Exchange(self.chain, needs, self.transport, sizes, dtype, is_kept)

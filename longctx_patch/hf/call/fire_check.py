@@ -118,11 +118,14 @@ class FireCheck:
     def recurrence_ran(
         self, module: nn.Module, planned: ChainTraffic, hidden: Tensor, out: Tensor, words: str
     ) -> None:
-        """The same for a recurrent layer, which is recomputed whole if it is recomputed; `words`
-        say what it exchanged."""
+        """The same for a recurrent layer; `words` say what it exchanged."""
         self._recurrent.add(self._numbers[id(module)])
-        traffic = PlannedTraffic(planned.forward, planned.forward, planned.backward)
-        self._ran(module, lambda _: traffic, words, hidden, out)
+
+        def traffic(layer: int) -> PlannedTraffic:
+            recompute = planned.replay if self._replays(layer) else planned.forward
+            return PlannedTraffic(planned.forward, recompute, planned.backward)
+
+        self._ran(module, traffic, words, hidden, out)
 
     def _ran(
         self,
@@ -178,10 +181,12 @@ class FireCheck:
             planned = sum(recomputed + [traffic.backward] * self._backward[layer], planned)
         return planned
 
+    def _replays(self, layer: int) -> bool:
+        return POLICIES[self._policies[layer]].replays(self._share)
+
     def _planned(self, layer: int, call: AttentionCall) -> PlannedTraffic:
         all_of_it = predicted_traffic(call)
-        keeps = POLICIES[self._policies[layer]].keeps_attention and self._share > 0
-        if not keeps:
+        if not self._replays(layer):
             return PlannedTraffic(all_of_it.forward, all_of_it.forward, all_of_it.backward)
         selection = selection_of(call, self._share)
         if selection is None:
