@@ -76,8 +76,9 @@ def row(num_tokens: int) -> Tensor:
     return torch.randn(1, num_tokens, CHANNELS, generator=generator, dtype=torch.float64)
 
 
-def region(run: ChainRun, taps: Tensor, decay: Tensor, last: Tensor, hidden: Tensor) -> Tensor:
+def region(run: ChainRun, leaves: Sequence[Tensor], hidden: Tensor) -> Tensor:
     """A convolution, a recurrence, and products whose inputs backward needs."""
+    taps, decay, last = leaves
 
     def convolve(x: Tensor) -> Tensor:
         return F.conv1d(F.pad(x, (REACH, 0)), taps, groups=CHANNELS)
@@ -90,7 +91,7 @@ def region(run: ChainRun, taps: Tensor, decay: Tensor, last: Tensor, hidden: Ten
 
 
 class Watched:
-    """A transport that notes the phase of each exchange, and the traffic in each."""
+    """A transport that notes the phase of each exchange."""
 
     def __init__(self, transport: VirtualTransport) -> None:
         self._transport = transport
@@ -146,7 +147,7 @@ def step(
         watched.phase = "recompute" if runs else "forward"
         runs.append(ChainRun(checked_chain(layout, documents), watched))
         try:
-            return region(runs[-1], *leaves, hidden)
+            return region(runs[-1], leaves, hidden)
         finally:  # torch stops a recompute by an exception
             count(watched.phase)
             watched.phase = "backward"
@@ -244,7 +245,7 @@ def test_a_graph_can_go_backward_twice() -> None:
 
         def forward(hidden: Tensor) -> Tensor:
             run = ChainRun(checked_chain(layout, documents), watched)
-            return region(run, *leaves, hidden)
+            return region(run, leaves, hidden)
 
         hidden = layout.shard(row(29), transport.group_rank, 1).requires_grad_()
         loss = of_policy("attention")(forward, hidden).square().sum()
@@ -274,7 +275,7 @@ def test_what_was_kept_is_freed_with_its_graph() -> None:
 
         def forward(hidden: Tensor) -> Tensor:
             run = ChainRun(checked_chain(layout, documents), transport)
-            return region(run, *leaves, hidden)
+            return region(run, leaves, hidden)
 
         hidden = layout.shard(row(29), transport.group_rank, 1).requires_grad_()
         out = checkpoint(forward, hidden, use_reentrant=False, context_fn=contexts)

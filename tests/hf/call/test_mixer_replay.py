@@ -75,7 +75,8 @@ def recompute_as(case: Case, way: RecurrentWay) -> Callable[[PatchHandle], None]
     """Check on a rank after its step that each layer sent what its config says."""
 
     def check(handle: PatchHandle) -> None:
-        for mixer in recurrent_modules(handle.model):
+        mixers: list[Any] = recurrent_modules(handle.model)
+        for mixer in mixers:
             row = row_of(handle.config, mixer.documents)
             layers = recurrent_layers(handle.model.config, itemsize=8)
             assert layers is not None
