@@ -4,6 +4,8 @@ stock model on one process for each sequence group: all metrics of 20 steps, and
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Trained, complaints, sharded
 from tests.trl.cases import Case, train_all, write_rows
@@ -142,6 +144,7 @@ def run(runs: list[tuple[Case, bool]], folder: Path, num_processes: int) -> list
     return found
 
 
+@pytest.mark.timeout(900)  # three runs, each with a limit of its own
 def test_ranks_train_as_one_process_per_group(tmp_path: Path) -> None:
     one = run([(case, False) for case in [*TWO, *FOUR]], tmp_path, 1)
     runs = [(case, True) for case in TWO] + [(case, False) for case in REPLICAS]
