@@ -2,32 +2,18 @@
 
 import errno
 import os
-import re
 import shutil
-import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from longctx_patch.checkpoints.choosing import complete
+from longctx_patch.checkpoints.full_disk import Refusal, refusal_in
 from longctx_patch.checkpoints.names import Series
 from longctx_patch.plugin.together import own_rank
-
-REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-"""Numbers of errors by which a system says that nothing more can be written."""
-TOLD = re.compile(r"os error (\d+)\)|\[Errno (\d+)\]")
-"""An error's number in the words of safetensors, and of Python."""
-TORCHS_WORDS = ("PytorchStreamWriter failed writing", "inline_container.cc")
-"""Of an error without a number, by which torch says that a file was cut short."""
-
-WRITERS = "(_write_files_from_queue)"
-"""In the names of torch's threads that write."""
-THREADS_END_S = 10.0
-"""How long threads may go on that have not noticed yet that the disk is full."""
 
 
 class CantWriteError(ValueError):
@@ -47,7 +33,7 @@ def explained_disk(output: Path, checkpoints: Series) -> Iterator[None]:
     try:
         yield
     except (Exception, CheckpointException) as error:
-        found = _refusal(error, own_rank())
+        found = refusal_in(error, own_rank())
         if found is not None:
             raise CantWriteError(_words(found, error, output, checkpoints)) from None
         if isinstance(error, CheckpointException) and error.failures:
@@ -55,70 +41,7 @@ def explained_disk(output: Path, checkpoints: Series) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def quiet_threads() -> Iterator[list[BaseException]]:
-    """Collect errors of the threads with which torch writes, in place of their tracebacks. They are
-    waited for, as torch does not where its own thread fails."""
-    found: list[BaseException] = []
-    before, others = threading.excepthook, set(_writers())
-
-    def collect(args: threading.ExceptHookArgs) -> None:
-        if args.thread in others or WRITERS not in getattr(args.thread, "name", ""):
-            before(args)
-        elif args.exc_value is not None:
-            found.append(args.exc_value)
-
-    threading.excepthook = collect
-    try:
-        yield found
-    finally:
-        for thread in set(_writers()) - others:
-            thread.join(THREADS_END_S)
-        threading.excepthook = before
-
-
-def _writers() -> Iterator[threading.Thread]:
-    return (thread for thread in threading.enumerate() if WRITERS in thread.name)
-
-
-def unwritten(path: Path, errors: Sequence[BaseException]) -> OSError:
-    """One error for those of threads that have written to `path`, for other ranks as well."""
-    found = next(filter(None, (_refusal(each, 0) for each in errors)), None)
-    if found is not None and found.number:
-        return OSError(found.number, os.strerror(found.number), str(path))
-    return OSError(f"states could not be written to {path}: {next(iter(errors), 'no error')}")
-
-
-class _Refusal(NamedTuple):
-    """What a disk did not take."""
-
-    rank: int
-    number: int
-    """Of the system's error; 0 if nobody has told."""
-    error: BaseException
-
-
-def _refusal(error: BaseException, rank: int) -> _Refusal | None:
-    """None for other errors."""
-    if isinstance(error, ValueError):  # which says itself what to do
-        return None
-    if isinstance(error, CheckpointException):  # its own words are those of all ranks
-        failures = sorted(error.failures.items())
-        return next(filter(None, (_refusal(each, where) for where, (each, _) in failures)), None)
-    context = None if error.__suppress_context__ else error.__context__
-    inner = [each for each in (error.__cause__, context) if each is not None]
-    number = error.errno if isinstance(error, OSError) else None
-    if number is None and (told := TOLD.search(str(error))):
-        number = int(told[1] or told[2])
-    if number is not None and number in REFUSED:
-        return _Refusal(rank, number, error)
-    found = next(filter(None, (_refusal(each, rank) for each in inner)), None)
-    if found is None and any(word in str(error) for word in TORCHS_WORDS):
-        return _Refusal(rank, 0, error)
-    return found
-
-
-def _words(found: _Refusal, raised: BaseException, output: Path, checkpoints: Series) -> str:
+def _words(found: Refusal, raised: BaseException, output: Path, checkpoints: Series) -> str:
     traced = (_file_of(error, output) for error in (found.error, raised))
     file = getattr(found.error, "filename", None) or next(filter(None, traced), "")
     why = os.strerror(found.number) if found.number else "torch's file was cut short"

@@ -1,44 +1,29 @@
 """Saves the steps of one run as it goes, and deletes what is no longer to be kept."""
 
-import socket
+import dataclasses
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed import ProcessGroup
 
+from longctx_patch.checkpoints.beside import BesideTraining
 from longctx_patch.checkpoints.names import Series
 from longctx_patch.checkpoints.retention import Retention, delete_old
-from longctx_patch.health.last_words import say as say_here
 from longctx_patch.health.weights import check_saved_weights
-from longctx_patch.memory.host import available_bytes
-from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
+from longctx_patch.plugin.together import own_rank
 
-from .background import Background
-from .snapshot import Copier, Snapshot, shared_snapshot
+from .snapshot import Snapshot, shared_snapshot
 from .state import TrainState
 from .writing import WriteModel, write_checkpoint
-
-SPARE = 1.2
-"""Times what is needed, the host has to have free: other programs need some too."""
-SOON_S = 5.0
-"""How long an error waits for a checkpoint without words."""
-LONGEST_S = 365 * 86400.0
-"""For an exchange without a limit: torch takes no infinity."""
 
 
 class Keeper:
     """The checkpoints of one run, as a context: at its end they are all on disk.
-
-    In the background, training waits only while its states are copied to the host, on which they
-    take as much memory as on the device. Where the host has less, a checkpoint is written while
-    training waits, which is said.
 
     Args:
         series: where they go.
@@ -46,14 +31,11 @@ class Keeper:
         write_model: writes the model as plain libraries load it.
         retention: which of them are kept.
         device: of the training.
-        in_background: whether training may go on while a checkpoint is written.
-        timeout_s: how long writing one may take.
-        say: prints for the job.
-        waiting: a context within which training waits for a checkpoint: that of the watchdog, which
-            ends a job that waits too long and says for whom.
-        beside: a context, made of words, within which one is written in the background.
+        in_background: whether training may go on while a checkpoint is written, where the host has
+            memory for the copy.
+        timeout_s, say, waiting, beside: see `BesideTraining`.
 
-    All ranks make it together, since in the background it has a process group of its own.
+    All ranks make it together.
     """
 
     def __init__(
@@ -72,16 +54,16 @@ class Keeper:
     ) -> None:
         self._series, self._run, self._write_model = series, run, write_model
         self._retention, self._device = retention, device
-        self._say, self._timeout_s = say, timeout_s
-        self._waiting, self._beside = waiting, beside
-        self._copier = Copier(device.type) if in_background else None
-        self._has_waited = False
-        self._background = Background()
-        self._group = None
-        if in_background and num_ranks() > 1:  # that of the training is busy meanwhile
-            # Its exchanges must not end before `look` and the watchdog, which name a rank.
-            patience = timedelta(seconds=min(4 * timeout_s + 60, LONGEST_S))
-            self._group = dist.new_group(backend="gloo", timeout=patience)
+        self._say, self._waiting = say, waiting
+        self._beside: BesideTraining | None = None
+        if in_background:
+            self._beside = BesideTraining(
+                device_type=device.type,
+                timeout_s=timeout_s,
+                say=say,
+                waiting=waiting,
+                beside=beside,
+            )
 
     def save(self, state: TrainState) -> Path:
         """Save the step `state.step`; every process calls this. Older checkpoints go only when it
@@ -92,27 +74,24 @@ class Keeper:
             OSError: of this checkpoint, or of the one before.
         """
         with self._waiting():
-            self._background.settle()
             check_saved_weights(state.model, self._device, state.step)
             snapshot, folder = shared_snapshot(state), self._series.path_of(state.step)
-            if self._copier is not None and self._fits(self._copier, snapshot):
-                copy = self._copier.copy(snapshot)
-                self._background.start(partial(self._write_beside, copy, folder))
+            copy = self._copied(snapshot)
+            if self._beside is None or copy is None:
+                self._write(snapshot, folder)
             else:
-                self._write(snapshot, folder, None)
+                self._beside.start(folder.name, partial(self._write, copy, folder))
         return folder
 
     def look(self) -> None:
-        """Raise the error of a checkpoint that could not be written. Waits for one only where
-        writing it takes longer than it may: a disk or a rank doesn't answer any more."""
-        if self._background.seconds() > self._timeout_s:
-            self.settle()
-        self._background.look()
+        """Raise the error of a checkpoint that could not be written, as `BesideTraining.look`."""
+        if self._beside is not None:
+            self._beside.look()
 
     def settle(self) -> None:
         """Wait until the last checkpoint is complete on disk. Raises the error if it can't be."""
-        with self._waiting():
-            self._background.settle()
+        if self._beside is not None:
+            self._beside.settle()
 
     def __enter__(self) -> "Keeper":
         return self
@@ -123,52 +102,19 @@ class Keeper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            return self.settle()
-        if not isinstance(error, Exception):  # Ctrl-C waits for nothing
-            return
-        with self._waiting():  # no error leaves it, so that the run's own has its place afterwards
-            try:  # what has been saved is not lost by what fails afterwards
-                self._background.settle(SOON_S)
-                if self._background.seconds():
-                    say_here(
-                        f"rank {own_rank()} failed with {type(error).__name__}: {error}\nIt ends "
-                        "when the last checkpoint is written."
-                    )
-                    self._background.settle(self._timeout_s)
-            except (Exception, CheckpointException) as other:
-                say_here(f"besides, the last checkpoint could not be written: {other}")
+        if self._beside is not None:
+            self._beside.__exit__(kind, error, trace)
 
-    def _write_beside(self, copy: Snapshot, folder: Path) -> None:
-        with self._beside(f"{folder.name} is written"):
-            self._write(copy, folder, self._group)
+    def _copied(self, snapshot: Snapshot) -> Snapshot | None:
+        """On the host, where it has room: for rank 0's file of the whole model too."""
+        if self._beside is None:
+            return None
+        weights = snapshot.tensors["model"].values() if own_rank() == 0 else ()
+        whole = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
+        tensors = self._beside.copied(snapshot.tensors, whole)
+        return None if tensors is None else dataclasses.replace(snapshot, tensors=tensors)
 
-    def _write(self, snapshot: Snapshot, folder: Path, group: dist.ProcessGroup | None) -> None:
+    def _write(self, snapshot: Snapshot, folder: Path, group: ProcessGroup | None = None) -> None:
         write_checkpoint(snapshot, folder, self._run, self._write_model, group, self._say)
         if own_rank() == 0:
             delete_old(self._series, self._retention)
-
-    def _fits(self, copier: Copier, snapshot: Snapshot) -> bool:
-        """Whether every machine has room for the copies of its ranks, and rank 0's for a whole
-        model too. Collective; ranks agree."""
-        needed = max(0, snapshot.bytes_here - copier.bytes_held)
-        if own_rank() == 0:
-            weights = snapshot.tensors["model"].values()
-            needed += sum(weight.numel() * weight.dtype.itemsize for weight in weights)
-        everyones = of_all_ranks((socket.gethostname(), needed, available_bytes()))
-        for host in {host for host, _, _ in everyones}:
-            needed = sum(bytes_ for name, bytes_, _ in everyones if name == host)
-            free = min(free for name, _, free in everyones if name == host)
-            if needed * SPARE > free:
-                self._say_why(host, needed, free)
-                return False
-        return True
-
-    def _say_why(self, host: str, needed: int, free: int) -> None:
-        if not self._has_waited:
-            self._has_waited = True
-            self._say(
-                f"training waits while checkpoints are written: to go on meanwhile, {host} would "
-                f"need {SPARE * needed / 2**30:.1f} GiB of host memory and has "
-                f"{free / 2**30:.1f}."
-            )

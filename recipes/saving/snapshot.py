@@ -7,15 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.utils._pytree import tree_leaves
-
-from longctx_patch.health.own_part import own_part
 
 from .state import TrainState
 
@@ -33,12 +29,6 @@ class Snapshot:
     """JSON."""
     history: dict[str, Any]
 
-    @property
-    def bytes_here(self) -> int:
-        """What a copy of this rank's parts takes."""
-        leaves = tree_leaves(self.tensors)
-        return sum(own_part(leaf).nbytes for leaf in leaves if isinstance(leaf, Tensor))
-
 
 def shared_snapshot(state: TrainState) -> Snapshot:
     """The state as it is now, without copies of its tensors: to be written before the next step."""
@@ -49,28 +39,6 @@ def shared_snapshot(state: TrainState) -> Snapshot:
         scheduler=json.dumps(state.scheduler.state_dict()),
         history=dataclasses.asdict(state.history),
     )
-
-
-class Copier:
-    """Copies snapshots to the host, always into the same memory: one at a time is kept.
-
-    On a GPU that memory is pinned, so that copying runs at the speed of the bus.
-    """
-
-    def __init__(self, device_type: str) -> None:
-        self._on_gpu = device_type == "cuda"
-        self.bytes_held = 0
-        """What the memory takes, from the first copy on."""
-        # Not its public wrapper, which in torch 2.11 closes it after one copy.
-        self._stager = StateDictStager(pin_memory=self._on_gpu)
-
-    def copy(self, snapshot: Snapshot) -> Snapshot:
-        """The same on the host; what was copied before is overwritten."""
-        tensors: Any = self._stager.stage(snapshot.tensors, non_blocking=self._on_gpu)
-        if self._on_gpu:
-            torch.cuda.synchronize()
-        self.bytes_held = max(self.bytes_held, snapshot.bytes_here)
-        return dataclasses.replace(snapshot, tensors=tensors)
 
 
 def tensors_of(state: TrainState) -> dict[str, Any]:

@@ -6,23 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from longctx_patch.checkpoints.manifest import begin, seal
 from longctx_patch.checkpoints.places import clear
-from longctx_patch.checkpoints.plain_pickle import load_plain, one_process_is_fine
-from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
+from longctx_patch.checkpoints.plain_pickle import load_plain
+from longctx_patch.checkpoints.states import write_states
+from longctx_patch.plugin.together import of_all_ranks, own_rank
 
-from .disk import quiet_threads, unwritten
 from .snapshot import Snapshot, random_file
 
 RUN_FILE = "run.json"
 SCHEDULER_FILE = "scheduler.json"
-WRITERS = 4
-"""Threads with which each process writes states: 2 GiB took 0.9 s with four, 3.7 s with one."""
 WriteModel = Callable[[Path, dict[str, Tensor]], object]
 """Writes whole trained weights as plain libraries load them; one process calls it."""
 
@@ -52,13 +49,7 @@ def write_checkpoint(
         begin(folder)
     of_all_ranks(None, group)
     states = folder / "state"
-    one_process_is_fine()
-    dcp.save(
-        snapshot.tensors,
-        storage_writer=Writer(states, thread_count=WRITERS),
-        process_group=group,
-        no_dist=num_ranks() == 1,
-    )
+    write_states(snapshot.tensors, states, group)
     save_file(snapshot.random, folder / random_file(own_rank()))
     if is_main:
         write_model(folder / "model", read_whole_weights(snapshot.tensors["model"], states))
@@ -79,17 +70,3 @@ def write_run(folder: Path, step: int, run: Mapping[str, Any], **more: Any) -> N
     said = {"step": step, **more, "fingerprint": run}
     content = json.dumps(said, indent=2, allow_nan=False)
     (folder / RUN_FILE).write_text(content, encoding="utf-8")
-
-
-class Writer(dcp.FileSystemWriter):
-    """torch's writer, but errors of its threads are raised; else a full disk would go unnoticed."""
-
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
-        with quiet_threads() as errors:
-            try:
-                done = super().write_data(plan, planner)
-            except (OSError, RuntimeError) as error:
-                raise unwritten(Path(self.path), [error]) from error
-        if len(done.value()) != len(plan.items):
-            raise unwritten(Path(self.path), errors)
-        return done

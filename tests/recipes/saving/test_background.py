@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, safe_open
 from torch.distributed.checkpoint import CheckpointException
 
+from longctx_patch.checkpoints import beside as beside_module
+from longctx_patch.checkpoints.background import Background
 from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.checkpoints.retention import Retention
@@ -20,8 +22,6 @@ from longctx_patch.recipes import finetune
 from longctx_patch.recipes.exporting import write_model
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.models import byte_tokenizer
-from longctx_patch.recipes.saving import keeper as keeper_module
-from longctx_patch.recipes.saving.background import Background
 from longctx_patch.recipes.saving.keeper import Keeper
 from longctx_patch.recipes.saving.reading import load_checkpoint
 from longctx_patch.recipes.saving.state import TrainState
@@ -95,7 +95,7 @@ def test_without_memory_for_a_copy_training_waits(
 ) -> None:
     said: list[str] = []
     keeper = make_keeper(say=said.append)
-    monkeypatch.setattr(keeper_module, "available_bytes", lambda: 2**10)
+    monkeypatch.setattr(beside_module, "available_bytes", lambda: 2**10)
     for _ in range(2):
         place = keeper.save(state)
         assert (place / MANIFEST).exists()
@@ -116,8 +116,10 @@ def test_what_could_not_be_written_ends_the_training(
 
     keeper = make_keeper(no_space)
     place = keeper.save(state)
-    assert keeper._background._thread is not None
-    keeper._background._thread.join(60)
+    assert keeper._beside is not None
+    thread = keeper._beside._background._thread
+    assert thread is not None
+    thread.join(60)
     with pytest.raises(OSError, match="No space left"):
         keeper.look()
     assert not (place / MANIFEST).exists()
@@ -160,7 +162,7 @@ def test_an_error_waits_for_a_checkpoint_under_the_watchdog_and_is_said_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Else the limit of a step would end the job before the checkpoint is whole."""
-    monkeypatch.setattr(keeper_module, "SOON_S", 0.0)
+    monkeypatch.setattr(beside_module, "SOON_S", 0.0)
     may_write, waits = threading.Event(), Waits()
 
     @contextmanager
@@ -246,11 +248,12 @@ def test_training_waits_for_what_takes_longer_than_it_may(
         keeper.save(state)
         keeper.look()
         assert waits.times == 1  # in saving
-        keeper._timeout_s = 0.0
+        assert keeper._beside is not None
+        keeper._beside._timeout_s = 0.0
         threading.Timer(0.2, may_write.set).start()
         keeper.look()
         assert waits.times == 2
-        assert not keeper._background.seconds()
+        assert not keeper._beside._background.seconds()
 
 
 def of_two_ranks(rank: int, folder: str) -> float:
@@ -263,8 +266,10 @@ def of_two_ranks(rank: int, folder: str) -> float:
         given |= {"device": torch.device("cpu"), "in_background": True, "timeout_s": timeout_s}
         with Keeper(**given) as keeper:
             place = keeper.save(state)
-            assert keeper._group is not None
-            limits.append(keeper._group._get_backend(torch.device("cpu")).options._timeout)
+            assert keeper._beside is not None
+            group = keeper._beside._group
+            assert group is not None
+            limits.append(group._get_backend(torch.device("cpu")).options._timeout)
         assert (place / MANIFEST).exists()
     return limits[1].total_seconds()
 

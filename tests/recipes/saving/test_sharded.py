@@ -19,13 +19,13 @@ from longctx_patch import LongContextConfig, close_accelerator, make_accelerator
 from longctx_patch.checkpoints.manifest import MANIFEST
 from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.checkpoints.retention import Retention
+from longctx_patch.checkpoints.states import WRITERS, Writer
 from longctx_patch.recipes.exporting import export_model, write_model
 from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.saving.keeper import Keeper
 from longctx_patch.recipes.saving.output import make_output
 from longctx_patch.recipes.saving.reading import load_checkpoint
 from longctx_patch.recipes.saving.state import TrainState
-from longctx_patch.recipes.saving.writing import WRITERS, Writer
 from tests.harness import run_distributed
 from tests.plugin.launched import run_launched
 from tests.recipes.saving.small_state import state_of, tiny_model, train
