@@ -60,6 +60,14 @@ def resume_setting() -> Any:
     )
 
 
+def save_in_background_setting() -> Any:
+    """The setting `save_in_background`, as all recipes have it."""
+    return setting(
+        "train on while a checkpoint is written, where the host has memory for the copy",
+        default=True,
+    )
+
+
 def data_shares_setting() -> Any:
     """The setting `data_shares`, as all recipes have it."""
     return setting("each source's share of all tokens; none: every row once", default=[])
@@ -244,10 +252,7 @@ class Settings(Parallelism, _Text, ModelSettings):
     max_grad_norm: float = setting("clip to this gradient norm; 0 never clips", default=1.0)
     seed: int = setting("seed of weights, row order and dropout", default=0)
     save_every: int = setting("steps between checkpoints; 0 saves at the end only", default=0)
-    save_in_background: bool = setting(
-        "train on while a checkpoint is written, where the host has memory for the copy",
-        default=True,
-    )
+    save_in_background: bool = save_in_background_setting()
     keep_last: int = setting("newest checkpoints that are kept; 0 keeps all", default=0)
     keep_every: int = setting(
         "with keep_last, checkpoints of every so many steps are kept for ever", default=0

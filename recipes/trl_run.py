@@ -239,6 +239,7 @@ def build(
         max_loss_spike=settings.max_loss_spike,
         sentinel_every=settings.sentinel_every,
         keep_every=settings.keep_every,
+        save_in_background=settings.save_in_background,
         **given,
     )
     trainer.accelerator.print(f"{len_text(data.train)} rows of {settings.seq_len} tokens at most")

@@ -23,6 +23,7 @@ from longctx_patch.recipes.settings import (
     data_shares_setting,
     parallelism_of,
     resume_setting,
+    save_in_background_setting,
     setting,
 )
 from longctx_patch.recipes.settings_file import (
@@ -61,6 +62,7 @@ class TrlSettings(Parallelism, ModelSettings):
     streaming: bool = setting("make rows while reading, no table on disk", default=False)
     resume: ResumeName = resume_setting()
     allow_change: list[str] = allow_change_setting()
+    save_in_background: bool = save_in_background_setting()
     keep_every: int = setting(
         "with save_total_limit, checkpoints of every so many steps are kept for ever", default=0
     )

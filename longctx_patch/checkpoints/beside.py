@@ -84,6 +84,12 @@ class BesideTraining:
 
         self._background.start(task)
 
+    def say_once(self, why: str) -> None:
+        """Say why training waits for a checkpoint, the first time that it does."""
+        if not self._has_waited:
+            self._has_waited = True
+            self._say(f"training waits while checkpoints are written: {why}.")
+
     def look(self) -> None:
         """Raise the error of a checkpoint that could not be written. Waits for one only where
         writing it takes longer than it may: a disk or a rank doesn't answer any more."""
@@ -128,15 +134,9 @@ class BesideTraining:
             needed = sum(bytes_ for name, bytes_, _ in everyones if name == host)
             free = min(free for name, _, free in everyones if name == host)
             if needed * SPARE > free:
-                self._say_why(host, needed, free)
+                self.say_once(
+                    f"to go on meanwhile, {host} would need {SPARE * needed / 2**30:.1f} GiB of "
+                    f"host memory and has {free / 2**30:.1f}"
+                )
                 return False
         return True
-
-    def _say_why(self, host: str, needed: int, free: int) -> None:
-        if not self._has_waited:
-            self._has_waited = True
-            self._say(
-                f"training waits while checkpoints are written: to go on meanwhile, {host} would "
-                f"need {SPARE * needed / 2**30:.1f} GiB of host memory and has "
-                f"{free / 2**30:.1f}."
-            )

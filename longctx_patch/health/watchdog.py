@@ -81,6 +81,11 @@ class Watchdog:
         self._teller = Teller(self._beat, interval_s)
         self._clock = threading.Thread(target=self._watch, name=f"{OWN_THREADS}-clock", daemon=True)
 
+    @property
+    def limits(self) -> TimeLimits:
+        """How long each part of the run may take."""
+        return self._progress.limits
+
     # ---- What the training marks ----
 
     def done(self, step: int) -> None:

@@ -91,6 +91,10 @@ class LongContextTrainerMixin(
         long_context: degrees and more; or the handle of the model, if it is patched already.
         keep_every: with `save_total_limit`, checkpoints of every so many steps are kept for ever;
             0 for none.
+        save_in_background: train on while a checkpoint's weights and optimizer states are written,
+            from copies on the host. Training waits, which is said, where the host has no room for
+            them, and where somebody may look into a checkpoint that was just saved: a callback's
+            own `on_save`, an upload, or a subclass's own `save_model`. It waits for the last one.
         watchdog: a `Watchdog` in whose context the trainer trains; its steps, evaluations and
             checkpoints are marked.
         skip_bad_steps: how many steps may be left out of training because their loss or gradient is
@@ -108,6 +112,7 @@ class LongContextTrainerMixin(
         TypeError: a class has the trainer before the mixin.
         ValueError: on all ranks, if the trainer's arguments ask for what can't be exact.
         BadStepError, DriftError: on all ranks, in `train`.
+        OSError: in `train`, after the step in which a checkpoint could not be written.
         UnsupportedModelError: the model has something that would silently go wrong.
 
     Example:
@@ -133,6 +138,7 @@ class LongContextTrainerMixin(
         max_loss_spike: float = 0.0,
         sentinel_every: int = 0,
         keep_every: int = 0,
+        save_in_background: bool = False,
         watchdog: Watchdog | None = None,
         **kwargs: Any,
     ) -> None:
@@ -142,6 +148,7 @@ class LongContextTrainerMixin(
         let_segments_grow()
         self._skip_bad_steps, self._max_loss_spike = skip_bad_steps, max_loss_spike
         self._sentinel_every, self._keep_every = sentinel_every, keep_every
+        self._save_in_background = save_in_background
         self._long_context, self._watchdog = long_context, watchdog
         self._undo: list[Callable[[], None]] = []
         self._contexts = ExitStack()

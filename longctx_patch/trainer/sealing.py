@@ -1,15 +1,19 @@
 """A trainer's checkpoints: sealed when everything of them is written, and checked before a run goes
 on from one.
 
-`checkpoint-N` gets its manifest (`longctx_patch.checkpoints`) after transformers, TRL and the
-callbacks have written into it; older ones are deleted, and new ones uploaded, only then.
+`checkpoint-N` gets its manifest (`longctx_patch.checkpoints`) after transformers, TRL, the
+callbacks and a thread beside the training have written into it; older ones are deleted, and new
+ones uploaded, only then.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch.distributed import ProcessGroup
 from transformers.trainer import TRAINER_STATE_NAME
 
 from longctx_patch.checkpoints.choosing import complete, newest_good, problems_in
@@ -20,20 +24,18 @@ from longctx_patch.checkpoints.plain_pickle import not_plain
 from longctx_patch.checkpoints.retention import Retention, delete, delete_old
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.plugin.together import of_all_ranks, own_rank, refuse_together
+from longctx_patch.trainer.late_writes import LateWritesMixin, Write, beside_training
 from longctx_patch.trainer.record import promises_manifest
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _Trainer
-else:
-    _Trainer = object
 
 logger = logging.getLogger(__name__)
 
 
-class SealedCheckpointsMixin(_Trainer):
+class SealedCheckpointsMixin(LateWritesMixin):
     """The overrides that seal checkpoints, and check the one that a run goes on from."""
 
     _watchdog: Watchdog | None
+    _save_in_background = False
+    """Whether training goes on while a checkpoint is written."""
     _keep_every: int = 0
     """Checkpoints whose step is a multiple of this are kept for ever; 0: none."""
     _saving: Path | None = None
@@ -50,7 +52,10 @@ class SealedCheckpointsMixin(_Trainer):
         folder = self._whole(resume_from_checkpoint)
         if self.args.save_on_each_node:  # one folder for each machine, of which no rank sees all
             self._say("save_on_each_node=True: checkpoints get no manifest, and are not checked")
-        return super().train(folder, *args, **kwargs)
+        elif self._save_in_background and self._beside is None:
+            self._beside = beside_training(self.args.device.type, self._watchdog, self._say)
+        with self._beside or nullcontext():
+            return super().train(folder, *args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """transformers makes one step before it looks whether the run is over: one too many for a
@@ -65,18 +70,20 @@ class SealedCheckpointsMixin(_Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.args.save_on_each_node:
             return super()._save_checkpoint(model, trial)
+        self._settle_saving()
         series = trainer_checkpoints_of(self._get_output_dir(trial))
         self._saving, self._has_begun = series.path_of(self.state.global_step), False
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
         except BaseException:
-            self._saving = None
+            self._saving = self._copies = None
             raise
         finally:
             self.args.save_total_limit = limit
-        if not self._callbacks_follow:
+        if not self._callbacks_follow:  # whoever asked for it gets a whole one
             self._seal()
+            self._settle_saving()
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         if self._saving is not None and not self._has_begun:
@@ -85,6 +92,7 @@ class SealedCheckpointsMixin(_Trainer):
                 begin(self._saving)
             of_all_ranks(None)  # nobody writes into what is the user's
             self._has_begun = True
+            self._copy_states()
         super().save_model(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -93,11 +101,13 @@ class SealedCheckpointsMixin(_Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self._beside is not None:  # after each step
+            self._beside.look()
         self._callbacks_follow = True
         try:
             super()._maybe_log_save_evaluate(*args, **kwargs)
         except BaseException:
-            self._saving = None
+            self._saving = self._copies = None
             raise
         finally:
             self._callbacks_follow = False
@@ -107,15 +117,26 @@ class SealedCheckpointsMixin(_Trainer):
     def _seal(self) -> None:
         folder, self._saving = self._saving, None
         assert folder is not None
+        if self._copies is not None and self._beside is not None:
+            late, self._copies, self._late = self._late, None, []
+            return self._beside.start(folder.name, partial(self._complete, folder, late))
         if self._watchdog is not None:
             self._watchdog.enter("save")
-        seal(folder)
-        if own_rank() == 0:
-            self._delete_old(folder)
+        self._complete(folder)
         if self._upload_waits:
             super()._push_from_checkpoint(str(folder))
         if self._watchdog is not None:
             self._watchdog.enter("step")
+
+    def _complete(
+        self, folder: Path, late: Sequence[Write] = (), group: ProcessGroup | None = None
+    ) -> None:
+        """Write what is left of a checkpoint, and seal it. Collective. `group`: of the thread."""
+        for write in late:
+            write(group)
+        seal(folder, group)
+        if own_rank() == 0:
+            self._delete_old(folder)
 
     def _delete_old(self, saved: Path) -> None:
         """As transformers does it: the best one is one of those that are kept, and what has just
@@ -133,6 +154,7 @@ class SealedCheckpointsMixin(_Trainer):
         """transformers' end, which keeps the best checkpoint alone where one is to be kept. It
         would delete all folders whose names begin like a checkpoint's: here only checkpoints go,
         and those of `keep_every` stay."""
+        self._settle_saving()  # it may be the best
         limit = self.args.save_total_limit
         if limit != 1 or self.args.save_on_each_node:
             return super()._finalize_training(trial, *args)

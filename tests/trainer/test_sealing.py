@@ -175,7 +175,7 @@ def alone(folder: str) -> dict[str, Any]:
     )
     there: list[list[str]] = []
 
-    def sealed(folder: Path, dies_at: int = 0) -> None:
+    def sealed(folder: Path, group: Any = None, dies_at: int = 0) -> None:
         there.append(sorted(path.name for path in folder.parent.glob("checkpoint-*")))
         if folder.name == f"checkpoint-{dies_at}":
             raise KeyboardInterrupt
@@ -187,7 +187,7 @@ def alone(folder: str) -> dict[str, Any]:
     found["at sealing"] = there
     found["in the end"] = sorted(p.name for p in (out / "limited").glob("checkpoint-*"))
     with (
-        patch.object(sealing, "seal", lambda folder: sealed(folder, dies_at=4)),
+        patch.object(sealing, "seal", lambda folder, _: sealed(folder, dies_at=4)),
         pytest.raises(KeyboardInterrupt),
     ):
         trained(str(out / "killed"), case=limited)
