@@ -31,10 +31,12 @@ from tests.trainer.trained import Case, arguments, model_of, padded, rows, weigh
 
 USUAL: dict[str, Any] = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-3}
 USUAL |= {"save_strategy": "steps", "save_steps": 2}
-RING = {"ring_degree": 2}
-CASE = Case("background", config=RING, arguments=USUAL)
-BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+RING: dict[str, Any] = {"ring_degree": 2}
+CASE = Case("background", config=RING, arguments=USUAL, model={"tie_word_embeddings": True})
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
 BEST |= {"eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 1}
+SHARDED: dict[str, Any] = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+SHARDED |= {"state_dict_type": "SHARDED_STATE_DICT"}
 STEP_S = 60.0
 
 
@@ -197,7 +199,7 @@ def test_under_ddp(tmp_path: Path) -> None:
     folder = tmp_path / "ended" / "checkpoint-2"
     assert said[0].startswith(f"a checkpoint is incomplete: {folder}: {MANIFEST} is missing")
     assert f"going on from {folder.with_name('checkpoint-1')}" in said[1]
-    # The best by this metric is the first, which is kept until the end, and alone then.
+    # The evaluation after the first steps was the best: it is kept to the end, and alone then.
     assert whole(tmp_path / "best") == ["checkpoint-2"]
     weights = load_file(tmp_path / "waited" / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(by_rank[0]["best"][name], w) for name, w in weights.items())
@@ -244,7 +246,7 @@ def over_fsdp2(folder: str) -> dict[str, bool]:
     """Weights that are sharded, all of them and an adapter's."""
     out, found = Path(folder), dict[str, bool]()
     with sharding_on_cpus():
-        sharding = {"fsdp": True, "fsdp_config": {"version": 2, **LAYER}}
+        sharding = {"fsdp": True, "fsdp_config": SHARDED}
         axis = trainer_parallelism(LongContextConfig(**RING), 2)
         whole = replace(CASE, sharding=sharding | {"parallelism_config": axis})
         lora = replace(whole, adapters={"r": 2, "target_modules": ["q_proj", "v_proj"]})
@@ -255,10 +257,6 @@ def over_fsdp2(folder: str) -> dict[str, bool]:
             resumed = trained(out / name / "on", checkpoint, case)
             found[name] = same(late, wanted) and same(resumed, wanted) and not before
     return found
-
-
-LAYER = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-LAYER |= {"state_dict_type": "SHARDED_STATE_DICT"}
 
 
 @pytest.mark.timeout(300)
@@ -274,7 +272,9 @@ class Own(LongContextTrainer):
         super().save_model(*args, **kwargs)
 
 
-def reason(kind: type = LongContextTrainer, callback: Any = None, **changes: Any) -> str:
+def reason(
+    kind: type[LongContextTrainer] = LongContextTrainer, callback: Any = None, **changes: Any
+) -> str:
     """Why such a trainer waits for its checkpoints."""
     trainer: Any = kind.__new__(kind)
     usual = {"push_to_hub": False, "hub_strategy": "every_save", "fsdp": None}
