@@ -15,6 +15,7 @@ from longctx_patch.cli.run_checks import check_out
 from longctx_patch.cli.run_recipe import Task, check_first_records, choose_task
 from longctx_patch.cli.step_sharing import Sharing, degrees_of, share
 from longctx_patch.config import LongContextConfig
+from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.hf.model.checks import check_model_config
 from longctx_patch.hf.model.load import is_local, load_model_config
 from longctx_patch.plugin import accelerate_yaml
@@ -81,10 +82,9 @@ class Decisions:
     @cached_property
     def num_parameters(self) -> int:
         import torch
-        from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.model_config)
+            model = auto_class(self.model_config).from_config(self.model_config)
         return sum(parameter.numel() for parameter in model.parameters())
 
     @property

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from longctx_patch.cli.choice import Choice
+from longctx_patch.hf.model.auto_class import auto_class_name
 
 if TYPE_CHECKING:
     from longctx_patch.recipes.merge import Merged
@@ -57,11 +58,11 @@ def render(merged: "Merged") -> str:
             "The adapter was trained over weights rounded to 4 bits, and is merged into the ones "
             "that were not: losses differ a little from those of the run."
         )
-    folder = shlex.quote(str(merged.folder))
+    folder, loader = shlex.quote(str(merged.folder)), auto_class_name(config)
     return "\n".join(
         [
             *lines,
-            f"Written to {merged.folder}; AutoModelForCausalLM.from_pretrained loads it. Serve it:",
+            f"Written to {merged.folder}; {loader}.from_pretrained loads it. Serve it:",
             "",
             f"  vllm serve {folder} --max-model-len {length}",
         ]

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
+
+from longctx_patch.hf.model.auto_class import auto_class
 
 SUPPORTED = {
     *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path"),
@@ -66,7 +68,7 @@ class AdapterOverBase:
         Raises ValueError where the adapter's tensors don't fit this model, or would untie weights.
         """
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_class(config).from_config(config)
         _stand_in(model)
         try:
             with warnings.catch_warnings():

@@ -18,6 +18,7 @@ import yaml
 from transformers import PreTrainedConfig
 
 from longctx_patch import __version__
+from longctx_patch.hf.model.auto_class import auto_class_name
 from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.recipes.models import is_bare_config
 from longctx_patch.recipes.settings import ModelSettings, parallelism_of
@@ -43,7 +44,7 @@ ADAPTER = """\
 of {length} tokens. Load them together:
 
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+    from transformers import AutoConfig, {loader}, set_seed
 
     config = AutoConfig.from_pretrained("{place}")
     {how}
@@ -64,9 +65,9 @@ MERGE = """
 writes the base's weights with the adapter in them, for vLLM and plain transformers.
 """
 WHOLE = """\
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import {loader}, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained("{place}")
+    model = {loader}.from_pretrained("{place}")
     tokenizer = AutoTokenizer.from_pretrained("{place}")
 """
 
@@ -144,7 +145,7 @@ def write_card(folder: Path, card: Card, config: PreTrainedConfig, final: Path) 
         head["base_model"] = card.base
     head |= {"pipeline_tag": "text-generation", "tags": ["long-context", "longctx-patch"]}
     place = card.place or str(final.resolve())
-    loading = WHOLE.format(place=place)
+    loading = WHOLE.format(place=place, loader=auto_class_name(config))
     if card.is_adapter:
         loading = how_to_load(config, card.base, place, card.seed, warns=is_marked(folder))
         merge = f"hf download {place} --local-dir adapter\nlongctx merge adapter"
@@ -161,13 +162,16 @@ def write_card(folder: Path, card: Card, config: PreTrainedConfig, final: Path) 
 
 def how_to_load(config: PreTrainedConfig, base: str, place: str, seed: int, *, warns: bool) -> str:
     """The lines that load an adapter over its base with the right RoPE."""
+    loader = auto_class_name(config)
     if is_bare_config(base):
         how = f"set_seed({seed})  # the base model has the random weights of this seed\n"
-        how += "    model = AutoModelForCausalLM.from_config(config)"
+        how += f"    model = {loader}.from_config(config)"
     else:
         base = str(Path(base).resolve()) if Path(base).is_dir() else base
-        how = f'model = AutoModelForCausalLM.from_pretrained("{base}", config=config)'
-    text = ADAPTER.format(length=config.max_position_embeddings, place=place, how=how)
+        how = f'model = {loader}.from_pretrained("{base}", config=config)'
+    text = ADAPTER.format(
+        length=config.max_position_embeddings, place=place, how=how, loader=loader
+    )
     return text + (TRAP.format(mark=MARK) if warns else "")
 
 

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from accelerate.utils import set_seed
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedConfig,
@@ -20,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.hf.model.load import is_bare_config, load_model_config, whole_config
 from longctx_patch.hf.model.rope import scale_rope
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
@@ -137,7 +137,7 @@ def load_model(
             allowed = settings.allow_weights
             found = text_model(settings.model, config=config, dtype=dtype, allow_weights=allowed)
             return cast(PreTrainedModel, found)
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_class(config).from_pretrained(
             settings.model, **options, output_loading_info=True
         )
     except (OSError, UnpicklingError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from longctx_patch.hf.model.auto_class import auto_class_name
 from longctx_patch.plugin import text_model
 from longctx_patch.recipes.launch import one_message
 
@@ -27,9 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source, folder = given[0], Path(given[1]).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} holds files. Give a new or empty folder.")
-    text_model(source).save_pretrained(folder)
+    model = text_model(source)
+    model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    print(f"written to {folder}; AutoModelForCausalLM.from_pretrained loads it")
+    print(f"written to {folder}; {auto_class_name(model.config)}.from_pretrained loads it")
 
 
 if __name__ == "__main__":

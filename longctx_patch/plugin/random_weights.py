@@ -14,8 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.plugin.stored_check import model_without_memory
 
 Initialise = Callable[[nn.Module], object]
@@ -27,7 +28,7 @@ def random_model(config: Any, dtype: torch.dtype, *, draw_on: torch.device) -> A
     """A model on the CPU with random weights by torch's current seed: of a GPU those of
     `RandomWeights`, else those of `from_config`."""
     if not can_draw(config, draw_on):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return auto_class(config).from_config(config, dtype=dtype)
     model = model_without_memory(config, dtype)
     _fill(model, RandomWeights(config, dtype, draw_on, drawn_seed()))
     return model

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.hf.model.load import whole_config
 from longctx_patch.hf.model.stored_tensors import NeedsWholeReading, read_headers, weight_files
 from longctx_patch.hf.model.stored_weights import ALLOW, is_allowed, stored_weights
-from longctx_patch.hf.model.text_part import TEXT_TYPES
 
 
 def check_stored(name: str, config: Any, allowed: Sequence[str] = ()) -> None:
@@ -59,9 +58,7 @@ def freeze_as_made(model: Any) -> None:
 
 def model_without_memory(config: Any, dtype: torch.dtype) -> Any:
     """The model with parameters on the meta device and real buffers, which it computes."""
-    is_whole = config.model_type in TEXT_TYPES
-    kind = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
     with init_empty_weights(include_buffers=False):
-        model = kind.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
     model.tie_weights()
     return model

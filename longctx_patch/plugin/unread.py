@@ -25,9 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils.logging import tqdm
 
+from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.hf.model.load import is_bare_config, load_model_config, whole_config
 from longctx_patch.hf.model.stored_tensors import (
     READERS,
@@ -220,7 +221,7 @@ def _drawn(config: Any, dtype: torch.dtype | None, device: torch.device | None) 
         model = model_without_memory(config, dtype)
         _remember(model, drawn=RandomWeights(config, dtype, device, seed) if is_first else None)
     elif is_first:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = auto_class(config).from_config(config, dtype=dtype)
         named = model.named_parameters(remove_duplicate=False)
         _remember(model, drawn=_Held({name: parameter.data for name, parameter in named}))
     else:

@@ -72,10 +72,10 @@ else:
 
 
 class LongContextTrainerMixin(
+    WatchedMixin,  # first: nothing below waits for a rank that was told otherwise
     SealedCheckpointsMixin,
     SentinelMixin,
     FiniteStepsMixin,
-    WatchedMixin,
     GenerationMixin,
     _Trainer,
 ):

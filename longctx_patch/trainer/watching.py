@@ -15,6 +15,10 @@ OF_ONE_RANK = {
     *("log_level", "log_level_replica", "log_on_each_node", "logging_strategy", "project"),
 }
 """Arguments of a trainer that change nothing of the training and may differ between ranks."""
+OF_THE_MIXIN = (
+    *("skip_bad_steps", "max_loss_spike", "sentinel_every", "keep_every", "save_in_background"),
+)
+"""Arguments beside the trainer's own, by which ranks wait for each other."""
 
 
 if TYPE_CHECKING:
@@ -78,6 +82,7 @@ def require_same_training(trainer: Any) -> None:
     way. Collective; before anything is wrapped."""
     facts = {
         "arguments": plain_arguments(trainer.args),
+        "arguments of the mixin": {name: getattr(trainer, f"_{name}") for name in OF_THE_MIXIN},
         "versions": versions(),
         "data": _data(trainer.train_dataset),
     }

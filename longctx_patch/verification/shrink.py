@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.hf.model.facts import FULL, LayerFacts, ModelFacts
 
 NUM_LAYERS = 2
@@ -204,9 +205,7 @@ def build_small_model(
     Every weight is drawn, even norms, biases and sinks, which are 1 or 0 in a fresh model, so that
     no gradient is trivially right. In float64 nothing rounds to float32.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(
+    model = auto_class(small_config).from_config(
         small_config, dtype=dtype, attn_implementation=attn_implementation
     )
     generator = torch.Generator().manual_seed(0)

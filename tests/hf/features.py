@@ -221,6 +221,16 @@ FEATURES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "rope_parameters": _YARN | {"original_max_position_embeddings": 8, "mscale_all_dim": 1.0},
     },
+    "mistral4": _LATENT
+    | _LATENT_EXPERTS
+    | {
+        "head_dim": 20,
+        "rope_parameters": _YARN
+        | {
+            **{"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+            **{"mscale": 1.0, "mscale_all_dim": 1.0, "partial_rotary_factor": 0.4},
+        },
+    },
     "glm4_moe_lite": _LATENT | _LATENT_EXPERTS | {"v_head_dim": 24},
     "sarvam_mla": _LATENT | _LATENT_EXPERTS | _FOUR_IN_TWO_GROUPS | {"first_k_dense_replace": 1},
     "minicpm3": _LATENT | {"dim_model_base": 32},

@@ -12,9 +12,11 @@ from tests.hf.features import FEATURES
 from tests.hf.float64 import padded_rows
 from tests.hf.tiny import VOCABULARY
 
-MINISTRAL = "mistral3 with ministral3"
-WHOLE = [name for name in (*TEXT_TYPES, MINISTRAL) if name.split()[0] in CONFIG_MAPPING_NAMES]
-"""Model types, and one whose text model is of another family than by default."""
+MINISTRAL, SMALL_4 = "mistral3 with ministral3", "mistral3 with mistral4"
+WHOLE = [
+    name for name in (*TEXT_TYPES, MINISTRAL, SMALL_4) if name.split()[0] in CONFIG_MAPPING_NAMES
+]
+"""Model types, and of one those whose text model is of another family than by default."""
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 """Tokens of a picture's patches, of a video's, and around them."""
 
@@ -87,6 +89,10 @@ _PARTS: dict[str, dict[str, Any]] = {
     "mistral3": {"text_config": _TEXT | {"model_type": "mistral"}, **_PIXTRAL},
     MINISTRAL: {
         "text_config": _TEXT | FEATURES["ministral3"] | {"model_type": "ministral3"},
+        **_PIXTRAL,
+    },
+    SMALL_4: {
+        "text_config": _TEXT | FEATURES["mistral4"] | {"model_type": "mistral4"},
         **_PIXTRAL,
     },
     "qwen2_vl": {

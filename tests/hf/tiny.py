@@ -8,9 +8,10 @@ import torch.distributed as dist
 import transformers
 from packaging.version import Version
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.hf.model.family import IMAGES, RECURRENT
 from longctx_patch.hf.model.supported import FAMILIES as ALL
 from longctx_patch.verification.shrink import keep_float64
@@ -63,7 +64,8 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A model in training mode with the same weights in every process."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=dtype)
+    config = tiny_config(family, **overrides)
+    model = auto_class(config).from_config(config, dtype=dtype)
     if dtype == torch.float64:
         keep_float64(model)
     return model.train()
@@ -74,7 +76,7 @@ def featured_model(family: str, **overrides: Any) -> PreTrainedModel:
     biases and sinks aren't 0, and scores are so large that a softcap changes them."""
     torch.manual_seed(0)
     config = featured_config(family, **overrides)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))

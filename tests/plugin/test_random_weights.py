@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.plugin import load_sharded, random_weights, unread, unread_model
 from longctx_patch.plugin.random_weights import LEFT_AS_MADE, RandomWeights, can_draw, random_model
 from tests.harness import run_distributed
@@ -49,7 +50,7 @@ def assert_alike(found: Tensor, wanted: Tensor, name: str) -> None:
 def test_they_are_distributed_as_those_of_from_config(family: str) -> None:
     config = featured_config(family)
     torch.manual_seed(0)
-    stock = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    stock = auto_class(config).from_config(copy.deepcopy(config), dtype=torch.float32)
     found = drawn(config)
     wanted = dict(stock.named_parameters())
     assert dict(found.named_parameters()).keys() == wanted.keys()

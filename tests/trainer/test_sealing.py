@@ -43,10 +43,16 @@ class WritesBeside(TrainerCallback):
 
 
 def trained(
-    folder: str, resume: Any = None, case: Case = CASE, *, is_patched: bool = True, **options: Any
+    folder: str,
+    resume: Any = None,
+    case: Case = CASE,
+    *,
+    is_patched: bool = True,
+    from_zero: bool = False,
+    **options: Any,
 ) -> dict[str, Tensor]:
     model = model_of(case)
-    if resume:
+    if resume or from_zero:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -86,7 +92,7 @@ def goes_on(folder: str) -> dict[str, Any]:
 
     def refused(output: str, resume: Any) -> str:
         with pytest.raises(ValueError, match=r".") as raised:
-            trained(str(out / output), resume)
+            trained(str(out / output), resume, from_zero=True)
         return str(raised.value)
 
     with ExitStack() as stack:

@@ -46,9 +46,12 @@ def odd_trainers(folder: str) -> tuple[list[str], str, int, list[str]]:
     the watchdog's marks."""
     said = []
     two = {"ring_degree": 2}
-    for name, values in (("learning_rate", (0.02, 0.03)), ("max_steps", (3, 4))):
-        case = Case("odd", config=two, arguments={name: values[int(os.environ["RANK"])]})
-        trainer = make_trainer(case, Path(folder) / name, is_patched=True)
+    odd = {"learning_rate": (0.02, 0.03), "max_steps": (3, 4), "save_in_background": (True, False)}
+    for name, values in odd.items():
+        given = {name: values[int(os.environ["RANK"])]}
+        ours = given if name == "save_in_background" else {}
+        case = Case("odd", config=two, arguments={} if ours else given)
+        trainer = make_trainer(case, Path(folder) / name, is_patched=True, **ours)
         with pytest.raises(ValueError, match="disagree") as caught:
             trainer.train()
         said.append(str(caught.value))
@@ -74,9 +77,10 @@ def odd_trainers(folder: str) -> tuple[list[str], str, int, list[str]]:
 def test_ranks_that_disagree_or_diverge_under_a_trainer(tmp_path: Path) -> None:
     both = run_launched(odd_trainers, 2, str(tmp_path))
     assert both[0] == both[1]
-    (rate, steps), diverged, step, marks = both[0]
+    (rate, steps, saving), diverged, step, marks = both[0]
     assert "arguments.learning_rate: 0.02 on rank 0, 0.03 on rank 1" in rate
     assert "arguments.max_steps: 3 on rank 0, 4 on rank 1" in steps
+    assert "arguments of the mixin.save_in_background: True on rank 0, False on rank 1" in saving
     assert "weights of rank 1 are not those of rank 0 any more" in diverged
     assert 3 < step <= 4 + 50
     evaluation = "an evaluation after step 2"

@@ -113,9 +113,4 @@ SEEING: tuple[Family, ...] = (
         "on proteins), and is not compared with one process",
         {"diffusion_gemma": "Diffusion Gemma", "evolla": "Evolla", "pi0": "PI0"},
     ),
-    *refused(
-        "it reads text, but transformers lists it with models of images, so that "
-        "AutoModelForCausalLM does not read it",
-        {"mistral4": "Mistral Small 4"},
-    ),
 )

@@ -89,6 +89,7 @@ TABLE = (
     _supported("sarvam_mla", "Sarvam 105B", LATENT, EXPERTS),
     _supported("minicpm3", "MiniCPM3", LATENT),
     _supported("youtu", "Youtu-LLM", LATENT),
+    _supported("mistral4", "Mistral Small 4 (text)", LATENT, EXPERTS),
     _supported("axk1", "A.X K1", LATENT, EXPERTS),
     _supported("internlm3", "InternLM3"),
     _supported("iquestcoder", "IQuest-Coder"),

@@ -4,6 +4,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.hf.model.facts import ModelFacts
 
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -108,14 +109,13 @@ def shape_of(config: Any, name: str) -> ModelShape:
 def _one_layer(config: Any) -> tuple[Any, int]:
     """(a decoder layer on the meta device, how many weights there are outside of layers)."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     short = copy.deepcopy(config)
     if getattr(short, "layer_types", None):
         short.layer_types = short.layer_types[:1]
     short.num_hidden_layers = 1
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(short)
+        model = auto_class(short).from_config(short)
     (layer,) = model.get_decoder().layers
     total = sum(weight.numel() for weight in model.parameters())
     return layer, total - sum(weight.numel() for weight in layer.parameters())

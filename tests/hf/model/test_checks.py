@@ -10,11 +10,11 @@ import transformers
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from longctx_patch import LongContextConfig, UnsupportedModelError, patch
+from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.hf.model.checks import TABLE, check_model_config
 from longctx_patch.hf.model.facts import ModelFacts, is_latent
 from longctx_patch.hf.model.family import RECURRENT
@@ -33,9 +33,8 @@ from tests.hf.tiny import (
 from tests.hf.tiny import token_rows as whole_rows
 from tests.reference import relative_error
 
-CLASSES = {
-    family: MODEL_FOR_CAUSAL_LM_MAPPING[type(featured_config(family))] for family in SUPPORTED
-}
+CONFIGS = [featured_config(family) for family in SUPPORTED]
+CLASSES = {config.model_type: auto_class(config)._model_mapping[type(config)] for config in CONFIGS}
 """Loaded at collection, so that the process from which ranks are forked loads them once."""
 
 LENGTH = 43

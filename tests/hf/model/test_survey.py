@@ -25,7 +25,6 @@ EQUAL_BUT_REFUSED = (
     "with images its model is not compared",
     "each layer has two attentions",
     "attention registry since 5.24 alone",
-    "AutoModelForCausalLM does not read it",
 )
 """Reasons why a family is refused though a step of text equals that of its stock self."""
 
