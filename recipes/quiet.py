@@ -11,6 +11,7 @@ WARNINGS = (
     r"Argument .* cannot be converted to a JitArgument",  # flash-attn 4 in NVIDIA's compiler
     r"Slicing a flattened dim from root mesh",  # Accelerate's way to ask torch for a mesh
     r"`is_gradient_checkpointing`",  # peft reads a property of transformers by its old name
+    r"`gradient_checkpointing` is deprecated",  # which is how TRL still sets it
 )
 """Beginnings of messages."""
 
@@ -23,10 +24,9 @@ def quiet_imports() -> None:
 
 def quiet_libraries(*, shown: bool = False) -> None:
     """Hide these messages in this process, or show them from here on."""
+    quiet_imports()
     if shown:
         for name in LOGGERS:
             logging.getLogger(name).setLevel(logging.NOTSET)
-        return
-    quiet_imports()
     for message in WARNINGS:
-        warnings.filterwarnings("ignore", message=message)
+        warnings.filterwarnings("default" if shown else "ignore", message=message)

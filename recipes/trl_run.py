@@ -88,6 +88,7 @@ def run(method: Method, arguments: Sequence[str] | None = None) -> Any:
     stages = Stages()
     stages.enter("processes")
     choose_gloo_interface()  # the trainer's arguments set up torch.distributed
+    quiet_libraries()  # of reading the settings too
     settings, args = parse(method.config, arguments)
     quiet_libraries(shown=settings.library_warnings)
     check_launcher(file_and_flags("--config", arguments)[0], method.name)

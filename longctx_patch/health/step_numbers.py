@@ -73,7 +73,7 @@ def gathered(mine: Tensor) -> Tensor:
     """`[ranks, *mine.shape]` of all processes, without a wait of the host. Collective."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return mine[None]
-    # Concatenated: gloo takes no other form.
-    found = mine.new_empty(dist.get_world_size() * mine.numel())
-    dist.all_gather_into_tensor(found, mine.flatten())
+    # Not all_gather_into_tensor: torch 2.13 warns of it, and 2.11 lacks its new name.
+    found = mine.new_empty(dist.get_world_size(), mine.numel())
+    dist.all_gather(list(found), mine.flatten())
     return found.view(-1, *mine.shape)
