@@ -61,6 +61,7 @@ from longctx_patch.trainer.refusals import (
     shared_cache_problems,
     trainer_problems,
 )
+from longctx_patch.trainer.router_loss import leave_out_missing_router_loss, router_problems
 from longctx_patch.trainer.sealing import SealedCheckpointsMixin, kept_problems
 from longctx_patch.trainer.sentinels import SentinelMixin
 from longctx_patch.trainer.watching import HealthCallback, WatchedMixin
@@ -158,9 +159,11 @@ class LongContextTrainerMixin(
         try:
             refuse_together(trainer_problems(self, self._config))
             refuse_together(generation_problems(self, self._config.sequence_degree))
+            refuse_together(router_problems(self))
         except ValueError:
             self.unpatch()
             raise
+        leave_out_missing_router_loss(self)
         self.seed_groups()
         self.add_callback(HealthCallback(watchdog))
 
