@@ -23,6 +23,7 @@ from longctx_patch.plugin.stored_check import check_stored
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes import models
 from longctx_patch.recipes.data.sources import check_apart
+from longctx_patch.recipes.quantised import check_not_fp8
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.sequence.layout import LayoutName
 
@@ -134,6 +135,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     config = load_model_config(model)
     check_model_config(config, LongContextConfig())
     models.check_weights(model)
+    check_not_fp8(model, config)
     if Path(model).expanduser().is_dir():  # a hub name's files would have to be downloaded
         check_stored(model, config, options.allow_weights)
     degrees_of(options)

@@ -27,6 +27,7 @@ from longctx_patch.plugin.random_weights import random_model
 from longctx_patch.plugin.stored_check import check_loaded, check_stored, freeze_as_made
 from longctx_patch.rules.launched import flag
 
+from .quantised import check_not_fp8
 from .settings import DtypeName, ModelSettings, Settings
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -41,6 +42,7 @@ def load_config(settings: Settings) -> PreTrainedConfig:
     config = load_model_config(settings.model)
     check_weights(settings.model)
     check_head(config)
+    check_not_fp8(settings.model, config)
     check_text_part(settings)
     return scale_rope(
         config, kind=settings.rope, target_length=settings.seq_len, factor=settings.rope_factor

@@ -13,8 +13,10 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from longctx_patch.hf.model.auto_class import auto_class_name
+from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.plugin import text_model
 from longctx_patch.recipes.launch import one_message
+from longctx_patch.recipes.quantised import check_not_fp8
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source, folder = given[0], Path(given[1]).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} holds files. Give a new or empty folder.")
+    check_not_fp8(source, load_model_config(source))
     model = text_model(source)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)

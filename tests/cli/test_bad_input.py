@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.cli.conftest import Run
 
@@ -173,6 +175,18 @@ def test_patch_refuses_models_that_are_not_there(
     assert "Take a checkpoint of a ...ForCausalLM" in message
     (folder / "config.json").write_text('{"model_type": ')
     assert "its config can't be read" in refuse_patch(run, tmp_path, folder / "config.json")
+
+
+@pytest.mark.parametrize("how", ["--lora", "--full"])
+def test_patch_refuses_weights_in_8_bit_floating_point(
+    run: Run, config: WriteConfig, tmp_path: Path, how: str
+) -> None:
+    model = config(quantization_config={"quant_method": "fp8"}).parent
+    weights = {"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}
+    save_file(weights, model / "model.safetensors")
+    message = refuse_patch(run, tmp_path, model, how)
+    assert "'fp8' in its config.json), which can be served but not trained" in message
+    assert "AutoModelForCausalLM.from_pretrained(" in message
 
 
 def test_patch_refuses_a_folder_that_holds_files(

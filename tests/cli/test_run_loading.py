@@ -72,7 +72,7 @@ def test_who_reads_the_weights(
 def test_quantised_weights_are_read_whole(
     run: Run, config: Callable[..., Path], tmp_path: Path
 ) -> None:
-    path = config(quantization_config={"quant_method": "fp8"})
+    path = config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     save_file({"w": torch.zeros(1)}, path.parent / "model.safetensors")
     words = ["--seq-len", "64", "--tokenizer", "bytes", "--gpus", "2", "--out", tmp_path / "run"]
     done = run("patch", path.parent, *words)

@@ -2,6 +2,7 @@
 and leave a model that transformers loads."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,21 @@ def test_an_adapter_needs_the_text_model_as_its_base(tmp_path: Path) -> None:
         text_model.main([str(tmp_path / "text"), str(tmp_path / "again")])
     with pytest.raises(ValueError, match="1 arguments"):
         text_model.main([str(whole)])
+
+
+def test_weights_in_8_bit_floating_point_are_refused(tmp_path: Path) -> None:
+    """Before an adapter is told to take the text model, which can't be written from them."""
+    whole = checkpoint(tmp_path / "whole", "mistral3")
+    config = json.loads((whole / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    (whole / "config.json").write_text(json.dumps(config))
+    settings = Settings(model=str(whole), text=["a"], output="out", seq_len=16)
+    refused = (
+        r"8-bit floating point .*'fp8'.* can be served but not trained.*"
+        r"AutoModelForImageTextToText.from_pretrained\(.*dequantize=True.*'whole-bf16'"
+    )
+    for given in (settings, replace(settings, full=True)):
+        with pytest.raises(ValueError, match=refused):
+            models.load_config(given)
+    with pytest.raises(ValueError, match=refused):
+        text_model.main([str(whole), str(tmp_path / "text")])
