@@ -6,6 +6,7 @@ as it is written is that path, whatever colons it has.
 """
 
 import glob
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +72,7 @@ def absolute(source: str) -> str:
     address = address_of(source)
     if address.is_hub:
         return source
-    path = str(Path(address.path).expanduser().resolve())
+    path = os.path.realpath(Path(address.path).expanduser())  # of a link to itself too
     return f"{path}:{address.split}" if address.split else path
 
 

@@ -68,12 +68,19 @@ class Reading:
         if labels is not ids:
             self._check_ids(record, "labels", labels, ignored=IGNORE_INDEX)
         if all(label == IGNORE_INDEX for label in labels[1:]):
+            why = self._why_nothing(ids, labels)
             raise record.refused(
-                f"none of its {len(ids)} tokens is learned, since "
-                f"{'the assistant says nothing' if self.assistant_only else 'it is too short'}. "
-                "Leave it out."
+                f"none of its {len(ids)} tokens is learned, since {why}. Leave it out."
             )
         yield from self._fitted(record, ids, labels)
+
+    def _why_nothing(self, ids: list[int], labels: list[int]) -> str:
+        if self.kind == "tokens" and len(ids) > 1:
+            ignored = f"all its labels are {IGNORE_INDEX}"
+            if labels[0] == IGNORE_INDEX:
+                return ignored
+            return f"{ignored} but that of the first, which no token precedes"
+        return "the assistant says nothing" if self.assistant_only else "it is too short"
 
     @cached_property
     def _template(self) -> Template:

@@ -63,7 +63,7 @@ def check_unchanged(parts: Sequence[Part]) -> None:
 def check_apart(output: str | Path, sources: Sequence[str]) -> None:
     """Raise ValueError for an output within a folder of data, whose files would become data."""
     for source in sources:
-        folder = Path(address_of(source).path).expanduser().resolve()
+        folder = Path(os.path.realpath(Path(address_of(source).path).expanduser()))
         written = Path(output).expanduser().resolve()
         if not folder.is_dir() or not written.is_relative_to(folder):
             continue

@@ -200,8 +200,15 @@ def _instead(rope: dict[str, Any], target_length: int) -> str:
     return (
         f", for YaRN from its original {original} tokens, rope_parameters with rope_type yarn, "
         f"rope_theta {rope['rope_theta']:g}, factor {factor:g} and "
-        f"original_max_position_embeddings {original}"
+        f"original_max_position_embeddings {original}{_others(rope)}"
     )
+
+
+def _others(rope: dict[str, Any]) -> str:
+    """What else a scaled RoPE says, such as Ministral 3's temperature by position."""
+    named = ("rope_type", "rope_theta", "factor", "original_max_position_embeddings")
+    kept = [name for name in rope if name not in named]
+    return f" ({', '.join(kept)} as they are)" if kept and rope["rope_type"] == "yarn" else ""
 
 
 def _frozen_dynamic(

@@ -111,6 +111,15 @@ def test_a_config_that_reaches_it_passes_unchanged() -> None:
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}
+BY_POSITION = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""As Ministral 3's."""
 
 
 @pytest.mark.parametrize(
@@ -124,6 +133,11 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}
         ({}, {"kind": "ntk", "target_length": 512}, "choose one of none, linear"),
         ({}, {"kind": "yarn", "target_length": 0}, "1 or more"),
         ({"rope_parameters": LINEAR}, {"kind": "yarn", "target_length": 512}, "already scaled"),
+        (
+            {"rope_parameters": BY_POSITION},
+            {"kind": "yarn", "target_length": 512},
+            r"factor 8 and original_max_position_embeddings 64 \(mscale, llama_4_scaling_beta as",
+        ),
         ({"rope_parameters": DYNAMIC}, {"kind": "none", "target_length": 64}, "ranks would"),
         ({"rope_parameters": DYNAMIC}, {"kind": "yarn", "target_length": 512}, "already scaled"),
     ],

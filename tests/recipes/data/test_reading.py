@@ -234,6 +234,16 @@ REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
         {"messages": [user("w1")]},
         "none of its 2 tokens is learned, since the assistant says nothing",
     ),
+    "masks all": (
+        reading("tokens", assistant_only=True),
+        {"input_ids": [1, 2], "labels": [-100, -100]},
+        "none of its 2 tokens is learned, since all its labels are -100. Leave",
+    ),
+    "masks all but one": (
+        reading("tokens"),
+        {"input_ids": [1, 2], "labels": [1, -100]},
+        "since all its labels are -100 but that of the first, which no token precedes",
+    ),
     "too long": (
         reading("text"),
         {"text": "w1 " * 30},

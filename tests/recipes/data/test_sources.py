@@ -13,6 +13,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from longctx_patch.recipes.data import readers, sources
+from longctx_patch.recipes.data.addresses import absolute
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.records import BadRecord, Record, kind_of
 from longctx_patch.recipes.data.sources import check_apart, check_unchanged, parts_of
@@ -216,6 +217,16 @@ def test_links_that_would_hide_data(tmp_path: Path, name: str, target: str, mess
     (folder / name).symlink_to(target)
     with pytest.raises(BadRecord, match=message):
         read(folder)
+
+
+def test_a_source_that_is_a_link_to_itself_has_no_data(tmp_path: Path) -> None:
+    """`Path.resolve` raises a RuntimeError of it before Python 3.13."""
+    link = tmp_path / "a.jsonl"
+    link.symlink_to(link)
+    assert absolute(str(link)) == str(link)
+    check_apart(tmp_path / "out", [str(link)])
+    with pytest.raises(BadRecord, match=r"a link to .*a\.jsonl, where no file is|no data at"):
+        read(link)
 
 
 def test_files_that_the_system_does_not_give(
