@@ -97,8 +97,7 @@ class Template:
         self, record: Record, messages: Sequence[Message], *, ends: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text, and where in it the assistant speaks."""
-        tools = record.fields.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = _tools(record)
         options = {**self.tokenizer.special_tokens_map, **_template_kwargs(record)}
         try:
             (text,), spans = render_jinja_template(
@@ -152,6 +151,18 @@ def _check_syntax(template: str) -> None:
         return  # what it says of a conversation is said of a record
 
 
+def _tools(record: Record) -> Any:
+    """The tools of a record, which may be written as JSON, since columns of tables have one type."""
+    given = record.fields.get("tools")
+    try:
+        found = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise record.refused(f"tools is {given[:60]!r}, which is no JSON ({error}).") from error
+    if found is not None and not isinstance(found, list):
+        raise record.refused(f"tools is {str(given)[:60]!r}: give a list of tools.")
+    return found
+
+
 def _template_kwargs(record: Record) -> Mapping[str, Any]:
     return record.fields.get("chat_template_kwargs") or {}
 
@@ -182,8 +193,7 @@ def messages_of(record: Record, field: str) -> list[Message]:
     given = record.fields.get(field)
     if given is None:
         given = maybe_convert_to_chatml(dict(record.fields)).get(field)
-    is_list = isinstance(given, list) and all(isinstance(each, Mapping) for each in given)
-    if not is_list or not given:
+    if not _are_objects(given) or not given:
         raise record.refused(f"{field} is {str(given)[:60]!r}: give a list of messages.")
     for number, message in enumerate(given, start=1):
         if not isinstance(message.get("role"), str):
@@ -198,7 +208,17 @@ def messages_of(record: Record, field: str) -> list[Message]:
                 f"message {number} of {field}: its content is {str(content)[:60]} (a "
                 f"{type(content).__name__}), not a text."
             )
+        calls = message.get("tool_calls")
+        if calls is not None and not _are_objects(calls):
+            raise record.refused(
+                f"message {number} of {field}: its tool_calls is {str(calls)[:60]!r}: give a list "
+                "of calls."
+            )
     return list(given)
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
 
 
 def is_conversation(value: Any) -> bool:

@@ -128,6 +128,11 @@ class Reading:
 
         if record.fields.get("prompt") is None:
             record = record._replace(fields=extract_prompt(dict(record.fields)))
+            if not record.fields["prompt"]:
+                raise record.refused(
+                    "chosen and rejected begin differently, so that they have no prompt in common. "
+                    "Give both the same prompt, or a field `prompt`."
+                )
         prompt, chosen, _ = self._completion(record, "chosen")
         _, rejected, _ = self._completion(record, "rejected")
         start = min(_common_prefix(prompt, chosen), _common_prefix(prompt, rejected))

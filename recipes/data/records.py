@@ -60,6 +60,9 @@ def kind_of(record: Record, text_field: str) -> Kind:
         return "chat"
     if TEXT_FILE in fields or isinstance(record.fields.get(text_field), str):
         return "text"
+    for one, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        if one in fields:
+            raise record.refused(f"it has {one!r} and no {other!r}. A pair has both.")
     raise record.refused(_why_unknown(record.fields, text_field))
 
 

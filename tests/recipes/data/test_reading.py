@@ -234,6 +234,31 @@ REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
         {"messages": [user("w1")]},
         "none of its 2 tokens is learned, since the assistant says nothing",
     ),
+    "tools that are no JSON": (
+        reading("chat"),
+        {"messages": ANSWERED, "tools": "abc"},
+        "tools is 'abc', which is no JSON",
+    ),
+    "tools that are no list": (
+        reading("chat"),
+        {"messages": ANSWERED, "tools": {"name": "add"}},
+        "tools is .*: give a list of tools",
+    ),
+    "calls that are no list": (
+        reading("chat"),
+        {"messages": [user("w1"), {"role": "assistant", "tool_calls": "add"}]},
+        "message 2 of messages: its tool_calls is 'add': give a list of calls",
+    ),
+    "half a pair": (
+        reading("preference"),
+        {"prompt": "w1", "chosen": "w2"},
+        "it has 'chosen' and no 'rejected'",
+    ),
+    "two prompts": (
+        reading("preference"),
+        {"chosen": [user("w1"), *ANSWERED[1:]], "rejected": [user("w2"), *ANSWERED[1:]]},
+        "chosen and rejected begin differently",
+    ),
     "masks all": (
         reading("tokens", assistant_only=True),
         {"input_ids": [1, 2], "labels": [-100, -100]},
