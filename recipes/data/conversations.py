@@ -152,14 +152,15 @@ def _check_syntax(template: str) -> None:
 
 
 def _tools(record: Record) -> Any:
-    """The tools of a record, which may be written as JSON, since columns of tables have one type."""
+    """The tools of a record, which tables hold as JSON, since their columns have one type."""
     given = record.fields.get("tools")
+    said = repr(str(given)[:60])
     try:
         found = json.loads(given) if isinstance(given, str) else given
     except ValueError as error:
-        raise record.refused(f"tools is {given[:60]!r}, which is no JSON ({error}).") from error
+        raise record.refused(f"tools is {said}, which is no JSON ({error}).") from error
     if found is not None and not isinstance(found, list):
-        raise record.refused(f"tools is {str(given)[:60]!r}: give a list of tools.")
+        raise record.refused(f"tools is {said}: give a list of tools.")
     return found
 
 
