@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from longctx_patch.hf.model.load import is_local, load_model_config, whole_config
+from longctx_patch.hf.model.stored_weights import differ_though_tied
 from longctx_patch.hf.model.text_part import TEXT_TYPES, text_weights
 from longctx_patch.plugin.stored_check import check_loaded, model_without_memory
 
@@ -56,10 +57,7 @@ def text_model(
     weights = text_weights(whole.state_dict())
     for name, other in text.all_tied_weights_keys.items():
         if not torch.equal(weights[name], weights[other]):  # which transformers leaves so
-            raise ValueError(
-                f"model {model!r}: {name} and {other} differ, but the config ties them. Put "
-                "tie_word_embeddings: false into config.json."
-            )
+            raise differ_though_tied(f"model {model!r}", (other, name))
     text.load_state_dict(weights, assign=True)
     text.tie_weights()
     text.generation_config = whole.generation_config

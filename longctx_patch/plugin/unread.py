@@ -36,7 +36,11 @@ from longctx_patch.hf.model.stored_tensors import (
     read_headers,
     weight_files,
 )
-from longctx_patch.hf.model.stored_weights import StoredWeight, stored_weights
+from longctx_patch.hf.model.stored_weights import (
+    StoredWeight,
+    differ_though_tied,
+    stored_weights,
+)
 from longctx_patch.hf.model.text_part import text_weights
 from longctx_patch.plugin.random_weights import RandomWeights, can_draw, drawn_seed
 from longctx_patch.plugin.stored_check import model_without_memory
@@ -318,10 +322,7 @@ def _rows(
         found.append(local)
     local = found[0]
     if any(not torch.equal(local, other) for other in found[1:]):
-        raise ValueError(
-            f"{unread.stored[names[0]].file}: {' and '.join(names)} differ, but the config ties "
-            "them. Put tie_word_embeddings: false into config.json."
-        )
+        raise differ_though_tied(unread.stored[names[0]].file, names)
     for dim in range(1, len(shape)):  # FSDP2 cuts the first dimension unless told otherwise
         local = local.narrow(dim, offsets[dim], shape[dim])
     return local.contiguous()

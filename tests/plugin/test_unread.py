@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.hf.model import stored_tensors
+from longctx_patch.hf.model.stored_weights import SAMPLED_ROWS
 from longctx_patch.plugin import NeedsWholeReading, load_sharded, unread, unread_model
+from longctx_patch.plugin.stored_check import check_stored
 from tests.harness import run_distributed
 from tests.hf.tiny import featured_model, tiny_config, token_rows
 from tests.memory.live_bytes import LiveBytes
@@ -281,8 +283,22 @@ def test_weights_that_are_tied_but_differ_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
-    with pytest.raises(ValueError, match=r"embed_tokens.weight and lm_head.weight differ, but the"):
-        run_in_one(folder)
+    words = r"embed_tokens.weight and lm_head.weight differ, but the"
+    with pytest.raises(ValueError, match=words):
+        unread_model(folder)
+    with pytest.raises(ValueError, match=words):  # as `longctx patch` does it
+        check_stored(folder, AutoConfig.from_pretrained(folder))
+    # What first rows don't show is found when all are read.
+    found = {path: load_file(path) for path in tmp_path.glob("*.safetensors")}
+    rows = {name: weight for weights in found.values() for name, weight in weights.items()}
+    for path, weights in found.items():
+        if "lm_head.weight" in weights:
+            first = rows["model.embed_tokens.weight"][:SAMPLED_ROWS]
+            weights["lm_head.weight"][:SAMPLED_ROWS] = first
+            save_file(weights, path)
+    model = unread_model(folder)
+    with pytest.raises(ValueError, match=words):
+        load_sharded(model, lambda _: None, CPU)
 
 
 def run_in_one(folder: str, change: Any = lambda model: model) -> Any:

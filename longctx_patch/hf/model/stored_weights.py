@@ -19,6 +19,8 @@ from longctx_patch.hf.model.stored_tensors import NeedsWholeReading, StoredTenso
 STACKED = (("MergeModulelist", 0),)
 STACKED_PAIRS = (("MergeModulelist", 0), ("Concatenate", 1))
 """The conversions of transformers that keep each expert's rows together, as (operation, dim)."""
+SAMPLED_ROWS = 8
+"""So many rows of tied weights that are stored twice are compared before all is read."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,14 @@ def is_allowed(name: str, allowed: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in allowed)
 
 
+def differ_though_tied(where: str, names: Iterable[str]) -> ValueError:
+    """The error of weights that a config ties, and a checkpoint holds apart."""
+    return ValueError(
+        f"{where}: {' and '.join(names)} differ, but the config ties them. Put "
+        "tie_word_embeddings: false into config.json."
+    )
+
+
 def stored_weights(
     model: Any, tensors: dict[str, StoredTensor], allowed: Sequence[str] = ()
 ) -> dict[str, StoredWeight]:
@@ -81,7 +91,8 @@ def stored_weights(
         allowed: names, or patterns of names, of weights that may be missing or unexpected.
 
     Raises:
-        ValueError: a weight is missing, unexpected, or of another shape.
+        ValueError: a weight is missing, unexpected, or of another shape; weights are tied by the
+            config alone, as far as their first rows show it.
         NeedsWholeReading: one is missing and allowed, so that it is drawn at random, or needs a
             conversion that doesn't keep rows together.
     """
@@ -114,11 +125,23 @@ def stored_weights(
                 f"{weight.file}: {weight.parts[0][0].key} has the shape {shapes}, by the config "
                 f"{name} has {list(expected[name])}. Take the config.json that belongs to it."
             )
+    for name, other in tied.items():
+        if {name, other} <= found.keys() and not _begin_alike(found[name], found[other]):
+            raise differ_though_tied(found[name].file, (other, name))
     if info.missing_keys:
         raise NeedsWholeReading(
             f"{where}: {', '.join(sorted(info.missing_keys))} is allowed to be missing, and random."
         )
     return found
+
+
+def _begin_alike(weight: StoredWeight, other: StoredWeight) -> bool:
+    """Whether the first rows of two weights of one shape are equal."""
+    assert weight.shape is not None
+    rows = [torch.empty(min(SAMPLED_ROWS, weight.shape[0]), *weight.shape[1:]) for _ in range(2)]
+    for each, out in zip((weight, other), rows, strict=True):
+        each.read_into(out, 0, out.dtype)
+    return torch.equal(*rows)
 
 
 def _named(
