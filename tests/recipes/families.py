@@ -27,6 +27,7 @@ LOSS, NORM = 1e-5, 1e-4
 """Relative, of the first step; later ones have Adam's quotients of tiny gradients in them."""
 LOOKS_FOR_UNUSED = {("gemma3n_text", "lora"), ("zamba2", "lora")}
 """Adapters of modules that the model doesn't call, which DDP does not take; the two shard."""
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)  # whichever test comes first waits for the runs
 Job = tuple[str, str, int]
 """(family, mode, ranks that share a row)"""
 
@@ -103,7 +104,6 @@ def test_a_run_folder_is_written(
     assert result.exit_code == 0, (result.output, result.exception)
 
 
-@pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_two_processes_train_as_one(
