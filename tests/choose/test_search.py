@@ -17,6 +17,7 @@ from longctx_patch.predict.machines import GIB, MACHINES
 from longctx_patch.predict.run.candidate import Job
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.predict.run.components import predict_memory
+from longctx_patch.predict.run.loading import LAYER_OBJECTS_BYTES
 from longctx_patch.predict.run.step_time import predict_attention
 from tests.predict.run.jobs import llama_job
 
@@ -109,7 +110,8 @@ def test_a_small_host_refuses_what_is_offloaded() -> None:
 
 
 def test_a_host_too_small_for_loading_refuses_whole_models_only() -> None:
-    """Where processes read their own rows, loading takes readers' buffers of each."""
+    """Where processes read their own rows, loading takes readers' buffers of each, and layers'
+    objects."""
     loads = 4 * 2 * 8_030_261_248 / GIB  # four processes, in bfloat16
 
     def found(host_gib: float, fsdp: bool) -> Result:
@@ -124,7 +126,7 @@ def test_a_host_too_small_for_loading_refuses_whole_models_only() -> None:
     )
     assert small.shortfall == pytest.approx(loads / (loads - 0.95))
     assert found(1, fsdp=True).fits
-    assert found(1, fsdp=True).loading_bytes == 4 * 4 * 2**23
+    assert found(1, fsdp=True).loading_bytes == 4 * (4 * 2**23 + 32 * LAYER_OBJECTS_BYTES)
 
 
 @pytest.mark.parametrize(
