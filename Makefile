@@ -5,6 +5,7 @@
 #   make test       the tests that need no GPU
 #   make test-trainers  transformers' and TRL's trainers against one process
 #   make test-jobs  whole jobs as a launcher starts, stops and resumes them, on two machines too
+#   make test-plans  what the planner predicts and chooses
 #   make test-grid  every trainer over every number of ranks, family and accumulation (long)
 #   make test-faults  jobs that a fault ends, and the next start
 #   make test-families  every family through the recipe on two processes, beside one (long)
@@ -43,6 +44,8 @@ JOB_TESTS := tests/recipes/test_several_nodes.py tests/recipes/test_launch.py \
     tests/recipes/test_ended.py tests/recipes/test_text_model.py tests/recipes/test_examples.py \
     tests/recipes/saving/test_signals.py tests/cli/test_train.py tests/cli/test_step_rows.py \
     tests/health/test_launched.py
+# The planner's, which computes much and starts few processes.
+PLAN_TESTS := tests/choose tests/predict tests/cli/test_plan.py
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # What mypy sees: folders under the names that they are installed as, or it would take whatever is
@@ -53,7 +56,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-trainers test-jobs test-grid test-faults test-families test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
+.PHONY: install demo test test-trainers test-jobs test-plans test-grid test-faults test-families test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
 
 install: $(STAMP)
 
@@ -86,13 +89,16 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal \
-	    $(addprefix --ignore=,$(TRAINER_TESTS) $(JOB_TESTS) tests/faults)
+	    $(addprefix --ignore=,$(TRAINER_TESTS) $(JOB_TESTS) $(PLAN_TESTS) tests/faults)
 
 test-trainers: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(TRAINER_TESTS)
 
 test-jobs: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(JOB_TESTS)
+
+test-plans: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PLAN_TESTS)
 
 test-grid: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/trl/grid.py

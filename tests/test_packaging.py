@@ -122,5 +122,13 @@ def test_ci_runs_the_oldest_transformers_that_setup_allows() -> None:
     run = (ROOT / ".ci" / "run").read_text()
     assert all(
         f"make {target}\n" in run
-        for target in ("check", "test", "test-trainers", "test-jobs", "test-faults", "test-oldest")
+        for target in (
+            "check",
+            "test",
+            "test-trainers",
+            "test-jobs",
+            "test-plans",
+            "test-faults",
+            "test-oldest",
+        )
     )
