@@ -87,12 +87,16 @@ def test_commands_keep_it_among_the_caches(packages: Path, tmp_path: Path) -> No
     assert (tmp_path / "longctx_patch" / "bytecode").stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize("place", ["a user's own", "no folder"])
+@pytest.mark.parametrize("place", ["a user's own", "no folder", "of others too"])
 def test_commands_leave_what_they_cannot_change(place: str, packages: Path, tmp_path: Path) -> None:
     caches, variables = tmp_path, {"PYTHONDONTWRITEBYTECODE": "1"}
     if place == "no folder":
         caches = tmp_path / "file"
         caches.write_text("in the way")
+    elif place == "of others too":
+        kept = tmp_path / "longctx_patch" / "bytecode"
+        kept.mkdir(parents=True)
+        kept.chmod(0o777)
     else:
         variables["PYTHONPYCACHEPREFIX"] = str(tmp_path / "own")
     found = python(START, packages, caches, **variables).split()
