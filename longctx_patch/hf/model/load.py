@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.hf.model.config_values import problem_of
-from longctx_patch.hf.model.text_part import TEXT_TYPES, text_part, tie_as_text
+from longctx_patch.hf.model.text_part import (
+    HEAD_MAY_BE_UNSAID,
+    TEXT_TYPES,
+    text_part,
+    tie_as_text,
+)
 from longctx_patch.rules import strict_json
 
 if TYPE_CHECKING:
@@ -43,7 +48,9 @@ def _published(model: str) -> "PreTrainedConfig":
     name = str(Path(model).expanduser()) if local else model
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name)
-        said, _ = PreTrainedConfig.get_config_dict(name)
+        if config.model_type in HEAD_MAY_BE_UNSAID:
+            tie_as_text(config, PreTrainedConfig.get_config_dict(name)[0])
+        return config
     except OSError as error:
         raise ValueError(_unreadable(model, local, error)) from error
     except ValueError as error:
@@ -52,12 +59,10 @@ def _published(model: str) -> "PreTrainedConfig":
             f"({str(error).splitlines()[0]}): longctx-patch supports {', '.join(FAMILIES)}."
         ) from error
     except Exception as error:  # config classes raise anything for impossible values
-        text = " ".join(str(error).split())[:300]
+        said = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"model {model!r}: its config can't be used ({text}). Give a valid config.json."
+            f"model {model!r}: its config can't be used ({said}). Give a valid config.json."
         ) from error
-    tie_as_text(config, said)
-    return config
 
 
 def _check_file(model: str) -> None:

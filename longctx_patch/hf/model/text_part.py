@@ -34,6 +34,9 @@ _SAID_BY_CODE: Mapping[str, dict[str, Any]] = MappingProxyType(
     {"qwen3_moe": {"norm_topk_prob": True}}
 )
 """Options of a text model's config that the whole model has in its code."""
+HEAD_MAY_BE_UNSAID = frozenset({"mistral3"})
+"""Whole models whose config.json may not say whether their head is tied to their embeddings, such
+as Mistral Small 3.1's: transformers takes it for tied, until it finds two weights."""
 _MULTIMODAL_ROPE = frozenset({"mrope_section", "mrope_interleaved"})
 
 
@@ -58,14 +61,11 @@ def text_part(config: Any) -> Any:
 def tie_as_text(config: Any, said: Mapping[str, Any]) -> None:
     """Have `config` say of its head what its text model's says, where its file says nothing.
 
-    transformers then takes the head of Mistral Small 3.1 for tied to its embeddings, until it finds
-    two weights in the checkpoint.
-
     Args:
-        config: of a whole model, changed in place.
+        config: of a whole model of `HEAD_MAY_BE_UNSAID`, changed in place.
         said: what its config.json holds.
     """
-    if config.model_type == "mistral3" and "tie_word_embeddings" not in said:
+    if "tie_word_embeddings" not in said:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings
 
 
