@@ -16,7 +16,8 @@ OF_ONE_RANK = {
 }
 """Arguments of a trainer that change nothing of the training and may differ between ranks."""
 OF_THE_MIXIN = (
-    *("skip_bad_steps", "max_loss_spike", "sentinel_every", "keep_every", "save_in_background"),
+    *("skip_bad_steps", "max_loss_spike", "sentinel_every", "keep_every"),
+    "save_in_background",
 )
 """Arguments beside the trainer's own, by which ranks wait for each other."""
 
