@@ -5,6 +5,8 @@
 #   make test       the tests that need no GPU
 #   make test-trainers  transformers' and TRL's trainers against one process
 #   make test-jobs  whole jobs as a launcher starts, stops and resumes them, on two machines too
+#   make test-models  every family of models, its layers and its losses against stock models
+#   make test-memory  what is kept for backward, recomputed, offloaded and rehearsed
 #   make test-plans  what the planner predicts and chooses
 #   make test-grid  every trainer over every number of ranks, family and accumulation (long)
 #   make test-faults  jobs that a fault ends, and the next start
@@ -16,7 +18,7 @@
 #   make pictures   draw each picture of docs/schedules again
 #   make docs       write the generated pages of docs/reference
 #   make notebook   run the notebook of examples/ and write what its cells show
-#   make check      formatting, lint, types
+#   make check      formatting, lint, types, layers, generated pages
 #   make clean      remove build output and caches (remove .venv by hand to start over)
 #
 # PYTHON=python3.12 chooses the interpreter, TORCH='torch==2.12.0' another build of torch.
@@ -34,18 +36,29 @@ OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/lo
     tests/hf/call/test_mixer_kernels.py \
     tests/trainer/test_exactness.py tests/trainer/test_refusals.py \
     tests/trl/test_trainers.py tests/recipes/data
-# Runs under Trainer and TRL's trainers, apart from the rest for their time.
-TRAINER_TESTS := tests/trainer tests/trl tests/recipes/test_trl_recipes.py \
+# Suites apart from the rest for their time. Runs under Trainer and TRL's trainers.
+TESTS_trainers := tests/trainer tests/trl tests/recipes/test_trl_recipes.py \
     tests/recipes/test_trl_refusals.py tests/recipes/test_trl_memory.py \
     tests/recipes/test_model_card.py tests/recipes/test_sharded_reading.py \
     tests/recipes/test_other_worlds.py
-# Jobs of several processes under a launcher, for their time too.
-JOB_TESTS := tests/recipes/test_several_nodes.py tests/recipes/test_launch.py \
+# Jobs of several processes under a launcher.
+TESTS_jobs := tests/recipes/test_several_nodes.py tests/recipes/test_launch.py \
     tests/recipes/test_ended.py tests/recipes/test_text_model.py tests/recipes/test_examples.py \
-    tests/recipes/saving/test_signals.py tests/cli/test_train.py tests/cli/test_step_rows.py \
-    tests/health/test_launched.py
+    tests/recipes/saving tests/recipes/test_bad_steps.py tests/cli/test_train.py \
+    tests/cli/test_step_rows.py tests/health/test_launched.py tests/diagnosis/test_world.py \
+    tests/plugin/test_yaml.py tests/docs/test_notebook.py
+# Each runs once for every family; tests/hf/test_exactness.py stays, which has a few in all ways.
+TESTS_models := tests/hf/model tests/hf/call tests/hf/test_states_and_latents.py \
+    tests/hf/test_exact_families.py tests/hf/test_masked_models.py tests/hf/test_images.py \
+    tests/hf/test_rows.py tests/hf/test_token_log_probs.py tests/verification/test_shrink.py
+TESTS_memory := tests/memory tests/hf/test_preflight.py tests/hf/test_preflight_host.py \
+    tests/recipes/test_memory_report.py
 # The planner's, which computes much and starts few processes.
-PLAN_TESTS := tests/choose tests/predict tests/cli/test_plan.py
+TESTS_plans := tests/choose tests/predict tests/cli/test_plan.py
+TESTS_faults := tests/faults
+APART := trainers jobs models memory plans faults
+# Of the code as it is written.
+CODE_TESTS := tests/test_layering.py tests/docs/test_reference.py::test_reference_is_what_the_code_says
 CPU_TORCH := torch==2.13.0+cpu
 CPU_TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # What mypy sees: folders under the names that they are installed as, or it would take whatever is
@@ -56,7 +69,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test test-trainers test-jobs test-plans test-grid test-faults test-families test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
+.PHONY: install demo test $(addprefix test-,$(APART)) test-grid test-families test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
 
 install: $(STAMP)
 
@@ -89,22 +102,13 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal \
-	    $(addprefix --ignore=,$(TRAINER_TESTS) $(JOB_TESTS) $(PLAN_TESTS) tests/faults)
+	    $(addprefix --ignore=,$(foreach suite,$(APART),$(TESTS_$(suite))))
 
-test-trainers: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(TRAINER_TESTS)
-
-test-jobs: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(JOB_TESTS)
-
-test-plans: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(PLAN_TESTS)
+$(addprefix test-,$(APART)): test-%: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(TESTS_$*)
 
 test-grid: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/trl/grid.py
-
-test-faults: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/faults
 
 test-families: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/recipes/families.py
@@ -145,6 +149,7 @@ check: $(STAMP)
 	    $(CURDIR)/pyproject.toml $(TYPED)/
 	cd $(TYPED) && $(CURDIR)/$(BIN)/mypy --cache-dir $(CURDIR)/build/mypy \
 	    longctx_patch examples benchmarks docs tests
+	$(BIN)/python -m pytest -q $(CODE_TESTS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -28,7 +28,24 @@ class Gpus(click.ParamType[str]):
         return text
 
 
-@click.command("patch")
+class OneModel(click.Command):
+    """Says what a shell does to a glob that is not quoted: its other files are arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        takes_globs = {"--data", "--eval-data"} & {arg.partition("=")[0] for arg in args}
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if not takes_globs or "extra argument" not in error.message:
+                raise
+            raise click.UsageError(
+                f"{error.message}. One source follows each --data or --eval-data: quote a glob, "
+                "--data 'texts/*.jsonl', or repeat the option",
+                ctx,
+            ) from error
+
+
+@click.command("patch", cls=OneModel)
 @click.argument("model")
 @click.option("--seq-len", type=Tokens(), required=True, help="Tokens: 131072, 128K or 1M.")
 @click.option("--gpus", type=Gpus(), required=True, help="In all, over all nodes: 4, or 4xH200.")

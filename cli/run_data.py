@@ -100,6 +100,8 @@ def _table_facts(data: RunData, table: Any) -> Facts:
     facts = [("rows", f"{len(table):,}", f"{int(lengths.sum()):,} tokens")]
     if data.reading.kind != "preference":
         facts.append(_learned(_num_learned(table), int(lengths.sum())))
+    elif num_ties := _num_ties(table):
+        facts.append(("no preference", f"{num_ties:,}", "pairs of equal answers teach nothing"))
     num_cut = np.asarray(table.with_format("numpy")["num_cut"][:])
     if num_cut.any():
         facts.append(
@@ -149,3 +151,13 @@ def _num_learned(table: Any) -> int:
             values = labels.values.to_numpy(zero_copy_only=False)
             total += int((values[1:] != IGNORE_INDEX).sum())
     return total
+
+
+def _num_ties(table: Any) -> int:
+    """Pairs whose answers are the same tokens."""
+    batches = table.select_columns(["chosen_ids", "rejected_ids"]).iter(batch_size=1000)
+    return sum(
+        chosen == rejected
+        for batch in batches
+        for chosen, rejected in zip(batch["chosen_ids"], batch["rejected_ids"], strict=True)
+    )

@@ -77,10 +77,15 @@ class BesideTraining:
     def start(self, name: str, write: Callable[[ProcessGroup | None], object]) -> None:
         """Write the checkpoint `name`; every process calls this. `write` gets the group in which
         the threads of all ranks meet. Raises the error of the checkpoint before."""
+        doing = f"{name} is written"
 
         def task() -> None:
-            with self._beside(f"{name} is written"):
-                write(self._group)
+            with self._beside(doing):
+                try:
+                    write(self._group)
+                except BaseException as error:  # it is raised in a later step
+                    error.add_note(f"while {doing}")
+                    raise
 
         self._background.start(task)
 

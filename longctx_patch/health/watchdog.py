@@ -257,7 +257,8 @@ class Watchdog:
         if alarm.rank != _rank():
             error.add_note(f"Before that: {alarm.text}.")
         elif not isinstance(error, SAY_WHERE):
-            say(f"watchdog: {text}: {type(error).__name__}: {error}")
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            say(f"watchdog: {text}: {type(error).__name__}: {error}{notes}")
 
     def _gone(self) -> str:
         """Ranks of this machine that are gone and did not end by themselves, in words. A connection

@@ -223,3 +223,14 @@ def test_verify_refuses(
     for part in parts:
         assert part in " ".join(plain.stderr.split())
         assert part in " ".join(answer["error"].split())
+
+
+def test_a_glob_that_the_shell_has_written_out(run: Run, tmp_path: Path) -> None:
+    given = ["patch", "config.json", "--seq-len", 64, "--gpus", 2, "--out", tmp_path / "run"]
+    for words in (["--data", "a.jsonl", "b.jsonl"], ["--eval-data=a.jsonl", "b.jsonl"]):
+        result = run(*given, *words)
+        assert result.exit_code == 2
+        said = " ".join(result.stderr.split())
+        assert "unexpected extra argument (b.jsonl). One source follows each --data" in said
+        assert "quote a glob, --data 'texts/*.jsonl', or repeat the option" in said
+    assert "a glob" not in run(*given, "b.jsonl").stderr

@@ -166,6 +166,16 @@ def test_pairs(job: Path) -> None:
     (place,) = re.findall(r"row (\d)", found.output)
     pair: dict[str, Any] = rows("pairs", 8, 3)[int(place)]
     assert f"{pair['prompt']}\nchosen: {pair['chosen'].strip()} <eos>\nrejected: " in found.output
+    assert "no preference" not in found.output
+
+
+def test_pairs_without_a_preference(job: Path) -> None:
+    pairs = rows("pairs", 8, 3)
+    for pair in pairs[2:5]:
+        pair["rejected"] = pair["chosen"]
+    patch(job, "--data", str(write(job / "ties.jsonl", pairs)), "--dpo")
+    found = data(str(job / "run"), "--no-color")
+    assert re.search(r"no preference +3 +pairs of equal answers teach nothing", found.output)
 
 
 def test_what_a_run_on_plain_text_will_see(job: Path) -> None:

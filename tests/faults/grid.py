@@ -23,9 +23,10 @@ SOME = (
     Fault("full disk", "save", 0),
     Fault("flip", "save", 1),
 )
+LATE = (Fault("kill", "writing", 1), Fault("stop", "writing", 0), Fault("exception", "writing", 0))
 WIDER = {
     Job("trainer", 2): tuple(each for each in SOME if each.kind != "full disk"),
-    Job("dpo", 2): SOME,
+    Job("dpo", 2): (*SOME, *LATE),
     Job("finetune", 4, num_replicas=2): (*SOME, Fault("nan", "backward", 3)),
 }
 TRIALS = [

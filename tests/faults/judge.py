@@ -22,7 +22,7 @@ ACCUSED: dict[Kind, str] = {
     "kill": r"rank (\d+) (?:\(process \d+\) is gone, last seen in|was ended by SIGKILL in) .*",
     "stop": r"rank (\d+) \(process .*\) was stopped by a signal; last seen in .*",
     "terminate": r"rank (\d+) (?:\(process \d+\) is gone, last seen in|was ended by SIGTERM in) .*",
-    "exception": r"rank (\d+) failed in (?:(?!rank \d).)*PlantedError: planted",
+    "exception": r"rank (\d+) failed in (?:(?!rank \d).)*PlantedError: planted.*",
     "nan": r".*(?:first on rank|not finite on rank) (\d+)\b.*",
     "full disk": r"rank (\d+) could not write .*",
 }
@@ -42,11 +42,12 @@ PLACES: dict[Place, str] = {
     # Trainers count the step as done once they have its gradients.
     "optimizer": rf"(?<!after )step [{BAD_STEP}{BAD_STEP + 1}]\b",
     "save": rf"saving after step {BAD_STEP}\b|step_0*{BAD_STEP}\b|checkpoint-{BAD_STEP}\b",
+    "writing": rf"while \S*(step_0*|checkpoint-){BAD_STEP} is written",
     "final": rf"the end, after step {STEPS}\b",
 }
 STOPPED_AFTER: dict[Place, str] = dict.fromkeys(
     get_args(Place), rf"after step [{BAD_STEP}{BAD_STEP + 1}],"
-) | {"start": "after step 1,"}
+) | {"start": "after step 1,", "writing": rf"after step [{BAD_STEP + 1}{BAD_STEP + 2}],"}
 """A signal is answered at the end of the step in which it comes, or of the next one."""
 PLACES_OF_KIND: dict[tuple[Kind, Place], str] = {
     ("nan", "start"): "before the first step",
@@ -54,7 +55,10 @@ PLACES_OF_KIND: dict[tuple[Kind, Place], str] = {
     ("nan", "backward"): rf"step {BAD_STEP}: .* gradient of model\.layers\.\d+\.mlp's output",
     ("nan", "optimizer"): rf"after step {BAD_STEP}\b",
     # Trainers have written the largest files of a checkpoint before the disk is full.
-    ("full disk", "save"): rf"write \S*(step_0*|checkpoint-)[{BAD_STEP}{STEPS}]/",
+    **dict.fromkeys(
+        [("full disk", "save"), ("full disk", "writing")],
+        rf"write \S*(step_0*|checkpoint-)[{BAD_STEP}-{STEPS}]/",
+    ),
     ("full disk", "final"): r"write \S*/final\.incomplete/",
 }
 

@@ -7,6 +7,7 @@ wrapping what every recipe calls of torch, accelerate and transformers.
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,16 +21,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import Trainer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from longctx_patch.checkpoints.beside import BesideTraining
+
 Kind = Literal[
     "kill", "stop", "terminate", "exception", "nan", "full disk", "truncate", "flip", "delete"
 ]
-Place = Literal["start", "forward", "backward", "optimizer", "save", "final"]
+Place = Literal["start", "forward", "backward", "optimizer", "save", "writing", "final"]
+"""In "writing" a thread writes a checkpoint while the next step is computed."""
 
-STEPS = 6
-"""A signal in the bad one stops the run after the next one, which is not the last."""
+STEPS = 8
+"""A signal in the bad one, or in the one after it, stops the run before the last."""
 SAVE_EVERY = 2
 BAD_STEP = 4
 """Disturbed in forward, backward and the optimizer; the second checkpoint is written after it."""
+HELD_UP_S = 60.0
+"""How long a thread waits for the next step before it writes."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 DAMAGES: tuple[Kind, ...] = ("truncate", "flip", "delete")
 ALLOWED_BYTES = 2**15
@@ -64,7 +70,10 @@ def faults(num_ranks: int) -> list[Fault]:
     final model is rank 0's), and files are damaged after they were written.
     """
     where: dict[Kind, tuple[Place, ...]] = {kind: get_args(Place) for kind in get_args(Kind)}
-    where |= {"nan": ("start", "forward", "backward", "optimizer"), "full disk": ("save", "final")}
+    where |= {
+        "nan": ("start", "forward", "backward", "optimizer"),
+        "full disk": ("save", "writing", "final"),
+    }
     where |= dict.fromkeys(DAMAGES, ("save",))
     return [
         Fault(kind, place, rank)
@@ -81,6 +90,9 @@ class _Planted:
     fault: Fault
     steps: int = 0
     saves: int = 0
+    written: int = 0
+    next_step: threading.Event = field(default_factory=threading.Event)
+    """Set when the step after the bad one is computed."""
     struck: bool = field(default=False)
 
     def strike_at(self, place: Place) -> bool:
@@ -112,6 +124,7 @@ class _Planted:
             "backward": self.steps == BAD_STEP - 1 or again,
             "optimizer": self.steps == BAD_STEP - 1,
             "save": self.saves == BAD_STEP // SAVE_EVERY,
+            "writing": self.written == BAD_STEP // SAVE_EVERY,
             "final": self.steps == STEPS,
         }[place]
 
@@ -123,6 +136,7 @@ def plant(fault: Fault) -> None:
     _before(Accelerator, "unwrap_model", lambda *_: it.strike_at("final"))
     _before(FileSystemWriter, "write_data", lambda *_: _save(it))
     _before(Trainer, "_save_rng_state", lambda *_: _save(it))
+    _wrap_writing(it)
     _wrap_mlp(it)
     register_optimizer_step_pre_hook(lambda optimizer, *_: _step(it, optimizer))
 
@@ -161,11 +175,29 @@ def _step(it: _Planted, optimizer: torch.optim.Optimizer) -> None:
     it.steps += 1
 
 
+def _wrap_writing(it: _Planted) -> None:
+    stock = BesideTraining.start
+
+    def start(self: BesideTraining, name: str, write: Callable[[Any], object]) -> None:
+        def writes(group: Any) -> None:
+            it.written += 1
+            if it.fault.place == "writing" and it.written == BAD_STEP // SAVE_EVERY:
+                it.next_step.wait(HELD_UP_S)
+                it.strike_at("writing")
+            write(group)
+
+        stock(self, name, writes)
+
+    BesideTraining.start = start  # type: ignore[method-assign]
+
+
 def _wrap_mlp(it: _Planted) -> None:
     stock = LlamaMLP.forward
 
     def forward(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
         out = stock(self, x)
+        if it.steps == BAD_STEP:
+            it.next_step.set()
         if it.strike_at("forward"):
             out = out * torch.nan
         if out.requires_grad:

@@ -36,6 +36,7 @@ CHOSEN: dict[Recipe, list[Fault]] = {
         Fault("nan", "backward", 1),
         Fault("truncate", "save", 0),
         Fault("delete", "save", 1),
+        Fault("kill", "writing", 1),
     ],
 }
 TRIALS = [(recipe, fault) for recipe, chosen in CHOSEN.items() for fault in chosen]
@@ -101,4 +102,4 @@ def test_the_chosen_ones_cover_kinds_places_and_ranks() -> None:
     for names in ("kind", "place", "rank"):
         assert {getattr(f, names) for f in chosen} == {getattr(f, names) for f in faults(2)}
     for num_ranks in (2, 4):
-        assert len(set(faults(num_ranks))) == len(faults(num_ranks)) == 32 * num_ranks + 1
+        assert len(set(faults(num_ranks))) == len(faults(num_ranks)) == 37 * num_ranks + 1

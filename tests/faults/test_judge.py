@@ -16,6 +16,7 @@ GONE = "rank 1 (process 5) is gone, last seen in step 4"
 KILLED = f"""watchdog: {GONE}; rank 0 failed in step 4: layer 1, forward, {EXCHANGE}
 rank 1 was ended by SIGKILL in step 4 (often the system, when the host's memory is full)."""
 RAISED = "watchdog: rank 0 failed in step 4: at faults/plant.py:99 strike_at: PlantedError: planted"
+RAISED_BESIDE = f"{RAISED.replace('step 4', 'step 6')} (while step_000004 is written)"
 OF_ANOTHER = (
     "watchdog: rank 0 failed in step 5: at x.py:1 f: SavingError: rank 1 failed in saving or "
     "reading out/checkpoints/step_000004/state: PlantedError: planted"
@@ -35,6 +36,7 @@ SIGNALLED = "stopped by SIGTERM after step 5, whose checkpoint is out/checkpoint
         (Fault("kill", "forward", 1), KILLED),
         (Fault("exception", "forward", 0), RAISED),
         (Fault("exception", "save", 1), OF_ANOTHER),
+        (Fault("exception", "writing", 0), RAISED_BESIDE),
         (Fault("nan", "forward", 1), BAD_LOSS),
         (Fault("full disk", "save", 1), FULL),
         (Fault("terminate", "save", 1), SIGNALLED),

@@ -155,7 +155,7 @@ def fails(folder: Path) -> dict[str, Any]:
         pytest.raises(OSError, match="No space left") as raised,
     ):
         trained(folder, callbacks=[begins])
-    return {"error": str(raised.value), "done": begins.done, "whole": whole(folder)}
+    return {"notes": raised.value.__notes__, "done": begins.done, "whole": whole(folder)}
 
 
 def waits(folder: Path) -> tuple[list[bool], list[str], list[str]]:
@@ -192,6 +192,7 @@ def test_under_ddp(tmp_path: Path) -> None:
         assert found["ended"]["killed"] == ["checkpoint-1"]
         assert found["fails"]["done"] == 3
         assert found["fails"]["whole"] == []
+        assert found["fails"]["notes"] == ["while checkpoint-2 is written"]
     for step in (2, 4):
         late, waited = (tmp_path / name / f"checkpoint-{step}" for name in ("late", "waited"))
         check_same_files(late, waited)
