@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from checkpoint_files import write_files
 from model_shapes import MODELS, model_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
 
 from longctx_patch.plugin import load_sharded, unread_model
 from longctx_patch.predict.machines import GIB
@@ -41,26 +41,7 @@ def write_holes(folder: Path, config: Any) -> int:
 
     Returns the bytes of the weights.
     """
-    config.dtype = torch.bfloat16
-    config.save_pretrained(folder)
-    files: dict[str, dict[str, Any]] = {}
-    for name, tensor in _on_meta(config).named_parameters():  # tied ones once
-        words = name.split(".")
-        number = words[2] if words[1] == "layers" else "rest"
-        files.setdefault(f"model-{number}.safetensors", {})[name] = tensor
-    for file, tensors in files.items():
-        _write_file(folder / file, tensors)
-    index = {
-        "metadata": {},
-        "weight_map": {name: f for f, names in files.items() for name in names},
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return sum(t.nbytes for tensors in files.values() for t in tensors.values())
-
-
-def _on_meta(config: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return write_files(folder, config, _write_file)
 
 
 def _write_file(path: Path, tensors: dict[str, Any]) -> None:
