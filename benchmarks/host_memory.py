@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def write_holes(folder: Path, config: Any) -> int:
     return write_files(folder, config, _write_file)
 
 
-def _write_file(path: Path, tensors: dict[str, Any]) -> None:
+def _write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     entries, end = {}, 0
     for name, tensor in tensors.items():
         offsets = [end, end := end + tensor.nbytes]

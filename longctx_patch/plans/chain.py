@@ -60,6 +60,16 @@ class Chain:
         """Numbers of the segments of a rank, in the order of its slots."""
         return self._of_rank[rank]
 
+    def calls(self, rank: int, *, joins: bool) -> tuple[tuple[int, ...], ...]:
+        """The segments of a rank, in the order of its slots, by the calls of a kernel that run
+        them: one by one, or, with `joins`, whole documents that follow one another together."""
+        return _calls(self, rank) if joins else tuple((number,) for number in self.of_rank(rank))
+
+    @cached_property
+    def needed(self) -> frozenset[int]:
+        """Segments whose maps others need."""
+        return frozenset(number for needed in self.states for number in needed)
+
     @cached_property
     def states(self) -> Needs:
         """What a recurrence needs: the maps of all segments of the document so far."""
@@ -122,6 +132,20 @@ class ChainTraffic(NamedTuple):
 
     def plus(self, other: "ChainTraffic") -> "ChainTraffic":
         return ChainTraffic(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+@lru_cache(maxsize=64)
+def _calls(chain: Chain, rank: int) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = []
+    joins_last = False
+    for number in chain.of_rank(rank):
+        is_whole = chain.segments[number].begins and number not in chain.needed
+        if is_whole and joins_last:
+            found[-1].append(number)
+        else:
+            found.append([number])
+        joins_last = is_whole
+    return tuple(map(tuple, found))
 
 
 @lru_cache(maxsize=64)

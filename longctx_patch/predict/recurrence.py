@@ -6,9 +6,10 @@
 
 A rank waits for the slowest one where states travel. A recompute that has others' items from
 forward (`Recompute`) waits for none: each rank runs its own segments. Kernels are counted by their
-FLOPs at the rate in the table of machines; the CPU launches a call for each document of a rank, and
-bounds rows of short ones. The projections and the convolution are the same by both ways and are not
-counted; neither is composing maps.
+FLOPs at the rate in the table of machines. Where a kernel takes one document at a time (Mamba-2's,
+and all for a batch of several rows), the CPU launches a call for each, and bounds rows of short
+ones. The projections and the convolution are the same by both ways and are not counted; neither is
+composing maps.
 """
 
 from collections.abc import Sequence
@@ -221,20 +222,20 @@ def map_flops(shape: RecurrentShape) -> float:
 def _chain_passes(shape: RecurrentShape, layout: Layout, row: Row, hardware: Hardware) -> _Passes:
     """Of a recurrence over a chain: what ranks compute before states travel, the states' way, and
     what they compute after it. In a replay with kept items each rank computes all at once. The CPU
-    launches one call for each segment's output and each map."""
+    launches one call for each segment's output, or for several whole documents, and each map."""
     chain = make_chain(layout, row.documents)
     rate = hardware.recurrent.flops(shape.kind)
     run_s, map_s = (flops(shape) / rate for flops in (_run_flops, map_flops))
-    wanted = {number for needed in chain.states for number in needed}
     before, after = [0.0] * chain.num_ranks, [0.0] * chain.num_ranks
-    calls = [0] * chain.num_ranks
+    # fla's kernels run whole documents in one call.
+    joins = shape.kind != "Mamba-2" and shape.batch == 1
+    calls = [len(chain.calls(rank, joins=joins)) for rank in range(chain.num_ranks)]
     for number, segment in enumerate(chain.segments):
-        calls[segment.rank] += 1
         if segment.begins:
             before[segment.rank] += segment.tokens.size * run_s
             continue
         after[segment.rank] += segment.tokens.size * run_s
-        if number in wanted:
+        if number in chain.needed:
             before[segment.rank] += segment.tokens.size * map_s
             calls[segment.rank] += 1
     compute_s = max(before) + max(after)

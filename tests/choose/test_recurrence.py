@@ -69,12 +69,19 @@ def test_documents_that_stay_on_their_ranks_take_states() -> None:
     assert decide_recurrence(ULYSSES, QWEN, documents) == "states"
 
 
-def test_the_cpu_bounds_many_short_documents() -> None:
-    """It launches a call for each: of those of a rank, or with heads exchanged of all."""
+def test_the_cpu_bounds_many_short_documents_that_a_kernel_takes_one_by_one() -> None:
+    """It launches a call for each: of those of a rank, or with heads exchanged of all. Kernels of
+    delta rules take all in one call, but for a batch."""
     documents = Documents((128,) * 1024, 131072)
-    states, heads = both_ways(ULYSSES, QWEN, documents)
+    of_two = replace(QWEN, batch=2, num_heads=16, num_groups=8)
+    states, heads = both_ways(ULYSSES, of_two, documents)
     assert states.forward_s == states.backward_s == pytest.approx(256 * HOST_CALL_S)
     assert heads.forward_s == pytest.approx(1024 * HOST_CALL_S + 1.5 * H100.host_wave_s)
+    states, _ = both_ways(ULYSSES, QWEN, documents)
+    run_s = 32768 * run_flops(QWEN, 128) / H100.recurrent.delta_rule
+    assert states.forward_s == pytest.approx(run_s)
+    mamba, _ = both_ways(ULYSSES, replace(QWEN, kind="Mamba-2"), documents)
+    assert mamba.forward_s == pytest.approx(256 * HOST_CALL_S)
 
 
 def test_ranks_wait_for_the_slowest_map_and_then_run() -> None:

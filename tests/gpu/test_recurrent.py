@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -242,6 +243,7 @@ def what_runs(model: Any) -> Iterator[set[tuple[str, bool]]]:
 
 
 def watch(ran: set[tuple[str, bool]], what: tuple[str, bool], function: Any) -> Any:
+    @wraps(function)  # what it takes is looked for
     def run(*args: Any, **options: Any) -> Any:
         ran.add(what)
         return function(*args, **options)

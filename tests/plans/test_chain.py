@@ -1,7 +1,8 @@
 """Chains of segments over every layout: each needs exactly what lies before it in its document."""
 
+from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
@@ -48,6 +49,22 @@ def by_tokens(layout: Layout, documents: Documents, reach: int | None) -> dict[i
             before if reach is None else before[len(before) - reach :] if reach else ()
         )
     return wanted
+
+
+def test_whole_documents_that_follow_each_other_are_one_call() -> None:
+    for layout, documents in cases():
+        chain = make_chain(layout, documents)
+        sizes = Counter(segment.document for segment in chain.segments)
+        for rank in range(chain.num_ranks):
+            alone, joined = (chain.calls(rank, joins=joins) for joins in (False, True))
+            assert alone == tuple((number,) for number in chain.of_rank(rank))
+            assert [n for call in joined for n in call] == [*chain.of_rank(rank)]
+            whole = [sizes[chain.segments[call[0]].document] == 1 for call in joined]
+            assert not any(one and other for one, other in pairwise(whole))
+            for call, is_whole in zip(joined, whole, strict=True):
+                assert is_whole or len(call) == 1
+                documents_of = [chain.segments[number].document for number in call]
+                assert all(sizes[document] == 1 for document in documents_of) == is_whole
 
 
 @pytest.mark.parametrize("reach", [None, 1, 3])

@@ -7,7 +7,7 @@ takes it to M S + U with M `[K, K]`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +31,12 @@ class DeltaRule:
     `[B, L, Hv]`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the kernel."""
+    has_edges: bool = False
+    """Whether the kernel keeps documents apart whose edges are `cu_seqlens`."""
+
+    @property
+    def takes_documents(self) -> bool:
+        return self.has_edges and self.inputs[0].shape[0] == 1  # fla's kernels take no batch then
 
     @cached_property
     def state_shape(self) -> tuple[int, ...]:
@@ -68,6 +74,14 @@ class DeltaRule:
         query, key, value, g, beta = self._part(slots)
         return self._call(query, key, value, g, beta, state, ends=ends)
 
+    def run_documents(self, edges: Sequence[int]) -> Tensor:
+        slots = Interval(edges[0], edges[-1])
+        own = _edges(tuple(edge - slots.start for edge in edges), self.inputs[0].device)
+        out, _ = replace(self, options=self.options | {"cu_seqlens": own}).run(
+            slots, None, ends=False
+        )
+        return out
+
     def map(self, slots: Interval) -> tuple[Tensor, Tensor]:
         """(M, U) in one call: columns of a state don't mix, so those of U start from zero with the
         values, and those of M from the identity without any."""
@@ -101,3 +115,9 @@ class DeltaRule:
     ) -> tuple[Tensor, Tensor | None]:
         given = {"initial_state": state, "output_final_state": ends}
         return self.rule(query, key, value, g=g, beta=beta, **given, **self.options)
+
+
+@lru_cache(maxsize=32)
+def _edges(edges: tuple[int, ...], device: torch.device) -> Tensor:
+    """`[N + 1]`, int64. The same tensor for all layers: fla keeps what it makes of one."""
+    return torch.tensor(edges, device=device)

@@ -3,7 +3,8 @@
 A segment that begins its document runs from a state of zero, and hands on the state it ends with.
 Another one must know the state before it: each hands on its map S -> M S + U, found from its own
 tokens alone, and composes the maps before it. Then all segments run once, each from its state. The
-states that travel have the same size however long the segments are.
+states that travel have the same size however long the segments are. Documents that lie whole on a
+rank run in one call, where the kernel keeps them apart itself.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,11 @@ class Recurrence(Protocol):
         """Its sizes, in which its inputs and their heads are told apart."""
         ...
 
+    @property
+    def takes_documents(self) -> bool:
+        """Whether `run_documents` is one call of the kernel."""
+        ...
+
     def with_inputs(self, inputs: Sequence[Tensor]) -> Self:
         """The same recurrence over other inputs."""
         ...
@@ -53,6 +59,13 @@ class Recurrence(Protocol):
         self, slots: Interval, state: Tensor | None, *, ends: bool
     ) -> tuple[Tensor, Tensor | None]:
         """(output `[B, tokens, ...]`, the state that is left, if `ends`) of some of the tokens."""
+        ...
+
+    def run_documents(self, edges: Sequence[int]) -> Tensor:
+        """Output of documents that follow one another, each from a state of zero.
+
+        `edges`: where each begins, and the end of the last one.
+        """
         ...
 
     def map(self, slots: Interval) -> tuple[Tensor, Tensor]:
@@ -70,34 +83,44 @@ def run_recurrence(run: ChainRun, recurrence: Recurrence) -> Tensor:
     Collective over ranks that share documents.
     """
     chain, needs = run.chain, run.chain.states
-    mine = chain.of_rank(run.rank)
-    begun, items = _begin(run, recurrence)
+    calls = chain.calls(run.rank, joins=recurrence.takes_documents)
+    begun, items = _begin(chain, calls, recurrence)
     exchange = run.exchange(needs, _sizes(chain, recurrence), _dtype(recurrence))
     inputs = recurrence.inputs
     foreign, passed = hand_over(exchange, items, (*inputs, *begun.values()))
     outputs = dict(zip(begun, passed[len(inputs) :], strict=True))
     rest, items = recurrence.with_inputs(passed[: len(inputs)]), items | foreign
-    for number in mine:
-        if number not in outputs:
+    for call in calls:
+        if call not in outputs:
+            (number,) = call
             state = _state(rest, [items[other] for other in needs[number]])
-            outputs[number], _ = rest.run(chain.segments[number].slots, state, ends=False)
-    return torch.cat([outputs[number] for number in mine], dim=1)
+            outputs[call], _ = rest.run(chain.segments[number].slots, state, ends=False)
+    return torch.cat([outputs[call] for call in calls], dim=1)
 
 
-def _begin(run: ChainRun, recurrence: Recurrence) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+Calls = Sequence[tuple[int, ...]]
+"""Segments of a rank by the calls that run them: see `Chain.calls`."""
+
+
+def _begin(
+    chain: Chain, calls: Calls, recurrence: Recurrence
+) -> tuple[dict[tuple[int, ...], Tensor], dict[int, Tensor]]:
     """(outputs of this rank's segments that begin a document, items of all that others need)."""
-    chain = run.chain
-    wanted = {number for needed in chain.states for number in needed}
-    outputs: dict[int, Tensor] = {}
+    outputs: dict[tuple[int, ...], Tensor] = {}
     items: dict[int, Tensor] = {}
-    for number in chain.of_rank(run.rank):
-        segment = chain.segments[number]
-        if segment.begins:
-            outputs[number], state = recurrence.run(segment.slots, None, ends=number in wanted)
+    for call in calls:
+        slots = [chain.segments[number].slots for number in call]
+        if len(call) > 1:
+            edges = [each.start for each in slots]
+            outputs[call] = recurrence.run_documents([*edges, slots[-1].stop])
+            continue
+        (number,), is_needed = call, call[0] in chain.needed
+        if chain.segments[number].begins:
+            outputs[call], state = recurrence.run(slots[0], None, ends=is_needed)
             if state is not None:
                 items[number] = state.flatten()
-        elif number in wanted:
-            items[number] = torch.cat([part.flatten() for part in recurrence.map(segment.slots)])
+        elif is_needed:
+            items[number] = torch.cat([part.flatten() for part in recurrence.map(slots[0])])
     return outputs, items
 
 

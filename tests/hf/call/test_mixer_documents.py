@@ -1,0 +1,138 @@
+"""Kernels that keep documents apart themselves run those that lie whole on a rank in one call."""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx_patch import LongContextConfig
+from longctx_patch.engine.chain.delta_rule import DeltaRule
+from longctx_patch.engine.chain.run import checked_chain
+from longctx_patch.hf.model.sequence_kernels import (
+    functions_of,
+    keeps_documents_apart,
+    torch_function,
+)
+from longctx_patch.hf.model.transformers_api import recurrent_modules
+from longctx_patch.sequence.documents import Documents
+from tests.hf.by_documents import stock_step
+from tests.hf.call.test_mixers import CHAINED, DOCUMENTS, assert_exact
+from tests.hf.float64 import in_float64
+
+FAMILIES = [name for name in ("qwen3_5_text", "kimi_linear", "olmo_hybrid") if name in CHAINED]
+CONFIGS = (
+    LongContextConfig(),
+    LongContextConfig(ring_degree=2, layout="zigzag"),
+    LongContextConfig(ring_degree=3, layout="contiguous", checkpoint="full"),
+    LongContextConfig(ulysses_degree=2, recurrent_exchange="heads"),
+)
+Edges = list[int]
+
+
+def kernel_over(stock: Callable[..., Any], calls: list[Edges]) -> Callable[..., Any]:
+    """As fla's: documents by their edges, then without a batch. It notes those of each call."""
+
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        own = (q, k, v)
+        if cu_seqlens is None:
+            calls.append([0, q.shape[1]])
+            options |= {"initial_state": initial_state, "output_final_state": output_final_state}
+            found: tuple[Tensor, Tensor | None] = stock(*own, g=g, beta=beta, **options)
+            return found
+        assert len(q) == 1
+        assert initial_state is None
+        assert not output_final_state
+        assert cu_seqlens.dtype == torch.int64
+        edges = cu_seqlens.tolist()
+        calls.append(edges)
+        parts = [
+            stock(*(x[:, a:b] for x in own), g=g[:, a:b], beta=beta[:, a:b], **options)[0]
+            for a, b in pairwise(edges)
+        ]
+        return torch.cat(parts, dim=1), None
+
+    return kernel
+
+
+def install(function: Callable[..., Any], implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """As transformers decides for a kernel."""
+
+    @functools.wraps(torch_function(function))
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return implementation(*args, **options)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.ring_degree}x{c.ulysses_degree}")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_in_one_call_are_exact(
+    family: str, config: LongContextConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = in_float64(family)
+    wanted = stock_step(copy.deepcopy(model), DOCUMENTS)
+    calls: list[Edges] = []
+    mixers = recurrent_modules(model)
+    for mixer in mixers:
+        for name, function in functions_of(mixer).items():
+            if name == "causal_conv1d_fn":
+                continue
+            kernel = install(function, kernel_over(torch_function(function), calls))
+            monkeypatch.setattr(sys.modules[type(mixer).__module__], name, kernel)
+    assert_exact(model, [config], DOCUMENTS, wanted)
+    runs = len(mixers) * (2 if config.checkpoint == "full" else 1)
+    joined = [edges for edges in calls if len(edges) > 2]
+    assert len(joined) == runs * joined_calls(config)
+    if ring_and_ulysses(config) == 1:
+        assert calls == [[0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()]] * runs
+
+
+def ring_and_ulysses(config: LongContextConfig) -> int:
+    return config.ring_degree * config.ulysses_degree
+
+
+def joined_calls(config: LongContextConfig) -> int:
+    """Of all ranks: calls that run several documents."""
+    documents, in_ring = Documents(DOCUMENTS, sum(DOCUMENTS)), config
+    if config.recurrent_exchange == "heads":  # each rank runs what its Ulysses group holds
+        in_ring = replace(config, ulysses_degree=1, recurrent_exchange="states")
+    chain = checked_chain(in_ring.layout_of(documents), documents)
+    calls = [call for rank in range(chain.num_ranks) for call in chain.calls(rank, joins=True)]
+    return sum(len(call) > 1 for call in calls) * (ring_and_ulysses(config) // chain.num_ranks)
+
+
+def test_what_a_kernel_does_not_name_is_not_given() -> None:
+    """transformers drops it, and documents would run on into each other."""
+    (mixer,) = recurrent_modules(in_float64("qwen3_5_text"))[:1]
+    function = functions_of(mixer)["torch_chunk_gated_delta_rule"]
+    assert not keeps_documents_apart(function)  # torch's refuses edges
+    assert keeps_documents_apart(install(function, kernel_over(function, [])))
+    assert not keeps_documents_apart(install(function, lambda *args, **options: None))
+
+
+def unused(*_: Any) -> Any:
+    raise AssertionError
+
+
+def test_a_batch_has_its_documents_one_by_one() -> None:
+    for batch, takes in ((1, True), (2, False)):
+        inputs = (torch.ones(batch, 4, 2, 8),) * 3 + (torch.ones(batch, 4, 2),) * 2
+        assert DeltaRule(unused, inputs, {}, True).takes_documents is takes
+        assert not DeltaRule(unused, inputs).takes_documents
