@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from longctx_patch.plans.traffic import Traffic
@@ -49,6 +50,13 @@ class Chain:
     segments: tuple[Segment, ...]
     num_ranks: int
 
+    def __hash__(self) -> int:
+        return self._hash  # each layer looks up what is known of its chain, of many segments
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.segments, self.num_ranks))
+
     @cached_property
     def _of_rank(self) -> tuple[tuple[int, ...], ...]:
         numbers: list[list[int]] = [[] for _ in range(self.num_ranks)]
@@ -63,7 +71,19 @@ class Chain:
     def calls(self, rank: int, *, joins: bool) -> tuple[tuple[int, ...], ...]:
         """The segments of a rank, in the order of its slots, by the calls of a kernel that run
         them: one by one, or, with `joins`, whole documents that follow one another together."""
-        return _calls(self, rank) if joins else tuple((number,) for number in self.of_rank(rank))
+        return self._joined[rank] if joins else tuple((number,) for number in self.of_rank(rank))
+
+    @cached_property
+    def _joined(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        return tuple(tuple(self._calls(rank)) for rank in range(self.num_ranks))
+
+    def _calls(self, rank: int) -> Iterator[tuple[int, ...]]:
+        for is_whole, numbers in groupby(self.of_rank(rank), self._is_whole):
+            following = tuple(numbers)
+            yield from [following] if is_whole else [(number,) for number in following]
+
+    def _is_whole(self, number: int) -> bool:
+        return self.segments[number].begins and number not in self.needed
 
     @cached_property
     def needed(self) -> frozenset[int]:
@@ -132,20 +152,6 @@ class ChainTraffic(NamedTuple):
 
     def plus(self, other: "ChainTraffic") -> "ChainTraffic":
         return ChainTraffic(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-
-@lru_cache(maxsize=64)
-def _calls(chain: Chain, rank: int) -> tuple[tuple[int, ...], ...]:
-    found: list[list[int]] = []
-    joins_last = False
-    for number in chain.of_rank(rank):
-        is_whole = chain.segments[number].begins and number not in chain.needed
-        if is_whole and joins_last:
-            found[-1].append(number)
-        else:
-            found.append([number])
-        joins_last = is_whole
-    return tuple(map(tuple, found))
 
 
 @lru_cache(maxsize=64)

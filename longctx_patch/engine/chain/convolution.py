@@ -21,8 +21,9 @@ def run_convolution(run: ChainRun, convolve: Convolution, hidden_BCL: Tensor, re
     """
     chain, needs = run.chain, checked_tails(run.chain, reach)
     mine = chain.of_rank(run.rank)
+    of_token = hidden_BCL.shape[0] * hidden_BCL.shape[1]
     sizes = {
-        number: hidden_BCL[:, :, 0].numel() * min(reach, segment.tokens.size)
+        number: of_token * min(reach, segment.tokens.size)
         for number, segment in enumerate(chain.segments)
     }
     exchange = run.exchange(needs, sizes, hidden_BCL.dtype)
@@ -36,11 +37,13 @@ def run_convolution(run: ChainRun, convolve: Convolution, hidden_BCL: Tensor, re
     if len(mine) == 1 and not needs[mine[0]]:
         return convolve(hidden_BCL)
     tails |= foreign
+    zeros = hidden_BCL.new_zeros(*hidden_BCL.shape[:2], reach)
+    tokens = hidden_BCL.split([chain.segments[number].slots.size for number in mine], dim=2)
     parts: list[Tensor] = []
-    for number in mine:
-        slots = chain.segments[number].slots
-        before = [tails[other].view(*hidden_BCL.shape[:2], -1) for other in needs[number]]
-        parts += [_filled(hidden_BCL, before, reach), hidden_BCL[:, :, slots.start : slots.stop]]
+    for number, own in zip(mine, tokens, strict=True):
+        before = [tails[other].view(*zeros.shape[:2], -1) for other in needs[number]]
+        filled = torch.cat([zeros, *before], dim=2)[:, :, -reach:] if before else zeros
+        parts += [filled, own]
     out = convolve(torch.cat(parts, dim=2))
     sizes_of_parts = [part.shape[2] for part in parts]
     return torch.cat(out.split(sizes_of_parts, dim=2)[1::2], dim=2)
@@ -50,9 +53,3 @@ def _last(hidden_BCL: Tensor, stop: int, size: int) -> Tensor:
     """The last tokens before a slot, flat, `size` numbers in all."""
     num_tokens = size // hidden_BCL[:, :, 0].numel()
     return hidden_BCL[:, :, stop - num_tokens : stop].flatten()
-
-
-def _filled(hidden_BCL: Tensor, before: list[Tensor], reach: int) -> Tensor:
-    """The last `reach` of the tokens in `before`, with zeros in front where they are fewer."""
-    zeros = hidden_BCL.new_zeros(*hidden_BCL.shape[:2], reach)
-    return torch.cat([zeros, *before], dim=2)[:, :, -reach:] if reach else zeros
