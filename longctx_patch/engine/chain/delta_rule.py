@@ -120,4 +120,5 @@ class DeltaRule:
 @lru_cache(maxsize=32)
 def _edges(edges: tuple[int, ...], device: torch.device) -> Tensor:
     """`[N + 1]`, int64. The same tensor for all layers: fla keeps what it makes of one."""
-    return torch.tensor(edges, device=device)
+    with torch.inference_mode(False):  # training saves it for backward, after an evaluation too
+        return torch.tensor(edges, device=device)

@@ -127,6 +127,22 @@ def test_what_a_kernel_does_not_name_is_not_given() -> None:
     assert not keeps_documents_apart(install(function, lambda *args, **options: None))
 
 
+def test_edges_made_in_inference_can_be_trained_with() -> None:
+    saved: list[Tensor] = []
+
+    def rule(*_: Any, cu_seqlens: Tensor, **__: Any) -> Any:
+        saved.append(cu_seqlens)
+        return torch.zeros(1), None
+
+    inputs = (torch.ones(1, 7, 2, 8),) * 3 + (torch.ones(1, 7, 2),) * 2
+    with torch.inference_mode():
+        DeltaRule(rule, inputs, {}, True).run_documents([2, 3, 7])
+    DeltaRule(rule, inputs, {}, True).run_documents([2, 3, 7])
+    assert saved[0] is saved[1]  # kernels keep what they have made of it
+    assert saved[0].tolist() == [0, 1, 5]
+    assert not saved[0].is_inference()
+
+
 def unused(*_: Any) -> Any:
     raise AssertionError
 
