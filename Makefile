@@ -105,7 +105,7 @@ test: $(STAMP)
 	    $(addprefix --ignore=,$(foreach suite,$(APART),$(TESTS_$(suite))))
 
 $(addprefix test-,$(APART)): test-%: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal $(TESTS_$*)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal $(TESTS_$*)
 
 test-grid: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/trl/grid.py

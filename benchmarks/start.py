@@ -1,13 +1,14 @@
-"""What a start takes until its first step, by stages: the first one on a machine, and later ones.
+"""What a start takes until its first step, by stages, several times in a row.
 
     python benchmarks/start.py --folder /tmp/start --gpus 1 --layers 8 --tokens 65536
 
 Writes a checkpoint of random weights into FOLDER and has `longctx patch` write a run folder over it
 (an adapter, plain text); then runs `longctx train run/ --max-steps 3` as often as asked, each time
-from the beginning. Stages are those that a run writes to `start.json`. `beside weights` is the time
-until the first step begins, without that of the stage in which weights are read. `--cold` drops the
-system's page cache before each start but the first two (root alone can). The losses of all starts
-have to agree. Options after `--` are those of `longctx patch`.
+from the beginning. The first start is one of a new machine only where nothing has run on it before:
+no cache is cleared. Stages are those that a run writes to `start.json`. `beside weights` is the
+time until the first step begins, without that of the stage in which weights are read. `--cold`
+drops the system's page cache before each start but the first two (root alone can). The losses of
+all starts have to agree. Options after `--` are those of `longctx patch`.
 """
 
 import argparse

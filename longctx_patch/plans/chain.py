@@ -68,16 +68,16 @@ class Chain:
         """Numbers of the segments of a rank, in the order of its slots."""
         return self._of_rank[rank]
 
-    def calls(self, rank: int, *, joins: bool) -> tuple[tuple[int, ...], ...]:
-        """The segments of a rank, in the order of its slots, by the calls of a kernel that run
-        them: one by one, or, with `joins`, whole documents that follow one another together."""
-        return self._joined[rank] if joins else tuple((number,) for number in self.of_rank(rank))
-
     @cached_property
-    def _joined(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        return tuple(tuple(self._calls(rank)) for rank in range(self.num_ranks))
+    def _runs(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        return tuple(tuple(self._runs_of(rank)) for rank in range(self.num_ranks))
 
-    def _calls(self, rank: int) -> Iterator[tuple[int, ...]]:
+    def runs(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The segments of a rank, in the order of its slots: whole documents that follow one
+        another together, which one call of a kernel may run, and others one by one."""
+        return self._runs[rank]
+
+    def _runs_of(self, rank: int) -> Iterator[tuple[int, ...]]:
         for is_whole, numbers in groupby(self.of_rank(rank), self._is_whole):
             following = tuple(numbers)
             yield from [following] if is_whole else [(number,) for number in following]

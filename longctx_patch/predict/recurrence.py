@@ -228,8 +228,8 @@ def _chain_passes(shape: RecurrentShape, layout: Layout, row: Row, hardware: Har
     run_s, map_s = (flops(shape) / rate for flops in (_run_flops, map_flops))
     before, after = [0.0] * chain.num_ranks, [0.0] * chain.num_ranks
     # fla's kernels run whole documents in one call.
-    joins = shape.kind != "Mamba-2" and shape.batch == 1
-    calls = [len(chain.calls(rank, joins=joins)) for rank in range(chain.num_ranks)]
+    runs = chain.runs if shape.kind != "Mamba-2" and shape.batch == 1 else chain.of_rank
+    calls = [len(runs(rank)) for rank in range(chain.num_ranks)]
     for number, segment in enumerate(chain.segments):
         if segment.begins:
             before[segment.rank] += segment.tokens.size * run_s

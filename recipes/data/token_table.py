@@ -168,7 +168,7 @@ def lengths_of(table: Dataset) -> np.ndarray:
     total = np.zeros(len(table), np.int64)
     for name in table.column_names:
         if name.endswith("_ids"):
-            total += _column_lengths(table, name)
+            total += column_lengths(table, name)
     return total
 
 
@@ -177,15 +177,16 @@ def longest_row_first(table: Dataset) -> np.ndarray:
     prompt and the longer answer, as the shorter one is padded."""
     if "chosen_ids" in table.column_names:
         prompt, *answers = (
-            _column_lengths(table, f"{name}_ids") for name in ("prompt", "chosen", "rejected")
+            column_lengths(table, f"{name}_ids") for name in ("prompt", "chosen", "rejected")
         )
         lengths = prompt + np.maximum(*answers)
     else:
-        lengths = _column_lengths(table, "input_ids")
+        lengths = column_lengths(table, "input_ids")
     return np.argsort(-lengths, kind="stable")
 
 
-def _column_lengths(table: Dataset, name: str) -> np.ndarray:
+def column_lengths(table: Dataset, name: str) -> np.ndarray:
+    """Tokens of one column in each row, int64."""
     chunks = table.data.column(name).chunks
     found = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks])
     if table._indices is not None:  # of rows that were drawn or shuffled

@@ -22,7 +22,9 @@ ACCUSED: dict[Kind, str] = {
     "kill": r"rank (\d+) (?:\(process \d+\) is gone, last seen in|was ended by SIGKILL in) .*",
     "stop": r"rank (\d+) \(process .*\) was stopped by a signal; last seen in .*",
     "terminate": r"rank (\d+) (?:\(process \d+\) is gone, last seen in|was ended by SIGTERM in) .*",
-    "exception": r"rank (\d+) failed in (?:(?!rank \d).)*PlantedError: planted.*",
+    "exception": (
+        r"rank (\d+) failed in (?:(?!rank \d).)*PlantedError: planted(?: \(while [^)]*\))?"
+    ),
     "nan": r".*(?:first on rank|not finite on rank) (\d+)\b.*",
     "full disk": r"rank (\d+) could not write .*",
 }

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import wraps
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -143,13 +143,17 @@ WIDE: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
+    "linear_head_dim": 64,
+    "linear_num_heads": 4,
     "mamba_n_heads": 4,
     "mamba_d_head": 64,
     "mamba_d_state": 64,
     "mamba_chunk_size": 64,
 }
 """Heads of sizes that kernels take; a config keeps the names that it knows."""
-FAMILIES = [name for name in ("qwen3_5_text", "olmo_hybrid", "bamba") if name in SUPPORTED]
+FAMILIES = [
+    name for name in ("qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba") if name in SUPPORTED
+]
 
 
 def exact_step(model: Any, lengths: tuple[int, ...]) -> Step:
@@ -185,7 +189,9 @@ def check_families(rank: int, world_size: int, dtype: torch.dtype) -> None:
                 for config, steps in zip(configs, found, strict=True):
                     with what_runs(model) as ran:
                         step = sharded_step(copy.deepcopy(model), config, lengths)
-                    assert ran == expected_to_run(model), (family, config, ran)
+                    assert ran.functions == expected_to_run(model), (family, config, ran)
+                    together = set[str]() if len(lengths) == 1 else takes_edges(model)
+                    assert ran.together == together, (family, config, ran)
                     steps.append(compared(step, wanted))
             for config, steps in zip(configs, found, strict=True):
                 assert_as_accurate(mean_errors(steps), mean_errors(own), (family, config))
@@ -228,10 +234,22 @@ def expected_to_run(model: Any) -> set[tuple[str, bool]]:
     return {(name, KERNELS[name].is_installed) for mixer in mixers for name in functions_of(mixer)}
 
 
+def takes_edges(model: Any) -> set[str]:
+    """Kernels to which every rank gives some of `DOCUMENTS` together, by their edges."""
+    kernels = {name for name, is_kernel in expected_to_run(model) if is_kernel}
+    return kernels & {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"}
+
+
+class Ran(NamedTuple):
+    functions: set[tuple[str, bool]]
+    together: set[str]
+    """Those that got the edges of documents."""
+
+
 @contextmanager
-def what_runs(model: Any) -> Iterator[set[tuple[str, bool]]]:
+def what_runs(model: Any) -> Iterator[Ran]:
     """What ran in the block: transformers' functions keep it in a cell, which is watched."""
-    ran: set[tuple[str, bool]] = set()
+    ran = Ran(set(), set())
     with pytest.MonkeyPatch.context() as patched:
         functions = [functions_of(mixer) for mixer in recurrent_modules(model)]
         for name, function in {item for each in functions for item in each.items()}:
@@ -242,10 +260,12 @@ def what_runs(model: Any) -> Iterator[set[tuple[str, bool]]]:
         yield ran
 
 
-def watch(ran: set[tuple[str, bool]], what: tuple[str, bool], function: Any) -> Any:
+def watch(ran: Ran, what: tuple[str, bool], function: Any) -> Any:
     @wraps(function)  # what it takes is looked for
     def run(*args: Any, **options: Any) -> Any:
-        ran.add(what)
+        ran.functions.add(what)
+        if options.get("cu_seqlens") is not None:
+            ran.together.add(what[0])
         return function(*args, **options)
 
     return run

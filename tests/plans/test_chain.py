@@ -56,8 +56,7 @@ def test_whole_documents_that_follow_each_other_are_one_call() -> None:
         chain = make_chain(layout, documents)
         sizes = Counter(segment.document for segment in chain.segments)
         for rank in range(chain.num_ranks):
-            alone, joined = (chain.calls(rank, joins=joins) for joins in (False, True))
-            assert alone == tuple((number,) for number in chain.of_rank(rank))
+            joined = chain.runs(rank)
             assert [n for call in joined for n in call] == [*chain.of_rank(rank)]
             whole = [sizes[chain.segments[call[0]].document] == 1 for call in joined]
             assert not any(one and other for one, other in pairwise(whole))

@@ -31,12 +31,8 @@ class DeltaRule:
     `[B, L, Hv]`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the kernel."""
-    has_edges: bool = False
+    takes_edges: Callable[[], bool] = lambda: False
     """Whether the kernel keeps documents apart whose edges are `cu_seqlens`."""
-
-    @property
-    def takes_documents(self) -> bool:
-        return self.has_edges and self.inputs[0].shape[0] == 1  # fla's kernels take no batch then
 
     @cached_property
     def state_shape(self) -> tuple[int, ...]:
@@ -74,12 +70,14 @@ class DeltaRule:
         query, key, value, g, beta = self._part(slots)
         return self._call(query, key, value, g, beta, state, ends=ends)
 
-    def run_documents(self, edges: Sequence[int]) -> Tensor:
+    def run_documents(self, edges: Sequence[int]) -> Tensor | None:
+        batch, device = self.inputs[0].shape[0], self.inputs[0].device
+        if batch > 1 or not self.takes_edges():  # fla's kernels take no batch then
+            return None
         slots = Interval(edges[0], edges[-1])
-        own = _edges(tuple(edge - slots.start for edge in edges), self.inputs[0].device)
-        out, _ = replace(self, options=self.options | {"cu_seqlens": own}).run(
-            slots, None, ends=False
-        )
+        own = tuple(edge - slots.start for edge in edges)
+        given = {"cu_seqlens": _edges(own, device, torch.is_inference_mode_enabled())}
+        out, _ = replace(self, options=self.options | given).run(slots, None, ends=False)
         return out
 
     def map(self, slots: Interval) -> tuple[Tensor, Tensor]:
@@ -118,7 +116,7 @@ class DeltaRule:
 
 
 @lru_cache(maxsize=32)
-def _edges(edges: tuple[int, ...], device: torch.device) -> Tensor:
-    """`[N + 1]`, int64. The same tensor for all layers: fla keeps what it makes of one."""
-    with torch.inference_mode(False):  # training saves it for backward, after an evaluation too
-        return torch.tensor(edges, device=device)
+def _edges(edges: tuple[int, ...], device: torch.device, in_inference: bool) -> Tensor:
+    """`[N + 1]`, int64. The same tensor for all layers, since fla keeps what it makes of one; but
+    what it makes in inference mode can't be saved for backward."""
+    return torch.tensor(edges, device=device)

@@ -7,6 +7,7 @@ then neither sends nor waits. It still makes the rank's own items, which backwar
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,10 +38,18 @@ class Exchange:
 
     def sent_to(self, rank: int) -> tuple[int, ...]:
         """The segments whose items this rank sends to another one."""
-        return self.chain.wanted(self.needs, self.rank, rank)
+        return self._sent[rank]
 
     def got_from(self, rank: int) -> tuple[int, ...]:
-        return self.chain.wanted(self.needs, rank, self.rank)
+        return self._got[rank]
+
+    @cached_property
+    def _sent(self) -> dict[int, tuple[int, ...]]:
+        return {other: self.chain.wanted(self.needs, self.rank, other) for other in self.others}
+
+    @cached_property
+    def _got(self) -> dict[int, tuple[int, ...]]:
+        return {other: self.chain.wanted(self.needs, other, self.rank) for other in self.others}
 
     @property
     def others(self) -> list[int]:

@@ -42,11 +42,6 @@ class Recurrence(Protocol):
         """Its sizes, in which its inputs and their heads are told apart."""
         ...
 
-    @property
-    def takes_documents(self) -> bool:
-        """Whether `run_documents` is one call of the kernel."""
-        ...
-
     def with_inputs(self, inputs: Sequence[Tensor]) -> Self:
         """The same recurrence over other inputs."""
         ...
@@ -61,8 +56,9 @@ class Recurrence(Protocol):
         """(output `[B, tokens, ...]`, the state that is left, if `ends`) of some of the tokens."""
         ...
 
-    def run_documents(self, edges: Sequence[int]) -> Tensor:
-        """Output of documents that follow one another, each from a state of zero.
+    def run_documents(self, edges: Sequence[int]) -> Tensor | None:
+        """Output of documents that follow one another, each from a state of zero, in one call; None
+        where the kernel takes one at a time.
 
         `edges`: where each begins, and the end of the last one.
         """
@@ -83,45 +79,52 @@ def run_recurrence(run: ChainRun, recurrence: Recurrence) -> Tensor:
     Collective over ranks that share documents.
     """
     chain, needs = run.chain, run.chain.states
-    calls = chain.calls(run.rank, joins=recurrence.takes_documents)
-    begun, items = _begin(chain, calls, recurrence)
+    runs = chain.runs(run.rank)
+    begun, items = _begin(chain, runs, recurrence)
     exchange = run.exchange(needs, _sizes(chain, recurrence), _dtype(recurrence))
     inputs = recurrence.inputs
     foreign, passed = hand_over(exchange, items, (*inputs, *begun.values()))
     outputs = dict(zip(begun, passed[len(inputs) :], strict=True))
     rest, items = recurrence.with_inputs(passed[: len(inputs)]), items | foreign
-    for call in calls:
-        if call not in outputs:
-            (number,) = call
+    for numbers in runs:
+        if numbers not in outputs:
+            (number,) = numbers
             state = _state(rest, [items[other] for other in needs[number]])
-            outputs[call], _ = rest.run(chain.segments[number].slots, state, ends=False)
-    return torch.cat([outputs[call] for call in calls], dim=1)
+            outputs[numbers], _ = rest.run(chain.segments[number].slots, state, ends=False)
+    return torch.cat([outputs[numbers] for numbers in runs], dim=1)
 
 
-Calls = Sequence[tuple[int, ...]]
-"""Segments of a rank by the calls that run them: see `Chain.calls`."""
+Runs = Sequence[tuple[int, ...]]
+"""Segments of a rank: see `Chain.runs`."""
 
 
 def _begin(
-    chain: Chain, calls: Calls, recurrence: Recurrence
+    chain: Chain, runs: Runs, recurrence: Recurrence
 ) -> tuple[dict[tuple[int, ...], Tensor], dict[int, Tensor]]:
     """(outputs of this rank's segments that begin a document, items of all that others need)."""
     outputs: dict[tuple[int, ...], Tensor] = {}
     items: dict[int, Tensor] = {}
-    for call in calls:
-        slots = [chain.segments[number].slots for number in call]
-        if len(call) > 1:
-            edges = [each.start for each in slots]
-            outputs[call] = recurrence.run_documents([*edges, slots[-1].stop])
+    for numbers in runs:
+        slots = [chain.segments[number].slots for number in numbers]
+        if len(numbers) > 1:
+            outputs[numbers] = _whole(recurrence, slots)
             continue
-        (number,), is_needed = call, call[0] in chain.needed
+        (number,), is_needed = numbers, numbers[0] in chain.needed
         if chain.segments[number].begins:
-            outputs[call], state = recurrence.run(slots[0], None, ends=is_needed)
+            outputs[numbers], state = recurrence.run(slots[0], None, ends=is_needed)
             if state is not None:
                 items[number] = state.flatten()
         elif is_needed:
             items[number] = torch.cat([part.flatten() for part in recurrence.map(slots[0])])
     return outputs, items
+
+
+def _whole(recurrence: Recurrence, slots: Sequence[Interval]) -> Tensor:
+    """Output of whole documents that follow one another."""
+    out = recurrence.run_documents([*(each.start for each in slots), slots[-1].stop])
+    if out is None:
+        out = torch.cat([recurrence.run(each, None, ends=False)[0] for each in slots], dim=1)
+    return out
 
 
 def _sizes(chain: Chain, recurrence: Recurrence) -> dict[int, int]:

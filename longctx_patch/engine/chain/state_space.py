@@ -4,7 +4,6 @@ number m per head."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,10 +30,6 @@ class StateSpace:
     a_H: Tensor
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the kernel: chunk_size, D, dt_bias, dt_softplus, dt_limit."""
-
-    @property
-    def takes_documents(self) -> bool:
-        return False  # mamba-ssm's seq_idx was not tried
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -82,9 +77,8 @@ class StateSpace:
         found = self.scan(x, dt, self.a_H, b, c, **given, **self.options)
         return found if ends else (found, None)
 
-    def run_documents(self, edges: Sequence[int]) -> Tensor:
-        parts = [Interval(*ends) for ends in pairwise(edges)]
-        return torch.cat([self.run(part, None, ends=False)[0] for part in parts], dim=1)
+    def run_documents(self, edges: Sequence[int]) -> None:
+        """None: mamba-ssm's `seq_idx` was not tried."""
 
     def map(self, slots: Interval) -> tuple[Tensor, Tensor]:
         """(m, U). The kernel itself says what is left of a state of one number, so that m is made

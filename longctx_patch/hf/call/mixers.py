@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +23,26 @@ from longctx_patch.hf.call.kernel_faults import check_faults
 from longctx_patch.hf.call.mixer_kernels import check_kernels
 from longctx_patch.hf.call.recurrent_run import RecurrentRun, check_exchange
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.sequence_kernels import KERNELS, keeps_documents_apart
+from longctx_patch.hf.model.sequence_kernels import keeps_documents_apart
 from longctx_patch.hf.model.transformers_api import CALL_KEY
 
 Function = Callable[..., Any]
 
 
-class Stock(NamedTuple):
-    """A function of transformers along the sequence, which runs a kernel where one is installed."""
-
-    run: Function
-    keeps_documents_apart: bool
-    """See `keeps_documents_apart`."""
-
-
 def _convolution(
-    stock: Stock, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+    stock: Function, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
     run: RecurrentRun = options.pop(CALL_KEY)
 
     def convolve(hidden_BCL: Tensor) -> Tensor:
-        found: Tensor = stock.run(hidden_BCL, weight, bias, **options)
+        found: Tensor = stock(hidden_BCL, weight, bias, **options)
         return found
 
     return run_convolution(run.over_all, convolve, hidden, weight.shape[-1] - 1)
 
 
 def _delta_rule(
-    stock: Stock,
+    stock: Function,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,12 +54,13 @@ def _delta_rule(
     **options: Any,
 ) -> tuple[Tensor, None]:
     run: RecurrentRun = options.pop(CALL_KEY)
-    inputs, has_edges = (query, key, value, g, beta), stock.keeps_documents_apart
-    return run.recurrence(DeltaRule(stock.run, inputs, options, has_edges)), None
+    takes_edges = partial(keeps_documents_apart, stock)
+    rule = DeltaRule(stock, (query, key, value, g, beta), options, takes_edges)
+    return run.recurrence(rule), None
 
 
 def _state_space(
-    stock: Stock,
+    stock: Function,
     x: Tensor,
     dt: Tensor,
     a: Tensor,
@@ -79,10 +72,10 @@ def _state_space(
     **options: Any,
 ) -> Tensor:
     run: RecurrentRun = options.pop(CALL_KEY)
-    return run.recurrence(StateSpace(stock.run, (x, dt, b, c), a, options))
+    return run.recurrence(StateSpace(stock, (x, dt, b, c), a, options))
 
 
-def _not_fused(stock: Stock, *_: Any, **__: Any) -> None:
+def _not_fused(stock: Function, *_: Any, **__: Any) -> None:
     """A layer's convolution and scan in one call, which gives no place for an exchange: layers run
     them one by one where it returns None."""
 
@@ -173,9 +166,7 @@ def _over_chain(cls: type[nn.Module]) -> Function:
     namespace = dict(forward.__globals__)
     for name, function in OVER_CHAIN.items():
         if name in namespace:
-            own = namespace[name]
-            stock = Stock(own, name in KERNELS and keeps_documents_apart(own))
-            namespace[name] = partial(function, stock)
+            namespace[name] = partial(function, namespace[name])
     made = FunctionType(
         forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__
     )

@@ -114,7 +114,7 @@ def joined_calls(config: LongContextConfig) -> int:
     if config.recurrent_exchange == "heads":  # each rank runs what its Ulysses group holds
         in_ring = replace(config, ulysses_degree=1, recurrent_exchange="states")
     chain = checked_chain(in_ring.layout_of(documents), documents)
-    calls = [call for rank in range(chain.num_ranks) for call in chain.calls(rank, joins=True)]
+    calls = [call for rank in range(chain.num_ranks) for call in chain.runs(rank)]
     return sum(len(call) > 1 for call in calls) * (ring_and_ulysses(config) // chain.num_ranks)
 
 
@@ -127,28 +127,34 @@ def test_what_a_kernel_does_not_name_is_not_given() -> None:
     assert not keeps_documents_apart(install(function, lambda *args, **options: None))
 
 
-def test_edges_made_in_inference_can_be_trained_with() -> None:
-    saved: list[Tensor] = []
+def test_layers_share_edges_but_not_with_an_evaluation() -> None:
+    """fla keeps what it makes of the last ones, and what it has made in inference mode can't be
+    saved for backward."""
+    seen: list[Tensor] = []
 
     def rule(*_: Any, cu_seqlens: Tensor, **__: Any) -> Any:
-        saved.append(cu_seqlens)
+        seen.append(cu_seqlens)
         return torch.zeros(1), None
 
-    inputs = (torch.ones(1, 7, 2, 8),) * 3 + (torch.ones(1, 7, 2),) * 2
     with torch.inference_mode():
-        DeltaRule(rule, inputs, {}, True).run_documents([2, 3, 7])
-    DeltaRule(rule, inputs, {}, True).run_documents([2, 3, 7])
-    assert saved[0] is saved[1]  # kernels keep what they have made of it
-    assert saved[0].tolist() == [0, 1, 5]
-    assert not saved[0].is_inference()
+        of_documents(rule, batch=1)
+    of_documents(rule, batch=1)
+    of_documents(rule, batch=1)
+    assert all(edges.tolist() == [0, 1, 5] for edges in seen)
+    assert seen[0].is_inference()
+    assert not seen[1].is_inference()
+    assert seen[1] is seen[2]
 
 
-def unused(*_: Any) -> Any:
-    raise AssertionError
+def of_documents(rule: Callable[..., Any], *, batch: int, takes: bool = True) -> Tensor | None:
+    """Two documents, after two tokens of another one."""
+    inputs = (torch.ones(batch, 7, 2, 8),) * 3 + (torch.ones(batch, 7, 2),) * 2
+    return DeltaRule(rule, inputs, {}, lambda: takes).run_documents([2, 3, 7])
 
 
 def test_a_batch_has_its_documents_one_by_one() -> None:
-    for batch, takes in ((1, True), (2, False)):
-        inputs = (torch.ones(batch, 4, 2, 8),) * 3 + (torch.ones(batch, 4, 2),) * 2
-        assert DeltaRule(unused, inputs, {}, True).takes_documents is takes
-        assert not DeltaRule(unused, inputs).takes_documents
+    def unused(*_: Any) -> Any:
+        raise AssertionError
+
+    assert of_documents(unused, batch=2) is None
+    assert of_documents(unused, batch=1, takes=False) is None
