@@ -37,6 +37,7 @@ CHOSEN: dict[Recipe, list[Fault]] = {
         Fault("truncate", "save", 0),
         Fault("delete", "save", 1),
         Fault("kill", "writing", 1),
+        Fault("exception", "writing", 0),
     ],
 }
 TRIALS = [(recipe, fault) for recipe, chosen in CHOSEN.items() for fault in chosen]
