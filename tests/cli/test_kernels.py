@@ -80,7 +80,7 @@ def test_what_a_kernel_takes_is_what_it_accepts(run: Run) -> None:
         exact = (kernel.traits.softcap, kernel.domain.deterministic)
         assert (found["softcap"], found["deterministic"]) == exact
     assert kernels["cudnn"]["dtypes"] == ["bfloat16", "float16"]
-    assert kernels["cudnn"]["head_dims"] == "to 128, by 8"
+    assert kernels["cudnn"]["head_dims"] == "to 256, by 8"
 
 
 def test_rates_are_measured_where_a_gpu_is(run: Run, gpu: list[bool]) -> None:

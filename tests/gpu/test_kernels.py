@@ -138,6 +138,8 @@ def trials() -> Iterator[Trial]:
         if takes(available()[name], SEGMENTS[case], SCORE):
             dtype, dim, heads = KINDS[number % len(KINDS)]
             yield Trial(name, case, Score(dim**-0.5), dtype, dim, heads)
+    for case, dim in product(("causal", "full"), (136, 192, 256)):
+        yield Trial("cudnn", case, Score(dim**-0.5), dim=dim)
     for name in PACKAGED:
         for case in ("causal", "full", "windows of documents", "documents"):
             yield Trial(name, case, CAPPED)

@@ -18,9 +18,13 @@ from longctx_patch.kernels.base import (
     Traits,
     unsupported,
 )
+from longctx_patch.kernels.installed import lacks_gpu
 from longctx_patch.kernels.run import MOST_NUMBERS
 
 _aten = torch.ops.aten
+
+COMMON_HEAD_DIM = 128
+"""Wider heads have kernels for Hopper alone."""
 
 
 class CudnnKernel:
@@ -29,13 +33,17 @@ class CudnnKernel:
     domain = Domain(
         "cuda",
         (torch.bfloat16, torch.float16),
-        max_head_dim=128,
+        max_head_dim=256,
         deterministic=False,
         least_gpu=(8, 0),
     )
 
     def refuses(self, request: KernelRequest) -> str | None:
-        return unsupported(request, self.traits, self.domain)
+        problem = unsupported(request, self.traits, self.domain)
+        if problem is not None or request.head_dim <= COMMON_HEAD_DIM:
+            return problem
+        lack = lacks_gpu((9, 0), 10)
+        return lack and f"for head dims above {COMMON_HEAD_DIM} {lack}"
 
     def forward(
         self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score

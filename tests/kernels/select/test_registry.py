@@ -22,8 +22,22 @@ def test_pieces_prefer_packed_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_kernel.cache_clear()
     assert choose_kernel("auto", request).name == "cudnn"
     assert choose_kernel("auto", request._replace(pieces=True)).name == "torch_flash"
-    assert choose_kernel("auto", request._replace(head_dim=256)).name == "torch_flash"
+    assert choose_kernel("auto", request._replace(head_dim=256)).name == "cudnn"
     assert choose_kernel("auto", request._replace(head_dim=264)).name == "torch_eager"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
+def test_cudnn_takes_wide_heads_on_hopper_alone(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    request = KernelRequest("cuda", torch.bfloat16, 136)
+    choose_kernel.cache_clear()
+    assert choose_kernel("cudnn", request._replace(head_dim=128)).name == "cudnn"
+    assert choose_kernel("auto", request).name == "torch_flash"
+    lack = rf"head dims above 128 needs compute capability 9\.0 to 9\.x, .* {capability[0]}\.0"
+    with pytest.raises(ValueError, match=lack):
+        choose_kernel("cudnn", request)
 
 
 @pytest.mark.parametrize("feature", ["softcap", "tiles"])
@@ -54,8 +68,8 @@ def test_errors_say_what_is_asked_and_who_has_it() -> None:
         choose_kernel("torchflash", CPU)
     with pytest.raises(ValueError, match="takes bfloat16, float16, tensors are float32"):
         choose_kernel("torch_flash", GPU)
-    with pytest.raises(ValueError, match="takes head dims up to 128 that are a multiple of 8"):
-        choose_kernel("cudnn", KernelRequest("cuda", torch.bfloat16, 256))
+    with pytest.raises(ValueError, match="takes head dims up to 256 that are a multiple of 8"):
+        choose_kernel("cudnn", KernelRequest("cuda", torch.bfloat16, 264))
     with pytest.raises(
         ValueError,
         match="no kernel for float32 with head dim 8, softcap of scores on cpu:\n"
