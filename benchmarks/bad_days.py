@@ -7,7 +7,9 @@ Runs the text recipe on random weights. `guards`: they are taken out of every ot
 so that both kinds see the same machine: `with` and `without` are medians of a step, `host` is what
 the host itself spends in the guards. The start's checks are timed in it as well. `background` and
 `waiting` save checkpoints, while training goes on and while it waits: `lost` is the time above that
-of quiet steps, as a share of it. One line of JSON, printed by rank 0.
+of quiet steps, as a share of it, and `lost_s` the same for each checkpoint in seconds. Quiet are
+the steps after the first checkpoint, when clocks have settled, in which nothing is written: saves
+have to be so far apart that there are some. One line of JSON, printed by rank 0.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -50,7 +52,12 @@ class Clock:
 
     starts: list[float] = field(default_factory=list)
     """Of the optimizer's part of each step."""
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    spans: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+    """When calls began and ended."""
+
+    @property
+    def seconds(self) -> dict[str, list[float]]:
+        return {name: [end - start for start, end in x] for name, x in self.spans.items()}
 
     @property
     def is_guarded(self) -> bool:
@@ -61,13 +68,18 @@ class Clock:
         found = enumerate(later - sooner for sooner, later in pairwise(self.starts))
         return [*found][SETTLED:]
 
+    def is_within(self, number: int, names: Collection[str]) -> bool:
+        """Whether one of these calls ran between this step and the next."""
+        first, last = self.starts[number : number + 2]
+        return any(a < last and b > first for name in names for a, b in self.spans[name])
+
     def timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.seconds[name].append(time.perf_counter() - began)
+                self.spans[name].append((began, time.perf_counter()))
 
         return wrapped
 
@@ -121,13 +133,14 @@ def guards(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         kinds = {(number + later) // BLOCK % 2 == 0 for later in (0, 1)}
         if len(kinds) == 1:  # not where one kind begins
             by_kind[kinds.pop()].append(seconds)
-    medians = {name: statistics.median(times) for name, times in clock.seconds.items()}
+    seconds = clock.seconds
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
     return {
         "with_s": statistics.median(by_kind[True]),
         "without_s": statistics.median(by_kind[False]),
         "host_ms": 1e3 * sum(medians[name] for name in medians.keys() - {*CHECKS, WAITS}),
         "host_ms_of_each": {name: 1e3 * seconds for name, seconds in medians.items()},
-        "start_s": {name: sum(clock.seconds[name]) for name in CHECKS},
+        "start_s": {name: sum(seconds[name]) for name in CHECKS},
     }
 
 
@@ -150,15 +163,22 @@ def saving(arguments: argparse.Namespace, folder: Path, *, in_background: bool) 
     ):
         run(arguments, output, flag, "--save-every", str(arguments.save_every))
     every = arguments.save_every
-    # Steps in which nothing was written: those before the first save.
-    quiet = statistics.median(s for number, s in clock.periods() if number < every - 1)
-    later = [s for number, s in clock.periods() if number >= every - 1]
-    later = later[: len(later) // every * every]  # whole intervals between saves
+    later = [(number, s) for number, s in clock.periods() if number >= every - 1]
+    quiet = [s for number, s in later if not clock.is_within(number, ("save", "write"))]
+    if not quiet:
+        raise SystemExit(
+            f"--save-every {every}: something is written in all steps. Save less often."
+        )
+    num_saves = len(later) // every
+    all_s = sum(s for _, s in later[: num_saves * every])  # whole intervals between saves
+    quiet_s = statistics.median(quiet)
     return {
-        "quiet_s": quiet,
-        "lost": sum(later) / (len(later) * quiet) - 1,
-        "save_s": statistics.median(clock.seconds["save"][1:-1]),
-        "write_s": statistics.median(clock.seconds["write"][1:-1]),
+        "quiet_s": quiet_s,
+        "num_quiet": len(quiet),
+        "lost": all_s / (num_saves * every * quiet_s) - 1,
+        "lost_s": all_s / num_saves - every * quiet_s,
+        "save_s": statistics.median(clock.seconds["save"][:-1]),
+        "write_s": statistics.median(clock.seconds["write"][:-1]),
         "bytes": sum(p.stat().st_size for p in next(output.glob("checkpoints/*")).rglob("*")),
     }
 
