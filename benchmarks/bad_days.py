@@ -133,14 +133,14 @@ def guards(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         kinds = {(number + later) // BLOCK % 2 == 0 for later in (0, 1)}
         if len(kinds) == 1:  # not where one kind begins
             by_kind[kinds.pop()].append(seconds)
-    seconds = clock.seconds
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    times_by_name = clock.seconds
+    medians = {name: statistics.median(times) for name, times in times_by_name.items()}
     return {
         "with_s": statistics.median(by_kind[True]),
         "without_s": statistics.median(by_kind[False]),
         "host_ms": 1e3 * sum(medians[name] for name in medians.keys() - {*CHECKS, WAITS}),
         "host_ms_of_each": {name: 1e3 * seconds for name, seconds in medians.items()},
-        "start_s": {name: sum(seconds[name]) for name in CHECKS},
+        "start_s": {name: sum(times_by_name[name]) for name in CHECKS},
     }
 
 
