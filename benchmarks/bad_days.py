@@ -4,12 +4,14 @@
     torchrun --nproc_per_node 2 benchmarks/bad_days.py background --layers 4 --tokens 65536
 
 Runs the text recipe on random weights. `guards`: they are taken out of every other block of steps,
-so that both kinds see the same machine: `with` and `without` are medians of a step, `host` is what
-the host itself spends in the guards. The start's checks are timed in it as well. `background` and
-`waiting` save checkpoints, while training goes on and while it waits: `lost` is the time above that
-of quiet steps, as a share of it, and `lost_s` the same for each checkpoint in seconds. Quiet are
-the steps after the first checkpoint, when clocks have settled, in which nothing is written: saves
-have to be so far apart that there are some. One line of JSON, printed by rank 0.
+so that both kinds see the same machine; a GPU is faster in the first two, which don't count. `with`
+and `without` are medians of a step, `host` is what the host itself spends in the guards. The
+start's checks are timed in it as well. Replicas are compared where there are several ranks alone.
+`background` and `waiting` save checkpoints, while training goes on and while it waits: `lost` is
+the time above that of quiet steps, as a share of it, and `lost_s` the same for each checkpoint in
+seconds. Quiet are the steps after the first checkpoint in which nothing is written: saves have to
+be so far apart that there are some. `save_s` and `write_s` have all saves, the last one with its
+wait. One line of JSON, printed by rank 0.
 """
 
 import argparse
@@ -40,6 +42,8 @@ from longctx_patch.recipes.saving.keeper import Keeper
 
 BLOCK = 10
 """Steps with the guards, then as many without."""
+WARM_UP = 2 * BLOCK
+"""Steps in which a GPU is cool, and so faster than later."""
 SETTLED = 3
 """First steps, which make buffers and the optimizer's states."""
 WAITS = "settle, with its wait"
@@ -128,20 +132,31 @@ def guards(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     checks: dict[str, Any] = {name: clock.timed(name, getattr(finetune, name)) for name in CHECKS}
     with every_other_block(clock), patch.multiple(finetune, **checks):
         run(arguments, folder / "guards")
-    by_kind: dict[bool, list[float]] = {True: [], False: []}
-    for number, seconds in clock.periods():
-        kinds = {(number + later) // BLOCK % 2 == 0 for later in (0, 1)}
-        if len(kinds) == 1:  # not where one kind begins
-            by_kind[kinds.pop()].append(seconds)
+    with_s, without_s = by_kind(clock)
     times_by_name = clock.seconds
     medians = {name: statistics.median(times) for name, times in times_by_name.items()}
     return {
-        "with_s": statistics.median(by_kind[True]),
-        "without_s": statistics.median(by_kind[False]),
+        "with_s": with_s,
+        "without_s": without_s,
         "host_ms": 1e3 * sum(medians[name] for name in medians.keys() - {*CHECKS, WAITS}),
         "host_ms_of_each": {name: 1e3 * seconds for name, seconds in medians.items()},
         "start_s": {name: sum(times_by_name[name]) for name in CHECKS},
     }
+
+
+def by_kind(clock: Clock) -> tuple[float, float]:
+    """Medians of steps with and without guards, once the clocks of a GPU have settled."""
+    kinds: dict[bool, list[float]] = {True: [], False: []}
+    for number, seconds in clock.periods():
+        around = {(number + later) // BLOCK % 2 == 0 for later in (0, 1)}
+        if number >= WARM_UP and len(around) == 1:  # not where one kind begins
+            kinds[around.pop()].append(seconds)
+    if not all(kinds.values()):
+        raise SystemExit(
+            f"--steps {len(clock.starts)}: both kinds need a block after {WARM_UP} steps of "
+            f"warm-up: make {WARM_UP + 2 * BLOCK + SETTLED} or more."
+        )
+    return statistics.median(kinds[True]), statistics.median(kinds[False])
 
 
 def saving(arguments: argparse.Namespace, folder: Path, *, in_background: bool) -> dict[str, Any]:
@@ -162,24 +177,30 @@ def saving(arguments: argparse.Namespace, folder: Path, *, in_background: bool) 
         patch.object(Keeper, "_write", write),
     ):
         run(arguments, output, flag, "--save-every", str(arguments.save_every))
-    every = arguments.save_every
+    return {
+        **lost_to_saving(clock, arguments.save_every),
+        "save_s": clock.seconds["save"],
+        "write_s": clock.seconds["write"],
+        "bytes": sum(p.stat().st_size for p in next(output.glob("checkpoints/*")).rglob("*")),
+    }
+
+
+def lost_to_saving(clock: Clock, every: int) -> dict[str, float]:
+    """Time of whole intervals between saves, beside that of as many quiet steps."""
     later = [(number, s) for number, s in clock.periods() if number >= every - 1]
     quiet = [s for number, s in later if not clock.is_within(number, ("save", "write"))]
-    if not quiet:
-        raise SystemExit(
-            f"--save-every {every}: something is written in all steps. Save less often."
-        )
     num_saves = len(later) // every
-    all_s = sum(s for _, s in later[: num_saves * every])  # whole intervals between saves
-    quiet_s = statistics.median(quiet)
+    if not quiet or not num_saves:
+        raise SystemExit(
+            f"--save-every {every}: {len(quiet)} steps after the first checkpoint in which nothing "
+            f"is written, and {num_saves} whole intervals. Make more --steps, or save less often."
+        )
+    all_s, quiet_s = sum(s for _, s in later[: num_saves * every]), statistics.median(quiet)
     return {
         "quiet_s": quiet_s,
         "num_quiet": len(quiet),
         "lost": all_s / (num_saves * every * quiet_s) - 1,
         "lost_s": all_s / num_saves - every * quiet_s,
-        "save_s": statistics.median(clock.seconds["save"][:-1]),
-        "write_s": statistics.median(clock.seconds["write"][:-1]),
-        "bytes": sum(p.stat().st_size for p in next(output.glob("checkpoints/*")).rglob("*")),
     }
 
 

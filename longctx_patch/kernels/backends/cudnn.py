@@ -43,7 +43,7 @@ class CudnnKernel:
         if problem is not None or request.head_dim <= COMMON_HEAD_DIM:
             return problem
         lack = lacks_gpu((9, 0), 10)
-        return lack and f"for head dims above {COMMON_HEAD_DIM} {lack}"
+        return lack and f"{lack}, for head dims above {COMMON_HEAD_DIM}"
 
     def forward(
         self, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, segments: Segments, score: Score
