@@ -8,8 +8,8 @@ so that both kinds see the same machine; a GPU is faster in the first two, which
 and `without` are medians of a step, `host` is what the host itself spends in the guards. The
 start's checks are timed in it as well. Replicas are compared where there are several ranks alone.
 `background` and `waiting` save checkpoints, while training goes on and while it waits: `lost` is
-the time above that of quiet steps, as a share of it, and `lost_s` the same for each checkpoint in
-seconds. Quiet are the steps after the first checkpoint in which nothing is written: saves have to
+the time above that of quiet steps, as a share of it, and `lost_s` the same in seconds, of each
+checkpoint: the first makes the memory that later ones are copied into. Quiet are the steps after the first checkpoint in which nothing is written: saves have to
 be so far apart that there are some. `save_s` and `write_s` have all saves, the last one with its
 wait. One line of JSON, printed by rank 0.
 """
@@ -185,7 +185,7 @@ def saving(arguments: argparse.Namespace, folder: Path, *, in_background: bool) 
     }
 
 
-def lost_to_saving(clock: Clock, every: int) -> dict[str, float]:
+def lost_to_saving(clock: Clock, every: int) -> dict[str, Any]:
     """Time of whole intervals between saves, beside that of as many quiet steps."""
     later = [(number, s) for number, s in clock.periods() if number >= every - 1]
     quiet = [s for number, s in later if not clock.is_within(number, ("save", "write"))]
@@ -195,12 +195,14 @@ def lost_to_saving(clock: Clock, every: int) -> dict[str, float]:
             f"--save-every {every}: {len(quiet)} steps after the first checkpoint in which nothing "
             f"is written, and {num_saves} whole intervals. Make more --steps, or save less often."
         )
-    all_s, quiet_s = sum(s for _, s in later[: num_saves * every]), statistics.median(quiet)
+    quiet_s = statistics.median(quiet)
+    intervals = [later[number * every : (number + 1) * every] for number in range(num_saves)]
+    lost_s = [sum(s - quiet_s for _, s in interval) for interval in intervals]
     return {
         "quiet_s": quiet_s,
         "num_quiet": len(quiet),
-        "lost": all_s / (num_saves * every * quiet_s) - 1,
-        "lost_s": all_s / num_saves - every * quiet_s,
+        "lost": sum(lost_s) / (num_saves * every * quiet_s),
+        "lost_s": lost_s,
     }
 
 

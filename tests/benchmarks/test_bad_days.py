@@ -9,7 +9,12 @@ EVERY = 10
 
 
 def clock_of(
-    num_steps: int, *, waits_s: float = 0.5, slower_s: float = 0.25, num_slower: int
+    num_steps: int,
+    *,
+    waits_s: float = 0.5,
+    first_waits_s: float = 0.5,
+    slower_s: float = 0.25,
+    num_slower: int,
 ) -> bad_days.Clock:
     """Steps of 1 s, after quicker first ones; saves wait, and steps beside writing are slower."""
     clock, now = bad_days.Clock(), 0.0
@@ -17,8 +22,9 @@ def clock_of(
         clock.starts.append(now)
         since = number - (EVERY - 1)
         if since >= 0 and since % EVERY == 0:
-            clock.spans["save"].append((now, now + waits_s))
-            now += waits_s
+            waited = waits_s if since else first_waits_s
+            clock.spans["save"].append((now, now + waited))
+            now += waited
             clock.spans["write"].append((now, now + num_slower * (1 + slower_s)))
         is_slower = since >= 0 and since % EVERY < num_slower
         now += 0.8 if since < 0 else 1 + slower_s * is_slower
@@ -27,11 +33,11 @@ def clock_of(
 
 def test_what_is_lost_is_told_from_steps_after_the_first_save() -> None:
     """Not from the first steps, in which a cool GPU is faster."""
-    clock = clock_of(3 * EVERY + 4, waits_s=0.5, slower_s=0.25, num_slower=4)
+    clock = clock_of(3 * EVERY + 4, waits_s=0.5, first_waits_s=2, slower_s=0.25, num_slower=4)
     found = bad_days.lost_to_saving(clock, EVERY)
     assert found["quiet_s"] == pytest.approx(1)
-    assert found["lost_s"] == pytest.approx(0.5 + 4 * 0.25)
-    assert found["lost"] == pytest.approx(0.15)
+    assert found["lost_s"] == pytest.approx([2 + 4 * 0.25, 0.5 + 4 * 0.25])
+    assert found["lost"] == pytest.approx((3 + 1.5) / 20)
     assert found["num_quiet"] == 2 * (EVERY - 4)
 
 
