@@ -14,14 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class _Views(nn.Module):
-    """Stands in for a model: gives its parameters, so that a backward reaches each of them."""
+    """Stands in for a model: a backward of what it gives reaches each parameter."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self._given = parameters  # a list, whose entries nn.Module doesn't register
-
-    def forward(self) -> list[torch.Tensor]:
-        return [parameter.view_as(parameter) for parameter in self._given]
+    def forward(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+        return [parameter.view_as(parameter) for parameter in parameters]
 
 
 def settle_buckets(model: Any) -> None:
@@ -35,9 +31,9 @@ def settle_buckets(model: Any) -> None:
     inner = model.module
     trained = [parameter for parameter in inner.parameters() if parameter.requires_grad]
     broadcasts = model.broadcast_buffers
-    model.module, model.broadcast_buffers = _Views(trained), False  # which has none
+    model.module, model.broadcast_buffers = _Views(), False  # which has none
     try:
-        views = model()
+        views = model(trained)  # an argument, since DDP of one GPU fails without any
     finally:
         model.module, model.broadcast_buffers = inner, broadcasts
     torch.autograd.backward(views, [torch.zeros_like(view) for view in views])

@@ -74,3 +74,13 @@ def test_without_settling_it_does_not() -> None:
 
 def test_models_without_ddp_are_left_alone() -> None:
     settle_buckets(nn.Linear(2, 2))
+
+
+def settle_as_on_a_gpu(rank: int) -> None:
+    _, ddp = wrapped(rank, settles=False)
+    ddp.device_ids = [0]  # which DDP has of a GPU, and moves what it is called with to
+    settle_buckets(ddp)
+
+
+def test_ddp_that_moves_its_inputs_settles() -> None:
+    run_distributed(settle_as_on_a_gpu, 2)
