@@ -9,9 +9,10 @@ and `without` are medians of a step, `host` is what the host itself spends in th
 start's checks are timed in it as well. Replicas are compared where there are several ranks alone.
 `background` and `waiting` save checkpoints, while training goes on and while it waits: `lost` is
 the time above that of quiet steps, as a share of it, and `lost_s` the same in seconds, of each
-checkpoint: the first makes the memory that later ones are copied into. Quiet are the steps after the first checkpoint in which nothing is written: saves have to
-be so far apart that there are some. `save_s` and `write_s` have all saves, the last one with its
-wait. One line of JSON, printed by rank 0.
+checkpoint: the first makes the memory that later ones are copied into. Quiet are the steps after
+the first checkpoint in which nothing is written: saves have to be so far apart that there are some.
+`save_s` and `write_s` have all saves, the last one with its wait. One line of JSON, printed by rank
+0.
 """
 
 import argparse

@@ -1,42 +1,80 @@
 """Fused layers in bfloat16: their error against float64 is at most twice that of stock layers."""
 
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama import modeling_llama
-from transformers.models.qwen3 import modeling_qwen3
 
-from longctx_patch.hf.layers.fused_layers import FusedLayersName, choose_fused_layers, fuse_layers
-from tests.hf.tiny import tiny_model
+from longctx_patch.hf.layers.fused_layers import (
+    LIGER_FAMILIES,
+    FusedLayersName,
+    choose_fused_layers,
+    fuse_layers,
+)
+from longctx_patch.hf.model.auto_class import auto_class
+from longctx_patch.hf.model.sequence_kernels import functions_of, torch_function
+from longctx_patch.hf.model.transformers_api import recurrent_modules
+from longctx_patch.verification.shrink import keep_float64
+from tests.hf.tiny import SUPPORTED, featured_config, tiny_model
 from tests.memory.trained import Trained
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
+DEVICE, ROPE = "cuda", "apply_rotary_pos_emb"
 LENGTH = 301
 
 
 @pytest.fixture(autouse=True)
 def rotary_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the stock function after each test: Liger's would stay in the modeling file."""
-    for home in (modeling_llama, modeling_qwen3):
-        monkeypatch.setattr(home, "apply_rotary_pos_emb", home.apply_rotary_pos_emb)
+    """Restore the stock functions after each test: Liger's would stay in the modeling file."""
+    homes = [module for name, module in sys.modules.items() if ".modeling_" in name]
+    for home in (module for module in homes if hasattr(module, ROPE)):
+        monkeypatch.setattr(home, ROPE, getattr(home, ROPE))
 
 
-def outcome(family: str, dtype: torch.dtype, how: FusedLayersName) -> tuple[Tensor, Tensor]:
-    """(loss, all gradients in one tensor); weights are rounded to bfloat16 for every dtype."""
-    model: Any = tiny_model(family, dtype=torch.bfloat16).to(DEVICE)
+def outcome(
+    family: str, dtype: torch.dtype, how: FusedLayersName, patched: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """(loss, all gradients in one tensor); weights are rounded to bfloat16 for every dtype.
+
+    Recurrences are transformers' torch functions, since their kernels know no float64.
+    """
+    model = numbered(family, torch.bfloat16)
     if dtype == torch.float64:
-        wide: Any = tiny_model(family, dtype=dtype).to(DEVICE)
-        wide.load_state_dict(model.state_dict())
-        model = wide
+        model = numbered(family, dtype)
+        model.load_state_dict(numbered(family, torch.bfloat16).state_dict())
+    for mixer in recurrent_modules(model):
+        for name, function in functions_of(mixer).items():
+            module = sys.modules[type(mixer).__module__]
+            patched.setattr(module, name, torch_function(function))
     fuse_layers(model, how)
     checkpoint = "none" if how == "none" else "attention"
-    found = Trained(model, length=LENGTH, checkpoint=checkpoint).step()
+    options: dict[str, Any] = {"checkpoint": checkpoint, "torch_recurrence": True}
+    found = Trained(model, length=LENGTH, **options).step()
     return found.pop("loss"), torch.cat([grad.flatten() for grad in found.values()])
+
+
+def numbered(family: str, dtype: torch.dtype) -> Any:
+    """A model on the GPU whose norms aren't 1, with every expert in use, so that rounding doesn't
+    choose among them."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    config = featured_config(family)
+    experts = [getattr(config, name) for name in names if getattr(config, name, None)]
+    used = dict.fromkeys(("num_experts_per_tok", "top_k_experts"), experts[0]) if experts else {}
+    config = featured_config(family, **used)
+    torch.manual_seed(0)
+    model: Any = auto_class(config).from_config(config, dtype=dtype)
+    if dtype == torch.float64:
+        keep_float64(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.train().to(DEVICE)
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "attention", "offload"])
@@ -101,15 +139,25 @@ def with_gradient(run: Any, x: Tensor, dout: Tensor, positions: Tensor) -> tuple
     return out.detach(), torch.autograd.grad(out, x, dout.clone())[0]
 
 
-@pytest.mark.parametrize("how", ["liger", "compile"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_fused_layers_are_as_accurate_as_stock_ones(family: str, how: FusedLayersName) -> None:
-    if how == "liger":
-        pytest.importorskip("liger_kernel")
-        assert choose_fused_layers("auto", tiny_model(family), DEVICE).how == "liger"
-    loss, grads = outcome(family, torch.float64, "none")
-    stock_loss, stock_grads = outcome(family, torch.bfloat16, "none")
-    fused_loss, fused_grads = outcome(family, torch.bfloat16, how)
+@pytest.mark.parametrize("family", [name for name in LIGER_FAMILIES if name in SUPPORTED])
+def test_liger_is_as_accurate_as_stock_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("liger_kernel")
+    model = numbered(family, torch.bfloat16)
+    assert choose_fused_layers("auto", model, DEVICE).how == "liger"
+    assert_as_accurate(family, "liger", monkeypatch)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5_text"])
+def test_compiled_layers_are_as_accurate_as_stock_ones(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_as_accurate(family, "compile", monkeypatch)
+
+
+def assert_as_accurate(family: str, how: FusedLayersName, patched: pytest.MonkeyPatch) -> None:
+    loss, grads = outcome(family, torch.float64, "none", patched)
+    stock_loss, stock_grads = outcome(family, torch.bfloat16, "none", patched)
+    fused_loss, fused_grads = outcome(family, torch.bfloat16, how, patched)
     assert not torch.equal(fused_grads, stock_grads), "the layers are not fused"
     assert relative_error(fused_grads, grads) <= 2 * relative_error(stock_grads, grads)
     # One number may be right by luck, so the bound is never below 1e-3.

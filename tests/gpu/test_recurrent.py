@@ -174,27 +174,26 @@ def compared(found: Step, exact: Step) -> dict[str, float]:
     return errors(Step(found.loss.cpu().double(), grads), exact)
 
 
-def check_families(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    for family in FAMILIES:
-        slow = not all(kernel for _, kernel in expected_to_run(model_of(family, 0)))
-        configs = [replace(config, torch_recurrence=slow) for config in configs_of(world_size)]
-        for lengths in ((LENGTH,), DOCUMENTS):
-            own: list[dict[str, float]] = []
-            found: list[list[dict[str, float]]] = [[] for _ in configs]
-            for seed in range(NUM_MODELS):
-                model = model_of(family, seed)
-                wanted = exact_step(model, lengths)
-                model.to("cuda", dtype)
-                own.append(compared(stock_step(copy.deepcopy(model), lengths), wanted))
-                for config, steps in zip(configs, found, strict=True):
-                    with what_runs(model) as ran:
-                        step = sharded_step(copy.deepcopy(model), config, lengths)
-                    assert ran.functions == expected_to_run(model), (family, config, ran)
-                    together = set[str]() if len(lengths) == 1 else takes_edges(model)
-                    assert ran.together == together, (family, config, ran)
-                    steps.append(compared(step, wanted))
+def check_family(rank: int, world_size: int, family: str, dtype: torch.dtype) -> None:
+    slow = not all(kernel for _, kernel in expected_to_run(model_of(family, 0)))
+    configs = [replace(config, torch_recurrence=slow) for config in configs_of(world_size)]
+    for lengths in ((LENGTH,), DOCUMENTS):
+        own: list[dict[str, float]] = []
+        found: list[list[dict[str, float]]] = [[] for _ in configs]
+        for seed in range(NUM_MODELS):
+            model = model_of(family, seed)
+            wanted = exact_step(model, lengths)
+            model.to("cuda", dtype)
+            own.append(compared(stock_step(copy.deepcopy(model), lengths), wanted))
             for config, steps in zip(configs, found, strict=True):
-                assert_as_accurate(mean_errors(steps), mean_errors(own), (family, config))
+                with what_runs(model) as ran:
+                    step = sharded_step(copy.deepcopy(model), config, lengths)
+                assert ran.functions == expected_to_run(model), (config, ran)
+                together = set[str]() if len(lengths) == 1 else takes_edges(model)
+                assert ran.together == together, (config, ran)
+                steps.append(compared(step, wanted))
+        for config, steps in zip(configs, found, strict=True):
+            assert_as_accurate(mean_errors(steps), mean_errors(own), (lengths, config))
 
 
 def model_of(family: str, seed: int) -> Any:
@@ -281,8 +280,12 @@ def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]
 
 
 @DTYPES
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_models_are_as_accurate_as_stock_ones(num_ranks: int, dtype: torch.dtype) -> None:
+def test_models_are_as_accurate_as_stock_ones(
+    num_ranks: int, family: str, dtype: torch.dtype
+) -> None:
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
-    run_distributed(check_families, num_ranks, num_ranks, dtype, backend="nccl", timeout_s=280)
+    given = (num_ranks, family, dtype)
+    run_distributed(check_family, num_ranks, *given, backend="nccl", timeout_s=280)

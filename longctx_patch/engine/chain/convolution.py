@@ -1,6 +1,7 @@
 """A short causal convolution over the segments of a chain, which hand on their last tokens."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -8,16 +9,21 @@ from torch import Tensor
 from longctx_patch.engine.chain.hand_over import hand_over
 from longctx_patch.engine.chain.run import ChainRun, checked_tails
 
-Convolution = Callable[[Tensor], Tensor]
-"""`[B, C, L]` in and out: each output of its own token and the `reach` tokens before it."""
+
+class Convolution(Protocol):
+    """A short causal convolution; each output is of its own token and the `reach` before it."""
+
+    def __call__(self, hidden_BCL: Tensor, before_BCR: Tensor | None) -> Tensor:
+        """`[B, C, L]` of the tokens given, with the `reach` tokens before them; None: zeros."""
+        ...
 
 
 def run_convolution(run: ChainRun, convolve: Convolution, hidden_BCL: Tensor, reach: int) -> Tensor:
     """`convolve` of this rank's tokens, each document by itself. Collective over ranks that share
     documents.
 
-    All segments are convolved in one call, with the `reach` tokens before each in front of it:
-    what other segments hold of them, and zeros before a document, as the convolution pads.
+    Before a document are zeros, as the convolution pads. Several segments are convolved in one
+    call, with what others hold of the `reach` tokens before each in front of it.
     """
     chain, needs = run.chain, checked_tails(run.chain, reach)
     mine = chain.of_rank(run.rank)
@@ -34,19 +40,32 @@ def run_convolution(run: ChainRun, convolve: Convolution, hidden_BCL: Tensor, re
         if number in wanted
     }
     foreign, (hidden_BCL,) = hand_over(exchange, tails, (hidden_BCL,))
-    if len(mine) == 1 and not needs[mine[0]]:
-        return convolve(hidden_BCL)
     tails |= foreign
-    zeros = hidden_BCL.new_zeros(*hidden_BCL.shape[:2], reach)
+
+    def before(number: int) -> Tensor | None:
+        found = [tails[other].view(*hidden_BCL.shape[:2], -1) for other in needs[number]]
+        if not found:
+            return None
+        zeros = hidden_BCL.new_zeros(*hidden_BCL.shape[:2], reach)
+        return torch.cat([zeros, *found], dim=2)[:, :, -reach:]
+
+    if len(mine) == 1:
+        return convolve(hidden_BCL, before(mine[0]))
     tokens = hidden_BCL.split([chain.segments[number].slots.size for number in mine], dim=2)
     parts: list[Tensor] = []
     for number, own in zip(mine, tokens, strict=True):
-        before = [tails[other].view(*zeros.shape[:2], -1) for other in needs[number]]
-        filled = torch.cat([zeros, *before], dim=2)[:, :, -reach:] if before else zeros
-        parts += [filled, own]
-    out = convolve(torch.cat(parts, dim=2))
-    sizes_of_parts = [part.shape[2] for part in parts]
-    return torch.cat(out.split(sizes_of_parts, dim=2)[1::2], dim=2)
+        filled = before(number)
+        parts += [own.new_zeros(*own.shape[:2], reach) if filled is None else filled, own]
+    out = convolve(in_a_row(parts), None)
+    return in_a_row(out.split([part.shape[2] for part in parts], dim=2)[1::2])
+
+
+def in_a_row(parts_BCL: Sequence[Tensor]) -> Tensor:
+    """Tokens after one another, with the channels of each side by side in memory: as a linear layer
+    has made them, and as kernels are fast."""
+    tokens = [part.transpose(1, 2) for part in parts_BCL]
+    joined = tokens[0].contiguous() if len(tokens) == 1 else torch.cat(tokens, dim=1)
+    return joined.transpose(1, 2)
 
 
 def _last(hidden_BCL: Tensor, stop: int, size: int) -> Tensor:

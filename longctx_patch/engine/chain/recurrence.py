@@ -91,7 +91,8 @@ def run_recurrence(run: ChainRun, recurrence: Recurrence) -> Tensor:
             (number,) = numbers
             state = _state(rest, [items[other] for other in needs[number]])
             outputs[numbers], _ = rest.run(chain.segments[number].slots, state, ends=False)
-    return torch.cat([outputs[numbers] for numbers in runs], dim=1)
+    parts = [outputs[numbers] for numbers in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 Runs = Sequence[tuple[int, ...]]

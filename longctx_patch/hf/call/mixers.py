@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.engine.chain.convolution import run_convolution
+from longctx_patch.engine.chain.convolution import in_a_row, run_convolution
 from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.hf.call.kernel_faults import check_faults
 from longctx_patch.hf.call.mixer_kernels import check_kernels
 from longctx_patch.hf.call.recurrent_run import RecurrentRun, check_exchange
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.sequence_kernels import keeps_documents_apart
+from longctx_patch.hf.model.sequence_kernels import kernel_takes
 from longctx_patch.hf.model.transformers_api import CALL_KEY
 
 Function = Callable[..., Any]
@@ -33,12 +33,21 @@ def _convolution(
     stock: Function, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
     run: RecurrentRun = options.pop(CALL_KEY)
+    reach = weight.shape[-1] - 1
 
-    def convolve(hidden_BCL: Tensor) -> Tensor:
-        found: Tensor = stock(hidden_BCL, weight, bias, **options)
+    def convolve(hidden_BCL: Tensor, before_BCR: Tensor | None) -> Tensor:
+        found: Tensor
+        if before_BCR is None:
+            found = stock(hidden_BCL, weight, bias, **options)
+        elif hidden_BCL.shape[2] > reach and kernel_takes(stock, "initial_states"):
+            own, before = in_a_row([hidden_BCL]), in_a_row([before_BCR])
+            found = stock(own, weight, bias, initial_states=before, **options)
+        else:
+            joined = in_a_row([before_BCR, hidden_BCL])
+            found = stock(joined, weight, bias, **options)[:, :, reach:]
         return found
 
-    return run_convolution(run.over_all, convolve, hidden, weight.shape[-1] - 1)
+    return run_convolution(run.over_all, convolve, hidden, reach)
 
 
 def _delta_rule(
@@ -54,7 +63,7 @@ def _delta_rule(
     **options: Any,
 ) -> tuple[Tensor, None]:
     run: RecurrentRun = options.pop(CALL_KEY)
-    takes_edges = partial(keeps_documents_apart, stock)
+    takes_edges = partial(kernel_takes, stock, "cu_seqlens")
     rule = DeltaRule(stock, (query, key, value, g, beta), options, takes_edges)
     return run.recurrence(rule), None
 

@@ -27,7 +27,7 @@ from transformers.activations import ACT2FN
 from longctx_patch.hf.layers.mlp_tiles import without_tiles
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
-from longctx_patch.hf.model.family import ROUTER
+from longctx_patch.hf.model.family import EXPERTS, ROUTER
 from longctx_patch.kernels.installed import Package, runs_triton
 from longctx_patch.rules.names import require_choice
 
@@ -38,7 +38,9 @@ LIGER_FAMILIES = {
     **dict.fromkeys(("llama", "mistral", "ministral", "mixtral", "qwen2", "qwen3"), _SILU),
     **dict.fromkeys(("qwen3_moe", "gpt_oss", "phi3", "olmo2", "olmo3"), _SILU),
     **dict.fromkeys(("smollm3", "granite", "glm4", "exaone4"), _SILU),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GELU),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _SILU),
+    **dict.fromkeys(("deepseek_v3", "falcon_h1"), _SILU),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text"), _GELU),
 }
 """Families that Liger Kernel 0.8.5 has kernels for, and the activations that these kernels compute,
 whatever the model's config says."""
@@ -162,7 +164,7 @@ def _parts(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 def _has_experts(model: PreTrainedModel) -> bool:
     family = FAMILIES.get(model.config.model_type)
-    return family is not None and ROUTER in family.features
+    return family is not None and bool({EXPERTS, ROUTER} & set(family.features))
 
 
 def _not_served(model: PreTrainedModel) -> str | None:

@@ -82,10 +82,10 @@ def runs_kernel(function: Function) -> bool:
     return chosen(function) is not torch_function(function)
 
 
-def keeps_documents_apart(function: Function) -> bool:
-    """Whether what one of these functions runs takes edges of documents as `cu_seqlens`, for which
-    transformers drops what a kernel doesn't name."""
-    return runs_kernel(function) and "cu_seqlens" in inspect.signature(chosen(function)).parameters
+def kernel_takes(function: Function, option: str) -> bool:
+    """Whether what one of these functions runs is a kernel that names an option: transformers drops
+    what a kernel doesn't name."""
+    return runs_kernel(function) and option in inspect.signature(chosen(function)).parameters
 
 
 def plain(function: Function) -> Function:

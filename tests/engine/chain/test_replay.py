@@ -80,8 +80,9 @@ def region(run: ChainRun, leaves: Sequence[Tensor], hidden: Tensor) -> Tensor:
     """A convolution, a recurrence, and products whose inputs backward needs."""
     taps, decay, last = leaves
 
-    def convolve(x: Tensor) -> Tensor:
-        return F.conv1d(F.pad(x, (REACH, 0)), taps, groups=CHANNELS)
+    def convolve(x: Tensor, before: Tensor | None) -> Tensor:
+        filled = F.pad(x, (REACH, 0)) if before is None else torch.cat([before, x], dim=2)
+        return F.conv1d(filled, taps, groups=CHANNELS)
 
     mixed = torch.tanh(run_convolution(run, convolve, hidden.transpose(1, 2), REACH))
     by_head = mixed.transpose(1, 2).unflatten(2, (HEADS, -1))

@@ -17,7 +17,7 @@ from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.run import checked_chain
 from longctx_patch.hf.model.sequence_kernels import (
     functions_of,
-    keeps_documents_apart,
+    kernel_takes,
     torch_function,
 )
 from longctx_patch.hf.model.transformers_api import recurrent_modules
@@ -122,9 +122,9 @@ def test_what_a_kernel_does_not_name_is_not_given() -> None:
     """transformers drops it, and documents would run on into each other."""
     (mixer,) = recurrent_modules(in_float64("qwen3_5_text"))[:1]
     function = functions_of(mixer)["torch_chunk_gated_delta_rule"]
-    assert not keeps_documents_apart(function)  # torch's refuses edges
-    assert keeps_documents_apart(install(function, kernel_over(function, [])))
-    assert not keeps_documents_apart(install(function, lambda *args, **options: None))
+    assert not kernel_takes(function, "cu_seqlens")  # torch's refuses edges
+    assert kernel_takes(install(function, kernel_over(function, [])), "cu_seqlens")
+    assert not kernel_takes(install(function, lambda *args, **options: None), "cu_seqlens")
 
 
 def test_layers_share_edges_but_not_with_an_evaluation() -> None:
