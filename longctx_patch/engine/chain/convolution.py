@@ -1,7 +1,6 @@
 """A short causal convolution over the segments of a chain, which hand on their last tokens."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -9,13 +8,9 @@ from torch import Tensor
 from longctx_patch.engine.chain.hand_over import hand_over
 from longctx_patch.engine.chain.run import ChainRun, checked_tails
 
-
-class Convolution(Protocol):
-    """A short causal convolution; each output is of its own token and the `reach` before it."""
-
-    def __call__(self, hidden_BCL: Tensor, before_BCR: Tensor | None) -> Tensor:
-        """`[B, C, L]` of the tokens given, with the `reach` tokens before them; None: zeros."""
-        ...
+Convolution = Callable[[Tensor, Tensor | None], Tensor]
+"""`[B, C, L]` to `[B, C, L]`: each output is of its own token and of the `reach` tokens before it,
+of which the last argument `[B, C, reach]` has those before the first one. None: zeros."""
 
 
 def run_convolution(run: ChainRun, convolve: Convolution, hidden_BCL: Tensor, reach: int) -> Tensor:
