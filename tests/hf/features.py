@@ -171,7 +171,8 @@ FEATURES: dict[str, dict[str, Any]] = {
         "use_shared_attention_adapter": True,
         "use_mem_rope": True,
     },
-    "falcon_h1": _MAMBA | {"mamba_d_ssm": 128, "lm_head_multiplier": 0.7},
+    "falcon_h1": _MAMBA
+    | {"mamba_d_ssm": 128, "lm_head_multiplier": 0.7, "mlp_multipliers": [0.8, 1.3]},
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": _EXPERTS
     | {

@@ -39,7 +39,7 @@ LIGER_FAMILIES = {
     **dict.fromkeys(("qwen3_moe", "gpt_oss", "phi3", "olmo2", "olmo3"), _SILU),
     **dict.fromkeys(("smollm3", "granite", "glm4", "exaone4"), _SILU),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _SILU),
-    **dict.fromkeys(("deepseek_v3", "falcon_h1"), _SILU),
+    "deepseek_v3": _SILU,
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text"), _GELU),
 }
 """Families that Liger Kernel 0.8.5 has kernels for, and the activations that these kernels compute,
@@ -196,10 +196,12 @@ def _use_liger(model: PreTrainedModel) -> None:
     home = next(module for module in homes if hasattr(module, _ROPE))
     stock = dict(vars(home))
     # The loss is the patched model's, in chunks; Liger's would replace the model's forward.
-    losses = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    kept = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    if _has_experts(model):
+        kept |= {"swiglu": False, "geglu": False}
     try:
         with without_tiles(model):  # Liger replaces the MLPs' forward, which tiles then run
-            apply_liger_kernel(model, losses | ({"swiglu": False} if _has_experts(model) else {}))
+            apply_liger_kernel(model, kept)
         fused_rope = getattr(home, _ROPE)
     finally:
         # Liger also replaces classes of the family: models that are built later must be stock.

@@ -21,7 +21,7 @@ from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError
 from longctx_patch.kernels.installed import Package
 from longctx_patch.memory.ladder import after_climbs
 from tests.harness import run_distributed
-from tests.hf.tiny import gradients, tiny_model
+from tests.hf.tiny import SUPPORTED, featured_model, gradients, tiny_model
 from tests.memory.trained import Gradients, Trained, adapter, assert_near, averaged
 
 LAYERS = 9
@@ -129,6 +129,18 @@ def test_liger_changes_one_model_and_the_rotary_embedding_on_gpus(
         assert not isinstance(rope.stock, type(rope))
         assert rope.fused() == "rotated"
         assert torch.equal(tiny_model()(input_ids=ids).logits, wanted)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "gemma4_text"])
+def test_mlps_of_families_with_experts_stay(
+    family: str, liger_is_installed: dict[str, Any]
+) -> None:
+    """Whatever their activation: that of an MLP is looked at where Liger Kernel computes it."""
+    if family not in SUPPORTED:
+        pytest.skip(f"the installed transformers has no {family}")
+    fuse_layers(featured_model(family), "liger")
+    assert liger_is_installed["swiglu"] is False
+    assert liger_is_installed["geglu"] is False
 
 
 @pytest.mark.usefixtures("liger_is_installed")
