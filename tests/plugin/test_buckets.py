@@ -80,6 +80,9 @@ def settle_as_on_a_gpu(rank: int) -> None:
     _, ddp = wrapped(rank, settles=False)
     ddp.device_ids = [0]  # which DDP has of a GPU, and moves what it is called with to
     settle_buckets(ddp)
+    ddp.device_ids = None
+    step(ddp, rank, 0)
+    assert ddp._has_rebuilt_buckets  # by the backward of zeros, as its first forward found
 
 
 def test_ddp_that_moves_its_inputs_settles() -> None:

@@ -3,7 +3,8 @@
 There are two ways. Each works before or after `patch`, and `unpatch` does not undo it:
 
 - `liger`: Liger Kernel (Hsu et al. 2024), through transformers' own integration. On NVIDIA GPUs,
-  for the families in `LIGER_FAMILIES`; experts and the loss stay those of the patched model.
+  for the families in `LIGER_FAMILIES`. It has no rotary embedding for some of them, and the loss
+  and, in families with experts, all MLPs stay those of the patched model.
 - `compile`: torch.compile for each part of a decoder layer, anywhere and for every family. It does
   not compile the layer as a whole, since nothing is compiled around a recompute.
 
@@ -85,7 +86,7 @@ def choose_fused_layers(how: FusedLayersName, model: nn.Module, device_type: str
     problem = _lacks_liger(device_type) or _not_served(transformers_api.causal_lm(model))
     if problem is not None:
         return FusedLayers("none", problem)
-    return FusedLayers("liger", "RMSNorm, rotary embedding and SwiGLU of Liger Kernel")
+    return FusedLayers("liger", "what Liger Kernel has for the family")
 
 
 def require_fused_layers(how: FusedLayersName, device_type: str) -> None:
@@ -113,10 +114,10 @@ def fuse_layers(model: nn.Module, how: FusedLayersName) -> None:
 
     `liger` gives the model's RMSNorm and MLP modules a forward of their own. The rotary embedding
     is one function for a whole family in transformers: on CUDA, *every* model of that family in
-    this process uses Liger's from then on, with the same numbers to within rounding. It can't be
-    taken back. Liger is set to Triton's kernel for it by the environment variable
-    LIGER_KERNEL_IMPL_ROPE, unless you have set this one or another of Liger's choices. Liger's
-    kernels need the model on a GPU.
+    this process uses Liger's from then on, where there is one, with the same numbers to within
+    rounding. It can't be taken back. Liger is set to Triton's kernel for it by the environment
+    variable LIGER_KERNEL_IMPL_ROPE, unless you have set this one or another of Liger's choices.
+    Liger's kernels need the model on a GPU.
 
     `compile` compiles at the first step (minutes on a GPU) and once more, for all lengths, when a
     second length comes; likewise for evaluation. Layers share what was compiled, so that their
@@ -155,11 +156,18 @@ def _parts(model: PreTrainedModel) -> Iterator[nn.Module]:
     Checkpointing happens around a layer or, in newer versions of transformers, inside of it. It
     must see the compiled code both in forward and in the recompute, from the autograd engine.
     """
-    experts = {"mlp"} if _has_experts(model) else set()
+    has_experts = _has_experts(model)
     for layer in transformers_api.decoder_layers(model):
         for name, part in layer.named_children():
-            if name not in experts and any(True for _ in part.parameters()):
+            routes = has_experts and _routes(name, part)
+            if not routes and any(True for _ in part.parameters()):
                 yield part
+
+
+def _routes(name: str, part: nn.Module) -> bool:
+    """Whether a part of a layer gives tokens to experts, or is some."""
+    inner = {each.rpartition(".")[2] for each, _ in part.named_modules()}
+    return bool({"experts", "router"} & (inner | {name}))
 
 
 def _has_experts(model: PreTrainedModel) -> bool:
@@ -172,6 +180,8 @@ def _not_served(model: PreTrainedModel) -> str | None:
     family = model.config.model_type
     if family not in LIGER_FAMILIES:
         return f"Liger Kernel has no kernels for {family}, only for {', '.join(LIGER_FAMILIES)}"
+    if getattr(model.config, "rms_norm_eps", None) == 0:
+        return "rms_norm_eps is 0, and Liger Kernel would compute with 1e-6 instead"
     if not _has_experts(model):
         wanted = tuple({type(ACT2FN[name]) for name in LIGER_FAMILIES[family]})
         for name, module in model.named_modules():

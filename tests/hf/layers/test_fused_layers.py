@@ -93,6 +93,17 @@ def test_experts_are_not_compiled() -> None:
     assert compiled == {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in names}
 
 
+def test_an_mlp_beside_experts_is_compiled() -> None:
+    if "gemma4_text" not in SUPPORTED:
+        pytest.skip("the installed transformers has no gemma4_text")
+    model = featured_model("gemma4_text")
+    fuse_layers(model, "compile")
+    layer = model.model.layers[0]
+    compiled = {n for n, m in layer.named_children() if m._compiled_call_impl is not None}
+    assert {"mlp", "self_attn", "input_layernorm"} <= compiled
+    assert not compiled & {"experts", "router"}
+
+
 @pytest.fixture
 def liger_is_installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Pretend that Liger Kernel is installed and changes Llama's module; return its options."""
@@ -206,6 +217,8 @@ def test_refusals() -> None:
         fuse_layers(tiny_model("olmo"), "liger")
     with pytest.raises(UnsupportedModelError, match=r"act_fn is .*would compute silu"):
         fuse_layers(tiny_model(hidden_act="gelu"), "liger")
+    with pytest.raises(UnsupportedModelError, match=r"rms_norm_eps is 0.* how='compile'"):
+        fuse_layers(tiny_model(rms_norm_eps=0.0), "liger")
     with pytest.raises(
         ValueError, match=r"'liger': .* no kernels for device cpu. Or use 'compile'"
     ):
