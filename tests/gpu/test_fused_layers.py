@@ -79,7 +79,7 @@ def numbered(family: str, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("checkpoint", ["none", "attention", "offload"])
 def test_steps_leave_nothing_behind(checkpoint: Any) -> None:
-    """Memory stays constant, with a head dim for which Liger Kernel prefers another kernel."""
+    """Memory does not grow, with a head dim for which Liger Kernel prefers another kernel."""
     pytest.importorskip("liger_kernel")
     model: Any = tiny_model(hidden_size=512, num_attention_heads=4, dtype=torch.bfloat16)
     assert model.config.head_dim == 128
@@ -90,7 +90,7 @@ def test_steps_leave_nothing_behind(checkpoint: Any) -> None:
         it.loss().backward()
         model.zero_grad()
         allocated.append(torch.cuda.memory_allocated())
-    assert len(set(allocated[1:])) == 1
+    assert allocated[1:] == sorted(allocated[1:], reverse=True)
 
 
 def numbers(*shape: int, seed: int) -> Tensor:

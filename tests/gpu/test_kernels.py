@@ -1,6 +1,6 @@
 """CUDA kernels agree with float64 and do what a distributed plan asks of them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longctx_patch.kernels import (
     BackwardInputs,
@@ -27,7 +30,7 @@ from longctx_patch.sequence.regions import Tile
 from tests.kernels import cases
 from tests.kernels.cases import larger_pieces, larger_segments
 from tests.kernels.checks import check, check_calls, check_kernel, takes
-from tests.kernels.dense import answer, problem, table_of
+from tests.kernels.dense import Problem, answer, problem, table_of
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.gpu
@@ -102,6 +105,48 @@ def test_layouts_of_out_and_dout(name: str) -> None:
             inputs = BackwardInputs(own[1], *given[:3], own[0], lse)
             grads = kernel.backward(inputs, segments, SCORE)
             check(grads, (want.dq, want.dk, want.dv), 1e-2)
+
+
+class _Own(torch.autograd.Function):
+    """A kernel's gradients, in the thread of backward, since torch keeps graphs by thread."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Callable[[Tensor], tuple[Tensor, ...]], *inputs: Tensor) -> Any:
+        ctx.backward = backward
+        return torch.zeros_like(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.backward(dout)
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_gradients_after_torch_s_own_attention(name: str, rows: int) -> None:
+    """torch's own attention takes cuDNN too, and keeps the graph of its backward for calls with the
+    same q, k and v: gradients of q and k were wrong by a third after a step of the stock model."""
+    kernel = usable(name)
+    segments = Segments((256,), (256,), CAUSAL_WINDOW)
+    given = problem(256, 256, (8, 2), torch.bfloat16, dim=64, device="cuda")
+    given = Problem._make([*(x[:rows] for x in given[:-1]), given.sink_H])
+    want = answer(given, table_of(segments), SCORE)
+    # Heads before tokens, as partial rotary embeddings leave q and k.
+    q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in given[:3])
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        stock = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=SCORE.scale, enable_gqa=True
+        )
+    torch.autograd.grad(stock, (q, k, v), given.dout.transpose(1, 2))
+    own_q, own_k, own_v = (x.detach().transpose(1, 2) for x in (q, k, v))
+    out, lse = want.out.bfloat16(), want.lse.float()
+
+    def backward(dout: Tensor) -> tuple[Tensor, ...]:
+        held = BackwardInputs(dout, own_q, own_k, own_v, out, lse)
+        return kernel.backward(held, segments, SCORE)
+
+    inputs = [x.clone().requires_grad_() for x in (own_q, own_k, own_v)]
+    grads = torch.autograd.grad(_Own.apply(backward, *inputs), inputs, given.dout)
+    check(grads, (want.dq, want.dk, want.dv), 1e-2)
 
 
 class Trial(NamedTuple):

@@ -145,8 +145,8 @@ WIDE: dict[str, Any] = {
     "linear_value_head_dim": 64,
     "linear_head_dim": 64,
     "linear_num_heads": 4,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
     "mamba_d_state": 64,
     "mamba_chunk_size": 64,
 }

@@ -30,7 +30,9 @@ def stock_step(model: Any, lengths: tuple[int, ...]) -> Step:
     losses, logits = [], []
     for start, stop in pairwise(accumulate(lengths, initial=0)):
         ids = row[:, start:stop]
-        found = model(input_ids=ids, use_cache=False).logits
+        # A single token predicts nothing, and backward of causal-conv1d doesn't take one.
+        with torch.set_grad_enabled(stop - start > 1):
+            found = model(input_ids=ids, use_cache=False).logits
         found = found.to(torch.promote_types(found.dtype, torch.float32))
         losses.append(F.cross_entropy(found[0, :-1], ids[0, 1:], reduction="sum"))
         logits.append(found.detach())

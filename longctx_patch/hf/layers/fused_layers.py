@@ -40,7 +40,7 @@ LIGER_FAMILIES = {
     **dict.fromkeys(("qwen3_moe", "gpt_oss", "phi3", "olmo2", "olmo3"), _SILU),
     **dict.fromkeys(("smollm3", "granite", "glm4", "exaone4"), _SILU),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _SILU),
-    "deepseek_v3": _SILU,
+    **dict.fromkeys(("deepseek_v3", "falcon_h1", "hunyuan_v1_dense"), _SILU),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text"), _GELU),
 }
 """Families that Liger Kernel 0.8.5 has kernels for, and the activations that these kernels compute,

@@ -4,6 +4,8 @@ lse.
 torch does not pass its deterministic switch to cuDNN, so there is no deterministic backward.
 """
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,8 @@ _aten = torch.ops.aten
 
 COMMON_HEAD_DIM = 128
 """Wider heads have kernels for Hopper alone."""
+GAP = 64
+"""Numbers between rows of a batch; pointers stay aligned to 128 bytes."""
 
 
 class CudnnKernel:
@@ -74,17 +78,19 @@ class CudnnKernel:
                 f"{MOST_NUMBERS:,}. Share the row between more GPUs, or use kernel='flash_attn_4' "
                 "or 'torch_flash'."
             )
-        # torch keeps one compiled graph for all layouts of out and dout: with another layout than
-        # that of the first call, it would silently read the wrong entries (seen in torch 2.11).
+        # torch keeps a compiled graph by the layouts of q, k and v alone: where out or dout had
+        # another one in an earlier call, it silently reads the wrong entries (torch 2.11, whose own
+        # attention takes cuDNN first on Hopper). So all calls from here have one layout, and share
+        # graphs with no other call, by a stride of q that no other has.
         # Without dropout the random state is not read, but the op wants tensors.
         philox = torch.empty((), dtype=torch.int64, device=q_BLHD.device)
         grads_BHLD = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout_BLHD.contiguous().transpose(1, 2),
-            q_BLHD.transpose(1, 2),
+            _dense(dout_BLHD).transpose(1, 2),
+            _apart(q_BLHD).transpose(1, 2),
             k_BMGD.transpose(1, 2),
             v_BMGD.transpose(1, 2),
-            out_BLHD.contiguous().transpose(1, 2),
-            lse_BHL.contiguous()[..., None],
+            _dense(out_BLHD).transpose(1, 2),
+            _dense(lse_BHL)[..., None],
             philox,
             philox,
             None,
@@ -98,3 +104,24 @@ class CudnnKernel:
         )
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads_BHLD)
         return dq, dk, dv
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Contiguous, with the usual strides also along dims of size 1."""
+    shape = tensor.shape
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return tensor.contiguous().as_strided(shape, strides)
+
+
+def _apart(q_BLHD: Tensor) -> Tensor:
+    """The same numbers, with rows of the batch a few numbers further apart than there are in one.
+
+    With a batch of one that is a view of what is dense.
+    """
+    batch, num_tokens, num_heads, dim = q_BLHD.shape
+    row = num_tokens * num_heads * dim
+    strides = (row + GAP, num_heads * dim, dim, 1)
+    if batch == 1:
+        return _dense(q_BLHD).as_strided(q_BLHD.shape, strides)
+    apart = q_BLHD.new_empty(batch * (row + GAP)).as_strided(q_BLHD.shape, strides)
+    return apart.copy_(q_BLHD)
