@@ -189,7 +189,7 @@ def check_family(rank: int, world_size: int, family: str, dtype: torch.dtype) ->
                 with what_runs(model) as ran:
                     step = sharded_step(copy.deepcopy(model), config, lengths)
                 assert ran.functions == expected_to_run(model), (config, ran)
-                together = set[str]() if len(lengths) == 1 else takes_edges(model)
+                together = set[str]() if len(lengths) == 1 else run_together(model)
                 assert ran.together == together, (config, ran)
                 steps.append(compared(step, wanted))
         for config, steps in zip(configs, found, strict=True):
@@ -233,16 +233,16 @@ def expected_to_run(model: Any) -> set[tuple[str, bool]]:
     return {(name, KERNELS[name].is_installed) for mixer in mixers for name in functions_of(mixer)}
 
 
-def takes_edges(model: Any) -> set[str]:
-    """Kernels to which every rank gives some of `DOCUMENTS` together, by their edges."""
+def run_together(model: Any) -> set[str]:
+    """Kernels to which every rank gives some of `DOCUMENTS` together."""
     kernels = {name for name, is_kernel in expected_to_run(model) if is_kernel}
-    return kernels & {"torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"}
+    return kernels - {"causal_conv1d_fn"}
 
 
 class Ran(NamedTuple):
     functions: set[tuple[str, bool]]
     together: set[str]
-    """Those that got the edges of documents."""
+    """Those that got documents, by their edges or by a number for each token."""
 
 
 @contextmanager
@@ -263,7 +263,7 @@ def watch(ran: Ran, what: tuple[str, bool], function: Any) -> Any:
     @wraps(function)  # what it takes is looked for
     def run(*args: Any, **options: Any) -> Any:
         ran.functions.add(what)
-        if options.get("cu_seqlens") is not None:
+        if any(options.get(name) is not None for name in ("cu_seqlens", "seq_idx")):
             ran.together.add(what[0])
         return function(*args, **options)
 

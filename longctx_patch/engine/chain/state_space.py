@@ -4,6 +4,8 @@ number m per head."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ class StateSpace:
     a_H: Tensor
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the kernel: chunk_size, D, dt_bias, dt_softplus, dt_limit."""
+    takes_numbers: Callable[[], bool] = lambda: False
+    """Whether the kernel keeps documents apart whose numbers are `seq_idx`."""
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -77,8 +81,15 @@ class StateSpace:
         found = self.scan(x, dt, self.a_H, b, c, **given, **self.options)
         return found if ends else (found, None)
 
-    def run_documents(self, edges: Sequence[int]) -> None:
-        """None: mamba-ssm's `seq_idx` was not tried."""
+    def run_documents(self, edges: Sequence[int]) -> Tensor | None:
+        if not self.takes_numbers():
+            return None
+        x, slots = self.inputs[0], Interval(edges[0], edges[-1])
+        sizes = tuple(after - edge for edge, after in pairwise(edges))
+        numbers = _numbers(sizes, x.shape[0], x.device, torch.is_inference_mode_enabled())
+        given = self.options | {"seq_idx": numbers}
+        out, _ = replace(self, options=given).run(slots, None, ends=False)
+        return out
 
     def map(self, slots: Interval) -> tuple[Tensor, Tensor]:
         """(m, U). The kernel itself says what is left of a state of one number, so that m is made
@@ -94,3 +105,14 @@ class StateSpace:
 
     def apply(self, m: Tensor, state: Tensor) -> Tensor:
         return m.view(*self.map_shape, 1, 1) * state
+
+
+@lru_cache(maxsize=4)
+def _numbers(
+    sizes: tuple[int, ...], batch: int, device: torch.device, in_inference: bool
+) -> Tensor:
+    """`[B, L]`, int32: the document of each token. The same tensor for all layers, which keep it
+    for backward; what is made in inference mode can't be."""
+    numbers = torch.arange(len(sizes), dtype=torch.int32)
+    row = numbers.repeat_interleave(torch.tensor(sizes))
+    return row.repeat(batch, 1).to(device)

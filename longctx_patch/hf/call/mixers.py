@@ -81,7 +81,8 @@ def _state_space(
     **options: Any,
 ) -> Tensor:
     run: RecurrentRun = options.pop(CALL_KEY)
-    return run.recurrence(StateSpace(stock, (x, dt, b, c), a, options))
+    takes_numbers = partial(kernel_takes, stock, "seq_idx")
+    return run.recurrence(StateSpace(stock, (x, dt, b, c), a, options, takes_numbers))
 
 
 def _not_fused(stock: Function, *_: Any, **__: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from longctx_patch import LongContextConfig
 from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.run import checked_chain
+from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.hf.model.sequence_kernels import (
     functions_of,
     kernel_takes,
@@ -26,7 +27,11 @@ from tests.hf.by_documents import stock_step
 from tests.hf.call.test_mixers import CHAINED, DOCUMENTS, assert_exact
 from tests.hf.float64 import in_float64
 
-FAMILIES = [name for name in ("qwen3_5_text", "kimi_linear", "olmo_hybrid") if name in CHAINED]
+FAMILIES = [
+    name
+    for name in ("qwen3_5_text", "kimi_linear", "olmo_hybrid", "bamba", "nemotron_h")
+    if name in CHAINED
+]
 CONFIGS = (
     LongContextConfig(),
     LongContextConfig(ring_degree=2, layout="zigzag"),
@@ -36,7 +41,7 @@ CONFIGS = (
 Edges = list[int]
 
 
-def kernel_over(stock: Callable[..., Any], calls: list[Edges]) -> Callable[..., Any]:
+def rule_over(stock: Callable[..., Any], calls: list[Edges]) -> Callable[..., Any]:
     """As fla's: documents by their edges, then without a batch. It notes those of each call."""
 
     def kernel(
@@ -71,6 +76,51 @@ def kernel_over(stock: Callable[..., Any], calls: list[Edges]) -> Callable[..., 
     return kernel
 
 
+def scan_over(stock: Callable[..., Any], calls: list[Edges]) -> Callable[..., Any]:
+    """As mamba-ssm's: documents by a number for each token. It notes the edges of each call."""
+
+    def kernel(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        seq_idx: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        return_final_states: bool = False,
+        **options: Any,
+    ) -> Any:
+        own, length = (x, dt, B, C), x.shape[1]
+        if seq_idx is None:
+            calls.append([0, length])
+            options |= {"initial_states": initial_states}
+            options |= {"return_final_states": return_final_states}
+            return stock(x, dt, A, B, C, chunk_size, **options)
+        assert initial_states is None
+        assert not return_final_states
+        assert seq_idx.dtype == torch.int32
+        assert seq_idx.shape == x.shape[:2]
+        assert all(row.equal(seq_idx[0]) for row in seq_idx)
+        begins = (seq_idx[0].diff() != 0).nonzero()[:, 0] + 1
+        edges = [0, *begins.tolist(), length]
+        calls.append(edges)
+        parts = []
+        for a, b in pairwise(edges):
+            mine = [each[:, a:b] for each in own]
+            parts.append(stock(*mine[:2], A, *mine[2:], chunk_size, **options))
+        return torch.cat(parts, dim=1)
+
+    return kernel
+
+
+KERNELS = {
+    "torch_chunk_gated_delta_rule": rule_over,
+    "chunk_kimi_delta_attention": rule_over,
+    "mamba2_chunk_scan": scan_over,
+}
+
+
 def install(function: Callable[..., Any], implementation: Callable[..., Any]) -> Callable[..., Any]:
     """As transformers decides for a kernel."""
 
@@ -92,9 +142,9 @@ def test_documents_in_one_call_are_exact(
     mixers = recurrent_modules(model)
     for mixer in mixers:
         for name, function in functions_of(mixer).items():
-            if name == "causal_conv1d_fn":
+            if name not in KERNELS:
                 continue
-            kernel = install(function, kernel_over(torch_function(function), calls))
+            kernel = install(function, KERNELS[name](torch_function(function), calls))
             monkeypatch.setattr(sys.modules[type(mixer).__module__], name, kernel)
     assert_exact(model, [config], DOCUMENTS, wanted)
     runs = len(mixers) * (2 if config.checkpoint == "full" else 1)
@@ -123,8 +173,16 @@ def test_what_a_kernel_does_not_name_is_not_given() -> None:
     (mixer,) = recurrent_modules(in_float64("qwen3_5_text"))[:1]
     function = functions_of(mixer)["torch_chunk_gated_delta_rule"]
     assert not kernel_takes(function, "cu_seqlens")  # torch's refuses edges
-    assert kernel_takes(install(function, kernel_over(function, [])), "cu_seqlens")
+    assert kernel_takes(install(function, rule_over(function, [])), "cu_seqlens")
     assert not kernel_takes(install(function, lambda *args, **options: None), "cu_seqlens")
+
+
+def test_numbers_are_given_to_a_kernel_alone() -> None:
+    """transformers' own scan takes any option, and looks at none that it doesn't know."""
+    (mixer,) = recurrent_modules(in_float64("bamba"))[:1]
+    function = functions_of(mixer)["mamba2_chunk_scan"]
+    assert not kernel_takes(function, "seq_idx")
+    assert kernel_takes(install(function, scan_over(function, [])), "seq_idx")
 
 
 def test_layers_share_edges_but_not_with_an_evaluation() -> None:
@@ -158,3 +216,20 @@ def test_a_batch_has_its_documents_one_by_one() -> None:
 
     assert of_documents(unused, batch=2) is None
     assert of_documents(unused, batch=1, takes=False) is None
+
+
+def test_a_batch_of_rows_has_its_documents_in_one_scan() -> None:
+    seen: list[Tensor] = []
+
+    def scan(x: Tensor, *_: Any, seq_idx: Tensor, **__: Any) -> Tensor:
+        seen.append(seq_idx)
+        return x
+
+    wide, narrow = torch.ones(2, 7, 4, 8), torch.ones(2, 7, 4)
+    of_rows = StateSpace(scan, (wide, narrow, wide, wide), torch.ones(4), {}, lambda: True)
+    out = of_rows.run_documents([2, 3, 7])
+    assert out is not None
+    assert out.shape == (2, 5, 4, 8)
+    of_rows.run_documents([2, 3, 7])
+    assert seen[0].tolist() == [[0, 1, 1, 1, 1]] * 2
+    assert seen[1] is seen[0]
