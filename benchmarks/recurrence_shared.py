@@ -7,8 +7,9 @@ flash-linear-attention's own context parallelism (`cp_context`), where that pack
 All over contiguous shards of one document, with the same kernels. Before a way is timed, its output
 and gradients over a short row have to be those of one rank with the whole row, within a few times
 the rounding of the dtype. Times are of a forward with its backward, or of a forward alone, on the
-slowest rank, with ranks lined up before each call. Writes recurrence_shared.jsonl and .md into
---out.
+slowest rank, with ranks lined up before each call. Kernels compile for minutes at first: `--tokens`
+without a number only checks, so that several ways can be compiled side by side before one is timed.
+Writes recurrence_shared.jsonl and .md into --out.
 """
 
 import argparse
@@ -174,7 +175,9 @@ def main(command_line: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder to write")
-    add("--tokens", type=int, nargs="+", default=[131072], help="of the whole row")
+    add(
+        "--tokens", type=int, nargs="*", default=[131072], help="of the whole row; none: only check"
+    )
     add("--layers", nargs="+", choices=[layer.name for layer in LAYERS], help="default: all")
     add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     add("--iterations", type=int, default=10, help="timed calls (default 10)")
