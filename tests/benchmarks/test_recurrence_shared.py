@@ -1,6 +1,7 @@
 """recurrence_shared.py: ways to share a recurrence, each compared with one rank and then timed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import recurrence_shared
@@ -8,6 +9,7 @@ import torch
 from recurrence import Layer
 from report import read_lines
 
+from longctx_patch.engine.chain.recurrence import Recurrence
 from longctx_patch.processes import ProcessesFailedError
 from tests.harness import run_distributed
 
@@ -38,16 +40,42 @@ def test_every_way_is_timed(tmp_path: Path) -> None:
     assert "| delta | 2 | 128 | states | both |" in text
 
 
-def check_without_states(rank: int) -> None:
+class NoNumber(torch.autograd.Function):
+    """Its gradient is not a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(grad, torch.nan)
+
+
+def check_a_wrong_way(rank: int, wrong: str) -> None:
     def forgets(num_tokens: int, device: torch.device) -> recurrence_shared.Run:
         return lambda each: recurrence_shared.run_whole(each, each.inputs[0].shape[1])
 
+    def no_number(num_tokens: int, device: torch.device) -> recurrence_shared.Run:
+        run = recurrence_shared.by_states(num_tokens, device)
+
+        def spoilt(each: Recurrence) -> torch.Tensor:
+            first, second, *others = each.inputs
+            return run(each.with_inputs([first, NoNumber.apply(second), *others]))
+
+        return spoilt
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(recurrence_shared, "CHECK_TOKENS", 100)
-        patched.setattr(recurrence_shared, "WAYS", {"states": forgets})
+        patched.setattr(
+            recurrence_shared,
+            "WAYS",
+            {"states": {"forgets": forgets, "no number": no_number}[wrong]},
+        )
         recurrence_shared.check("states", SMALL[0], torch.device("cpu"))
 
 
-def test_a_way_that_is_wrong_is_not_timed() -> None:
+@pytest.mark.parametrize("wrong", ["forgets", "no number"])
+def test_a_way_that_is_wrong_is_not_timed(wrong: str) -> None:
     with pytest.raises(ProcessesFailedError, match="states of delta differs from one rank"):
-        run_distributed(check_without_states, 2)
+        run_distributed(check_a_wrong_way, 2, wrong)

@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 COMMON_HEAD_DIM = 128
 """Wider heads have kernels for Hopper alone."""
 GAP = 64
-"""Numbers between rows of a batch; pointers stay aligned to 128 bytes."""
+"""Unused numbers after each row of a batch: rows stay as aligned as they were, to 128 bytes."""
 
 
 class CudnnKernel:
@@ -81,7 +81,7 @@ class CudnnKernel:
         # torch keeps a compiled graph by the layouts of q, k and v alone: where out or dout had
         # another one in an earlier call, it silently reads the wrong entries (torch 2.11, whose own
         # attention takes cuDNN first on Hopper). So all calls from here have one layout, and share
-        # graphs with no other call, by a stride of q that no other has.
+        # graphs with no other call, by a stride of q that stock layers don't give it.
         # Without dropout the random state is not read, but the op wants tensors.
         philox = torch.empty((), dtype=torch.int64, device=q_BLHD.device)
         grads_BHLD = _aten._scaled_dot_product_cudnn_attention_backward(
@@ -114,7 +114,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _apart(q_BLHD: Tensor) -> Tensor:
-    """The same numbers, with rows of the batch a few numbers further apart than there are in one.
+    """The same numbers in dense rows, with `GAP` unused numbers after each.
 
     With a batch of one that is a view of what is dense.
     """
