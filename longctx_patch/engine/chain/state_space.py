@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ Scan = Callable[..., Any]
 """A kernel: (x, dt, A, B, C, initial_states=, return_final_states=, ...) to the output, or to
 (output, final states)."""
 
+MOST_PLACES = 2**31 - 1
 _BY_HEAD = ("D", "dt_bias")
 """Options of the kernel that have an entry for each head."""
 
@@ -32,8 +34,9 @@ class StateSpace:
     a_H: Tensor
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the kernel: chunk_size, D, dt_bias, dt_softplus, dt_limit."""
-    takes_numbers: Callable[[], bool] = lambda: False
-    """Whether the kernel keeps documents apart whose numbers are `seq_idx`."""
+    is_kernel: Callable[[], bool] = lambda: False
+    """Whether the scan is mamba-ssm's kernel. It keeps documents apart whose numbers are `seq_idx`,
+    and counts places in memory with 32 bits (to 2.3.2 at least: state-spaces/mamba#1015)."""
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -76,20 +79,46 @@ class StateSpace:
     def run(
         self, slots: Interval, state: Tensor | None, *, ends: bool
     ) -> tuple[Tensor, Tensor | None]:
-        x, dt, b, c = (tensor[:, slots.start : slots.stop] for tensor in self.inputs)
+        x, dt, b, c = self._part(slots)
         given = {"initial_states": state, "return_final_states": ends}
         found = self.scan(x, dt, self.a_H, b, c, **given, **self.options)
         return found if ends else (found, None)
 
     def run_documents(self, edges: Sequence[int]) -> Tensor | None:
-        if not self.takes_numbers():
-            return None
         x, slots = self.inputs[0], Interval(edges[0], edges[-1])
+        if not self.is_kernel() or self._most_places(slots) > MOST_PLACES:
+            return None
         sizes = tuple(after - edge for edge, after in pairwise(edges))
         numbers = _numbers(sizes, x.shape[0], x.device, torch.is_inference_mode_enabled())
         given = self.options | {"seq_idx": numbers}
         out, _ = replace(self, options=given).run(slots, None, ends=False)
         return out
+
+    def _part(self, slots: Interval) -> list[Tensor]:
+        """The inputs of some of the tokens, as the kernel can count them.
+
+        Raises ValueError where it can't: it would compute other numbers in silence.
+        """
+        parts = [tensor[:, slots.start : slots.stop] for tensor in self.inputs]
+        if not self.is_kernel():
+            return parts
+        if (most := self._most_places(slots)) > MOST_PLACES:
+            raise ValueError(
+                f"{slots.size:,} tokens of a document on one rank are {most:,} numbers of a tensor "
+                f"in mamba-ssm's scan, which computes wrong ones beyond {MOST_PLACES:,}. Share the "
+                "row between more GPUs, or use fewer rows in a batch."
+            )
+        return [part if _reach(part) <= MOST_PLACES else part.contiguous() for part in parts]
+
+    def _most_places(self, slots: Interval) -> int:
+        """Numbers of the largest tensor in a scan of some tokens: its inputs, or the states or the
+        products of C and B that it holds of each chunk."""
+        batch, heads, value_dim, state_dim = self.state_shape
+        chunk = int(self.options["chunk_size"])
+        chunks = batch * -(-slots.size // chunk)
+        of_inputs = (batch * slots.size * prod(tensor.shape[2:]) for tensor in self.inputs)
+        products = chunks * self.inputs[2].shape[2] * chunk**2
+        return max(*of_inputs, chunks * heads * value_dim * state_dim, products)
 
     def map(self, slots: Interval) -> tuple[Tensor, Tensor]:
         """(m, U). The kernel itself says what is left of a state of one number, so that m is made
@@ -105,6 +134,12 @@ class StateSpace:
 
     def apply(self, m: Tensor, state: Tensor) -> Tensor:
         return m.view(*self.map_shape, 1, 1) * state
+
+
+def _reach(tensor: Tensor) -> int:
+    """How far its last number is from its first one: more than it has, in a part of a wider one."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((size - 1) * stride for size, stride in pairs)
 
 
 @lru_cache(maxsize=4)

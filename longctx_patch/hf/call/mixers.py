@@ -81,8 +81,8 @@ def _state_space(
     **options: Any,
 ) -> Tensor:
     run: RecurrentRun = options.pop(CALL_KEY)
-    takes_numbers = partial(kernel_takes, stock, "seq_idx")
-    return run.recurrence(StateSpace(stock, (x, dt, b, c), a, options, takes_numbers))
+    is_kernel = partial(kernel_takes, stock, "seq_idx")
+    return run.recurrence(StateSpace(stock, (x, dt, b, c), a, options, is_kernel))
 
 
 def _not_fused(stock: Function, *_: Any, **__: Any) -> None:

@@ -226,7 +226,9 @@ def test_a_batch_of_rows_has_its_documents_in_one_scan() -> None:
         return x
 
     wide, narrow = torch.ones(2, 7, 4, 8), torch.ones(2, 7, 4)
-    of_rows = StateSpace(scan, (wide, narrow, wide, wide), torch.ones(4), {}, lambda: True)
+    of_rows = StateSpace(
+        scan, (wide, narrow, wide, wide), torch.ones(4), {"chunk_size": 4}, lambda: True
+    )
     out = of_rows.run_documents([2, 3, 7])
     assert out is not None
     assert out.shape == (2, 5, 4, 8)
