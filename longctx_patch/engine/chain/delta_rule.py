@@ -8,17 +8,22 @@ takes it to M S + U with M `[K, K]`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from longctx_patch.engine.chain.recurrence import MOST_PLACES
 from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.sequence.layout import Interval
 
 Rule = Callable[..., tuple[Tensor, Tensor | None]]
 """A kernel: (query, key, value, g=, beta=, initial_state=, output_final_state=, ...) to (output,
 final state)."""
+
+CHUNK = 64
+"""Tokens between the states that fla's kernels hold."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,14 @@ class DeltaRule:
 
     def run_documents(self, edges: Sequence[int]) -> Tensor | None:
         batch, device = self.inputs[0].shape[0], self.inputs[0].device
-        if batch > 1 or not self.takes_edges():  # fla's kernels take no batch then
-            return None
         slots = Interval(edges[0], edges[-1])
+        # fla's kernels take no batch then, and before 0.6 they count with 32 bits from the first
+        # document on, where one by one they count within each.
+        of_inputs = slots.size * max(prod(x.shape[2:]) for x in self.inputs)
+        of_states = slots.size // CHUNK * prod(self.state_shape)
+        is_far = max(of_inputs, of_states) > MOST_PLACES
+        if batch > 1 or is_far or not self.takes_edges():
+            return None
         own = tuple(edge - slots.start for edge in edges)
         given = {"cu_seqlens": _edges(own, device, torch.is_inference_mode_enabled())}
         out, _ = replace(self, options=self.options | given).run(slots, None, ends=False)

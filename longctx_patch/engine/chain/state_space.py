@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longctx_patch.engine.chain.recurrence import MOST_PLACES
 from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.sequence.layout import Interval
 
@@ -19,7 +20,6 @@ Scan = Callable[..., Any]
 """A kernel: (x, dt, A, B, C, initial_states=, return_final_states=, ...) to the output, or to
 (output, final states)."""
 
-MOST_PLACES = 2**31 - 1
 _BY_HEAD = ("D", "dt_bias")
 """Options of the kernel that have an entry for each head."""
 

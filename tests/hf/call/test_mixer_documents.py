@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch import LongContextConfig
+from longctx_patch.engine.chain import delta_rule
 from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.run import checked_chain
 from longctx_patch.engine.chain.state_space import StateSpace
@@ -208,6 +209,17 @@ def of_documents(rule: Callable[..., Any], *, batch: int, takes: bool = True) ->
     """Two documents, after two tokens of another one."""
     inputs = (torch.ones(batch, 7, 2, 8),) * 3 + (torch.ones(batch, 7, 2),) * 2
     return DeltaRule(rule, inputs, {}, lambda: takes).run_documents([2, 3, 7])
+
+
+def test_documents_beyond_32_bits_run_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rule(*_: Any, **__: Any) -> Any:
+        return torch.zeros(1), None
+
+    numbers = 5 * 2 * 8  # of five tokens' queries
+    monkeypatch.setattr(delta_rule, "MOST_PLACES", numbers)
+    assert of_documents(rule, batch=1) is not None
+    monkeypatch.setattr(delta_rule, "MOST_PLACES", numbers - 1)
+    assert of_documents(rule, batch=1) is None
 
 
 def test_a_batch_has_its_documents_one_by_one() -> None:
