@@ -25,12 +25,6 @@ def patch_for_trainer(model: Any, given: LongContextConfig | PatchHandle) -> Pat
             f"model={model!r}: transformers' Trainer takes a model, and TRL's trainers load one by "
             f"its name. Give AutoModelForCausalLM.from_pretrained({model!r})."
         )
-    if transformers_api.reads_images(transformers_api.causal_lm(model)):
-        raise ValueError(
-            f"{type(model).__name__} reads images, and trainers are compared with one process on "
-            "text alone. Train its text model (longctx_patch.plugin.text_model), or train with "
-            "images in a loop of your own (docs/how-to/images.md)."
-        )
     if isinstance(given, LongContextConfig):
         if is_patched(model):
             raise ValueError(

@@ -17,6 +17,7 @@ from longctx_patch.trainer.evaluation import (
     logits_problem,
     prepared_for_evaluation_alone,
 )
+from longctx_patch.trainer.images import require_images_alike
 from longctx_patch.trainer.refusals import (
     explains_missing_logits,
     refuse_shards,
@@ -96,6 +97,7 @@ class EvaluationMixin(_Trainer):
     ) -> Any:
         """transformers' step. Raises ValueError for logits of whole rows that can't be had."""
         refuse_shards([inputs])
+        require_images_alike(self, inputs)
         self._gather.rows_of_batch = find_batch_size(inputs)
         config = self.long_context_handle.config
         if not prediction_loss_only and config.sequence_degree > 1:

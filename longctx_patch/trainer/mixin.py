@@ -45,6 +45,7 @@ from longctx_patch.trainer.generation import (
     settle_generation,
 )
 from longctx_patch.trainer.head_scores import scores_of
+from longctx_patch.trainer.images import require_images_alike
 from longctx_patch.trainer.record import log_changes, record_of, resume_problems, write_record
 from longctx_patch.trainer.refusals import (
     accelerator_problems,
@@ -283,10 +284,13 @@ class LongContextTrainerMixin(
         if "seq_lengths" not in self._signature_columns:
             self._signature_columns = [*self._signature_columns, "seq_lengths"]
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
         """transformers' step; an error for want of logits says how to have them."""
+        require_images_alike(self, inputs)
         with explains_missing_logits(self._config):
-            loss: Tensor = super().training_step(*args, **kwargs)
+            loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 
     # ---- Saving and resuming ----

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from longctx_patch.health.agreement import model_facts, require_agreement, versions
 from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.watchdog import Watchdog
+from longctx_patch.trainer.row_facts import row_facts
 
 OF_ONE_RANK = {
     *("local_rank", "output_dir", "logging_dir", "run_name", "disable_tqdm", "report_to"),
@@ -118,4 +119,4 @@ def _data(rows: Any) -> Mapping[str, Any]:
     if not is_fixed or not hasattr(rows, "__len__") or transform.get("type") == "custom":
         return {"kind": type(rows).__name__}
     places = sorted({0, len(rows) // 2, len(rows) - 1}) if len(rows) else []
-    return {"rows": len(rows)} | {f"row {place}": rows[place] for place in places}
+    return {"rows": len(rows)} | {f"row {place}": row_facts(rows[place]) for place in places}

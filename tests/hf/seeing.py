@@ -216,3 +216,63 @@ def _gemma_rows() -> dict[str, Any]:
     pixels = torch.randn(6, 3, 8, 8, generator=draw)
     batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, "token_type_ids": kinds}
     return batch | {"pixel_values": pixels}
+
+
+def pictured_rows(
+    family: str, number: int, seed: int, *, every: bool = True
+) -> list[dict[str, Any]]:
+    """Rows of one conversation each, as a processor makes them, of uneven lengths: none to two
+    pictures of several sizes, and text around them. `every`: each row has a picture.
+
+    Gemma 3's pictures have one size."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def among(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=draw))
+
+    found = []
+    for index in range(number):
+        ids, kinds, grids, pixels = [], [], [], []
+        for _ in range(among(1, 3) if every or index % 3 else 0):
+            words = among(2, 6)
+            grid = (1, 4, 4) if family == "gemma3" else (1, 2 * among(1, 4), 2 * among(1, 3))
+            size = 4 if family == "gemma3" else grid[1] * grid[2] // 4
+            ids += [*torch.randint(1, IMAGE, (words,), generator=draw).tolist(), START]
+            ids += [IMAGE] * size
+            kinds += [0] * (words + 1) + [1] * size
+            shape = (1, 3, 8, 8) if family == "gemma3" else (grid[1] * grid[2], 24)
+            grids.append(grid)
+            pixels.append(torch.randn(shape, generator=draw))
+        words = among(5, 14)
+        ids += torch.randint(1, IMAGE, (words,), generator=draw).tolist()
+        kinds += [0] * words
+        labels = [
+            -100 if kind or n < 4 else token
+            for n, (token, kind) in enumerate(zip(ids, kinds, strict=True))
+        ]
+        found.append(
+            {"input_ids": ids, "labels": labels, "kinds": kinds, "grids": grids, "pixels": pixels}
+        )
+    return found
+
+
+def seen_together(family: str, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A batch of them, padded on the right."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def stacked(name: str, value: int) -> torch.Tensor:
+        return torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in rows])
+
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    batch = {
+        "input_ids": stacked("input_ids", 0),
+        "labels": stacked("labels", -100),
+        "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
+        "token_type_ids" if family == "gemma3" else "mm_token_type_ids": stacked("kinds", 0),
+    }
+    pixels = [of_one for row in rows for of_one in row["pixels"]]
+    if pixels:
+        batch["pixel_values"] = torch.cat(pixels)
+        if family != "gemma3":
+            batch["image_grid_thw"] = torch.tensor([grid for row in rows for grid in row["grids"]])
+    return batch

@@ -26,7 +26,6 @@ from longctx_patch.hf.model.checks import UnsupportedModelError
 from longctx_patch.hf.model.family import IMAGES
 from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.sequence.masks import bidirectional
-from longctx_patch.trainer.binding import patch_for_trainer
 from longctx_patch.transport import VirtualTransport
 from longctx_patch.verification import verify
 from longctx_patch.verification.shrink import keep_float64
@@ -261,7 +260,3 @@ def test_other_models_that_read_images_are_refused_with_the_fix() -> None:
             patch(seeing_model(family), LongContextConfig())
     with pytest.raises(ValueError, match="its text model is verified"):
         verify(seeing_config("qwen3_vl"), [LongContextConfig(ring_degree=2)])
-    with pytest.raises(
-        ValueError, match=r"Qwen3VLForConditionalGeneration reads images.*text_model"
-    ):
-        patch_for_trainer(seeing_model("qwen3_vl"), LongContextConfig())

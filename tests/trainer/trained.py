@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from transformers import EvalPrediction, PrinterCallback, Trainer, TrainingArgum
 
 from longctx_patch import LongContextConfig, LongContextTrainer, trainer_parallelism
 from longctx_patch.recipes.models import four_bits
+from tests.hf.seeing import pictured_rows, seeing_model, seen_together
 from tests.hf.tiny import VOCABULARY, featured_model
 from tests.plugin.launched import sharding_on_cpus
 from tests.reference import relative_error
@@ -47,6 +49,9 @@ class Case:
     """Whether metrics are computed from logits."""
     own_loss: bool = False
     """Whether a function computes the loss from logits."""
+    has_images: bool = False
+    """Whether the model reads images, which most rows have."""
+    every_row_has_images: bool = False
 
 
 class Trained(NamedTuple):
@@ -66,6 +71,12 @@ def rows(number: int, seed: int) -> list[dict[str, list[int]]]:
         first = (1, 3, length // 2, length - 2, length)[index % 5]
         found.append({"input_ids": ids, "labels": [-100] * first + ids[first:]})
     return found
+
+
+def rows_of(case: Case, number: int, seed: int) -> list[dict[str, Any]]:
+    if case.has_images:
+        return pictured_rows(case.family, number, seed, every=case.every_row_has_images)
+    return rows(number, seed)
 
 
 def padded(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
@@ -119,12 +130,14 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of a case: ours, or the stock one with the stock model."""
     given = case.arguments | (case.sharding if is_patched else {})
+    if case.has_images:
+        given = given | {"remove_unused_columns": False}  # rows aren't the model's arguments yet
     common: dict[str, Any] = {
         "model": model_of(case) if model is None else model,
         "args": arguments(folder, **given),
-        "train_dataset": rows(case.num_rows, seed=1),
-        "eval_dataset": rows(7, seed=2),
-        "data_collator": padded,
+        "train_dataset": rows_of(case, case.num_rows, seed=1),
+        "eval_dataset": rows_of(case, 7, seed=2),
+        "data_collator": partial(seen_together, case.family) if case.has_images else padded,
         "compute_metrics": metrics_of if case.predicts else None,
         "compute_loss_func": squared_loss if case.own_loss else None,
         **options,
@@ -139,7 +152,8 @@ def make_trainer(
 
 
 def model_of(case: Case) -> Any:
-    model: Any = featured_model(case.family, **case.model)
+    made = seeing_model if case.has_images else featured_model
+    model: Any = made(case.family, **case.model)
     if case.four_bits:
         # PEFT's own choice, reentrant checkpointing, fails under DDP with the stock model too.
         checkpointing = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
@@ -197,7 +211,7 @@ def train(case: Case, folder: str, is_patched: bool) -> Trained:
         trainer = make_trainer(case, Path(folder) / case.name, is_patched=is_patched)
         trainer.train()
         evaluated = numbers(trainer.evaluate())
-        predicted = trainer.predict(rows(5, seed=3)) if case.predicts else None
+        predicted = trainer.predict(rows_of(case, 5, seed=3)) if case.predicts else None
     assert isinstance(trainer.model_wrapped, FSDPModule) == bool(case.sharding and is_patched)
     logged = [numbers(entry) for entry in trainer.state.log_history]
     return Trained(logged, weights_of(trainer.model), evaluated, predicted)
