@@ -9,22 +9,23 @@ from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.plugin.together import of_all_ranks
 from longctx_patch.trainer.axis import num_processes
+from longctx_patch.trainer.refusals import trl_trainers
 
 SEEING = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer"})
 """Trainers of TRL that were compared on rows with images."""
 
 
-def image_problems(trainer: Any, trl_names: Iterable[str]) -> Iterable[str]:
-    """Why a trainer's model can't be trained on images, in words; `trl_names`: of the trainers of
-    TRL that its class inherits from, nearest first."""
-    if not transformers_api.reads_images(trainer.long_context_handle.model):
+def image_problems(trainer: Any) -> Iterable[str]:
+    """Why a trainer of TRL can't train a model that reads images, in words."""
+    name = next(iter(trl_trainers(type(trainer))), None)
+    if name is None or name in SEEING:
         return
-    name = next(iter(trl_names), None)
-    if name is not None and name not in SEEING:
+    model = trainer.long_context_handle.model
+    if transformers_api.reads_images(model):
         yield (
-            f"{name} with {type(trainer.long_context_handle.model).__name__}, which reads images: "
-            f"of TRL's trainers {', '.join(sorted(SEEING))} was compared with one process on them. "
-            "Train its text model (longctx_patch.plugin.text_model), or use transformers' Trainer."
+            f"{name} with {type(model).__name__}, which reads images: of TRL's trainers "
+            f"{', '.join(sorted(SEEING))} were compared with one process on such models. Train its "
+            "text model (longctx_patch.plugin.text_model), or use transformers' Trainer."
         )
 
 

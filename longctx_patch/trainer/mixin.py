@@ -45,7 +45,7 @@ from longctx_patch.trainer.generation import (
     settle_generation,
 )
 from longctx_patch.trainer.head_scores import scores_of
-from longctx_patch.trainer.images import require_images_alike
+from longctx_patch.trainer.images import image_problems, require_images_alike
 from longctx_patch.trainer.record import log_changes, record_of, resume_problems, write_record
 from longctx_patch.trainer.refusals import (
     accelerator_problems,
@@ -154,6 +154,7 @@ class LongContextTrainerMixin(
             refuse_together(trainer_problems(self, self._config))
             refuse_together(generation_problems(self, self._config.sequence_degree))
             refuse_together(router_problems(self))
+            refuse_together(image_problems(self))
         except ValueError:
             self.unpatch()
             raise

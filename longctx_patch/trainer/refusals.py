@@ -12,7 +12,6 @@ from longctx_patch.data import SHARD_KEY, SequenceShardCollator
 from longctx_patch.rules.launched import flag
 from longctx_patch.trainer.axis import num_processes
 from longctx_patch.trainer.generation import GENERATING
-from longctx_patch.trainer.images import image_problems
 
 TRL_TRAINERS = frozenset({"SFTTrainer", "DPOTrainer", "KTOTrainer"}) | GENERATING
 """Trainers of TRL whose losses are made of what the patched model gives back."""
@@ -111,16 +110,13 @@ def trainer_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
             "the lr_scheduler in optimizers=(...) is a prepared one, which steps once per process, "
             "so that the schedule would end too early. Give the scheduler itself."
         )
-    names = _trl_trainers(type(trainer))
-    unknown = [name for name in names if name not in TRL_TRAINERS]
+    unknown = [name for name in trl_trainers(type(trainer)) if name not in TRL_TRAINERS]
     if unknown:
         yield (
             f"{unknown[0]} of TRL: each rank would generate rows or ask a teacher by itself, and "
             "the ranks of a group would train on different rows. Supported are "
             f"{', '.join(sorted(TRL_TRAINERS))}, and transformers' Trainer."
         )
-    else:
-        yield from image_problems(trainer, names)
     if config.sequence_degree > 1:
         yield from _loss_problems(trainer, config)
 
@@ -156,7 +152,7 @@ def _loss_problems(trainer: Any, config: LongContextConfig) -> Iterable[str]:
             )
 
 
-def _trl_trainers(cls: type) -> list[str]:
+def trl_trainers(cls: type) -> list[str]:
     """Public trainers of TRL that a class inherits from, nearest first."""
     ours = (base for base in cls.__mro__ if base.__module__.split(".")[0] == "trl")
     return [base.__name__ for base in ours if not base.__name__.startswith("_")]
