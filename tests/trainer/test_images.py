@@ -39,6 +39,13 @@ TWO = [
         arguments=USUAL | {"label_smoothing_factor": 0.1},
         has_images=True,
     ),
+    Case(
+        "pictures in a hybrid",
+        "qwen3_5",
+        config=RING | {"layout": "contiguous", "checkpoint": "full"},
+        arguments={"max_steps": 4},
+        has_images=True,
+    ),
     Case("pictures that see each other", "gemma3", config=RING, arguments=ALONE, has_images=True),
 ]
 REPLICAS = Case("replicas", "qwen3_vl", config=RING, arguments=USUAL, has_images=True)

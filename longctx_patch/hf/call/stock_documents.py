@@ -44,9 +44,12 @@ def _by_positions(positions: Tensor | None, mask: Tensor | None) -> str | None:
     """What says where positions of neighbouring tokens do not count up by one."""
     if positions is None or positions.shape[-1] < 2:
         return None
-    # Some decoders take one row of positions for each axis of pictures, that of text first.
+    has_axes = positions.ndim == 3 and len(positions) == 3
+    # Some decoders take a row of positions for each axis of pictures, behind that of text if there
+    # are four. Time, the first of three, stands still within a picture, and goes on behind it.
     positions = positions[0] if positions.ndim == 3 else positions
-    begins = positions.diff(dim=-1) != 1
+    steps = positions.diff(dim=-1)
+    begins = steps < 0 if has_axes else steps != 1
     if mask is not None:
         is_real = mask[:, -positions.shape[-1] :].bool()
         begins = begins & is_real[:, 1:] & is_real[:, :-1]

@@ -56,6 +56,9 @@ TABLE = (
     _supported("qwen2_vl", "Qwen2-VL", IMAGES, WINDOW),
     _supported("qwen2_5_vl", "Qwen2.5-VL", IMAGES, WINDOW),
     _supported("qwen3_vl", "Qwen3-VL", IMAGES),
+    _supported("qwen3_vl_moe", "Qwen3-VL-MoE", IMAGES, ROUTER),
+    _supported("qwen3_5", "Qwen3.5, Qwen3.6", DELTA, IMAGES),
+    _supported("qwen3_5_moe", "Qwen3.5-MoE, Qwen3.6-MoE", DELTA, IMAGES, ROUTER),
     _supported("qwen3_moe", "Qwen3-MoE", WINDOW, ROUTER),
     _supported("gemma", "Gemma"),
     _supported("gemma2", "Gemma 2", WINDOW, SOFTCAP, logits=GEMMA_LOGITS),
@@ -163,9 +166,6 @@ TABLE = (
         {
             "llama4": "Llama 4",
             "mistral3": "Mistral Small 3.1 and later, Ministral 3",
-            "qwen3_vl_moe": "Qwen3-VL-MoE",
-            "qwen3_5": "Qwen3.5, Qwen3.6",
-            "qwen3_5_moe": "Qwen3.5-MoE, Qwen3.6-MoE",
         },
     ),
     *_refused(

@@ -91,6 +91,10 @@ def test_what_says_documents() -> None:
             "position_ids go from 2 to 0 at column 3 of row 0",
             {"position_ids": torch.tensor([0, 1, 2, 0, 1]).expand(4, 1, 5)},
         ),
+        (
+            "position_ids go from 3 to 0 at column 4 of row 0",
+            {"position_ids": torch.tensor([[[0, 1, 1, 3, 0, 1]]]).expand(3, 1, 6)},
+        ),
         ("seq_idx with 2 documents", {"seq_idx": torch.tensor([[0, 0, 1]])}),
         ("cu_seq_lens_q with 3 edges", {"cu_seq_lens_q": torch.tensor([0, 2, 3])}),
         ("seq_lengths with a row of 2 documents", {"seq_lengths": [[3], [2, 1]]}),
@@ -102,6 +106,8 @@ def test_what_says_documents() -> None:
         {},
         {"position_ids": left, "attention_mask": PADDED},
         {"position_ids": left, "attention_mask": {"linear_attention": PADDED}},
+        # Four tokens of a picture, of two rows, between those of text.
+        {"position_ids": torch.tensor([[[0, 1, 1, 1, 1, 3]], [[0, 1, 1, 2, 2, 3]]])[[0, 1, 1]]},
         {"position_ids": torch.tensor([[9], [4]]), "attention_mask": PADDED},
         {"position_ids": torch.tensor([[7, 8, 9]]), "attention_mask": torch.ones(1, 10)},
         {"seq_idx": torch.zeros(1, 3), "cu_seq_lens_q": [0, 3], "seq_lengths": [[3]]},
