@@ -31,6 +31,7 @@ from longctx_patch.verification import verify
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
 from tests.hf.float64 import WAYS, backward, stock_loss
+from tests.hf.rounding import own_errors, rounded_anew
 from tests.hf.seeing import WHOLE, seeing_config, seeing_model, seen_rows, text_rows
 from tests.reference import relative_error
 
@@ -55,8 +56,12 @@ def given_in(family: str, batch: dict[str, Any], dtype: torch.dtype) -> tuple[An
     return model, {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
 
 
-def stock_step(family: str, batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+def stock_step(
+    family: str, batch: dict[str, Any], dtype: torch.dtype, rounding: int | None = None
+) -> dict[str, Tensor]:
     model, batch = given_in(family, batch, dtype)
+    if rounding is not None:
+        rounded_anew(model, rounding)
     return backward(stock_loss(model, batch), model)
 
 
@@ -65,13 +70,12 @@ def wanted_of(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """(loss and gradients of the stock model, bounds of errors). A recurrence rounds products of
     many decays: in float32 it is compared with float64, by twice the stock model's own error."""
-    found = stock_step(family, batch, dtype)
-    bounds = dict.fromkeys(found, 1e-10 if dtype == torch.float64 else 1e-5)
     if dtype == torch.float64 or not is_recurrent(family):
-        return found, bounds
+        found = stock_step(family, batch, dtype)
+        return found, dict.fromkeys(found, 1e-10 if dtype == torch.float64 else 1e-5)
     exact = stock_step(family, batch, torch.float64)
-    own = {name: relative_error(found[name], value) for name, value in exact.items()}
-    return exact, {name: max(bounds[name], 2 * error) for name, error in own.items()}
+    own = own_errors(exact, lambda seed: stock_step(family, batch, dtype, rounding=seed))
+    return exact, {name: max(1e-5, 2 * error) for name, error in own.items()}
 
 
 def assert_exact(

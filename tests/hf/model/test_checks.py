@@ -21,6 +21,7 @@ from longctx_patch.hf.model.family import RECURRENT
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
 from tests.hf.features import WINDOW
+from tests.hf.rounding import own_errors, rounded_anew
 from tests.hf.steps import TOLERANCE, Rows, Step, collated, complaints, sharded_step
 from tests.hf.tiny import (
     SUPPORTED,
@@ -47,9 +48,14 @@ def token_rows() -> Rows:
     return [first, {"input_ids": second["input_ids"][: LENGTH - 14]}]
 
 
-def one_process(family: str, dtype: torch.dtype = torch.float32) -> Step:
-    """Loss and gradients of the stock model, which sees a padding mask."""
+def one_process(
+    family: str, dtype: torch.dtype = torch.float32, rounding: int | None = None
+) -> Step:
+    """Loss and gradients of the stock model, which sees a padding mask; `rounding`: the seed by
+    which its weights are rounded anew."""
     model = featured_model(family)
+    if rounding is not None:
+        rounded_anew(model, rounding)
     if dtype == torch.float64:
         keep_float64(model)
     rows = [row["input_ids"] for row in token_rows()]
@@ -88,11 +94,10 @@ def wanted_of(family: str) -> Wanted:
     """The stock step in float32. A recurrence sums products of many decays, of which float32 keeps
     fewer digits, and so it does of large scores: there the step in float64, and as a bound for each
     gradient twice the error that the stock model has in float32 itself."""
-    stock = one_process(family)
     if not set(SUPPORTED[family].features) & set(RECURRENT) and family not in UNSCALED:
-        return Wanted(stock, {})
+        return Wanted(one_process(family), {})
     exact = one_process(family, torch.float64)
-    own = {name: relative_error(stock.grads[name], grad) for name, grad in exact.grads.items()}
+    own = own_errors(exact.grads, lambda seed: one_process(family, rounding=seed).grads)
     return Wanted(exact, {name: max(TOLERANCE, 2 * error) for name, error in own.items()})
 
 
