@@ -170,6 +170,8 @@ def seen_rows(family: str, *, video: bool = False) -> dict[str, Any]:
     """
     if family == "gemma3":
         return _gemma_rows()
+    if family.startswith("mistral3"):
+        return _mistral_rows()
     draw = torch.Generator().manual_seed(7)
     pictures = [[(1, 4, 6), (1, 2, 4)], [(1, 6, 4)]]
     videos = [[], [(2, 4, 4)]] if video else [[], []]
@@ -216,6 +218,25 @@ def _gemma_rows() -> dict[str, Any]:
     pixels = torch.randn(6, 3, 8, 8, generator=draw)
     batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, "token_type_ids": kinds}
     return batch | {"pixel_values": pixels}
+
+
+def _mistral_rows() -> dict[str, Any]:
+    """Two rows of uneven lengths, with three pictures of two sizes."""
+    draw = torch.Generator().manual_seed(7)
+    length, sizes = 41, ((8, 8), (8, 4), (4, 8))
+    ids = torch.randint(1, IMAGE, (2, length), generator=draw)
+    mask = torch.ones_like(ids)
+    mask[0, length - 3 :] = mask[1, length - 11 :] = 0
+    for (row, place), (height, width) in zip(((0, 2), (0, 20), (1, 14)), sizes, strict=True):
+        ids[row, place : place + height * width // 16] = IMAGE
+    ids = ids.masked_fill(mask == 0, 0)
+    labels = ids.masked_fill((mask == 0) | (ids == IMAGE), -100)
+    labels[:, :7] = -100
+    pixels = torch.zeros(3, 3, 8, 8)
+    for number, (height, width) in enumerate(sizes):
+        pixels[number, :, :height, :width] = torch.randn(3, height, width, generator=draw)
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    return batch | {"pixel_values": pixels, "image_sizes": torch.tensor(sizes)}
 
 
 def pictured_rows(

@@ -18,9 +18,13 @@ Arguments = dict[str, Any]
 
 PIXELS = ("pixel_values", "pixel_values_videos")
 GRIDS = ("image_grid_thw", "video_grid_thw")
+SIZES = (*GRIDS, "image_sizes")
+"""What the images' sizes are called; the last is Mistral 3's."""
 KINDS = ("mm_token_type_ids", "token_type_ids")
 """What each token is: 1 of an image. The second is Gemma 3's."""
-ARGUMENTS = frozenset({*PIXELS, *GRIDS, *KINDS, "second_per_grid_ts"})
+PLACING = (*GRIDS, KINDS[0], "second_per_grid_ts")
+"""Arguments of a model from which it makes positions of three rows."""
+ARGUMENTS = frozenset({*PIXELS, *SIZES, *KINDS, *PLACING})
 """Arguments of a model that say what its images are."""
 OF_SHARDS = (
     "images with a batch of SequenceShardCollator: they are put in before rows are cut. Pass whole "
@@ -36,13 +40,25 @@ def has_images(given: Mapping[str, Any]) -> bool:
 
 def grids(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """The sizes of all images, which ranks of a group have alike."""
-    return tuple(None if given.get(g) is None else given[g].tolist() for g in GRIDS)
+    return tuple(None if given.get(g) is None else given[g].tolist() for g in SIZES)
 
 
 def places_by_grid(model: Any) -> bool:
-    """Whether the model gives images positions of three rows (M-RoPE); else their tokens see each
-    other in both directions, as in Gemma 3."""
+    """Whether the model gives images positions of three rows (M-RoPE)."""
     return hasattr(model.model, "get_rope_index")
+
+
+def sees_both_ways(model: Any) -> bool:
+    """Whether the tokens of an image see each other in both directions, as in Gemma 3; else they
+    are causal, as those of text are."""
+    return model.config.model_type == "gemma3"
+
+
+def kinds_of(model: Any) -> str | None:
+    """The argument that says which tokens are of images, where the model has to know it."""
+    if places_by_grid(model):
+        return KINDS[0]
+    return KINDS[1] if sees_both_ways(model) else None
 
 
 def check_images(model: Any, given: Mapping[str, Any]) -> None:
@@ -52,7 +68,9 @@ def check_images(model: Any, given: Mapping[str, Any]) -> None:
             f"{said[0]} with images: the model makes positions of images and tokens itself, of one "
             "document in each row. Leave it out, and pack no rows that have images."
         )
-    name = KINDS[0] if places_by_grid(model) else KINDS[1]
+    name = kinds_of(model)
+    if name is None:
+        return
     kinds = given.get(name)
     if not isinstance(kinds, Tensor) or kinds.shape != given["input_ids"].shape:
         raise ValueError(
@@ -71,14 +89,16 @@ def whole_inputs(
     """
     ids = given["input_ids"]
     padded: Arguments = {"input_ids": _moved(ids, rows, length)}
+    rows = rows._replace(has_images=True)
+    if sees_both_ways(model):
+        return padded, rows._replace(image_spans=spans_of(given[KINDS[1]], rows))
     if not places_by_grid(model):
-        spans = spans_of(given[KINDS[1]], rows)
-        return padded, rows._replace(has_images=True, image_spans=spans)
-    read = {name: given.get(name) for name in ARGUMENTS - {*PIXELS, KINDS[1]}}
+        return padded, rows
+    read = {name: given.get(name) for name in PLACING}
     mask = given.get("attention_mask")
     positions, _ = model.model.get_rope_index(ids, attention_mask=mask, **read)
     padded["position_ids"] = torch.stack([_moved(each, rows, length) for each in positions])
-    return padded, rows._replace(has_images=True)
+    return padded, rows
 
 
 def _moved(columns: Tensor, rows: RowsPass, length: int) -> Tensor:

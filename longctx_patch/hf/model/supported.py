@@ -53,6 +53,7 @@ TABLE = (
     _supported("qwen2", "Qwen2, Qwen2.5", WINDOW),
     _supported("qwen2_moe", "Qwen1.5-MoE, Qwen2-MoE", WINDOW, ROUTER),
     _supported("qwen3", "Qwen3", WINDOW),
+    _supported("mistral3", "Mistral Small 3.1 to 4, Ministral 3", IMAGES, WINDOW, LATENT, EXPERTS),
     _supported("qwen2_vl", "Qwen2-VL", IMAGES, WINDOW),
     _supported("qwen2_5_vl", "Qwen2.5-VL", IMAGES, WINDOW),
     _supported("qwen3_vl", "Qwen3-VL", IMAGES),
@@ -165,7 +166,6 @@ TABLE = (
         f"with images its model is not compared with one process; {TEXT_IN_IT}",
         {
             "llama4": "Llama 4",
-            "mistral3": "Mistral Small 3.1 and later, Ministral 3",
         },
     ),
     *_refused(
