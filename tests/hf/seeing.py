@@ -1,6 +1,8 @@
 """Tiny models that read images beside text, of every family whose text model is trained."""
 
 import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ WHOLE = [
 """Model types, and of one those whose text model is of another family than by default."""
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
 """Tokens of a picture's patches, of a video's, and around them."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -134,19 +138,24 @@ _PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def seeing_config(family: str, *, tied: bool = False, **text: Any) -> Any:
-    """A tiny config; `text`: further options of its text model."""
+def seeing_config(
+    family: str, *, tied: bool = False, vision: Mapping[str, Any] = NOTHING, **text: Any
+) -> Any:
+    """A tiny config; `text`: further options of its text model, `vision` of its image encoder."""
     parts = copy.deepcopy(_PARTS[family])
+    parts["vision_config"] |= vision
     parts["text_config"] |= text | {"tie_word_embeddings": tied}
     return AutoConfig.for_model(
         family.split()[0], **parts, tie_word_embeddings=tied, attn_implementation="eager"
     )
 
 
-def seeing_model(family: str, *, tied: bool = False, **text: Any) -> Any:
+def seeing_model(
+    family: str, *, tied: bool = False, vision: Mapping[str, Any] = NOTHING, **text: Any
+) -> Any:
     """A model in training mode with the same weights each time; norms aren't 1, biases not 0."""
     torch.manual_seed(0)
-    config = seeing_config(family, tied=tied, **text)
+    config = seeing_config(family, tied=tied, vision=vision, **text)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
