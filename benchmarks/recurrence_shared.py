@@ -183,6 +183,7 @@ def main(command_line: Sequence[str] | None = None) -> None:
     add("--iterations", type=int, default=10, help="timed calls (default 10)")
     arguments = parser.parse_args(command_line)
     device = start()
+    require_even_shards(arguments.tokens)
     rows, clock = list[Row](), Clock(device, arguments.iterations)
     for layer in LAYERS:
         if arguments.layers and layer.name not in arguments.layers:
@@ -193,6 +194,16 @@ def main(command_line: Sequence[str] | None = None) -> None:
     if rows and is_first_rank():
         write(rows, machine(device), arguments.out)
     finish()
+
+
+def require_even_shards(lengths: Sequence[int]) -> None:
+    """Raise ValueError for rows that ranks can't share evenly, as fla's way has to."""
+    world = dist.get_world_size()
+    if uneven := [length for length in lengths if length < 1 or length % world]:
+        raise ValueError(
+            f"--tokens {uneven[0]}: {world} ranks share a row in equal shards. Use a multiple of "
+            f"{world}."
+        )
 
 
 def measured(way: str, layer: Layer, lengths: Sequence[int], clock: Clock) -> Iterator[Row]:

@@ -40,6 +40,17 @@ def test_every_way_is_timed(tmp_path: Path) -> None:
     assert "| delta | 2 | 128 | states | both |" in text
 
 
+def refuse_uneven(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recurrence_shared, "start", lambda: torch.device("cpu"))
+        with pytest.raises(ValueError, match="--tokens 129: 2 ranks share a row in equal shards"):
+            recurrence_shared.main(["--out", "nowhere", "--tokens", "128", "129"])
+
+
+def test_rows_that_ranks_cannot_share_evenly_are_refused() -> None:
+    run_distributed(refuse_uneven, 2)
+
+
 class NoNumber(torch.autograd.Function):
     """Its gradient is not a number."""
 
