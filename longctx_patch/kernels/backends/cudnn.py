@@ -71,12 +71,11 @@ class CudnnKernel:
         dout_BLHD, q_BLHD, k_BMGD, v_BMGD, out_BLHD, lse_BHL = given
         if q_BLHD.shape[1] == k_BMGD.shape[1] == 1:  # cuDNN refuses a single pair
             return DenseKernel("torch_eager", None).backward(given, segments, score)
-        if q_BLHD.numel() > MOST_NUMBERS:
+        if (reached := _reached(q_BLHD.shape)) > MOST_NUMBERS:
             raise ValueError(
-                f"kernel='cudnn': {q_BLHD.shape[1]:,} queries of {q_BLHD.shape[2]} heads are "
-                f"{q_BLHD.numel():,} numbers, and its gradients are wrong for more than "
-                f"{MOST_NUMBERS:,}. Share the row between more GPUs, or use kernel='flash_attn_4' "
-                "or 'torch_flash'."
+                f"kernel='cudnn': {q_BLHD.shape[1]:,} queries of {q_BLHD.shape[2]} heads take "
+                f"{reached:,} numbers, and its gradients are wrong beyond {MOST_NUMBERS:,}. Share "
+                "the row between more GPUs, or use kernel='flash_attn_4' or 'torch_flash'."
             )
         # torch keeps a compiled graph by the layouts of q, k and v alone: where out or dout had
         # another one in an earlier call, it silently reads the wrong entries (torch 2.11, whose own
@@ -111,6 +110,12 @@ def _dense(tensor: Tensor) -> Tensor:
     shape = tensor.shape
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return tensor.contiguous().as_strided(shape, strides)
+
+
+def _reached(shape: torch.Size) -> int:
+    """Numbers from the first to the last one of `_apart`'s queries."""
+    batch, row = shape[0], prod(shape[1:])
+    return (batch - 1) * (row + GAP) + row
 
 
 def _apart(q_BLHD: Tensor) -> Tensor:

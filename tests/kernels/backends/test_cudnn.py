@@ -49,3 +49,11 @@ def test_all_calls_have_one_layout_that_no_other_has(
     assert len({tuple(x.stride() for x in call[:2] + call[4:6]) for call in calls}) == 1
     strides_of_others = {x.transpose(1, 2).stride() for x in laid_out(q)}
     assert calls[0][1].stride() not in strides_of_others
+
+
+def test_queries_that_reach_beyond_32_bits_with_their_gaps_are_refused() -> None:
+    q = torch.empty(2**19, 65, 1, 63, device="meta")
+    assert q.numel() < 2**31
+    given = BackwardInputs(q, q, q, q, q, q[..., 0])
+    with pytest.raises(ValueError, match=r"65 queries of 1 heads take 2,180,513,728 numbers"):
+        cudnn.CudnnKernel().backward(given, Segments((65,), (65,), CAUSAL_WINDOW), Score(1.0))
