@@ -82,6 +82,8 @@ class RowsPass(NamedTuple):
     """Whether the model embeds whole rows, with images in them, and the decoder cuts them."""
     image_spans: tuple[tuple[int, int], ...] = ()
     """Where images are whose tokens see each other in both directions."""
+    only_windows_see_ahead: bool = False
+    """Whether they do so in layers with a window alone, as in Gemma 4."""
 
 
 def read_rows(given: Mapping[str, Any], stock: StockModel) -> WholeRows:

@@ -256,7 +256,8 @@ def _leave(*_: Any) -> None:
 
 
 class _WithoutFloat32(TorchFunctionMode):
-    """Operations that would cast a float64 tensor to float32 leave it in float64."""
+    """Operations that would cast a float64 tensor to float32 leave it in float64, and whole numbers
+    become float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -267,4 +268,6 @@ class _WithoutFloat32(TorchFunctionMode):
                 return args[0]
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        elif func is Tensor.float and not args[0].is_floating_point():
+            return args[0].double()
         return func(*args, **kwargs)

@@ -71,7 +71,8 @@ def check_family(rank: int, world_size: int, family: str) -> None:
         {"ring_degree": world_size, "checkpoint": "attention"},
         {"ulysses_degree": world_size},
     )
-    own, found = [], [[] for _ in ways]
+    own: list[dict[str, float]] = []
+    found: list[list[dict[str, float]]] = [[] for _ in ways]
     for seed in range(NUM_BATCHES):
         batch = batch_of(family, seed)
         wanted = exact_step(model, batch)

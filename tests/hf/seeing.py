@@ -15,8 +15,11 @@ from tests.hf.float64 import padded_rows
 from tests.hf.tiny import VOCABULARY
 
 MINISTRAL, SMALL_4 = "mistral3 with ministral3", "mistral3 with mistral4"
+LARGE_GEMMA = "gemma4 whose images see both ways"
 WHOLE = [
-    name for name in (*TEXT_TYPES, MINISTRAL, SMALL_4) if name.split()[0] in CONFIG_MAPPING_NAMES
+    name
+    for name in (*TEXT_TYPES, MINISTRAL, SMALL_4, LARGE_GEMMA)
+    if name.split()[0] in CONFIG_MAPPING_NAMES
 ]
 """Model types, and of one those whose text model is of another family than by default."""
 IMAGE, VIDEO, START, END = 90, 91, 92, 93
@@ -80,6 +83,14 @@ _PIXTRAL: dict[str, Any] = {
     "vision_config": _GEMMA_EYE | {"image_size": 8, "head_dim": 8},
     "image_token_index": IMAGE,
 }
+_GEMMA_4: dict[str, Any] = {
+    "vision_config": _GEMMA_EYE
+    | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2}
+    | {"position_embedding_size": 16},
+    "audio_config": None,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+}
 _PARTS: dict[str, dict[str, Any]] = {
     "llama4": {
         "text_config": _TEXT | FEATURES["llama4_text"],
@@ -125,10 +136,14 @@ _PARTS: dict[str, dict[str, Any]] = {
     "gemma4": {
         "text_config": _WINDOWED
         | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY}
+        | {"global_head_dim": 24, "pad_token_id": 0, "final_logit_softcapping": 3.0},
+        **_GEMMA_4,
+    },
+    LARGE_GEMMA: {
+        "text_config": _WINDOWED
+        | {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
         | {"global_head_dim": 24, "pad_token_id": 0},
-        "vision_config": _GEMMA_EYE | {"num_key_value_heads": 2, "head_dim": 8},
-        "audio_config": None,
-        "image_token_id": IMAGE,
+        **_GEMMA_4,
     },
     "gemma4_unified": {
         "text_config": _WINDOWED | {"global_head_dim": 24, "pad_token_id": 0},
@@ -181,6 +196,8 @@ def seen_rows(family: str, *, video: bool = False) -> dict[str, Any]:
         return _gemma_rows()
     if family.startswith("mistral3"):
         return _mistral_rows()
+    if family.startswith("gemma4"):
+        return _gemma_4_rows(video)
     draw = torch.Generator().manual_seed(7)
     pictures = [[(1, 4, 6), (1, 2, 4)], [(1, 6, 4)]]
     videos = [[], [(2, 4, 4)]] if video else [[], []]
@@ -227,6 +244,37 @@ def _gemma_rows() -> dict[str, Any]:
     pixels = torch.randn(6, 3, 8, 8, generator=draw)
     batch = {"input_ids": ids, "labels": labels, "attention_mask": mask, "token_type_ids": kinds}
     return batch | {"pixel_values": pixels}
+
+
+def _gemma_4_rows(video: bool) -> dict[str, Any]:
+    """Two rows with two pictures each, neighbours, in the same places; `video`: and with one of two
+    frames. A token is of four patches; the second picture has fewer than the first."""
+    draw = torch.Generator().manual_seed(7)
+    length, most = 41, 16
+    ids = torch.randint(1, IMAGE, (2, length), generator=draw)
+    mask, kinds = torch.ones_like(ids), torch.zeros_like(ids)
+    mask[0, length - 3 :] = mask[1, length - 11 :] = 0
+    ids[:, 3:9], kinds[:, 3:9] = IMAGE, 1  # longer than half the window
+
+    def patches(sizes: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(numbers, places) of pictures of so many patches in width and height."""
+        places = torch.full((len(sizes), most, 2), -1)
+        for number, (width, height) in enumerate(sizes):
+            grid = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1)
+            places[number, : width * height] = grid
+        return torch.rand(len(sizes), most, 12, generator=draw), places
+
+    batch: dict[str, Any] = {}
+    batch["pixel_values"], batch["image_position_ids"] = patches([(4, 4), (4, 2)] * 2)
+    if video:
+        ids[:, 14:18], kinds[:, 14:18] = VIDEO, 2
+        pixels, places = patches([(2, 4)] * 4)
+        batch |= {"pixel_values_videos": pixels, "video_position_ids": places}
+        batch["num_frames_per_video"] = torch.tensor([2, 2])
+    ids = ids.masked_fill(mask == 0, 0)
+    labels = ids.masked_fill((mask == 0) | (kinds > 0), -100)
+    batch |= {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    return batch | {"mm_token_type_ids": kinds}
 
 
 def _mistral_rows() -> dict[str, Any]:

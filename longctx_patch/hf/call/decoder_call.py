@@ -80,12 +80,16 @@ class DecoderCalls:
             return kwargs | {transformers_api.CALL_KEY: None}
         placed: Arguments = {}
         spans = () if replica is None else replica.image_spans
+        only_windows = replica is not None and replica.only_windows_see_ahead
         if replica is not None and replica.has_images:
             held = self._held(ShardedRow.read(shard), kwargs["inputs_embeds"].device)
             kwargs, placed = own_tokens(kwargs, held)
         batch = self._read(decoder, args, kwargs, shard, spans)
         count = kwargs.get("num_valid_tokens") if replica is None else replica.num_items
-        return kwargs | self._begin_sharded(decoder, shard, batch, count) | placed
+        begun = self._begin_sharded(decoder, shard, batch, count)
+        if (call := begun[transformers_api.CALL_KEY]) is not None:
+            call.only_windows_are_masked = only_windows
+        return kwargs | begun | placed
 
     def make_plans(self, shard: Tensor) -> None:
         """Make the plans of a batch that is to come. A batch that can't be used is skipped: its

@@ -1,4 +1,4 @@
-"""Images whose tokens see each other in both directions (Gemma 3), as a mask of the row."""
+"""Images whose tokens see each other in both directions (Gemma 3 and 4), as a mask of the row."""
 
 from itertools import pairwise
 
@@ -15,11 +15,12 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def spans_of(kinds: Tensor, rows: RowsPass) -> Spans:
-    """Where the images of rows are; `kinds` `[B, L]` is 1 on their tokens, as neighbours of one.
+    """Where the images of rows are, neighbours as one; `kinds` `[B, L]` is 1 on their tokens, and 2
+    on those of videos.
 
     Raises ValueError for rows that have them in different places: a batch has one mask.
     """
-    is_image = (kinds == 1).cpu()
+    is_image = ((kinds == 1) | (kinds == 2)).cpu()
     by_row = {
         _runs(row[start:stop]) for row, (start, stop) in zip(is_image, rows.spans, strict=True)
     }

@@ -24,7 +24,9 @@ KINDS = ("mm_token_type_ids", "token_type_ids")
 """What each token is: 1 of an image. The second is Gemma 3's."""
 PLACING = (*GRIDS, KINDS[0], "second_per_grid_ts")
 """Arguments of a model from which it makes positions of three rows."""
-ARGUMENTS = frozenset({*PIXELS, *SIZES, *KINDS, *PLACING})
+PATCHES = ("image_position_ids", "video_position_ids", "num_frames_per_video")
+"""Where the patches of images are, and how many frames videos have: Gemma 4's."""
+ARGUMENTS = frozenset({*PIXELS, *SIZES, *KINDS, *PLACING, *PATCHES})
 """Arguments of a model that say what its images are."""
 OF_SHARDS = (
     "images with a batch of SequenceShardCollator: they are put in before rows are cut. Pass whole "
@@ -32,6 +34,8 @@ OF_SHARDS = (
 )
 _DOCUMENTS = READ - {"input_ids", "labels", "attention_mask"}
 _MASK, _FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
+_CUT = ("inputs_embeds", "per_layer_inputs")
+"""A decoder's arguments of tokens: `[B, L, ...]`."""
 
 
 def has_images(given: Mapping[str, Any]) -> bool:
@@ -40,7 +44,9 @@ def has_images(given: Mapping[str, Any]) -> bool:
 
 def grids(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """The sizes of all images, which ranks of a group have alike."""
-    return tuple(None if given.get(g) is None else given[g].tolist() for g in SIZES)
+    pixels = (given.get(name) for name in PIXELS)
+    shapes = [None if pixel is None else tuple(pixel.shape) for pixel in pixels]
+    return *shapes, *(None if given.get(g) is None else given[g].tolist() for g in SIZES)
 
 
 def places_by_grid(model: Any) -> bool:
@@ -49,16 +55,20 @@ def places_by_grid(model: Any) -> bool:
 
 
 def sees_both_ways(model: Any) -> bool:
-    """Whether the tokens of an image see each other in both directions, as in Gemma 3; else they
-    are causal, as those of text are."""
-    return model.config.model_type == "gemma3"
+    """Whether the tokens of an image see each other in both directions, as in Gemma 3 and the
+    larger Gemma 4; else they are causal, as those of text are."""
+    if model.config.model_type == "gemma4":
+        return (
+            getattr(model.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+        )
+    return bool(model.config.model_type == "gemma3")
 
 
 def kinds_of(model: Any) -> str | None:
     """The argument that says which tokens are of images, where the model has to know it."""
-    if places_by_grid(model):
-        return KINDS[0]
-    return KINDS[1] if sees_both_ways(model) else None
+    if model.config.model_type == "gemma3":
+        return KINDS[1]
+    return KINDS[0] if places_by_grid(model) or sees_both_ways(model) else None
 
 
 def check_images(model: Any, given: Mapping[str, Any]) -> None:
@@ -90,8 +100,10 @@ def whole_inputs(
     ids = given["input_ids"]
     padded: Arguments = {"input_ids": _moved(ids, rows, length)}
     rows = rows._replace(has_images=True)
-    if sees_both_ways(model):
-        return padded, rows._replace(image_spans=spans_of(given[KINDS[1]], rows))
+    if (kinds := kinds_of(model)) and sees_both_ways(model):
+        spans = spans_of(given[kinds], rows)
+        in_windows = model.config.model_type == "gemma4"
+        return padded, rows._replace(image_spans=spans, only_windows_see_ahead=in_windows)
     if not places_by_grid(model):
         return padded, rows
     read = {name: given.get(name) for name in PLACING}
@@ -113,13 +125,14 @@ def own_tokens(whole: Arguments, held: Tensor) -> tuple[Arguments, Arguments]:
     """(a decoder's arguments of this rank's tokens, those of them that place images).
 
     Args:
-        whole: of whole rows: `inputs_embeds` `[B, L, hidden]`, in Qwen's models `position_ids`
+        whole: of whole rows: `inputs_embeds` `[B, L, hidden]`, in Gemma 4 `per_layer_inputs`
+            `[B, L, layers, size]`, in Qwen's models `position_ids`
             `[3, B, L]`, and in Qwen3-VL which tokens are of images, `[B, L]`, with what is added
             to them in early layers, `[tokens of images, hidden]` for each of these layers.
         held: which tokens this rank has, in its order.
     """
     own = {name: value for name, value in whole.items() if name not in (_MASK, _FEATURES)}
-    own["inputs_embeds"] = own["inputs_embeds"].index_select(1, held)
+    own |= {name: own[name].index_select(1, held) for name in _CUT if own.get(name) is not None}
     placed = {}
     if own["position_ids"].ndim == 3:
         placed["position_ids"] = own.pop("position_ids").index_select(2, held)

@@ -57,6 +57,8 @@ class ShardedCall:
         self.documents = documents
         self.mask = mask
         """Who sees whom in layers with full attention; None: causal within documents."""
+        self.only_windows_are_masked = False
+        """Whether layers without a window are causal in spite of the mask, as Gemma 4's are."""
         self.real_lengths = real_lengths
         """Tokens of each row of the batch without its padding."""
         self.seen = seen
@@ -73,10 +75,12 @@ class ShardedCall:
             longest = max(self.documents.lengths, default=0)
             window = None if kind.window is None or kind.window >= longest else kind.window
             chunk = None if kind.chunk is None or kind.chunk >= longest else kind.chunk
+            is_causal = self.only_windows_are_masked and kind.window is None
+            mask = None if is_causal else self.mask
             self._calls[kind] = decided_call(
                 self.group,
                 self.documents,
-                row_mask(self.mask, self.documents, window, chunk),
+                row_mask(mask, self.documents, window, chunk),
                 kind.score,
                 kind.shape,
                 is_local=window is not None or chunk is not None,

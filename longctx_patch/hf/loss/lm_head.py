@@ -34,6 +34,7 @@ from longctx_patch.hf.loss.token_head import (
     shard_log_probs,
 )
 from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.facts import text_config
 from longctx_patch.hf.model.family import LogitsRule
 from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.loss.law import IGNORE_INDEX
@@ -274,7 +275,8 @@ def _softcap_and_scale(
 ) -> tuple[float | None, float]:
     if rule is None:
         return None, 1.0
-    number = getattr(model.config if rule.holder == "config" else model, rule.attribute)
+    holder = text_config(model.config) if rule.holder == "config" else model
+    number = getattr(holder, rule.attribute)
     if rule.operation == "softcap":
         return number, 1.0
     return None, number if rule.operation == "multiply" else 1 / number

@@ -66,6 +66,7 @@ TABLE = (
     _supported("gemma3", "Gemma 3", IMAGES, WINDOW),
     _supported("gemma3_text", "Gemma 3 (text)", WINDOW, logits=GEMMA_LOGITS),
     _supported("gemma3n_text", "Gemma 3n (text)", WINDOW, logits=GEMMA_LOGITS),
+    _supported("gemma4", "Gemma 4", IMAGES, WINDOW, EXPERTS, logits=GEMMA_LOGITS),
     _supported("gemma4_text", "Gemma 4 (text)", WINDOW, EXPERTS, logits=GEMMA_LOGITS),
     _supported("gemma4_unified_text", "Gemma 4 12B (text)", WINDOW, logits=GEMMA_LOGITS),
     _supported("gpt_oss", "gpt-oss", WINDOW, SINKS, ROUTER),
@@ -170,7 +171,7 @@ TABLE = (
     ),
     *_refused(
         f"it reads images or sound too; {TEXT_IN_IT}",
-        {"gemma4": "Gemma 4", "gemma4_unified": "Gemma 4 12B"},
+        {"gemma4_unified": "Gemma 4 12B"},
     ),
     *_refused(
         "it reads images or sound too; train its text model (gemma3n_text)",

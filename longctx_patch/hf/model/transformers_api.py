@@ -46,14 +46,17 @@ NAME_OVER_STOCK = {
 HARMLESS_OPTIONS = frozenset(
     {
         *("logits_to_keep", "output_hidden_states", "output_router_logits", "return_dict"),
-        *("shift_labels", "use_cache"),
+        *("shift_labels", "labels", "use_cache"),
     }
 )
 CACHE_NAMES = ("cache", "past_key_values")
 """What a model calls the argument for a cache: since transformers 5.24, which takes the second name
 too, and before."""
 DECODER_ARGUMENTS = frozenset(
-    {"input_ids", "inputs_embeds", "attention_mask", "position_ids", *CACHE_NAMES}
+    {
+        *("input_ids", "inputs_embeds", "per_layer_inputs", "attention_mask", "position_ids"),
+        *CACHE_NAMES,
+    }
 )
 
 # Options that decoders and layers add for attention functions but attention ignores.
@@ -172,8 +175,9 @@ def hook(
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that call the attention registry."""
-    return [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")]
+    """The modules that call the attention registry, but for those of an image encoder."""
+    root = decoder_of(model) if reads_images(model) else model
+    return [m for m in root.modules() if hasattr(m, "is_causal") and hasattr(m, "layer_idx")]
 
 
 def window_of(module: nn.Module) -> int | None:
