@@ -240,10 +240,18 @@ def keep_float64(model: Any) -> None:
         if altup := getattr(layer, "altup", None):  # Gemma 3n calls two methods of it
             altup.predict = functools.partial(_in_float64, altup.predict)
             altup.correct = functools.partial(_in_float64, altup.correct)
+    for module in model.modules():  # Gemma 4's pooler of patches makes weights of whole numbers
+        if pool := getattr(module, "_avg_pool_by_positions", None):
+            module._avg_pool_by_positions = functools.partial(_with_whole_numbers, pool)
 
 
 def _in_float64(method: Callable[..., Any], *args: Any) -> Any:
     with _WithoutFloat32():
+        return method(*args)
+
+
+def _with_whole_numbers(method: Callable[..., Any], *args: Any) -> Any:
+    with _WholeNumbersToo():
         return method(*args)
 
 
@@ -256,8 +264,7 @@ def _leave(*_: Any) -> None:
 
 
 class _WithoutFloat32(TorchFunctionMode):
-    """Operations that would cast a float64 tensor to float32 leave it in float64, and whole numbers
-    become float64."""
+    """Operations that would cast a float64 tensor to float32 leave it in float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -268,6 +275,15 @@ class _WithoutFloat32(TorchFunctionMode):
                 return args[0]
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
             kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
-        elif func is Tensor.float and not args[0].is_floating_point():
-            return args[0].double()
         return func(*args, **kwargs)
+
+
+class _WholeNumbersToo(_WithoutFloat32):
+    """Whole numbers become float64 as well."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.float and not args[0].is_floating_point():
+            return args[0].double()
+        return super().__torch_function__(func, types, args, kwargs)
