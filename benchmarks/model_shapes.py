@@ -70,8 +70,7 @@ class CountedShape:
     """Numbers of a token's keys and values, for all heads and all layers that attend."""
 
     def step_flops(self, num_tokens: int) -> float:
-        """As `ModelShape.step_flops`; what recurrences compute beside their products is left
-        out."""
+        """As `ModelShape.step_flops`, without recurrences, which such models haven't."""
         attention = num_tokens**2 * self.attention_width
         return 6.0 * self.linear_weights * num_tokens + 3.0 * attention
 
@@ -107,11 +106,11 @@ def sizes_of(settings: Mapping[str, Any]) -> ModelShape | CountedShape:
     head_dims = (
         config.qk_head_dim + config.v_head_dim if facts.latent is not None else 2 * facts.head_dim
     )
-    attending = sum(hasattr(layer, "self_attn") for layer in layers)
+    assert not facts.num_recurrent, "count the FLOPs of its recurrences"
     return CountedShape(
         vocab_size=config.vocab_size,
         num_layers=len(layers),
         linear_weights=sum(part.weight.numel() for part in linear)
         + config.vocab_size * config.hidden_size,
-        attention_width=attending * config.num_attention_heads * head_dims,
+        attention_width=len(layers) * config.num_attention_heads * head_dims,
     )

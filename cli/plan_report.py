@@ -48,6 +48,7 @@ def as_json(results: Sequence[Result], max_seq_len: int) -> dict[str, Any]:
         "gpus": str(job.cluster),
         "seq_len": job.seq_len,
         "rows_per_step": job.rows_per_step,
+        "recurrent_layers": job.shape.num_recurrent,
         "left_out": {str(degree): reason for degree, reason in left_out(job).items()},
         "candidates": [_candidate(result) for result in results],
         "max_seq_len": max_seq_len,
@@ -98,6 +99,12 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
         lines += [
             f"{job.shape.num_windowed_layers} layers have a sliding window and are counted as full "
             "attention: times are upper bounds."
+        ]
+    if job.shape.num_recurrent:
+        source = job.cluster.hardware.recurrent.source
+        lines += [
+            f"{job.shape.num_recurrent} of {job.shape.num_layers} layers are recurrent (gated "
+            f"delta nets): rates of their kernels are {source}."
         ]
     return "\n".join(lines)
 

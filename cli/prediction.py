@@ -43,7 +43,7 @@ def why_unpredicted(config: Any, *, is_dpo: bool) -> str:
     """What of a run is not predicted, such as the experts of its model; empty if all is."""
     facts = ModelFacts.of(config)
     found = facts.unpredicted
-    if found and found == facts.recurrent:  # "layer 0 is linear_attention" is no option
+    if found and found == facts.unmeasured:  # "layer 0 is mamba" is no option
         found = f"the recurrence ({found})"
     return f"what {found} takes" if found else PAIRS if is_dpo else ""
 

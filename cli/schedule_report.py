@@ -14,7 +14,7 @@ def describe(workload: Workload, hardware: Hardware) -> str:
     heads += f", latents of {workload.latent_dim}" if workload.latent_dim else ""
     seen = f", {len(workload.lengths)} documents" if len(workload.lengths) > 1 else ""
     seen += f", a window of {workload.window:,}" if workload.window else ""
-    on = f"{hardware.name} with {hardware.kernels.kernel}"
+    on = f"{hardware.name} with {hardware.kernels.of(workload.head_dim).kernel}"
     return f"{batch}{workload.num_tokens:,} tokens{seen}, {heads}, bfloat16, {on}"
 
 

@@ -101,7 +101,7 @@ def predict_run(
     states_on_host: bool = False,
     rows_per_step: int | None = None,
 ) -> Result:
-    """Predict memory and time of these settings. Raises ValueError for models not covered.
+    """Predict memory and time of these settings. Raises ValueError for what is not covered.
 
     Without `rows_per_step` a step has the rows that the settings accumulate.
     """
@@ -110,6 +110,11 @@ def predict_run(
     if rows_per_step is None and forwards > 1:
         rows_per_step = forwards * (cluster.num_gpus // parallelism.sequence_degree)
     job = job_of(settings, config, cluster, fsdp=fsdp, rows_per_step=rows_per_step)
+    if parallelism.torch_recurrence and job.shape.num_recurrent:
+        raise ValueError(
+            "torch_recurrence=True: what torch's functions keep of recurrent layers is not "
+            "predicted, which is much more than their kernels keep."
+        )
     return result_of(
         job,
         ulysses=parallelism.ulysses_degree,
@@ -118,6 +123,9 @@ def predict_run(
         attention_kept=parallelism.attention_kept,
         offload_states=states_on_host,
         mlp_tiles=parallelism.mlp_tiles or usual_tiles(job, parallelism.sequence_degree),
+        # Chains of states depend on the layout. Attention alone is predicted in that of `auto`.
+        layout=parallelism.layout if job.shape.num_recurrent else None,
+        recurrent_exchange=parallelism.recurrent_exchange,
     )
 
 

@@ -12,6 +12,7 @@ from longctx_patch.predict.recurrence import (
     RecurrencePrediction,
     Row,
     predict_recurrence,
+    recompute_under,
 )
 from longctx_patch.sequence.documents import Documents
 
@@ -58,10 +59,7 @@ def decide_recurrence(
 
 def recompute_of(config: LongContextConfig) -> Recompute:
     """What a step runs again of a recurrent layer; under `auto` that of most layers."""
-    most = POLICIES[POLICIES[config.checkpoint].rungs[0]]
-    if not most.recomputes_layer:
-        return "none"
-    return "replay" if most.replays(config.attention_kept) else "whole"
+    return recompute_under(POLICIES[config.checkpoint].rungs[0], config.attention_kept)
 
 
 def both_ways(

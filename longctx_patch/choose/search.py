@@ -9,22 +9,22 @@ from itertools import product
 from longctx_patch.choose.degrees import Way, best_way
 from longctx_patch.choose.groups import possible_degrees
 from longctx_patch.choose.plans import decide
+from longctx_patch.choose.recurrence import RecurrentWork, predict_decided
 from longctx_patch.choose.tie import TIE
-from longctx_patch.config import LongContextConfig
+from longctx_patch.config import LongContextConfig, RecurrentExchange
 from longctx_patch.memory.ladder import after_climbs
 from longctx_patch.memory.limits import MARGIN, RESERVE, tiles_that_fit
 from longctx_patch.memory.policies import POLICIES, CheckpointPolicy, LayerPolicy, Policy
 from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.predict.machines import GIB
+from longctx_patch.predict.recurrence import RecurrencePrediction
 from longctx_patch.predict.run.candidate import Candidate, Job
-from longctx_patch.predict.run.components import (
-    BF16,
-    Components,
-    host_bytes,
-    predict_memory,
-)
+from longctx_patch.predict.run.components import Components, host_bytes, predict_memory
+from longctx_patch.predict.run.layer_bytes import BF16
 from longctx_patch.predict.run.loading import how_loaded, loading_bytes
 from longctx_patch.predict.run.step_time import Attention, StepTime, predict_attention, predict_time
+from longctx_patch.sequence.documents import Documents
+from longctx_patch.sequence.layout import LayoutName
 
 CONTEXT_BYTES = 2.5 * GIB
 """What CUDA, NCCL and kernels take of a GPU's memory for themselves."""
@@ -148,24 +148,59 @@ def _ways(job: Job) -> Iterator[Way]:
 
 def _best_way(job: Job, degree: int) -> Way:
     """The way that `longctx patch` takes for causal rows."""
-    return best_way({job.workload: 1}, job.cluster.seen_by(degree), degree)
+    hardware, work, shape = job.cluster.seen_by(degree), _recurrent_work(job), job.shape
+    if work is None:
+        return best_way({job.workload: 1}, hardware, degree)
+    recurrent = {work: float(shape.num_recurrent)}
+    return best_way({job.workload: shape.num_attending}, hardware, degree, recurrent=recurrent)
 
 
-def setting_of(job: Job, ulysses: int, ring: int, attention_kept: float = 1.0) -> Setting:
-    """What `auto` takes, in the layout that goes with the share of tokens kept."""
-    config = LongContextConfig(
+def _recurrent_work(job: Job) -> RecurrentWork | None:
+    """The recurrence of one layer, if there is one."""
+    shape = job.shape.recurrence
+    return None if shape is None else RecurrentWork(shape, Documents.one(job.seq_len))
+
+
+def setting_of(
+    job: Job,
+    ulysses: int,
+    ring: int,
+    attention_kept: float = 1.0,
+    layout: LayoutName | None = None,
+) -> Setting:
+    """What `auto` takes, by default in the layout that goes with the share of tokens kept."""
+    config = _config(ulysses, ring, attention_kept, layout)
+    return decide(config, job.workload, job.cluster.seen_by(ulysses * ring))
+
+
+def _config(
+    ulysses: int, ring: int, attention_kept: float, layout: LayoutName | None
+) -> LongContextConfig:
+    return LongContextConfig(
         ulysses_degree=ulysses,
         ring_degree=ring,
+        layout=layout,
         checkpoint="attention",
         attention_kept=attention_kept,
     )
-    return decide(config, job.workload, job.cluster.seen_by(ulysses * ring))
+
+
+def _recurrence_of(job: Job, config: LongContextConfig) -> RecurrencePrediction | None:
+    """What the recurrence of one layer takes by the way that the config would go, if there is
+    one."""
+    work, degree = _recurrent_work(job), config.sequence_degree
+    return None if work is None else predict_decided(config, work, job.cluster.seen_by(degree))
 
 
 def _of_way(job: Job, way: Way) -> Iterator[Result]:
     """All that layers may keep, recompute and move to the host, for one way to share a row."""
     tiled = usual_tiles(job, way.ulysses * way.ring)
-    kept = [(policy.name, share) for policy in POLICIES.values() for share in _shares(policy)]
+    kept = [
+        (policy.name, share)
+        for policy in POLICIES.values()
+        for share in _shares(policy)
+        if share == 1 or not _has_chains(job, way)
+    ]
     for mlp_tiles, offload_states, (policy, share) in product(
         sorted({1, tiled}), (False, True) if job.fsdp else (False,), kept
     ):
@@ -178,6 +213,12 @@ def _of_way(job: Job, way: Way) -> Iterator[Result]:
             mlp_tiles=mlp_tiles,
             offload_states=offload_states,
         )
+
+
+def _has_chains(job: Job, way: Way) -> bool:
+    """Whether states go along a ring: it can't be striped then, as rings are that keep attention
+    for a share of the tokens."""
+    return way.ring > 1 and job.shape.recurrence is not None
 
 
 def _shares(policy: Policy) -> tuple[float, ...]:
@@ -198,10 +239,12 @@ def result_of(
     mlp_tiles: int = 1,
     offload_states: bool = False,
     policies: tuple[LayerPolicy, ...] | None = None,
+    layout: LayoutName | None = None,
+    recurrent_exchange: RecurrentExchange = "auto",
 ) -> Result:
     """What one configuration takes. Under `auto`, as in `memory/auto.py`, as many layers climb as
     fit, unless `policies` are given. Raises ValueError if these aren't one for each layer."""
-    setting = setting_of(job, ulysses, ring, attention_kept)
+    setting = setting_of(job, ulysses, ring, attention_kept, layout)
     num_layers, attention = job.shape.num_layers, predict_attention(job, setting)
     if policies is not None and len(policies) != num_layers:
         raise ValueError(f"{len(policies)} policies for {num_layers} layers: give one for each.")
@@ -212,6 +255,14 @@ def result_of(
         mlp_tiles=mlp_tiles,
         attention_kept=attention_kept,
         offload_states=offload_states,
+        recurrence=_recurrence_of(
+            job,
+            replace(
+                _config(ulysses, ring, attention_kept, layout),
+                checkpoint=checkpoint,
+                recurrent_exchange=recurrent_exchange,
+            ),
+        ),
     )
     if not POLICIES[checkpoint].chooses_by_layer or policies:
         return _result(job, start, attention)

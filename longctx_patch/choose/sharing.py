@@ -6,7 +6,7 @@ from longctx_patch.choose.search import Result
 from longctx_patch.choose.tie import TIE
 from longctx_patch.memory.policies import count_recomputed
 
-IN_LAYERS = ("attention", "linear", "elementwise")
+IN_LAYERS = ("attention", "recurrence", "linear", "elementwise")
 """Parts of a step's time that a layer takes again when it is recomputed."""
 
 

@@ -132,13 +132,20 @@ class Chain:
 
         Backward returns the gradient of each item by the way it came.
         """
-        forward, backward = Traffic(), Traffic()
+        return self.traffic_of_ranks(needs, num_bytes)[rank]
+
+    def traffic_of_ranks(
+        self, needs: Needs, num_bytes: Callable[[int], int]
+    ) -> tuple["ChainTraffic", ...]:
+        """The same of every rank."""
+        forward, backward = [Traffic()] * self.num_ranks, [Traffic()] * self.num_ranks
         for (source, destination), numbers in _wanted(self, needs).items():
             message = Traffic(1, sum(map(num_bytes, numbers)))
-            forward += message if source == rank else Traffic()
-            backward += message if destination == rank else Traffic()
-        replay = Traffic() if self.is_kept(needs, num_bytes) else forward
-        return ChainTraffic(forward, backward, replay)
+            forward[source] += message
+            backward[destination] += message
+        is_kept = max(traffic.bytes for traffic in backward) <= KEPT_AT_MOST
+        replay = [Traffic()] * self.num_ranks if is_kept else forward
+        return tuple(map(ChainTraffic, forward, backward, replay))
 
 
 class ChainTraffic(NamedTuple):

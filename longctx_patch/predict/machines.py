@@ -15,6 +15,10 @@ HardwareName = Literal["h200", "h100", "a100", "a100-40"]
 
 GIB = 2**30
 
+WIDE_HEAD_DIM = 256
+"""Numbers of a head from which on kernels have rates of their own; others were measured with heads
+of 128."""
+
 _FEW_QUERIES = 256
 """Fewer queries than this take a kernel as long as this many: short documents don't fill tiles.
 Fitted to a row of 300 documents on 4 H200."""
@@ -46,6 +50,12 @@ class KernelRates:
     forward_causal: KernelRate
     backward_full: KernelRate
     backward_causal: KernelRate
+    wide: "KernelRates | None" = None
+    """What is reached with heads of `WIDE_HEAD_DIM` numbers; None: the same."""
+
+    def of(self, head_dim: int) -> "KernelRates":
+        """What is reached with heads of this size."""
+        return self.wide if self.wide is not None and head_dim >= WIDE_HEAD_DIM else self
 
     def rate(self, direction: Direction, *, causal: bool) -> KernelRate:
         """The rate of blocks in one direction, causal or full."""
@@ -150,7 +160,8 @@ class Hardware:
         """
         products = 2 if direction is Direction.FORWARD else 5
         per_pair = 2 * products * batch * num_heads * head_dim
-        rate = self.kernels.rate(direction, causal=pieces[0].rule != FULL)
+        kernels = self.kernels.of(head_dim)
+        rate = kernels.rate(direction, causal=pieces[0].rule != FULL)
         return rate.fixed_s + sum(
             rate.seconds(
                 per_pair * piece.area * max(1.0, _FEW_QUERIES / piece.q.size),
@@ -168,20 +179,30 @@ class Hardware:
 
 # H100 and H200 have the same chip. cuDNN's rates are those of benchmarks/calibrate.py on an H200
 # under sustained load; flash-attn 4's, which `kernel="auto"` takes where it is installed, were
-# measured inside of training steps on H200. The A100's are those published for FlashAttention-2.
-_FLASH_ATTN_4 = KernelRates(
-    kernel="flash_attn_4",
-    forward_full=KernelRate(650e12, 50, 14e-6),
-    forward_causal=KernelRate(645e12, 430, 18e-6),
-    backward_full=KernelRate(595e12, 100, 41e-6),
-    backward_causal=KernelRate(583e12, 800, 50e-6),
-)
+# measured inside of training steps on H200. cuDNN's backward of heads of 256 numbers is slower: of
+# steps of Qwen3.5-9B's widths on 2 H100 (docs/results/performance.md) the faster GPU took 0.95 s
+# for it in two layers, for which the rates of heads of 128 give 0.67 s. `auto` takes cuDNN there,
+# which was faster than flash-attn 4. The A100's are those published for FlashAttention-2.
 _CUDNN = KernelRates(
     kernel="cudnn",
     forward_full=KernelRate(625e12, 50, 14e-6),
     forward_causal=KernelRate(615e12, 430, 18e-6),
     backward_full=KernelRate(545e12, 100, 41e-6),
     backward_causal=KernelRate(540e12, 800, 50e-6),
+)
+_CUDNN_WIDE = replace(
+    _CUDNN,
+    backward_full=KernelRate(382e12, 100, 41e-6),
+    backward_causal=KernelRate(378e12, 800, 50e-6),
+)
+_CUDNN_FOR_ALL = replace(_CUDNN, wide=_CUDNN_WIDE)
+_FLASH_ATTN_4 = KernelRates(
+    kernel="flash_attn_4",
+    forward_full=KernelRate(650e12, 50, 14e-6),
+    forward_causal=KernelRate(645e12, 430, 18e-6),
+    backward_full=KernelRate(595e12, 100, 41e-6),
+    backward_causal=KernelRate(583e12, 800, 50e-6),
+    wide=_CUDNN_WIDE,
 )
 _FLASH_ATTN_2 = KernelRates(
     kernel="flash_attn_2",
@@ -262,7 +283,7 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
 the kernel that every command predicts by."""
 
 _OTHER_KERNELS: Mapping[str, tuple[KernelRates, ...]] = MappingProxyType(
-    {"h200": (_CUDNN,), "h100": (_CUDNN,)}
+    {"h200": (_CUDNN_FOR_ALL,), "h100": (_CUDNN_FOR_ALL,)}
 )
 
 

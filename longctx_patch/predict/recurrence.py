@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
+from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.plans.chain import Chain, ChainTraffic, make_chain
 from longctx_patch.plans.head_split import HeadSplit
 from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay, heads_traffic, packets
@@ -41,6 +42,15 @@ HOST_CALL_S = 300e-6
 Recompute = Literal["none", "replay", "whole"]
 """What a step runs of a layer besides forward and backward: nothing; its forward pass with the
 items of other ranks from the first one; or its forward pass with all exchanges."""
+
+
+def recompute_under(policy: LayerPolicy, share: float) -> Recompute:
+    """What a step runs again of a recurrent layer under a policy that keeps attention for a share
+    of the tokens."""
+    record = POLICIES[policy]
+    if not record.recomputes_layer:
+        return "none"
+    return "replay" if record.replays(share) else "whole"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +83,9 @@ class RecurrencePrediction:
     """A recompute that has the items of other ranks from the first forward."""
     traffic: tuple[ChainTraffic, ...]
     """What each rank sends for the recurrence; the convolution's tails are not in it."""
+    mapped_share: float
+    """Share of a rank's tokens whose map is found, which runs the kernel on them once more; of the
+    rank where it is largest."""
 
     @property
     def sent_bytes(self) -> int:
@@ -90,10 +103,11 @@ def predict_recurrence(
     shape: RecurrentShape, row: Row, way: RecurrentWay, hardware: Hardware
 ) -> RecurrencePrediction:
     """Raises ValueError for a layout that chains can't have, or heads that can't be exchanged."""
+    layout = row.layout if way == "states" else row.ring_layout
     if way == "states":
-        passes = _chain_passes(shape, row.layout, row, hardware)
+        passes = _chain_passes(shape, layout, row, hardware)
     else:
-        chain = _chain_passes(_of_one_rank(shape, row.ulysses), row.ring_layout, row, hardware)
+        chain = _chain_passes(_of_one_rank(shape, row.ulysses), layout, row, hardware)
         exchanges = [
             _exchange_seconds(sent, shape, row, hardware)
             for sent in zip(*_exchanges(shape, row), strict=True)
@@ -105,7 +119,21 @@ def predict_recurrence(
         backward_s=passes.backward.longest,
         replay_s=passes.replay.longest,
         traffic=recurrence_traffic(shape, row, way),
+        mapped_share=_mapped_share(make_chain(layout, row.documents)),
     )
+
+
+def _mapped_share(chain: Chain) -> float:
+    def of_rank(rank: int) -> float:
+        sizes = {number: chain.segments[number].tokens.size for number in chain.of_rank(rank)}
+        mapped = (
+            size
+            for number, size in sizes.items()
+            if number in chain.needed and not chain.segments[number].begins
+        )
+        return sum(mapped) / max(1, sum(sizes.values()))
+
+    return max(map(of_rank, range(chain.num_ranks)))
 
 
 class _Seconds(NamedTuple):
@@ -156,7 +184,7 @@ def convolution_traffic(
         return channels * bytes_per_channel * min(reach, chain.segments[number].tokens.size)
 
     needs = chain.tails(reach)
-    return tuple(chain.traffic(needs, num_bytes, rank) for rank in range(chain.num_ranks))
+    return chain.traffic_of_ranks(needs, num_bytes)
 
 
 def _of_one_rank(shape: RecurrentShape, degree: int) -> RecurrentShape:
@@ -175,9 +203,9 @@ def _item_bytes(shape: RecurrentShape, chain: Chain, number: int) -> int:
     return (shape.state_numbers + m) * shape.wide_itemsize
 
 
+@lru_cache(maxsize=64)
 def _states_traffic(shape: RecurrentShape, chain: Chain) -> tuple[ChainTraffic, ...]:
-    num_bytes = partial(_item_bytes, shape, chain)
-    return tuple(chain.traffic(chain.states, num_bytes, rank) for rank in range(chain.num_ranks))
+    return chain.traffic_of_ranks(chain.states, partial(_item_bytes, shape, chain))
 
 
 def _exchanges(shape: RecurrentShape, row: Row) -> list[ChainTraffic]:

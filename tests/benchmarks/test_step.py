@@ -82,8 +82,8 @@ def test_a_step_of_ours_over_two_processes(tmp_path: Path) -> None:
     assert "ours 9" in wrong["reason"]
 
 
-def test_flops_of_models_that_the_planner_knows_too_little_of() -> None:
-    """By hand, from the sizes of their layers."""
+def test_flops_of_models_of_several_kinds_of_layers() -> None:
+    """By hand, from the sizes of their layers. Of latent attention the planner knows too little."""
     mlp, compressed = 3 * 7168 * 18432, 7168 * (1536 + 512 + 64)
     expanded = 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
     linear = 2 * (mlp + compressed + expanded) + 129280 * 7168
@@ -96,7 +96,9 @@ def test_flops_of_models_that_the_planner_knows_too_little_of() -> None:
     linear = 3 * delta_net + attention + 4 * 3 * 4096 * 12288 + 248320 * 4096
     hybrid = sizes_of({"model": "qwen3.5-9b", "num_layers": 4})
     assert hybrid.linear_weights == linear
-    assert hybrid.step_flops(10) == 6 * linear * 10 + 3 * 100 * 16 * 512
+    # A recurrence in chunks of 64 tokens: see `run_flops`.
+    recurrence = 3 * 32 * (6 * 64 * 128 + 4 * 64 * 128 + 6 * 128 * 128)
+    assert hybrid.step_flops(10) == 10 * (6 * linear + 3 * recurrence) + 3 * 100 * 16 * 512
 
 
 FAKE_SYSTEM = """

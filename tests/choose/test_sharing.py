@@ -13,7 +13,17 @@ from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.predict.run.step_time import StepTime
 from tests.predict.run.jobs import llama_job
 
-PARTS = ("attention", "linear", "elementwise", "loss", "fsdp", "offload", "optimizer", "idle")
+PARTS = (
+    "attention",
+    "recurrence",
+    "linear",
+    "elementwise",
+    "loss",
+    "fsdp",
+    "offload",
+    "optimizer",
+    "idle",
+)
 IDLE = StepTime(**dict.fromkeys(PARTS, 0.0))
 
 MEASURED = {1: 28384, 2: 25423, 4: 24117}

@@ -12,6 +12,13 @@ from tests.predict.run import jobs
 
 Write = Callable[..., Path]
 LLAMA_8B = jobs.LLAMA_8B | {"max_position_embeddings": 2**21}
+HYBRID = {
+    **{"model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288},
+    **{"num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4},
+    **{"head_dim": 256, "vocab_size": 248320, "max_position_embeddings": 2**21},
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
+}
+"""Qwen3.5-9B's sizes; those of its gated delta nets are the default ones."""
 
 
 def patch(run: Run, model: Path, out: Path, gpus: str, *words: object) -> tuple[int, str]:
@@ -29,6 +36,25 @@ def test_the_folder_says_what_is_predicted(run: Run, config: Write, tmp_path: Pa
     settings = yaml.safe_load((tmp_path / "run" / "finetune.yaml").read_text())
     assert settings["hardware"] == "h200"
     assert yaml.safe_load((tmp_path / "run" / "accelerate.yaml").read_text())["num_processes"] == 4
+
+
+def test_models_with_gated_delta_nets_are_predicted(
+    run: Run, config: Write, tmp_path: Path
+) -> None:
+    """So is the choice by the rows of a step; a run that does not fit is refused."""
+    model = config(**HYBRID)
+    words = ("--seq-len", 131072, "--full")
+    code, output = patch(run, model, tmp_path / "run", "4xH200", *words)
+    assert code == 0, output
+    readme = (tmp_path / "run" / "README.md").read_text()
+    assert re.search(r"\| memory \| \d+ GiB of a GPU \| predicted for 4xH200, of 129", readme)
+    assert "24 layers recurrent (gated delta rule)" in readme
+    code, output = patch(run, model, tmp_path / "rows", "4xH200", *words, "--rows-per-step", 4)
+    assert code == 0, output
+    assert "of 4 rows per step, " in output
+    code, output = patch(run, model, tmp_path / "large", "1xH200", "--seq-len", 2**20, "--full")
+    assert code == 1
+    assert "--gpus 1xH200: the run needs" in output
 
 
 def test_what_will_not_fit_is_refused(run: Run, config: Write, tmp_path: Path) -> None:
@@ -88,8 +114,8 @@ def test_where_nothing_can_be_predicted(run: Run, config: Write, tmp_path: Path)
     """A model with experts, pairs and processes on the CPU get a folder without a prediction; for
     pairs there was that of rows without a reference."""
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    kinds = ["linear_attention", "full_attention"]
-    hybrid = {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": kinds}
+    hybrid = {"model_type": "bamba", "mamba_n_heads": 8, "mamba_d_head": 8}
+    hybrid |= {"attn_layer_indices": [1]}
     for name, words, changes, said in (
         ("experts", (), experts, "what num_local_experts=4 takes is not predicted; the rehearsal"),
         (

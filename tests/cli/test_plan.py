@@ -48,7 +48,9 @@ def test_json_has_these_keys(run: Run, llama_8b: Path) -> None:
     found = planned(run, llama_8b, "--gpus", "4xH200", "--seq-len", "1M", "--full")
     assert set(found) == {
         *("model", "gpus", "seq_len", "rows_per_step", "left_out", "candidates", "max_seq_len"),
+        "recurrent_layers",
     }
+    assert found["recurrent_layers"] == 0
     assert (found["rows_per_step"], found["left_out"]) == (None, {})
     assert (found["model"], found["gpus"], found["seq_len"]) == (str(llama_8b), "4xH200", 2**20)
     assert found["max_seq_len"] > 2**20
@@ -153,6 +155,28 @@ def test_options_reach_the_planner(run: Run, llama_8b: Path) -> None:
     assert any("may be taken on a host" in (each["reason"] or "") for each in few)
 
 
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+}
+
+
+def test_recurrent_layers_are_planned_and_named(run: Run, config: WriteConfig) -> None:
+    words = (config(**HYBRID), "--gpus", "4xH200")
+    found = planned(run, *words, "--seq-len", "64K")
+    assert found["recurrent_layers"] == 3
+    assert {candidate["sp"] for candidate in found["candidates"]} == {1, 2, 4}
+    for candidate in found["candidates"]:
+        assert candidate["parts_s"]["recurrence"] > 0
+        assert candidate["attention_kept"] == 1 or candidate["ring"] == 1
+    text = run("plan", *words, "--seq-len", "64K").stdout
+    said = "3 of 4 layers are recurrent (gated delta nets): rates of their kernels are estimated."
+    assert said in text.splitlines()
+    most = planned(run, *words, "--max-seq-len")["max_seq_len"]
+    assert most == found["max_seq_len"] > 2**16
+
+
 def test_no_row_at_all_says_why(run: Run, llama_8b: Path) -> None:
     words = (llama_8b, "--gpus", "H100", "--host-gib", 100, "--full")
     result = run("plan", *words, "--max-seq-len")
@@ -242,7 +266,11 @@ def test_a_row_is_needed(run: Run, llama_8b: Path) -> None:
         ({"model_type": "mamba"}, "its scan (Mamba-1) is affine in its state"),
         ({"model_type": "mixtral"}, "The planner knows dense"),
         ({"model_type": "youtu"}, "kv_lora_rank=512. The planner knows layers whose keys"),
-        ({"model_type": "qwen3_5_text"}, "The planner knows attention, but not the memory of"),
+        (
+            {"model_type": "bamba", "mamba_n_heads": 8, "mamba_d_head": 8},
+            "The planner knows attention and gated delta nets; layers of Mamba-2 were never",
+        ),
+        ({"model_type": "qwen3_next"}, "num_experts=512. The planner knows dense layers only"),
         ({"vocab_size": -8}, "vocab_size=-8: it counts"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0: it counts"),
         ({"hidden_size": "big"}, "hidden_size='big': it counts"),

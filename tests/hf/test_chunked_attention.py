@@ -176,7 +176,7 @@ def test_stock_passes_and_router_logits_of_a_patched_model() -> None:
     model.train()
     batch = SequenceShardCollator(handle.config, group_rank=0, pad_token_id=0)(token_rows(20))
     plain, routed = model(**batch), model(**batch, output_router_logits=True)
-    assert torch.equal(plain.loss, routed.loss)
+    assert relative_error(plain.loss, routed.loss) < 1e-6  # one by transformers' own attention
     handle.unpatch()
     assert {name: vars(module).keys() for name, module in model.named_modules()} == {
         name: values.keys() for name, values in before.items()
@@ -189,7 +189,7 @@ def test_what_a_config_says_of_chunks() -> None:
     assert facts.reaches_in(CHUNK) == [Reach()] * 3
     assert facts.reaches_in(CHUNK + 1) == facts.reaches
     assert [layer.is_dense for layer in facts.layers] == [False, False, True]
-    assert facts.recurrent is None
+    assert facts.unmeasured is None
     with pytest.raises(UnsupportedModelError, match=r"layer 0 is chunked_attention, but .*=None"):
         check_model_config(
             featured_config(FAMILY, attention_chunk_size=None, layer_types=list(kinds)),

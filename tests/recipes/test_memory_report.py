@@ -18,6 +18,9 @@ from tests.memory.live_bytes import LiveBytes
 from tests.predict.run.jobs import LLAMA_8B
 from tests.tiny_llama import TINY_LLAMA
 
+import tests.benchmarks  # puts the scripts' folder on the path  # noqa: F401  # isort: skip
+from model_shapes import model_config
+
 GIB = 2**30
 
 
@@ -171,6 +174,29 @@ def test_the_recipe_raises_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setattr(memory_report, "out_of_memory", said)
     with pytest.raises(memory_report.OutOfMemory, match="Predicted"):
         finetune.main(small_run(tmp_path))
+
+
+def test_recurrent_layers_run_as_the_settings_say() -> None:
+    """With kept shares of attention rings need a layout that isn't striped. What torch's functions
+    keep of a recurrence is not predicted."""
+    config, cluster = model_config("qwen3.5-9b", 8, 131072), parse_cluster("4xH200")
+
+    def predicted(**values: Any) -> Any:
+        return memory_report.predict_run(settings(**values), config, cluster)
+
+    heads, states = (predicted(recurrent_exchange=way) for way in ("heads", "states"))
+    assert heads.candidate.recurrence.way == "heads"
+    assert states.candidate.recurrence.way == "states"
+    ring = {"ulysses": 1, "ring": 4}
+    shares = {
+        layout: predicted(**ring, layout=layout).candidate.recurrence.mapped_share
+        for layout in ("contiguous", "zigzag")
+    }
+    assert shares == {"contiguous": 1, "zigzag": 1}
+    kept = predicted(**ring, layout="zigzag", checkpoint="attention", attention_kept=0.5)
+    assert kept.candidate.setting.layout == "zigzag"
+    with pytest.raises(ValueError, match="torch_recurrence=True: what torch's functions keep"):
+        predicted(torch_recurrence=True)
 
 
 def test_gradients_stay_from_one_forward_of_a_step_to_the_next() -> None:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 ATTENDING = frozenset({FULL, WINDOWED, CHUNKED, "attention", "hybrid"})
 """Kinds of layers that have attention; `hybrid` has a recurrence beside it."""
-RECURRENT = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
+DELTA_NET = "linear_attention"
+"""What gated delta nets are called; other recurrences have this name in other families."""
+RECURRENT = frozenset({DELTA_NET, "mamba", "conv", "hybrid"})
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 _VARYING = ("num_kv_shared_layers", "hidden_size_per_layer_input")
@@ -73,6 +75,8 @@ class ModelFacts:
     heads' keys and values."""
     expansion: int | None
     """Weights that turn a token's latent into keys and values of all heads, where there is one."""
+    has_delta_nets: bool
+    """Whether its recurrent layers are gated delta nets, with one decay for each head."""
     varied: str | None
     """The option that makes layers differ in more than their attention's mask; None: they don't."""
 
@@ -95,21 +99,22 @@ class ModelFacts:
             latent=f"kv_lora_rank={config.kv_lora_rank}" if is_latent(config) else None,
             latent_dim=_latent_dim(config),
             expansion=_expansion(config),
+            has_delta_nets=given(config, "linear_num_value_heads") is not None,
             varied=_varied(config),
         )
 
     @property
     def unpredicted(self) -> str | None:
         """The option whose time and memory are not predicted, such as `num_experts=8`."""
-        return self.experts or self.latent or self.recurrent or self.varied
+        return self.experts or self.latent or self.unmeasured or self.varied
 
     @property
-    def recurrent(self) -> str | None:
-        """What the config calls the first layer that attends neither fully nor nearby."""
+    def unmeasured(self) -> str | None:
+        """What the config calls the first layer that has neither attention alone nor a gated delta
+        net: what it takes was never measured."""
+        known = (FULL, WINDOWED, CHUNKED, *((DELTA_NET,) if self.has_delta_nets else ()))
         kinds = enumerate(layer.kind for layer in self.layers)
-        alone = (FULL, WINDOWED, CHUNKED)
-        others = (f"layer {n} is {kind}" for n, kind in kinds if kind not in alone)
-        return next(others, None)
+        return next((f"layer {n} is {kind}" for n, kind in kinds if kind not in known), None)
 
     @property
     def num_recurrent(self) -> int:

@@ -7,6 +7,7 @@ from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
 from longctx_patch.predict.attention.costs import Workload
+from longctx_patch.predict.recurrence import RecurrencePrediction
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.predict.run.shape import ModelShape
 
@@ -99,7 +100,7 @@ class Job:
         """How many weights are trained: under LoRA two factors beside each linear weight."""
         if not self.lora:
             return self.shape.num_weights
-        return self.lora_rank * self.shape.linear_sides * self.shape.num_layers
+        return self.lora_rank * self.shape.linear_sides
 
 
 def nearest_multiples(number: int, factor: int) -> str:
@@ -115,7 +116,7 @@ def nearest_multiples(number: int, factor: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """How attention runs, and what is kept, recomputed and moved to the host."""
+    """How attention and recurrences run, and what is kept, recomputed and moved to the host."""
 
     setting: Setting
     """Degrees, plans and waves."""
@@ -128,6 +129,8 @@ class Candidate:
     """Share of the tokens whose attention layers keep."""
     offload_states: bool = False
     """Whether FSDP2 keeps weights, gradients and the optimizer on the host, and steps there."""
+    recurrence: RecurrencePrediction | None = None
+    """How the recurrence of a recurrent layer runs, and what it takes; None: no layer has one."""
 
     @property
     def ulysses(self) -> int:

@@ -1,121 +1,218 @@
-"""What the planner knows of a model: sizes, from its config alone."""
+"""What the planner knows of a model: sizes, from its config alone.
+
+A model is a row of layers of one or two kinds: those with attention, and gated delta nets. Layers
+of a kind have equal sizes.
+"""
 
 import copy
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from longctx_patch.hf.model.auto_class import auto_class
-from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.facts import RECURRENT, ModelFacts, text_config
+from longctx_patch.hf.model.recurrence import recurrent_layers
+from longctx_patch.plans.recurrent import RecurrentShape
+from longctx_patch.predict.recurrence import run_flops
 
 HEAD_NORMS = ("q_norm", "k_norm")
+WIDE_NORMS = ("qwen3_next", "qwen3_5_text")
+"""Families with recurrent layers whose stock norms multiply by their weight in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """A decoder layer. Weights are counted as numbers, not as bytes."""
+
+    weights: int
+    """All weights."""
+    linear_weights: int
+    """Weights of matrix products."""
+    linear_sides: int
+    """Inputs and outputs of the matrix products: the weights of an adapter of rank 1."""
+    num_norms: int
+    """How many norms over hidden states it has."""
+    has_head_norms: bool = False
+    """Whether queries and keys are normed."""
+    has_gate: bool = False
+    """Whether attention's output is multiplied by a gate, which the product of the queries gives
+    too."""
+    has_wide_norms: bool = False
+    """Whether norms without Liger Kernel's operators keep their output in float32."""
+    recurrence: RecurrentShape | None = None
+    """What it has in place of attention; None: it has attention."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense decoder whose layers are alike. Weights are counted as numbers, not as bytes."""
+    """A dense decoder. Weights are counted as numbers, not as bytes."""
 
     name: str
-    num_layers: int
+    layers: tuple[LayerShape, ...]
+    """First to last."""
     hidden_size: int
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    layer_weights: int
-    """All weights of one layer."""
-    layer_linear_weights: int
-    """Weights of a layer's matrix products."""
     down_weights: int
     """Weights of the MLP's last product, which a recompute leaves out: nobody reads its result."""
     num_mlp_products: int
     """How many matrix products of that size the MLP has: 3 with a gate, 2 without."""
-    linear_sides: int
-    """Inputs and outputs of a layer's matrix products: the weights of an adapter of rank 1."""
-    num_norms: int
-    """How many norms over hidden states a layer has."""
-    has_head_norms: bool
-    """Whether queries and keys are normed."""
     num_weights: int
     """Weights of the model; tied embeddings count once."""
     num_windowed_layers: int = 0
     """How many layers have a window or chunks. They are counted as full causal attention."""
+
+    @cached_property
+    def kinds(self) -> Mapping[LayerShape, int]:
+        """How many layers there are of each kind."""
+        return Counter(self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_recurrent(self) -> int:
+        """How many layers have a recurrence in place of attention."""
+        return sum(number for kind, number in self.kinds.items() if kind.recurrence is not None)
+
+    @property
+    def num_attending(self) -> int:
+        return self.num_layers - self.num_recurrent
+
+    @property
+    def recurrence(self) -> RecurrentShape | None:
+        """That of the recurrent layers; None: no layer is recurrent."""
+        return next((kind.recurrence for kind in self.kinds if kind.recurrence is not None), None)
 
     @property
     def head_weights(self) -> int:
         return self.vocab_size * self.hidden_size
 
     @property
+    def weights_in_layers(self) -> int:
+        """All weights of all layers."""
+        return sum(number * kind.weights for kind, number in self.kinds.items())
+
+    @property
+    def linear_weights_in_layers(self) -> int:
+        """Weights of all layers' matrix products."""
+        return sum(number * kind.linear_weights for kind, number in self.kinds.items())
+
+    @property
+    def linear_sides(self) -> int:
+        """The weights of an adapter of rank 1 beside every matrix product of the layers."""
+        return sum(number * kind.linear_sides for kind, number in self.kinds.items())
+
+    @property
     def linear_weights(self) -> int:
         """Weights of all layers' matrix products and of the head."""
-        return self.num_layers * self.layer_linear_weights + self.head_weights
+        return self.linear_weights_in_layers + self.head_weights
 
     def step_flops(self, num_tokens: int) -> float:
         """FLOPs of one causal row, forward and backward, without recompute: 6 for each linear
-        weight and token, and 6 * num_layers * num_tokens^2 * num_heads * head_dim for attention."""
-        attention = self.num_layers * num_tokens**2 * self.num_heads * self.head_dim
-        return 6.0 * (self.linear_weights * num_tokens + attention)
+        weight and token, 6 * num_tokens^2 * num_heads * head_dim for each layer with attention, and
+        for each recurrence three times those of its chunked forward (`run_flops`)."""
+        attention = self.num_attending * num_tokens**2 * self.num_heads * self.head_dim
+        flops = 6.0 * (self.linear_weights * num_tokens + attention)
+        if (recurrence := self.recurrence) is not None:
+            forward = run_flops(recurrence, recurrence.value_dim)
+            flops += 3.0 * self.num_recurrent * num_tokens * forward
+        return flops
 
 
 def shape_of(config: Any, name: str) -> ModelShape:
     """Read the sizes from a transformers config.
 
-    Raises ValueError for experts, for latent attention, for recurrent layers and where layers have
-    other sizes."""
-    facts = ModelFacts.of(config)
+    Raises ValueError for experts, for latent attention, for recurrent layers that aren't gated
+    delta nets, and where layers have other sizes."""
+    facts, recurrent = ModelFacts.of(config), recurrent_layers(config)
+    recurrence = None if recurrent is None else recurrent.recurrence
     if facts.unpredicted:
-        why = (
-            "dense layers only, since what experts take depends on the router"
-            if facts.experts
-            else "layers whose keys and values are projected from hidden states, not from a latent"
-            if facts.latent
-            else "attention, but not the memory of recurrent layers"
-            if facts.recurrent
-            else "layers that are alike"
-        )
+        kind = "short convolutions" if recurrence is None else recurrence.kind
         raise ValueError(
-            f"model {name}: {facts.unpredicted}. The planner knows {why}. Train a few steps with "
-            "checkpoint='auto', which measures."
+            f"model {name}: {facts.unpredicted}. The planner knows "
+            f"{_known_instead_of(facts, kind)}. Train a few steps with checkpoint='auto', which "
+            "measures."
         )
-    layer, num_outside = _one_layer(config)
-    # Two dimensions don't tell a linear weight: Cohere's norms of heads have two as well.
-    linear = [part.weight for part in layer.modules() if hasattr(part, "in_features")]
-    norms = [key for key, part in layer.named_modules() if "norm" in type(part).__name__.lower()]
-    head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]
-    down_weights, num_layers = facts.hidden_size * facts.intermediate_size, len(facts.layers)
-    layer_weights = sum(weight.numel() for weight in layer.parameters())
+    found, num_outside = _layer_of_each_kind(config)
+    wide = text_config(config).model_type in WIDE_NORMS
+    shapes = {
+        is_recurrent: _shape_of_layer(layer, facts, recurrence if is_recurrent else None, wide)
+        for is_recurrent, layer in found.items()
+    }
+    layers = tuple(shapes[layer.kind in RECURRENT] for layer in facts.layers)
+    down_weights, mlp = facts.hidden_size * facts.intermediate_size, next(iter(found.values())).mlp
     return ModelShape(
         name=name,
-        num_layers=num_layers,
+        layers=layers,
         hidden_size=facts.hidden_size,
         intermediate_size=facts.intermediate_size,
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,
         head_dim=facts.head_dim,
         vocab_size=facts.vocab_size,
-        layer_weights=layer_weights,
-        layer_linear_weights=sum(weight.numel() for weight in linear),
         down_weights=down_weights,
-        num_mlp_products=sum(w.numel() for w in layer.mlp.parameters() if w.ndim == 2)
-        // down_weights,
-        linear_sides=sum(sum(weight.shape) for weight in linear),
-        num_norms=len(norms) - len(head_norms),
-        has_head_norms=bool(head_norms),
-        num_weights=num_outside + num_layers * layer_weights,
+        num_mlp_products=sum(w.numel() for w in mlp.parameters() if w.ndim == 2) // down_weights,
+        num_weights=num_outside + sum(layer.weights for layer in layers),
         num_windowed_layers=sum(reach.is_local for reach in facts.reaches),
     )
 
 
-def _one_layer(config: Any) -> tuple[Any, int]:
-    """(a decoder layer on the meta device, how many weights there are outside of layers)."""
+def _known_instead_of(facts: ModelFacts, recurrent_kind: str) -> str:
+    """What the planner knows, as far as the model that it refuses has something else there."""
+    if facts.experts:
+        return "dense layers only, since what experts take depends on the router"
+    if facts.latent:
+        return "layers whose keys and values are projected from hidden states, not from a latent"
+    if facts.unmeasured:
+        return f"attention and gated delta nets; layers of {recurrent_kind} were never measured"
+    return "layers that are alike"
+
+
+def _shape_of_layer(
+    layer: Any, facts: ModelFacts, recurrence: RecurrentShape | None, wide: bool
+) -> LayerShape:
+    # Two dimensions don't tell a linear weight: Cohere's norms of heads have two as well.
+    linear = [part.weight for part in layer.modules() if hasattr(part, "in_features")]
+    named = layer.named_modules()
+    norms = [key for key, part in named if "norm" in type(part).__name__.lower()]
+    head_norms = [key for key in norms if key.endswith(HEAD_NORMS)]
+    if recurrence is not None:  # the norm of its output is the mixer's own
+        norms = [key for key in norms if "." not in key]
+    query = getattr(getattr(layer, "self_attn", None), "q_proj", None)
+    return LayerShape(
+        weights=sum(weight.numel() for weight in layer.parameters()),
+        linear_weights=sum(weight.numel() for weight in linear),
+        linear_sides=sum(sum(weight.shape) for weight in linear),
+        num_norms=len(norms) - len(head_norms),
+        has_head_norms=bool(head_norms),
+        has_gate=query is not None
+        and query.weight.shape[0] == 2 * facts.num_heads * facts.head_dim,
+        has_wide_norms=wide,
+        recurrence=recurrence,
+    )
+
+
+def _layer_of_each_kind(config: Any) -> tuple[dict[bool, Any], int]:
+    """(decoder layers on the meta device, by whether they are recurrent; how many weights there are
+    outside of layers)."""
     import torch
 
+    kinds = [layer.kind for layer in ModelFacts.of(config).layers]
+    first = {kind in RECURRENT: kind for kind in reversed(kinds)}
     short = copy.deepcopy(config)
     if getattr(short, "layer_types", None):
-        short.layer_types = short.layer_types[:1]
-    short.num_hidden_layers = 1
+        short.layer_types = list(first.values())
+    short.num_hidden_layers = len(first)
     with torch.device("meta"):
         model = auto_class(short).from_config(short)
-    (layer,) = model.get_decoder().layers
+    layers = list(model.get_decoder().layers)
     total = sum(weight.numel() for weight in model.parameters())
-    return layer, total - sum(weight.numel() for weight in layer.parameters())
+    inside = sum(weight.numel() for layer in layers for weight in layer.parameters())
+    return dict(zip(first, layers, strict=True)), total - inside

@@ -1,25 +1,37 @@
 """Seconds of a training step, by part, predicted.
 
-Attention comes from the simulation of its plan (`longctx_patch.predict.attention.costs`). Matrix
-products run at the rate that they reach inside of a step, everything between them at the bandwidth
-of memory. FSDP's messages hide behind layers; its copies and its last reduction don't.
+Attention comes from the simulation of its plan (`longctx_patch.predict.attention.costs`), and
+recurrences from their FLOPs and exchanges (`longctx_patch.predict.recurrence`). Matrix products run
+at the rate that they reach inside of a step, everything between them at the bandwidth of memory.
+FSDP's messages hide behind layers; its copies and its last reduction don't.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
-from longctx_patch.memory.policies import POLICIES, count_on_host, count_recomputed
+from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.plans import Direction
 from longctx_patch.plans.generators.setting import Setting
+from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.predict.attention.costs import Prediction, predict
+from longctx_patch.predict.recurrence import recompute_under
 from longctx_patch.predict.run.candidate import Candidate, Job
-from longctx_patch.predict.run.components import BF16, FP32, checkpoint_bytes, layer_bytes, states
+from longctx_patch.predict.run.components import states
+from longctx_patch.predict.run.layer_bytes import BF16, FP32, checkpoint_bytes, layer_bytes
 from longctx_patch.predict.run.parts import Parts
+from longctx_patch.predict.run.shape import LayerShape
 
 ELEMENTWISE_SHARE = 0.77
 """Share of the bandwidth of copies that norms, rotary embeddings, SwiGLU and residuals reach: 49 ms
 of a step of 131,072 tokens and 8 layers of Llama-3.1-8B on 4 H200."""
 UNFUSED = 3.0
 """The factor by which more bytes move where each of these is several of torch's operations."""
+GATED_NORM_BYTES = 66
+"""Bytes that the gated norm of a delta net's output moves for each number: ten of torch's
+operators read and write bfloat16 and float32."""
+GATE_BYTES = 22
+"""Bytes that the gate of an attention layer moves for each number of its queries: it and the
+queries are copied from one product, the sigmoid, attention's output copied, their product."""
 LOSS_BYTES = 10
 """Bytes that the softmax and its gradient move for each logit."""
 FSDP_BYTES = 24
@@ -41,6 +53,8 @@ class StepTime(Parts):
     """Seconds of a step; each instant counts in one part only."""
 
     attention: float
+    recurrence: float
+    """Kernels of recurrent layers, and what ranks exchange for them."""
     linear: float
     elementwise: float
     loss: float
@@ -77,47 +91,96 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     gradients in each. The optimizer steps once.
     """
     forwards = job.forwards(candidate.sequence_degree)
-    shape, machine, policies = job.shape, job.cluster.hardware, candidate.policies
-    again = count_recomputed(policies)
-    forward_s, backward_s = attention.forward.makespan_s, attention.backward.makespan_s
-    linear, head = shape.num_layers * shape.layer_linear_weights, shape.head_weights
+    shape, machine = job.shape, job.cluster.hardware
+    products_s = _products(job, candidate, tokens) / machine.matmul_flops
+    moved = tokens * sum(
+        number * (3 * _elementwise_bytes(job, kind)) for kind, number in shape.kinds.items()
+    )
+    moved += tokens * sum(_elementwise_bytes(job, kind) for kind in _recomputed(job, candidate))
+    head, bandwidth = shape.head_weights, machine.copy_bandwidth
     # FLOPs for each weight: two forward, two for the input's gradient, two more if it is trained.
     each = 4 if job.lora else 6
-    recomputed = again * (shape.layer_linear_weights - shape.down_weights)
-    if candidate.mlp_tiles > 1:  # backward runs each tile's MLP again, in whole layers too
-        recomputed += (shape.num_layers - again) * (shape.num_mlp_products - 1) * shape.down_weights
-        if job.lora:  # the last product too, since an adapter follows it
-            recomputed += shape.num_layers * shape.down_weights
-    products = tokens * (each * linear + 2 * recomputed)
-    per_token = _elementwise_bytes(job)
-    moved = tokens * per_token * (3 * shape.num_layers + again)
-    bandwidth = machine.copy_bandwidth
-    layer_s = forward_s + 2 * tokens * shape.layer_linear_weights / machine.matmul_flops
-    keeps = sum(POLICIES[policy].keeps_attention for policy in policies)
-    runs_again = again - keeps + keeps * (1 - candidate.attention_kept) ** 2
-    attention_s = shape.num_layers * (forward_s + backward_s) + runs_again * forward_s
     return StepTime(
-        attention=forwards * attention_s,
-        linear=forwards * products / machine.matmul_flops,
+        attention=forwards * _attention_seconds(job, candidate, attention),
+        recurrence=forwards * _recurrence_seconds(job, candidate),
+        linear=forwards * products_s,
         elementwise=forwards * moved / (ELEMENTWISE_SHARE * bandwidth),
         loss=forwards
         * tokens
         * (each * head / machine.matmul_flops + LOSS_BYTES * shape.vocab_size / bandwidth),
-        fsdp=forwards * _fsdp_seconds(job, products / machine.matmul_flops),
-        offload=forwards * _offload_seconds(job, candidate, tokens, layer_s),
+        fsdp=forwards * _fsdp_seconds(job, products_s),
+        offload=forwards * _offload_seconds(job, candidate, tokens, attention),
         optimizer=_optimizer_seconds(job, candidate),
     )
 
 
-def _elementwise_bytes(job: Job) -> float:
-    """Bytes for each token that a layer's forward moves beside matrix products and attention: two
-    norms, two residuals, rotary embeddings, SwiGLU, heads."""
+def _recomputed(job: Job, candidate: Candidate) -> list[LayerShape]:
+    """The layers that run again in backward."""
+    return [kind for kind, policy in _with_policies(job, candidate) if _runs_again(policy)]
+
+
+def _with_policies(job: Job, candidate: Candidate) -> list[tuple[LayerShape, LayerPolicy]]:
+    return list(zip(job.shape.layers, candidate.policies, strict=True))
+
+
+def _runs_again(policy: LayerPolicy) -> bool:
+    return POLICIES[policy].recomputes_layer
+
+
+def _products(job: Job, candidate: Candidate, tokens: float) -> float:
+    """FLOPs of the layers' matrix products."""
+    shape, again = job.shape, _recomputed(job, candidate)
+    each = 4 if job.lora else 6
+    recomputed = sum(kind.linear_weights - shape.down_weights for kind in again)
+    if candidate.mlp_tiles > 1:  # backward runs each tile's MLP again, in whole layers too
+        whole = shape.num_layers - len(again)
+        recomputed += whole * (shape.num_mlp_products - 1) * shape.down_weights
+        if job.lora:  # the last product too, since an adapter follows it
+            recomputed += shape.num_layers * shape.down_weights
+    return tokens * (each * shape.linear_weights_in_layers + 2 * recomputed)
+
+
+def _attention_seconds(job: Job, candidate: Candidate, attention: Attention) -> float:
+    policies = [policy for kind, policy in _with_policies(job, candidate) if not kind.recurrence]
+    forward_s, backward_s = attention.forward.makespan_s, attention.backward.makespan_s
+    again = sum(map(_runs_again, policies))
+    keeps = sum(POLICIES[policy].keeps_attention for policy in policies)
+    runs_again = again - keeps + keeps * (1 - candidate.attention_kept) ** 2
+    return len(policies) * (forward_s + backward_s) + runs_again * forward_s
+
+
+def _recurrence_seconds(job: Job, candidate: Candidate) -> float:
+    found = candidate.recurrence
+    policies = [policy for kind, policy in _with_policies(job, candidate) if kind.recurrence]
+    if found is None or not policies:
+        return 0.0
+    ways = Counter(recompute_under(policy, candidate.attention_kept) for policy in policies)
+    return sum(number * found.seconds(recompute) for recompute, number in ways.items())
+
+
+def _elementwise_bytes(job: Job, kind: LayerShape) -> float:
+    """Bytes for each token that a layer's forward moves beside matrix products and its mixer's
+    kernel: two norms, two residuals, SwiGLU, and what surrounds the kernel."""
     shape = job.shape
-    kv = shape.num_kv_heads * shape.head_dim
-    moved = BF16 * (14 * shape.hidden_size + 2 * kv + 3 * shape.intermediate_size)
     # An adapter reads a layer's input once more, and adds to its output; without FSDP in float32.
-    adapters = (2 if job.fsdp else 4) * BF16 * shape.linear_sides if job.lora else 0
-    return moved * (1 if job.fused_layers else UNFUSED) + adapters
+    adapters = (2 if job.fsdp else 4) * BF16 * kind.linear_sides if job.lora else 0
+    fusable, other = 10 * shape.hidden_size + 3 * shape.intermediate_size, 0.0
+    if kind.recurrence is None:  # rotary embeddings, and heads
+        fusable += 4 * shape.hidden_size + 2 * shape.num_kv_heads * shape.head_dim
+    else:
+        other = _delta_net_bytes(kind.recurrence)
+    if kind.has_gate:
+        other += GATE_BYTES * shape.num_heads * shape.head_dim
+    moved = BF16 * fusable * (1 if job.fused_layers else UNFUSED)
+    return moved + other + adapters
+
+
+def _delta_net_bytes(shape: RecurrentShape) -> float:
+    """Bytes for each token that a gated delta net's forward moves outside of its products and its
+    kernel, with Liger Kernel or without: the convolution, copies of its output for the kernel,
+    whose queries and keys get the length 1, and the gated norm, in torch's operators."""
+    keys, values = 2 * shape.num_groups * shape.key_dim, shape.num_heads * shape.value_dim
+    return BF16 * (4 * (keys + values) + 2 * keys) + GATED_NORM_BYTES * values
 
 
 def _fsdp_seconds(job: Job, compute_s: float) -> float:
@@ -137,18 +200,36 @@ def _fsdp_seconds(job: Job, compute_s: float) -> float:
     return copies_s + last + max(0.0, travels_s - compute_s)
 
 
-def _offload_seconds(job: Job, candidate: Candidate, tokens: float, layer_s: float) -> float:
-    """Seconds of host copies that layers don't hide; `layer_s` is the time of a layer's forward."""
-    machine, offloaded = job.cluster.hardware, count_on_host(candidate.policies)
-    num_bytes = tokens * checkpoint_bytes(candidate, layer_bytes(job, candidate))
-    out_s, in_s = num_bytes / machine.host_out_bandwidth, num_bytes / machine.host_in_bandwidth
-    exposed = max(0.0, out_s - layer_s) + max(0.0, in_s - 2 * layer_s)
+def _offload_seconds(job: Job, candidate: Candidate, tokens: float, attention: Attention) -> float:
+    """Seconds of host copies that layers don't hide."""
+    machine, exposed, forward_s = job.cluster.hardware, 0.0, 0.0
+    on_host = Counter(
+        kind for kind, policy in _with_policies(job, candidate) if POLICIES[policy].on_host
+    )
+    for kind, number in job.shape.kinds.items():
+        layer_s = _forward_seconds(job, candidate, kind, tokens, attention)
+        forward_s += number * layer_s
+        num_bytes = tokens * checkpoint_bytes(candidate, layer_bytes(job, candidate, kind))
+        out_s = num_bytes / machine.host_out_bandwidth
+        in_s = num_bytes / machine.host_in_bandwidth
+        exposed += on_host[kind] * (max(0.0, out_s - layer_s) + max(0.0, in_s - 2 * layer_s))
     moved_s = 0.0
     if candidate.offload_states:  # weights come for forward and backward, gradients go
         weights, gradients, _ = states(job)
         each_way = 2 * weights / machine.host_in_bandwidth + gradients / machine.host_out_bandwidth
-        moved_s = max(0.0, each_way - 3 * job.shape.num_layers * layer_s)
-    return offloaded * exposed + moved_s
+        moved_s = max(0.0, each_way - 3 * forward_s)
+    return exposed + moved_s
+
+
+def _forward_seconds(
+    job: Job, candidate: Candidate, kind: LayerShape, tokens: float, attention: Attention
+) -> float:
+    """Seconds of a layer's forward: its mixer and its matrix products."""
+    if kind.recurrence is None:
+        mixer_s = attention.forward.makespan_s
+    else:
+        mixer_s = candidate.recurrence.forward_s if candidate.recurrence is not None else 0.0
+    return mixer_s + 2 * tokens * kind.linear_weights / job.cluster.hardware.matmul_flops
 
 
 def _optimizer_seconds(job: Job, candidate: Candidate) -> float:

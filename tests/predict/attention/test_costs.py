@@ -191,3 +191,18 @@ def test_what_the_cpu_bounds_waits_for_no_message() -> None:
     found = predict(ulysses, FORWARD, workload, MACHINES["h100"])
     assert found.makespan_s >= MACHINES["h100"].host_wave_s
     assert found.exposed_communication_s == 0
+
+
+def test_wide_heads_have_the_rates_of_the_kernel_that_takes_them() -> None:
+    """On Hopper heads of 256 numbers are cuDNN's, whose backward was measured slower."""
+    row = Workload(num_tokens=131072, num_heads=16, num_kv_heads=4, head_dim=128)
+    wide = replace(row, num_heads=8, head_dim=256, num_kv_heads=2)
+    here = MACHINES["h200"]
+    assert (here.kernels.of(192).kernel, here.kernels.of(256).kernel) == ("flash_attn_4", "cudnn")
+    setting = Setting(plan="zigzag", layout="zigzag", ulysses_degree=1, ring_degree=1)
+    for machine, ratio in ((here, 583 / 378), (with_kernel(here, "cudnn"), 540 / 378)):
+        seconds = [
+            predict(setting, Direction.BACKWARD, kind, machine).makespan_s for kind in (row, wide)
+        ]
+        assert seconds[1] / seconds[0] == pytest.approx(ratio, rel=0.01)
+    assert MACHINES["a100"].kernels.of(256) is MACHINES["a100"].kernels

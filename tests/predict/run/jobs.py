@@ -19,6 +19,16 @@ def llama_shape(num_layers: int = 32) -> ModelShape:
     return shape_of(model_config("llama-8b", num_layers, num_tokens=2), "llama")
 
 
+@lru_cache
+def hybrid_shape(num_layers: int = 8) -> ModelShape:
+    """Qwen3.5-9B's widths: of four layers, three are gated delta nets."""
+    return shape_of(model_config("qwen3.5-9b", num_layers, num_tokens=2), "hybrid")
+
+
+def hybrid_job(gpus: str, seq_len: int, *, num_layers: int = 8, **job: Any) -> Job:
+    return Job(shape=hybrid_shape(num_layers), cluster=parse_cluster(gpus), seq_len=seq_len, **job)
+
+
 def candidate(num_layers: int = 32, *, ulysses: int = 1, mlp_tiles: int = 1) -> Candidate:
     return Candidate(
         setting=Setting(plan="zigzag", layout="zigzag", ulysses_degree=ulysses, ring_degree=1),

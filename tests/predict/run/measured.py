@@ -1,10 +1,11 @@
-"""Training steps measured on NVIDIA H200s of one host, beside what is predicted.
+"""Training steps measured on GPUs of one host, beside what is predicted.
 
 `python -m tests.predict.run.measured` prints the tables of docs/results/planner.md.
 """
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from model_shapes import model_config
 
 from longctx_patch import LongContextConfig
 from longctx_patch.choose.search import Result, result_of, usual_tiles
-from longctx_patch.predict.machines import GIB
+from longctx_patch.predict.machines import GIB, with_kernel
 from longctx_patch.predict.run.candidate import Job
 from longctx_patch.predict.run.cluster import parse_cluster
 from longctx_patch.predict.run.shape import shape_of
@@ -25,7 +26,7 @@ JOB_FIELDS = {"fused": "fused_layers", "lora": "lora", "dtype": "dtype"}
 
 
 class Measured(NamedTuple):
-    """A step with AdamW, flash-attn 4 and bfloat16: a line of docs/results/planner_runs.toml.
+    """A step with AdamW and bfloat16: a line of docs/results/planner_runs.toml.
 
     `run` is a shape of benchmarks/model_shapes.py and options: `tokens` of a row, `layers`, those
     of `JOB_FIELDS`, and fields of LongContextConfig.
@@ -37,6 +38,9 @@ class Measured(NamedTuple):
     seconds: float
     host_gib: float | None = None
     """GiB in the machine's host memory, if something is kept there."""
+    gpu: str = "H200"
+    kernel: str = "flash_attn_4"
+    """Attention's, as `longctx_patch.kernels` calls it."""
     fsdp: bool = True
     states_on_host: bool = False
     is_recipe: bool = False
@@ -51,9 +55,11 @@ class Measured(NamedTuple):
         asked: dict[str, Any] = {"dtype": "bfloat16"}
         asked |= {JOB_FIELDS[name]: options.pop(name) for name in JOB_FIELDS if name in options}
         config = LongContextConfig(**{NAMES.get(name, name): x for name, x in options.items()})
+        cluster = parse_cluster(f"{self.gpus}x{self.gpu}")
+        hardware = with_kernel(cluster.hardware, self.kernel)
         job = Job(
             shape=shape_of(model_config(model, layers, tokens), model),
-            cluster=parse_cluster(f"{self.gpus}xH200"),
+            cluster=replace(cluster, hardware=hardware),
             seq_len=tokens,
             fsdp=self.fsdp,
             clips=self.is_recipe,
@@ -68,6 +74,8 @@ class Measured(NamedTuple):
             offload_states=self.states_on_host,
             mlp_tiles=config.mlp_tiles or usual_tiles(job, config.sequence_degree),
             policies=self._policies() or None,
+            layout=config.layout,
+            recurrent_exchange=config.recurrent_exchange,
         )
 
     def _policies(self) -> tuple[Any, ...]:
@@ -81,12 +89,13 @@ class Measured(NamedTuple):
         notes = " without FSDP" * (not self.fsdp) + " states on the host" * self.states_on_host
         notes += " (recipe)" * self.is_recipe
         notes += f", {self.policies}" * bool(self.policies)
+        gpus = f"{self.gpus}" if self.gpu == "H200" else f"{self.gpus} {self.gpu}"
         host = "| | |"
         if self.host_gib is not None:
             found = result.host_bytes / GIB
             host = f"| {self.host_gib:.1f} | {found / self.host_gib - 1:+.1%} |"
         return (
-            f"| {self.gpus} | `{self.run}`{notes} "
+            f"| {gpus} | `{self.run}`{notes} "
             f"| {peak:.1f} | {self.peak_gib:.1f} | {peak / self.peak_gib - 1:+.1%} "
             f"| {seconds:.3f} | {self.seconds:.3f} | {seconds / self.seconds - 1:+.1%} {host}"
         )

@@ -9,7 +9,8 @@ from longctx_patch.memory.limits import AHEAD
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.predict.machines import GIB
 from longctx_patch.predict.run.candidate import Job
-from longctx_patch.predict.run.components import layer_bytes, states
+from longctx_patch.predict.run.components import states
+from longctx_patch.predict.run.layer_bytes import layer_bytes
 from longctx_patch.predict.run.step_time import predict_attention
 from tests.predict.run.jobs import candidate, llama_job, llama_shape
 
@@ -50,7 +51,8 @@ def test_states_of_an_adapter_by_hand() -> None:
 
 def test_without_fsdp_an_adapter_keeps_more_of_a_layer() -> None:
     def kept(gpus: str, lora: bool, fsdp: bool = True) -> float:
-        return layer_bytes(llama_job(gpus, 2**17, lora=lora, fsdp=fsdp), candidate()).whole
+        job = llama_job(gpus, 2**17, lora=lora, fsdp=fsdp)
+        return layer_bytes(job, candidate(), job.shape.layers[0]).whole
 
     small = 7 * 2 * 16
     assert kept("4xH200", True) == kept("4xH200", False) + small
@@ -116,7 +118,7 @@ def test_weights_of_four_bits_are_an_adapters_and_whole_on_each_gpu() -> None:
         with pytest.raises(ValueError, match="dtype='nf4' is for the frozen weights"):
             llama_job("4xH200", 1024, dtype="nf4", **wrong)
     job = llama_job("4xH200", 1024, dtype="nf4", lora=True, fsdp=False)
-    narrow = 32 * job.shape.layer_linear_weights
+    narrow = 32 * job.shape.layers[0].linear_weights
     frozen = 0.516 * narrow + 2 * (job.shape.num_weights - narrow)
     assert states(job)[0] == pytest.approx(4 * job.trained_weights + frozen)
 

@@ -3,18 +3,20 @@
 Kernels on the CPU keep other bytes than on the GPU only where a comment says so.
 """
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import Tensor
 
 from longctx_patch.choose.search import result_of
 from longctx_patch.memory.ladder import Extra
 from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.predict.run.candidate import Job
 from longctx_patch.predict.run.cluster import parse_cluster
-from longctx_patch.predict.run.components import BF16, LayerBytes, layer_bytes
+from longctx_patch.predict.run.layer_bytes import BF16, FP32, LayerBytes, layer_bytes
 from longctx_patch.predict.run.shape import shape_of
 from tests.hf.tiny import tiny_model
 from tests.memory.live_bytes import LiveBytes
@@ -39,8 +41,10 @@ def tiny_job(config: Any, seq_len: int, *, lora: bool = False) -> Job:
     )
 
 
-def metered(family: str, *, lora: bool = False, **sizes: Any) -> tuple[Extra, LayerBytes, Any]:
-    """(bytes per token that a middle layer kept; the prediction of them; the model's config)."""
+def metered(
+    family: str, *, lora: bool = False, layer: int = 1, **sizes: Any
+) -> tuple[Extra, LayerBytes, Any]:
+    """(bytes per token that a layer kept; the prediction of them; the model's config)."""
     with LiveBytes(10**12) as meter:  # around the model: views of weights are none of a layer's
         model: Any = tiny_model(family, dtype=torch.bfloat16, **SIZES | sizes)
         config = model.config
@@ -53,9 +57,10 @@ def metered(family: str, *, lora: bool = False, **sizes: Any) -> tuple[Extra, La
                 it.step(LENGTH)
         use = it.handle.checkpointing.memory
         assert use is not None
-    extra, num_tokens = use.extra_bytes[1], ROWS * LENGTH
+    extra, num_tokens = use.extra_bytes[layer], ROWS * LENGTH
     per_token = Extra(extra.attention // num_tokens, extra.none // num_tokens)
-    return per_token, layer_bytes(tiny_job(config, LENGTH, lora=lora), candidate()), config
+    job = tiny_job(config, LENGTH, lora=lora)
+    return per_token, layer_bytes(job, candidate(), job.shape.layers[layer]), config
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,82 @@ def test_a_layer_keeps_what_is_predicted(family: str, sizes: dict[str, Any]) -> 
     assert found.attention == predicted.input + predicted.results
     # The meter also sees the layer's output, which stock layers don't keep.
     assert sum(found) == predicted.whole + BF16 * config.hidden_size
+
+
+class SavesAsFla(torch.autograd.Function):
+    """Saves what fla 0.6's ChunkGatedDeltaRuleFunction saves, and returns the values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor
+    ) -> Any:
+        rows = torch.ones(*beta.shape, 64, dtype=value.dtype)
+        ctx.save_for_backward(
+            torch.ones_like(query),
+            torch.ones(key.shape[:3]),
+            torch.ones_like(key),
+            torch.ones(key.shape[:3]),
+            value.contiguous(),
+            torch.ones_like(g),
+            beta,
+            rows,
+        )
+        ctx.shapes = [x.shape for x in (query, key)]
+        return value.contiguous().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        *_, g, beta, _ = ctx.saved_tensors
+        zeros = (grad.new_zeros(shape) for shape in ctx.shapes)
+        return *zeros, grad, torch.zeros_like(g), torch.zeros_like(beta)
+
+
+class SavesAsCausalConv1d(torch.autograd.Function):
+    """Saves what causal-conv1d's function saves, its input, and returns a copy of it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert ctx.saved_tensors
+        return grad
+
+
+@pytest.mark.parametrize("heads", [(2, 4), (4, 4)])
+def test_layers_of_two_kinds_keep_what_is_predicted(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of kernels are functions that save as much as these; all else is transformers'."""
+    modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+
+    def rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> Any:
+        return SavesAsFla.apply(query, key, value, g, beta), None
+
+    def convolution(hidden: Tensor, *_: Any, **__: Any) -> Any:
+        return SavesAsCausalConv1d.apply(hidden)
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", rule)
+    monkeypatch.setattr(modeling, "causal_conv1d_fn", convolution)
+    sizes: dict[str, Any] = {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": heads[0],
+        "linear_num_value_heads": heads[1],
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "head_dim": 32,
+    }
+    found, predicted, config = metered("qwen3_5_text", **sizes)
+    # Norms also keep 1 + weight in float32, however many tokens there are.
+    norms = 2 * FP32 * config.hidden_size / (ROWS * LENGTH)
+    assert found.attention == predicted.input
+    assert sum(found) == pytest.approx(predicted.whole + norms, abs=1)
+    # Of the last layer the meter also sees the output.
+    found, predicted, _ = metered("qwen3_5_text", layer=2, **sizes)
+    norms += 2 * FP32 * config.head_dim / (ROWS * LENGTH)
+    assert sum(found) == pytest.approx(predicted.whole + BF16 * config.hidden_size + norms, abs=1)
 
 
 def test_an_adapter_under_autocast_keeps_its_inputs_again() -> None:

@@ -1,13 +1,14 @@
 """Predictions are near what was measured on GPUs."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from longctx_patch.predict.machines import GIB
-from longctx_patch.predict.run.components import layer_bytes
-from tests.predict.run.jobs import candidate, llama_job
+from longctx_patch.predict.run.layer_bytes import checkpoint_bytes, layer_bytes
+from tests.predict.run.jobs import candidate, hybrid_job, llama_job
 from tests.predict.run.measured import AFTERWARDS, IN_VIEW, Measured, accuracy
 
 ROOT = Path(__file__).parents[3]
@@ -24,8 +25,25 @@ def test_what_is_predicted_is_near_what_was_measured(row: Measured) -> None:
 
 
 def test_a_layer_keeps_what_was_metered_on_h200() -> None:
-    layer = layer_bytes(llama_job("4xH200", 131072), candidate(ulysses=4))
-    assert layer.whole == 147_592
+    job = llama_job("4xH200", 131072)
+    assert layer_bytes(job, candidate(ulysses=4), job.shape.layers[0]).whole == 147_592
+
+
+@pytest.mark.parametrize(
+    ("fused", "delta_net", "attention"), [(True, 209_608, 145_496), (False, 283_337, 258_137)]
+)
+def test_layers_of_two_kinds_keep_what_was_metered_on_h100s(
+    fused: bool, delta_net: int, attention: int
+) -> None:
+    """Bytes for each token that `auto` measured of a layer beyond those of a recomputed one, where
+    the last layer was the one with attention. Such a measure has the layer's output too, which
+    stock layers don't keep, and half a byte for what norms make of their weights."""
+    job = replace(hybrid_job("H100", 65536), fused_layers=fused, fsdp=False)
+    net, attends = (layer_bytes(job, candidate(8), job.shape.layers[number]) for number in (6, 7))
+    found = [each.whole - checkpoint_bytes(candidate(8), each) for each in (net, attends)]
+    output = 0 if fused else 2 * job.shape.hidden_size
+    assert [found[0], found[1] + output] == pytest.approx([delta_net, attention], abs=1)
+    assert [checkpoint_bytes(candidate(8), each) for each in (net, attends)] == [8192, 16448]
 
 
 def test_the_page_has_this_table() -> None:

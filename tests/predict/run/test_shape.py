@@ -27,17 +27,23 @@ def assert_counts_are_of(config: Any) -> None:
     layers = list(model.get_decoder().layers)
     assert shape.num_weights == sum(weight.numel() for weight in model.parameters())
     assert shape.num_layers == len(layers)
-    for layer in layers:
-        assert shape.layer_weights == sum(weight.numel() for weight in layer.parameters())
+    sides = 0
+    for layer, counted in zip(layers, shape.layers, strict=True):
+        assert counted.weights == sum(weight.numel() for weight in layer.parameters())
         linear = [part for part in layer.modules() if isinstance(part, torch.nn.Linear)]
-        assert shape.layer_linear_weights == sum(part.weight.numel() for part in linear)
-        assert shape.linear_sides == sum(part.in_features + part.out_features for part in linear)
+        assert counted.linear_weights == sum(part.weight.numel() for part in linear)
+        assert counted.linear_sides == sum(part.in_features + part.out_features for part in linear)
+        assert (counted.recurrence is not None) == hasattr(layer, "linear_attn")
+        sides += counted.linear_sides
+    assert shape.linear_sides == sides
     assert shape.head_weights == model.get_output_embeddings().weight.numel()
 
 
 @pytest.mark.parametrize("family", DENSE)
 def test_counts_are_those_of_the_model(family: str) -> None:
-    assert_counts_are_of(featured_config(family, num_hidden_layers=2))
+    both_kinds = FACTS[family].num_recurrent > 0  # it has layer_types of three layers
+    few = {} if both_kinds else {"num_hidden_layers": 2}
+    assert_counts_are_of(featured_config(family, **few))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -62,7 +68,8 @@ def test_latent_attention_is_refused(family: str) -> None:
 def test_norms_and_products_of_the_mlp_are_counted() -> None:
     def counted(family: str) -> tuple[int, bool, int]:
         shape = shape_of(featured_config(family), "some")
-        return shape.num_norms, shape.has_head_norms, shape.num_mlp_products
+        layer = shape.layers[-1]
+        return layer.num_norms, layer.has_head_norms, shape.num_mlp_products
 
     assert counted("llama") == (2, False, 3)
     assert counted("qwen3") == (2, True, 3)
