@@ -1,6 +1,7 @@
 """Tiny models that read images beside text, of every family whose text model is trained."""
 
 import copy
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -146,9 +147,16 @@ _PARTS: dict[str, dict[str, Any]] = {
         **_GEMMA_4,
     },
     "gemma4_unified": {
-        "text_config": _WINDOWED | {"global_head_dim": 24, "pad_token_id": 0},
-        "vision_config": {"patch_size": 2, "mm_embed_dim": 16, "output_proj_dims": 16},
+        "text_config": _WINDOWED
+        | {"use_bidirectional_attention": "vision", "final_logit_softcapping": 3.0}
+        | {"global_head_dim": 24, "pad_token_id": 0},
+        "vision_config": {
+            **{"patch_size": 2, "pooling_kernel_size": 1, "mm_posemb_size": 16},
+            **{"mm_embed_dim": 16, "output_proj_dims": 16},
+        },
+        "audio_config": None,
         "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
     },
 }
 
@@ -197,7 +205,7 @@ def seen_rows(family: str, *, video: bool = False) -> dict[str, Any]:
     if family.startswith("mistral3"):
         return _mistral_rows()
     if family.startswith("gemma4"):
-        return _gemma_4_rows(video)
+        return _gemma_4_rows(video, patches_of_token=1 if family == "gemma4_unified" else 4)
     draw = torch.Generator().manual_seed(7)
     pictures = [[(1, 4, 6), (1, 2, 4)], [(1, 6, 4)]]
     videos = [[], [(2, 4, 4)]] if video else [[], []]
@@ -246,29 +254,30 @@ def _gemma_rows() -> dict[str, Any]:
     return batch | {"pixel_values": pixels}
 
 
-def _gemma_4_rows(video: bool) -> dict[str, Any]:
+def _gemma_4_rows(video: bool, patches_of_token: int) -> dict[str, Any]:
     """Two rows with two pictures each, neighbours, in the same places; `video`: and with one of two
-    frames. A token is of four patches; the second picture has fewer than the first."""
+    frames. The second picture has fewer patches than the first."""
     draw = torch.Generator().manual_seed(7)
-    length, most = 41, 16
+    length, most, side = 41, 4 * patches_of_token, math.isqrt(patches_of_token)
     ids = torch.randint(1, IMAGE, (2, length), generator=draw)
     mask, kinds = torch.ones_like(ids), torch.zeros_like(ids)
     mask[0, length - 3 :] = mask[1, length - 11 :] = 0
-    ids[:, 3:9], kinds[:, 3:9] = IMAGE, 1  # longer than half the window
+    ids[:, 3:9], kinds[:, 3:9] = IMAGE, 1
 
     def patches(sizes: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(numbers, places) of pictures of so many patches in width and height."""
+        """(numbers, places) of pictures of so many tokens in width and height."""
         places = torch.full((len(sizes), most, 2), -1)
-        for number, (width, height) in enumerate(sizes):
+        for number, (wide, high) in enumerate(sizes):
+            width, height = wide * side, high * side
             grid = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1)
             places[number, : width * height] = grid
         return torch.rand(len(sizes), most, 12, generator=draw), places
 
     batch: dict[str, Any] = {}
-    batch["pixel_values"], batch["image_position_ids"] = patches([(4, 4), (4, 2)] * 2)
+    batch["pixel_values"], batch["image_position_ids"] = patches([(2, 2), (2, 1)] * 2)
     if video:
         ids[:, 14:18], kinds[:, 14:18] = VIDEO, 2
-        pixels, places = patches([(2, 4)] * 4)
+        pixels, places = patches([(1, 2)] * 4)
         batch |= {"pixel_values_videos": pixels, "video_position_ids": places}
         batch["num_frames_per_video"] = torch.tensor([2, 2])
     ids = ids.masked_fill(mask == 0, 0)

@@ -43,7 +43,8 @@ ALONE = {"ring_degree": 1, "checkpoint": "attention"}
 
 def of_images(name: str) -> bool:
     """Whether a weight belongs to what reads images."""
-    return any(part in name for part in (".visual.", ".vision_tower.", ".multi_modal_projector."))
+    parts = (".visual.", ".vision_tower.", ".multi_modal_projector.", ".embed_vision.")
+    return any(part in name for part in parts)
 
 
 def is_recurrent(family: str) -> bool:
@@ -121,7 +122,7 @@ def test_ranks_compute_what_one_process_does(family: str, way: dict[str, Any]) -
     model = seeing_model(family)
     assert wanted.keys() - {"loss"} == {name for name, _ in model.named_parameters()}
     visual = [value for name, value in wanted.items() if of_images(name)]
-    assert len(visual) > 10
+    assert len(visual) >= 10
     assert all(bool(value.any()) for value in visual), "images matter to the loss"
 
 

@@ -57,18 +57,16 @@ def places_by_grid(model: Any) -> bool:
 def sees_both_ways(model: Any) -> bool:
     """Whether the tokens of an image see each other in both directions, as in Gemma 3 and the
     larger Gemma 4; else they are causal, as those of text are."""
-    if model.config.model_type == "gemma4":
-        return (
-            getattr(model.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
-        )
-    return bool(model.config.model_type == "gemma3")
+    text = model.config.get_text_config()
+    option = getattr(text, "use_bidirectional_attention", None)
+    return model.config.model_type == "gemma3" or option == "vision"
 
 
 def kinds_of(model: Any) -> str | None:
     """The argument that says which tokens are of images, where the model has to know it."""
-    if model.config.model_type == "gemma3":
-        return KINDS[1]
-    return KINDS[0] if places_by_grid(model) or sees_both_ways(model) else None
+    if not places_by_grid(model) and not sees_both_ways(model):
+        return None
+    return KINDS[1] if model.config.model_type == "gemma3" else KINDS[0]
 
 
 def check_images(model: Any, given: Mapping[str, Any]) -> None:

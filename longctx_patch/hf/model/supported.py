@@ -67,6 +67,7 @@ TABLE = (
     _supported("gemma3_text", "Gemma 3 (text)", WINDOW, logits=GEMMA_LOGITS),
     _supported("gemma3n_text", "Gemma 3n (text)", WINDOW, logits=GEMMA_LOGITS),
     _supported("gemma4", "Gemma 4", IMAGES, WINDOW, EXPERTS, logits=GEMMA_LOGITS),
+    _supported("gemma4_unified", "Gemma 4 12B", IMAGES, WINDOW, logits=GEMMA_LOGITS),
     _supported("gemma4_text", "Gemma 4 (text)", WINDOW, EXPERTS, logits=GEMMA_LOGITS),
     _supported("gemma4_unified_text", "Gemma 4 12B (text)", WINDOW, logits=GEMMA_LOGITS),
     _supported("gpt_oss", "gpt-oss", WINDOW, SINKS, ROUTER),
@@ -168,10 +169,6 @@ TABLE = (
         {
             "llama4": "Llama 4",
         },
-    ),
-    *_refused(
-        f"it reads images or sound too; {TEXT_IN_IT}",
-        {"gemma4_unified": "Gemma 4 12B"},
     ),
     *_refused(
         "it reads images or sound too; train its text model (gemma3n_text)",

@@ -163,7 +163,7 @@ REFUSED = [
     ("albert", {}, "'albert' is not supported: not compared with one process, so not proven"),
     ("bert", {}, "'bert' is not supported: an encoder: tokens see later ones"),
     ("phimoe", {}, r"router_jitter_noise=0\.01: .*noise=0\.0"),
-    ("gemma4_unified", {}, "train its text model"),
+    ("llama4", {}, "train its text model"),
     ("jamba", {}, r"Mamba-1\) is affine .* start anew on each \(layer 0 is linear_attention\)"),
     ("xlstm", {}, r"mLSTM, .* is affine in its state, but rescaled by a running maximum"),
     ("minimax", {}, r"lightning\) is affine in its state, but code of the layer's own"),
