@@ -133,9 +133,10 @@ class RowPasses:
         is_unread = problem is not None and not isinstance(problem, UnknownTokens)
         if self._group.num_ranks == 1 and is_unread and WANTED_KEY not in given:
             return None
-        grids = images.grids(given) if shard else ()
-        said = digest(repr(request)), digest(repr(grids))
-        wanted, seen = zip(*meet(self._group.everyone, Meeting.ROWS, said, problem), strict=True)
+        grids, pixels = (images.grids(given), images.checksum(given)) if shard else ((), 0)
+        said = digest(repr(request)), digest(repr(grids)), pixels
+        found = meet(self._group.everyone, Meeting.ROWS, said, problem)
+        wanted, seen, looks = zip(*found, strict=True)
         if len(set(wanted)) > 1:
             raise ValueError(
                 "the ranks of the group want different outputs of whole rows:\n"
@@ -145,6 +146,12 @@ class RowPasses:
             raise ValueError(
                 f"the group's ranks have images of different sizes, this one {str(grids)[:80]}: "
                 "feed every rank of the group the same rows."
+            )
+        if len(set(looks)) > 1:
+            raise ValueError(
+                "the group's ranks have images of the same sizes with other pixels: feed every "
+                "rank the same ones. What is drawn at random for an image must not depend on the "
+                "rank or on a worker of its dataloader."
             )
         others = {name: value for name, value in given.items() if name not in READ | ASKING}
         for name in images.KINDS:  # of which positions, or a mask, have been made

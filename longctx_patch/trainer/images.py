@@ -1,13 +1,16 @@
-"""Trainers of models that read images: which of TRL's are compared with one process, and replicas
-that would not call the image encoder alike."""
+"""Trainers of models that read images: which of TRL's are compared with one process, and batches
+without images, for which the image encoder doesn't run and has no gradients."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from longctx_patch.hf.call.images import has_images
+from torch import nn
+
+from longctx_patch.hf.call.images import PIXELS
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.plugin.together import of_all_ranks
+from longctx_patch.rules.launched import flag
 from longctx_patch.trainer.axis import num_processes
 from longctx_patch.trainer.refusals import trl_trainers
 
@@ -29,10 +32,52 @@ def image_problems(trainer: Any) -> Iterable[str]:
         )
 
 
+def trains_encoder(model: Any) -> bool:
+    """Whether something is trained outside of the text model and its head."""
+    if not isinstance(model, nn.Module):
+        return False  # a name, which is refused where the model is patched
+    base = transformers_api.causal_lm(model)
+    if not transformers_api.reads_images(base):
+        return False
+    text = [transformers_api.decoder_of(base), base.get_output_embeddings()]
+    of_text = {id(weight) for part in text for weight in part.parameters()}
+    return any(p.requires_grad and id(p) not in of_text for p in base.parameters())
+
+
+def has_unused_weights(args: Any, model: Any) -> bool:
+    """Whether DDP has to look for weights that a batch without images doesn't use: else each rank
+    would keep gradients of its own, silently where they are summed over several batches."""
+    is_sharded = bool(args.fsdp) or flag("ACCELERATE_USE_FSDP")
+    return num_processes() > 1 and not is_sharded and trains_encoder(model)
+
+
+def unused_problems(args: Any, model: Any) -> Iterable[str]:
+    """What keeps DDP from looking for unused weights, in words."""
+    if not has_unused_weights(args, model):
+        return
+    why = "its image encoder has no gradients in a batch without images, for which DDP has to look"
+    if args.ddp_find_unused_parameters is False:
+        yield f"ddp_find_unused_parameters=False with {type(model).__name__}: {why}. Leave it out."
+    given = getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    if getattr(args, "gradient_checkpointing", False) and given.get("use_reentrant"):
+        yield (
+            f"use_reentrant=True in gradient_checkpointing_kwargs with {type(model).__name__}: "
+            f"{why}, which can't be combined. Use False, or LongContextConfig("
+            "checkpoint='attention')."
+        )
+
+
+def settle_unused(args: Any, model: Any) -> None:
+    """Let DDP look for unused weights where there are some. transformers does so, but not beside
+    its own checkpointing."""
+    if has_unused_weights(args, model):
+        args.ddp_find_unused_parameters = True
+
+
 def require_images_alike(trainer: Any, inputs: Mapping[str, Any]) -> None:
-    """Refuse a step in which some replicas have images and others none, where FSDP2 shards the
-    encoder: a rank gathers its weights and reduces its gradients only if it runs it, and one that
-    doesn't would leave the others waiting. Collective over the world where there are replicas.
+    """Refuse a step in which some replicas have images, or videos, and others none, where FSDP2
+    shards the encoder: a rank gathers its weights and reduces its gradients only where it runs it,
+    and would leave the others waiting. Collective over the world where there are replicas.
 
     Raises ValueError on all ranks."""
     handle: PatchHandle = trainer.long_context_handle
@@ -41,12 +86,13 @@ def require_images_alike(trainer: Any, inputs: Mapping[str, Any]) -> None:
         return
     if not transformers_api.reads_images(handle.model):
         return
-    found = of_all_ranks(has_images(inputs))
-    if len(set(found)) > 1:
-        without = [rank for rank, has_some in enumerate(found) if not has_some]
-        raise ValueError(
-            f"no images in the batch of ranks {without}, in a step in which other ranks have some: "
-            "FSDP2 shards the image encoder, and ranks that don't run it would leave the others "
-            "waiting. Give each batch an image, train on rows without images apart, or train "
-            "without FSDP2."
-        )
+    everyones = of_all_ranks(tuple(inputs.get(name) is not None for name in PIXELS))
+    for name, have in zip(PIXELS, zip(*everyones, strict=True), strict=True):
+        if len(set(have)) > 1:
+            without = [rank for rank, has_some in enumerate(have) if not has_some]
+            raise ValueError(
+                f"no {name} in the batch of ranks {without}, in a step in which other ranks have "
+                "some: FSDP2 shards the image encoder, and ranks that don't run it would leave the "
+                "others waiting. Give each batch some, train on rows without them apart, or train "
+                "without FSDP2."
+            )

@@ -45,7 +45,12 @@ from longctx_patch.trainer.generation import (
     settle_generation,
 )
 from longctx_patch.trainer.head_scores import scores_of
-from longctx_patch.trainer.images import image_problems, require_images_alike
+from longctx_patch.trainer.images import (
+    image_problems,
+    require_images_alike,
+    settle_unused,
+    unused_problems,
+)
 from longctx_patch.trainer.record import log_changes, record_of, resume_problems, write_record
 from longctx_patch.trainer.refusals import (
     accelerator_problems,
@@ -57,6 +62,7 @@ from longctx_patch.trainer.refusals import (
 )
 from longctx_patch.trainer.router_loss import leave_out_missing_router_loss, router_problems
 from longctx_patch.trainer.sealing import SealedCheckpointsMixin, kept_problems
+from longctx_patch.trainer.seeds import seeded_by_group
 from longctx_patch.trainer.sentinels import SentinelMixin
 from longctx_patch.trainer.watching import HealthCallback, WatchedMixin
 
@@ -184,6 +190,8 @@ class LongContextTrainerMixin(
             self.args.average_tokens_across_devices = True  # one group: the same mean
         if self.args.parallelism_config is None and num_processes() > 1:
             self.args.parallelism_config = self._axis()
+        refuse_together(unused_problems(self.args, self.model))
+        settle_unused(self.args, self.model)
         super().create_accelerator_and_postprocess()
         refuse_together(accelerator_problems(self.accelerator, degree))
         read_when_sharded(self.accelerator)
@@ -259,6 +267,10 @@ class LongContextTrainerMixin(
         self._reference = model
 
     # ---- What is counted once per group ----
+
+    def get_train_dataloader(self) -> Any:
+        """The trainer's, whose workers draw alike on the ranks of a group."""
+        return seeded_by_group(super().get_train_dataloader(), self._config.sequence_degree)
 
     def get_tp_size(self) -> int:
         """The number of ranks with the same batch."""

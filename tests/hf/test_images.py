@@ -244,6 +244,10 @@ def test_rows_whose_images_have_no_known_places_are_refused() -> None:
     said = refusal(rows, other)
     assert "images of different sizes, this one ((56, 24), None, [[1, 4, 6], [1, 2, 4]" in said
     assert "images of different sizes" in refusal(rows, {n: rows[n] for n in ROW})
+    for change in (rows["pixel_values"].flip(0), rows["pixel_values"] + 1e-6):
+        assert "of the same sizes with other pixels" in refusal(
+            rows, rows | {"pixel_values": change}
+        )
 
 
 def test_a_batch_has_one_mask_of_images() -> None:

@@ -6,6 +6,7 @@ rank, the part that comes of its own tokens, as for every other weight.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ OF_SHARDS = (
     "rows, as the processor makes them, with labels."
 )
 _DOCUMENTS = READ - {"input_ids", "labels", "attention_mask"}
+_AS_WHOLE = MappingProxyType({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+"""Whole numbers by their bytes."""
 _MASK, _FEATURES = "visual_pos_masks", "deepstack_visual_embeds"
 _CUT = ("inputs_embeds", "per_layer_inputs")
 """A decoder's arguments of tokens: `[B, L, ...]`."""
@@ -47,6 +50,18 @@ def grids(given: Mapping[str, Any]) -> tuple[Any, ...]:
     pixels = (given.get(name) for name in PIXELS)
     shapes = [None if pixel is None else tuple(pixel.shape) for pixel in pixels]
     return *shapes, *(None if given.get(g) is None else given[g].tolist() for g in SIZES)
+
+
+def checksum(given: Mapping[str, Any]) -> int:
+    """63 bits that tell pixels apart; waits for the device, as the sizes of images do."""
+    total = 0
+    for name in PIXELS:
+        if (pixels := given.get(name)) is not None:
+            bits = pixels.detach().contiguous().view(_AS_WHOLE[pixels.element_size()])
+            by_row = bits.reshape(len(bits), -1).sum(1, dtype=torch.int64)
+            places = torch.arange(1, len(bits) + 1, device=bits.device)
+            total = 31 * total + int((by_row * places).sum())
+    return total & (2**63 - 1)
 
 
 def places_by_grid(model: Any) -> bool:
