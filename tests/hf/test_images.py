@@ -306,3 +306,17 @@ def test_other_models_that_read_images_are_refused_with_the_fix() -> None:
             patch(seeing_model(family), LongContextConfig())
     with pytest.raises(ValueError, match="its text model is verified"):
         verify(seeing_config("qwen3_vl"), [LongContextConfig(ring_degree=2)])
+
+
+def test_sizes_of_images_may_be_a_list() -> None:
+    rows = seen_rows("mistral3")
+    given = rows | {"image_sizes": [tuple(size) for size in rows["image_sizes"].tolist()]}
+    models, config = [seeing_model("mistral3") for _ in range(3)], LongContextConfig(ring_degree=2)
+    wanted = stock_loss(models[2], rows).detach()
+
+    def on_one_rank(transport: VirtualTransport) -> Tensor:
+        model = models[transport.group_rank]
+        patch(model, config, group=virtual_group(transport, config))
+        return model(**given).loss.detach()
+
+    assert relative_error(torch.stack(run_virtual_ranks(2, on_one_rank)).mean(), wanted) < 1e-5

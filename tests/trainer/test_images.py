@@ -92,7 +92,9 @@ def test_replicas_train_on_images_as_two_processes(tmp_path: Path) -> None:
 
 def _train_and_refuse(cases: list[Case], folder: str) -> Any:
     found = train_all(cases, folder, True)
-    with pytest.raises(ValueError, match=r"no pixel_values in the batch of ranks \[\d, \d\], in a step"):
+    with pytest.raises(
+        ValueError, match=r"no pixel_values in the batch of ranks \[\d, \d\], in a step"
+    ):
         train(UNEVEN, folder, True)
     return found
 

@@ -49,7 +49,8 @@ def grids(given: Mapping[str, Any]) -> tuple[Any, ...]:
     """The sizes of all images, which ranks of a group have alike."""
     pixels = (given.get(name) for name in PIXELS)
     shapes = [None if pixel is None else tuple(pixel.shape) for pixel in pixels]
-    return *shapes, *(None if given.get(g) is None else given[g].tolist() for g in SIZES)
+    sizes = (given.get(name) for name in SIZES)
+    return *shapes, *(size.tolist() if isinstance(size, Tensor) else size for size in sizes)
 
 
 def checksum(given: Mapping[str, Any]) -> int:
