@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from longctx_patch.config import LongContextConfig
 from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf.call.decoder_call import DecoderCalls
+from longctx_patch.hf.call.far_rows import countable
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.latents import bind_latents
 from longctx_patch.hf.call.mixers import bind_mixers, check_mixers
@@ -116,6 +117,7 @@ def _unbound_handle(
     given: SequenceGroup | None,
 ) -> PatchHandle:
     group = given or make_sequence_group(config)
+    mixers = transformers_api.recurrent_modules(base)
     checkpoints = LayerCheckpoints(base, config.checkpoint, config.attention_kept)
     calls = DecoderCalls(
         group=group,
@@ -123,7 +125,8 @@ def _unbound_handle(
         mask=None if mask is None else lru_cache(maxsize=8)(mask),
         first_step=FirstStep(base, group, checkpoints),
         checkpoints=checkpoints,
-        is_recurrent=bool(transformers_api.recurrent_modules(base)),
+        is_recurrent=bool(mixers),
+        countable=countable(mixers),
     )
     close = group.close if given is None else lambda: None  # a given group is its maker's
     return PatchHandle(base, calls, RowPasses(base, group), [close])

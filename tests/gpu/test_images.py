@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch import LongContextConfig, make_sequence_group, patch
+from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.verification.shrink import keep_float64
 from tests.gpu.test_recurrent import assert_as_accurate, mean_errors
 from tests.harness import run_distributed
@@ -51,8 +52,10 @@ def exact_step(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return backward(stock_loss(model, batch), model)
 
 
-def sharded_step(model: Any, config: LongContextConfig, batch: dict[str, Tensor]) -> Any:
-    handle = patch(model, config, group=make_sequence_group(config))
+def sharded_step(
+    model: Any, config: LongContextConfig, group: SequenceGroup, batch: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    handle = patch(model, config, group=group)
     loss = model(**batch).loss
     loss.backward()
     handle.unpatch()
@@ -67,10 +70,11 @@ def compared(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, f
 
 def check_family(rank: int, world_size: int, family: str) -> None:
     model = model_of(family)
-    ways: tuple[dict[str, Any], ...] = (
-        {"ring_degree": world_size, "checkpoint": "attention"},
-        {"ulysses_degree": world_size},
+    ways = (
+        LongContextConfig(ring_degree=world_size, checkpoint="attention"),
+        LongContextConfig(ulysses_degree=world_size),
     )
+    groups = [make_sequence_group(way) for way in ways]  # each takes memory, and stays
     own: list[dict[str, float]] = []
     found: list[list[dict[str, float]]] = [[] for _ in ways]
     for seed in range(NUM_BATCHES):
@@ -80,9 +84,8 @@ def check_family(rank: int, world_size: int, family: str) -> None:
         batch = moved(batch, torch.bfloat16, "cuda")
         stock = copy.deepcopy(on_gpu)
         own.append(compared(backward(stock(**batch).loss, stock), wanted))
-        for way, errors in zip(ways, found, strict=True):
-            config = LongContextConfig(**way)
-            step = sharded_step(copy.deepcopy(on_gpu), config, batch)
+        for way, group, errors in zip(ways, groups, found, strict=True):
+            step = sharded_step(copy.deepcopy(on_gpu), way, group, batch)
             errors.append(compared(step, wanted))
     for way, errors in zip(ways, found, strict=True):
         assert_as_accurate(mean_errors(errors), mean_errors(own), (family, way))

@@ -27,6 +27,7 @@ from longctx_patch import LongContextConfig, make_sequence_group, patch
 from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.recurrence import Recurrence
 from longctx_patch.engine.chain.state_space import StateSpace
+from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.model.sequence_kernels import (
     KERNELS,
     functions_of,
@@ -34,7 +35,7 @@ from longctx_patch.hf.model.sequence_kernels import (
     runs_kernel,
     torch_function,
 )
-from longctx_patch.hf.model.transformers_api import recurrent_modules
+from longctx_patch.hf.model.transformers_api import SEQUENCE_FUNCTIONS, recurrent_modules
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.verification.shrink import keep_float64
 from tests.harness import run_distributed
@@ -163,8 +164,8 @@ def exact_step(model: Any, lengths: tuple[int, ...]) -> Step:
     with pytest.MonkeyPatch.context() as patched:
         for mixer in recurrent_modules(exact):
             module = sys.modules[type(mixer).__module__]
-            for name, function in functions_of(mixer).items():
-                patched.setattr(module, name, torch_function(function))
+            for name in SEQUENCE_FUNCTIONS & vars(module).keys():
+                patched.setattr(module, name, torch_function(vars(module)[name]))
         return stock_step(exact, lengths)
 
 
@@ -177,6 +178,7 @@ def compared(found: Step, exact: Step) -> dict[str, float]:
 def check_family(rank: int, world_size: int, family: str, dtype: torch.dtype) -> None:
     slow = not all(kernel for _, kernel in expected_to_run(model_of(family, 0)))
     configs = [replace(config, torch_recurrence=slow) for config in configs_of(world_size)]
+    groups = [make_sequence_group(config) for config in configs]  # each takes memory, and stays
     for lengths in ((LENGTH,), DOCUMENTS):
         own: list[dict[str, float]] = []
         found: list[list[dict[str, float]]] = [[] for _ in configs]
@@ -185,9 +187,9 @@ def check_family(rank: int, world_size: int, family: str, dtype: torch.dtype) ->
             wanted = exact_step(model, lengths)
             model.to("cuda", dtype)
             own.append(compared(stock_step(copy.deepcopy(model), lengths), wanted))
-            for config, steps in zip(configs, found, strict=True):
+            for config, group, steps in zip(configs, groups, found, strict=True):
                 with what_runs(model) as ran:
-                    step = sharded_step(copy.deepcopy(model), config, lengths)
+                    step = sharded_step(copy.deepcopy(model), config, group, lengths)
                 assert ran.functions == expected_to_run(model), (config, ran)
                 together = set[str]() if len(lengths) == 1 else run_together(model)
                 assert ran.together == together, (config, ran)
@@ -270,8 +272,10 @@ def watch(ran: Ran, what: tuple[str, bool], function: Any) -> Any:
     return run
 
 
-def sharded_step(model: Any, config: LongContextConfig, lengths: tuple[int, ...]) -> Step:
-    handle = patch(model, config, group=make_sequence_group(config))
+def sharded_step(
+    model: Any, config: LongContextConfig, group: SequenceGroup, lengths: tuple[int, ...]
+) -> Step:
+    handle = patch(model, config, group=group)
     loss = model(**whole_row(lengths, "cuda")).loss
     loss.backward()
     handle.unpatch()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longctx_patch.engine.chain.hand_over import hand_over
+from longctx_patch.engine.chain.places import MOST_UNSIGNED_PLACES, extent
 from longctx_patch.engine.chain.run import ChainRun, checked_tails
 
 Convolution = Callable[[Tensor, Tensor | None], Tensor]
@@ -53,6 +54,31 @@ def run_convolution(run: ChainRun, convolve: Convolution, hidden_BCL: Tensor, re
         parts += [own.new_zeros(*own.shape[:2], reach) if filled is None else filled, own]
     out = convolve(in_a_row(parts), None)
     return in_a_row(out.split([part.shape[2] for part in parts], dim=2)[1::2])
+
+
+def in_pieces(convolve: Convolution, reach: int) -> Convolution:
+    """The same convolution, also of more numbers than its kernel can count places of.
+
+    Those it is called for row by row, a piece of the tokens at a time, each with the tokens before
+    it. Gradients come in the same pieces, which no batch sets apart.
+    """
+
+    def run(hidden_BCL: Tensor, before_BCR: Tensor | None) -> Tensor:
+        if extent(hidden_BCL) <= MOST_UNSIGNED_PLACES:
+            return convolve(hidden_BCL, before_BCR)
+        rows = hidden_BCL.split(1)
+        befores = [None] * len(rows) if before_BCR is None else before_BCR.split(1)
+        outs = [of_row(row, before) for row, before in zip(rows, befores, strict=True)]
+        return torch.cat([out.transpose(1, 2) for out in outs]).transpose(1, 2)
+
+    def of_row(row_1CL: Tensor, before: Tensor | None) -> Tensor:
+        outs: list[Tensor] = []
+        for piece in row_1CL.split(MOST_UNSIGNED_PLACES // row_1CL.shape[1] - reach, dim=2):
+            outs.append(convolve(in_a_row([piece]), before))
+            before = piece[:, :, -reach:]
+        return in_a_row(outs)
+
+    return run
 
 
 def in_a_row(parts_BCL: Sequence[Tensor]) -> Tensor:

@@ -20,9 +20,6 @@ from longctx_patch.plans.chain import Chain
 from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.sequence.layout import Interval
 
-MOST_PLACES = 2**31 - 1
-"""Up to here kernels that count places in memory with 32 bits are right."""
-
 
 class Recurrence(Protocol):
     """A layer's recurrence over this rank's tokens."""

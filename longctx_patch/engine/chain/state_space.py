@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longctx_patch.engine.chain.recurrence import MOST_PLACES
+from longctx_patch.engine.chain.places import MOST_PLACES, extent
 from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.sequence.layout import Interval
 
@@ -36,7 +36,7 @@ class StateSpace:
     """Further arguments of the kernel: chunk_size, D, dt_bias, dt_softplus, dt_limit."""
     is_kernel: Callable[[], bool] = lambda: False
     """Whether the scan is mamba-ssm's kernel. It keeps documents apart whose numbers are `seq_idx`,
-    and counts places in memory with 32 bits (to 2.3.2 at least: state-spaces/mamba#1015)."""
+    and counts places in memory with 32 bits."""
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class StateSpace:
                 f"in mamba-ssm's scan, which computes wrong ones beyond {MOST_PLACES:,}. Share the "
                 "row between more GPUs, or use fewer rows in a batch."
             )
-        return [part if _reach(part) <= MOST_PLACES else part.contiguous() for part in parts]
+        return [part if extent(part) <= MOST_PLACES else part.contiguous() for part in parts]
 
     def _most_places(self, slots: Interval) -> int:
         """Numbers of the largest tensor in a scan of some tokens: its inputs, or the states or the
@@ -134,12 +134,6 @@ class StateSpace:
 
     def apply(self, m: Tensor, state: Tensor) -> Tensor:
         return m.view(*self.map_shape, 1, 1) * state
-
-
-def _reach(tensor: Tensor) -> int:
-    """How far its last number is from its first one: more than it has, in a part of a wider one."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return sum((size - 1) * stride for size, stride in pairs)
 
 
 @lru_cache(maxsize=4)

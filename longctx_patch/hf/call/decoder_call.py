@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY
 from longctx_patch.engine.groups import SequenceGroup
+from longctx_patch.hf.call.far_rows import Countable
 from longctx_patch.hf.call.fire_check import FirstStep
 from longctx_patch.hf.call.image_spans import Spans, spans_mask
 from longctx_patch.hf.call.images import own_tokens
@@ -59,6 +60,8 @@ class DecoderCalls:
     checkpoints: LayerCheckpoints
     is_recurrent: bool = False
     """Whether some layers carry a state along the sequence."""
+    countable: Countable | None = None
+    """What their kernels can count in transformers' own forward."""
     seen: set[LayerKind] = field(default_factory=set)
     """Kinds of layers that have run."""
     prepared: dict[bytes, ShardedCall] = field(default_factory=dict)
@@ -111,6 +114,7 @@ class DecoderCalls:
             )
         if self.is_recurrent:
             check_one_document(kwargs)
+            self._check_countable(tokens_of(args, kwargs))
         if not decoder.training:
             return
         if self.group.num_ranks > 1:
@@ -122,6 +126,20 @@ class DecoderCalls:
             )
         tokens = tokens_of(args, kwargs)
         self.checkpoints.begin(decoder, self.checkpoints.propose(decoder, tokens, tokens.shape[1]))
+
+    def _uncountable(self, tokens: Tensor) -> str | None:
+        """Why transformers' own forward can't compute with `[B, L]` or `[B, L, hidden]`."""
+        if self.countable is None:
+            return None
+        return self.countable.problem(tokens.shape[0] * tokens.shape[1])
+
+    def _check_countable(self, tokens: Tensor) -> None:
+        if (problem := self._uncountable(tokens)) is not None:
+            raise ValueError(
+                f"{problem}. In evaluation call the model with labels within "
+                "handle.sharing_evaluation(), which cuts up what they can't count; generate from "
+                "fewer tokens at a time."
+            )
 
     def _read(
         self,
@@ -184,7 +202,12 @@ class DecoderCalls:
                 "SequenceShardCollator does."
             )
         self.checkpoints.begin(decoder, min(whole_layers for (whole_layers,) in rows))
-        is_plain = documents.is_one and batch.mask is None and not batch.routed
+        is_plain = (
+            documents.is_one
+            and batch.mask is None
+            and not batch.routed
+            and self._uncountable(batch.tokens) is None
+        )
         if self.group.num_ranks == 1 and is_plain and not self.checkpoints.replays_attention:
             return {transformers_api.CALL_KEY: None}
         call = self.prepared.pop(key_of(shard), None)

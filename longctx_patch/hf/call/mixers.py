@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from longctx_patch.config import LongContextConfig
-from longctx_patch.engine.chain.convolution import in_a_row, run_convolution
+from longctx_patch.engine.chain.convolution import in_a_row, in_pieces, run_convolution
 from longctx_patch.engine.chain.delta_rule import DeltaRule
 from longctx_patch.engine.chain.state_space import StateSpace
 from longctx_patch.hf.call.kernel_faults import check_faults
 from longctx_patch.hf.call.mixer_kernels import check_kernels
 from longctx_patch.hf.call.recurrent_run import RecurrentRun, check_exchange
 from longctx_patch.hf.model import transformers_api
-from longctx_patch.hf.model.sequence_kernels import kernel_takes
+from longctx_patch.hf.model.sequence_kernels import kernel_takes, runs_kernel
 from longctx_patch.hf.model.transformers_api import CALL_KEY
 
 Function = Callable[..., Any]
@@ -47,7 +47,8 @@ def _convolution(
             found = stock(joined, weight, bias, **options)[:, :, reach:]
         return found
 
-    return run_convolution(run.over_all, convolve, hidden, reach)
+    counted = in_pieces(convolve, reach) if runs_kernel(stock) else convolve
+    return run_convolution(run.over_all, counted, hidden, reach)
 
 
 def _delta_rule(

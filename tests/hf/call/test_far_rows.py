@@ -1,0 +1,104 @@
+"""Rows of more tokens than kernels of recurrent layers can count: cut up by chains, which take the
+place of transformers' own forward on one rank, and refused on the stock path."""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longctx_patch import LongContextConfig, patch
+from longctx_patch.engine.chain import convolution
+from longctx_patch.hf.call import far_rows
+from longctx_patch.hf.call.far_rows import Countable, countable
+from longctx_patch.hf.model.sequence_kernels import functions_of, torch_function
+from longctx_patch.hf.model.transformers_api import recurrent_modules
+from tests.hf.by_documents import stock_step, whole_row
+from tests.hf.call.test_mixer_documents import install
+from tests.hf.call.test_mixers import CHAINED, LENGTH, THOROUGH, TOLERANCE, assert_exact
+from tests.hf.float64 import in_float64
+from tests.hf.tiny import featured_model
+from tests.reference import relative_error
+
+Function = Callable[..., Any]
+PACKAGES = {"causal_conv1d_fn": "causal-conv1d", "mamba2_chunk_scan": "mamba-ssm"}
+
+
+def install_kernels(model: Any, seen: dict[str, list[int]], patched: pytest.MonkeyPatch) -> None:
+    """transformers' own functions as kernels, which note from how far apart tokens are read."""
+    for mixer in recurrent_modules(model):
+        for name, function in functions_of(mixer).items():
+            kernel = install(function, noting(torch_function(function), seen.setdefault(name, [])))
+            patched.setattr(sys.modules[type(mixer).__module__], name, kernel)
+
+
+def noting(stock: Function, seen: list[int]) -> Function:
+    def kernel(*args: Any, **options: Any) -> Any:
+        given = [arg for arg in args if isinstance(arg, Tensor) and arg.ndim > 2]
+        is_convolution = len(given) == 1
+        seen.extend(x.stride(2 if is_convolution else 1) for x in given)
+        return stock(*args, **options)
+
+    return kernel
+
+
+@pytest.mark.parametrize("family", CHAINED)
+def test_tokens_are_as_far_apart_as_is_said(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a width that divides neither limit."""
+    model, seen = featured_model(family), dict[str, list[int]]()
+    assert countable(recurrent_modules(model)) is None  # torch counts right
+    install_kernels(model, seen, monkeypatch)
+    model(**whole_row((LENGTH,)))
+    limits = {
+        (limit + 1) // max(seen[name]): PACKAGES[name]
+        for name, limit in (("causal_conv1d_fn", 2**32 - 1), ("mamba2_chunk_scan", 2**31 - 1))
+        if name in seen
+    }
+    tokens = min(limits)
+    assert countable(recurrent_modules(model)) == Countable(tokens, limits[tokens])
+
+
+@pytest.mark.parametrize("ring_degree", [1, 2])
+@pytest.mark.parametrize("family", THOROUGH)
+def test_what_kernels_can_t_count_is_cut_up(
+    family: str, ring_degree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = in_float64(family), dict[str, list[int]]()
+    wanted = stock_step(copy.deepcopy(model), (LENGTH,))
+    install_kernels(model, seen, monkeypatch)
+    config = LongContextConfig(ring_degree=ring_degree, layout="contiguous")
+    assert_exact(model, [config], (LENGTH,), wanted)
+    of_convolutions = seen["causal_conv1d_fn"]
+    calls = len(of_convolutions)
+    count_less(monkeypatch, 10 * max(of_convolutions))
+    of_convolutions.clear()
+    assert_exact(model, [config], (LENGTH,), wanted)
+    assert len(of_convolutions) >= 2 * calls
+
+
+def count_less(patched: pytest.MonkeyPatch, places: int) -> None:
+    for module in (far_rows, convolution):
+        patched.setattr(module, "MOST_UNSIGNED_PLACES", places - 1)
+
+
+@pytest.mark.parametrize("family", THOROUGH)
+def test_the_stock_path_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = in_float64(family), dict[str, list[int]]()
+    wanted = copy.deepcopy(model).eval()(**whole_row((LENGTH,))).loss
+    install_kernels(model, seen, monkeypatch)
+    model(**whole_row((20,)))
+    count_less(monkeypatch, 20 * max(seen["causal_conv1d_fn"]))
+    handle = patch(model.eval(), LongContextConfig())
+    model(**whole_row((20,)))
+    said = (
+        rf"{LENGTH} tokens in one call of .* of causal-conv1d compute wrong .* beyond 20\. In eval"
+    )
+    with pytest.raises(ValueError, match=said):
+        model(**whole_row((LENGTH,)))
+    with pytest.raises(ValueError, match=said):
+        model.generate(whole_row((LENGTH,))["input_ids"], max_new_tokens=2)
+    with torch.no_grad(), handle.sharing_evaluation():
+        assert relative_error(model(**whole_row((LENGTH,))).loss, wanted) < TOLERANCE
