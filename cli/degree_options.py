@@ -127,8 +127,8 @@ class DegreeChooser:
         reaches = self.facts.reaches_in(settings.seq_len)
         kinds += ["layers with a window"] if any(reach.window for reach in reaches) else []
         kinds += ["layers of chunks"] if any(reach.chunk for reach in reaches) else []
-        source = self.hardware.recurrent.source
-        kinds += [f"recurrent layers at {source} rates"] if self._recurrences() else []
+        sources = {self.hardware.recurrent.source(work.shape.kind) for work in self._recurrences()}
+        kinds += [f"recurrent layers at {source} rates" for source in sources]
         what = f"{' and '.join(kinds) or 'causal rows'} on {self.hardware.name.upper()}"
         reason = f"for {what}, a layer predicted: {_times(costs, num_layers)}"
         if rows.assumed:

@@ -101,7 +101,7 @@ def render(results: Sequence[Result], max_seq_len: int, reach: int | None = None
             "attention: times are upper bounds."
         ]
     if job.shape.num_recurrent:
-        source = job.cluster.hardware.recurrent.source
+        source = job.cluster.hardware.recurrent.source("delta rule")
         lines += [
             f"{job.shape.num_recurrent} of {job.shape.num_layers} layers are recurrent (gated "
             f"delta nets): rates of their kernels are {source}."

@@ -35,7 +35,7 @@ def recurrent_rows(
         states, heads = (
             1e3 * way.seconds(recompute_of(config)) for way in both_ways(config, shape, row)
         )
-        source = MACHINES[config.hardware].recurrent.source
+        source = MACHINES[config.hardware].recurrent.source(shape.kind)
         why = (
             f"a layer predicted, from {source} rates: states {states:.3g} ms, heads {heads:.3g}; "
             "for packed rows decided row by row"

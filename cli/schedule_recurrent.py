@@ -83,8 +83,9 @@ class Recurrences:
 
     def counted(self, hardware: Hardware) -> str:
         """What the choice of degrees counts of them."""
+        source = hardware.recurrent.source(self.shape.kind)
         return (
-            f"Counted in the choice of degrees, at {hardware.recurrent.source} rates: "
+            f"Counted in the choice of degrees, at {source} rates: "
             f"{self.num_layers} recurrent layers ({self.shape.kind}) beside "
             f"{self.num_attention_layers} with attention. The table is of attention."
         )
@@ -103,7 +104,7 @@ class Recurrences:
         if states_because(shape.num_heads, shape.num_groups, degree) is None:
             ways.append("heads")
         found = tuple(predict_recurrence(shape, row, way, hardware) for way in ways)
-        return Beside(self.num_layers, shape, found, hardware.recurrent.source)
+        return Beside(self.num_layers, shape, found, hardware.recurrent.source(shape.kind))
 
 
 def _seconds(found: RecurrencePrediction, direction: Direction) -> float:

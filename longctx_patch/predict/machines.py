@@ -75,13 +75,12 @@ class RecurrentRates:
     """flash-linear-attention's `chunk_kda`."""
     state_space: float
     """mamba-ssm's `mamba_chunk_scan_combined`."""
-    is_measured: bool
-    """False where the rates are a share of matrix products, which nobody has measured."""
+    measured: frozenset[RecurrenceKind]
+    """The others are a share of matrix products, which nobody has measured."""
 
-    @property
-    def source(self) -> str:
-        """Where the rates are from, in a word."""
-        return "measured" if self.is_measured else "estimated"
+    def source(self, kind: RecurrenceKind) -> str:
+        """Where a rate is from, in a word."""
+        return "measured" if kind in self.measured else "estimated"
 
     def flops(self, kind: RecurrenceKind) -> float:
         rates = {
@@ -212,15 +211,19 @@ _FLASH_ATTN_2 = KernelRates(
     backward_causal=KernelRate(170e12, 800, 50e-6),
 )
 
-# Estimated, not measured: 0.2, 0.1 and 0.25 of the rate of large matrix products. These kernels
-# compute small products and pass states from chunk to chunk; a decay per channel adds work to each.
-# A measured rate is `run_flops(shape, shape.value_dim) * tokens / seconds` for the forward of a
-# whole shard, which benchmarks/recurrence.py times; then `is_measured` is set.
+# `run_flops(shape, shape.value_dim) * tokens / seconds` for the forward of a shard. Measured on
+# H100, which computes as fast as an H200: delta rules, with benchmarks/recurrence_shared.py, whose
+# forward by states is two shards' after one another. It is 0.1 of the rate of large matrix
+# products: these kernels compute small ones and pass states from chunk to chunk. A decay per
+# channel adds work to each. Estimated: 0.05 and 0.25 of that rate.
 _H200_RECURRENT = RecurrentRates(
-    delta_rule=137e12, delta_rule_by_channel=69e12, state_space=171e12, is_measured=False
+    delta_rule=70e12,
+    delta_rule_by_channel=34e12,
+    state_space=171e12,
+    measured=frozenset({"delta rule"}),
 )
 _A100_RECURRENT = RecurrentRates(
-    delta_rule=46e12, delta_rule_by_channel=23e12, state_space=58e12, is_measured=False
+    delta_rule=23e12, delta_rule_by_channel=11e12, state_space=58e12, measured=frozenset()
 )
 
 # The H200's memory, links and host are rounded from benchmarks/calibrate.py on 4 GPUs of a host

@@ -31,9 +31,9 @@ DELTA_CHUNK = 64
 """Tokens that flash-linear-attention's delta rules compute at once."""
 STATE_SPACE_CHUNK = 256
 """The same for mamba-ssm, as most configs have it."""
-BACKWARD = 3.0
-"""Backward's FLOPs for each of forward's: it computes the inner states again, and each product has
-two gradients. Estimated; no kernel was measured."""
+BACKWARD = 2.6
+"""Seconds of backward for each of forward: it computes the inner states again, and each product has
+two gradients. Measured for delta rules (benchmarks/recurrence_shared.py), estimated for others."""
 
 HOST_CALL_S = 300e-6
 """Seconds of the CPU for one call of such a kernel, which launches several. Estimated."""
@@ -301,14 +301,15 @@ def _num_exchanges(shape: RecurrentShape) -> int:
 def _exchange_seconds(
     sent: Sequence[Traffic], shape: RecurrentShape, row: Row, hardware: Hardware
 ) -> _Seconds:
-    """One pass's exchanges of heads: each all-to-all starts, all bytes travel, and are packed and
-    unpacked, which reads and writes them."""
+    """One pass's exchanges of heads: each all-to-all starts, bytes travel, and what a rank has is
+    packed and unpacked, and its own part copied in between, each of which reads and writes."""
     largest = max(traffic.bytes for traffic in sent)
+    own = largest / max(1, row.ulysses - 1)
     near = _in_node(row.ulysses, hardware)
     link = hardware.intra_node if near else hardware.inter_node
     number = _num_exchanges(shape)
     travel_s = number * link.latency_s + largest / link.bandwidth
     return _Seconds(
-        device=travel_s + 4 * largest / hardware.copy_bandwidth,
+        device=travel_s + (4 * (own + largest) + 2 * own) / hardware.copy_bandwidth,
         host=number * hardware.host_wave_s / 2,  # a wave has two
     )

@@ -171,7 +171,7 @@ def test_recurrent_layers_are_planned_and_named(run: Run, config: WriteConfig) -
         assert candidate["parts_s"]["recurrence"] > 0
         assert candidate["attention_kept"] == 1 or candidate["ring"] == 1
     text = run("plan", *words, "--seq-len", "64K").stdout
-    said = "3 of 4 layers are recurrent (gated delta nets): rates of their kernels are estimated."
+    said = "3 of 4 layers are recurrent (gated delta nets): rates of their kernels are measured."
     assert said in text.splitlines()
     most = planned(run, *words, "--max-seq-len")["max_seq_len"]
     assert most == found["max_seq_len"] > 2**16
