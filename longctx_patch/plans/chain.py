@@ -25,6 +25,8 @@ KEPT_AT_MOST = 2**26
 """Bytes of others' items that one exchange may leave on a rank until backward. They don't grow with
 the row, but with the number of segments before a rank's last one, and so of ranks."""
 
+_WAITS_FOR = 1.25
+
 
 class Segment(NamedTuple):
     """Tokens of one document that lie one after another on one rank."""
@@ -94,6 +96,21 @@ class Chain:
     def states(self) -> Needs:
         """What a recurrence needs: the maps of all segments of the document so far."""
         return tuple(tuple(self._before(number)) for number in range(len(self.segments)))
+
+    @cached_property
+    def is_serial(self) -> bool:
+        """Whether ranks wait for one another in a recurrence for a good part of what the busiest of
+        them runs itself: for two ranks that share a document, until the other one is done."""
+        before, after = [0] * self.num_ranks, [0] * self.num_ranks
+        for number, segment in enumerate(self.segments):
+            if segment.begins:
+                before[segment.rank] += segment.tokens.size
+                continue
+            after[segment.rank] += segment.tokens.size
+            if number in self.needed:  # to find a map takes about two runs
+                before[segment.rank] += 2 * segment.tokens.size
+        busiest = max(map(sum, zip(before, after, strict=True)))
+        return max(before) + max(after) > _WAITS_FOR * busiest
 
     def tails(self, num_tokens: int) -> Needs:
         """What a convolution over `num_tokens` tokens before each needs: the ends of as many

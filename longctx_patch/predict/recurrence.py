@@ -14,13 +14,20 @@ composing maps.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Literal, NamedTuple
 
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.plans.chain import Chain, ChainTraffic, make_chain
 from longctx_patch.plans.head_split import HeadSplit
-from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay, heads_traffic, packets
+from longctx_patch.plans.recurrent import (
+    RecurrentShape,
+    RecurrentWay,
+    head_waves,
+    heads_traffic,
+    one_wave,
+    packets,
+)
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.predict.machines import Hardware
 from longctx_patch.sequence.documents import Documents
@@ -205,7 +212,10 @@ def _item_bytes(shape: RecurrentShape, chain: Chain, number: int) -> int:
 
 @lru_cache(maxsize=64)
 def _states_traffic(shape: RecurrentShape, chain: Chain) -> tuple[ChainTraffic, ...]:
-    return chain.traffic_of_ranks(chain.states, partial(_item_bytes, shape, chain))
+    waves = head_waves(shape, chain)
+    num_bytes = partial(_item_bytes, one_wave(shape, waves), chain)
+    found = chain.traffic_of_ranks(chain.states, num_bytes)
+    return tuple(reduce(ChainTraffic.plus, [each] * waves) for each in found)
 
 
 def _exchanges(shape: RecurrentShape, row: Row) -> list[ChainTraffic]:
@@ -266,14 +276,17 @@ def _chain_passes(shape: RecurrentShape, layout: Layout, row: Row, hardware: Har
         if number in chain.needed:
             before[segment.rank] += segment.tokens.size * map_s
             calls[segment.rank] += 1
-    compute_s = max(before) + max(after)
+    waves = head_waves(shape, chain)
+    own_s = max(map(sum, zip(before, after, strict=True)))
+    # While the first wave's states are awaited, the others' ranks run theirs.
+    compute_s = own_s + (max(before) + max(after) - own_s) / waves
     sent = [way for traffic in _states_traffic(shape, chain) for way in traffic]
     travel_s = _travel_seconds(sent, hardware, is_near=_in_node(row.ring * row.ulysses, hardware))
-    launch_s = max(calls) * HOST_CALL_S
-    host_s = launch_s + hardware.host_exchange_s * any(chain.states)
+    launch_s = waves * max(calls) * HOST_CALL_S
+    host_s = launch_s + waves * hardware.host_exchange_s * any(chain.states)
     forward = replay = _Seconds(compute_s + travel_s, host_s)
-    if chain.is_kept(chain.states, partial(_item_bytes, shape, chain)):
-        replay = _Seconds(max(map(sum, zip(before, after, strict=True))), launch_s)
+    if chain.is_kept(chain.states, partial(_item_bytes, one_wave(shape, waves), chain)):
+        replay = _Seconds(own_s, launch_s)
     backward = _Seconds(BACKWARD * compute_s + travel_s, host_s)
     return _Passes(forward, backward, replay)
 
