@@ -29,6 +29,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     sequences = f"{degree} of {num_gpus} per sequence, {num_gpus // degree} sequence(s) at once"
     return [
         ("model", settings.model, f"{decisions.num_parameters:,} parameters{random}"),
+        *_images(settings.model),
         ("data", ", ".join(settings.text), "--data" if decisions.has_text else "to be given"),
         *_evaluation(decisions),
         ("recipe", *_recipe(decisions)),
@@ -58,6 +59,14 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
             ),
         ),
     ]
+
+
+def _images(model: str) -> list[tuple[str, str, str]]:
+    whole = models.whole_config(model)
+    if whole is None:
+        return []
+    why = f"{whole.model_type} reads them: its text model is trained, and is what final/ holds"
+    return [("images", "left out", f"{why} (docs/how-to/images.md puts it back)")]
 
 
 def _why_unpredicted(decisions: Decisions) -> str:

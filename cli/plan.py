@@ -151,6 +151,11 @@ def next_command(model: str, asked: PlanOptions, job: "Job", reach: int | None) 
     Args:
         reach: the length that the model's RoPE reaches as published; None: any.
     """
+    from longctx_patch.recipes.models import is_bare_config, text_model_command, whole_config
+
+    first = None
+    if asked.lora and not is_bare_config(model) and whole_config(model) is not None:
+        first, model = text_model_command(model)  # an adapter's base
     cluster = job.cluster
     words = ["longctx", "patch", model, "--gpus", str(cluster), "--seq-len", str(job.seq_len)]
     nodes = cluster.num_gpus // cluster.gpus_per_node
@@ -166,7 +171,8 @@ def next_command(model: str, asked: PlanOptions, job: "Job", reach: int | None) 
         words += [] if value is None else [name, str(value)]
     words += [] if asked.lora else ["--full"]
     words += ["--load-in-4bit"] if asked.load_in_4bit else []
-    return shlex.join([*words, "--data", "DATA", "--out", "run/"])
+    command = shlex.join([*words, "--data", "DATA", "--out", "run/"])
+    return command if first is None else f"{first} && {command}"
 
 
 def _say_longest(job: "Job", most: int, *, as_json: bool) -> None:

@@ -152,9 +152,11 @@ class LongContextConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 kind = "" if type(value) is int else f", of type {type(value).__name__}"
                 what = counts.get(name, "a degree counts ranks")
+                use = f"Use {name}=1 to switch it off."
+                if isinstance(value, str) and value.isdecimal() and int(value):
+                    use = f"Use {name}={int(value)}."
                 raise ValueError(
-                    f"{name}={value!r}{kind}: {what}, a whole number of 1 or more. Use {name}=1 to "
-                    "switch it off."
+                    f"{name}={value!r}{kind}: {what}, a whole number of 1 or more. {use}"
                 )
 
     def _check_share(self) -> None:
@@ -264,3 +266,11 @@ class LongContextConfig:
     def sequence_degree(self) -> int:
         """Number of ranks that share one sequence."""
         return self.ulysses_degree * self.ring_degree
+
+
+def require_config(given: object, name: str = "config") -> None:
+    """Raise TypeError for what is no config, a dict of settings, say."""
+    if isinstance(given, LongContextConfig):
+        return
+    how = "LongContextConfig(**settings)" if isinstance(given, dict) else "one"
+    raise TypeError(f"{name} is a {type(given).__name__}, not a LongContextConfig: give {how}.")

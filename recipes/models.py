@@ -269,14 +269,18 @@ def check_text_part(settings: ModelSettings) -> None:
         return
     whole = whole_config(settings.model)
     if whole is not None:
-        command = "python -m longctx_patch.recipes.text_model"
-        folder = f"{Path(settings.model).name}-text"
+        command, folder = text_model_command(settings.model)
         raise ValueError(
             f"model {settings.model!r} is a {whole.model_type}, which reads images too, and only "
             "its text model is trained: an adapter needs that as its base. Write it once, "
-            f"`{shlex.join([*command.split(), settings.model, folder])}`, and give {folder}; or "
-            "train all weights (--full)."
+            f"`{command}`, and give {folder}; or train all weights (--full)."
         )
+
+
+def text_model_command(model: str) -> tuple[str, str]:
+    """(the command that writes the text model of a checkpoint that reads images, its folder)."""
+    folder = f"{Path(model).name}-text"
+    return shlex.join(["python", "-m", "longctx_patch.recipes.text_model", model, folder]), folder
 
 
 def check_head(config: PreTrainedConfig) -> None:

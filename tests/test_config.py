@@ -1,8 +1,10 @@
+from functools import partial
 from typing import Any
 
 import pytest
 
-from longctx_patch import LongContextConfig
+from longctx_patch import LongContextConfig, LongContextTrainer, make_accelerator, patch
+from tests.hf.tiny import tiny_model
 
 
 def test_degree_is_the_product() -> None:
@@ -11,11 +13,28 @@ def test_degree_is_the_product() -> None:
 
 @pytest.mark.parametrize(
     ("value", "says"),
-    [(0, "0"), (-1, "-1"), (1.5, "1.5"), (True, "True"), ("2", "'2', of type str")],
+    [
+        (0, "0.*whole number.*ring_degree=1 to"),
+        (-1, "-1.*whole number.*ring_degree=1 to"),
+        (1.5, "1.5.*whole number.*ring_degree=1 to"),
+        (True, "True.*whole number.*ring_degree=1 to"),
+        ("two", "'two', of type str.*whole number.*ring_degree=1 to"),
+        ("2", r"'2', of type str.*whole number.*Use ring_degree=2\.$"),
+    ],
 )
 def test_degrees_are_whole_numbers(value: object, says: str) -> None:
-    with pytest.raises(ValueError, match=rf"ring_degree={says}.*whole number.*ring_degree=1"):
+    with pytest.raises(ValueError, match=rf"ring_degree={says}"):
         LongContextConfig(ring_degree=value)  # type: ignore[arg-type]
+
+
+def test_settings_are_no_config() -> None:
+    said = r"config is a dict, not a LongContextConfig: give LongContextConfig\(\*\*settings\)"
+    settings: Any = {"ring_degree": 2}
+    for take in (partial(patch, tiny_model()), make_accelerator):
+        with pytest.raises(TypeError, match=said):
+            take(settings)
+    with pytest.raises(TypeError, match="long_context is a NoneType, not a LongContextConfig"):
+        LongContextTrainer(tiny_model(), long_context=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["ulysses_waves", "mlp_tiles"])

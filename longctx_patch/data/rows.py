@@ -50,6 +50,11 @@ def parse_row(row: Mapping[str, Any], number: int) -> Row:
             "Give the boundaries of packed documents as seq_lengths, a list of their lengths; "
             "positions and masks follow from it."
         )
+        if any(name.startswith(("pixel_values", "image_", "video_")) for name in unknown):
+            fix = (
+                "Images are put in before rows are cut: give the model whole rows, as the "
+                "processor makes them, with labels, and no collator that shards."
+            )
         if masks:
             fix = (
                 f"Make labels of {masks[0]}: the token ids where it is 1, and {IGNORE_INDEX} "

@@ -59,6 +59,8 @@ def run_over_heads(
         resharder.transport.group_rank,
         sizes=resharder.sizes,
         batch=out.shape[0],
+        inputs_learn=any(tensor.requires_grad for tensor in sent),
+        output_learns=out.requires_grad,
     )
     found: Tensor = _ToTokens.apply(resharder, out)
     return found, traffic

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from longctx_patch.config import LongContextConfig
+from longctx_patch.config import LongContextConfig, require_config
 from longctx_patch.engine.groups import SequenceGroup, make_sequence_group
 from longctx_patch.hf.call.decoder_call import DecoderCalls
 from longctx_patch.hf.call.far_rows import countable
@@ -85,13 +85,15 @@ def patch(
         UnsupportedModelError: the model has something that would silently go wrong.
         ValueError: the degrees don't fit the world, the group is one of another config, or the
             model is patched already.
-        In both cases the model is unchanged.
+        TypeError: `config` is none.
+        In all cases the model is unchanged.
 
     Example:
         >>> handle = patch(model, LongContextConfig(ulysses_degree=2, ring_degree=2))
         >>> loss = model(input_ids=ids, labels=ids).loss  # the same on ranks that share the rows
         >>> handle.unpatch()
     """
+    require_config(config)
     transformers_api.check_version()
     warn_untested()
     base = transformers_api.causal_lm(model)

@@ -174,6 +174,10 @@ class ChainTraffic(NamedTuple):
     """What a recompute sends that has from its frame what was kept. One without a frame sends what
     forward does."""
 
+    def without_backward(self) -> "ChainTraffic":
+        """Where nothing that goes into the exchanges has a gradient."""
+        return self._replace(backward=Traffic())
+
     def plus(self, other: "ChainTraffic") -> "ChainTraffic":
         return ChainTraffic(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 

@@ -130,6 +130,8 @@ def heads_traffic(
     *,
     sizes: Sequence[int],
     batch: int,
+    inputs_learn: bool = True,
+    output_learns: bool = True,
 ) -> ChainTraffic:
     """What one rank of a Ulysses group sends for the inputs and the output of a recurrence. All of
     it goes again in a replay: it is as long as the row, and so is not kept.
@@ -137,6 +139,8 @@ def heads_traffic(
     Args:
         rank: its rank in the group.
         sizes: tokens of each rank of the group.
+        inputs_learn: whether any of the inputs has a gradient.
+        output_learns: whether the output has one.
     """
 
     def of(tensors: Sequence[HeadTensor], *, inwards: bool) -> Traffic:
@@ -153,8 +157,9 @@ def heads_traffic(
         return total
 
     forward = of(inputs, inwards=True) + of([output], inwards=False)
-    return ChainTraffic(
-        forward=forward,
-        replay=forward,
-        backward=of([output], inwards=True) + of(inputs, inwards=False),
-    )
+    backward = Traffic()
+    if output_learns:
+        backward += of([output], inwards=True)
+    if inputs_learn:
+        backward += of(inputs, inwards=False)
+    return ChainTraffic(forward=forward, replay=forward, backward=backward)

@@ -15,7 +15,7 @@ from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from accelerate import accelerator as accelerate_module
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-from longctx_patch.config import LongContextConfig
+from longctx_patch.config import LongContextConfig, require_config
 from longctx_patch.memory.allocator import let_segments_grow
 from longctx_patch.plugin.buckets import settle_when_prepared
 from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
@@ -63,11 +63,13 @@ def make_accelerator(
 
     Raises:
         ValueError: the world, the launch settings or the arguments do not fit `config`.
+        TypeError: `config` is none.
 
     Example:
         >>> accelerator = make_accelerator(LongContextConfig(ulysses_degree=2, ring_degree=2))
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
+    require_config(config)
     _refuse_other_engines(accelerator_kwargs)
     _step_schedulers_once(accelerator_kwargs)
     num_processes = _num_processes()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from longctx_patch.config import LongContextConfig
+from longctx_patch.config import LongContextConfig, require_config
 from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.handle import PatchHandle
@@ -151,6 +151,8 @@ class LongContextTrainerMixin(
         self._skip_bad_steps, self._max_loss_spike = skip_bad_steps, max_loss_spike
         self._sentinel_every, self._keep_every = sentinel_every, keep_every
         self._save_in_background = save_in_background
+        if not isinstance(long_context, PatchHandle):
+            require_config(long_context, "long_context")
         self._long_context, self._watchdog = long_context, watchdog
         self._undo: list[Callable[[], None]] = []
         self._contexts = ExitStack()

@@ -133,7 +133,8 @@ def _check_kinds(record: Record, messages: Sequence[Message]) -> None:
     if found:
         raise record.refused(
             f"it has {found!r}, and recipes train on text alone. Leave such records out; to train "
-            "with images, write a loop of your own (docs/how-to/images.md)."
+            "with images, take LongContextTrainer or one of TRL's trainers, or write a loop of "
+            "your own (docs/how-to/images.md)."
         )
 
 

@@ -127,11 +127,12 @@ def test_layers_are_recomputed_as_their_policy_says() -> None:
 
 
 def test_a_replay_waits_for_no_other_rank() -> None:
-    """Of two contiguous shards, the second waits in forward until the first has run."""
+    """Of two contiguous shards, the second waits in forward until the first has run half of the
+    heads."""
     row = row_of(LongContextConfig(ring_degree=2, layout="contiguous"), ROW)
     found = predict_recurrence(QWEN, row, "states", H100)
     run_s = ROW.num_tokens / 2 * run_flops(QWEN, 128) / H100.recurrent.delta_rule
-    assert found.forward_s > 2 * run_s
+    assert 1.5 * run_s < found.forward_s < 1.6 * run_s
     assert found.replay_s == pytest.approx(run_s)
     assert {t.replay for t in found.traffic} == {Traffic()}
     seconds = [found.seconds(again) for again in ("none", "replay", "whole")]
@@ -140,11 +141,11 @@ def test_a_replay_waits_for_no_other_rank() -> None:
 
 
 def test_a_replay_exchanges_what_is_too_large_to_keep() -> None:
-    """A batch of 64 rows has states of 128 MiB; heads are as long as the row."""
+    """A batch of 128 rows has states of 256 MiB, in two waves; heads are as long as the row."""
     row = row_of(LongContextConfig(ring_degree=2, layout="contiguous"), ROW)
-    large = predict_recurrence(replace(QWEN, batch=64), row, "states", H100)
+    large = predict_recurrence(replace(QWEN, batch=128), row, "states", H100)
     assert large.replay_s == large.forward_s
-    assert [t.replay for t in large.traffic] == [Traffic(1, 2**27), Traffic()]
+    assert [t.replay for t in large.traffic] == [Traffic(2, 2**28), Traffic()]
     both = replace(ULYSSES, ulysses_degree=2, ring_degree=2, layout="contiguous")
     _, heads = both_ways(both, QWEN, ROW)
     mine = replace(QWEN, num_heads=16, num_groups=8)
@@ -152,7 +153,7 @@ def test_a_replay_exchanges_what_is_too_large_to_keep() -> None:
     exchange_s = heads.forward_s - alone.forward_s
     assert exchange_s > 0
     assert heads.replay_s == pytest.approx(alone.replay_s + exchange_s)
-    state = Traffic(1, 4 * 16 * 128 * 128)
+    state = Traffic(2, 4 * 16 * 128 * 128)
     assert [t.forward for t in heads.traffic] == [
         heads.traffic[rank].replay + (state if rank < 2 else Traffic()) for rank in range(4)
     ]

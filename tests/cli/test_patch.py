@@ -14,6 +14,7 @@ from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import parse_settings
 from tests.cli.conftest import Run
+from tests.hf.seeing import seeing_model
 from tests.launching import run_module
 
 FILES = ["README.md", "accelerate.yaml", "config.json", "finetune.yaml", "plan.json"]
@@ -150,6 +151,15 @@ def test_weights_of_four_bits(run: Run, config: Callable[..., Path], tmp_path: P
     assert (settings.load_in_4bit, settings.dtype) == (True, "auto")
     readme = (tmp_path / "run" / "README.md").read_text()
     assert "| weights | 4 bits (NF4) |" in readme
+
+
+def test_a_checkpoint_that_reads_images(run: Run, tmp_path: Path) -> None:
+    seeing_model("qwen3_vl", vocab_size=258).save_pretrained(tmp_path / "seeing")
+    words = "--seq-len 64 --gpus 2 --full --cpu --tokenizer bytes"
+    result = run("patch", tmp_path / "seeing", *words.split(), "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    readme = (tmp_path / "run" / "README.md").read_text()
+    assert "| images | left out | qwen3_vl reads them: its text model is trained" in readme
 
 
 @pytest.mark.parametrize("published", ["default", "dynamic"])

@@ -23,6 +23,7 @@ from longctx_patch.predict.run.cluster import parse_cluster
 from longctx_patch.predict.run.shape import shape_of
 from longctx_patch.recipes.data.reading import TooLong
 from tests.cli.conftest import Run
+from tests.hf.seeing import seeing_config
 from tests.predict.run.jobs import LLAMA_8B
 
 WriteConfig = Callable[..., Path]
@@ -124,6 +125,18 @@ def test_the_next_command_makes_the_folder(
     assert words == [*wanted, "--data", "DATA", "--out", "run/"]
     done = run(*words[1:-4], "--out", tmp_path / "run")
     assert done.exit_code == 0, done.output
+
+
+def test_an_adapter_is_planned_over_a_text_model(run: Run, tmp_path: Path) -> None:
+    """`longctx patch` refuses one over a checkpoint that reads images."""
+    seeing_config("qwen3_vl").save_pretrained(tmp_path / "seeing")
+    words = ("plan", tmp_path / "seeing", "--gpus", "4xH200", "--seq-len", "256")
+    said = run(*words).output.splitlines()[-1]
+    first, second = said.removeprefix("Next: ").split(" && ")
+    assert shlex.split(first)[-2:] == [str(tmp_path / "seeing"), "seeing-text"]
+    assert shlex.split(second)[:3] == ["longctx", "patch", "seeing-text"]
+    said = run(*words, "--full").output.splitlines()[-1]
+    assert said.startswith(f"Next: longctx patch {tmp_path / 'seeing'} ")
 
 
 def test_the_longest_row_alone(run: Run, llama_8b: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_hybrid_with_packed_rows(run: Run, config: Callable[..., Path]) -> Non
         linear_num_key_heads=2,
         linear_num_value_heads=4,
     )
-    words = ["--nproc", 2, "--ring", 2, "--layout", "contiguous", "--dtype", "float64", "--packed"]
+    words = ["--nproc", 2, "--ring", 2, "--layout", "contiguous", "--packed"]
     result = run("verify", path, *words, "--seq-len", 61, "--json")
     assert result.exit_code == 0, result.output
     (case,) = json.loads(result.stdout)["cases"]

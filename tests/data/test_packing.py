@@ -97,6 +97,8 @@ def test_split_documents_come_in_pieces(lengths: list[int], seq_len: int, buffer
 def test_bad_rows_are_refused_by_their_number() -> None:
     with pytest.raises(ValueError, match="row 1 has text, which would be dropped"):
         list(pack_rows([{"input_ids": [1]}, {"input_ids": [1], "text": "a"}], 8))
+    with pytest.raises(ValueError, match=r"row 0 has pixel_values, .* give the model whole rows"):
+        list(pack_rows([{"input_ids": [1], "pixel_values": 0}], 8))
     with pytest.raises(ValueError, match=r"row 1 has a document of 9 tokens.*seq_len=8.*'split'"):
         list(pack_rows(rows_of(8, 9), 8))
 

@@ -239,6 +239,11 @@ def test_rows_whose_images_have_no_known_places_are_refused() -> None:
     positions = torch.arange(47).expand(2, -1) % 25
     unpadded["labels"][:, 25] = -100
     assert "position_ids with images" in refusal(unpadded | {"position_ids": positions})
+    unsized = {name: value for name, value in rows.items() if name != "image_grid_thw"}
+    assert "pixel_values without image_grid_thw" in refusal(unsized)
+    few = rows | {"mm_token_type_ids": rows["mm_token_type_ids"].clone()}
+    few["mm_token_type_ids"][0, (few["mm_token_type_ids"][0] == 1).nonzero()[0]] = 0
+    assert "13 tokens that stand for pixel_values and 14 features of image_grid_thw" in refusal(few)
     other = rows | {"image_grid_thw": rows["image_grid_thw"].clone()}
     other["image_grid_thw"][0] = torch.tensor((1, 6, 4))  # as many patches, in another shape
     said = refusal(rows, other)

@@ -19,7 +19,7 @@ from longctx_patch.hf.loss import shard_loss
 from longctx_patch.loss.law import Scale
 from longctx_patch.transport import VirtualTransport
 from tests.hf.float64 import TOKENS, packed_row, padded_rows
-from tests.hf.tiny import featured_model, tiny_model, token_rows
+from tests.hf.tiny import SUPPORTED, featured_model, tiny_model, token_rows
 
 RING = LongContextConfig(ring_degree=4)
 TWO = LongContextConfig(ring_degree=2)
@@ -53,6 +53,29 @@ def test_windows_sinks_softcap_and_experts(family: str) -> None:
     router = {"output_router_logits": True} if family == "qwen3_moe" else {}
     found = verify_on_virtual_ranks(featured_model(family, **router), RING, padded_rows())
     assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+def test_recurrent_layers_are_compared_in_float64(family: str) -> None:
+    """Of gradients of decays float32 keeps few digits, in the stock model too."""
+    if family not in SUPPORTED:
+        pytest.skip(f"needs a transformers that has {family}")
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(target_modules=["q_proj", "in_proj", "in_proj_qkv"])
+    for model in (featured_model(family), get_peft_model(featured_model(family), adapter)):
+        found = verify_on_virtual_ranks(model, TWO, padded_rows())
+        assert found.ok, str(found)
+        assert found.tolerance == 1e-10
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    with pytest.raises(ValueError, match="several documents in a row on the stock path"):
+        verify_on_virtual_ranks(featured_model(family), TWO, packed_row())
+
+
+def test_a_model_in_float64_is_compared_in_it() -> None:
+    found = verify_on_virtual_ranks(tiny_model().double(), RING, padded_rows())
+    assert found.ok, str(found)
+    assert "equal to the stock model within 1e-10" in str(found)
 
 
 def test_an_adapter_is_compared_and_the_model_stays_as_it_was() -> None:

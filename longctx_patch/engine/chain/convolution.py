@@ -28,7 +28,7 @@ def run_convolution(run: ChainRun, convolve: Convolution, hidden_BCL: Tensor, re
         number: of_token * min(reach, segment.tokens.size)
         for number, segment in enumerate(chain.segments)
     }
-    exchange = run.exchange(needs, sizes, hidden_BCL.dtype)
+    exchange = run.exchange(needs, sizes, hidden_BCL.dtype, learns=hidden_BCL.requires_grad)
     wanted = {number for needed in needs for number in needed}
     tails = {
         number: _last(hidden_BCL, chain.segments[number].slots.stop, sizes[number])

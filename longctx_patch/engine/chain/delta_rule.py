@@ -39,6 +39,10 @@ class DeltaRule:
     takes_edges: Callable[[], bool] = lambda: False
     """Whether the kernel keeps documents apart whose edges are `cu_seqlens`."""
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return ()
+
     @cached_property
     def state_shape(self) -> tuple[int, ...]:
         """`[B, Hv, K, V]`."""

@@ -27,7 +27,12 @@ class Recurrence(Protocol):
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """All that its results depend on, but the state: `[B, L, ...]` each."""
+        """What its results depend on by token, but the state: `[B, L, ...]` each."""
+        ...
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """What else its results depend on and may have a gradient."""
         ...
 
     @property
@@ -99,10 +104,11 @@ def _run_wave(run: ChainRun, recurrence: Recurrence) -> Tensor:
     chain, needs = run.chain, run.chain.states
     runs = chain.runs(run.rank)
     begun, items = _begin(chain, runs, recurrence)
-    exchange = run.exchange(needs, _sizes(chain, recurrence), _dtype(recurrence))
-    inputs = recurrence.inputs
-    foreign, passed = hand_over(exchange, items, (*inputs, *begun.values()))
-    outputs = dict(zip(begun, passed[len(inputs) :], strict=True))
+    inputs, weights = recurrence.inputs, recurrence.weights
+    learns = any(tensor.requires_grad for tensor in (*inputs, *weights))
+    exchange = run.exchange(needs, _sizes(chain, recurrence), _dtype(recurrence), learns=learns)
+    foreign, passed = hand_over(exchange, items, (*inputs, *begun.values(), *weights))
+    outputs = dict(zip(begun, passed[len(inputs) :], strict=False))
     rest, items = recurrence.with_inputs(passed[: len(inputs)]), items | foreign
     for numbers in runs:
         if numbers not in outputs:
@@ -123,6 +129,7 @@ def _begin(
     """(outputs of this rank's segments that begin a document, items of all that others need)."""
     outputs: dict[tuple[int, ...], Tensor] = {}
     items: dict[int, Tensor] = {}
+    dtype = _dtype(recurrence)  # transformers' functions leave float32, whatever the model's is
     for numbers in runs:
         slots = [chain.segments[number].slots for number in numbers]
         if len(numbers) > 1:
@@ -132,9 +139,10 @@ def _begin(
         if chain.segments[number].begins:
             outputs[numbers], state = recurrence.run(slots[0], None, ends=is_needed)
             if state is not None:
-                items[number] = state.flatten()
+                items[number] = state.flatten().to(dtype)
         elif is_needed:
-            items[number] = torch.cat([part.flatten() for part in recurrence.map(slots[0])])
+            parts = [part.flatten() for part in recurrence.map(slots[0])]
+            items[number] = torch.cat(parts).to(dtype)
     return outputs, items
 
 

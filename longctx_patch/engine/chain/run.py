@@ -44,13 +44,16 @@ class ChainRun:
     def rank(self) -> int:
         return self.transport.group_rank
 
-    def exchange(self, needs: Needs, sizes: Mapping[int, int], dtype: torch.dtype) -> Exchange:
-        """The next exchange, of items with so many numbers each."""
+    def exchange(
+        self, needs: Needs, sizes: Mapping[int, int], dtype: torch.dtype, *, learns: bool
+    ) -> Exchange:
+        """The next exchange, of items with so many numbers each; `learns` says whether backward
+        comes to it."""
 
         def num_bytes(number: int) -> int:
             return sizes[number] * dtype.itemsize
 
         planned = self.chain.traffic(needs, num_bytes, self.rank)
-        self.planned = self.planned.plus(planned)
+        self.planned = self.planned.plus(planned if learns else planned.without_backward())
         is_kept = self.chain.is_kept(needs, num_bytes)
         return Exchange(self.chain, needs, self.transport, sizes, dtype, is_kept)

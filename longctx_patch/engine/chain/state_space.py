@@ -39,6 +39,11 @@ class StateSpace:
     and counts places in memory with 32 bits."""
 
     @property
+    def weights(self) -> tuple[Tensor, ...]:
+        options = (self.options.get(name) for name in _BY_HEAD)
+        return self.a_H, *(value for value in options if isinstance(value, Tensor))
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         """`[B, H, P, N]`."""
         x, _, b, _ = self.inputs

@@ -101,6 +101,30 @@ def check_images(model: Any, given: Mapping[str, Any]) -> None:
             f"images without {name} of the shape of input_ids: positions of images, or who sees "
             f"them, follow from it. Pass all that the processor returns (return_{name}=True)."
         )
+    if places_by_grid(model):
+        for kind, (pixels, grid) in enumerate(zip(PIXELS, GRIDS, strict=True), start=1):
+            _check_places(model, int((kinds == kind).sum()), given, pixels, grid)
+
+
+def _check_places(
+    model: Any, num_tokens: int, given: Mapping[str, Any], pixels: str, grid: str
+) -> None:
+    """Refuse images, or videos, that don't fit the tokens which stand for them."""
+    sizes = given.get(grid)
+    if given.get(pixels) is not None and sizes is None:
+        raise ValueError(
+            f"{pixels} without {grid}: positions follow from it. Pass all that the processor "
+            "returns."
+        )
+    merged = model.config.vision_config.spatial_merge_size**2
+    num_features = 0 if sizes is None else int(torch.as_tensor(sizes).prod(-1).sum()) // merged
+    if num_tokens != num_features:
+        raise ValueError(
+            f"{num_tokens} tokens that stand for {pixels} and {num_features} features of {grid}: "
+            "a row was cut within an image, or images and text are of different rows. Cut no row "
+            "with images (truncation=False, max_length=None), or leave an image out with its "
+            "tokens."
+        )
 
 
 def whole_inputs(

@@ -51,6 +51,19 @@ def test_every_kind_of_layer_is_exact(family: str, lengths: tuple[int, ...]) -> 
     assert_exact(model, CONFIGS, lengths, stock_step(copy.deepcopy(model), lengths))
 
 
+@pytest.mark.parametrize(
+    "family", [name for name in ("qwen3_5_text", "falcon_h1") if name in SUPPORTED]
+)
+def test_a_model_in_float64_keeps_states_in_float32(family: str) -> None:
+    """As transformers' own functions do, whatever the model's dtype is; ranks exchanged fewer bytes
+    than planned, or stopped at a product of two dtypes."""
+    model = featured_model(family).double()
+    wanted = stock_step(copy.deepcopy(model), (LENGTH,))
+    for config in CONFIGS[1:]:
+        found = errors(step_of_ranks(model, config, whole_row((LENGTH,))), wanted)
+        assert max(found.values()) < 1e-4, (config, found)
+
+
 def assert_exact(
     model: Any, configs: Sequence[LongContextConfig], lengths: tuple[int, ...], wanted: Step
 ) -> None:

@@ -1,0 +1,102 @@
+"""Recurrent layers of which little is trained: an exchange has a backward only where something that
+goes into it has a gradient, on every rank or on none."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from longctx_patch import LongContextConfig, patch, run_virtual_ranks, virtual_group
+from longctx_patch.transport import VirtualTransport
+from tests.hf.by_documents import stock_step, whole_row
+from tests.hf.call.test_mixers import CHAINED, LENGTH, TOLERANCE
+from tests.hf.float64 import in_float64
+from tests.hf.on_ranks import step_of_ranks
+from tests.hf.steps import errors
+
+CONFIGS: dict[str, LongContextConfig] = {
+    "contiguous": LongContextConfig(ring_degree=2, layout="contiguous"),
+    "zigzag": LongContextConfig(ring_degree=2, checkpoint="full"),
+    "heads": LongContextConfig(ulysses_degree=2, recurrent_exchange="heads"),
+    "both": LongContextConfig(
+        ulysses_degree=2, ring_degree=2, layout="contiguous", checkpoint="attention"
+    ),
+}
+TRAINED = [
+    # Of the state alone, so that no input of a recurrence has a gradient.
+    ("qwen3_5_text", "A_log"),
+    ("bamba", "A_log"),
+    ("bamba", "mamba.D"),
+    ("bamba", "dt_bias"),
+    ("nemotron_h", "A_log"),
+    # Of the convolution alone.
+    ("lfm2", "conv.conv.weight"),
+    ("bamba", "conv1d"),
+    ("qwen3_5_text", "linear_attn.norm"),
+    ("kimi_linear", "A_log"),
+]
+
+
+def assert_exact(model: Any, config: LongContextConfig) -> None:
+    wanted = stock_step(copy.deepcopy(model), (LENGTH,))
+    assert wanted.grads
+    found = errors(step_of_ranks(model, config, whole_row((LENGTH,))), wanted)
+    wrong = {name: error for name, error in found.items() if not error < TOLERANCE}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(("family", "trained"), [each for each in TRAINED if each[0] in CHAINED])
+def test_few_weights_are_trained(family: str, trained: str, config: LongContextConfig) -> None:
+    """Ranks that sent a state waited for its gradient, which others did not come to."""
+    if family in ("lfm2", "lfm2_moe") and config.recurrent_exchange == "heads":
+        pytest.skip("it has no heads with a state")
+    model = in_float64(family)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    assert_exact(model, config)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("targets", ["out_proj o_proj", "in_proj_a in_proj_b", "in_proj_z"])
+def test_adapters_on_some_projections(targets: str, config: LongContextConfig) -> None:
+    """The first step's check expected a backward of every exchange, and refused the second step."""
+    if "qwen3_5_text" not in CHAINED:
+        pytest.skip("needs a transformers that has qwen3_5_text")
+    adapter = LoraConfig(target_modules=targets.split(), init_lora_weights=False)
+    model = get_peft_model(in_float64("qwen3_5_text"), adapter)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    assert_exact(model, config)
+
+
+@pytest.mark.parametrize("family", [name for name in ("bamba", "qwen3_5_text") if name in CHAINED])
+def test_gradients_of_some_weights_are_asked_for(family: str) -> None:
+    """By torch.autograd.grad, of a model of which all is trained."""
+    model = in_float64(family)
+    named = dict(model.named_parameters())
+    name = next(name for name in named if "A_log" in name)
+    wanted = stock_step(copy.deepcopy(model), (LENGTH,)).grads[name]
+    found: list[torch.Tensor] = []
+
+    def ask(model: Any) -> None:
+        loss = model(**whole_row((LENGTH,))).loss
+        found.append(torch.autograd.grad(loss, [dict(model.named_parameters())[name]])[0])
+
+    on_two_ranks(model, ask)
+    mean = torch.stack(found).mean(0)
+    assert float((mean - wanted).norm() / wanted.norm()) < TOLERANCE
+
+
+def on_two_ranks(model: Any, run: Any) -> None:
+    config = CONFIGS["contiguous"]
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def on_one_rank(transport: VirtualTransport) -> None:
+        mine = copies[transport.group_rank]
+        patch(mine, config, group=virtual_group(transport, config))
+        run(mine)
+
+    run_virtual_ranks(2, on_one_rank, timeout_s=60)
