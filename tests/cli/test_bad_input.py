@@ -40,7 +40,8 @@ def refuse_patch(run: Run, tmp_path: Path, model: object, *words: object) -> str
     ("changes", "words", "parts"),
     [
         ({"model_type": "gpt2"}, [], ["model type 'gpt2'", "learned positions", "families"]),
-        ({"model_type": "foo9"}, [], ["`foo9`", "llama, mistral, ministral"]),
+        ({"model_type": "foo9"}, [], ["`foo9`", "`longctx families` prints what is supported."]),
+        ({"model_type": "qwen33"}, [], ["Did you mean 'qwen3'?"]),
         ({}, ["--gpus", 8, "--ulysses", 8], ["exceeds its 4 query heads", "ulysses_degree <= 4"]),
         ({}, ["--ulysses", 3], ["--ulysses 3", "must be 4", "Use --ulysses 1 or 2 or 4"]),
         (

@@ -1,5 +1,6 @@
 """A model's config from a hub name, a local folder or a config.json; weights are not needed."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from longctx_patch.hf.model.text_part import (
     tie_as_text,
 )
 from longctx_patch.rules import strict_json
+from longctx_patch.rules.names import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -54,9 +56,11 @@ def _published(model: str) -> "PreTrainedConfig":
     except OSError as error:
         raise ValueError(_unreadable(model, local, error)) from error
     except ValueError as error:
+        said = str(error).splitlines()[0]
+        near = re.findall(r"model type `([^`]+)`", said)
         raise UnsupportedModelError(
-            f"model {model!r} has no model_type that transformers knows "
-            f"({str(error).splitlines()[0]}): longctx-patch supports {', '.join(FAMILIES)}."
+            f"model {model!r} has no model_type that transformers knows ({said}): `longctx "
+            f"families` prints what is supported.{did_you_mean(near[0], FAMILIES) if near else ''}"
         ) from error
     except Exception as error:  # config classes raise anything for impossible values
         said = " ".join(str(error).split())[:300]
