@@ -150,8 +150,8 @@ def _dtype(model: nn.Module) -> str:
     (device, dtype), *others = sorted(kinds, key=lambda kind: (kind[1] in _DTYPES, str(kind)))
     if device != "cpu" or dtype not in _DTYPES or others:
         raise ValueError(
-            f"parameters of {dtype} on {device}: virtual ranks run on the CPU, and the bounds of "
-            f"{TOLERANCES} are those of these dtypes. Give model.to('cpu', torch.float32)."
+            f"parameters of {dtype} on {device}: virtual ranks compare on the CPU, all in float32 "
+            "or all in float64. Give model.to('cpu', torch.float32)."
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
