@@ -126,6 +126,16 @@ def test_layers_are_recomputed_as_their_policy_says() -> None:
     assert recompute_of(replace(kept, attention_kept=0.0)) == "whole"
 
 
+def test_heads_exchanged_take_what_was_measured() -> None:
+    """docs/results/performance.md: one layer of Qwen3.5-9B, which repeats its key heads, over
+    131,072 tokens on two H100, in forward, and with its backward."""
+    shape = replace(QWEN, num_groups=32)
+    row = row_of(LongContextConfig(ulysses_degree=2, layout="contiguous"), ROW)
+    found = predict_recurrence(shape, row, "heads", H100)
+    assert found.forward_s == pytest.approx(14.13e-3, rel=0.05)
+    assert found.seconds() == pytest.approx(36.97e-3, rel=0.05)
+
+
 def test_a_replay_waits_for_no_other_rank() -> None:
     """Of two contiguous shards, the second waits in forward until the first has run half of the
     heads."""

@@ -43,15 +43,20 @@ def _of_layer(mixer: Any) -> Iterator[Countable]:
     if _CONVOLUTION in kernels:
         yield Countable((MOST_UNSIGNED_PLACES + 1) // width, KERNELS[_CONVOLUTION].distribution)
     if _SCAN in kernels:
-        yield Countable((MOST_PLACES + 1) // width, KERNELS[_SCAN].distribution)
+        widest = max(width, _held_by_scan(mixer))
+        yield Countable((MOST_PLACES + 1) // widest, KERNELS[_SCAN].distribution)
 
 
 def _width(mixer: Any, *, is_scanned: bool) -> int:
-    """Places from a token to the next one in the widest tensor that a kernel is given.
-
-    Mamba-2's inputs are parts of one projection. The states that its scan holds of each chunk, a
-    number of these for each number of its output, are less.
-    """
+    """Places from a token to the next one in the widest tensor that a kernel is given; Mamba-2's
+    are parts of one projection."""
     if is_scanned:
         return int(mixer.intermediate_size + mixer.conv_dim + mixer.num_heads)
     return max(m.out_channels for m in mixer.modules() if isinstance(m, nn.Conv1d))
+
+
+def _held_by_scan(mixer: Any) -> int:
+    """Numbers for each token of the states that Mamba-2's scan holds of each chunk, or of the
+    products of C and B, rounded up."""
+    states = -(-mixer.intermediate_size * mixer.ssm_state_size // mixer.chunk_size)
+    return int(max(states, mixer.n_groups * mixer.chunk_size))

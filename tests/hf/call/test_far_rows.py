@@ -61,6 +61,22 @@ def test_tokens_are_as_far_apart_as_is_said(family: str, monkeypatch: pytest.Mon
     assert countable(recurrent_modules(model)) == Countable(tokens, limits[tokens])
 
 
+@pytest.mark.parametrize(
+    ("chunk", "held"),
+    [(2, lambda mixer: mixer.intermediate_size * mixer.ssm_state_size // 2), (512, None)],
+)
+def test_what_a_scan_holds_counts_too(
+    chunk: int, held: Callable[[Any], int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of short chunks, or the products of long ones, are wider than the projection."""
+    model = featured_model("bamba", mamba_chunk_size=chunk)
+    install_kernels(model, {}, monkeypatch)
+    (mixer, *_) = recurrent_modules(model)
+    width = held(mixer) if held else mixer.n_groups * chunk
+    assert width > mixer.in_proj.out_features
+    assert countable([mixer]) == Countable(2**31 // width, "mamba-ssm")
+
+
 @pytest.mark.parametrize("ring_degree", [1, 2])
 @pytest.mark.parametrize("family", THOROUGH)
 def test_what_kernels_can_t_count_is_cut_up(
