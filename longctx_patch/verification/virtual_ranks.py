@@ -170,6 +170,8 @@ def _fresh_copy(model: nn.Module, dtype: str) -> nn.Module:
     mine = copy.deepcopy(model).train()
     mine.zero_grad(set_to_none=True)
     if dtype == "float64":
+        for buffer in mine.buffers():  # rotary embeddings compute in float32, of transformers 5.17
+            buffer.data = buffer.to(torch.float32) if buffer.is_floating_point() else buffer.data
         keep_float64(transformers_api.causal_lm(mine))
     return mine
 

@@ -71,7 +71,7 @@ def test_what_a_scan_holds_counts_too(
     """States of short chunks, or the products of long ones, are wider than the projection."""
     model = featured_model("bamba", mamba_chunk_size=chunk)
     install_kernels(model, {}, monkeypatch)
-    (mixer, *_) = recurrent_modules(model)
+    mixer: Any = recurrent_modules(model)[0]
     width = held(mixer) if held else mixer.n_groups * chunk
     assert width > mixer.in_proj.out_features
     assert countable([mixer]) == Countable(2**31 // width, "mamba-ssm")
