@@ -25,7 +25,7 @@ KEPT_AT_MOST = 2**26
 """Bytes of others' items that one exchange may leave on a rank until backward. They don't grow with
 the row, but with the number of segments before a rank's last one, and so of ranks."""
 
-_WAITS_FOR = 1.25
+_WAITS_FOR, _RUNS_OF_A_MAP = 1.25, 2
 
 
 class Segment(NamedTuple):
@@ -98,17 +98,23 @@ class Chain:
         return tuple(tuple(self._before(number)) for number in range(len(self.segments)))
 
     @cached_property
+    def work(self) -> tuple["RankWork", ...]:
+        """What each rank runs of a recurrence."""
+        found = [RankWork()] * self.num_ranks
+        for number, (tokens, _, rank, _, begins) in enumerate(self.segments):
+            if begins:
+                found[rank] = found[rank].plus(RankWork(begun=tokens.size))
+            else:
+                mapped = tokens.size if number in self.needed else 0
+                found[rank] = found[rank].plus(RankWork(mapped=mapped, continued=tokens.size))
+        return tuple(found)
+
+    @cached_property
     def is_serial(self) -> bool:
         """Whether ranks wait for one another in a recurrence for a good part of what the busiest of
         them runs itself: for two ranks that share a document, until the other one is done."""
-        before, after = [0] * self.num_ranks, [0] * self.num_ranks
-        for number, segment in enumerate(self.segments):
-            if segment.begins:
-                before[segment.rank] += segment.tokens.size
-                continue
-            after[segment.rank] += segment.tokens.size
-            if number in self.needed:  # to find a map takes about two runs
-                before[segment.rank] += 2 * segment.tokens.size
+        before = [work.begun + _RUNS_OF_A_MAP * work.mapped for work in self.work]
+        after = [work.continued for work in self.work]
         busiest = max(map(sum, zip(before, after, strict=True)))
         return max(before) + max(after) > _WAITS_FOR * busiest
 
@@ -163,6 +169,20 @@ class Chain:
         is_kept = max(traffic.bytes for traffic in backward) <= KEPT_AT_MOST
         replay = [Traffic()] * self.num_ranks if is_kept else forward
         return tuple(map(ChainTraffic, forward, backward, replay))
+
+
+class RankWork(NamedTuple):
+    """Tokens that one rank runs."""
+
+    begun: int = 0
+    """Of segments that begin a document: before states travel."""
+    mapped: int = 0
+    """Of others whose maps are needed: before, too."""
+    continued: int = 0
+    """Of others, mapped or not: after it."""
+
+    def plus(self, other: "RankWork") -> "RankWork":
+        return RankWork(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class ChainTraffic(NamedTuple):

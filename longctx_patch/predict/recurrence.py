@@ -131,16 +131,7 @@ def predict_recurrence(
 
 
 def _mapped_share(chain: Chain) -> float:
-    def of_rank(rank: int) -> float:
-        sizes = {number: chain.segments[number].tokens.size for number in chain.of_rank(rank)}
-        mapped = (
-            size
-            for number, size in sizes.items()
-            if number in chain.needed and not chain.segments[number].begins
-        )
-        return sum(mapped) / max(1, sum(sizes.values()))
-
-    return max(map(of_rank, range(chain.num_ranks)))
+    return max(work.mapped / max(1, work.begun + work.continued) for work in chain.work)
 
 
 class _Seconds(NamedTuple):
@@ -264,18 +255,14 @@ def _chain_passes(shape: RecurrentShape, layout: Layout, row: Row, hardware: Har
     chain = make_chain(layout, row.documents)
     rate = hardware.recurrent.flops(shape.kind)
     run_s, map_s = (flops(shape) / rate for flops in (_run_flops, map_flops))
-    before, after = [0.0] * chain.num_ranks, [0.0] * chain.num_ranks
+    before = [work.begun * run_s + work.mapped * map_s for work in chain.work]
+    after = [work.continued * run_s for work in chain.work]
     # fla's kernels run whole documents in one call.
     runs = chain.runs if shape.kind != "Mamba-2" and shape.batch == 1 else chain.of_rank
     calls = [len(runs(rank)) for rank in range(chain.num_ranks)]
-    for number, segment in enumerate(chain.segments):
-        if segment.begins:
-            before[segment.rank] += segment.tokens.size * run_s
-            continue
-        after[segment.rank] += segment.tokens.size * run_s
-        if number in chain.needed:
-            before[segment.rank] += segment.tokens.size * map_s
-            calls[segment.rank] += 1
+    for number in chain.needed:
+        if not chain.segments[number].begins:
+            calls[chain.segments[number].rank] += 1
     waves = head_waves(shape, chain)
     own_s = max(map(sum, zip(before, after, strict=True)))
     # While the first wave's states are awaited, the others' ranks run theirs.
