@@ -35,6 +35,7 @@ OLDEST_TESTS := tests/hf/test_exactness.py tests/hf/test_patching.py tests/hf/lo
     tests/hf/test_latent_attention.py tests/hf/call/test_mixers.py \
     tests/hf/call/test_mixer_kernels.py tests/hf/call/test_far_rows.py \
     tests/hf/call/test_mixer_frozen.py tests/verification/test_virtual_ranks.py \
+    tests/verification/test_torch_recurrences.py \
     tests/trainer/test_exactness.py tests/trainer/test_refusals.py \
     tests/trl/test_trainers.py tests/recipes/data
 # Suites apart from the rest for their time. Runs under Trainer and TRL's trainers.

@@ -190,7 +190,10 @@ def main(command_line: Sequence[str] | None = None) -> None:
             continue
         for way in arguments.ways:
             if covers(way, layer):
-                rows += measured(way, layer, arguments.tokens, clock)
+                for row in measured(way, layer, arguments.tokens, clock):
+                    rows.append(row)
+                    if is_first_rank():
+                        print(*(column.of(row) for column in COLUMNS), sep="  ", flush=True)
     if rows and is_first_rank():
         write(rows, machine(device), arguments.out)
     finish()

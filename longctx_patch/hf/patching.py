@@ -32,6 +32,7 @@ from longctx_patch.hf.loss.shard_loss import ShardLoss
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import check_model_config, check_modules
 from longctx_patch.hf.model.own_blocks import name_own_blocks
+from longctx_patch.hf.model.sequence_kernels import lacks_convolution
 from longctx_patch.hf.row_passes import RowPasses
 from longctx_patch.kernels import available
 from longctx_patch.rules.versions import warn_untested
@@ -129,6 +130,7 @@ def _unbound_handle(
         checkpoints=checkpoints,
         is_recurrent=bool(mixers),
         countable=countable(mixers),
+        own_forward_trains=not any(map(lacks_convolution, mixers)),
     )
     close = group.close if given is None else lambda: None  # a given group is its maker's
     return PatchHandle(base, calls, RowPasses(base, group), [close])

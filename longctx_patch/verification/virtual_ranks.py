@@ -23,6 +23,7 @@ from longctx_patch.verification.cases import TOLERANCES
 from longctx_patch.verification.proof import on_cpu
 from longctx_patch.verification.reference import one_thread, relative_error
 from longctx_patch.verification.shrink import keep_float64
+from longctx_patch.verification.torch_recurrences import torch_recurrences
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -131,7 +132,7 @@ def verify_on_virtual_ranks(
         planned = Traffic() if step is None else step.planned_forward() + step.planned_backward()
         return found._replace(sent=sent, planned=planned)
 
-    with one_thread():
+    with one_thread(), torch_recurrences(transformers_api.causal_lm(model)):
         try:
             ranks = run_virtual_ranks(config.sequence_degree, on_one_rank, timeout_s=timeout_s)
         except RuntimeError as error:

@@ -15,9 +15,8 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
 )
 from longctx_patch.hf.model.auto_class import auto_class
-from longctx_patch.hf.model.sequence_kernels import functions_of, torch_function
-from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.verification.shrink import keep_float64
+from longctx_patch.verification.torch_recurrences import torch_recurrences
 from tests.hf.tiny import SUPPORTED, featured_config, tiny_model
 from tests.memory.trained import Trained
 from tests.reference import relative_error
@@ -36,9 +35,7 @@ def rotary_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(home, ROPE, getattr(home, ROPE))
 
 
-def outcome(
-    family: str, dtype: torch.dtype, how: FusedLayersName, patched: pytest.MonkeyPatch
-) -> tuple[Tensor, Tensor]:
+def outcome(family: str, dtype: torch.dtype, how: FusedLayersName) -> tuple[Tensor, Tensor]:
     """(loss, all gradients in one tensor); weights are rounded to bfloat16 for every dtype.
 
     Recurrences are transformers' torch functions, since their kernels know no float64.
@@ -47,14 +44,11 @@ def outcome(
     if dtype == torch.float64:
         model = numbered(family, dtype)
         model.load_state_dict(numbered(family, torch.bfloat16).state_dict())
-    for mixer in recurrent_modules(model):
-        for name, function in functions_of(mixer).items():
-            module = sys.modules[type(mixer).__module__]
-            patched.setattr(module, name, torch_function(function))
     fuse_layers(model, how)
     checkpoint = "none" if how == "none" else "attention"
     options: dict[str, Any] = {"checkpoint": checkpoint, "torch_recurrence": True}
-    found = Trained(model, length=LENGTH, **options).step()
+    with torch_recurrences(model):
+        found = Trained(model, length=LENGTH, **options).step()
     return found.pop("loss"), torch.cat([grad.flatten() for grad in found.values()])
 
 
@@ -142,24 +136,22 @@ def with_gradient(run: Any, x: Tensor, dout: Tensor, positions: Tensor) -> tuple
 
 
 @pytest.mark.parametrize("family", [name for name in LIGER_FAMILIES if name in SUPPORTED])
-def test_liger_is_as_accurate_as_stock_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_is_as_accurate_as_stock_layers(family: str) -> None:
     pytest.importorskip("liger_kernel")
     model = numbered(family, torch.bfloat16)
     assert choose_fused_layers("auto", model, DEVICE).how == "liger"
-    assert_as_accurate(family, "liger", monkeypatch)
+    assert_as_accurate(family, "liger")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5_text"])
-def test_compiled_layers_are_as_accurate_as_stock_ones(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_as_accurate(family, "compile", monkeypatch)
+def test_compiled_layers_are_as_accurate_as_stock_ones(family: str) -> None:
+    assert_as_accurate(family, "compile")
 
 
-def assert_as_accurate(family: str, how: FusedLayersName, patched: pytest.MonkeyPatch) -> None:
-    loss, grads = outcome(family, torch.float64, "none", patched)
-    stock_loss, stock_grads = outcome(family, torch.bfloat16, "none", patched)
-    fused_loss, fused_grads = outcome(family, torch.bfloat16, how, patched)
+def assert_as_accurate(family: str, how: FusedLayersName) -> None:
+    loss, grads = outcome(family, torch.float64, "none")
+    stock_loss, stock_grads = outcome(family, torch.bfloat16, "none")
+    fused_loss, fused_grads = outcome(family, torch.bfloat16, how)
     assert not torch.equal(fused_grads, stock_grads), "the layers are not fused"
     assert relative_error(fused_grads, grads) <= 2 * relative_error(stock_grads, grads)
     # One number may be right by luck, so the bound is never below 1e-3.

@@ -7,7 +7,6 @@ allowed as well.
 """
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,9 +34,10 @@ from longctx_patch.hf.model.sequence_kernels import (
     runs_kernel,
     torch_function,
 )
-from longctx_patch.hf.model.transformers_api import SEQUENCE_FUNCTIONS, recurrent_modules
+from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.verification.shrink import keep_float64
+from longctx_patch.verification.torch_recurrences import torch_recurrences
 from tests.harness import run_distributed
 from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.steps import Step, errors
@@ -161,11 +161,7 @@ def exact_step(model: Any, lengths: tuple[int, ...]) -> Step:
     """In float64, which kernels don't know."""
     exact = copy.deepcopy(model)
     keep_float64(exact)
-    with pytest.MonkeyPatch.context() as patched:
-        for mixer in recurrent_modules(exact):
-            module = sys.modules[type(mixer).__module__]
-            for name in SEQUENCE_FUNCTIONS & vars(module).keys():
-                patched.setattr(module, name, torch_function(vars(module)[name]))
+    with torch_recurrences(exact):
         return stock_step(exact, lengths)
 
 

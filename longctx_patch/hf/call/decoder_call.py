@@ -62,6 +62,8 @@ class DecoderCalls:
     """Whether some layers carry a state along the sequence."""
     countable: Countable | None = None
     """What their kernels can count in transformers' own forward."""
+    own_forward_trains: bool = True
+    """Whether transformers' own forward of them can train here."""
     seen: set[LayerKind] = field(default_factory=set)
     """Kinds of layers that have run."""
     prepared: dict[bytes, ShardedCall] = field(default_factory=dict)
@@ -207,6 +209,7 @@ class DecoderCalls:
             and batch.mask is None
             and not batch.routed
             and self._uncountable(batch.tokens) is None
+            and self.own_forward_trains
         )
         if self.group.num_ranks == 1 and is_plain and not self.checkpoints.replays_attention:
             return {transformers_api.CALL_KEY: None}

@@ -82,6 +82,16 @@ def runs_kernel(function: Function) -> bool:
     return chosen(function) is not torch_function(function)
 
 
+def lacks_convolution(mixer: nn.Module) -> bool:
+    """Whether transformers' own forward of a layer ends with an error in training: mamba-ssm's
+    kernel for the convolution and the scan at once needs causal-conv1d, which can't be imported."""
+    forward = transformers_api.code_of(type(mixer))
+    fused = forward.__globals__.get("mamba2_split_conv1d_scan_combined")
+    if fused is None or "mamba2_split_conv1d_scan_combined" not in forward.__code__.co_names:
+        return False
+    return runs_kernel(fused) and not runs_kernel(functions_of(mixer)["causal_conv1d_fn"])
+
+
 def kernel_takes(function: Function, option: str) -> bool:
     """Whether what one of these functions runs is a kernel that names an option: transformers drops
     what a kernel doesn't name."""

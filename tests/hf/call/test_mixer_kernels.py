@@ -1,9 +1,10 @@
 """Kernels of recurrent layers on a GPU: they must run, unless torch's functions are asked for, and
 take a model's sizes."""
 
+import copy
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,17 @@ from longctx_patch import LongContextConfig, patch
 from longctx_patch.hf.call.mixer_kernels import LIMITS
 from longctx_patch.hf.call.mixers import check_mixers
 from longctx_patch.hf.model import sequence_kernels, transformers_api
-from longctx_patch.hf.model.sequence_kernels import KERNELS, functions_of, runs_kernel
-from tests.hf.call.test_mixers import CHAINED
+from longctx_patch.hf.model.sequence_kernels import (
+    KERNELS,
+    functions_of,
+    lacks_convolution,
+    runs_kernel,
+)
+from tests.hf.by_documents import stock_step, whole_row
+from tests.hf.call.test_mixer_documents import install
+from tests.hf.call.test_mixers import CHAINED, LENGTH, assert_exact
+from tests.hf.float64 import in_float64
+from tests.hf.kernel_packages import packages, write_package
 from tests.hf.tiny import featured_model
 
 TORCH = LongContextConfig(torch_recurrence=True)
@@ -40,10 +50,6 @@ SIZED = {
         "causal-conv1d take multiples of 8",
     ),
 }
-
-
-def packages(names: Iterable[str] = KERNELS) -> set[str]:
-    return {KERNELS[name].module.partition(".")[0] for name in names}
 
 
 @pytest.fixture
@@ -70,18 +76,9 @@ class Gpu:
         """A package with each kernel that is taken of it, or one that raises on import."""
         forget(package)
         importlib.invalidate_caches()
-        (self._folder / package).mkdir(exist_ok=True)
-        (self._folder / package / "__init__.py").write_text(broken or "")
-        for kernel in () if broken else KERNELS.values():
-            first, *rest = kernel.module.split(".")
-            if first == package:
-                path = self._folder / package
-                for part in rest:
-                    path /= part
-                    path.mkdir(exist_ok=True)
-                    (path / "__init__.py").touch()
-                with (path / "__init__.py").open("a") as file:
-                    file.write(f"def {kernel.name}(*args, **options): ...\n")
+        write_package(self._folder, package)
+        if broken:
+            (self._folder / package / "__init__.py").write_text(broken)
 
     def import_anew(self, model: Any) -> None:
         """Decide between kernels and torch again, as importing transformers does."""
@@ -179,3 +176,26 @@ def test_torch_functions_take_any_size(family: str) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
         check_mixers(featured_model(family, **sizes), TORCH, None)
+
+
+def no_convolution(*args: Any, **options: Any) -> Any:
+    raise TypeError("'NoneType' object is not callable")
+
+
+@pytest.mark.parametrize("family", CHAINED)
+def test_one_rank_trains_where_fused_kernels_lack_the_convolution_s(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mamba-ssm does without causal-conv1d in its scan alone."""
+    model, name = in_float64(family), "mamba2_split_conv1d_scan_combined"
+    mixers = transformers_api.recurrent_modules(model)
+    namespaces = [transformers_api.code_of(type(mixer)).__globals__ for mixer in mixers]
+    if not all(name in namespace for namespace in namespaces):
+        assert not any(map(lacks_convolution, mixers))
+        return
+    wanted = stock_step(copy.deepcopy(model), (LENGTH,))
+    for namespace in namespaces:
+        monkeypatch.setitem(namespace, name, install(namespace[name], no_convolution))
+    with pytest.raises(TypeError, match="NoneType"):
+        model.train()(**whole_row((LENGTH,)), use_cache=False)
+    assert_exact(model, [LongContextConfig()], (LENGTH,), wanted)
