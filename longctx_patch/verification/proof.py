@@ -35,7 +35,6 @@ from longctx_patch.verification.reference import (
     relative_error,
 )
 from longctx_patch.verification.shrink import VOCAB_SIZE, build_small_model, shrink_config
-from longctx_patch.verification.torch_recurrences import torch_recurrences
 
 SEQ_LEN = 127
 """Prime, so that no degree divides it."""
@@ -150,13 +149,7 @@ def _run_case(
     small_config: Any, config: LongContextConfig, rows: Rows, dtype: str, reference: Reference
 ) -> RankResult:
     model = build_small_model(small_config, getattr(torch, dtype))
-    with torch_recurrences(model):
-        return _run_step(patch(model, on_cpu(config)), rows, reference)
-
-
-def _run_step(handle: PatchHandle, rows: Rows, reference: Reference) -> RankResult:
-    """One training step on this rank, and the logits before it."""
-    model = handle.model
+    handle = patch(model, on_cpu(config))
     collate = SequenceShardCollator(handle.config, group_rank=handle.group_rank, pad_token_id=0)
     batch = collate(rows)
     documents = ShardedRow.read(batch[SHARD_KEY]).documents

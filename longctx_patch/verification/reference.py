@@ -14,7 +14,6 @@ from torch import Tensor
 from longctx_patch.hf.model.transformers_api import router_weight
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.verification.shrink import build_small_model
-from longctx_patch.verification.torch_recurrences import torch_recurrences
 
 Rows = list[dict[str, list[int]]]
 
@@ -62,7 +61,7 @@ def compute_reference(small_config: Any, rows: Rows, dtype: str) -> Reference:
     """
     model = build_small_model(small_config, getattr(torch, dtype))
     batches = list(_batches(rows))
-    with one_thread(), torch_recurrences(model):
+    with one_thread():
         outputs = [model(input_ids=batch.ids, use_cache=False) for batch in batches]
         loss = _token_loss(outputs, batches) + _router_loss(model, outputs, batches)
         loss.backward()

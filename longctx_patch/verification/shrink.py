@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.auto_class import auto_class
 from longctx_patch.hf.model.facts import FULL, LayerFacts, ModelFacts
+from longctx_patch.hf.model.torch_recurrences import run_torch_recurrences
 
 NUM_LAYERS = 2
 VOCAB_SIZE = 251
@@ -200,7 +201,8 @@ def _lower(small: Any, name: str, value: float) -> None:
 def build_small_model(
     small_config: Any, dtype: torch.dtype, *, attn_implementation: str = "eager"
 ) -> Any:
-    """The model on CPU in training mode, with stock attention and weights from a fixed seed.
+    """The model on CPU in training mode, with stock attention and weights from a fixed seed, and
+    with transformers' torch functions in recurrent layers.
 
     Every weight is drawn, even norms, biases and sinks, which are 1 or 0 in a fresh model, so that
     no gradient is trivially right. In float64 nothing rounds to float32.
@@ -214,6 +216,7 @@ def build_small_model(
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             centre = 1.0 if bool((parameter == 1).all()) else 0.0  # norms; Gemma's are around 0
             parameter.copy_(SPREAD * noise + centre)
+    run_torch_recurrences(model)
     if dtype == torch.float64:
         keep_float64(model)
     return model.train()

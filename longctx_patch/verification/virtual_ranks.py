@@ -16,6 +16,7 @@ from longctx_patch.config import LongContextConfig
 from longctx_patch.engine.groups import virtual_group
 from longctx_patch.hf.call.stock_documents import check_one_document
 from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.torch_recurrences import run_torch_recurrences
 from longctx_patch.hf.patching import patch
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.transport import VirtualTransport, run_virtual_ranks
@@ -23,7 +24,6 @@ from longctx_patch.verification.cases import TOLERANCES
 from longctx_patch.verification.proof import on_cpu
 from longctx_patch.verification.reference import one_thread, relative_error
 from longctx_patch.verification.shrink import keep_float64
-from longctx_patch.verification.torch_recurrences import torch_recurrences
 
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -132,7 +132,7 @@ def verify_on_virtual_ranks(
         planned = Traffic() if step is None else step.planned_forward() + step.planned_backward()
         return found._replace(sent=sent, planned=planned)
 
-    with one_thread(), torch_recurrences(transformers_api.causal_lm(model)):
+    with one_thread():
         try:
             ranks = run_virtual_ranks(config.sequence_degree, on_one_rank, timeout_s=timeout_s)
         except RuntimeError as error:
@@ -170,6 +170,7 @@ def _is_recurrent(model: nn.Module) -> bool:
 def _fresh_copy(model: nn.Module, dtype: str) -> nn.Module:
     mine = copy.deepcopy(model).train()
     mine.zero_grad(set_to_none=True)
+    run_torch_recurrences(transformers_api.causal_lm(mine))
     if dtype == "float64":
         for buffer in mine.buffers():  # rotary embeddings compute in float32, of transformers 5.17
             buffer.data = buffer.to(torch.float32) if buffer.is_floating_point() else buffer.data

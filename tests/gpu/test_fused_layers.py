@@ -15,8 +15,8 @@ from longctx_patch.hf.layers.fused_layers import (
     fuse_layers,
 )
 from longctx_patch.hf.model.auto_class import auto_class
+from longctx_patch.hf.model.torch_recurrences import run_torch_recurrences
 from longctx_patch.verification.shrink import keep_float64
-from longctx_patch.verification.torch_recurrences import torch_recurrences
 from tests.hf.tiny import SUPPORTED, featured_config, tiny_model
 from tests.memory.trained import Trained
 from tests.reference import relative_error
@@ -47,8 +47,8 @@ def outcome(family: str, dtype: torch.dtype, how: FusedLayersName) -> tuple[Tens
     fuse_layers(model, how)
     checkpoint = "none" if how == "none" else "attention"
     options: dict[str, Any] = {"checkpoint": checkpoint, "torch_recurrence": True}
-    with torch_recurrences(model):
-        found = Trained(model, length=LENGTH, **options).step()
+    run_torch_recurrences(model)
+    found = Trained(model, length=LENGTH, **options).step()
     return found.pop("loss"), torch.cat([grad.flatten() for grad in found.values()])
 
 

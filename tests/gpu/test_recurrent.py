@@ -34,10 +34,10 @@ from longctx_patch.hf.model.sequence_kernels import (
     runs_kernel,
     torch_function,
 )
+from longctx_patch.hf.model.torch_recurrences import run_torch_recurrences
 from longctx_patch.hf.model.transformers_api import recurrent_modules
 from longctx_patch.sequence.layout import Interval
 from longctx_patch.verification.shrink import keep_float64
-from longctx_patch.verification.torch_recurrences import torch_recurrences
 from tests.harness import run_distributed
 from tests.hf.by_documents import stock_step, whole_row
 from tests.hf.steps import Step, errors
@@ -161,8 +161,8 @@ def exact_step(model: Any, lengths: tuple[int, ...]) -> Step:
     """In float64, which kernels don't know."""
     exact = copy.deepcopy(model)
     keep_float64(exact)
-    with torch_recurrences(exact):
-        return stock_step(exact, lengths)
+    run_torch_recurrences(exact)
+    return stock_step(exact, lengths)
 
 
 def compared(found: Step, exact: Step) -> dict[str, float]:

@@ -63,7 +63,7 @@ class DecoderCalls:
     countable: Countable | None = None
     """What their kernels can count in transformers' own forward."""
     own_forward_trains: bool = True
-    """Whether transformers' own forward of them can train here."""
+    """Whether transformers' own forward of them can train here, without a cache."""
     seen: set[LayerKind] = field(default_factory=set)
     """Kinds of layers that have run."""
     prepared: dict[bytes, ShardedCall] = field(default_factory=dict)
@@ -125,6 +125,13 @@ class DecoderCalls:
                 "decoder was called in training without the model, or with a cache. Call the "
                 "model on whole rows or on a shard; model.eval() first to generate; or "
                 "handle.unpatch()."
+            )
+        if not self.own_forward_trains and kwargs.get("use_cache") is False:
+            raise ValueError(
+                "transformers' own forward of these recurrent layers can't train without a cache: "
+                "mamba-ssm's kernel for their convolution and scan needs causal-conv1d, which it "
+                "could not import. pip install causal-conv1d (built for the installed torch), or "
+                "train on rows of token ids with labels, alone."
             )
         tokens = tokens_of(args, kwargs)
         self.checkpoints.begin(decoder, self.checkpoints.propose(decoder, tokens, tokens.shape[1]))
@@ -209,7 +216,7 @@ class DecoderCalls:
             and batch.mask is None
             and not batch.routed
             and self._uncountable(batch.tokens) is None
-            and self.own_forward_trains
+            and (self.own_forward_trains or not decoder.training)
         )
         if self.group.num_ranks == 1 and is_plain and not self.checkpoints.replays_attention:
             return {transformers_api.CALL_KEY: None}

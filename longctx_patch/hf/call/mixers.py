@@ -9,7 +9,7 @@ run the same ones over the segments of a chain. Neither the class nor the module
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -174,12 +174,10 @@ def bind_mixers(model: nn.Module) -> Callable[[], None]:
 def _over_chain(cls: type[nn.Module]) -> Function:
     """The forward of a class, with functions of `OVER_CHAIN` for those that they stand for."""
     forward = transformers_api.code_of(cls)
-    namespace = dict(forward.__globals__)
-    for name, function in OVER_CHAIN.items():
-        if name in namespace:
-            namespace[name] = partial(function, namespace[name])
-    made = FunctionType(
-        forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    stock = forward.__globals__
+    over_chain = {
+        name: partial(function, stock[name])
+        for name, function in OVER_CHAIN.items()
+        if name in stock
+    }
+    return transformers_api.with_names(forward, over_chain)

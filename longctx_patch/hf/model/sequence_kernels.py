@@ -16,6 +16,8 @@ from torch import nn
 from longctx_patch.hf.model import transformers_api
 
 Function = Callable[..., Any]
+_CONVOLUTIONS = ("causal_conv1d_fwd_function", "causal_conv1d_cuda")
+"""What mamba-ssm's fused kernel calls of causal-conv1d, by its versions."""
 
 
 class Kernel(NamedTuple):
@@ -63,7 +65,7 @@ def functions_of(mixer: nn.Module) -> dict[str, Function]:
 
 def torch_function(function: Function) -> Function:
     """transformers' own code of one of these functions."""
-    return inspect.unwrap(plain(function))
+    return inspect.unwrap(_given(function) if isinstance(function, nn.Module) else function)
 
 
 def chosen(function: Function) -> Function:
@@ -83,13 +85,18 @@ def runs_kernel(function: Function) -> bool:
 
 
 def lacks_convolution(mixer: nn.Module) -> bool:
-    """Whether transformers' own forward of a layer ends with an error in training: mamba-ssm's
-    kernel for the convolution and the scan at once needs causal-conv1d, which can't be imported."""
+    """Whether transformers' own forward of a layer ends with an error in training, without a cache:
+    mamba-ssm's kernel for the convolution and the scan at once needs causal-conv1d. Where it can't
+    import that, it has None for its functions."""
     forward = transformers_api.code_of(type(mixer))
     fused = forward.__globals__.get("mamba2_split_conv1d_scan_combined")
     if fused is None or "mamba2_split_conv1d_scan_combined" not in forward.__code__.co_names:
         return False
-    return runs_kernel(fused) and not runs_kernel(functions_of(mixer)["causal_conv1d_fn"])
+    if not runs_kernel(fused):
+        return False
+    taken = getattr(chosen(fused), "__globals__", {})
+    has_none = any(taken.get(name, fused) is None for name in _CONVOLUTIONS)
+    return has_none or not runs_kernel(functions_of(mixer)["causal_conv1d_fn"])
 
 
 def kernel_takes(function: Function, option: str) -> bool:
@@ -102,7 +109,10 @@ def plain(function: Function) -> Function:
     """With the package `kernels`, each function is the forward of a module."""
     if not isinstance(function, nn.Module):
         return function
-    if "forward" in vars(function):
-        return function.forward
+    return function.forward if "forward" in vars(function) else _given(function)
+
+
+def _given(function: nn.Module) -> Function:
+    """What such a module was made of, whatever has replaced its forward."""
     inner: Function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
     return inner

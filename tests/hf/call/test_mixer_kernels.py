@@ -199,3 +199,30 @@ def test_one_rank_trains_where_fused_kernels_lack_the_convolution_s(
     with pytest.raises(TypeError, match="NoneType"):
         model.train()(**whole_row((LENGTH,)), use_cache=False)
     assert_exact(model, [LongContextConfig()], (LENGTH,), wanted)
+    handle = patch(model, LongContextConfig())
+    with pytest.raises(ValueError, match="needs causal-conv1d, which it could not import"):
+        model(**whole_row((LENGTH,)), use_cache=False, output_hidden_states=True)
+    model.eval()(**whole_row((LENGTH,)), use_cache=False)
+    handle.unpatch()
+
+
+def test_versions_of_causal_conv1d_that_mamba_ssm_can_t_use_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers runs its kernel then, and mamba-ssm's has None."""
+    mixer = transformers_api.recurrent_modules(featured_model("bamba"))[0]
+    namespace = transformers_api.code_of(type(mixer)).__globals__
+    names = ("mamba2_split_conv1d_scan_combined", "causal_conv1d_fn")
+    with monkeypatch.context() as patched:
+        for name in names:
+            decide = use_kernel_func_from_hub_with_fallback(name, __name__)
+            kernel = decide(sequence_kernels.torch_function(namespace[name]))
+            patched.setitem(namespace, name, kernel)
+        assert not lacks_convolution(mixer)
+        module = sys.modules[__name__]
+        patched.setattr(module, "causal_conv1d_fwd_function", None, raising=False)
+        assert lacks_convolution(mixer)
+
+
+causal_conv1d_fn = mamba2_split_conv1d_scan_combined = no_convolution
+"""As packages have them."""
