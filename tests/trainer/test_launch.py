@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from longctx_patch.plugin import accelerate_yaml
 from tests.launching import run_module
@@ -20,6 +21,7 @@ def main(folder: Path) -> None:
     """What a user's script does, on each process."""
     found = train(CASE, str(folder), is_patched=True)
     (folder / f"{os.environ['RANK']}.run").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()  # gloo's threads may abort a process that ends with them
 
 
 @pytest.mark.parametrize("num_processes", [2, 4])
