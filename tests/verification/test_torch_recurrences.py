@@ -19,10 +19,12 @@ from longctx_patch.hf.model.transformers_api import (
     recurrent_modules,
 )
 from tests.hf.call.test_mixer_documents import install
+from tests.hf.call.test_mixers import CHAINED
 from tests.hf.float64 import padded_rows
 from tests.hf.kernel_packages import packages, write_package
 from tests.hf.tiny import featured_config, featured_model
 
+FAMILIES = {"qwen3_5_text", "falcon_h1", "kimi_linear", "lfm2"} & set(CHAINED)
 WORDS = "Pointer argument cannot be accessed from Triton (cpu tensor?)"
 
 
@@ -38,7 +40,7 @@ def without_gpu(model: Any, patched: pytest.MonkeyPatch) -> None:
             patched.setitem(namespace, name, install(namespace[name], needs_gpu))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "kimi_linear", "lfm2"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_virtual_ranks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model itself keeps its kernels."""
     model = featured_model(family)
@@ -72,7 +74,7 @@ class OfHub(nn.Module):
 
 
 def test_a_kernel_of_the_hub_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = featured_model("lfm2")
+    model = featured_model("bamba")
     namespace = code_of(type(recurrent_modules(model)[0])).__globals__
     func = namespace["causal_conv1d_fn"]
 
