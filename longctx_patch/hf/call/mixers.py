@@ -25,6 +25,7 @@ from longctx_patch.hf.call.recurrent_run import RecurrentRun, check_exchange
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.sequence_kernels import kernel_takes, runs_kernel
 from longctx_patch.hf.model.transformers_api import CALL_KEY
+from longctx_patch.hf.model.with_names import with_names
 
 Function = Callable[..., Any]
 
@@ -180,4 +181,4 @@ def _over_chain(cls: type[nn.Module]) -> Function:
         for name, function in OVER_CHAIN.items()
         if name in stock
     }
-    return transformers_api.with_names(forward, over_chain)
+    return with_names(forward, over_chain)

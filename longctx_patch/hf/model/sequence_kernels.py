@@ -16,6 +16,7 @@ from torch import nn
 from longctx_patch.hf.model import transformers_api
 
 Function = Callable[..., Any]
+_FUSED = "mamba2_split_conv1d_scan_combined"
 _CONVOLUTIONS = ("causal_conv1d_fwd_function", "causal_conv1d_cuda")
 """What mamba-ssm's fused kernel calls of causal-conv1d, by its versions."""
 
@@ -89,9 +90,9 @@ def lacks_convolution(mixer: nn.Module) -> bool:
     mamba-ssm's kernel for the convolution and the scan at once needs causal-conv1d. Where it can't
     import that, it has None for its functions."""
     forward = transformers_api.code_of(type(mixer))
-    fused = forward.__globals__.get("mamba2_split_conv1d_scan_combined")
-    if fused is None or "mamba2_split_conv1d_scan_combined" not in forward.__code__.co_names:
+    if _FUSED not in forward.__code__.co_names:
         return False
+    fused = forward.__globals__[_FUSED]
     if not runs_kernel(fused):
         return False
     taken = getattr(chosen(fused), "__globals__", {})

@@ -13,6 +13,7 @@ from torch import nn
 
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.sequence_kernels import torch_function
+from longctx_patch.hf.model.with_names import with_names
 
 Function = Callable[..., Any]
 
@@ -35,7 +36,7 @@ def _with_torch_functions(cls: type[nn.Module]) -> type[nn.Module]:
     functions = {name: torch_function(forward.__globals__[name]) for name in names}
     known = {name: _with_known_options(function) for name, function in functions.items()}
     members = {
-        "forward": transformers_api.with_names(forward, known),
+        "forward": with_names(forward, known),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
     }

@@ -273,19 +273,6 @@ def code_of(cls: type[nn.Module]) -> FunctionType:
     return forward
 
 
-def with_names(function: FunctionType, meanings: Mapping[str, Any]) -> FunctionType:
-    """A copy of a function, for which names of its module mean something else."""
-    made = FunctionType(
-        function.__code__,
-        function.__globals__ | dict(meanings),
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
 def takes_options(cls: type[nn.Module]) -> bool:
     """Whether a forward takes any option, as those of its decoder's call that it doesn't know."""
     return bool(code_of(cls).__code__.co_flags & inspect.CO_VARKEYWORDS)
