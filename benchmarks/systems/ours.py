@@ -5,7 +5,8 @@ liger, compile): what computes RMSNorm, SwiGLU and rotary embeddings; `reshard=f
 whole between forward and backward; `rows=true` gives the model whole rows, which it cuts in each
 step, in place of a shard that was cut before; `replicas` groups train a row each, which here is the
 same row, so that loss and gradients stay those of one process; `copies` of the model are sharded
-over the GPUs (HSDP) in place of one.
+over the GPUs (HSDP) in place of one; `weights=bfloat16` keeps weights and the optimizer's states in
+bfloat16, as a run on one GPU does, in place of float32.
 """
 
 import dataclasses
@@ -21,7 +22,10 @@ from longctx_patch import LongContextConfig, SequenceShardCollator, patch
 from longctx_patch.hf.layers.fused_layers import fuse_layers
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.plugin import accelerate_yaml, close_accelerator, make_accelerator
-from systems import Job, TorchTrained, make_optimizer
+from systems import Job, TorchTrained, make_optimizer, take
+
+WEIGHTS = ("float32", "bfloat16")
+"""What weights are kept in where they are sharded; they are used in bfloat16."""
 
 
 def build(job: Job, model: PreTrainedModel, options: dict[str, Any]) -> "Ours":
@@ -34,6 +38,7 @@ class Ours(TorchTrained):
         self._gives_whole_rows = options.pop("rows", False)
         layers, reshards = options.pop("layers", "none"), options.pop("reshard", True)
         self.num_rows, copies = options.pop("replicas", 1), options.pop("copies", 1)
+        weights = take({"weights": options.pop("weights", "float32")}, weights=WEIGHTS)["weights"]
         config = LongContextConfig(**{NAMES.get(key, key): x for key, x in options.items()})
         # Such a policy measures in the first steps, and decides after them.
         self.warm_up_steps = 4 if POLICIES[config.checkpoint].chooses_by_layer else 2
@@ -51,7 +56,7 @@ class Ours(TorchTrained):
             # With one copy, Accelerate finds out: sharded under FSDP2, else whole replicas.
             dp_replicate_size=copies if copies > 1 else None,
             dp_shard_size=self.num_rows // copies if copies > 1 else None,
-            mixed_precision=job.precision,
+            mixed_precision=job.precision if weights == "float32" else "no",
             cpu=job.device.type == "cpu",
         )
         fuse_layers(model, layers)

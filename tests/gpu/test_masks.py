@@ -20,6 +20,8 @@ pytestmark = [
 ]
 
 LENGTH = 1000
+HEADS = (64, 16)
+"""A sink's gradient is one number per head: the error of a few can be small by luck."""
 
 
 def check_masks(rank: int, world_size: int) -> None:
@@ -38,7 +40,7 @@ def check_masks(rank: int, world_size: int) -> None:
             kernels = ("torch_flash", "cudnn") if config is configs[0] else ("torch_flash",)
             for kernel in kernels:
                 if masked.mask is None or not masked.mask.has_tiles:
-                    case = on_gpu(config, masked, batch=1, sinks=True)
+                    case = on_gpu(config, masked, batch=1, sinks=True, heads=HEADS)
                     assert_as_accurate(group, alone, case, kernel)
         group.close()
 
@@ -49,7 +51,7 @@ def check_flex(rank: int, world_size: int) -> None:
     group = make_sequence_group(LongContextConfig(ring_degree=world_size, layout="contiguous"))
     for masked in masks_of(LENGTH):
         if masked.name in ("documents", "function"):
-            case = on_gpu(group.config, masked, batch=1, sinks=True, softcap=2.0)
+            case = on_gpu(group.config, masked, batch=1, sinks=True, heads=HEADS, softcap=2.0)
             assert_as_accurate(group, alone, case, "flex")
     group.close()
 
