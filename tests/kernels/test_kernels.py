@@ -1,5 +1,6 @@
 """Every kernel that runs on a CPU agrees with attention over a whole table in float64."""
 
+import gc
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -144,6 +145,20 @@ def test_heads_after_each_other_add_up(
     dtype = torch.float16 if name in PACKAGED else torch.float64
     given = partial(problem, heads=(6, 3), dtype=dtype)
     check_calls(KERNELS[name], PIECES[case], PLAIN, given, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_calls_leave_no_tensors_behind(name: str) -> None:
+    """A call's graph goes with the call, whatever its operations save."""
+    kernel, segments = KERNELS[name], SEGMENTS["causal"]
+    dtype = torch.float16 if name in PACKAGED else torch.float64
+    given = problem(sum(segments.q), sum(segments.kv), (6, 2), dtype)
+    want = answer(given, table_of(segments), PLAIN)
+    alive = []
+    for _ in range(3):  # the first call may make what later ones share
+        check_kernel(kernel, segments, PLAIN, given, want, TOLERANCE[dtype])
+        alive.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
+    assert alive[1] == alive[2]
 
 
 def test_heads_go_together_while_dq_is_small() -> None:

@@ -79,12 +79,13 @@ class FlexKernel:
 
         Forward makes the graph too, though it needs none: without one it would be compiled again.
         Hooks of a checkpointed layer around the call must not see what this graph saves, since a
-        recompute that takes kept results back doesn't come here.
+        recompute that takes kept results back doesn't come here. An output that is saved as it
+        is would keep its graph, and so itself, for ever: it is detached.
         """
         rows = q_BLHD.shape[1]
         mask = block_mask(segments, q_BLHD.device)
         inputs = tuple(x.detach().requires_grad_() for x in (q_BLHD, k_BMGD, v_BMGD))
-        with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        with torch.enable_grad(), saved_tensors_hooks(_detached, _as_it_is):
             q, k, v = (_padded(x).transpose(1, 2) for x in inputs)
             out_BHLD, lse_BHL = (self.attend or _flex)(q, k, v, mask, score)
             own = out_BHLD[:, :, :rows].transpose(1, 2), lse_BHL[:, :, :rows]
@@ -108,6 +109,10 @@ def _own_gradients(
     delta_BLH = (dout_BLHD.to(wide) * out_BLHD.to(wide)).sum(-1)
     own_dlse = own_delta_BLH.transpose(1, 2) - weight_BHL * delta_BLH.transpose(1, 2)
     return own_dout, own_dlse
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach()
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
