@@ -25,8 +25,6 @@ KEPT_AT_MOST = 2**26
 """Bytes of others' items that one exchange may leave on a rank until backward. They don't grow with
 the row, but with the number of segments before a rank's last one, and so of ranks."""
 
-_WAITS_FOR, _RUNS_OF_A_MAP = 1.25, 2
-
 
 class Segment(NamedTuple):
     """Tokens of one document that lie one after another on one rank."""
@@ -108,15 +106,6 @@ class Chain:
                 mapped = tokens.size if number in self.needed else 0
                 found[rank] = found[rank].plus(RankWork(mapped=mapped, continued=tokens.size))
         return tuple(found)
-
-    @cached_property
-    def is_serial(self) -> bool:
-        """Whether ranks wait for one another in a recurrence for a good part of what the busiest of
-        them runs itself: for two ranks that share a document, until the other one is done."""
-        before = [work.begun + _RUNS_OF_A_MAP * work.mapped for work in self.work]
-        after = [work.continued for work in self.work]
-        busiest = max(map(sum, zip(before, after, strict=True)))
-        return max(before) + max(after) > _WAITS_FOR * busiest
 
     def tails(self, num_tokens: int) -> Needs:
         """What a convolution over `num_tokens` tokens before each needs: the ends of as many

@@ -6,10 +6,10 @@ exchange its outputs back.
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from longctx_patch.plans.chain import Chain, ChainTraffic
+from longctx_patch.plans.chain import ChainTraffic
 from longctx_patch.plans.head_split import Heads, HeadSplit
 from longctx_patch.plans.head_traffic import to_heads_traffic, to_tokens_traffic
 from longctx_patch.plans.traffic import Traffic
@@ -95,23 +95,6 @@ def states_because(num_heads: int, num_groups: int, degree: int) -> str | None:
             "of the other"
         )
     return None
-
-
-def head_waves(shape: RecurrentShape, chain: Chain) -> int:
-    """In how many waves of heads the ranks of a chain run a recurrence.
-
-    Heads need nothing of each other. Where a rank would wait until another one has run all of them,
-    it has the states of the first wave when that one begins with the second.
-    """
-    waves = 2
-    parts = shape.num_heads % waves == shape.num_groups % waves == 0
-    return waves if parts and chain.is_serial else 1
-
-
-def one_wave(shape: RecurrentShape, waves: int) -> RecurrentShape:
-    """The shape of a wave, one of so many."""
-    heads, groups = shape.num_heads // waves, shape.num_groups // waves
-    return replace(shape, num_heads=heads, num_groups=groups)
 
 
 def packets(forms: Sequence[Hashable]) -> list[list[int]]:

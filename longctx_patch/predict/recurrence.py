@@ -14,20 +14,13 @@ composing maps.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.plans.chain import Chain, ChainTraffic, make_chain
 from longctx_patch.plans.head_split import HeadSplit
-from longctx_patch.plans.recurrent import (
-    RecurrentShape,
-    RecurrentWay,
-    head_waves,
-    heads_traffic,
-    one_wave,
-    packets,
-)
+from longctx_patch.plans.recurrent import RecurrentShape, RecurrentWay, heads_traffic, packets
 from longctx_patch.plans.traffic import Traffic
 from longctx_patch.predict.machines import Hardware
 from longctx_patch.sequence.documents import Documents
@@ -203,10 +196,7 @@ def _item_bytes(shape: RecurrentShape, chain: Chain, number: int) -> int:
 
 @lru_cache(maxsize=64)
 def _states_traffic(shape: RecurrentShape, chain: Chain) -> tuple[ChainTraffic, ...]:
-    waves = head_waves(shape, chain)
-    num_bytes = partial(_item_bytes, one_wave(shape, waves), chain)
-    found = chain.traffic_of_ranks(chain.states, num_bytes)
-    return tuple(reduce(ChainTraffic.plus, [each] * waves) for each in found)
+    return chain.traffic_of_ranks(chain.states, partial(_item_bytes, shape, chain))
 
 
 def _exchanges(shape: RecurrentShape, row: Row) -> list[ChainTraffic]:
@@ -263,17 +253,14 @@ def _chain_passes(shape: RecurrentShape, layout: Layout, row: Row, hardware: Har
     for number in chain.needed:
         if not chain.segments[number].begins:
             calls[chain.segments[number].rank] += 1
-    waves = head_waves(shape, chain)
-    own_s = max(map(sum, zip(before, after, strict=True)))
-    # While the first wave's states are awaited, the others' ranks run theirs.
-    compute_s = own_s + (max(before) + max(after) - own_s) / waves
+    compute_s = max(before) + max(after)
     sent = [way for traffic in _states_traffic(shape, chain) for way in traffic]
     travel_s = _travel_seconds(sent, hardware, is_near=_in_node(row.ring * row.ulysses, hardware))
-    launch_s = waves * max(calls) * HOST_CALL_S
-    host_s = launch_s + waves * hardware.host_exchange_s * any(chain.states)
+    launch_s = max(calls) * HOST_CALL_S
+    host_s = launch_s + hardware.host_exchange_s * any(chain.states)
     forward = replay = _Seconds(compute_s + travel_s, host_s)
-    if chain.is_kept(chain.states, partial(_item_bytes, one_wave(shape, waves), chain)):
-        replay = _Seconds(own_s, launch_s)
+    if chain.is_kept(chain.states, partial(_item_bytes, shape, chain)):
+        replay = _Seconds(max(map(sum, zip(before, after, strict=True))), launch_s)
     backward = _Seconds(BACKWARD * compute_s + travel_s, host_s)
     return _Passes(forward, backward, replay)
 

@@ -150,8 +150,10 @@ WIDE: dict[str, Any] = {
     "mamba_d_head": 32,
     "mamba_d_state": 64,
     "mamba_chunk_size": 64,
+    "num_experts_per_token": 4,
 }
-"""Heads of sizes that kernels take; a config keeps the names that it knows."""
+"""Heads of sizes that kernels take, and all experts for each token, since another choice of them
+is no error of rounding; a config keeps the names that it knows."""
 FAMILIES = [
     name for name in ("qwen3_5_text", "olmo_hybrid", "kimi_linear", "bamba") if name in SUPPORTED
 ]

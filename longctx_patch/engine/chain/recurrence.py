@@ -3,12 +3,11 @@
 A segment that begins its document runs from a state of zero, and hands on the state it ends with.
 Another one must know the state before it: each hands on its map S -> M S + U, found from its own
 tokens alone, and composes the maps before it. Then all segments run once, each from its state. The
-states that travel have the same size however long the segments are. Where ranks would wait for one
-another, heads do so in waves. Documents that lie whole on a
+states that travel have the same size however long the segments are. Documents that lie whole on a
 rank run in one call, where the kernel keeps them apart itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Protocol, Self
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from longctx_patch.engine.chain.hand_over import hand_over
 from longctx_patch.engine.chain.run import ChainRun
 from longctx_patch.plans.chain import Chain
-from longctx_patch.plans.recurrent import RecurrentShape, head_waves
+from longctx_patch.plans.recurrent import RecurrentShape
 from longctx_patch.sequence.layout import Interval
 
 
@@ -84,23 +83,6 @@ def run_recurrence(run: ChainRun, recurrence: Recurrence) -> Tensor:
 
     Collective over ranks that share documents.
     """
-    waves = head_waves(recurrence.shape, run.chain)
-    outs = [_run_wave(run, wave) for wave in _in_waves(recurrence, waves)]
-    return outs[0] if waves == 1 else torch.cat(outs, dim=2)
-
-
-def _in_waves(recurrence: Recurrence, waves: int) -> Iterator[Recurrence]:
-    """The recurrence of some heads at a time."""
-    if waves == 1:
-        yield recurrence
-        return
-    parts = [x.split(x.shape[2] // waves, dim=2) for x in recurrence.inputs]
-    size = recurrence.shape.num_heads // waves
-    for wave, inputs in enumerate(zip(*parts, strict=True)):
-        yield recurrence.of_heads(inputs, Interval(wave * size, (wave + 1) * size))
-
-
-def _run_wave(run: ChainRun, recurrence: Recurrence) -> Tensor:
     chain, needs = run.chain, run.chain.states
     runs = chain.runs(run.rank)
     begun, items = _begin(chain, runs, recurrence)

@@ -160,14 +160,13 @@ def ring_and_ulysses(config: LongContextConfig) -> int:
 
 
 def joined_calls(config: LongContextConfig) -> int:
-    """Of all ranks and waves of heads: calls that run several documents."""
+    """Of all ranks: calls that run several documents."""
     documents, in_ring = Documents(DOCUMENTS, sum(DOCUMENTS)), config
     if config.recurrent_exchange == "heads":  # each rank runs what its Ulysses group holds
         in_ring = replace(config, ulysses_degree=1, recurrent_exchange="states")
     chain = checked_chain(in_ring.layout_of(documents), documents)
     calls = [call for rank in range(chain.num_ranks) for call in chain.runs(rank)]
-    times = (2 if chain.is_serial else 1) * (ring_and_ulysses(config) // chain.num_ranks)
-    return sum(len(call) > 1 for call in calls) * times
+    return sum(len(call) > 1 for call in calls) * (ring_and_ulysses(config) // chain.num_ranks)
 
 
 def test_what_a_kernel_does_not_name_is_not_given() -> None:
