@@ -39,6 +39,8 @@ class Ours(TorchTrained):
         layers, reshards = options.pop("layers", "none"), options.pop("reshard", True)
         self.num_rows, copies = options.pop("replicas", 1), options.pop("copies", 1)
         weights = take({"weights": options.pop("weights", "float32")}, weights=WEIGHTS)["weights"]
+        if weights == "bfloat16" and not job.shards_weights:
+            raise ValueError("weights=bfloat16: weights that are not sharded keep their dtype.")
         config = LongContextConfig(**{NAMES.get(key, key): x for key, x in options.items()})
         # Such a policy measures in the first steps, and decides after them.
         self.warm_up_steps = 4 if POLICIES[config.checkpoint].chooses_by_layer else 2
