@@ -128,7 +128,7 @@ class DegreeChooser:
         kinds += ["layers with a window"] if any(reach.window for reach in reaches) else []
         kinds += ["layers of chunks"] if any(reach.chunk for reach in reaches) else []
         sources = {self.hardware.recurrent.source(work.shape.kind) for work in self._recurrences()}
-        kinds += [f"recurrent layers at {source} rates" for source in sources]
+        kinds += [f"recurrent layers at rates {source}" for source in sources]
         what = f"{' and '.join(kinds) or 'causal rows'} on {self.hardware.name.upper()}"
         reason = f"for {what}, a layer predicted: {_times(costs, num_layers)}"
         if rows.assumed:

@@ -140,16 +140,19 @@ def plan_command(model: str, **options: Any) -> None:
         reach = reachable_length(config)
         _say_candidates(asked, results, most, reach)
         if not asked.as_json and any(result.fits for result in results):
-            click.echo(f"\nNext: {next_command(model, asked, job, reach)}")
+            degree = results[0].candidate.sequence_degree
+            click.echo(f"\nNext: {next_command(model, asked, job, reach, degree)}")
     if not (any(result.fits for result in results) if results else most):
         raise click.exceptions.Exit(1)
 
 
-def next_command(model: str, asked: PlanOptions, job: "Job", reach: int | None) -> str:
+def next_command(model: str, asked: PlanOptions, job: "Job", reach: int | None, degree: int) -> str:
     """The `longctx patch` that makes the run folder of what was planned.
 
     Args:
         reach: the length that the model's RoPE reaches as published; None: any.
+        degree: how many GPUs share a row. It is left to `longctx patch` where all do, or where the
+            rows of a step decide.
     """
     from longctx_patch.recipes.models import is_bare_config, text_model_command, whole_config
 
@@ -159,8 +162,10 @@ def next_command(model: str, asked: PlanOptions, job: "Job", reach: int | None) 
     cluster = job.cluster
     words = ["longctx", "patch", model, "--gpus", str(cluster), "--seq-len", str(job.seq_len)]
     nodes = cluster.num_gpus // cluster.gpus_per_node
+    is_left = degree == cluster.num_gpus or job.rows_per_step
     given = {
         "--nodes": nodes if nodes > 1 else None,
+        "--sequence-degree": None if is_left else degree,
         "--rope": "yarn" if reach is not None and job.seq_len > reach else None,
         "--rank": asked.rank,
         "--dtype": asked.dtype,

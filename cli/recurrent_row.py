@@ -37,7 +37,7 @@ def recurrent_rows(
         )
         source = MACHINES[config.hardware].recurrent.source(shape.kind)
         why = (
-            f"a layer predicted, from {source} rates: states {states:.3g} ms, heads {heads:.3g}; "
+            f"a layer predicted, from rates {source}: states {states:.3g} ms, heads {heads:.3g}; "
             "for packed rows decided row by row"
         )
     return [("recurrent", f"exchange {value}", why)]

@@ -47,7 +47,7 @@ class Beside:
         lines = [
             f"\n\nBeside it: {self.num_layers} recurrent layers ({shape.kind}, {shape.num_heads} / "
             f"{shape.num_groups} heads, states of {shape.key_dim} x {shape.value_dim}), each by "
-            f"{self.source} rates"
+            f"rates {self.source}"
         ]
         for found in self.ways:
             sent = _sent(found, direction)
@@ -85,7 +85,7 @@ class Recurrences:
         """What the choice of degrees counts of them."""
         source = hardware.recurrent.source(self.shape.kind)
         return (
-            f"Counted in the choice of degrees, at {source} rates: "
+            f"Counted in the choice of degrees, at rates {source}: "
             f"{self.num_layers} recurrent layers ({self.shape.kind}) beside "
             f"{self.num_attention_layers} with attention. The table is of attention."
         )

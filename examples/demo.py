@@ -20,7 +20,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -156,6 +155,8 @@ def compare(ours: Path, reference: Path) -> float:
 
 def held_out_losses(folder: Path) -> tuple[float, float]:
     """Loss on the files kept aside, before and after tuning, by transformers and peft alone."""
+    from peft import PeftModel  # after the recipes, which hide what its packages log on import
+
     final = folder / "two" / "final"
     config = AutoConfig.from_pretrained(final)  # carries the YaRN change
     base = AutoModelForCausalLM.from_pretrained(folder / "pretrain" / "final", config=config)

@@ -76,11 +76,11 @@ class RecurrentRates:
     state_space: float
     """mamba-ssm's `mamba_chunk_scan_combined`."""
     measured: frozenset[RecurrenceKind]
-    """The others are a share of matrix products, which nobody has measured."""
+    """On H100. The others are a share of matrix products, which nobody has measured."""
 
     def source(self, kind: RecurrenceKind) -> str:
-        """Where a rate is from, in a word."""
-        return "measured" if kind in self.measured else "estimated"
+        """Where a rate is from."""
+        return "measured on H100" if kind in self.measured else "estimated"
 
     def flops(self, kind: RecurrenceKind) -> float:
         rates = {

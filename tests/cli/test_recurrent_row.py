@@ -26,7 +26,7 @@ def test_the_way_is_named_with_its_reason() -> None:
         ("recurrent", "exchange states"),
         ("recurrent", "exchange heads"),
     }
-    assert why.startswith("a layer predicted, from estimated rates: states ")
+    assert why.startswith("a layer predicted, from rates estimated: states ")
 
 
 def test_nothing_is_said_where_nothing_is_decided() -> None:

@@ -171,9 +171,12 @@ def test_recurrent_layers_are_counted_beside_attention(
     assert ulysses["heads"]["bytes_sent_per_rank"][0] > 100 * state
     says = run("schedule", path, "--plan", "ulysses", "--ranks", 4).output
     assert "Beside it: 3 recurrent layers (delta rule, 32 / 16 heads, states of 128 x 128)" in says
-    assert "by measured rates" in says
+    assert "by rates measured on H100" in says
     compared = run("schedule", path, "--compare", "--ranks", 2, "--seq-len", 4096).output
-    assert "at measured rates: 3 recurrent layers (delta rule) beside 1 with attention" in compared
+    assert (
+        "at rates measured on H100: 3 recurrent layers (delta rule) beside 1 with attention"
+        in compared
+    )
     assert "a striped layout under layers whose" in refuse(
         run, path, "--plan", "striped", *words[2:]
     )

@@ -7,6 +7,7 @@ or fail where a layer is built.
 
 import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from longctx_patch.hf.model.facts import given
@@ -17,6 +18,13 @@ COUNTS = (
     *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
 )
 """What is 1 or more; None where a family leaves it open, a list where layers differ."""
+RECURRENT_HEADS = (
+    ("linear_num_value_heads", "linear_num_key_heads"),
+    ("mamba_n_heads", "mamba_n_groups"),
+    ("mamba_num_heads", "n_groups"),
+    ("n_mamba_heads", "mamba_ngroups"),
+)
+"""Heads with a state, and the key heads or groups that these share evenly."""
 ROPE_NUMBERS = (
     *("rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor"),
     *("attention_factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
@@ -32,13 +40,13 @@ def problem_of(config: Any, *, as_written: bool = False) -> str | None:
     `as_written`: it has the fields of a file that no config class has read, whose sizes may make
     that class fail.
     """
-    sizes = (_of_counts, _of_heads)
+    sizes = (_of_counts, _of_heads, _of_recurrent_heads)
     checks = sizes if as_written else (*sizes, _of_rope, _of_numbers, _of_names)
     return next((problem for check in checks for problem in check(config)), None)
 
 
 def _of_counts(config: Any) -> Iterator[str]:
-    for name in COUNTS:
+    for name in (*COUNTS, *chain.from_iterable(RECURRENT_HEADS)):
         value = given(config, name)
         if value is None or isinstance(value, list | tuple):
             continue
@@ -64,6 +72,16 @@ def _of_heads(config: Any) -> Iterator[str]:
             f"hidden_size={hidden}: num_attention_heads={heads} must divide it where no head_dim "
             "is given"
         )
+
+
+def _of_recurrent_heads(config: Any) -> Iterator[str]:
+    for names in RECURRENT_HEADS:
+        heads, groups = (given(config, name) for name in names)
+        if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+            yield (
+                f"{names[1]}={groups}: it must divide {names[0]}={heads}, since as many heads with "
+                "a state share each of them"
+            )
 
 
 def _of_rope(config: Any) -> Iterator[str]:

@@ -77,6 +77,29 @@ def test_configs_of_families_pass(family: str) -> None:
     assert problem_of(featured_config(family)) is None
 
 
+@pytest.mark.parametrize(
+    ("family", "heads", "groups"),
+    [
+        ("qwen3_5_text", "linear_num_value_heads", "linear_num_key_heads"),
+        ("bamba", "mamba_n_heads", "mamba_n_groups"),
+        ("nemotron_h", "mamba_num_heads", "n_groups"),
+        ("zamba2", "n_mamba_heads", "mamba_ngroups"),
+    ],
+)
+def test_heads_with_a_state_share_key_heads_evenly(family: str, heads: str, groups: str) -> None:
+    """Such a model can be made, and fails in its first forward."""
+    config = featured_config(family)
+    assert problem_of(config) is None
+    number = getattr(config, heads)
+    setattr(config, groups, number + 1)
+    assert problem_of(config) == (
+        f"{groups}={number + 1}: it must divide {heads}={number}, since as many heads with a state "
+        "share each of them"
+    )
+    setattr(config, groups, 0)
+    assert (problem_of(config) or "").startswith(f"{groups}=0: it counts something")
+
+
 def test_rope_of_each_kind_of_layer_is_looked_at() -> None:
     """Also of a config that was made in Python, where a number may be NaN."""
     config = featured_config("gemma3_text")
