@@ -52,6 +52,7 @@ SIZES = (1024, 2048, 4096, 8192, 16384, 32768)
 QUICK_SIZES = (64, 128, 256)
 HEADS = ((32, 8), (8, 2))
 HEAD_DIM = 128
+"""Of the passes over memory, and of kernels unless `--head-dim` says otherwise."""
 MESSAGE_BYTES = tuple(2**exponent for exponent in range(16, 29, 2))  # 64 KiB to 256 MiB
 QUICK_MESSAGE_BYTES = MESSAGE_BYTES[:3]
 OVERLAP_ROWS, OVERLAP_BYTES = 8192, 2**26
@@ -120,38 +121,39 @@ class KernelCall(NamedTuple):
     causal: bool
     heads: int
     kv_heads: int
+    head_dim: int
 
     def flops(self, direction: str) -> int:
         """FLOPs of two matrix products per pair forward, five backward (FlashAttention-2)."""
         area = self.rows * (self.rows + 1) // 2 if self.causal else self.rows * self.keys
-        return (4 if direction == "forward" else 10) * area * self.heads * HEAD_DIM
+        return (4 if direction == "forward" else 10) * area * self.heads * self.head_dim
 
 
-def kernel_calls(sizes: Sequence[int]) -> list[KernelCall]:
+def kernel_calls(sizes: Sequence[int], head_dim: int) -> list[KernelCall]:
     """Causal and full squares of all sizes; for every second size also both half rectangles."""
     blocks = [(size, size, causal) for size in sizes for causal in (True, False)]
     blocks += [(size, size // 2, False) for size in sizes[::2]]
     blocks += [(size // 2, size, False) for size in sizes[::2]]
-    return [KernelCall(*block, *heads) for block, heads in product(blocks, HEADS)]
+    return [KernelCall(*block, *heads, head_dim) for block, heads in product(blocks, HEADS)]
 
 
 def prepared(
     kernel: Kernel, block: KernelCall, clock: Clock
 ) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     """The block's calls by direction, with random inputs."""
-    rows, keys, causal, heads, kv_heads = block
-    q, dout = normal((2, 1, rows, heads, HEAD_DIM), clock.device)
-    k, v = normal((2, 1, keys, kv_heads, HEAD_DIM), clock.device)
+    rows, keys, causal, heads, kv_heads, head_dim = block
+    q, dout = normal((2, 1, rows, heads, head_dim), clock.device)
+    k, v = normal((2, 1, keys, kv_heads, head_dim), clock.device)
     rule = CAUSAL_WINDOW if causal else FULL_WINDOW
-    how = (Segments((rows,), (keys,), rule), Score(HEAD_DIM**-0.5))
+    how = (Segments((rows,), (keys,), rule), Score(head_dim**-0.5))
     forward = partial(kernel.forward, q, k, v, *how)
     backward = partial(kernel.backward, BackwardInputs(dout, q, k, v, *forward()), *how)
     return {"forward": forward, "backward": backward}
 
 
-def measure_kernels(kernel: Kernel, sizes: Sequence[int], clock: Clock) -> list[Row]:
+def measure_kernels(kernel: Kernel, sizes: Sequence[int], head_dim: int, clock: Clock) -> list[Row]:
     rows = []
-    for block in kernel_calls(sizes):
+    for block in kernel_calls(sizes, head_dim):
         for direction, call in prepared(kernel, block, clock).items():
             flops, times = block.flops(direction), clock.device_time(call)._asdict()
             rows.append({"direction": direction, **block._asdict(), "flops": flops} | times)
@@ -253,7 +255,7 @@ def measure_overlap(
 ) -> Row:
     """The share of a ring hop's time that a full forward kernel beside it does not hide."""
     post = ring_hop(transport, num_bytes, clock.device)
-    attend = prepared(kernel, KernelCall(rows, rows, False, *HEADS[0]), clock)["forward"]
+    attend = prepared(kernel, KernelCall(rows, rows, False, *HEADS[0], HEAD_DIM), clock)["forward"]
 
     def both() -> None:
         pending = post()
@@ -272,7 +274,7 @@ def measure_host(
 ) -> dict[str, float]:
     """Host time of a kernel call by direction, of sums and packing, of an exchange and its wait."""
     calls: dict[str, Callable[[], object]] = {}
-    calls |= prepared(kernel, KernelCall(rows, rows, True, *HEADS[0]), clock)
+    calls |= prepared(kernel, KernelCall(rows, rows, True, *HEADS[0], HEAD_DIM), clock)
     calls |= {kind: call for kind, _, call in memory_passes([rows], clock)}
     if transport is not None:
         calls["exchange"] = waited(ring_hop(transport, num_bytes, clock.device))
@@ -285,13 +287,15 @@ def normal(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.randn(shape, dtype=dtype_on(device), device=device)
 
 
-def measure(sizes: Sequence[int], messages: Sequence[int], clock: Clock) -> Row:
+def measure(
+    sizes: Sequence[int], messages: Sequence[int], clock: Clock, head_dim: int = HEAD_DIM
+) -> Row:
     """Everything, as JSON: what was measured, and the figures of a `Hardware`. Collective."""
     device, num_ranks = clock.device, num_processes()
-    kernel = choose_kernel("auto", KernelRequest(device.type, dtype_on(device), HEAD_DIM))
+    kernel = choose_kernel("auto", KernelRequest(device.type, dtype_on(device), head_dim))
     group = make_sequence_group(LongContextConfig(ring_degree=num_ranks))
     transport = group.ring if num_ranks > 1 else None
-    kernels = measure_kernels(kernel, sizes, clock)
+    kernels = measure_kernels(kernel, sizes, head_dim, clock)
     memory = measure_bytes(memory_passes(sizes, clock), clock)
     sent, overlap = [], None
     if transport is not None:
@@ -302,7 +306,12 @@ def measure(sizes: Sequence[int], messages: Sequence[int], clock: Clock) -> Row:
     host = measure_host(kernel, transport, min(sizes), min(messages), clock)
     group.close()
     return {
-        "machine": {**machine(device), "num_processes": num_ranks, "kernel": kernel.name},
+        "machine": {
+            **machine(device),
+            "num_processes": num_ranks,
+            "kernel": kernel.name,
+            "head_dim": head_dim,
+        },
         "measured": {"kernels": kernels, "memory": memory, "links": sent},
         "kernels": fit_kernels(kernels),
         "memory": fit_bytes(memory),
@@ -319,6 +328,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--iterations", type=int, default=10, help="timed calls (default 10)")
     parser.add_argument("--sizes", type=int, nargs="+", help=f"rows of a block (default {SIZES})")
+    parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help=f"of kernels ({HEAD_DIM})")
     parser.add_argument("--quick", action="store_true", help="small blocks and messages only")
     arguments = parser.parse_args()
     sizes = arguments.sizes or (QUICK_SIZES if arguments.quick else SIZES)
@@ -333,9 +343,8 @@ def main() -> None:
     num_bytes = FILLER_BYTES if device.type == "cuda" else 0
     filler = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     clock = ColdClock(device, arguments.iterations, filler)
-    report = measure(
-        sorted(sizes), QUICK_MESSAGE_BYTES if arguments.quick else MESSAGE_BYTES, clock
-    )
+    messages = QUICK_MESSAGE_BYTES if arguments.quick else MESSAGE_BYTES
+    report = measure(sorted(sizes), messages, clock, arguments.head_dim)
     if is_first_rank():
         print(json.dumps(report | {"measured": f"in {arguments.out}"}, indent=1))
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")

@@ -35,6 +35,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "llama-1b": _LLAMA_8B
         | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
         | {"tie_word_embeddings": True},
+        "smollm2-135m": _LLAMA_8B
+        | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+        | {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152}
+        | {"tie_word_embeddings": True},
+        "qwen2.5-0.5b": _LLAMA_8B
+        | {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864}
+        | {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+        | {"vocab_size": 151936, "tie_word_embeddings": True},
         "mistral-7b": _LLAMA_8B
         | {"model_type": "mistral", "vocab_size": 32768}
         | {"sliding_window": None},

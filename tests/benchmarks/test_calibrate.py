@@ -19,7 +19,7 @@ def test_calibrate_over_two_processes(tmp_path: Path, monkeypatch: pytest.Monkey
     assert launch.run_job(script, options, 2, 60.0, tmp_path / "log").problem is None
     report, printed = json.loads(out.read_text()), (tmp_path / "log.rank0.log").read_text()
     measured = report["measured"]
-    assert len(measured["kernels"]) == 2 * len(kernel_calls([32, 64]))
+    assert len(measured["kernels"]) == 2 * len(kernel_calls([32, 64], 128))
     for row in measured["kernels"]:
         pairs = row["rows"] * (row["rows"] + 1) / 2 if row["causal"] else row["rows"] * row["keys"]
         products = 2 if row["direction"] == "forward" else 5
@@ -42,7 +42,7 @@ def test_calibrate_over_two_processes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_fit_finds_what_made_the_times() -> None:
-    calls = [call for call in kernel_calls([1024, 4096, 16384]) if not call.causal]
+    calls = [call for call in kernel_calls([1024, 4096, 16384], 128) if not call.causal]
     flops = np.array([call.flops("forward") for call in calls], dtype=np.float64)
     keys = np.array([call.keys for call in calls], dtype=np.float64)
     found = fit_kernel(flops, keys, 1e-5 + flops / 6e14 * (1 + 400 / keys))
@@ -62,5 +62,5 @@ def test_no_slope_is_negative() -> None:
 
 
 def test_flops_of_a_causal_square() -> None:
-    call = KernelCall(3, 3, True, 2, 1)
+    call = KernelCall(3, 3, True, 2, 1, 128)
     assert (call.flops("forward"), call.flops("backward")) == (4 * 6 * 2 * 128, 10 * 6 * 2 * 128)
