@@ -44,8 +44,9 @@ def make_accelerator(
     no NVIDIA GPU the processes talk through gloo on the CPU.
 
     `gradient_accumulation_steps` is for whole rows; batches of `SequenceShardCollator` are refused
-    under it. A prepared scheduler steps once per `scheduler.step()`; Accelerate's default, once per
-    process, would end a schedule too early.
+    under it. A prepared scheduler steps as on one process: once an optimizer step, or, with
+    `step_scheduler_with_optimizer=False`, in each `scheduler.step()`. Accelerate alone would step
+    it once per process, and end a schedule too early.
 
     Under FSDP2 with mixed precision, gradients are reduced in float32, and outputs, such as the
     loss, keep their dtype; Accelerate's default would round both to the low precision. Give your
@@ -71,7 +72,6 @@ def make_accelerator(
     """
     require_config(config)
     _refuse_other_engines(accelerator_kwargs)
-    _step_schedulers_once(accelerator_kwargs)
     num_processes = _num_processes()
     require_whole_groups(
         config.degrees_in_words,
@@ -157,6 +157,13 @@ def states_on_host(accelerator: Accelerator) -> bool:
 
 
 class _Accelerator(Accelerator):
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a scheduler that steps once an optimizer step, whatever the number of processes:
+        Accelerate steps it once per process unless the loader splits batches over them."""
+        prepared = super().prepare_scheduler(scheduler)
+        prepared.split_batches = True
+        return prepared
+
     def end_training(self) -> None:
         close_accelerator(self)
 
@@ -194,16 +201,6 @@ def _refuse_other_engines(kwargs: dict[str, Any]) -> None:
                 f"{engine} is on: it brings its own attention and process groups. Use "
                 "distributed_type: FSDP (fsdp_version: 2) or MULTI_GPU in the YAML."
             )
-
-
-def _step_schedulers_once(kwargs: dict[str, Any]) -> None:
-    """Set `step_scheduler_with_optimizer=False`; with True a scheduler steps once per process."""
-    if kwargs.setdefault("step_scheduler_with_optimizer", False):
-        raise ValueError(
-            "step_scheduler_with_optimizer=True: a prepared scheduler would step once per process, "
-            "and decay that many times too fast. Leave it out, and make the scheduler for the "
-            "steps of your loop."
-        )
 
 
 def _num_processes() -> int:
@@ -297,14 +294,13 @@ def _parallelism(
 def _same_batches(kwargs: dict[str, Any]) -> DataLoaderConfiguration:
     """The data-loader settings under which all ranks of a sequence group get the same rows."""
     given = kwargs.get("dataloader_config") or DataLoaderConfiguration()
-    split = given.split_batches or kwargs.get("split_batches") is True
-    for name, value in (("dispatch_batches", given.dispatch_batches), ("split_batches", split)):
-        if value:
-            raise ValueError(
-                f"{name}=True: the ranks that share a sequence would get different rows. "
-                f"Use {name}=False; batch_size then counts the rows of one sequence group."
-            )
-    return replace(given, dispatch_batches=False, split_batches=False)
+    if given.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches=True: the ranks that share a sequence would get different rows. Use "
+            "dispatch_batches=False; each process then reads its rows by itself."
+        )
+    split = given.split_batches or kwargs.pop("split_batches", False)
+    return replace(given, dispatch_batches=False, split_batches=split)
 
 
 def _exact_fsdp_plugin(kwargs: dict[str, Any]) -> Any:

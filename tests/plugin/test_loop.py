@@ -1,11 +1,14 @@
 """A loop of one's own over whole rows, with Accelerate's own accumulation and data loader."""
 
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
@@ -83,3 +86,73 @@ def test_accelerates_accumulation_and_loader_over_whole_rows(shards: bool) -> No
         assert losses == by_rank[2 * (rank // 2)][0], "ranks that share rows have the same loss"
         for name, weight in model.named_parameters():
             assert relative_error(weights[name], weight) < 1e-6, name
+
+
+Course = tuple[list[float], list[float], list[torch.Tensor]]
+
+
+def documented_loops(make: Any, config: LongContextConfig | None) -> list[Course]:
+    """(losses, learning rates, weights) of three optimizer steps of each loop that Accelerate's
+    pages have: its accumulation, with and without a guard, and each setting of its schedulers."""
+    return [
+        scheduled(make, config, *pattern)
+        for pattern in product((1, 3), (True, False), (True, False), (True, False))
+    ]
+
+
+def scheduled(
+    make: Any,
+    config: LongContextConfig | None,
+    accumulation: int,
+    is_guarded: bool,
+    with_optimizer: bool,
+    split_batches: bool,
+) -> Course:
+    GradientState._reset_state()
+    accelerator = make(
+        gradient_accumulation_steps=accumulation,
+        step_scheduler_with_optimizer=with_optimizer,
+        dataloader_config=DataLoaderConfiguration(split_batches=split_batches),
+    )
+    model: Any = tiny_model()
+    handle = None if config is None else patch(model, config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader: Any = DataLoader(rows()[: 2 * accumulation + 1], batch_size=1)  # type: ignore[arg-type]
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    losses, rates = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            if accelerator.sync_gradients or not is_guarded:
+                scheduler.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        rates.append(scheduler.get_last_lr()[0])
+    weights = [weight.detach().clone() for weight in accelerator.unwrap_model(model).parameters()]
+    if handle is not None:
+        handle.unpatch()
+    return losses, rates, weights
+
+
+def loops_of_ours(degree: int) -> list[Course]:
+    config = LongContextConfig(ring_degree=degree)
+    return documented_loops(partial(make_accelerator, config, cpu=True), config)
+
+
+def test_prepared_schedulers_step_as_on_one_process_in_every_documented_loop() -> None:
+    wanted = documented_loops(partial(Accelerator, cpu=True), None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    alone = loops_of_ours(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.testing.assert_close(alone, wanted)
+    for found in run_launched(loops_of_ours, 2, 2):
+        for (losses, rates, weights), plain in zip(found, wanted, strict=True):
+            assert losses == pytest.approx(plain[0], rel=1e-5)
+            assert rates == plain[1]
+            assert all(relative_error(*pair) < 1e-5 for pair in zip(weights, plain[2], strict=True))
+    guarded_with_accumulation = wanted[8 + 2]
+    assert guarded_with_accumulation[1][-1] == pytest.approx(0.5 / 4), "three optimizer steps"

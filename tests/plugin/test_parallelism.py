@@ -209,8 +209,6 @@ DISPATCHED = DataLoaderConfiguration(dispatch_batches=True)
             r"FSDP on the CPU.*distributed_type: MULTI_GPU",
         ),
         (ONE, {"ACCELERATE_USE_DEEPSPEED": "true"}, "DEEPSPEED is on"),
-        (ONE, {"step_scheduler_with_optimizer": True}, "once per process.* Leave it out"),
-        (ONE, {"split_batches": True}, r"split_batches=True: .*Use split_batches=False"),
         (ONE, {"dataloader_config": DISPATCHED}, r"batches=True: .*Use dispatch_batches=False"),
         (ONE, {"parallelism_config": SP()}, "parallelism_config was given"),
     ],
