@@ -40,8 +40,7 @@ def check_read_alike(
         spans, lengths: where each row's tokens are, and how long its documents.
     """
     is_packed, positions = any(len(row) > 1 for row in lengths), given.get("position_ids")
-    if positions is None:
-        _check_lengths_alone(given, stock)
+    check_lengths_alone(given, stock)
     if is_packed and given.get("attention_mask") is not None:
         raise ValueError(
             "packed rows with an attention_mask: transformers looks for documents only where there "
@@ -66,8 +65,10 @@ def check_read_alike(
         _check_positions(positions, spans)
 
 
-def _check_lengths_alone(given: Mapping[str, Any], stock: StockModel) -> None:
+def check_lengths_alone(given: Mapping[str, Any], stock: StockModel) -> None:
     """Refuse lengths without positions, which transformers' attention does not read."""
+    if given.get("position_ids") is not None:
+        return
     silent = [name for name in ("seq_lengths", "seq_idx") if given.get(name) is not None]
     if given.get("cu_seq_lens_q") is not None and not stock.takes_lengths:
         silent.append("cu_seq_lens_q")
@@ -101,8 +102,8 @@ def _check_positions(positions: Tensor | None, spans: Sequence[Span]) -> None:
             return
     raise ValueError(
         "a document that begins in the middle of a row, without position_ids that count from 0 "
-        "there: this model's attention depends on the positions themselves "
-        "(llama_4_scaling_beta). Give position_ids, or pad on the right."
+        "there: this model's attention depends on the positions themselves, not on their "
+        "distances alone. Give position_ids, or pad on the right."
     )
 
 

@@ -187,13 +187,9 @@ def skips_on_device(optimizer: Any, device: torch.device) -> bool:
     """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return False
-    groups = optimizer.param_groups
-    return all(group["fused"] and _device_of(group) == device for group in groups)
-
-
-def _device_of(group: dict[str, Any]) -> torch.device | None:
-    first = next(iter(group["params"]), None)
-    return None if first is None else first.device
+    # Trainers make an empty group for weights without decay, which adapters have none of.
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    return all(group["fused"] and group["params"][0].device == device for group in groups)
 
 
 def _torch_optimizer(optimizer: Any) -> Any:

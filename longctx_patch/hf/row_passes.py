@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longctx_patch.data import ROWS_KEY, SHARD_KEY, SequenceShardCollator
+from longctx_patch.data.stock_rows import check_lengths_alone
 from longctx_patch.data.whole_rows import READ, WANTED_KEY, HeadScores, RowsPass, read_rows
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call import images
@@ -31,7 +32,7 @@ from longctx_patch.hf.loss.shard_loss import would_have_gradients
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.row_outputs import OTHER_OUTPUTS, whole_outputs
 from longctx_patch.hf.row_requests import ASKING, Request, request_of
-from longctx_patch.hf.stock import stock_model
+from longctx_patch.hf.stock import input_bias, stock_model
 from longctx_patch.transport.meeting import Meeting, digest, meet, table
 
 Arguments = dict[str, Any]
@@ -81,10 +82,15 @@ class RowPasses:
             given.get("num_items_in_batch"), self._group.num_ranks, training=self._model.training
         )
         if not self._are_shared(given):
-            makes_masks = self._of_images and given.get(SHARD_KEY) is not None
-            return args, kwargs | (NO_MASKS if makes_masks else {})
+            is_shard = given.get(SHARD_KEY) is not None
+            if not is_shard:
+                check_lengths_alone(given, self._stock)
+            return args, kwargs | (NO_MASKS if self._of_images and is_shard else {})
         shard = self._shard_of(given)
-        return (args, kwargs) if shard is None else ((), shard)
+        if shard is None:
+            check_lengths_alone(given, self._stock)
+            return args, kwargs
+        return (), shard
 
     def _named(self, args: tuple[Any, ...]) -> Arguments:
         """Positional arguments by name; looked up in each pass, since TRL replaces forwards."""
@@ -171,6 +177,12 @@ class RowPasses:
 
     def _cut(self, given: Mapping[str, Any], request: Request) -> Arguments:
         whole = read_rows(given, self._stock)
+        if any(start for start, _ in whole.spans) and (bias := input_bias(self._model)):
+            raise ValueError(
+                f"rows padded on the left with {bias}: in transformers this bias of the padding "
+                "flows into the convolution of a row's first tokens. Pad on the right "
+                "(tokenizer.padding_side='right')."
+            )
         self._check_ids(torch.cat([row.ids for row in whole.rows]))
         num_items = number_of(given.get("num_items_in_batch"))
         if num_items == 0 and any(bool((row.next_labels() >= 0).any()) for row in whole.rows):

@@ -94,6 +94,7 @@ def test_the_host_reads_no_number_before_a_step_that_can_be_skipped_on_the_devic
     """And then once: what arrived, of which it takes four numbers."""
     module = model()
     optimizer = OPTIMIZERS[name](module.parameters())
+    optimizer.add_param_group({"params": []})  # a trainer's of weights without decay
     steps = FiniteSteps(optimizer)
     gradients(module, 0)
     optimizer.step()  # makes its states

@@ -1,6 +1,7 @@
 """Whole rows into a patched model: every rank returns the loss of one process with stock attention,
 and the mean over ranks of the gradients is that process's gradient."""
 
+import copy
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -12,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from longctx_patch import LongContextConfig, patch
 from longctx_patch.transport.meeting import SequenceParallelismError
 from tests.harness import run_distributed
+from tests.hf.on_ranks import step_of_ranks
 from tests.hf.steps import Step, collated, complaints, over_ranks
-from tests.hf.tiny import featured_model, gradients
+from tests.hf.tiny import SUPPORTED, featured_model, gradients, precise_model
 from tests.reference import relative_error
 
 VOCABULARY = 64
@@ -321,20 +323,46 @@ def test_one_rank_does_not_look_up_what_is_not_there() -> None:
         model(**given)
 
 
-def test_positions_that_attention_depends_on() -> None:
-    run_distributed(check_absolute_positions, 2)
+@pytest.mark.parametrize("training", [True, False])
+def test_lengths_that_the_stock_path_does_not_read(training: bool) -> None:
+    """One process took rows whose documents only `seq_lengths` says, and let them see each other:
+    two refused them. So did evaluation, on any number of ranks."""
+    model = featured_model("llama").train(training)
+    patch(model, LongContextConfig())
+    given = {name: BATCHES["packed"].given[name] for name in ("input_ids", "labels")}
+    with pytest.raises(ValueError, match=r"seq_lengths without position_ids: .*Give position_ids"):
+        model(**given, seq_lengths=[list(LENGTHS[0])])
+    model(**BATCHES["packed"].given, seq_lengths=[list(LENGTHS[0])])
 
 
-def check_absolute_positions(rank: int) -> None:
-    given = dict(BATCHES["left"].given)
-    stock, model = featured_model("ministral3"), featured_model("ministral3")
-    patch(model, LongContextConfig(ring_degree=2))
-    with pytest.raises(ValueError, match="llama_4_scaling_beta"):
-        model(**given)
-    given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    wanted = stock(**given).loss
+REFUSED_ON_THE_LEFT = {
+    "ministral3": ({}, "on the positions themselves"),
+    "hunyuan_v1_dense": ({}, "on the positions themselves"),
+    "hunyuan_v1_moe": ({}, "on the positions themselves"),
+    "lfm2": ({"conv_bias": True}, r"Lfm2ShortConv.in_proj.bias: .*Pad on the right"),
+    "bamba": ({"mamba_proj_bias": True}, r"BambaMixer.in_proj.bias: .*Pad on the right"),
+}
+
+
+@pytest.mark.parametrize("family", [name for name in REFUSED_ON_THE_LEFT if name in SUPPORTED])
+def test_what_padding_on_the_left_changes_is_refused_or_as_in_transformers(family: str) -> None:
+    """Attention that depends on a token's own position: Hunyuan learns a norm after RoPE; and
+    convolutions in front of which padding leaves the bias of a projection. Losses were off by up to
+    1e-2. One rank takes the stock path."""
+    options, says = REFUSED_ON_THE_LEFT[family]
+    model, given = precise_model(family, **options), dict(BATCHES["left"].given)
+    stock = copy.deepcopy(model)
+    wanted = stock(**given, use_cache=False).loss
+    with pytest.raises(RuntimeError, match=says):  # of the virtual rank that was refused
+        step_of_ranks(model, LongContextConfig(ring_degree=2), given)
+    alone = step_of_ranks(model, LongContextConfig(), given)
+    assert torch.equal(alone.loss, wanted.detach())
+    if "position" in says:
+        given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        wanted = stock(**given).loss
+    else:
+        given = BATCHES["right"].given
+        wanted = stock(**given, use_cache=False).loss
     wanted.backward()
-    loss = model(**given).loss
-    loss.backward()
-    found = over_ranks(loss, model)
-    assert not complaints(found, Step(wanted.detach(), gradients(stock)), "ministral3")
+    found = step_of_ranks(model, LongContextConfig(ring_degree=2), given)
+    assert not complaints(found, Step(wanted.detach(), gradients(stock)), family)
