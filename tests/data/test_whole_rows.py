@@ -122,7 +122,7 @@ def test_positions_that_attention_depends_on_are_those_of_transformers() -> None
     stock = StockModel(sees_absolute_positions=True)
     batch = padded(ROWS, "left")
     for positions in (None, torch.arange(4)[None]):
-        with pytest.raises(ValueError, match="on the positions themselves, .*or pad on the right"):
+        with pytest.raises(ValueError, match=r"on the positions themselves, .*or pad on the right"):
             read_rows(batch | {"position_ids": positions}, stock)
     batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     assert read_rows(batch, stock).spans == (

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -111,20 +110,6 @@ def test_a_refused_model_is_unchanged() -> None:
         with pytest.raises(ValueError, match=says):
             patch(model, config)
         assert state_of(model) == before
-
-
-def test_prompt_tuning_is_refused_and_lora_is_not() -> None:
-    prompted = get_peft_model(
-        tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    )
-    with pytest.raises(UnsupportedModelError, match=r"virtual tokens.*Use LoRA"):
-        patch(prompted, ALONE)
-    patch(get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])), ALONE)
-    invoked = LoraConfig(
-        task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3, 4]
-    )
-    with pytest.raises(UnsupportedModelError, match="is an aLoRA"):
-        patch(get_peft_model(tiny_model(), invoked), ALONE)
 
 
 def test_a_loss_function_of_the_users_own_is_refused() -> None:

@@ -24,6 +24,7 @@ from longctx_patch.hf.call.stock_documents import check_one_document
 from longctx_patch.hf.call.vocabulary import vocabulary_problem
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
+from longctx_patch.hf.model.checks import UnsupportedModelError, adapter_problem
 from longctx_patch.sequence.masks import Mask
 from longctx_patch.transport.meeting import Meeting, SequenceParallelismError
 
@@ -120,8 +121,10 @@ class DecoderCalls:
         if not decoder.training:
             return
         if self.group.num_ranks > 1:
+            # AdaLoRA calls the model's forward without the model's hooks.
             raise ValueError(
-                f"this model is patched for {self.group.num_ranks} ranks per sequence, but its "
+                adapter_problem(self.first_step.model)
+                or f"this model is patched for {self.group.num_ranks} ranks per sequence, but its "
                 "decoder was called in training without the model, or with a cache. Call the "
                 "model on whole rows or on a shard; model.eval() first to generate; or "
                 "handle.unpatch()."
@@ -235,10 +238,13 @@ class DecoderCalls:
     def _problem(
         self, decoder: nn.Module, batch: _Batch
     ) -> ValueError | SequenceParallelismError | None:
-        """What is wrong on this rank, with attention in earlier passes or with its batch."""
+        """What is wrong on this rank, with attention in earlier passes, with adapters that came
+        after `patch`, or with its batch."""
         misfire = self.first_step.misfire(decoder)
         if misfire is not None:
             return SequenceParallelismError(misfire)
+        if (adapter := adapter_problem(self.first_step.model)) is not None:
+            return UnsupportedModelError(adapter)
         return None if batch.problem is None else ValueError(batch.problem)
 
     def _agreed_state(self, decoder: nn.Module, batch: _Batch, count: Any) -> str:

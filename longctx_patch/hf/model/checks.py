@@ -3,7 +3,8 @@
 Importing this needs neither torch nor transformers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from longctx_patch.hf.model.facts import (
@@ -30,6 +31,27 @@ __all__ = [
     "check_model_config",
     "check_modules",
 ]
+
+
+EXACT_ADAPTERS = frozenset(
+    {
+        *("BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "FROD", "GLORA", "GRALORA", "HIRA"),
+        *("HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT"),
+        *("PSOFT", "RANDLORA", "ROAD", "SHIRA", "SUPERTUNING", "TINYLORA", "TRAINABLE_TOKENS"),
+        *("UNILORA", "VBLORA", "VERA", "WAVEFT"),
+    }
+)
+"""PEFT's types of adapters that tests/hf/model/test_adapters.py compares with one process."""
+INEXACT_LORA: Mapping[str, str] = MappingProxyType(
+    {
+        "alora_invocation_tokens": "looks for these tokens in a rank's share of a row",
+        "arrow_config": "is not compared with one process",
+        "layer_replication": "copies layers with their config, so that they keep stock attention",
+        "monteclora_config": "draws random numbers, which would differ between ranks",
+        "velora_config": "takes averages over the tokens of a batch, of which a rank has a share",
+    }
+)
+"""Options of LoRA that change what it computes with: option -> why it is refused."""
 
 
 class UnsupportedModelError(ValueError):
@@ -65,17 +87,8 @@ def check_model_config(model_config: Any, config: "LongContextConfig") -> None:
 
 def check_modules(model: "nn.Module", attention_modules: "list[nn.Module]") -> None:
     """Check what a config does not show: adapters and values that modules have copied."""
-    for name, peft_config in getattr(model, "peft_config", {}).items():
-        if getattr(peft_config, "is_prompt_learning", False):
-            raise UnsupportedModelError(
-                f"PEFT adapter {name!r} is {peft_config.peft_type}: it prepends virtual tokens on "
-                "every rank, so positions would no longer match the shards. Use LoRA instead."
-            )
-        if getattr(peft_config, "alora_invocation_tokens", None):
-            raise UnsupportedModelError(
-                f"PEFT adapter {name!r} is an aLoRA: it looks for its invocation tokens in the "
-                "local shard, and ranks without them would switch it off. Use plain LoRA."
-            )
+    if (adapter := adapter_problem(model)) is not None:
+        raise UnsupportedModelError(adapter)
     for module in attention_modules:
         if getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(_bidirectional_reason("is_causal=False"))
@@ -83,6 +96,24 @@ def check_modules(model: "nn.Module", attention_modules: "list[nn.Module]") -> N
         dropout = getattr(dropout, "p", dropout)  # a module in Persimmon
         if dropout > 0:
             raise UnsupportedModelError(_noise_reason(f"attention_dropout={dropout}"))
+
+
+def adapter_problem(model: "nn.Module") -> str | None:
+    """What makes an adapter of a PEFT model, or of the model inside it, inexact over ranks."""
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+        if kind not in EXACT_ADAPTERS:
+            return (
+                f"PEFT adapter {name!r} is {kind}, which is not shown to be exact: adapters that "
+                "add tokens, mix them, or draw random numbers compute something else on a rank's "
+                f"share of a row. Use LORA, or one of {', '.join(sorted(EXACT_ADAPTERS))}."
+            )
+        for option, why in INEXACT_LORA.items():
+            if (value := getattr(adapter, option, None)) is not None:
+                return (
+                    f"PEFT adapter {name!r} has {option}={value}: it {why}. Use LoRA without it."
+                )
+    return None
 
 
 def _uncovered_layer(family: Family | None, model_config: Any) -> str | None:
