@@ -52,7 +52,8 @@ def patch(
 
     A training batch is whole rows, as any trainer batches them: equal on all ranks of the group,
     padded on either side (`attention_mask`) or packed (`position_ids` that start anew), with
-    `labels`. The model cuts it itself, and computes what transformers does without a cache.
+    `labels`. The model cuts it itself, and computes what transformers does without a cache; packed
+    documents are apart in recurrent layers too, where transformers may carry states over.
     `out.loss` is that of one replica, the same on every rank of the group: the sum of its token
     losses over `num_items_in_batch`, or over their number (0 where no token has a label). In
     evaluation mode whole rows run on the stock path on each rank alone, but see

@@ -10,6 +10,7 @@ be read here take the stock path as well: it is one process's.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -42,6 +43,13 @@ NO_MASKS: Arguments = {"attention_mask": {}}
 """Else Gemma 3 makes masks of all pairs of tokens, which the decoder would not use."""
 
 
+_APART = (
+    "packed rows: documents begin anew in the recurrent layers of this model, as if each were "
+    "alone. transformers' own pass keeps them apart in attention only, and carries states of one "
+    "into the next unless its kernels are told (cu_seq_lens_q, seq_idx). Losses differ."
+)
+
+
 class UnknownTokens(ValueError):
     """Ids that no way to run the model has an embedding for."""
 
@@ -57,6 +65,7 @@ class RowPasses:
         float32 logits; None where it can't, since its gradients are made in forward."""
         self._model, self._group = model, group
         self._stock = stock_model(model)
+        self._is_recurrent = bool(transformers_api.recurrent_modules(model))
         self._of_images = images.ARGUMENTS if transformers_api.reads_images(model) else frozenset()
         self._collate = SequenceShardCollator(
             group.config, group_rank=group.group_rank, pad_token_id=0
@@ -183,6 +192,8 @@ class RowPasses:
                 "flows into the convolution of a row's first tokens. Pad on the right "
                 "(tokenizer.padding_side='right')."
             )
+        if self._is_recurrent and whole.is_packed and self._model.training:
+            warnings.warn(_APART, stacklevel=2)  # once, since the message stays the same
         self._check_ids(torch.cat([row.ids for row in whole.rows]))
         num_items = number_of(given.get("num_items_in_batch"))
         if num_items == 0 and any(bool((row.next_labels() >= 0).any()) for row in whole.rows):

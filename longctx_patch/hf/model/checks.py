@@ -110,9 +110,7 @@ def adapter_problem(model: "nn.Module") -> str | None:
             )
         for option, why in INEXACT_LORA.items():
             if (value := getattr(adapter, option, None)) is not None:
-                return (
-                    f"PEFT adapter {name!r} has {option}={value}: it {why}. Use LoRA without it."
-                )
+                return f"PEFT adapter {name!r} has {option}={value}: it {why}. Use LoRA without it."
     return None
 
 

@@ -79,7 +79,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_another_adapter_is_refused_by_name(kind: str) -> None:
     options = REFUSED[kind]
-    says = rf"adapter 'default' (is {kind}, .* Use LORA, or one of BEFT|has alora_invocation_tokens)"
+    says = (
+        rf"adapter 'default' (is {kind}, .* Use LORA, or one of BEFT|has alora_invocation_tokens)"
+    )
     with pytest.raises(UnsupportedModelError, match=says):
         patch(adapted(tiny_model(), kind, options), LongContextConfig())
     config = LongContextConfig(ring_degree=2)
@@ -108,5 +110,5 @@ def test_options_of_lora_that_are_refused() -> None:
 
 def test_prompts_are_refused() -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    with pytest.raises(UnsupportedModelError, match="is PROMPT_TUNING, .* add tokens"):
+    with pytest.raises(UnsupportedModelError, match=r"is PROMPT_TUNING, .* add tokens"):
         patch(get_peft_model(tiny_model(), config), LongContextConfig())
