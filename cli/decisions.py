@@ -161,6 +161,8 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
     given: dict[str, Any] = {name: getattr(options, name) for name in SAME_NAME}
     if options.rank is not None:
         given["lora_rank"] = options.rank
+    if options.chat_template is not None:
+        given["chat_template"] = str(options.chat_template)
     if cluster is not None:
         given["hardware"] = cluster.hardware.name
     return Settings(

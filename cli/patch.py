@@ -105,6 +105,11 @@ class OneModel(click.Command):
     help="Weights that the checkpoint may lack (then random) or have beyond the model's.",
 )
 @click.option("--tokenizer", default="", help="Name or folder if not the model's own; 'bytes'.")
+@click.option(
+    "--chat-template",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="File of the chat template [the tokenizer's].",
+)
 @click.option("--pack", is_flag=True, help="Rows of documents that don't see each other.")
 @click.option(
     "--data", multiple=True, help="What to train on: files, folders, datasets; DATASET:SPLIT."

@@ -40,6 +40,7 @@ class PatchOptions:
     load_in_4bit: bool
     allow_weights: Sequence[str]
     tokenizer: str
+    chat_template: Path | None
     pack: bool
     data: Sequence[str]
     eval_data: Sequence[str]
@@ -53,6 +54,11 @@ class PatchOptions:
     @property
     def folder(self) -> Path:
         return self.out.expanduser().resolve()
+
+    @property
+    def own_template(self) -> Path:
+        """Where the run folder keeps the chat template that was given."""
+        return self.folder / "chat_template.jinja"
 
     @property
     def sources(self) -> list[str]:

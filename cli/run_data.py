@@ -8,6 +8,7 @@ import numpy as np
 
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes import models
+from longctx_patch.recipes.data.conversations import MARKED
 from longctx_patch.recipes.data.token_table import column_lengths, lengths_of
 from longctx_patch.recipes.settings import parse_settings
 from longctx_patch.recipes.text_rows import TextRows
@@ -99,7 +100,10 @@ def _table_facts(data: RunData, table: Any) -> Facts:
     lengths = lengths_of(table)
     facts = [("rows", f"{len(table):,}", f"{int(lengths.sum()):,} tokens")]
     if data.reading.kind != "preference":
-        facts.append(_learned(_num_learned(table), int(lengths.sum())))
+        name, number, share = _learned(_num_learned(table), int(lengths.sum()))
+        if data.reading.assistant_only:
+            share += f", {MARKED[data.reading.template.marks]}"
+        facts.append((name, number, share))
     elif num_ties := _num_ties(table):
         facts.append(("no preference", f"{num_ties:,}", "pairs of equal answers teach nothing"))
     num_cut = np.asarray(table.with_format("numpy")["num_cut"][:])

@@ -24,6 +24,8 @@ def write(decisions: Decisions) -> None:
     folder = decisions.options.folder
     folder.mkdir(parents=True, exist_ok=True)
     decisions.model_config.to_json_file(folder / "config.json")
+    if template := decisions.options.chat_template:
+        decisions.options.own_template.write_bytes(template.read_bytes())
     (folder / "accelerate.yaml").write_text(decisions.launch_yaml, encoding="utf-8")
     (folder / decisions.settings_file).write_text(_settings_yaml(decisions), encoding="utf-8")
     (folder / "plan.json").write_text(_plan_json(decisions), encoding="utf-8")
@@ -57,11 +59,14 @@ def _plan_json(decisions: Decisions) -> str:
 
 
 def _settings_yaml(decisions: Decisions) -> str:
+    own = {"chat_template": str(decisions.options.own_template)}
+    own = own if decisions.options.chat_template else {}
     if decisions.task.recipe != "finetune":
-        values = trl_settings(decisions.task, decisions.options, decisions.settings)
+        values = trl_settings(decisions.task, decisions.options, decisions.settings) | own
         return TRL_HEAD.format(decisions.task.recipe) + yaml.safe_dump(values, sort_keys=False)
     # `auto` stays, so that --full, if added to the command later, chooses its own dtype.
     values = dataclasses.asdict(decisions.settings) | {"dtype": decisions.options.dtype or "auto"}
+    values |= own
     if not decisions.has_text:
         values["text"] = []
     head = "# Settings of longctx_patch.recipes.finetune. A flag of the same name wins.\n"

@@ -26,7 +26,7 @@ from longctx_patch.recipes.settings import PARALLELISM, ModelSettings
 FREE = {
     *("text", "data", "output", "resume", "allow_change"),
     *("save_every", "keep_last", "keep_every"),
-    *("model", "tokenizer", "text_field"),  # what they lead to is compared
+    *("model", "tokenizer", "chat_template", "text_field"),  # what they lead to is compared
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
     *("ulysses_waves", "fused_layers"),  # these change rounding only
     *(
@@ -40,7 +40,7 @@ FREE = {
     *("start_timeout", "step_timeout", "save_timeout"),
     *("skip_bad_steps", "max_loss_spike", "sentinel_every"),  # good steps are what they are
 }
-PLACES = {"model", "tokenizer", "text", "data", "eval_data", "output"}
+PLACES = {"model", "tokenizer", "chat_template", "text", "data", "eval_data", "output"}
 WORLD = {*PARALLELISM} - FREE
 ROWS = {"batch_size", "gradient_accumulation_steps"}
 

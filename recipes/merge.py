@@ -82,7 +82,7 @@ def merge(
     name = base or adapter.base_model_name_or_path or ""
     source = base_folder(name, None if base else adapter.revision)
     files = _weight_files(source)
-    base_config = AutoConfig.from_pretrained(source)
+    base_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if getattr(base_config, "quantization_config", None):
         raise ValueError(
             f"base {name!r} has quantised weights (quantization_config): merging would round again "

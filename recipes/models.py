@@ -25,6 +25,7 @@ from longctx_patch.hf.model.rope import scale_rope
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.plugin.random_weights import random_model
 from longctx_patch.plugin.stored_check import check_loaded, check_stored, freeze_as_made
+from longctx_patch.recipes.data.conversations import check_template
 from longctx_patch.rules.launched import flag
 
 from .quantised import check_not_fp8
@@ -75,12 +76,35 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
         folder = Path(source).parent
         found = any((folder / name).is_file() for name in TOKENIZER_FILES)
         source = str(folder) if found else "bytes"
-    if source == "bytes":
-        return byte_tokenizer()
+    tokenizer = byte_tokenizer() if source == "bytes" else _tokenizer_at(source)
+    if settings.chat_template:
+        tokenizer.chat_template = _template_in(Path(settings.chat_template))
+    return tokenizer
+
+
+def _template_in(file: Path) -> str:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"chat_template: {file} can't be read ({error}). Give a file of Jinja, as published "
+            "models have it in chat_template.jinja."
+        ) from error
+    check_template(text, str(file))
+    return text
+
+
+def _tokenizer_at(source: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of broken files readers raise anything
         said = next(iter(str(error).splitlines()), type(error).__name__)
+        if "custom code" in said:
+            raise ValueError(
+                f"the tokenizer at {source!r} needs Python code that comes with it, which is not "
+                "run here. Give --tokenizer with one that transformers has a class for, such as a "
+                "folder with tokenizer.json and tokenizer_config.json without auto_map."
+            ) from error
         raise ValueError(
             f"no tokenizer found at {source!r} ({said}). Give --tokenizer "
             "with a folder or a name, or --tokenizer bytes for a model that reads bytes."
@@ -91,7 +115,7 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
             'that ends a text in its tokenizer_config.json ("eos_token": "</s>", for example), or '
             "give --tokenizer with one that has it."
         )
-    return tokenizer
+    return cast(PreTrainedTokenizerBase, tokenizer)
 
 
 def load_model(
@@ -130,7 +154,7 @@ def load_model(
     if is_bare_config(settings.model):
         place = cpu if flag("ACCELERATE_USE_FSDP") else draw_on
         return cast(PreTrainedModel, random_model(config, dtype, draw_on=draw_on).to(place))
-    options: dict[str, Any] = {"config": config, "dtype": dtype}
+    options: dict[str, Any] = {"config": config, "dtype": dtype, "trust_remote_code": False}
     if settings.load_in_4bit:
         options |= {"quantization_config": four_bits(dtype), "device_map": {"": device}}
     check_stored(settings.model, config, settings.allow_weights)

@@ -124,6 +124,7 @@ class ModelSettings:
 
     model: str = setting("hub name, local folder, or config.json (random weights)", default="")
     tokenizer: str = setting("name or folder if not the model's own; 'bytes'", default="")
+    chat_template: str = setting("file of the chat template, if not the tokenizer's", default="")
     seq_len: int = setting("tokens per row, over all ranks together", default=0)
     rope: RopeName = setting("RoPE scaling that reaches seq_len", default="none")
     rope_factor: float | None = setting("factor of the scaling, if not the ratio", default=None)

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_not_fp8(source, load_model_config(source))
     model = text_model(source)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
     print(f"written to {folder}; {auto_class_name(model.config)}.from_pretrained loads it")
 
 

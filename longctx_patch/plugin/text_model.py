@@ -50,7 +50,7 @@ def text_model(
     dtype = dtype or config.dtype or torch.float32
     # transformers reads it as what it was written as, whatever its weights are called.
     whole, info = AutoModelForImageTextToText.from_pretrained(
-        name, config=published, dtype=dtype, output_loading_info=True
+        name, config=published, dtype=dtype, output_loading_info=True, trust_remote_code=False
     )
     check_loaded(model, info, allow_weights)
     text = model_without_memory(config, dtype)

@@ -2,20 +2,34 @@
 
 Conventions are TRL's: `messages` (or `conversations`, ChatML's older form), `tools`,
 `chat_template_kwargs`. The assistant's tokens are those that a template marks by
-`{% generation %}`.
+`{% generation %}`; where it marks none, `turns.py` finds them.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longctx_patch.recipes.data.records import Record
+from longctx_patch.recipes.data.turns import Conversation, Message
 
-Message = Mapping[str, Any]
+Marks = Literal["own", "trl", "none"]
+MARKED: dict[Marks, str] = {
+    "own": "as the template marks them",
+    "trl": "as TRL's training version of the template marks them",
+    "none": "the template marks none: the assistant's turns, found by rendering parts",
+}
+"""How the assistant's tokens are found."""
+MOST_SECONDS = 20.0
+"""Of computing for what a template writes of one conversation."""
 _SEEN = ("image", "images", "video", "videos", "audio")
 """Columns of TRL's that a conversation's placeholders stand for."""
 
@@ -26,13 +40,19 @@ class Template:
 
     tokenizer: Any
     assistant_only: bool
-    text: str | None
-    """A template that marks the assistant's tokens; None: the tokenizer's own."""
+    marks: Marks
+    """Who has marked the assistant's tokens, where these alone are learned."""
+    text: str | None = None
+    """TRL's template that marks them; None: the tokenizer's own."""
+
+    @cached_property
+    def _place(self) -> str:
+        return _place_of_template(self.tokenizer)
 
     @classmethod
     def of(cls, tokenizer: Any, *, assistant_only: bool) -> "Template":
-        """Raises ValueError for a tokenizer that has no template, or none that marks the
-        assistant's tokens, its end of turn included, where these alone are learned."""
+        """Raises ValueError for a tokenizer that has no template, and where the assistant's tokens
+        alone are learned also for a template in which they, or the end of a turn, are not found."""
         from trl.chat_template_utils import (
             get_training_chat_template,
             has_generation_markers,
@@ -45,27 +65,30 @@ class Template:
                 "instruction-tuned model's tokenizer (--tokenizer NAME), or put a "
                 "chat_template.jinja beside it."
             )
-        _check_syntax(own)
+        for text in own.values() if isinstance(own, dict) else [own]:
+            check_template(text, _place_of_template(tokenizer))
         if assistant_only and not tokenizer.is_fast:
             raise ValueError(
                 "assistant_only_loss=True with a slow tokenizer, which can't tell where in the "
                 "text a token is. Take the fast one (tokenizer.json), or learn all tokens "
                 "(assistant_only_loss: false)."
             )
-        text = None
+        found = cls(tokenizer, assistant_only, "own")
         if assistant_only and not has_generation_markers(own):
             try:
-                text = get_training_chat_template(tokenizer)
-            except ValueError as error:
-                raise ValueError(_NO_MARKERS) from error
-        found = cls(tokenizer, assistant_only, text)
+                with _limited(_place_of_template(tokenizer)):
+                    text = get_training_chat_template(tokenizer)
+                found = replace(found, marks="trl", text=text)
+            except ValueError:  # TRL doesn't know it
+                found = replace(found, marks="none")
         if assistant_only and not found._learns_to_stop():
             raise ValueError(_NO_STOP)
         return found
 
     def _learns_to_stop(self) -> bool:
         """Whether the last token that is learned of a turn is one that the tokenizer has added."""
-        turns = [{"role": role, "content": "w"} for role in ("user", "assistant", "user")]
+        roles = ("user", "assistant") if self.marks == "none" else ("user", "assistant", "user")
+        turns = [{"role": role, "content": "w"} for role in roles]
         ids, learned = self.tokens(Record({}, "the template's check"), turns)
         words = [self.tokenizer.decode([i]) for i, yes in zip(ids, learned, strict=True) if yes]
         ends = {self.tokenizer.decode([i]) for i in self.tokenizer.get_added_vocab().values()}
@@ -91,7 +114,16 @@ class Template:
         found = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        return found["input_ids"], _overlapping(found["offset_mapping"], spans)
+        ids, offsets = found["input_ids"], found["offset_mapping"]
+        if self.marks == "none":
+            spans = Conversation(
+                record,
+                messages,
+                text,
+                lambda part, ends: self._rendered(record, part, ends=ends)[0],
+                self.tokenizer,
+            ).turns(ids, offsets)
+        return ids, _overlapping(offsets, spans)
 
     def _rendered(
         self, record: Record, messages: Sequence[Message], *, ends: bool
@@ -100,14 +132,15 @@ class Template:
         tools = _tools(record)
         options = {**self.tokenizer.special_tokens_map, **_template_kwargs(record)}
         try:
-            (text,), spans = render_jinja_template(
-                conversations=[[_without_none(message) for message in messages]],
-                tools=tools,
-                chat_template=self.text or self.tokenizer.get_chat_template(tools=tools),
-                return_assistant_tokens_mask=self.assistant_only,
-                add_generation_prompt=not ends,
-                **options,
-            )
+            with _limited(self._place):
+                (text,), spans = render_jinja_template(
+                    conversations=[[_without_none(message) for message in messages]],
+                    tools=tools,
+                    chat_template=self.text or self.tokenizer.get_chat_template(tools=tools),
+                    return_assistant_tokens_mask=self.assistant_only and self.marks != "none",
+                    add_generation_prompt=not ends,
+                    **options,
+                )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise record.refused(f"the chat template refuses it: {error}") from error
         return text, spans[0] if spans else []
@@ -138,18 +171,54 @@ def _check_kinds(record: Record, messages: Sequence[Message]) -> None:
         )
 
 
-def _check_syntax(template: str) -> None:
-    """Raise ValueError for a template that is no Jinja."""
+def check_template(template: str, place: str) -> None:
+    """Raise ValueError for a template that is no Jinja, or has no end. `place`: where it is."""
     turn = {"role": "user", "content": "w"}
     try:
-        render_jinja_template(conversations=[[turn]], chat_template=template)
+        with _limited(place):
+            render_jinja_template(conversations=[[turn]], chat_template=template)
     except TemplateSyntaxError as error:
         raise ValueError(
-            f"the chat template is no Jinja, in line {error.lineno}: {error.message} Mend "
-            "chat_template.jinja beside the tokenizer, or give another tokenizer."
+            f"the chat template in {place} is no Jinja, in line {error.lineno}: {error.message} "
+            "Mend it, or give another (--chat-template FILE)."
         ) from error
+    except EndlessTemplateError:
+        raise
     except (TemplateError, TypeError, KeyError, ValueError):
         return  # what it says of a conversation is said of a record
+
+
+class EndlessTemplateError(ValueError):
+    """A template that has computed for longer than any conversation takes."""
+
+
+@contextmanager
+def _limited(place: str) -> Iterator[None]:
+    """Raise EndlessTemplateError after `MOST_SECONDS` of computing. `place`: of the template."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread alone
+        return
+
+    def stop(*_: object) -> None:
+        raise EndlessTemplateError(
+            f"the chat template in {place} has not come to an end in {MOST_SECONDS:g} s of "
+            "computing. Mend its loops, or give another (--chat-template FILE)."
+        )
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _place_of_template(tokenizer: Any) -> str:
+    folder = Path(tokenizer.name_or_path)
+    files = (folder / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+    found = next((str(file) for file in files if file.is_file()), tokenizer.name_or_path)
+    return found or "the tokenizer"
 
 
 def _tools(record: Record) -> Any:
@@ -237,15 +306,8 @@ def _last_line(content: Any) -> str:
     return next((line for line in reversed(lines) if line), "")
 
 
-_NO_MARKERS = (
-    "assistant_only_loss=True, and the chat template can't mark the assistant's tokens. Put "
-    "{% generation %} and {% endgeneration %} around them in the template, the end of the turn "
-    "included (chat_template.jinja beside the tokenizer); or learn all tokens "
-    "(assistant_only_loss: false; `longctx patch --train-on all`); or give prompt and "
-    "completion in each record."
-)
 _NO_STOP = (
-    "assistant_only_loss=True, and the chat template marks the assistant's words without the token "
-    "that ends its turn, so the model would not learn to stop. Put it inside {% generation %} ... "
+    "assistant_only_loss=True, and no token of the chat template ends what is learned of the "
+    "assistant's turn, so the model would not learn to stop. Put it inside {% generation %} ... "
     "{% endgeneration %}, or learn all tokens (assistant_only_loss: false)."
 )

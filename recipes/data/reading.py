@@ -83,7 +83,8 @@ class Reading:
         return "the assistant says nothing" if self.assistant_only else "it is too short"
 
     @cached_property
-    def _template(self) -> Template:
+    def template(self) -> Template:
+        """How conversations become text. Raises ValueError for one that can't be trained on."""
         return Template.of(self.tokenizer, assistant_only=self.assistant_only)
 
     def _tokens(self, record: Record) -> tuple[Ids, Ids]:
@@ -101,7 +102,7 @@ class Reading:
             return ids, ids
         start = 0
         if self.kind == "chat":
-            ids, learned = self._template.tokens(record, messages_of(record, "messages"))
+            ids, learned = self.template.tokens(record, messages_of(record, "messages"))
         else:
             prompt, ids, learned = self._completion(record, "completion")
             start = _common_prefix(prompt, ids) if self.completion_only else 0
@@ -113,8 +114,8 @@ class Reading:
         prompt, answer = record.fields.get("prompt"), record.fields[field]
         if is_conversation(answer):
             before, after = messages_of(record, "prompt"), messages_of(record, field)
-            alone, _ = self._template.tokens(record, before, ends=False)
-            return alone, *self._template.tokens(record, [*before, *after])
+            alone, _ = self.template.tokens(record, before, ends=False)
+            return alone, *self.template.tokens(record, [*before, *after])
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise record.refused(
                 f"prompt and {field} must both be texts, or both lists of messages."

@@ -14,7 +14,7 @@ from longctx_patch.cli.run_data import data_of_run
 from longctx_patch.data import pack_rows
 from longctx_patch.recipes.trl_data import tables_of_run
 from tests.hf.tiny import featured_model
-from tests.recipes.data.test_reading import words
+from tests.recipes.data.test_reading import CHAT, words
 from tests.recipes.trl_jobs import make_job, patch, write
 from tests.trl.cases import rows
 
@@ -62,6 +62,23 @@ def test_what_a_chat_run_will_see(job: Path) -> None:
     plain = data(str(job / "run" / "sft.yaml"), "--no-color", "--rows", "0")
     assert "\x1b" not in plain.output
     assert "\nrow " not in plain.output
+
+
+def test_a_chat_template_without_marks(job: Path) -> None:
+    """The run folder keeps the file, learns as much as with marks, and says how it was found."""
+    file = job / "other.jinja"
+    file.write_text(CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    options = ["--data", str(job / "chats.jsonl"), "--chat-template", str(file)]
+    patch(job, *options)
+    file.unlink()
+    found = data(str(job / "run"), "--no-color").output
+    kept = job / "run" / "chat_template.jinja"
+    assert "add_generation_prompt" in kept.read_text()
+    assert f"chat_template: {kept}\n" in (job / "run" / "sft.yaml").read_text()
+    marked = data_of_run(job / "run" / "sft.yaml").facts["train"][1][:2]
+    assert re.search(r"learned .*, the template marks none: .* found by rendering parts", found)
+    change(job / "run" / "sft.yaml", chat_template="''")
+    assert data_of_run(job / "run" / "sft.yaml").facts["train"][1][:2] == marked
 
 
 def test_cut_rows(job: Path) -> None:

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longctx_patch.hf.model.load import load_model_config
 from longctx_patch.recipes import models
 from longctx_patch.recipes.settings import Settings
 from tests.hf.tiny import tiny_config
@@ -38,6 +40,42 @@ def test_a_broken_tokenizer_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text(change((tmp_path / file).read_text()))
     with pytest.raises(ValueError, match=f"no tokenizer found at '{tmp_path}' .*Give --tokenizer"):
         models.load_tokenizer(given(tmp_path))
+
+
+def test_code_that_comes_with_a_tokenizer_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask whether to run it, and whoever answers yes runs it."""
+    config = {"auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(tiny_config("llama").to_json_string())
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    with pytest.raises(ValueError, match=r"needs Python code that .* not run here. Give --tokeni"):
+        models.load_tokenizer(given(tmp_path))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}})
+    )
+    with pytest.raises(ValueError, match=r"needs Python code that .* not run here: `longctx fam"):
+        load_model_config(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_chat_template_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "other.jinja"
+    settings = replace(given(tmp_path), tokenizer="bytes", chat_template=str(file))
+    with pytest.raises(ValueError, match=f"chat_template: {file} can't be read .*Give a file"):
+        models.load_tokenizer(settings)
+    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert models.load_tokenizer(settings).chat_template == file.read_text()
+    file.write_text("{% for m in messages %}")
+    with pytest.raises(ValueError, match=f"template in {file} is no Jinja, in line 1: .* Mend it"):
+        models.load_tokenizer(settings)
+    numbers = "{% for n in range(99999) %}"
+    file.write_text(f"{numbers}{numbers}{numbers}{'{% endfor %}' * 3}")
+    monkeypatch.setattr("longctx_patch.recipes.data.conversations.MOST_SECONDS", 0.1)
+    with pytest.raises(ValueError, match=f"chat template in {file} has not come to an end in 0.1"):
+        models.load_tokenizer(settings)
 
 
 def test_ids_with_gaps_need_an_embedding_too(tmp_path: Path) -> None:

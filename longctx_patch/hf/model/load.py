@@ -49,7 +49,7 @@ def _published(model: str) -> "PreTrainedConfig":
         _check_file(model)
     name = str(Path(model).expanduser()) if local else model
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
         if config.model_type in HEAD_MAY_BE_UNSAID:
             tie_as_text(config, PreTrainedConfig.get_config_dict(name)[0])
         return config
@@ -57,6 +57,11 @@ def _published(model: str) -> "PreTrainedConfig":
         raise ValueError(_unreadable(model, local, error)) from error
     except ValueError as error:
         said = str(error).splitlines()[0]
+        if "custom code" in said:
+            raise UnsupportedModelError(
+                f"model {model!r} needs Python code that comes with it, which is not run here: "
+                "`longctx families` prints what is supported."
+            ) from error
         near = re.findall(r"model type `([^`]+)`", said)
         raise UnsupportedModelError(
             f"model {model!r} has no model_type that transformers knows ({said}): `longctx "

@@ -370,7 +370,10 @@ def test_a_template_that_refuses_a_role() -> None:
 NO_MARKS = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 TEMPLATES: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: words(None), "no chat template"),
-    "no marks": (lambda: words(NO_MARKS), r"can't mark the assistant's tokens. Put \{% generation"),
+    "no marks, and no turns": (
+        lambda: words("{{ messages | length }} " + NO_MARKS),
+        r"message 2 is not found: asked .*Put \{% generation",
+    ),
     "no Jinja": (
         lambda: words("{% for m in messages %}\n{{ m.content }}"),
         "no Jinja, in line 2: ",
