@@ -7,7 +7,7 @@ import click
 SETTINGS_FILES = ("sft.yaml", "dpo.yaml", "finetune.yaml")
 
 
-@click.command("data")
+@click.command("data", short_help="Show the rows that a run folder will train on.")
 @click.argument("run", type=click.Path(path_type=Path, exists=True))
 @click.option("--rows", type=click.IntRange(0), default=2, help="Rows to show [2].")
 @click.option("--seed", type=int, default=0, help="Which rows: any number [0].")

@@ -39,7 +39,7 @@ def _place(context: object, parameter: object, text: str | None) -> tuple[str, i
     return None if text is None else parse_place(text)
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Check that this machine can train.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=".", help="Where runs will be [this folder]."
 )

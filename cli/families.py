@@ -1,32 +1,48 @@
 """`longctx families`: which model families can be patched, and the reason for each that can't."""
 
 import json
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from longctx_patch.cli.text_table import aligned
+from longctx_patch.hf.model.family import IMAGES
+from longctx_patch.rules.names import did_you_mean
 
 if TYPE_CHECKING:
     from longctx_patch.hf.model.family import Family
 
+INSTEAD = (
+    "What to do: train it without sequence parallelism, or take a model of a family that is\n"
+    "supported (`longctx families` lists them)."
+)
 
-@click.command("families")
+
+@click.command("families", short_help="Tell which models can be patched, and why others can't.")
+@click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list on stdout.")
 @click.option("--markdown", is_flag=True, help="Print the tables of docs/reference/families.md.")
-def families_command(as_json: bool, markdown: bool) -> None:
-    """List the model families that can be patched, and why others can't.
+def families_command(model: str | None, as_json: bool, markdown: bool) -> None:
+    """Tell whether MODEL can be patched, or list all model families.
 
-    The errors are those of a tiny model of each family on two ranks against its stock self, the
-    worst of loss and gradients. A family that is not listed is refused: nobody has compared it with
-    one process.
+    MODEL is a hub name, a folder, a config.json or a model_type. Exit code 1: it can't. The errors
+    are those of a tiny model of each family on two ranks against its stock self, the worst of loss
+    and gradients. A family that is not listed is refused: nobody has compared it with one process.
     """
     from longctx_patch.hf.model.supported import TABLE
     from longctx_patch.hf.model.survey import survey
 
+    if model is not None:
+        if as_json or markdown:
+            raise click.UsageError("--json and --markdown print all families: leave out MODEL.")
+        can, answer = answer_for(model)
+        click.echo(answer)
+        raise click.exceptions.Exit(0 if can else 1)
     if as_json and markdown:
         raise click.UsageError("--json with --markdown: choose one of them.")
     if as_json:
@@ -34,6 +50,52 @@ def families_command(as_json: bool, markdown: bool) -> None:
         click.echo(json.dumps(rows, indent=2))
     else:
         click.echo(render_markdown(TABLE) if markdown else render(TABLE))
+
+
+def answer_for(model: str) -> tuple[bool, str]:
+    """(whether `model` can be patched, why or why not and what to do)."""
+    from longctx_patch.hf.model.supported import TABLE
+
+    names = {name.strip().lower(): f for f in TABLE for name in f.name.split(",")}
+    types = {f.model_type: f for f in TABLE}
+    family = types.get(model) or names.get(model.lower())
+    exists = Path(model).expanduser().exists()
+    if family is None and not exists and "/" not in model and (near := did_you_mean(model, types)):
+        return False, f"no: {model!r} is no model_type in the table.{near}"
+    if family is None or exists:
+        return _answer_by_config(model)
+    if family.refusal is not None:
+        return False, f"no: {family.model_type} ({family.name}): {family.refusal}.\n{INSTEAD}"
+    return True, _yes(family, model="MODEL")
+
+
+def _answer_by_config(model: str) -> tuple[bool, str]:
+    """Like `answer_for`, by the config of a hub name or of files."""
+    from longctx_patch.config import LongContextConfig
+    from longctx_patch.hf.model.checks import FAMILIES, UnsupportedModelError, check_model_config
+    from longctx_patch.hf.model.load import load_model_config
+
+    try:
+        config = load_model_config(model)
+        check_model_config(config, LongContextConfig())
+    except UnsupportedModelError as error:
+        return False, f"no: {error}"
+    return True, _yes(FAMILIES[config.model_type], model)
+
+
+def _yes(family: "Family", model: str) -> str:
+    features = f", with {', '.join(family.features)}" if family.features else ""
+    lines = [f"yes: {family.model_type} ({family.name}){features}"]
+    float64, float32 = errors_of(family)
+    if float64 != "-":
+        lines.append(
+            f"A tiny one on two ranks differs from its stock self by {float64} in float64 and "
+            f"{float32} in float32."
+        )
+    if IMAGES in family.features:
+        lines.append("`longctx patch` trains its text model; docs/how-to/images.md has images too.")
+    patch = f"longctx patch {shlex.quote(model)} --seq-len 32K --gpus 4 --data DATA --out run/"
+    return "\n".join([*lines, f"Next: {patch}"])
 
 
 def render(table: Iterable["Family"]) -> str:
@@ -52,11 +114,9 @@ def errors_of(family: "Family") -> tuple[str, str]:
 
 
 def support_of(family: "Family") -> str:
-    """Yes and with what, or no and why, and what running it gave."""
-    from longctx_patch.hf.model.survey import found
-
+    """Yes and with what, or no and why."""
     if family.refusal is not None:
-        return f"no: {family.refusal} [run: {found(family.model_type)}]"
+        return f"no: {family.refusal}"
     return ", ".join(("yes", *family.features))
 
 

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 """All facts about one kernel, as `--json` prints them."""
 
 
-@click.command("kernels")
+@click.command("kernels", short_help="List the attention kernels and how fast they are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 @click.option(
     "--measure/--no-measure",

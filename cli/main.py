@@ -1,5 +1,6 @@
 """`longctx`: the group of commands, and how errors are shown."""
 
+from itertools import chain
 from typing import Any
 
 import click
@@ -18,6 +19,13 @@ from longctx_patch.cli.train import train_command
 from longctx_patch.cli.verify import verify_command
 from longctx_patch.recipes.quiet import quiet_libraries
 
+GROUPS = {
+    "Every run": (patch_command, data_command, train_command, report_command, merge_command),
+    "Proof and machine": (verify_command, doctor_command, plan_command),
+    "To look at": (schedule_command, kernels_command, families_command),
+}
+"""The commands, in the order of the help."""
+
 
 class ClearErrors(click.Group):
     """Shows what a user can fix (ValueError) as one message, without a traceback; exit code 1."""
@@ -30,6 +38,13 @@ class ClearErrors(click.Group):
         except (ValueError, FileExistsError) as error:
             raise click.ClickException(str(error)) from error
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(str(each.name), each.get_short_help_str(80)) for each in commands]
+                )
+
 
 @click.group(cls=ClearErrors, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="longctx-patch")
@@ -37,17 +52,8 @@ def main() -> None:
     """Fine-tune Hugging Face models on sequences cut over several GPUs, with exact numbers."""
 
 
-main.add_command(data_command)
-main.add_command(doctor_command)
-main.add_command(families_command)
-main.add_command(kernels_command)
-main.add_command(merge_command)
-main.add_command(patch_command)
-main.add_command(plan_command)
-main.add_command(report_command)
-main.add_command(schedule_command)
-main.add_command(train_command)
-main.add_command(verify_command)
+for each in chain(*GROUPS.values()):
+    main.add_command(each)
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from longctx_patch.recipes.merge import Merged
 
 
-@click.command("merge")
+@click.command("merge", short_help="Merge an adapter into the weights of its base.")
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option(
     "--out", type=click.Path(path_type=Path), help="New folder [merged, beside the adapter's]."

@@ -45,7 +45,7 @@ class OneModel(click.Command):
             ) from error
 
 
-@click.command("patch", cls=OneModel)
+@click.command("patch", cls=OneModel, short_help="Write a run folder that fine-tunes a model.")
 @click.argument("model")
 @click.option("--seq-len", type=Tokens(), required=True, help="Tokens: 131072, 128K or 1M.")
 @click.option("--gpus", type=Gpus(), required=True, help="In all, over all nodes: 4, or 4xH200.")

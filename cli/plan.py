@@ -92,7 +92,7 @@ class PlanOptions:
         )
 
 
-@click.command("plan")
+@click.command("plan", short_help="Predict what fits on which GPUs, and how fast it is.")
 @click.argument("model")
 @click.option("--gpus", required=True, help=f"Such as 4xH200; H200 is one. Kinds: {KINDS}.")
 @click.option("--seq-len", type=Tokens(), help="Tokens of a row: 131072, 128K or 1M.")

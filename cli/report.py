@@ -28,7 +28,7 @@ svg { max-width: 100%; height: auto } svg text { font: 11px system-ui, sans-seri
 """
 
 
-@click.command("report")
+@click.command("report", short_help="Write one HTML page about a run.")
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), help="Page [report.html in RUN]."

@@ -110,7 +110,7 @@ class ScheduleOptions:
         )
 
 
-@click.command("schedule")
+@click.command("schedule", short_help="Predict the schedule of one attention layer.")
 @click.argument("model", required=False)
 @click.option("--plan", type=Choice(("auto", *PLANS, ULYSSES)), help="The plan to predict.")
 @click.option("--compare", is_flag=True, help="Predict all plans; say which is chosen, and why.")

@@ -7,6 +7,7 @@ each process.
 
 import gc
 import logging
+import math
 import os
 import shlex
 import signal
@@ -20,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
+import yaml
 
 from longctx_patch.cli.read_ahead import start_reading_ahead
 from longctx_patch.cli.verify import SETTINGS_FILES
@@ -36,16 +38,55 @@ SHARED_IMPORTS = (
 is imported, and a forked process can't use what another one set up."""
 
 
-@click.command("train", context_settings={"ignore_unknown_options": True})
+class TrainCommand(click.Command):
+    """Shows the flags of the recipe too, where `--help` stands beside a run folder."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        files = (settings_file_of(Path(word)) for word in args if not word.startswith("-"))
+        ctx.obj = next((file for file in files if file is not None), None)
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if ctx.obj is None:
+            formatter.write("\n`longctx train RUN --help` lists the flags of RUN's recipe.\n")
+        else:
+            formatter.write(f"\n{recipe_flags(ctx.obj.stem)}")
+
+
+def settings_file_of(run: Path) -> Path | None:
+    """The settings file of a run folder, if it is one."""
+    return next((run / name for name in SETTINGS_FILES if (run / name).is_file()), None)
+
+
+def recipe_flags(recipe: str) -> str:
+    """The help of a recipe's flags."""
+    if recipe == "finetune":
+        return import_module("longctx_patch.recipes.settings").settings_parser().format_help()
+    method = import_module(f"longctx_patch.recipes.{recipe}").METHOD
+    settings = import_module("longctx_patch.recipes.trl_settings")
+    return settings.settings_parser(method.config).format_help()
+
+
+@click.command(
+    "train",
+    cls=TrainCommand,
+    short_help="Train a run folder on this machine.",
+    context_settings={"ignore_unknown_options": True},
+)
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--num-processes",
+    type=click.IntRange(1),
+    help="In place of those of accelerate.yaml; a step keeps its number of rows.",
+)
 @click.argument("settings", nargs=-1, type=click.UNPROCESSED)
-def train_command(run: Path, settings: tuple[str, ...]) -> None:
+def train_command(run: Path, num_processes: int | None, settings: tuple[str, ...]) -> None:
     """Train the run folder RUN of `longctx patch` with this machine's GPUs.
 
     SETTINGS go on to the recipe, for example `--max-steps 10` or `--resume`. The same as
     `accelerate launch` with the folder's accelerate.yaml, and sooner at its first step.
     """
-    file = next((run / name for name in SETTINGS_FILES if (run / name).is_file()), None)
+    file = settings_file_of(run)
     launch_file = run / "accelerate.yaml"
     if file is None or not launch_file.is_file():
         raise ValueError(
@@ -55,19 +96,80 @@ def train_command(run: Path, settings: tuple[str, ...]) -> None:
     launch = read_yaml(launch_file)
     given = read_yaml(file)  # the processes read it too, after ten seconds of imports
     _check_one_machine(run, launch)
-    start_reading_ahead(model_of(given, settings))
+    start_reading_ahead(setting_of("model", given, settings))
+    if num_processes is not None:
+        launch, forwards = on_processes(num_processes, launch, given, settings)
+        settings = (*settings, *forwards)
     limit_threads(launch)
     recipe = file.stem
     forks = import_shared(recipe)
-    start(launch_file, recipe, [FLAGS[recipe], str(file), *settings], forks=forks)
+    start(launch, recipe, [FLAGS[recipe], str(file), *settings], forks=forks)
 
 
-def model_of(given: Mapping[str, Any], settings: Sequence[str]) -> str:
-    """The model that will be trained: as on the command line, else as in the settings file."""
+def setting_of(
+    name: str, given: Mapping[str, Any], settings: Sequence[str], default: str = ""
+) -> str:
+    """The value of a setting: as on the command line, else as in the settings file."""
     words = [part for word in settings for part in word.split("=", 1)]
-    if "--model" in words:
-        return next(iter(words[words.index("--model") + 1 :]), "")
-    return str(given.get("model", ""))
+    for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
+        if flag in words:
+            return next(iter(words[words.index(flag) + 1 :]), "")
+    return str(given.get(name, default))
+
+
+def on_processes(
+    number: int, launch: Mapping[str, Any], given: Mapping[str, Any], settings: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """A launch file's content for this number of processes, and the flags that keep a step's rows.
+
+    Raises ValueError for a number that the degrees or the rows of a step don't divide into.
+    """
+    from longctx_patch.plugin import accelerate_yaml
+
+    names = ("ulysses", "ring", "gradient_accumulation_steps")
+    had = [int(given.get(name, 1)) for name in names]
+    ulysses, ring, forwards = (
+        _whole(name, setting_of(name, given, settings, "1")) for name in names
+    )
+    degree = ulysses * ring
+    if number % degree:
+        shared = math.gcd(ulysses, number)
+        raise ValueError(
+            f"--num-processes {number} with ulysses {ulysses} x ring {ring}: {degree} processes "
+            f"share a row, so their number is a multiple of {degree}. Give one, or add --ulysses "
+            f"{shared} --ring {number // shared}."
+        )
+    batches, at_once = (
+        launch.get("num_processes", 1) // (had[0] * had[1]) * had[2],
+        number // degree,
+    )
+    added: list[str] = []
+    if not any("accumulation" in word for word in settings) and at_once * forwards != batches:
+        if batches % at_once:
+            raise ValueError(
+                f"--num-processes {number}: a step has {batches} batch(es), which {at_once} groups "
+                f"of {degree} process(es) can't share evenly. Give a number of processes that can, "
+                "or another step by --gradient-accumulation-steps N."
+            )
+        added = ["--gradient_accumulation_steps", str(batches // at_once)]
+        click.echo(f"{' '.join(added)}: a step has {batches} batch(es), as before")
+    fsdp, cpu = launch.get("distributed_type") == "FSDP", hides_gpus(launch)
+    made = yaml.safe_load(accelerate_yaml(number, degree, fsdp=fsdp, cpu=cpu))
+    replaced = {"distributed_type", "num_processes", "parallelism_config"}
+    replaced |= {"use_cpu", "gpu_ids"} if cpu else set()
+    kept = {name: value for name, value in launch.items() if name not in replaced}
+    return kept | {name: made[name] for name in replaced & made.keys()}, added
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise ValueError(f"{name}={text!r}: give a whole number, 1 or more.")
+    return int(text)
+
+
+def hides_gpus(launch: Mapping[str, Any]) -> bool:
+    """Whether processes run on the CPU, as `longctx patch --cpu` writes it."""
+    return bool(launch.get("use_cpu")) or str(launch.get("gpu_ids", "")).startswith("-1")
 
 
 def _check_one_machine(run: Path, launch: dict[str, Any]) -> None:
@@ -107,8 +209,18 @@ def import_shared(recipe: str) -> bool:
     return not torch.cuda.is_initialized()
 
 
-def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) -> None:
-    """Start the processes by Accelerate's launcher and torch's, and wait for them."""
+def start(launch: Mapping[str, Any], recipe: str, options: list[str], *, forks: bool) -> None:
+    """Start the processes by Accelerate's launcher and torch's, and wait for them.
+
+    Args:
+        launch: what Accelerate's launch file holds.
+    """
+    with TemporaryDirectory(prefix="longctx_train_") as folder:
+        (file := Path(folder) / "accelerate.yaml").write_text(yaml.safe_dump(dict(launch)))
+        _start(file, recipe, options, forks=forks)
+
+
+def _start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) -> None:
     from accelerate.commands.launch import launch_command_parser
 
     script = str(files("longctx_patch.recipes") / "forked.py")
@@ -122,8 +234,8 @@ def start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) ->
     for name in ("elastic", "elastic.agent.server.api", "elastic.multiprocessing.api"):
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)
-    with TemporaryDirectory(prefix="longctx_train_") as arguments.log_dir:
-        _launch(arguments, recipe)
+    arguments.log_dir = str(launch_file.parent)
+    _launch(arguments, recipe)
 
 
 def _launch(arguments: Any, recipe: str) -> None:

@@ -54,7 +54,7 @@ class VerifyOptions:
         return (self.ulysses or 1) * (self.ring or 1) if self.ulysses or self.ring else None
 
 
-@click.command("verify")
+@click.command("verify", short_help="Compare a patched model with one process.")
 @click.argument("target", metavar="MODEL_OR_RUN")
 @click.option("--nproc", type=click.IntRange(1), help="Processes [4, or what degrees or run need].")
 @click.option("--ulysses", type=click.IntRange(1), help="Ulysses degree [every one that fits].")

@@ -20,7 +20,12 @@ from transformers import (
 )
 
 from longctx_patch.hf.model.auto_class import auto_class
-from longctx_patch.hf.model.load import is_bare_config, load_model_config, whole_config
+from longctx_patch.hf.model.load import (
+    is_bare_config,
+    load_model_config,
+    require_reachable,
+    whole_config,
+)
 from longctx_patch.hf.model.rope import scale_rope
 from longctx_patch.plugin import NeedsWholeReading, text_model, unread_model
 from longctx_patch.plugin.random_weights import random_model
@@ -95,6 +100,8 @@ def _template_in(file: Path) -> str:
 
 
 def _tokenizer_at(source: str) -> PreTrainedTokenizerBase:
+    if not Path(source).expanduser().exists():
+        require_reachable(source, "tokenizer_config.json", "tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of broken files readers raise anything

@@ -113,14 +113,18 @@ def _parallelism_settings() -> Iterator[tuple[str, Any, Any]]:
 
 
 Parallelism: Any = dataclasses.make_dataclass(
-    "Parallelism", list(_parallelism_settings()), frozen=True, kw_only=True
+    "Parallelism",
+    list(_parallelism_settings()),
+    namespace={"__doc__": "How ranks share a row.", "__module__": __name__},
+    frozen=True,
+    kw_only=True,
 )
 """The fields of LongContextConfig as settings: a new one there is a flag and a YAML key here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSettings:
-    """Which model is trained, and how much of it. All recipes have these."""
+class _Loaded:
+    """The model, and how it is loaded."""
 
     model: str = setting("hub name, local folder, or config.json (random weights)", default="")
     tokenizer: str = setting("name or folder if not the model's own; 'bytes'", default="")
@@ -146,12 +150,24 @@ class ModelSettings:
     fused_layers: FusedLayersName = setting(
         "RMSNorm, RoPE and SwiGLU by liger or compile; auto: liger where it fits", default="auto"
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Adapted(_Loaded):
+    """What of the model is trained."""
+
     lora: bool = setting("train a LoRA adapter (the default)", default=False)
     full: bool = setting("train every weight", default=False)
     lora_rank: int = setting("rank of the adapter", default=16)
     lora_alpha: float = setting("scale of the adapter, divided by its rank", default=32.0)
     lora_dropout: float = setting("dropout before the adapter", default=0.0)
     lora_targets: list[str] = setting("module names, or all-linear", default=["all-linear"])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Guarded(_Adapted):
+    """What ends a run, or leaves out a step."""
+
     skip_rehearsal: bool = setting(
         "start without finding out first whether a step fits", default=False
     )
@@ -179,6 +195,11 @@ class ModelSettings:
         "show too what other packages warn of and users can't change, once they are imported",
         default=False,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings(_Guarded):
+    """Which model is trained, how much of it, and what ends the run. All recipes have these."""
 
     @property
     def uses_lora(self) -> bool:
@@ -223,7 +244,7 @@ class ModelSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Text:
-    """On what is trained, and to where."""
+    """The data and the output."""
 
     text: list[str] = setting(
         "files (.jsonl, .json, .csv, .parquet, .arrow, texts), folders, globs, saved datasets, "
@@ -241,7 +262,8 @@ class _Text:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Parallelism, _Text, ModelSettings):
-    """Everything that decides a fine-tuning run, except what belongs to `accelerate launch`."""
+    """The training itself. With its bases it is everything that decides a fine-tuning run, except
+    what belongs to `accelerate launch`."""
 
     learning_rate: float = setting("peak learning rate", default=1e-4)
     scheduler: SchedulerName = setting("course of the learning rate", default="cosine")
@@ -337,8 +359,7 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     """
     found, flags = file_and_flags("--settings", arguments)
     flags = with_own_output(flags, "output")
-    parser = SettingsParser(Settings, allow_abbrev=False, prog="longctx_patch.recipes.finetune")
-    parser.add_argument("--settings", help="YAML file with these settings; flags win over it")
+    parser = settings_parser()
     if found:
         asked = vars(parser.parse_args(flags))
         from_file = read_settings(found, FIELD_TYPES)
@@ -347,6 +368,13 @@ def parse_settings(arguments: Sequence[str] | None = None) -> Settings:
     values = vars(parser.parse_args(flags))
     values.pop("settings")
     return Settings(**values)
+
+
+def settings_parser() -> SettingsParser:
+    """The parser of the recipe's flags."""
+    parser = SettingsParser(Settings, allow_abbrev=False, prog="longctx_patch.recipes.finetune")
+    parser.add_argument("--settings", help="YAML file with these settings; flags win over it")
+    return parser
 
 
 def settings_file(arguments: Sequence[str] | None = None) -> Path | None:

@@ -43,7 +43,7 @@ USUAL_MAX_LENGTH = (None, 1024, 2048)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrlSettings(Parallelism, ModelSettings):
-    """What belongs to the model, its data and how ranks share a row."""
+    """The data, and what the trainer of TRL has no setting for."""
 
     data: list[str] = setting(
         "files (.jsonl, .json, .csv, .parquet, .arrow, texts), folders, globs, saved datasets, "
@@ -110,6 +110,11 @@ class _Parser(SettingsParser, TrlParser):
     """TRL's parser, with our errors."""
 
 
+def settings_parser(config_class: type) -> SettingsParser:
+    """The parser of a recipe's flags, with those of TRL's `config_class`."""
+    return _Parser((TrlSettings, config_class), allow_abbrev=False)
+
+
 def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[TrlSettings, Any]:
     """(our settings, the trainer's own) of flags and of the file that `--config` names.
 
@@ -117,7 +122,7 @@ def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[T
     """
     file, flags = file_and_flags("--config", arguments)
     flags = with_own_output(flags, "output_dir")
-    parser = _Parser((TrlSettings, config_class), allow_abbrev=False)
+    parser: Any = settings_parser(config_class)
     if file:
         kinds = get_type_hints(config_class) | get_type_hints(TrlSettings) | {"env": dict}
         values = read_settings(file, kinds)

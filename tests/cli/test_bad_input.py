@@ -166,7 +166,16 @@ def test_patch_refuses_models_that_are_not_there(
     assert "no such file or folder" in refuse_patch(run, tmp_path, tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert "has no config.json" in refuse_patch(run, tmp_path, tmp_path / "empty")
+    (tmp_path / "empty/q4.gguf").write_bytes(b"GGUF\3")
+    for gguf in (tmp_path / "empty", tmp_path / "empty/q4.gguf"):
+        message = refuse_patch(run, tmp_path, gguf)
+        assert "q4.gguf is a GGUF file" in message
+        assert "from_pretrained(**place)" in message
     folder = config().parent
+    monkeypatch.chdir(tmp_path)
+    for mistyped in ("model/confi.json", "model/config"):  # the second could be a hub name
+        assert "Did you mean 'model/config.json'?" in refuse_patch(run, tmp_path, mistyped)
+    assert "can't be a hub name, which is OWNER/NAME" in refuse_patch(run, tmp_path, "a model")
     message = refuse_patch(run, tmp_path, folder)
     assert "has no weights" in message
     assert f"`longctx patch {folder / 'config.json'} ...`" in message
@@ -176,6 +185,26 @@ def test_patch_refuses_models_that_are_not_there(
     assert "Take a checkpoint of a ...ForCausalLM" in message
     (folder / "config.json").write_text('{"model_type": ')
     assert "its config can't be read" in refuse_patch(run, tmp_path, folder / "config.json")
+
+
+def test_a_hub_that_is_out_of_reach_is_said_in_seconds(
+    run: Run, config: WriteConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would try six times, with 23 seconds of waiting."""
+
+    def asked(*_: object, **__: object) -> None:
+        tries.append(1)
+        raise ConnectionError("name or service not known")
+
+    tries: list[int] = []
+    waited: list[float] = []
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", asked)
+    monkeypatch.setattr("time.sleep", waited.append)
+    message = refuse_patch(run, tmp_path, "nobody/nothing-8B")
+    assert "nor reachable under this name (name or service not known)" in message
+    assert (len(tries), sum(waited)) == (3, 3)
+    message = refuse_patch(run, tmp_path, config(), "--tokenizer", "nobody/nothing-8B")
+    assert "tokenizer 'nobody/nothing-8B' is neither a file or folder" in message
 
 
 @pytest.mark.parametrize("how", ["--lora", "--full"])

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from longctx_patch.hf.model.checks import TABLE
-from longctx_patch.hf.model.survey import found
 from tests.cli.conftest import Run
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
@@ -22,7 +24,6 @@ def test_every_family_has_a_line(run: Run) -> None:
         support = "yes" if family.refusal is None else f"no: {family.refusal}"
         assert f"{family.name} " in line
         assert f"  {support}" in line
-        assert (f"[run: {found(family.model_type)}]" in line) == (family.refusal is not None)
     assert any(line.endswith("yes, sliding window, sinks, router loss") for line in lines)
 
 
@@ -45,11 +46,44 @@ def test_json_and_markdown_at_once_is_wrong_usage(run: Run) -> None:
     assert "choose one of them" in result.output
 
 
+@pytest.mark.parametrize(
+    ("model", "code", "parts"),
+    [
+        ("qwen3", 0, ["yes: qwen3 (Qwen3), with sliding window", "Next: longctx patch MODEL"]),
+        ("qwen2.5", 0, ["yes: qwen2 (Qwen2, Qwen2.5)"]),
+        ("qwen2_vl", 0, ["`longctx patch` trains its text model"]),
+        (
+            "gpt2",
+            1,
+            ["no: gpt2 (GPT-2): its learned positions end", "What to do: train it without"],
+        ),
+        ("qwen33", 1, ["no model_type in the table. Did you mean 'qwen3'?"]),
+    ],
+)
+def test_one_model_is_a_yes_or_a_no(run: Run, model: str, code: int, parts: list[str]) -> None:
+    result = run("families", model)
+    assert result.exit_code == code
+    assert all(part in result.output for part in parts)
+
+
+def test_a_folder_is_judged_by_its_config(run: Run, config: Callable[..., Path]) -> None:
+    folder = config().parent
+    result = run("families", folder)
+    assert result.exit_code == 0
+    assert f"Next: longctx patch {folder} " in result.output
+    result = run("families", config(attention_dropout=0.1))
+    assert result.exit_code == 1
+    assert "no: this Llama 1 to 3 model can't be patched" in result.output
+    assert "Load the model with attention_dropout=0.0" in result.output
+    assert run("families", folder, "--json").exit_code == 2
+
+
 def test_it_needs_neither_torch_nor_transformers() -> None:
     code = """
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None  # importing one now raises ImportError
 from longctx_patch.cli.main import main
-main(["families"])
+main(["families"], standalone_mode=False)
+main(["families", "llama"], standalone_mode=False)
 """
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

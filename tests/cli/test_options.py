@@ -10,6 +10,14 @@ def test_help_and_version(run: Run) -> None:
         assert result.output
 
 
+def test_commands_come_in_groups(run: Run) -> None:
+    said = run("--help").output
+    places = [said.index(f"\n  {name} ") for name in ("patch", "data", "train", "report", "merge")]
+    titles = [said.index(title) for title in ("Every run:", "Proof and machine:", "To look at:")]
+    assert sorted([*titles, *places]) == [titles[0], *places, *titles[1:]]
+    assert "..." not in said.partition("Every run:")[2]
+
+
 def test_wrong_usage_is_exit_code_2(run: Run) -> None:
     for words in (["patch", "m"], ["verify", "m", "--layout", "spiral"], ["train"]):
         assert run(*words).exit_code == 2

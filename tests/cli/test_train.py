@@ -1,8 +1,10 @@
 """`longctx train` starts what `accelerate launch` starts, from one process that has imported it."""
 
+import dataclasses
 import gc
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,12 +22,14 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from longctx_patch.cli import train
-from longctx_patch.cli.train import ending_of, limit_threads
+from longctx_patch.cli.train import ending_of, limit_threads, on_processes
 from longctx_patch.health.limits import TimeLimits
 from longctx_patch.health.progress import Progress
 from longctx_patch.health.trail import Trail
+from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.recipes.launch import INTERRUPTED
 from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.settings import Settings
 from tests.cli.conftest import Run
 from tests.launching import clean_environment, run_module
 
@@ -224,6 +228,61 @@ def test_several_machines_and_other_folders_are_refused(
     assert result.exit_code == 1
     assert "is no run folder" in result.output
     assert "longctx patch MODEL --out" in result.output
+
+
+def test_help_beside_a_run_folder_lists_the_flags_of_its_recipe(folder: Path, run: Run) -> None:
+    assert "`longctx train RUN --help` lists" in run("train", "--help").output
+    result = run("train", folder, "--max-steps", 3, "--help")
+    assert result.exit_code == 0
+    titles = [line for line in result.output.splitlines() if line.endswith(":") and line[0] != " "]
+    assert titles == [
+        *("Options:", "The model, and how it is loaded:", "What of the model is trained:"),
+        *("What ends a run, or leaves out a step:", "The data and the output:"),
+        *("How ranks share a row:", "The training itself:"),
+    ]
+    listed = set(re.findall(r"^  --(?:no-)?([a-z-]\S+)", result.output, re.MULTILINE))
+    names = {field.name.replace("_", "-") for field in dataclasses.fields(Settings)}
+    assert names <= listed
+
+
+GIVEN = {"ulysses": 2, "ring": 1, "gradient_accumulation_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("number", "flags", "added"),
+    [
+        (4, (), ["--gradient_accumulation_steps", "6"]),
+        (8, (), []),
+        (2, ("--ring=1", "--ulysses", "1"), ["--gradient_accumulation_steps", "6"]),
+        (2, ("--gradient-accumulation-steps", "2"), []),
+    ],
+)
+@pytest.mark.parametrize("cpu", [True, False])
+def test_on_another_number_of_processes_a_step_has_its_rows(
+    number: int, flags: tuple[str, ...], added: list[str], cpu: bool
+) -> None:
+    launch = yaml.safe_load(accelerate_yaml(8, 2, fsdp=not cpu, cpu=cpu)) | {"debug": True}
+    found, more = on_processes(number, launch, GIVEN, flags)
+    assert more == added
+    degree = 1 if "1" in flags else 2
+    made = yaml.safe_load(accelerate_yaml(number, degree, fsdp=not cpu, cpu=cpu))
+    assert found == made | {"debug": True}
+
+
+@pytest.mark.parametrize(
+    ("number", "flags", "message"),
+    [
+        (3, (), "so their number is a multiple of 2. Give one, or add --ulysses 1 --ring 3."),
+        (10, (), "a step has 12 batch(es), which 5 groups of 2 process(es) can't share evenly."),
+        (4, ("--ring", "x"), "ring='x': give a whole number"),
+    ],
+)
+def test_a_number_of_processes_that_does_not_divide_is_refused(
+    number: int, flags: tuple[str, ...], message: str
+) -> None:
+    launch = yaml.safe_load(accelerate_yaml(8, 2, fsdp=True))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        on_processes(number, launch, GIVEN, flags)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A model's config from a hub name, a local folder or a config.json; weights are not needed."""
 
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -47,6 +48,8 @@ def _published(model: str) -> "PreTrainedConfig":
     local = is_local(model)
     if local:
         _check_file(model)
+    else:
+        require_reachable(model, "config.json")
     name = str(Path(model).expanduser()) if local else model
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
@@ -78,6 +81,7 @@ def _check_file(model: str) -> None:
     """Refuse a config file that transformers would read in another way, or not name."""
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
+    _refuse_gguf(path)
     try:
         found = strict_json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
@@ -109,6 +113,8 @@ def is_local(model: str) -> bool:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
+            for file in path.glob("*.gguf"):
+                _refuse_gguf(file)
             raise ValueError(
                 f"model folder {model!r} has no config.json. Give a folder that save_pretrained "
                 "wrote, a config.json, or a hub name."
@@ -116,22 +122,91 @@ def is_local(model: str) -> bool:
         return True
     if path.is_file():
         return True
-    if (
-        model.endswith(".json")
-        or model.startswith(("/", ".", "~"))
-        or model.endswith("/")
-        or model.count("/") > 1
-    ):
-        raise ValueError(f"model {model!r}: no such file or folder. Give an existing one.")
+    if _is_meant_as_path(model):
+        raise ValueError(
+            f"model {model!r}: no such file or folder. Give an existing one.{_near_files(path)}"
+        )
     return False
+
+
+def _is_meant_as_path(model: str) -> bool:
+    """Whether `model`, where nothing lies, is no hub name. `models/llama` is a path where there is
+    a folder `models`."""
+    return (
+        model.endswith((".json", ".gguf", "/"))
+        or model.startswith(("/", ".", "~"))
+        or model.count("/") > 1
+        or ("/" in model and Path(model).parent.is_dir())
+    )
+
+
+def _near_files(path: Path) -> str:
+    """A sentence, after a space, with what lies there under a name like the path's; or ""."""
+    if not path.parent.is_dir():
+        return ""
+    return did_you_mean(str(path), [str(each) for each in path.parent.iterdir()])
+
+
+def require_reachable(name: str, file: str, what: str = "model") -> None:
+    """Raise ValueError for a hub name whose `file` is neither in the cache nor can be asked for.
+
+    transformers tries for half a minute before it says so.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    for pause_s in (1, 2, None):
+        try:
+            if not isinstance(try_to_load_from_cache(name, file), str):
+                get_hf_file_metadata(hf_hub_url(name, file))
+            return
+        except HFValidationError as error:
+            raise ValueError(
+                f"{what} {name!r} is no file or folder here, and can't be a hub name, which is "
+                f"OWNER/NAME of letters, digits, '-', '_' and '.'.{_near_files(Path(name))}"
+            ) from error
+        except (HfHubHTTPError, OfflineModeIsEnabled):
+            return  # transformers says which
+        except Exception as error:  # each version of the hub's client has its own
+            if pause_s is None:
+                raise ValueError(_unreachable(name, str(error), what)) from error
+            time.sleep(pause_s)
+
+
+def _refuse_gguf(path: Path) -> None:
+    """Refuse a model in the format of llama.cpp, by its name or its first bytes."""
+    if path.suffix.lower() != ".gguf":
+        try:
+            with path.open("rb") as file:
+                if file.read(4) != b"GGUF":
+                    return
+        except OSError:
+            return
+    raise ValueError(
+        f"{path} is a GGUF file, whose weights are mostly quantised for inference. Take the model "
+        "that it was made from: its page on the hub names it as base model. Or make a folder of "
+        "it, with `pip install gguf` and in Python:\n"
+        "    from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"    place = {{'pretrained_model_name_or_path': {str(path.parent)!r},\n"
+        f"             'gguf_file': {path.name!r}}}\n"
+        "    model = AutoModelForCausalLM.from_pretrained(**place)\n"
+        "    model.hf_quantizer = None\n"
+        "    del model.config.quantization_config\n"
+        "    model.save_pretrained('FOLDER')\n"
+        "    AutoTokenizer.from_pretrained(**place).save_pretrained('FOLDER')"
+    )
 
 
 def _unreadable(model: str, local: bool, error: OSError) -> str:
     reason = str(error).splitlines()[0].rstrip(".")
     if local:
         return f"model {model!r}: its config can't be read ({reason}). Give a valid config.json."
+    return _unreachable(model, reason)
+
+
+def _unreachable(name: str, reason: str, what: str = "model") -> str:
     return (
-        f"model {model!r} is neither a file or folder in the current directory nor reachable under "
+        f"{what} {name!r} is neither a file or folder in the current directory nor reachable under "
         f"this name ({reason}). Without a network, give a local folder, a config.json, or set "
-        "HF_HOME to a cache that holds the model."
+        f"HF_HOME to a cache that holds it.{_near_files(Path(name))}"
     )
