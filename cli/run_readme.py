@@ -8,6 +8,7 @@ from longctx_patch.cli.run_loading import loading_section
 from longctx_patch.cli.sharing_table import sharing_section
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.recipes.model_card import cell
 from longctx_patch.recipes.models import is_bare_config
 
 TEMPLATE = """\
@@ -119,7 +120,7 @@ def render_readme(decisions: Decisions) -> str:
     settings, facts = decisions.settings, ModelFacts.of(decisions.model_config)
     is_finetune = decisions.task.recipe == "finetune"
     return TEMPLATE.format(
-        model=settings.model,
+        model=cell(settings.model),
         seq_len=settings.seq_len,
         start=decisions.start_command,
         same=_same(decisions),
@@ -131,7 +132,7 @@ def render_readme(decisions: Decisions) -> str:
         verify=shlex.join(["longctx", "verify", str(decisions.options.folder)]),
         report=shlex.join(["longctx", "report", str(decisions.options.folder)]),
         after=_after(decisions),
-        table="\n".join(f"| {what} | {value} | {why} |" for what, value, why in table(decisions)),
+        table="\n".join(f"| {' | '.join(map(cell, row))} |" for row in table(decisions)),
         logits=size_text(decisions.tokens_per_gpu * settings.batch_size * facts.vocab_size * 4),
         loading=loading_section(decisions),
         slurm=SLURM if decisions.options.nodes > 1 else "",

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from longctx_patch.hf.model.load import load_model_config
+from longctx_patch.hf.model.stored_tensors import INDEX, files_of_index
 from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config
 from longctx_patch.recipes.model_card import ADAPTER_FILE
 from longctx_patch.recipes.model_config import write_config
 from longctx_patch.recipes.models import is_bare_config
 
-INDEX_FILE = "model.safetensors.index.json"
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("chat_template*", "additional_chat_templates/*"),
@@ -56,7 +56,7 @@ def find_adapter(run: Path) -> Path:
         if (place / ADAPTER_FILE).is_file():
             return place
     for place in places:
-        if (place / INDEX_FILE).is_file() or (place / "model.safetensors").is_file():
+        if (place / INDEX).is_file() or (place / "model.safetensors").is_file():
             raise ValueError(
                 f"{place} holds a whole model (every weight was trained): there is nothing to "
                 f'merge. Load it as it is: AutoModelForCausalLM.from_pretrained("{place}").'
@@ -100,9 +100,9 @@ def merge(
 
     out.mkdir(parents=True, exist_ok=True)
     sizes = _write_weights(over, owners, source, files, out, dtype)
-    if (source / INDEX_FILE).is_file():
+    if (source / INDEX).is_file():
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
-        (out / INDEX_FILE).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        (out / INDEX).write_text(json.dumps(content, indent=2), encoding="utf-8")
     _copy_beside(adapter_folder, source, out)
     config.dtype = dtype or base_config.dtype or config.dtype
     write_config(config, out)  # last: without it, a folder left by a kill does not load
@@ -140,13 +140,12 @@ def base_folder(name: str, revision: str | None) -> Path:
 
 def _weight_files(source: Path) -> dict[str, str]:
     """The file that holds each tensor of the checkpoint."""
-    if (source / INDEX_FILE).is_file():
-        content = json.loads((source / INDEX_FILE).read_text(encoding="utf-8"))
-        return dict(content["weight_map"])
+    if (source / INDEX).is_file():
+        return files_of_index(source / INDEX)
     single = source / "model.safetensors"
     if not single.is_file():
         raise ValueError(
-            f"base {source} has no safetensors ({single.name} or {INDEX_FILE}). Load it with "
+            f"base {source} has no safetensors ({single.name} or {INDEX}). Load it with "
             "transformers and save it once with save_pretrained, and name that folder by --base."
         )
     with safe_open(single, framework="pt") as file:

@@ -46,9 +46,9 @@ of {length} tokens. Load them together:
     from peft import PeftModel
     from transformers import AutoConfig, {loader}, set_seed
 
-    config = AutoConfig.from_pretrained("{place}")
+    config = AutoConfig.from_pretrained({place})
     {how}
-    model = PeftModel.from_pretrained(model, "{place}")
+    model = PeftModel.from_pretrained(model, {place})
 """
 TRAP = """
 **Not with `AutoPeftModelForCausalLM`, nor over a base that a server loaded by itself:** these take
@@ -67,8 +67,8 @@ writes the base's weights with the adapter in them, for vLLM and plain transform
 WHOLE = """\
     from transformers import {loader}, AutoTokenizer
 
-    model = {loader}.from_pretrained("{place}")
-    tokenizer = AutoTokenizer.from_pretrained("{place}")
+    model = {loader}.from_pretrained({place})
+    tokenizer = AutoTokenizer.from_pretrained({place})
 """
 
 
@@ -145,7 +145,9 @@ def write_card(folder: Path, card: Card, config: PreTrainedConfig, final: Path) 
         head["base_model"] = card.base
     head |= {"pipeline_tag": "text-generation", "tags": ["long-context", "longctx-patch"]}
     place = card.place or str(final.resolve())
-    loading = WHOLE.format(place=place, loader=auto_class_name(config))
+    loading = WHOLE.format(
+        place=json.dumps(place, ensure_ascii=False), loader=auto_class_name(config)
+    )
     if card.is_adapter:
         loading = how_to_load(config, card.base, place, card.seed, warns=is_marked(folder))
         merge = f"hf download {place} --local-dir adapter\nlongctx merge adapter"
@@ -153,8 +155,8 @@ def write_card(folder: Path, card: Card, config: PreTrainedConfig, final: Path) 
         loading += "" if is_bare_config(card.base) else MERGE.format(merge=merge)
     text = TEMPLATE.format(
         head=yaml.safe_dump(head, sort_keys=False),
-        title=f"{_name(card.base)}, trained on long rows",
-        rows="\n".join(f"| {what} | {_cell(value)} |" for what, value in card.rows),
+        title=f"{cell(_name(card.base))}, trained on long rows",
+        rows="\n".join(f"| {what} | {cell(value)} |" for what, value in card.rows),
         loading=loading,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
@@ -168,9 +170,13 @@ def how_to_load(config: PreTrainedConfig, base: str, place: str, seed: int, *, w
         how += f"    model = {loader}.from_config(config)"
     else:
         base = str(Path(base).resolve()) if Path(base).is_dir() else base
-        how = f'model = {loader}.from_pretrained("{base}", config=config)'
+        place_of_base = json.dumps(base, ensure_ascii=False)
+        how = f"model = {loader}.from_pretrained({place_of_base}, config=config)"
     text = ADAPTER.format(
-        length=config.max_position_embeddings, place=place, how=how, loader=loader
+        length=config.max_position_embeddings,
+        place=json.dumps(place, ensure_ascii=False),
+        how=how,
+        loader=loader,
     )
     return text + (TRAP.format(mark=MARK) if warns else "")
 
@@ -216,6 +222,6 @@ def _name(source: str) -> str:
     return path.name if path.is_absolute() or path.exists() else source
 
 
-def _cell(value: str) -> str:
-    """A table's cell: one line, in which a source's name can't open another cell or a tag."""
+def cell(value: str) -> str:
+    """A table's cell or a title: one line, in which a name can't open another cell or a tag."""
     return " ".join(value.split()).replace("|", r"\|").replace("<", "&lt;")

@@ -50,8 +50,15 @@ def forked():
         note("forked")
         time.sleep(3)
 
+def listening(port):
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for _, place, _, state, *_ in map(str.split, open(table)):
+            if state == "0A" and place.endswith(f":{port:04X}"):
+                yield place[:-5]
+
 def noted(*given, **more):
     note("connects")
+    note(" ".join(listening(int(os.environ["MASTER_PORT"]))))
     return connect(*given, **more)
 
 os.register_at_fork(after_in_parent=forked)
@@ -108,6 +115,8 @@ def test_no_process_connects_while_others_are_still_to_be_forked(folder: Path) -
     forked, connected = ([t for kind, t in noted if kind == k] for k in ("forked", "connects"))
     assert len(forked) == len(connected) == 2
     assert min(connected) > max(forked)
+    # Nor does that store listen on more than this machine's loopback.
+    assert {kind for kind, _ in noted} == {"forked", "connects", "0100007F"}
 
 
 def test_a_refusal_is_one_message(folder: Path) -> None:

@@ -230,6 +230,12 @@ def test_bases_without_weights_to_merge_into_are_refused(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="quantised weights"):
         merge(adapter, out)
     (base / "config.json").write_text(json.dumps(config))
+    index = base / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    found["weight_map"]["lm_head.weight"] = str(tmp_path / "x.safetensors")  # would be written
+    index.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="files of a checkpoint lie in its own folder"):
+        merge(adapter, out)
     for path in base.glob("*.safetensors*"):
         path.unlink()
     with pytest.raises(ValueError, match="has no safetensors"):

@@ -80,6 +80,7 @@ def test_an_adapter_with_its_bases_rope_loads_either_way_and_warns_of_nothing(
 def test_the_card_says_what_was_trained_on_what_and_how_it_ended(
     base: Path, text_file: Path, tmp_path: Path
 ) -> None:
+    base = base.rename(tmp_path / 'b<i>"s')
     hostile = tmp_path / "a|b<script>.txt"
     hostile.write_text(text_file.read_text())
     flags = ("--seq-len", "256", "--rope", "linear", "--lora-rank", "3")
@@ -90,6 +91,8 @@ def test_the_card_says_what_was_trained_on_what_and_how_it_ended(
     assert "base_model" not in yaml.safe_load(head)  # a folder is no name on the hub
     rows = dict(re.findall(r"^\| (.+?) \| (.+) \|$", body, re.MULTILINE))
     assert rows["trained"] == "LoRA adapter of rank 3, alpha 32"
+    assert '# b&lt;i>"s, trained on long rows' in text
+    assert lines_to_load(final)["model"].peft_config
     assert rows["data"] == r"a\|b&lt;script>.txt"  # its name, without folders and contents
     assert "times" not in text
     assert rows["rows"] == "256 tokens"

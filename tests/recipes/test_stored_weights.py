@@ -105,6 +105,10 @@ BAD: dict[str, tuple[Spoil, str]] = {
     "second cut": (file(lambda b: b[:-9], SECOND), f"{SECOND} is not a whole safetensors file"),
     "index of less": (index(in_first), "is in none of its 1 safetensors"),
     "index a list": (index(lambda _: []), f"{INDEX}: not an index of safetensors files"),
+    "index of others": (
+        index(lambda found: found | {"weight_map": found["weight_map"] | {UP: "../x.safetensors"}}),
+        f"{INDEX} names '../x.safetensors': files of a checkpoint lie in its own folder",
+    ),
     "index cut": (file(lambda b: b[:-9], INDEX), f"{INDEX}: not an index of safetensors files"),
 }
 

@@ -5,7 +5,7 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -90,10 +90,8 @@ def weight_files(model: str) -> list[str]:
     if index is None:
         single = cached_file(model, SINGLE, _raise_exceptions_for_missing_entries=False)
         return [] if single is None else [str(single)]
-    try:
-        files, _ = get_checkpoint_shard_files(model, index)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index}: not an index of safetensors files ({error!r}).") from error
+    files_of_index(Path(index))
+    files, _ = get_checkpoint_shard_files(model, index)
     for file in files:
         if not Path(file).exists():
             raise ValueError(
@@ -101,6 +99,23 @@ def weight_files(model: str) -> list[str]:
                 "belongs to the files."
             )
     return [str(file) for file in files]
+
+
+def files_of_index(index: Path) -> dict[str, str]:
+    """The file that holds each tensor, as an index says. Raises ValueError for what is no index,
+    and for files beyond its folder."""
+    try:
+        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        paths = {PurePath(file) for file in files.values()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index}: not an index of safetensors files ({error!r}).") from error
+    for path in sorted(paths):
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(
+                f"{index} names {str(path)!r}: files of a checkpoint lie in its own folder. "
+                "Download it again, from whom you trust."
+            )
+    return files
 
 
 def read_headers(files: list[str]) -> dict[str, StoredTensor]:
