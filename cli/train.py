@@ -103,6 +103,7 @@ def train_command(run: Path, num_processes: int | None, settings: tuple[str, ...
     limit_threads(launch)
     recipe = file.stem
     forks = import_shared(recipe)
+    _check_gpus(run, launch)
     start(launch, recipe, [FLAGS[recipe], str(file), *settings], forks=forks)
 
 
@@ -180,6 +181,21 @@ def _check_one_machine(run: Path, launch: dict[str, Any]) -> None:
             f"{run} is for {machines} machines, and this starts the processes of one. Under Slurm: "
             f"`{slurm}`; otherwise `accelerate launch` on each, as {run / 'README.md'} says."
         )
+
+
+def _check_gpus(run: Path, launch: Mapping[str, Any]) -> None:
+    """Refuse here, once, what each of the processes would refuse."""
+    import torch
+
+    wanted, there = launch.get("num_processes", 1), torch.cuda.device_count()
+    if hides_gpus(launch) or there >= wanted:
+        return
+    fewer = f" Or start {there} of them: --num-processes {there}." if there else ""
+    raise ValueError(
+        f"{run / 'accelerate.yaml'} is for {wanted} GPU(s), and torch finds {there} here: `longctx "
+        f"doctor` says what is missing.{fewer} To try it without GPUs, make a run folder by "
+        "`longctx patch ... --cpu`."
+    )
 
 
 def limit_threads(launch: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from longctx_patch.recipes.yaml_file import read_yaml
 INTERRUPTED = (
     "interrupted by Ctrl-C. `--resume` goes on from the newest checkpoint, if one was saved."
 )
-SECONDS_AFTER_RANK_0 = 5.0
+SECONDS_AFTER_RANK_0 = 15.0
 """How long other processes wait before they repeat a refusal. If rank 0 of their machine refused
 too, the launcher ends them before, so the message appears once."""
 SECONDS_AFTER_ANOTHER = 2.0

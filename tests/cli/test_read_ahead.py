@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from longctx_patch.cli.read_ahead import BLOCK_BYTES, start_reading_ahead
-from longctx_patch.cli.train import model_of
+from longctx_patch.cli.train import setting_of
 
 SIZES = {"a.safetensors": BLOCK_BYTES + 5, "b.safetensors": 7}
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="it is Linux that reads ahead")
@@ -125,4 +125,4 @@ def test_it_ends_with_its_launcher(folder: Path) -> None:
     ],
 )
 def test_the_model_that_will_be_trained(settings: tuple[str, ...], model: str) -> None:
-    assert model_of({"model": "of the file"}, settings) == model
+    assert setting_of("model", {"model": "of the file"}, settings) == model

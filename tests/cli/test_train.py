@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -177,6 +178,18 @@ def test_of_a_killed_process_its_launcher_says_where_it_was(
     progress.enter("end")
     said = ending_of({1: failure(tmp_path, 1, -15)}, tmp_path)
     assert said.startswith("rank 1 was ended by SIGTERM in the end, after step 3. `--resume`")
+
+
+def test_a_run_for_gpus_is_refused_once_where_there_are_fewer(
+    run: Run, config: Callable[..., Path], text_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "for gpus"
+    words = ["--gpus", torch.cuda.device_count() + 1, "--sequence-degree", 1, "--seq-len", 64]
+    assert run("patch", config(), *words, "--data", text_file, "--out", out).exit_code == 0
+    result = run("train", out)
+    assert result.exit_code == 1
+    assert f"torch finds {torch.cuda.device_count()} here" in result.output
+    assert "`longctx patch ... --cpu`" in result.output
 
 
 @pytest.mark.parametrize("initialised", [False, True])

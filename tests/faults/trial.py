@@ -110,6 +110,7 @@ def _launch(folder: Path, log: Path, options: list[str], fault: Fault | None) ->
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(folder)
     from longctx_patch.cli.train import FLAGS, start
+    from longctx_patch.recipes.yaml_file import read_yaml
 
     # Where the job's processes look for what they run.
     sys.modules["longctx_patch.recipes.trainer"] = import_module("tests.faults.plain_trainer")
@@ -121,7 +122,7 @@ def _launch(folder: Path, log: Path, options: list[str], fault: Fault | None) ->
     )
     given = [flags[settings.stem], str(settings), *options]
     try:
-        start(folder / "accelerate.yaml", settings.stem, given, forks=True)
+        start(read_yaml(folder / "accelerate.yaml"), settings.stem, given, forks=True)
     finally:
         sys.stdout.flush()
 
