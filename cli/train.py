@@ -327,5 +327,8 @@ def _hint(failure: Any) -> str:
 
 def _trace(failure: Any) -> str | None:
     """The traceback of an exception; None for a refusal."""
+    from longctx_patch.health.last_words import without_advice
+
     message = failure.error_file_data.get("message")
-    return message["extraInfo"].get("py_callstack") if isinstance(message, dict) else None
+    trace = message["extraInfo"].get("py_callstack") if isinstance(message, dict) else None
+    return None if trace is None else without_advice(trace)

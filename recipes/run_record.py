@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.checkpoints.files import write_whole
+from longctx_patch.health.last_words import without_advice
 
 RECORD_FILE, FAILURE_FILE = "settings.json", "failure.json"
 
@@ -35,7 +36,7 @@ def noting_failure(output: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         if (output / RECORD_FILE).is_file() and not ended_record(output):
-            said = str(error) or type(error).__name__
+            said = without_advice(str(error)) or type(error).__name__
             when = datetime.now().astimezone().isoformat(" ", "seconds")
             content = {"error": said, "rank": int(os.environ.get("RANK", "0")), "time": when}
             with suppress(OSError), (output / FAILURE_FILE).open("x", encoding="utf-8") as file:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,10 +14,16 @@ from pathlib import Path
 
 def say(message: str) -> None:
     """Never fails: a launcher that is gone has left a pipe that nobody reads."""
+    message = without_advice(message)
     with suppress(OSError):
         print(message, file=sys.stderr, flush=True)
     with suppress(OSError):
         _tell_launcher(message)
+
+
+def without_advice(error: str) -> str:
+    """An error's text without what gloo adds to those of a lost connection, greetings included."""
+    return re.sub(r"\s*This is typically caused by a remote worker.*?GLHF!( \S+)?", "", error)
 
 
 @contextmanager

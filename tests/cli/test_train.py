@@ -151,7 +151,8 @@ def test_of_other_ends_the_reason_is_shown(tmp_path: Path) -> None:
     )
     told = {"message": "finetune: no", "extraInfo": {"timestamp": "1"}}
     assert ending_of({0: failure(tmp_path, 0, 1, told)}, tmp_path) == ""
-    lost = failure(tmp_path, 0, 1, crash(1, "RuntimeError: Connection closed by peer"))
+    advice = "  This is typically caused by a remote worker. GLHF! \U0001f3d6"
+    lost = failure(tmp_path, 0, 1, crash(1, f"RuntimeError: Connection closed by peer{advice}"))
     assert ending_of({0: lost, 1: killed}, tmp_path).splitlines() == [
         ending_of({1: killed}, tmp_path).strip(),
         "rank 0 failed too: RuntimeError: Connection closed by peer",
