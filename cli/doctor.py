@@ -6,6 +6,7 @@ import platform
 import sys
 import time
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +53,15 @@ def _place(context: object, parameter: object, text: str | None) -> tuple[str, i
 @click.option(
     "--limit", type=click.FloatRange(1), default=60.0, help="Seconds of the exchange [60]."
 )
-@click.option("--quick", is_flag=True, help="Without the exchange, and without timing kernels.")
+@click.option("--quick", is_flag=True, help="Without the exchange, and without timing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def doctor_command(as_json: bool, **options: Any) -> None:
     """Check that this machine can train, and print the command that mends what can't.
 
     Looks at Python and packages, torch's build and the driver, GPUs and their links, attention
-    kernels, memory, disks, network and ports. Then processes, one for each GPU (two on the CPU
+    kernels, memory, disks, network and ports. Measures each GPU's matrix products and copies, and
+    copies between GPUs: what is 10 % slower than its like, or than its kind is known to be, is a
+    warning, 30 % a failure. Then processes, one for each GPU (two on the CPU
     with fewer than two GPUs), exchange what training exchanges; numbers are checked, and a hang
     ends at the limit. Under a launcher its own processes do this, on all nodes:
     `accelerate launch --config_file FILE -m longctx_patch.cli.main doctor`. Exit code 1 if
@@ -90,6 +93,7 @@ def diagnose(options: DoctorOptions) -> tuple[Diagnosis, bool]:
     """The checks of this machine or of the launcher's world, and whether this process reports."""
     from longctx_patch.diagnosis.exchange import check_exchange
     from longctx_patch.diagnosis.gpus import read_gpus
+    from longctx_patch.diagnosis.speeds import known_link
     from longctx_patch.diagnosis.world import launched
 
     place = launched()
@@ -98,10 +102,11 @@ def diagnose(options: DoctorOptions) -> tuple[Diagnosis, bool]:
     gpus = read_gpus()
     checks = _of_machine(options, gpus, place)
     following = next_command(gpus)
+    known = known_link(gpus)
     if place is not None:
-        return _with_world(place, checks, options, following)
+        return _with_world(place, checks, options, following, known)
     if not options.quick:
-        checks.append(check_exchange(len(gpus.seen), options.limit))
+        checks.append(check_exchange(len(gpus.seen), options.limit, known=known))
     return _alone(checks, following), True
 
 
@@ -110,7 +115,7 @@ def _alone(checks: "list[Check]", following: str) -> Diagnosis:
 
 
 def _of_machine(options: DoctorOptions, gpus: "Gpus", place: "Place | None") -> "list[Check]":
-    from longctx_patch.diagnosis import disk, host, packages
+    from longctx_patch.diagnosis import disk, host, packages, speeds
     from longctx_patch.diagnosis.bytecode import check_bytecode, compiled_each_time
     from longctx_patch.diagnosis.gpu_checks import check_gpus, check_links, check_torch
     from longctx_patch.diagnosis.kernels import check_fused_layers, check_kernels
@@ -121,6 +126,10 @@ def _of_machine(options: DoctorOptions, gpus: "Gpus", place: "Place | None") -> 
         checks = [packages.check_python(found), *checks, packages.check_extras(found)]
     checks.append(check_bytecode(compiled_each_time(), sys.pycache_prefix))
     checks += [check_torch(gpus), check_gpus(gpus), check_links(gpus)]
+    if not options.quick:
+        measured = speeds.measure_speeds(len(gpus.seen))
+        checks.append(speeds.check_gpu_speed(gpus, measured))
+        checks.append(speeds.check_link_speed(gpus, measured))
     # A launcher's other processes wait meanwhile, so kernels are not timed there.
     known = _kernels(timed=not options.quick and place is None)
     checks.append(check_kernels(known["auto"], known["kernels"]))
@@ -163,7 +172,11 @@ def _of_network(options: DoctorOptions, place: "Place | None") -> "list[Check]":
 
 
 def _with_world(
-    place: "Place", checks: "list[Check]", options: DoctorOptions, following: str
+    place: "Place",
+    checks: "list[Check]",
+    options: DoctorOptions,
+    following: str,
+    known_link: float = nan,
 ) -> tuple[Diagnosis, bool]:
     """The exchange of all processes, with the checks of all nodes if that went well."""
     from longctx_patch.diagnosis.packages import installed
@@ -173,7 +186,7 @@ def _with_world(
         return _alone(checks, following), place.speaks_for_node
     known = installed()
     members, together = check_world(
-        member(place, checks, known.of_numbers if known else {}), options.limit
+        member(place, checks, known.of_numbers if known else {}), options.limit, known_link
     )
     theirs = [(each.place.host, check) for each in members for check in each.checks]
     met = len(members) == place.num_ranks

@@ -40,19 +40,14 @@ class Diagnosis:
 
 def next_command(gpus: "Gpus") -> str:
     """What a user of this machine runs next."""
-    from longctx_patch.predict.machines import MACHINES
+    from longctx_patch.predict.machines import machine_of
 
     if not gpus.seen:
         return "longctx patch MODEL --seq-len 2048 --gpus 2 --cpu --data texts/ --out run/"
-    words = gpus.seen[0].name.lower().replace("-", " ").split()
-    near = [
-        name
-        for name, machine in MACHINES.items()
-        if name.split("-")[0] in words
-        and abs(machine.memory_bytes / gpus.seen[0].total_bytes - 1) < 0.1
-    ]
+    first = gpus.seen[0]
+    near = machine_of(first.name, first.total_bytes)
     if near:
-        return f"longctx plan MODEL --gpus {len(gpus.seen)}x{near[0].upper()} --max-seq-len"
+        return f"longctx plan MODEL --gpus {len(gpus.seen)}x{near.name.upper()} --max-seq-len"
     return f"longctx patch MODEL --seq-len 32768 --gpus {len(gpus.seen)} --data texts/ --out run/"
 
 

@@ -106,11 +106,13 @@ def _metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 def _series(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list[str]]:
     """Each metric's values by step, and what to say of values that can't be drawn."""
     found: dict[str, dict[float, float]] = {name: {} for name in (*SHOWN, MEMORY)}
-    odd = []
+    odd, slow = [], dict[int, str]()
     for line in lines:
         step = line.get("step")
         if "skipped" in line:
             odd.append(f"Step {step} was skipped: {line['skipped']}.")
+        if "slow_ranks" in line and isinstance(step, int):
+            slow[step] = line["slow_ranks"]
         for name in found:
             value = line.get(name)
             if not isinstance(step, int):
@@ -121,6 +123,9 @@ def _series(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list
                 odd.append(f"{name} of step {step} is {value}, which is not drawn.")
             elif name in line.get("non_finite", {}):
                 odd.append(f"{name} of step {step} is {line['non_finite'][name]}, not drawn.")
+    if slow:
+        first, last = min(slow), max(slow)
+        odd.append(f"Seen {len(slow)} times, in steps {first} to {last}: {slow[last]}.")
     return {name: sorted(points.items()) for name, points in found.items() if points}, odd
 
 

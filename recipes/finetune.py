@@ -29,6 +29,7 @@ from longctx_patch.checkpoints.names import FLIGHT, steps_of
 from longctx_patch.checkpoints.retention import Retention
 from longctx_patch.health.agreement import model_facts, require_agreement
 from longctx_patch.health.finite import FiniteSteps
+from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.sentinel import Sentinel
 from longctx_patch.health.watchdog import Watchdog
@@ -146,6 +147,7 @@ def train(
 ) -> StopSignals | None:
     """Build everything, go on from a checkpoint if there is one, and train to the last step, or
     until a signal stops the run after a step that is saved. None where the run has ended before."""
+    pace = PaceCheck(accelerator.device, accelerator.print)
     inputs = read_inputs(settings, accelerator, stages)
     if is_over(output, inputs.run, inputs.settings, {"max_steps": settings.max_steps}):
         say_ended(output.folder)
@@ -162,7 +164,7 @@ def train(
             stages.enter("rehearsal")
             check_memory(accelerator, job.state, job.handle, job.data)
         stages.enter("first step")
-        place = go_through_steps(job, accelerator, stages, watchdog, keeper, stop)
+        place = go_through_steps(job, accelerator, stages, watchdog, keeper, pace, stop)
     if place is not None:
         accelerator.print(stop.words(job.state.step, place), flush=True)
         return stop
@@ -265,13 +267,14 @@ def go_through_steps(
     stages: Stages,
     watchdog: Watchdog,
     keeper: Keeper,
+    pace: PaceCheck,
     stop: StopSignals,
 ) -> Path | None:
     """Train and save; returns the checkpoint with which a signal stopped the run, None at the end
     of its last step."""
     settings, state = job.settings, job.state
     replicas, first = ReplicaCheck(state.model), state.step + 1
-    for _ in train_steps(job, accelerator, stop):
+    for _ in train_steps(job, accelerator, pace, stop):
         watchdog.done(state.step)
         replicas.after_step(state.step)
         keeper.look()
@@ -304,7 +307,7 @@ def model_card(settings: Settings, config: Any, processes: int) -> Card:
     )
 
 
-def train_steps(job: Job, accelerator: Any, stop: StopSignals) -> Iterator[None]:
+def train_steps(job: Job, accelerator: Any, pace: PaceCheck, stop: StopSignals) -> Iterator[None]:
     """Train every step that is left, and stop after each, when its metrics are written."""
     settings, state, handle, data = job.settings, job.state, job.handle, job.data
     writes = accelerator.is_main_process
@@ -323,7 +326,7 @@ def train_steps(job: Job, accelerator: Any, stop: StopSignals) -> Iterator[None]
     )
     sentinel = Sentinel(handle, state.model)
     while state.step < settings.max_steps:
-        batches = list(islice(ahead, settings.gradient_accumulation_steps))
+        batches = list(islice(pace.loading(ahead), settings.gradient_accumulation_steps))
         values = train_step(
             accelerator,
             state,
@@ -341,6 +344,8 @@ def train_steps(job: Job, accelerator: Any, stop: StopSignals) -> Iterator[None]
             values["sentinel_error"] = drift.error
             if not drift.is_within:
                 accelerator.print(f"step {state.step}: {drift}")
+        if slow := pace.after_step(state.step):
+            values["slow_ranks"] = slow
         kept = {
             "layers_not_recomputed": handle.checkpointing.num_whole_layers,
             "layers_offloaded": handle.checkpointing.num_offloaded_layers,

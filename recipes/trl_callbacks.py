@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from longctx_patch.recipes.metrics import MetricsFile, peak_memory_bytes
 from longctx_patch.recipes.stages import Stages
 from longctx_patch.trainer.bad_steps import SKIPPED
+from longctx_patch.trainer.watching import SLOW_RANKS
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -37,6 +38,9 @@ class MetricsCallback(TrainerCallback):
             return
         if SKIPPED in logs:
             self._file.write(step=logs[SKIPPED], loss=None, skipped=logs["skipped"])
+            return
+        if SLOW_RANKS in logs:
+            self._file.write(step=state.global_step, **{SLOW_RANKS: logs[SLOW_RANKS]})
             return
         values = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
         if "loss" in values:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from longctx_patch.health.rates import pci_of
+
 _PCI = Path("/sys/bus/pci/devices")
 _SMI_S = 20.0
 
@@ -23,6 +25,8 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     uuid: str = ""
+    pci: str = ""
+    """Its place on the bus, as nvidia-smi takes it."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ def _gpu(number: int) -> Gpu:
     properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
     uuid = str(getattr(properties, "uuid", ""))
-    return Gpu(properties.name, (properties.major, properties.minor), total, free, uuid)
+    kind = (properties.major, properties.minor)
+    return Gpu(properties.name, kind, total, free, uuid, pci_of(properties))
 
 
 def _on_pci_bus(devices: Path = _PCI) -> int:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from math import nan
 from typing import Any
 
 import torch
@@ -84,10 +85,13 @@ def member(place: Place, checks: list[Check], versions: Mapping[str, str]) -> Me
     return Member(place, tuple(checks), versions, has_gpu)
 
 
-def check_world(mine: Member, limit_s: float) -> tuple[list[Member], list[Check]]:
+def check_world(
+    mine: Member, limit_s: float, known: float = nan
+) -> tuple[list[Member], list[Check]]:
     """(every rank, checks of all together); this rank alone if they did not come together.
 
-    Ranks wait for each other up to the limit, and the exchange may take as long again.
+    Ranks wait for each other up to the limit, and the exchange may take as long again. `known`:
+    bytes per second that an all-reduce within this node is known to reach.
     """
     place = mine.place
     who, limit_s = f"{place.num_ranks} processes", 2 * limit_s
@@ -96,7 +100,8 @@ def check_world(mine: Member, limit_s: float) -> tuple[list[Member], list[Check]
     except ProcessesFailedError as error:
         return [mine], [failure(error, f"{who} at {':'.join(place.meeting)}", _CAUSES, limit_s)]
     nodes = len({each.place.host for each in members})
-    done = success(rates, f"{who} on {nodes} node(s), {backend}")
+    known = known if nodes == 1 and backend == "nccl" else nan
+    done = success(rates, f"{who} on {nodes} node(s), {backend}", known)
     return members, [check_versions(members), done]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from longctx_patch.health.own_part import own_part
-from longctx_patch.health.step_numbers import gathered
+from longctx_patch.health.step_numbers import OnTheWay, gathered
 from longctx_patch.plugin.together import num_ranks, of_all_ranks
 
 PARTS = 24
@@ -41,7 +41,7 @@ class ReplicaCheck:
         self._owners = owners
         self._parts = _parts(named) if self._copies else []
         self._steps = 0
-        self._pending: tuple[int, Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[int, OnTheWay] | None = None
         device = named[0][1].device if named else torch.device("cpu")
         self._sums = torch.zeros(PARTS, dtype=torch.int64, device=device)
 
@@ -64,22 +64,13 @@ class ReplicaCheck:
             self._send(step)
 
     def _send(self, step: int) -> None:
-        everyones = gathered(self._sums)
-        arrived = None
-        if everyones.is_cuda:
-            host = torch.empty(everyones.shape, dtype=everyones.dtype, pin_memory=True)
-            everyones = host.copy_(everyones, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._pending = (step, everyones, arrived)
+        self._pending = (step, OnTheWay(gathered(self._sums)))
 
     def _read(self) -> None:
         if self._pending is None:
             return
-        (step, everyones, arrived), self._pending = self._pending, None
-        if arrived is not None:
-            arrived.synchronize()
-        rows = everyones.tolist()
+        (step, everyones), self._pending = self._pending, None
+        rows = everyones.numbers().tolist()
         for owner in dict.fromkeys(self._owners):
             ranks = [rank for rank in self._copies if self._owners[rank] == owner]
             for part, weights in enumerate(self._parts):

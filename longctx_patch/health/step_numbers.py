@@ -23,6 +23,24 @@ class StepNumbers:
         return not self.problem
 
 
+class OnTheWay:
+    """Numbers of a device on their way to the host, which need not wait for them yet."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._host, self._arrived = numbers, None
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def numbers(self) -> Tensor:
+        """Wait for them; a tensor on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host
+
+
 class PendingStep:
     """The numbers of a step on their way to the host."""
 
@@ -35,24 +53,17 @@ class PendingStep:
         self.is_bad = is_bad.float()
         """1 or 0 on the device, a scalar. The host reads this decision, and makes none of its
         own."""
-        numbers = torch.cat([is_bad.double()[None], by_rank.flatten()])
-        self._host, self._arrived = numbers, None
+        self._sent = OnTheWay(torch.cat([is_bad.double()[None], by_rank.flatten()]))
         self.is_on_host = self.device.type == "cpu"
         """Whether `numbers` need not wait; the same on every rank."""
-        if self.device.type == "cuda":
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
 
     def numbers(self) -> StepNumbers:
         """Wait for the numbers. The same on every rank."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        host = self._sent.numbers()
         self.is_on_host = True
-        by_rank = self._host[1:].view(-1, 2)
+        by_rank = host[1:].view(-1, 2)
         loss, norm = by_rank[:, 0].mean().item(), by_rank[0, 1].item()
-        problem = self._problem(by_rank.tolist(), loss) if self._host[0].item() else ""
+        problem = self._problem(by_rank.tolist(), loss) if host[0].item() else ""
         return StepNumbers(loss=loss, grad_norm=norm, problem=problem)
 
     def _problem(self, by_rank: list[list[float]], mean: float) -> str:

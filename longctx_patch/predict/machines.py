@@ -285,6 +285,24 @@ MACHINES: Mapping[str, Hardware] = MappingProxyType(
 """Nodes of 8 GPUs with NVLink and 8 NICs (200 Gbit/s for the A100, 400 for the others), each with
 the kernel that every command predicts by."""
 
+_SLOWER_CARDS = ("pcie", "nvl")
+"""Words in the names of cards with the same chip, less power and other links."""
+
+
+def machine_of(name: str, memory_bytes: float) -> Hardware | None:
+    """The machine of a GPU, by its name and memory as torch reports them; None where there are no
+    rates of it."""
+    words = name.lower().replace("-", " ").split()
+    if any(word in words for word in _SLOWER_CARDS):
+        return None
+    near = (
+        machine
+        for known, machine in MACHINES.items()
+        if known.split("-")[0] in words and abs(machine.memory_bytes / memory_bytes - 1) < 0.1
+    )
+    return next(near, None)
+
+
 _OTHER_KERNELS: Mapping[str, tuple[KernelRates, ...]] = MappingProxyType(
     {"h200": (_CUDNN_FOR_ALL,), "h100": (_CUDNN_FOR_ALL,)}
 )

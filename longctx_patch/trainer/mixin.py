@@ -168,7 +168,7 @@ class LongContextTrainerMixin(
             raise
         leave_out_missing_router_loss(self)
         self.seed_groups()
-        self.add_callback(HealthCallback(watchdog))
+        self.add_callback(HealthCallback(self, watchdog))
 
     @property
     def _config(self) -> LongContextConfig:

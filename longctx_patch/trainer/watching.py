@@ -1,16 +1,23 @@
 """What runs beside a trainer's steps: the watchdog's marks, and the comparison of replicas."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
 from longctx_patch.health.agreement import model_facts, require_agreement, versions
+from longctx_patch.health.pace import PaceCheck
 from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.watchdog import Watchdog
+from longctx_patch.trainer.log_entries import add_entry
 from longctx_patch.trainer.row_facts import row_facts
 
+logger = logging.getLogger(__name__)
+
+SLOW_RANKS = "slow_ranks"
+"""Key of an entry of the trainer's log: which ranks all others wait for, in words."""
 OF_ONE_RANK = {
     *("local_rank", "output_dir", "logging_dir", "run_name", "disable_tqdm", "report_to"),
     *("log_level", "log_level_replica", "log_on_each_node", "logging_strategy", "project"),
@@ -30,15 +37,33 @@ else:
 
 
 class WatchedMixin(_Trainer):
-    """Compares ranks before they train, and tells the watchdog of checkpoints."""
+    """Compares ranks before they train and while they do, and tells the watchdog of
+    checkpoints."""
 
     _watchdog: Watchdog | None
+    _pace: PaceCheck | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' training. Raises ValueError on all ranks where they would not train the
         same model on the same data in the same way."""
         require_same_training(self)
+        self._pace = PaceCheck(self.accelerator.device, self._say)
         return super().train(*args, **kwargs)
+
+    def _say(self, line: str) -> None:
+        if self.args.should_log:
+            logger.warning("%s", line)
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's, while the time that batches take to come is counted."""
+        counted = epoch_iterator if self._pace is None else self._pace.loading(epoch_iterator)
+        return super().get_batch_samples(counted, *args, **kwargs)
+
+    def note_slow_ranks(self) -> None:
+        """Call it after each step, on every rank."""
+        step = self.state.global_step
+        if self._pace is not None and (slow := self._pace.after_step(step)):
+            add_entry(self, {SLOW_RANKS: slow}, step)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._watchdog is not None:
@@ -47,10 +72,10 @@ class WatchedMixin(_Trainer):
 
 
 class HealthCallback(TrainerCallback):
-    """Marks steps for the watchdog, if there is one, and compares replicas after each."""
+    """Marks steps for the watchdog, if there is one, and compares ranks after each."""
 
-    def __init__(self, watchdog: Watchdog | None) -> None:
-        self._watchdog = watchdog
+    def __init__(self, trainer: WatchedMixin, watchdog: Watchdog | None) -> None:
+        self._trainer, self._watchdog = trainer, watchdog
         self._replicas: ReplicaCheck | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -61,6 +86,7 @@ class HealthCallback(TrainerCallback):
             self._watchdog.done(state.global_step)
         if self._replicas is not None:
             self._replicas.after_step(state.global_step)
+        self._trainer.note_slow_ranks()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._watchdog is not None:

@@ -25,6 +25,8 @@ NAMES = (
         "torch",
         "gpus",
         "gpu links",
+        "gpu speed",
+        "link speed",
         "attention",
         "fused layers",
     ),
@@ -81,7 +83,7 @@ def test_what_fails_is_mended_by_a_command_and_ends_with_1(
     )
     monkeypatch.setattr(packages, "installed", lambda: old)
     failing = Check("exchange", "failed", "it hung in ring", "try this")
-    monkeypatch.setattr(exchange, "check_exchange", lambda num_gpus, limit_s: failing)
+    monkeypatch.setattr(exchange, "check_exchange", lambda *_, **__: failing)
     result = run("doctor", "--out", tmp_path)
     assert result.exit_code == 1
     lines = result.output.splitlines()
@@ -137,6 +139,7 @@ def test_nodes_are_named_where_there_are_several() -> None:
         ("NVIDIA H100 80GB HBM3", 79.2, "longctx plan MODEL --gpus 4xH100 --max-seq-len"),
         ("NVIDIA A100-SXM4-40GB", 39.4, "longctx plan MODEL --gpus 4xA100-40 --max-seq-len"),
         ("NVIDIA A100-SXM4-80GB", 79.2, "longctx plan MODEL --gpus 4xA100 --max-seq-len"),
+        ("NVIDIA H100 PCIe", 79.2, "longctx patch MODEL --seq-len 32768 --gpus 4 --data texts/"),
         ("NVIDIA L40S", 44.5, "longctx patch MODEL --seq-len 32768 --gpus 4 --data texts/"),
     ],
 )

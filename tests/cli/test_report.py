@@ -220,11 +220,13 @@ def test_skipped_steps_and_what_was_not_finite_are_named(tmp_path: Path) -> None
     file = MetricsFile(tmp_path, writes=True, first_step=0)
     file.write(**line(1))
     file.write(**line(2, loss=float("nan")), skipped="the loss is nan")
-    file.write(**line(3))
+    file.write(**line(3), slow_ranks="SLOW GPU: rank 1, 30%")
+    file.write(step=26, slow_ranks="SLOW GPU: rank 1, 20%")  # as beside a trainer
     data = read_run(tmp_path)
     assert data.notes == [
         "Step 2 was skipped: the loss is nan.",
         "loss of step 2 is nan, not drawn.",
+        "Seen 2 times, in steps 3 to 26: SLOW GPU: rank 1, 20%.",
     ]
     assert Page(page(data)).drawn("loss").keys() == {1, 3}
 

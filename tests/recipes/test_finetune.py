@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, set_seed
 
+from longctx_patch.health.pace import PaceCheck
 from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
 from longctx_patch.recipes.settings import Settings
@@ -52,10 +53,24 @@ def numbers(output: Path) -> list[tuple[float, ...]]:
     ]
 
 
+class OneIsSlow(PaceCheck):
+    """Knows of a slow rank after step 3, if the batches went through it."""
+
+    def loading(self, batches: Any) -> Any:
+        self.loads = True
+        return super().loading(batches)
+
+    def after_step(self, step: int) -> str:
+        super().after_step(step)
+        return "rank 1 is slow" if step == 3 and self.loads else ""
+
+
 def test_metrics_have_a_line_per_step_and_the_loss_falls(
-    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(finetune, "PaceCheck", OneIsSlow)
     lines = read_metrics(run("out", "--full"))
+    assert [line.get("slow_ranks") for line in lines] == [None, None, "rank 1 is slow", None]
     said = capsys.readouterr().out.splitlines()
     assert any(line.startswith("fused layers: none (Liger Kernel has no") for line in said)
     stages = [line.split("] ")[1].split(":")[0] for line in said if line.startswith("[")]

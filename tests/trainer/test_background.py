@@ -283,7 +283,7 @@ def reason(
     trainer.args = SimpleNamespace(**given)
     state = SimpleNamespace(fsdp_plugin=given["fsdp"])
     trainer.accelerator = SimpleNamespace(state=state)
-    callbacks = [HealthCallback(None), *([callback] if callback else [])]
+    callbacks = [HealthCallback(trainer, None), *([callback] if callback else [])]
     trainer.callback_handler = SimpleNamespace(callbacks=callbacks)
     return next(reasons_to_wait(trainer), "")
 

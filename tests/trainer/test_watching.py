@@ -1,8 +1,10 @@
 """Ranks that disagree, replicas that diverge, and the watchdog's marks, under a trainer."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from longctx_patch import TimeLimits, Watchdog
+from longctx_patch.health import pace
 from longctx_patch.health.replicas import ReplicasDivergedError
+from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.trl_callbacks import MetricsCallback
 from tests.plugin.launched import run_launched
 from tests.trainer.trained import Case, make_trainer
 
@@ -39,6 +44,10 @@ class Marks(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.found.append(str(self._watchdog._progress.at))
+
+
+def slow_on_rank_1() -> Callable[[], float]:
+    return lambda: 137e12 if dist.get_rank() == 1 else 700e12
 
 
 def odd_trainers(folder: str) -> tuple[list[str], str, int, list[str]]:
@@ -70,7 +79,9 @@ def odd_trainers(folder: str) -> tuple[list[str], str, int, list[str]]:
         trainer = make_trainer(case, Path(folder) / "marked", is_patched=True, watchdog=watchdog)
         marks = Marks(watchdog)
         trainer.add_callback(marks)
-        trainer.train()
+        trainer.add_callback(MetricsCallback(2))
+        with patch.object(pace, "probe_of", lambda device: slow_on_rank_1):
+            trainer.train()
     return said, str(diverged.value), step, marks.found
 
 
@@ -84,4 +95,7 @@ def test_ranks_that_disagree_or_diverge_under_a_trainer(tmp_path: Path) -> None:
     assert "weights of rank 1 are not those of rank 0 any more" in diverged
     assert 3 < step <= 4 + 50
     evaluation = "an evaluation after step 2"
+    (slow,) = (line for line in read_metrics(tmp_path / "marked") if "slow_ranks" in line)
+    assert slow["step"] == 1
+    assert "SLOW GPU: all ranks wait in every step for rank 1 on " in slow["slow_ranks"]
     assert marks == ["step 2", "step 2", "step 3", evaluation, "step 3"]

@@ -1,0 +1,177 @@
+"""How fast each GPU computes and copies, and each link between two: the slow ones by name."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import isfinite, nan
+
+import torch
+
+from longctx_patch.diagnosis.check import Check, State
+from longctx_patch.diagnosis.gpus import Gpu, Gpus
+from longctx_patch.health.rates import TERA, Slow, slow_ones, time_products, time_work
+from longctx_patch.predict.machines import machine_of
+
+GIGA = 10**9
+_SIZE, _COPIED_BYTES = 8192, 2**29
+_MOST_LINKS = 6
+"""So many slow links are named."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What was measured; NaN where a GPU has no memory left for it."""
+
+    products: Sequence[float]
+    """FLOP/s of each GPU, of bfloat16 matrix products."""
+    copies: Sequence[float]
+    """Bytes per second of each GPU's memory, read and written."""
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """Bytes per second from the first GPU of a pair to the second."""
+
+
+def measure_speeds(num_gpus: int) -> Speeds:
+    """Measure one GPU after the other: half a second each, and 1 GiB of its memory."""
+    gpus = range(num_gpus)
+    return Speeds(
+        products=[_where_there_is_room(_products, gpu) for gpu in gpus],
+        copies=[_where_there_is_room(_copies, gpu, gpu) for gpu in gpus],
+        links={(i, j): _where_there_is_room(_copies, i, j) for i in gpus for j in gpus if i != j},
+    )
+
+
+def _where_there_is_room(measure: Callable[..., float], *gpus: int) -> float:
+    try:
+        return measure(*gpus)
+    except torch.OutOfMemoryError:
+        return nan
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _products(gpu: int) -> float:
+    return time_products(torch.device("cuda", gpu), _SIZE, warm=60, repeats=9).rate()
+
+
+def _copies(source: int, target: int) -> float:
+    """Within a GPU each byte is read and written there; between two it crosses the link once."""
+    sent = torch.zeros(_COPIED_BYTES // 4, device=torch.device("cuda", source))
+    arrived = torch.empty_like(sent, device=torch.device("cuda", target))
+    amount = _COPIED_BYTES * (2 if source == target else 1)
+    with torch.cuda.device(source):  # torch copies between GPUs in the source's stream
+        work: Callable[[], object] = partial(arrived.copy_, sent, non_blocking=True)
+        if source == target:  # an element-wise pass, as the kinds' known rates are of such
+            work = partial(torch.neg, sent, out=arrived)
+        return time_work(work, amount, warm=3, together=2, repeats=9).rate()
+
+
+def check_gpu_speed(found: Gpus, speeds: Speeds) -> Check:
+    """Whether each GPU is as fast as those of its kind, and as its kind is known to be."""
+    if not found.seen:
+        return Check("gpu speed", "skipped", "no GPU")
+    said, figures, slow = list[str](), dict[str, float](), list[Slow]()
+    for what, unit, scale, rates, known in (
+        ("matrix products", "TFLOP/s", TERA, speeds.products, "matmul_flops"),
+        ("copies", "GB/s", GIGA, speeds.copies, "copy_bandwidth"),
+    ):
+        said.append(f"{what} {_span(rates, scale)} {unit}")
+        name = f"{what} {unit}".lower().replace(" ", "_").replace("/s", "_per_s")
+        figures |= {f"gpu_{at}_{name}": r / scale for at, r in enumerate(rates) if isfinite(r)}
+        for each in _slow_of_kinds(found.seen, rates, known):
+            slow.append(each)
+            called = _called(found.seen[each.index], each.index)
+            said.append(f"{called}: {what} {_compared(each, unit, scale)}")
+    full = [str(number) for number, rate in enumerate(speeds.copies) if not isfinite(rate)]
+    if full:
+        said.append(f"GPU {', '.join(full)} has no memory free to be measured")
+    if not slow:
+        return Check("gpu speed", "warning" if full else "ok", "; ".join(said), figures=figures)
+    return Check("gpu speed", _state(slow), "; ".join(said), _without(found, slow), figures)
+
+
+def check_link_speed(found: Gpus, speeds: Speeds) -> Check:
+    """Whether each link between two GPUs is as fast as others of its kind, or known to be."""
+    if len(found.seen) < 2:
+        return Check("link speed", "skipped", "fewer than two GPUs")
+    kinds: dict[str, list[tuple[int, int]]] = {}
+    for pair in speeds.links:
+        kinds.setdefault((found.links or {}).get(pair, "of a kind unknown"), []).append(pair)
+    said, slow = [], list[tuple[tuple[int, int], Slow]]()
+    for kind, pairs in kinds.items():
+        rates = [speeds.links[pair] for pair in pairs]
+        said.append(f"{len(pairs)} ways {kind}: {_span(rates, GIGA)} GB/s")
+        known = known_link(found) if kind.startswith("NV") else nan
+        slow += [
+            (pairs[each.index], each) for each in slow_ones(rates, known, "NVLink of such GPUs")
+        ]
+    slow.sort(key=lambda item: item[1].share)
+    said += [
+        f"GPU {i} to GPU {j}: {_compared(each, 'GB/s', GIGA)}"
+        for (i, j), each in slow[:_MOST_LINKS]
+    ]
+    if len(slow) > _MOST_LINKS:
+        said.append(f"and {len(slow) - _MOST_LINKS} more")
+    figures = {
+        f"gpu_{i}_to_{j}_gb_per_s": rate / GIGA
+        for (i, j), rate in speeds.links.items()
+        if isfinite(rate)
+    }
+    if not slow:
+        return Check("link speed", "ok", "; ".join(said), figures=figures)
+    common = set.intersection(*(set(pair) for pair, _ in slow))
+    if len(common) == 1 and len(slow) > 2:
+        said.append(f"all of them with GPU {common.pop()}")
+    fix = "nvidia-smi nvlink -s && nvidia-smi topo -m  # links that are down, or not NVLink"
+    return Check("link speed", _state([each for _, each in slow]), "; ".join(said), fix, figures)
+
+
+def known_link(found: Gpus) -> float:
+    """Bytes per second of NVLink between these GPUs; NaN where they are not known, or some are
+    connected otherwise."""
+    machines = [machine_of(gpu.name, gpu.total_bytes) for gpu in found.seen]
+    links = (found.links or {}).values()
+    if not links or not all(kind.startswith("NV") for kind in links):
+        return nan
+    return min((m.intra_node.bandwidth if m else nan for m in machines), default=nan)
+
+
+def _slow_of_kinds(gpus: Sequence[Gpu], rates: Sequence[float], known: str) -> Iterator[Slow]:
+    """The slow ones, among GPUs of one name; `known`: the field of `Hardware` to hold them to."""
+    for name in dict.fromkeys(gpu.name for gpu in gpus):
+        numbers = [number for number, gpu in enumerate(gpus) if gpu.name == name]
+        machine = machine_of(name, gpus[numbers[0]].total_bytes)
+        rate = nan if machine is None else float(getattr(machine, known))
+        for each in slow_ones([rates[number] for number in numbers], rate, f"an {name}"):
+            yield replace(each, index=numbers[each.index])
+
+
+def _called(gpu: Gpu, number: int) -> str:
+    return f"GPU {number} ({', '.join(filter(None, (gpu.name, gpu.uuid, gpu.pci)))})"
+
+
+def _compared(slow: Slow, unit: str, scale: float) -> str:
+    rate, usual = (f"{value / scale:,.0f}" for value in (slow.rate, slow.usual))
+    return f"{rate} {unit}, {slow.share:.0%} of {usual}, {slow.by}"
+
+
+def _span(rates: Iterable[float], scale: float) -> str:
+    measured = sorted(rate for rate in rates if isfinite(rate))
+    shown = dict.fromkeys(f"{rate / scale:,.0f}" for rate in (measured[:1] + measured[-1:]))
+    return " to ".join(shown) or "not measured"
+
+
+def _state(slow: Iterable[Slow]) -> State:
+    return "failed" if any(each.is_failure for each in slow) else "warning"
+
+
+def _without(found: Gpus, slow: Iterable[Slow]) -> str:
+    """What says why GPUs are slow, and what leaves them out."""
+    numbers = {each.index for each in slow}
+    first = found.seen[min(numbers)]
+    which = f"-i {first.pci or 'GPU-' + first.uuid.removeprefix('GPU-')} " if first.uuid else ""
+    why = f"nvidia-smi -q {which}-d PERFORMANCE,CLOCK,POWER,TEMPERATURE,ECC,PIDS  # says why"
+    names = (found.visible or "").split(",")
+    if len(names) != len(found.seen):
+        names = [str(number) for number in range(len(found.seen))]
+    kept = ",".join(name for number, name in enumerate(names) if number not in numbers)
+    return f"{why}; to leave it out: export CUDA_VISIBLE_DEVICES={kept}" if kept else why

@@ -1,0 +1,172 @@
+"""A rank that is slower than the others, and for which all of them wait in every step.
+
+The waits look alike on all ranks: those of fast ones lie in their exchanges. So each GPU is timed
+apart from them, by the same few matrix products: at the start, and after every `EVERY` steps. Its
+own clock times them and nobody waits for it: a rank reads its rate a step later, and the others'
+one step after that. Each rank's time for loading batches, which has no exchanges either, is
+compared likewise. Processes on the CPU share its cores with other work and are not measured.
+"""
+
+import platform
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from math import isfinite, nan
+from typing import TypeVar
+
+import torch
+
+from longctx_patch.health.rates import TERA, pci_of, slow_ones, time_products
+from longctx_patch.health.step_numbers import OnTheWay, gathered
+from longctx_patch.plugin.together import num_ranks, of_all_ranks, own_rank
+
+EVERY = 24
+"""A rank's rate is the median of its last three: a GPU that gets slow is named within twice as many
+steps and two more, and one that was disturbed once is not."""
+LOADING_SHARE = 0.1
+"""A rank is named that loads for so much more of its time than the others' median."""
+_SIZE = 4096
+"""Products of this size take 0.2 ms each on an H100, and 100 MB."""
+_AT_START = 40
+"""Clocks of a GPU rise when it begins to compute, which takes some of its probes."""
+
+Probe = Callable[[], Callable[[], float]]
+"""Begins to measure, and returns what waits for the rate, in FLOP/s."""
+Batch = TypeVar("Batch")
+
+
+def probe_of(device: torch.device) -> Probe | None:
+    """Nine products on a GPU; None on the CPU."""
+    return partial(_queued_products, device) if device.type == "cuda" else None
+
+
+def _queued_products(device: torch.device) -> Callable[[], float]:
+    try:
+        return time_products(device, _SIZE, warm=1).rate
+    except torch.OutOfMemoryError:
+        return lambda: nan
+
+
+class PaceCheck:
+    """Names slow ranks at the start of a run, and within 50 steps. Collective over the world.
+
+    Args:
+        device: that this process computes on.
+        say: prints a line, on one rank.
+        probe: measures this rank in place of its GPU.
+
+    Example:
+        >>> pace = PaceCheck(accelerator.device, accelerator.print)  # doctest: +SKIP
+        >>> for step, batch in enumerate(pace.loading(loader), start=1):  # doctest: +SKIP
+        ...     train_step(batch)
+        ...     pace.after_step(step)
+    """
+
+    def __init__(
+        self, device: torch.device, say: Callable[[str], None], probe: Probe | None = None
+    ) -> None:
+        found = probe or probe_of(device)
+        self._probe = found if num_ranks() > 1 else None
+        self._device, self._say = device, say
+        self._steps, self._last_step = 0, -1
+        self._since, self._loading_s = 0.0, 0.0
+        self._reading: Callable[[], float] | None = None
+        self._sent: OnTheWay | None = None
+        self._said = set[tuple[int, str]]()
+        self._rates: deque[float] = deque(maxlen=3)
+        self._at_start = ""
+        if self._probe is not None:
+            started = [self._probe() for _ in range(_AT_START)]
+            self._rates += (read() for read in started[-3:])
+            everyone = of_all_ranks((_who(device), _median(self._rates)))
+            self._who = [who for who, _ in everyone]
+            self._at_start = self._judged([rate for _, rate in everyone], [0.0] * num_ranks())
+
+    def loading(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches, while the time that each takes to come is counted."""
+        found = iter(batches)
+        while True:
+            started = time.perf_counter()
+            try:
+                batch = next(found)
+            except StopIteration:
+                return
+            finally:
+                self._loading_s += time.perf_counter() - started
+            yield batch
+
+    def after_step(self, step: int) -> str:
+        """Call it after each optimizer step, on every rank; it waits for nothing.
+
+        Returns:
+            Which ranks are slow, in words, in the steps in which that is known anew, for the
+            metrics; else an empty text. The same on all ranks. What was not said yet is said.
+        """
+        if self._probe is None or step == self._last_step:
+            return ""
+        self._steps, self._last_step = self._steps + 1, step
+        found, self._at_start = self._at_start, ""
+        if self._steps == 1:
+            self._since, self._loading_s = time.perf_counter(), 0.0
+        if self._sent is not None:
+            rates, shares = self._sent.numbers().T.tolist()
+            self._sent, found = None, self._judged(rates, shares)
+        if self._reading is not None:
+            self._rates.append(self._reading())
+            self._reading = None
+            self._send()
+        if self._steps % EVERY == 0:
+            self._reading = self._probe()
+        return found
+
+    def _send(self) -> None:
+        now = time.perf_counter()
+        share = self._loading_s / max(now - self._since, 1e-9)
+        self._since, self._loading_s = now, 0.0
+        mine = torch.tensor([_median(self._rates), share], dtype=torch.float64)
+        self._sent = OnTheWay(gathered(mine.to(self._device, non_blocking=True)))
+
+    def _judged(self, rates: Sequence[float], shares: Sequence[float]) -> str:
+        """What is wrong with which ranks, in words. Says it if it was not said before."""
+        found = dict[tuple[int, str], str]()
+        for slow in slow_ones(rates):
+            loud = "SLOW GPU" if slow.is_failure else "slow GPU"
+            found[slow.index, loud] = (
+                f"{loud}: all ranks wait in every step for rank {self._who[slow.index]}. Its "
+                f"matrix products run at {slow.rate / TERA:.0f} TFLOP/s, {slow.share:.0%} of "
+                f"{slow.usual / TERA:.0f}, {slow.by}"
+            )
+        for rank, share in enumerate(shares):
+            usual = statistics.median([*shares[:rank], *shares[rank + 1 :]])
+            if share - usual >= LOADING_SHARE:
+                found[rank, "loads"] = (
+                    f"slow data: all ranks wait for rank {self._who[rank]}. It loads batches for "
+                    f"{share:.0%} of its time; the others' median is {usual:.0%}"
+                )
+        if found.keys() - self._said:
+            self._said |= found.keys()
+            self._say("\n".join([*found.values(), _ADVICE]))
+        return "; ".join(found.values())
+
+
+_ADVICE = (
+    "The run goes on. `longctx doctor` on that machine measures its GPUs and links and says how to "
+    "find out why. A checkpoint goes on without that GPU, or on another machine."
+)
+
+
+def _median(rates: Iterable[float]) -> float:
+    """Of those that were measured."""
+    return statistics.median([rate for rate in rates if isfinite(rate)] or [nan])
+
+
+def _who(device: torch.device) -> str:
+    """This rank and its place in words."""
+    where = f"{own_rank()} on {platform.node()}"
+    if device.type != "cuda":
+        return where
+    number = torch.cuda.current_device() if device.index is None else device.index
+    properties = torch.cuda.get_device_properties(number)
+    return f"{where}, GPU {number} ({properties.name}, {pci_of(properties)})"
