@@ -26,10 +26,12 @@ PACKAGES = (
     "flash-attn-4",
     "liger-kernel",
     "longctx-patch",
+    "peft",
     "ring-flash-attn",
     "transformers",
     "triton",
     "trl",
+    "unsloth",
     "yunchang",
 )
 

@@ -42,8 +42,14 @@ def compare(system: System, row: torch.Tensor, expected: dict[str, float]) -> Ro
     found = {"loss": mean_over_ranks(loss)}
     found |= {name: system.gradient_norm(name) for name in expected if name != "loss"}
     system.update()
+    return compared(row.shape[1], found, expected)
+
+
+def compared(num_tokens: int, found: dict[str, float], expected: dict[str, float]) -> Row:
+    """A step's numbers beside those of one process, for the JSON; NaN where one is missing."""
+    found = {name: found.get(name, math.nan) for name in expected}
     return {
-        "num_tokens": row.shape[1],
+        "num_tokens": num_tokens,
         "one_process": expected,
         "system": found,
         "differences": {name: relative(found[name], expected[name]) for name in expected},

@@ -1,0 +1,287 @@
+"""One launch of lora.py: a trainer's first step compared with one process, then steps timed.
+
+Started by lora.py with a file that says what to do; appends a line of JSON for each length.
+"""
+
+import gc
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+if __name__ == "__main__" and ".unsloth." in sys.argv[1]:
+    import_module("unsloth")  # before the rest, which it changes
+
+import torch
+from measure import Row, dtype_on, own_device, slowest, versions
+from model_shapes import model_config
+from report import append_line
+from step_job import OUT_OF_MEMORY, compared, largest, peak_bytes, what_is_wrong
+from systems import Job, gradient_norm
+from systems.model import checkpoint_layers, make_model, random_row
+from torch import nn
+from trainers_job import common_arguments, ours_config, tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+
+from longctx_patch import LongContextTrainer
+from longctx_patch.hf.layers.fused_layers import fuse_layers
+from longctx_patch.predict.run.shape import shape_of
+
+RANK, ALPHA = 16, 32
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER_STD = 0.02  # of both matrices: with the usual zeros one of them has no gradient
+WARM_UP_STEPS = {"ours": 4}  # until `checkpoint="auto"` has settled; one of the others
+
+
+class WrongResult(Exception):
+    """A system's first step is not that of one process; the message says where."""
+
+
+def fill_adapter(model: nn.Module) -> nn.Module:
+    """Give the adapter numbers that depend on the names of its weights alone. Returns `model`."""
+    generator = torch.Generator().manual_seed(0)
+    for _, weight in adapter_of(model):
+        values = torch.randn(weight.shape, generator=generator) * ADAPTER_STD
+        weight.data.copy_(values.to(weight.device))
+    return model
+
+
+def adapter_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return sorted((name, weight) for name, weight in model.named_parameters() if ".lora_" in name)
+
+
+def gradients_of(model: nn.Module) -> dict[str, float]:
+    """The norms of the adapter's gradients in the first and the last layer."""
+    names = [name for name, _ in adapter_of(model)]
+    layers = [int(name.split(".layers.")[1].split(".")[0]) for name in names]
+    ends = {0, max(layers)}
+    found = [name for name, layer in zip(names, layers, strict=True) if layer in ends]
+    return {name.split(".layers.")[1]: gradient_norm(model, name) for name in found}
+
+
+def with_adapter(model: PreTrainedModel) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=ALPHA, target_modules=[*LINEAR])
+    return fill_adapter(get_peft_model(model, adapter)).train()
+
+
+def write_model(settings: Row, job: Job) -> dict[str, float]:
+    """Write the model with a tokenizer for all launches; the stock model's loss and gradients."""
+    config = model_config(settings["model"], settings["num_layers"], longest(settings))
+    model = make_model(config, job.device, dtype_on(job.device))
+    model.save_pretrained(settings["weights"])
+    tokenizer(job.shape.vocab_size).save_pretrained(settings["weights"])
+    wrapped = with_adapter(model)
+    row = random_row(settings["check_tokens"], job.shape.vocab_size, job.device)
+    with torch.autocast(job.device.type, torch.bfloat16, enabled=job.device.type == "cuda"):
+        loss = wrapped(input_ids=row, labels=row, use_cache=False).loss
+    loss.backward()
+    return {"loss": float(loss.detach())} | gradients_of(wrapped)
+
+
+def read_model(settings: Row, job: Job) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(
+        settings["weights"],
+        dtype=dtype_on(job.device),
+        device_map={"": job.device},
+        attn_implementation="sdpa",
+    )
+    model.config.use_cache = False
+    return with_adapter(model)
+
+
+def longest(settings: Row) -> int:
+    return int(max(*settings["tokens"], settings["check_tokens"]))
+
+
+def lengths_of(settings: Row) -> list[int]:
+    """Tokens of each step's row: the small one that is compared, then those that are timed."""
+    steps = WARM_UP_STEPS.get(settings["system"], 1) + settings["steps"]
+    timed = [tokens for tokens in settings["tokens"] for _ in range(steps)]
+    return [settings["check_tokens"], *timed]
+
+
+@dataclass(eq=False)
+class Watch(TrainerCallback):
+    """Compares the first step with one process, and says a row when a length's last step ended."""
+
+    settings: Row
+    job: Job
+    say: Callable[[Row], None]
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, float] = field(default_factory=dict)
+    ends: list[float] = field(default_factory=list)
+    peaks: list[tuple[int, int]] = field(default_factory=list)
+    check: Row = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the row of the step that is running, or has just ended."""
+        return lengths_of(self.settings)[len(self.losses)]
+
+    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        self.gradients = self.gradients or gradients_of(model)
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        on_cuda = self.job.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.synchronize()
+        self.ends.append(perf_counter())
+        self.peaks.append(peak_bytes(self.job.device))
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_log(self, *_: Any, logs: Mapping[str, float], **__: Any) -> None:
+        if "loss" not in logs:  # the summary of the whole training
+            return
+        self.losses.append(logs["loss"])
+        plan, done = lengths_of(self.settings), len(self.losses)
+        if done == 1:
+            self._compare()
+        elif done == len(plan) or plan[done] != plan[done - 1]:
+            self._say_length(plan[done - 1], self.settings["steps"])
+
+    def _compare(self) -> None:
+        expected = self.settings["one_process"]
+        found = {"loss": self.losses[0]} | self.gradients
+        self.check = compared(self.settings["check_tokens"], found, expected)
+        wrong = what_is_wrong(self.check, self.job.device.type)
+        if wrong is not None:
+            raise WrongResult(wrong)
+
+    def _say_length(self, num_tokens: int, steps: int) -> None:
+        seconds = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)][-steps:]
+        timing = slowest(seconds)
+        self.say(
+            {
+                "num_tokens": num_tokens,
+                "status": "ok",
+                **timing._asdict(),
+                "tokens_per_s": num_tokens / timing.seconds,
+                **largest(self.peaks[-steps:]),
+                "losses": self.losses[lengths_of(self.settings).index(num_tokens) :],
+                "check": self.check,
+            }
+        )
+
+
+def arguments_of(settings: Row, job: Job) -> dict[str, Any]:
+    return common_arguments({"steps": 0, **settings}, job) | {
+        "max_steps": len(lengths_of(settings)),
+        "train_sampling_strategy": "sequential",
+        "max_grad_norm": 0.0,  # no clipping: gradients are compared
+    }
+
+
+def with_liger(job: Job) -> dict[str, Any]:
+    """Liger Kernel's layers and its loss without logits, which need a GPU."""
+    return {"use_liger_kernel": job.device.type == "cuda"}
+
+
+def rows_of(settings: Row, job: Job) -> list[list[int]]:
+    return [
+        random_row(tokens, job.shape.vocab_size, torch.device("cpu"))[0].tolist()
+        for tokens in lengths_of(settings)
+    ]
+
+
+def run_trainer(settings: Row, job: Job, watch: Watch, *, is_ours: bool = False) -> None:
+    """transformers' Trainer, or ours in its place with everything chosen by itself."""
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    model, given = read_model(settings, job), arguments_of(settings, job)
+    more: dict[str, Any] = {}
+    if is_ours:
+        more = {"long_context": ours_config({"checkpoint": "auto"}, job)}
+        fuse_layers(model, "liger" if job.device.type == "cuda" else "none")
+    else:
+        given |= with_liger(job)
+        checkpoint_layers(model)  # SFTTrainer does so by itself
+    (LongContextTrainer if is_ours else Trainer)(
+        model=model,
+        args=TrainingArguments(**given),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows_of(settings, job)],
+        data_collator=default_data_collator,
+        callbacks=[watch],
+        **more,
+    ).train()
+
+
+def run_sft(settings: Row, job: Job, watch: Watch, model: Any = None) -> None:
+    """TRL's SFTTrainer; Unsloth gives it a model of its own, with its own checkpointing."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    given = arguments_of(settings, job) | ({} if model else with_liger(job))
+    given |= {"max_length": None, "packing": False}
+    given |= {"dataset_kwargs": {"skip_prepare_dataset": True}}  # rows are tokenised already
+    SFTTrainer(
+        model=model or read_model(settings, job),
+        args=SFTConfig(**given),
+        train_dataset=Dataset.from_dict({"input_ids": rows_of(settings, job)}),
+        processing_class=tokenizer(job.shape.vocab_size),
+        callbacks=[watch],
+    ).train()
+
+
+def run_unsloth(settings: Row, job: Job, watch: Watch) -> None:
+    """As Unsloth's documentation sets up LoRA over 16 bits for long rows."""
+    FastLanguageModel = import_module("unsloth").FastLanguageModel
+    model, _ = FastLanguageModel.from_pretrained(
+        settings["weights"],
+        max_seq_length=longest(settings),
+        dtype=dtype_on(job.device),
+        load_in_4bit=False,
+        local_files_only=True,
+    )
+    model = FastLanguageModel.get_peft_model(
+        model,
+        r=RANK,
+        target_modules=[*LINEAR],
+        lora_alpha=ALPHA,
+        lora_dropout=0,
+        bias="none",
+        use_gradient_checkpointing="unsloth",
+    )
+    run_sft(settings, job, watch, fill_adapter(model))
+
+
+SYSTEMS: dict[str, Callable[[Row, Job, Watch], None]] = {
+    "ours": lambda *given: run_trainer(*given, is_ours=True),
+    "trainer": run_trainer,
+    "sft": run_sft,
+    "unsloth": run_unsloth,
+}
+
+
+def run(settings: Row) -> None:
+    config = model_config(settings["model"], settings["num_layers"], longest(settings))
+    job = Job(own_device(), 0, 1, shape_of(config, "model"))
+
+    def say(row: Row) -> None:
+        who = {"system": settings["system"], "versions": versions()}
+        append_line(who | row, Path(settings["lines"]))
+
+    if settings["one_process"] is None:
+        settings["one_process"] = write_model(settings, job)
+        say({"status": "reference", "one_process": settings["one_process"]})
+        gc.collect()  # what is left of this model would count in the system's peak
+        if job.device.type == "cuda":
+            torch.cuda.empty_cache()
+    watch = Watch(settings, job, say)
+    try:
+        SYSTEMS[settings["system"]](settings, job, watch)
+    except WrongResult as wrong:
+        say({"status": "wrong", "reason": str(wrong), "check": watch.check})
+    except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0][:200]
+        say({"num_tokens": watch.num_tokens, "status": OUT_OF_MEMORY, "reason": reason})
+
+
+if __name__ == "__main__":
+    run(json.loads(Path(sys.argv[1]).read_text()))
