@@ -9,6 +9,7 @@ import click
 from longctx_patch.cli.choice import Choice
 from longctx_patch.cli.tokens import Tokens
 from longctx_patch.memory.policies import POLICIES
+from longctx_patch.recipes.data.unwritten import FIELDS
 
 ROPE_KINDS = ("linear", "dynamic", "yarn")
 TOO_LONG = ("refuse", "cut", "split")
@@ -122,6 +123,12 @@ class OneModel(click.Command):
     "--too-long",
     type=Choice(TOO_LONG),
     help="Records longer than a row, in conversations and the like [refuse].",
+)
+@click.option(
+    "--may-leave-out",
+    type=Choice(FIELDS),
+    multiple=True,
+    help="Fields of conversations that the chat template need not write.",
 )
 @click.option("--sft", is_flag=True, help="Train with TRL's SFTTrainer [if --data is no text].")
 @click.option("--dpo", is_flag=True, help="Train with TRL's DPOTrainer, on preference data.")

@@ -46,6 +46,7 @@ class PatchOptions:
     eval_data: Sequence[str]
     text_field: str
     too_long: TooLong | None
+    may_leave_out: Sequence[str]
     sft: bool
     dpo: bool
     train_on: str | None

@@ -94,6 +94,7 @@ def check_first_records(task: Task, options: PatchOptions, tokenizer: Any, vocab
                 options.seq_len,
                 assistant_only=task.assistant_only,
                 too_long=options.too_long or "refuse",
+                may_leave_out=tuple(options.may_leave_out),
                 text_field=options.text_field,
                 vocab_size=vocab_size,
             )
@@ -128,6 +129,7 @@ def trl_settings(task: Task, options: PatchOptions, settings: Settings) -> dict[
         "eval_data": options.eval_sources,
         "text_field": options.text_field,
         "too_long": options.too_long or "refuse",
+        "may_leave_out": list(options.may_leave_out),
     }
     found |= _training(task.recipe, options, settings)
     if task.recipe == "sft":

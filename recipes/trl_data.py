@@ -87,6 +87,7 @@ def reading_of(settings: TrlSettings, args: Any, tokenizer: Any, vocab_size: int
         too_long=settings.too_long,
         text_field=settings.text_field,
         assistant_only=assistant_only,
+        may_leave_out=tuple(settings.may_leave_out),
         completion_only=getattr(args, "completion_only_loss", None) is not False,
         vocab_size=vocab_size,
     )

@@ -14,6 +14,7 @@ from trl import TrlParser
 
 from longctx_patch.config import LongContextConfig
 from longctx_patch.recipes.data.reading import TooLong
+from longctx_patch.recipes.data.unwritten import FIELDS
 from longctx_patch.recipes.saving.output import ResumeName, resume_name
 from longctx_patch.recipes.settings import (
     ModelSettings,
@@ -59,6 +60,9 @@ class TrlSettings(Parallelism, ModelSettings):
     too_long: TooLong = setting(
         "records longer than seq_len: refuse, cut (drop the end) or split", default="refuse"
     )
+    may_leave_out: list[str] = setting(
+        f"fields that the chat template need not write: {', '.join(FIELDS)}", default=[]
+    )
     streaming: bool = setting("make rows while reading, no table on disk", default=False)
     resume: ResumeName = resume_setting()
     allow_change: list[str] = allow_change_setting()
@@ -92,6 +96,8 @@ class TrlSettings(Parallelism, ModelSettings):
                 "Give one folder or glob, or leave out streaming."
             )
         require_choice("too_long", self.too_long, get_args(TooLong))
+        for name in self.may_leave_out:
+            require_choice("may_leave_out", name, FIELDS)
         self._check_at_least("early_stopping", 0)
         object.__setattr__(self, "resume", resume_name(self.resume))
         check_numbers(self)

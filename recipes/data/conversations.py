@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from longctx_patch.recipes.data.records import Record
 from longctx_patch.recipes.data.turns import Conversation, Message
+from longctx_patch.recipes.data.unwritten import REASONING, Field, unwritten
 
 Marks = Literal["own", "trl", "none"]
 MARKED: dict[Marks, str] = {
@@ -44,13 +45,17 @@ class Template:
     """Who has marked the assistant's tokens, where these alone are learned."""
     text: str | None = None
     """TRL's template that marks them; None: the tokenizer's own."""
+    may_leave_out: tuple[str, ...] = ()
+    """Fields of messages that the template need not write."""
 
     @cached_property
     def _place(self) -> str:
         return _place_of_template(self.tokenizer)
 
     @classmethod
-    def of(cls, tokenizer: Any, *, assistant_only: bool) -> "Template":
+    def of(
+        cls, tokenizer: Any, *, assistant_only: bool, may_leave_out: Sequence[str] = ()
+    ) -> "Template":
         """Raises ValueError for a tokenizer that has no template, and where the assistant's tokens
         alone are learned also for a template in which they, or the end of a turn, are not found."""
         from trl.chat_template_utils import (
@@ -73,7 +78,7 @@ class Template:
                 "text a token is. Take the fast one (tokenizer.json), or learn all tokens "
                 "(assistant_only_loss: false)."
             )
-        found = cls(tokenizer, assistant_only, "own")
+        found = cls(tokenizer, assistant_only, "own", may_leave_out=tuple(may_leave_out))
         if assistant_only and not has_generation_markers(own):
             try:
                 with _limited(_place_of_template(tokenizer)):
@@ -96,18 +101,28 @@ class Template:
         return last in (ends | {self.tokenizer.eos_token}) - {self.tokenizer.unk_token}
 
     def tokens(
-        self, record: Record, messages: Sequence[Message], *, ends: bool = True
+        self,
+        record: Record,
+        messages: Sequence[Message],
+        *,
+        ends: bool = True,
+        may_be_empty: bool = False,
     ) -> tuple[list[int], list[bool]]:
         """Ids of a conversation, and which of them are learned.
 
         `ends`: whether it ends with these messages; else the assistant is about to answer.
+        `may_be_empty`: whether the assistant may say nothing.
 
-        Raises BadRecord for messages that the template refuses, or leaves out, as many do with
-        roles that they don't know.
+        Raises BadRecord for messages that the template refuses, for those that it leaves out, as
+        many do with roles that they don't know, and for fields that it leaves out.
         """
         _check_kinds(record, messages)
         text, spans = self._rendered(record, messages, ends=ends)
         self._check_roles(record, messages, text)
+        if ends:
+            left_out = self._check_fields(record, messages)
+            if not may_be_empty:
+                _check_answers(record, messages, left_out)
         if not (self.assistant_only and ends):
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return ids, [True] * len(ids)
@@ -145,6 +160,24 @@ class Template:
             raise record.refused(f"the chat template refuses it: {error}") from error
         return text, spans[0] if spans else []
 
+    def _check_fields(self, record: Record, messages: Sequence[Message]) -> dict[Field, bool]:
+        """The fields that the template may leave out and does, and whether all of each."""
+
+        def write(messages: Sequence[Message], tools: Any) -> str:
+            with_tools = record._replace(fields={**record.fields, "tools": tools})
+            return self._rendered(with_tools, messages, ends=True)[0]
+
+        left_out = unwritten(messages, _tools(record), write)
+        for number, name in left_out:
+            if name not in self.may_leave_out:
+                where = "" if number is None else f" of message {number + 1}"
+                raise record.refused(
+                    f"the chat template leaves out {name}{where}, so the model would not see it. "
+                    "Give a template that writes it (--chat-template FILE), or say that it may be "
+                    f"left out: may_leave_out: [{name}] (`longctx patch --may-leave-out {name}`)."
+                )
+        return left_out
+
     def _check_roles(self, record: Record, messages: Sequence[Message], text: str) -> None:
         for message in messages:
             last = _last_line(message.get("content"))
@@ -154,6 +187,21 @@ class Template:
                     f"that ends with {last[-40:]!r}: it doesn't know the role. Rename it, or "
                     "give a tokenizer whose template knows it."
                 )
+
+
+def _check_answers(
+    record: Record, messages: Sequence[Message], left_out: Mapping[Field, bool]
+) -> None:
+    """Refuse turns of the assistant that say nothing, which would be learned."""
+    for number, message in enumerate(messages):
+        said = {name for name in ("tool_calls", *REASONING) if message.get(name)}
+        gone = {name for (place, name), wholly in left_out.items() if wholly and place == number}
+        said -= gone | set(REASONING if gone & {*REASONING} else ())
+        if message["role"] == "assistant" and not said and not _last_line(message.get("content")):
+            raise record.refused(
+                f"message {number + 1}, of the assistant, says nothing, so the model would learn "
+                "to end its turn at once. Leave it out."
+            )
 
 
 def _check_kinds(record: Record, messages: Sequence[Message]) -> None:

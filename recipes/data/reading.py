@@ -34,6 +34,8 @@ class Reading:
     text_field: str = "text"
     assistant_only: bool = False
     completion_only: bool = True
+    may_leave_out: tuple[str, ...] = ()
+    """Fields of messages that the chat template need not write."""
     vocab_size: int | None = None
     """Ids are below; None: not checked."""
 
@@ -85,7 +87,11 @@ class Reading:
     @cached_property
     def template(self) -> Template:
         """How conversations become text. Raises ValueError for one that can't be trained on."""
-        return Template.of(self.tokenizer, assistant_only=self.assistant_only)
+        return Template.of(
+            self.tokenizer,
+            assistant_only=self.assistant_only,
+            may_leave_out=self.may_leave_out,
+        )
 
     def _tokens(self, record: Record) -> tuple[Ids, Ids]:
         """`input_ids` and `labels` of all of a record."""
@@ -115,10 +121,15 @@ class Reading:
         if is_conversation(answer):
             before, after = messages_of(record, "prompt"), messages_of(record, field)
             alone, _ = self.template.tokens(record, before, ends=False)
-            return alone, *self.template.tokens(record, [*before, *after])
+            both = [*before, *after]
+            return alone, *self.template.tokens(record, both, may_be_empty=field != "completion")
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise record.refused(
                 f"prompt and {field} must both be texts, or both lists of messages."
+            )
+        if field == "completion" and not answer.strip():
+            raise record.refused(
+                "completion is empty, so the model would learn to end at once. Leave it out."
             )
         ids = self._of_text(prompt + self._ended(answer))
         return self._of_text(prompt), ids, [True] * len(ids)
