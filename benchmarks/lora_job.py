@@ -175,6 +175,7 @@ def arguments_of(settings: Row, job: Job) -> dict[str, Any]:
         "max_steps": len(lengths_of(settings)),
         "train_sampling_strategy": "sequential",
         "max_grad_norm": 0.0,  # no clipping: gradients are compared
+        "gradient_accumulation_steps": 1,  # Unsloth's default is 2
     }
 
 
@@ -215,6 +216,7 @@ def run_trainer(settings: Row, job: Job, watch: Watch, *, is_ours: bool = False)
 def run_sft(settings: Row, job: Job, watch: Watch, model: Any = None) -> None:
     """TRL's SFTTrainer; Unsloth gives it a model of its own, with its own checkpointing."""
     from datasets import Dataset
+    from datasets.table import InMemoryTable
     from trl import SFTConfig, SFTTrainer
 
     given = arguments_of(settings, job) | ({} if model else with_liger(job))
@@ -223,7 +225,10 @@ def run_sft(settings: Row, job: Job, watch: Watch, model: Any = None) -> None:
     SFTTrainer(
         model=model or read_model(settings, job),
         args=SFTConfig(**given),
-        train_dataset=Dataset.from_dict({"input_ids": rows_of(settings, job)}),
+        # A name of its own, since hashing the rows fails under Python 3.12 (dill 0.4.1).
+        train_dataset=Dataset(
+            InMemoryTable.from_pydict({"input_ids": rows_of(settings, job)}), fingerprint="rows"
+        ),
         processing_class=tokenizer(job.shape.vocab_size),
         callbacks=[watch],
     ).train()
