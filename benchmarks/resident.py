@@ -23,7 +23,7 @@ import numpy as np
 
 WAYS = ("sft", "joined", "packed")
 TABLES: dict[tuple[str, ...], dict[str, str]] = {
-    ("sft",): {"input_ids": "tokens", "labels": "tokens", "num_cut": "int64"},
+    ("sft",): {"input_ids": "tokens", "labels": "tokens"},
     ("joined", "packed"): {"input_ids": "tokens", "ends": "bool", "digest": "int64"},
 }
 """Columns, as those of `Reading` and `TextReading`, by the ways that read them."""

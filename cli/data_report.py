@@ -17,10 +17,13 @@ def render(data: SeenData, file: Path) -> str:
     lines = [f"{file}: rows of {data.seq_len} tokens at most, of {data.kind}", ""]
     for name, facts in data.facts.items():
         lines += [f"{name}:", *(f"  {line}" for line in aligned(facts)), ""]
+    lines += [f"The run will be refused: {why}\n" for why in data.refused]
     what = "document" if data.recipe == "finetune" else "row"
     lines += [f"tokens of a {what} (train):", *_histogram(data.lengths), ""]
-    train = shlex.join(["longctx", "train", str(file.parent)])
-    return "\n".join([*lines, f"The run finds these rows made. Next: {train}"])
+    if not data.refused:
+        train = shlex.join(["longctx", "train", str(file.parent)])
+        lines.append(f"The run finds these rows made. Next: {train}")
+    return "\n".join(lines)
 
 
 def _histogram(lengths: np.ndarray) -> list[str]:

@@ -22,6 +22,7 @@ from longctx_patch.plugin import accelerate_yaml
 from longctx_patch.plugin.stored_check import check_stored
 from longctx_patch.predict.run.cluster import Cluster
 from longctx_patch.recipes import models
+from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.sources import check_apart
 from longctx_patch.recipes.quantised import check_not_fp8
 from longctx_patch.recipes.settings import Settings
@@ -53,6 +54,8 @@ class Decisions:
     launch_yaml: str
     names_gpus: bool
     """Whether --gpus names a kind."""
+    losses: Losses
+    """What of the first records is in no row."""
 
     @property
     def settings(self) -> Settings:
@@ -143,7 +146,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
     scaled = models.load_config(settings)
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, scaled)
-    check_first_records(task, options, tokenizer, scaled.vocab_size)
+    losses = check_first_records(task, options, tokenizer, scaled.vocab_size)
     sharing = share(options, settings, scaled, cluster)
     models.check_4bit(sharing.settings, fsdp=options.fsdp)
     return Decisions(
@@ -154,6 +157,7 @@ def decide(model: str, options: PatchOptions) -> Decisions:
         old_config=config,
         launch_yaml=_launch_yaml(options, sharing.settings),
         names_gpus=cluster is not None,
+        losses=losses,
     )
 
 
@@ -175,6 +179,8 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
         dtype=options.dtype or "auto",
         save_every=SAVE_EVERY,
         allow_weights=list(options.allow_weights),
+        data_shares=list(options.data_shares),
+        allow_dropped=options.allow_dropped,
         **given,
     )
 

@@ -116,6 +116,12 @@ class OneModel(click.Command):
     "--data", multiple=True, help="What to train on: files, folders, datasets; DATASET:SPLIT."
 )
 @click.option(
+    "--data-shares",
+    multiple=True,
+    type=float,
+    help="Share of all tokens that a --data has: one for each, in their order [every row once].",
+)
+@click.option(
     "--eval-data", multiple=True, help="What to evaluate on, of the same kind: DATASET:test."
 )
 @click.option("--text-field", default="text", help="Field of a record that is its text [text].")
@@ -129,6 +135,11 @@ class OneModel(click.Command):
     type=Choice(FIELDS),
     multiple=True,
     help="Fields of conversations that the chat template need not write.",
+)
+@click.option(
+    "--allow-dropped",
+    is_flag=True,
+    help="Train though more than 1 % of the records are in no row [refuse].",
 )
 @click.option("--sft", is_flag=True, help="Train with TRL's SFTTrainer [if --data is no text].")
 @click.option("--dpo", is_flag=True, help="Train with TRL's DPOTrainer, on preference data.")

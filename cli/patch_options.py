@@ -11,7 +11,7 @@ from longctx_patch.cli.step_rows import rows_of_step
 from longctx_patch.memory.policies import CheckpointPolicy
 from longctx_patch.recipes.data.addresses import absolute
 from longctx_patch.recipes.data.reading import TooLong
-from longctx_patch.recipes.settings import RopeName
+from longctx_patch.recipes.settings import RopeName, check_shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,9 @@ class PatchOptions:
     pack: bool
     data: Sequence[str]
     eval_data: Sequence[str]
+    data_shares: Sequence[float]
     text_field: str
+    allow_dropped: bool
     too_long: TooLong | None
     may_leave_out: Sequence[str]
     sft: bool
@@ -95,6 +97,7 @@ class PatchOptions:
         """Raise ValueError for options that exclude each other."""
         check_weights(lora=self.lora, rank=self.rank, load_in_4bit=self.load_in_4bit)
         _ = self.step_rows
+        check_shares(self.data_shares, len(self.data))
         if self.states_on_host and not self.fsdp:
             all_there, no_fsdp = "--cpu, where all is on the host", "--load-in-4bit, which has no"
             other = all_there if self.cpu else f"{no_fsdp} FSDP2"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from longctx_patch.cli.run_recipe import first_kind
 from longctx_patch.data import pack_lengths
 from longctx_patch.recipes import models
+from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.sources import parts_of
@@ -85,7 +86,7 @@ def _lengths_of_records(settings: Settings, tokenizer: Any) -> Iterator[int]:
         )
         for part in parts_of(source):
             for record in records_of(part):
-                yield from (len(row["input_ids"]) for row in reading.rows(record))
+                yield from (len(row["input_ids"]) for row in reading.rows(record, Losses()))
 
 
 def _packed(lengths: list[int], seq_len: int) -> list[tuple[int, ...]]:

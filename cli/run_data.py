@@ -9,7 +9,8 @@ import numpy as np
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes import models
 from longctx_patch.recipes.data.conversations import MARKED
-from longctx_patch.recipes.data.token_table import column_lengths, lengths_of
+from longctx_patch.recipes.data.losses import Losses, too_many
+from longctx_patch.recipes.data.token_table import column_lengths, lengths_of, losses_of
 from longctx_patch.recipes.settings import parse_settings
 from longctx_patch.recipes.text_rows import TextRows
 from longctx_patch.recipes.text_sources import rows_of_run
@@ -34,6 +35,8 @@ class SeenData(NamedTuple):
     rows: Sequence[Any]
     """As the model sees them: packed, if they are packed."""
     decode: Callable[[Any], str]
+    refused: Sequence[str] = ()
+    """Why the run would not start."""
 
 
 def data_of_run(file: Path) -> SeenData:
@@ -48,7 +51,20 @@ def _of_text(file: Path) -> SeenData:
     rows = rows_of_run(settings, tokenizer)
     documents = rows.stream.document_lengths()
     facts = {"train": _text_facts(rows, documents)}
-    return SeenData("finetune", "text", settings.seq_len, facts, documents, rows, tokenizer.decode)
+    return SeenData(
+        "finetune",
+        "text",
+        settings.seq_len,
+        facts,
+        documents,
+        rows,
+        tokenizer.decode,
+        _refused([rows.stream.losses], settings.allow_dropped),
+    )
+
+
+def _refused(each: Sequence[Losses], allowed: bool) -> list[str]:
+    return [too_many(losses) for losses in each if losses.are_many and not allowed]
 
 
 def _text_facts(rows: TextRows, documents: np.ndarray) -> Facts:
@@ -61,8 +77,7 @@ def _text_facts(rows: TextRows, documents: np.ndarray) -> Facts:
         facts.append(
             _share(share.source, share.of_all, share.num_tokens, share.times, share.num_rows)
         )
-    if not rows.shares and (left_out := len(rows.stream) - rows.num_tokens):
-        facts.append(("left out", f"{left_out:,}", "tokens, which fill no row"))
+    facts += [*rows.left_out, *rows.stream.losses.facts()]
     if split := int((documents > rows.seq_len).sum()):
         facts.append(("split", f"{split:,}", "documents longer than a row"))
     return facts
@@ -93,6 +108,7 @@ def _of_tables(file: Path) -> SeenData:
         lengths_of(data.train),
         rows,
         reading.tokenizer.decode,
+        _refused([*data.losses.values()], data.allows_dropped),
     )
 
 
@@ -106,12 +122,7 @@ def _table_facts(data: RunData, table: Any) -> Facts:
         facts.append((name, number, share))
     elif num_ties := _num_ties(table):
         facts.append(("no preference", f"{num_ties:,}", "pairs of equal answers teach nothing"))
-    num_cut = np.asarray(table.with_format("numpy")["num_cut"][:])
-    if num_cut.any():
-        facts.append(
-            ("cut off", f"{int(num_cut.sum()):,}", f"of {int((num_cut > 0).sum()):,} rows")
-        )
-    return facts
+    return facts + losses_of(table).facts()
 
 
 def _shares(data: RunData) -> Facts:

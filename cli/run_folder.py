@@ -13,6 +13,7 @@ from longctx_patch.cli.run_readme import render_readme
 from longctx_patch.cli.run_recipe import trl_settings
 from longctx_patch.cli.sharing_table import compared_as_json
 from longctx_patch.cli.text_table import aligned
+from longctx_patch.recipes.data.losses import RULE
 
 TRL_HEAD = (
     "# Settings of longctx_patch.recipes.{}, and of TRL's trainer. A flag of the same name wins.\n"
@@ -43,8 +44,19 @@ def render(decisions: Decisions) -> str:
     if decisions.has_text:
         data = shlex.join(["longctx", "data", str(decisions.options.folder)])
         look = [f"To see what the model will learn: {data}"]
-    lines = [*aligned(table(decisions)), "", *look, written, "", f"  {decisions.start_command}"]
-    return "\n".join(lines)
+    lines = [*aligned(table(decisions)), "", *_lost(decisions), *look, written]
+    return "\n".join([*lines, "", f"  {decisions.start_command}"])
+
+
+def _lost(decisions: Decisions) -> list[str]:
+    """What the run would not train on, of the records that were read."""
+    losses = decisions.losses
+    lines = [f"{what} {number} {text}" for what, number, text in losses.facts()]
+    if losses.are_many and not decisions.options.allow_dropped:
+        lines.append(f"The run is refused if all its records are like these. {RULE}")
+    if not lines:
+        return []
+    return [f"Of the first {losses.num_records:,} records of the data:", *lines, ""]
 
 
 def _plan_json(decisions: Decisions) -> str:

@@ -7,9 +7,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.recipes.data.evaluation import check_evaluation
+from longctx_patch.recipes.data.losses import EMPTY, Losses
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
-from longctx_patch.recipes.data.records import FIELDS, Kind, Record, kind_of, named
+from longctx_patch.recipes.data.records import FIELDS, Kind, Record, is_empty_file, kind_of, named
 from longctx_patch.recipes.data.sources import parts_of
 from longctx_patch.recipes.data.text_reading import text_of
 from longctx_patch.recipes.settings import ModelSettings, Parallelism, Settings
@@ -76,15 +77,19 @@ def first_kind(source: str, text_field: str, option: str = "--data") -> Kind:
     try:
         for part in parts_of(source):
             for record in records_of(part):
-                return kind_of(record, text_field)
+                if not is_empty_file(record):
+                    return kind_of(record, text_field)
     except ValueError as error:
         raise ValueError(f"{option}: {named(source, error)}") from error
     raise ValueError(f"{option} {source}: no text in it. Give files or folders with text.")
 
 
-def check_first_records(task: Task, options: PatchOptions, tokenizer: Any, vocab_size: int) -> None:
-    """Read the first records of every file as the recipe will read all of them. Raises ValueError
-    for what it would refuse."""
+def check_first_records(
+    task: Task, options: PatchOptions, tokenizer: Any, vocab_size: int
+) -> Losses:
+    """Read the first records of every file as the recipe will read all of them; returns what of
+    them is in no row. Raises ValueError for what the recipe would refuse."""
+    losses = Losses()
     for option, sources in options.sources_by_option.items():
         for source in sources:
             kind = first_kind(source, options.text_field, option)
@@ -101,11 +106,14 @@ def check_first_records(task: Task, options: PatchOptions, tokenizer: Any, vocab
             try:
                 for record in _first_records(source, kind):
                     if task.recipe == "finetune":
-                        text_of(record, options.text_field)
+                        losses.num_records += 1
+                        if not text_of(record, options.text_field):
+                            losses.leave_out(record, EMPTY)
                     else:
-                        list(reading.rows(record))
+                        list(reading.rows_of([record], losses))
             except ValueError as error:
                 raise ValueError(f"{option}: {named(source, error)}") from error
+    return losses
 
 
 def _first_records(source: str, kind: Kind) -> Iterator[Record]:
@@ -127,7 +135,9 @@ def trl_settings(task: Task, options: PatchOptions, settings: Settings) -> dict[
         "dtype": options.dtype or "auto",
         "data": options.sources,
         "eval_data": options.eval_sources,
+        "data_shares": [*options.data_shares],
         "text_field": options.text_field,
+        "allow_dropped": options.allow_dropped,
         "too_long": options.too_long or "refuse",
         "may_leave_out": list(options.may_leave_out),
     }

@@ -195,6 +195,7 @@ def read_inputs(settings: Settings, accelerator: Any, stages: Stages) -> Inputs:
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
     data = build_data(settings, tokenizer)
+    data.rows.say_losses(allowed=settings.allow_dropped, say=accelerator.print)
     run = fingerprint(
         settings,
         config=config,

@@ -27,6 +27,7 @@ FREE = {
     *("text", "data", "output", "resume", "allow_change"),
     *("save_every", "keep_last", "keep_every"),
     *("model", "tokenizer", "chat_template", "text_field"),  # what they lead to is compared
+    "allow_dropped",  # the rows say what it has led to
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same
     *("ulysses_waves", "fused_layers"),  # these change rounding only
     *(

@@ -73,6 +73,11 @@ def data_shares_setting() -> Any:
     return setting("each source's share of all tokens; none: every row once", default=[])
 
 
+def allow_dropped_setting() -> Any:
+    """The setting `allow_dropped`, as all recipes have it."""
+    return setting("train though more than 1 % of the records are in no row", default=False)
+
+
 def check_shares(shares: Sequence[float], num_sources: int) -> None:
     """Raise ValueError unless there is none, or one above 0 for each source."""
     if shares and len(shares) != num_sources:
@@ -253,6 +258,7 @@ class _Text:
     )
     data_shares: list[float] = data_shares_setting()
     text_field: str = setting("name of the text field in records", default="text")
+    allow_dropped: bool = allow_dropped_setting()
     one_document_per_row: bool = setting("rows never join two documents", default=False)
     pack: bool = setting("rows are packed of documents that don't see each other", default=False)
     output: str = setting("folder to write, empty or new", default="")

@@ -7,13 +7,14 @@ bytes for each document in them, and no tokens.
 
 import hashlib
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from longctx_patch.data import pack_lengths
+from longctx_patch.recipes.data.losses import say_losses
 from longctx_patch.recipes.data.shared_arrays import shared_arrays
 from longctx_patch.recipes.data.token_stream import TokenStream
 from longctx_patch.recipes.row_order import Row
@@ -65,6 +66,8 @@ class TextRows(Sequence[Row]):
     """How rows were packed."""
     shares: tuple[Share, ...] = ()
     """Of sources of which rows were drawn by shares."""
+    num_left_out: int = 0
+    """Tokens of the stream that fill no row."""
 
     def __len__(self) -> int:
         return len(self.pieces.starts if self.edges is None else self.edges[1:])
@@ -78,6 +81,18 @@ class TextRows(Sequence[Row]):
         ids = np.concatenate([self._tokens(piece) for piece in which])
         lengths = self.pieces.lengths[which.start : which.stop]
         return {"input_ids": ids.tolist(), "seq_lengths": lengths.tolist()}
+
+    def say_losses(self, *, allowed: bool, say: Callable[[str], object]) -> None:
+        """Print what of the text is in no row. Raises ValueError if that is many records."""
+        say_losses(self.stream.losses, "train data", allowed=allowed, say=say)
+        for what, number, text in self.left_out:
+            say(f"train data: {what} {number} {text}")
+
+    @property
+    def left_out(self) -> list[tuple[str, str, str]]:
+        """(what happens, how many, of what and why) with tokens in no row."""
+        number = f"{self.num_left_out:,}"
+        return [("left out", number, "tokens, which fill no row")] if self.num_left_out else []
 
     def pieces_by_row(self) -> np.ndarray:
         """int64, how many pieces each row has."""
@@ -129,14 +144,22 @@ def joined_rows(stream: TokenStream, seq_len: int) -> TextRows:
     """Rows of exactly `seq_len` tokens, cut from the joined documents; the rest is dropped."""
     starts = np.arange(0, len(stream) - seq_len + 1, seq_len)
     lengths = np.full(len(starts), seq_len, np.int32)
-    return _with_rows(TextRows(stream, seq_len, Pieces(starts, lengths)))
+    return _with_rows(_text_rows(stream, seq_len, Pieces(starts, lengths)))
 
 
 def single_rows(stream: TokenStream, seq_len: int) -> TextRows:
     """Rows of tokens of one document: a longer one gives several, and the last row of each may be
     shorter (2 tokens at least)."""
     pieces = _cut(stream.document_lengths(), seq_len)
-    return _with_rows(TextRows(stream, seq_len, pieces.taken(pieces.lengths > 1)))
+    return _with_rows(_text_rows(stream, seq_len, pieces.taken(pieces.lengths > 1)))
+
+
+def _text_rows(
+    stream: TokenStream, seq_len: int, pieces: Pieces, edges: np.ndarray | None = None
+) -> TextRows:
+    """Rows that have each token of the stream once, or not at all."""
+    left_out = len(stream) - int(pieces.lengths.sum(dtype=np.int64))
+    return TextRows(stream, seq_len, pieces, edges, num_left_out=left_out)
 
 
 def _with_rows(rows: TextRows) -> TextRows:
@@ -159,14 +182,14 @@ def packed_rows(stream: TokenStream, seq_len: int) -> TextRows:
     what = repr((PACKING, seq_len)).encode()
     key = hashlib.sha256(stream.digest() + what).hexdigest()[:32]
     made = shared_arrays(key, ("starts", "lengths", "edges"), lambda: _packed(documents, seq_len))
-    pieces, edges = Pieces(made["starts"], made["lengths"]), made["edges"]
-    found = TextRows(stream, seq_len, pieces, edges)
+    pieces = Pieces(made["starts"], made["lengths"])
+    found = _text_rows(stream, seq_len, pieces, made["edges"])
     summary = (
         f"packed {len(documents):,} documents into {len(found):,} rows, "
         f"{found.efficiency:.1%} full; longer than a row, so split: "
         f"{int((documents > seq_len).sum()):,}"
     )
-    return TextRows(stream, seq_len, found.pieces, found.edges, summary)
+    return replace(found, summary=summary)
 
 
 def _packed(documents: np.ndarray, seq_len: int) -> dict[str, np.ndarray]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.records import NoRecords
 from longctx_patch.recipes.data.shared_arrays import Arrays, shared_arrays
 from longctx_patch.recipes.data.sources import check_apart
 from longctx_patch.recipes.data.text_reading import TextReading
 from longctx_patch.recipes.data.token_stream import TokenStream
-from longctx_patch.recipes.data.token_table import table_of
+from longctx_patch.recipes.data.token_table import losses_of, table_of
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.recipes.text_rows import (
     NO_TEXT,
@@ -63,15 +64,18 @@ def _rows_of_source(
 def stream_of(sources: Sequence[str], reading: TextReading) -> TokenStream:
     """The documents of all sources, as tokens. Raises ValueError without any."""
     num_proc = max(1, (os.cpu_count() or 1) // 2)
-    tables = []
+    tables, losses = [], list[Losses]()
     for source in sources:
         try:
             tables.append(table_of(source, reading, num_proc=num_proc))
-        except NoRecords:
-            continue
+            losses.append(losses_of(tables[-1]))
+        except NoRecords as error:
+            if not error.losses.num_records:
+                raise
+            losses.append(error.losses)
     if not tables:
         raise ValueError(NO_TEXT)
-    return TokenStream(tables)
+    return TokenStream(tables, Losses.joined(losses))
 
 
 def mixed_rows(
@@ -101,7 +105,9 @@ def mixed_rows(
         of_all = mine / drawn.num_tokens
         found.append(Share(name, mine, of_all, len(rows), number / len(rows)))
         before += number
-    return replace(drawn, summary="; ".join(map(str, found)), shares=tuple(found))
+    left_out = sum(rows.num_left_out for rows in sources)
+    summary = "; ".join(map(str, found))
+    return replace(drawn, summary=summary, shares=tuple(found), num_left_out=left_out)
 
 
 def _drawn(sources: Sequence[TextRows], shares: Sequence[float]) -> Arrays:

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,11 +10,12 @@ from datasets import concatenate_datasets
 
 from longctx_patch.recipes import models
 from longctx_patch.recipes.data.evaluation import check_evaluation
+from longctx_patch.recipes.data.losses import Losses, say_losses
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.reading import Reading
-from longctx_patch.recipes.data.records import FIELDS, Kind, kind_of
+from longctx_patch.recipes.data.records import FIELDS, Kind, is_empty_file, kind_of
 from longctx_patch.recipes.data.sources import check_apart, parts_of
-from longctx_patch.recipes.data.token_table import mixed, stream_of, table_of
+from longctx_patch.recipes.data.token_table import losses_of, mixed, stream_of, table_of
 from longctx_patch.recipes.trl_settings import TrlSettings, parse
 
 
@@ -27,6 +29,22 @@ class RunData(NamedTuple):
     """The trainer's own."""
     sources: tuple[tuple[str, int], ...] = ()
     """Each source of the train table, and how many rows it has."""
+
+    allows_dropped: bool = False
+
+    @property
+    def losses(self) -> dict[str, Losses]:
+        """What of the records is in no row, by `train` and `eval`. Rows that are held out of the
+        train table have no losses of their own."""
+        losses, held_out = losses_of(self.train), losses_of(self.evaluation)
+        return {"train": losses} if held_out == losses else {"train": losses, "eval": held_out}
+
+    def say_losses(self, say: Callable[[str], object]) -> None:
+        """Print what of the records is in no row. Raises ValueError if that is much of them."""
+        if not hasattr(self.train, "__len__"):
+            say(f"train data: a stream, so that too_long={self.reading.too_long} is not counted")
+        for name, losses in self.losses.items():
+            say_losses(losses, f"{name} data", allowed=self.allows_dropped, say=say)
 
     @property
     def packs(self) -> bool:
@@ -42,7 +60,8 @@ def first_kind(source: str, text_field: str) -> Kind:
     """The kind of a source's first record. Raises ValueError for a source without any."""
     for part in parts_of(source):
         for record in records_of(part):
-            return kind_of(record, text_field)
+            if not is_empty_file(record):
+                return kind_of(record, text_field)
     raise ValueError(f"no data in {source!r}: its files hold no records.")
 
 
@@ -98,9 +117,12 @@ def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
     check_apart(args.output_dir, [*settings.data, *settings.eval_data])
     check_evaluation(settings.data, settings.eval_data)
     if settings.streaming:
-        train = stream_of(settings.data[0], reading)
+        losses = Losses(refuses=not settings.allow_dropped)
+        train = stream_of(settings.data[0], reading, losses)
         evaluation = _tables(settings.eval_data, args, reading)
-        return RunData(train, _joined(evaluation), reading, args)
+        return RunData(
+            train, _joined(evaluation), reading, args, allows_dropped=settings.allow_dropped
+        )
     tables = _tables(settings.data, args, reading)
     if settings.data_shares:
         train = mixed(tables, settings.data_shares, seed=args.seed)
@@ -111,7 +133,7 @@ def load_data(settings: TrlSettings, args: Any, reading: Reading) -> RunData:
         parts = train.train_test_split(settings.eval_share, seed=args.seed)
         train, evaluation = parts["train"], parts["test"]
     sources = zip(settings.data, map(len, tables), strict=True)
-    return RunData(train, evaluation, reading, args, tuple(sources))
+    return RunData(train, evaluation, reading, args, tuple(sources), settings.allow_dropped)
 
 
 def packed_rows(table: Any, args: Any, name: str) -> Any:

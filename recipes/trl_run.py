@@ -200,6 +200,7 @@ def read_inputs(settings: TrlSettings, args: Any, stages: Stages) -> Inputs:
     models.check_vocabulary(tokenizer, config)
     stages.enter("data")
     data = load_data(settings, args, reading_of(settings, args, tokenizer, config.vocab_size))
+    data.say_losses(args.distributed_state.print)
     run = trl_fingerprint(settings, args, config=config, tokenizer=tokenizer, rows=data.train)
     return Inputs(settings, config, tokenizer, data, run)
 

@@ -20,6 +20,7 @@ from longctx_patch.recipes.settings import (
     ModelSettings,
     Parallelism,
     allow_change_setting,
+    allow_dropped_setting,
     check_shares,
     data_shares_setting,
     parallelism_of,
@@ -63,6 +64,7 @@ class TrlSettings(Parallelism, ModelSettings):
     may_leave_out: list[str] = setting(
         f"fields that the chat template need not write: {', '.join(FIELDS)}", default=[]
     )
+    allow_dropped: bool = allow_dropped_setting()
     streaming: bool = setting("make rows while reading, no table on disk", default=False)
     resume: ResumeName = resume_setting()
     allow_change: list[str] = allow_change_setting()

@@ -246,8 +246,7 @@ def _text_records(part: Part) -> Iterator[Record]:
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         raise BadRecord(f"{part.path}, line {line}: {ZERO_BYTE}")
-    if text:
-        yield Record({TEXT_FILE: text}, part.path)
+    yield Record({TEXT_FILE: text}, part.path)
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,22 @@ import numpy as np
 
 from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes.data.conversations import Template, is_conversation, messages_of
-from longctx_patch.recipes.data.records import FIELDS, TEXT_FILE, Kind, Record, kind_of
+from longctx_patch.recipes.data.losses import EMPTY, Losses
+from longctx_patch.recipes.data.records import (
+    FIELDS,
+    TEXT_FILE,
+    Kind,
+    Record,
+    is_empty_file,
+    kind_of,
+)
 
 TooLong = Literal["refuse", "cut", "split"]
 Ids = list[int]
+CUT_OFF = "what is beyond a row's end (too_long: cut)"
+NO_TARGET = "pieces in which nothing is learned (too_long: split)"
 Row = dict[str, Any]
-"""`input_ids` and `labels` of a row of SFT; `prompt_ids`, `chosen_ids` and `rejected_ids` of DPO;
-and `num_cut`, the tokens of the record that are in no row."""
+"""`input_ids` and `labels` of SFT; `prompt_ids`, `chosen_ids` and `rejected_ids` of DPO."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +54,19 @@ class Reading:
         names: tuple[str, ...] = ("input_ids", "labels")
         if self.kind == "preference":
             names = ("prompt_ids", "chosen_ids", "rejected_ids")
-        return {**dict.fromkeys(names, "tokens"), "num_cut": "int64"}
+        return dict.fromkeys(names, "tokens")
 
-    def rows_of(self, records: Iterable[Record]) -> Iterator[Row]:
-        """The rows of records, in order. Raises BadRecord."""
+    def rows_of(self, records: Iterable[Record], losses: Losses) -> Iterator[Row]:
+        """The rows of records, in order; `losses` counts what is in none. Raises BadRecord."""
         for record in records:
-            yield from self.rows(record)
+            losses.num_records += 1
+            yield from self.rows(record, losses)
 
-    def rows(self, record: Record) -> Iterator[Row]:
+    def rows(self, record: Record, losses: Losses) -> Iterator[Row]:
         """The rows of a record; several if it is split. Raises BadRecord."""
+        if is_empty_file(record):
+            losses.leave_out(record, EMPTY)
+            return
         found = kind_of(record, self.text_field)
         if found != self.kind:
             raise record.refused(
@@ -64,17 +77,18 @@ class Reading:
             yield self._pair(record)
             return
         if found == "text" and not self._text(record):
-            return  # an empty file or field is no document
+            losses.leave_out(record, EMPTY)
+            return
         ids, labels = self._tokens(record)
         self._check_ids(record, "input_ids", ids)
         if labels is not ids:
             self._check_ids(record, "labels", labels, ignored=IGNORE_INDEX)
-        if all(label == IGNORE_INDEX for label in labels[1:]):
+        if not num_learned(labels):
             why = self._why_nothing(ids, labels)
             raise record.refused(
                 f"none of its {len(ids)} tokens is learned, since {why}. Leave it out."
             )
-        yield from self._fitted(record, ids, labels)
+        yield from self._fitted(record, ids, labels, losses)
 
     def _why_nothing(self, ids: list[int], labels: list[int]) -> str:
         if self.kind == "tokens" and len(ids) > 1:
@@ -162,10 +176,9 @@ class Reading:
             "prompt_ids": prompt[:start],
             "chosen_ids": chosen[start:],
             "rejected_ids": rejected[start:],
-            "num_cut": 0,
         }
 
-    def _fitted(self, record: Record, ids: Ids, labels: Ids) -> Iterator[Row]:
+    def _fitted(self, record: Record, ids: Ids, labels: Ids, losses: Losses) -> Iterator[Row]:
         """Rows of `seq_len` tokens at most, those in which nothing is learned left out."""
         if len(ids) > self.seq_len and self.too_long == "refuse":
             raise record.refused(
@@ -173,13 +186,21 @@ class Reading:
                 "(seq_len), or say what to do by the setting too_long: cut (--too-long cut drops "
                 "the end) or split (--too-long split makes several rows)."
             )
-        stop = len(ids) if self.too_long == "split" else self.seq_len
-        num_cut = max(0, len(ids) - stop)
-        for start in range(0, min(stop, len(ids)), self.seq_len):
-            row = slice(start, start + self.seq_len)
-            learns = any(label != IGNORE_INDEX for label in labels[row][1:])
-            if learns:
-                yield {"input_ids": ids[row], "labels": labels[row], "num_cut": num_cut}
+        stop = len(ids) if self.too_long == "split" else min(self.seq_len, len(ids))
+        pieces = [slice(start, start + self.seq_len) for start in range(0, stop, self.seq_len)]
+        rows = [piece for piece in pieces if num_learned(labels[piece])]
+        lost = len(ids) - sum(len(ids[row]) for row in rows)
+        if not rows:
+            losses.leave_out(record, self._why_left_out(), lost, num_learned(labels))
+        elif lost:
+            why = CUT_OFF if self.too_long == "cut" else NO_TARGET
+            losses.cut(record, why, lost, sum(label != IGNORE_INDEX for label in labels[stop:]))
+        for row in rows:
+            yield {"input_ids": ids[row], "labels": labels[row]}
+
+    def _why_left_out(self) -> str:
+        where = f"their first {self.seq_len:,} tokens" if self.too_long == "cut" else "any piece"
+        return f"nothing is learned in {where} (too_long: {self.too_long})"
 
     def _text(self, record: Record) -> str:
         found: str = record.fields.get(TEXT_FILE, record.fields.get(self.text_field))
@@ -207,6 +228,11 @@ class Reading:
                 f"{self.vocab_size}. The data was tokenised for another model, or the tokenizer is "
                 "another model's."
             )
+
+
+def num_learned(labels: Ids) -> int:
+    """Tokens that are predicted: labels, but for the first of a row."""
+    return sum(label != IGNORE_INDEX for label in labels[1:])
 
 
 def _ids(record: Record, field: str) -> Ids:

@@ -21,7 +21,11 @@ class BadRecord(ValueError):
 
 
 class NoRecords(ValueError):
-    """A source whose files hold nothing to train on."""
+    """A source whose files hold nothing to train on. Its `losses` say what of it was left out."""
+
+    def __init__(self, message: str, losses: Any) -> None:
+        super().__init__(message)
+        self.losses = losses
 
 
 class Record(NamedTuple):
@@ -33,6 +37,11 @@ class Record(NamedTuple):
 
     def refused(self, why: str) -> BadRecord:
         return BadRecord(f"{self.place}: {why}")
+
+
+def is_empty_file(record: Record) -> bool:
+    """Whether it is that of a file without any text, such as one that marks a folder as whole."""
+    return record.fields.get(TEXT_FILE) == ""
 
 
 def named(source: str, error: object) -> str:

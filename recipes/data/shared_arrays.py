@@ -12,6 +12,7 @@ import numpy as np
 from filelock import FileLock
 
 from longctx_patch.checkpoints.files import write_whole
+from longctx_patch.recipes.data.sealed import seal, what_changed
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -23,25 +24,16 @@ def shared_arrays(key: str, names: tuple[str, ...], make: Callable[[], Arrays]) 
     """
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "longctx_rows" / key
     folder.mkdir(parents=True, exist_ok=True)
+    files = [_file(folder, name) for name in names]
     with FileLock(folder / ".lock"):
-        found = _mapped(folder, names)
-        if found is None:
+        if what_changed(folder):  # or not made yet, or not to its end
             made = make()
-            for name in names:
+            for name, file in zip(names, files, strict=True):
                 content = io.BytesIO()
                 np.save(content, made[name])
-                write_whole(_file(folder, name), content.getvalue())
-            found = _mapped(folder, names)
-    assert found is not None
-    return found
-
-
-def _mapped(folder: Path, names: tuple[str, ...]) -> Arrays | None:
-    """None where a file is missing, or is not one that was written to its end."""
-    try:
-        return {name: np.load(_file(folder, name), mmap_mode="r") for name in names}
-    except (FileNotFoundError, ValueError, EOFError):
-        return None
+                write_whole(file, content.getvalue())
+            seal(folder, files)
+    return {name: np.load(file, mmap_mode="r") for name, file in zip(names, files, strict=True)}
 
 
 def _file(folder: Path, name: str) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx_patch.recipes.data.losses import EMPTY, Losses
 from longctx_patch.recipes.data.readers import records_of
 from longctx_patch.recipes.data.records import (
     CHAT_FIELDS,
@@ -38,15 +39,23 @@ class TextReading:
     def columns(self) -> dict[str, str]:
         return {"input_ids": "tokens", "ends": "bool", "digest": "int64"}
 
-    def rows_of(self, records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-        """`input_ids`, whether the document `ends` with them, and their `digest`.
+    def rows_of(self, records: Iterable[Record], losses: Losses) -> Iterator[dict[str, Any]]:
+        """`input_ids`, whether the document `ends` with them, and their `digest`. `losses` counts
+        empty documents.
 
         Raises BadRecord for a record without text.
         """
-        texts = (text_of(record, self.text_field) for record in records)
-        for batch in _batches(text for text in texts if text):
+        for batch in _batches(self._texts(records, losses)):
             for ids in tokens_of(batch, self.tokenizer):
                 yield from self._pieces(ids)
+
+    def _texts(self, records: Iterable[Record], losses: Losses) -> Iterator[str]:
+        for record in records:
+            losses.num_records += 1
+            if text := text_of(record, self.text_field):
+                yield text
+            else:
+                losses.leave_out(record, EMPTY)
 
     def _pieces(self, ids: np.ndarray) -> Iterator[dict[str, Any]]:
         for start in range(0, len(ids), PIECE_TOKENS):

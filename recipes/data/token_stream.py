@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.token_table import lengths_of
 
 
@@ -15,8 +16,9 @@ class TokenStream:
     It holds the place of each chunk of the tables, and none of their tokens.
     """
 
-    def __init__(self, tables: Sequence[Any]) -> None:
-        self._tables = tables
+    def __init__(self, tables: Sequence[Any], losses: Losses | None = None) -> None:
+        """`losses`: what of the records is in no table."""
+        self._tables, self.losses = tables, losses or Losses()
         chunks = [table.data.column("input_ids").chunks for table in tables]
         self._chunks = [chunk for of_table in chunks for chunk in of_table]
         sizes = [_last(chunk) - _first(chunk) for chunk in self._chunks]
@@ -25,7 +27,8 @@ class TokenStream:
     @classmethod
     def joined(cls, streams: Sequence["TokenStream"]) -> "TokenStream":
         """The documents of all streams, one stream after another."""
-        return cls([table for stream in streams for table in stream._tables])
+        losses = Losses.joined(stream.losses for stream in streams)
+        return cls([table for stream in streams for table in stream._tables], losses)
 
     def __len__(self) -> int:
         return int(self._edges[-1])

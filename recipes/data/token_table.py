@@ -9,10 +9,13 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
+import datasets.config
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import (
@@ -27,15 +30,20 @@ from datasets import (
     Value,
     interleave_datasets,
 )
+from datasets.config import DATASET_INFO_FILENAME
 from datasets.exceptions import DatasetGenerationError
+from filelock import FileLock
 
+from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.readers import Part, records_of
 from longctx_patch.recipes.data.records import BadRecord, NoRecords, Record
+from longctx_patch.recipes.data.sealed import SEAL, seal, sealed, what_changed
 from longctx_patch.recipes.data.sources import check_unchanged, parts_of
 
-FORMAT = 2
+FORMAT = 3
 """Goes up when the same records and settings give other rows than before."""
 MOST_PROCESSES = 64
+_LOSSES = "losses-"
 CHUNK_ROWS, CHUNK_TOKENS = 1000, 2**20
 """A chunk of the table, which its writer holds in memory, ends with the row that has so many."""
 
@@ -52,12 +60,14 @@ class RowReading(Protocol):
     def columns(self) -> dict[str, str]:
         """Types of a row's fields: `tokens` (ids or labels), or one of numpy's."""
 
-    def rows_of(self, records: Iterable[Record]) -> Iterator[Row]:
-        """The rows of records, in order. Raises BadRecord."""
+    def rows_of(self, records: Iterable[Record], losses: Losses) -> Iterator[Row]:
+        """The rows of records, in order; `losses` counts what is in none. Raises BadRecord."""
 
 
 def table_of(source: str, reading: RowReading, *, num_proc: int = 1) -> Dataset:
     """The rows of one source, in order.
+
+    A table that was made before and is no longer what was written is made anew, which is printed.
 
     Raises:
         BadRecord: a record can't be trained on.
@@ -67,6 +77,7 @@ def table_of(source: str, reading: RowReading, *, num_proc: int = 1) -> Dataset:
     parts = parts_of(source)
     num_proc = max(1, min(num_proc, len(parts), MOST_PROCESSES))
     key = fingerprint(parts, reading)
+    _remove_changed(_folder_of(key), source)
     try:
         builder = _Builder(config_id=f"rows-{key}", parts=parts, reading=reading)
         builder.download_and_prepare(num_proc=num_proc if num_proc > 1 else None)
@@ -74,10 +85,46 @@ def table_of(source: str, reading: RowReading, *, num_proc: int = 1) -> Dataset:
         table = builder.as_dataset(split="train")
     except (DatasetGenerationError, ValueError) as error:
         if "corresponds to no data" in str(error):
-            raise NoRecords(f"no data in {source!r}: its files hold no records.") from None
+            raise _no_rows(source, _losses_in(Path(builder.cache_dir))) from None
         raise _reason(error) from None
     table._fingerprint = key
     return table
+
+
+def losses_of(table: Any) -> Losses:
+    """What of the records is in no row of a table, or of one that is made of several."""
+    files = getattr(table, "cache_files", ())
+    folders = {Path(found["filename"]).parent: None for found in files}
+    return Losses.joined(_losses_in(folder) for folder in folders if (folder / SEAL).is_file())
+
+
+def _losses_in(folder: Path) -> Losses:
+    return Losses.from_json(sealed(folder)["losses"])
+
+
+def _no_rows(source: str, losses: Losses) -> NoRecords:
+    if not losses.num_records:
+        return NoRecords(f"no data in {source!r}: its files hold no records.", losses)
+    said = f"all its {losses.num_records:,} records are left out: {losses.reasons}"
+    return NoRecords(f"no data in {source!r}: {said}. Give longer rows, or other data.", losses)
+
+
+def _folder_of(key: str) -> Path:
+    """Where `datasets` keeps a table."""
+    return Path(datasets.config.HF_DATASETS_CACHE, __name__.rpartition(".")[2], f"rows-{key}")
+
+
+def _remove_changed(folder: Path, source: str) -> None:
+    """Remove a table that is no longer what was written; one process of the machine does it."""
+    for table in folder.glob("*"):
+        if not table.is_dir() or table.suffix == ".incomplete" or not what_changed(table):
+            continue
+        with FileLock(f"{folder}.lock"):
+            if table.is_dir() and (why := what_changed(table)):
+                print(
+                    f"{source}: the cached table was changed ({why}); it is made anew", flush=True
+                )
+                shutil.rmtree(table)
 
 
 @dataclass
@@ -101,7 +148,22 @@ class _Builder(ArrowBasedBuilder):
     def _generate_tables(
         self, parts: Sequence[Part], reading: RowReading
     ) -> Iterator[tuple[int, pa.Table]]:
-        yield from enumerate(chunks_of(rows_of_parts(parts, reading), reading.columns))
+        losses = Losses()
+        yield from enumerate(chunks_of(rows_of_parts(parts, reading, losses), reading.columns))
+        place = self.config.parts.index(parts[0]) if parts else 0
+        file = Path(self._output_dir, f"{_LOSSES}{place:08}.json")
+        file.write_text(json.dumps(losses.as_json()), encoding="utf-8")
+
+    def _save_info(self) -> None:
+        """Seals the table before it gets its name; what each process has lost is joined."""
+        super()._save_info()
+        folder = Path(self._output_dir)
+        files = sorted(folder.glob(f"{_LOSSES}*"))
+        losses = Losses.joined(Losses.from_json(json.loads(file.read_bytes())) for file in files)
+        for file in files:
+            file.unlink()
+        files = [*sorted(folder.glob("*.arrow")), folder / DATASET_INFO_FILENAME]
+        seal(folder, files, losses=losses.as_json())
 
 
 def chunks_of(rows: Iterator[Row], columns: Mapping[str, str]) -> Iterator[pa.Table]:
@@ -135,17 +197,18 @@ def _column(values: Sequence[np.ndarray], kind: str) -> pa.Array:
     return pa.ListArray.from_arrays(edges, np.concatenate(values))
 
 
-def stream_of(source: str, reading: RowReading) -> IterableDataset:
+def stream_of(source: str, reading: RowReading, losses: Losses) -> IterableDataset:
     """The same rows, made while they are read."""
     return IterableDataset.from_generator(
         rows_of_parts,
         features=_features(reading),
-        gen_kwargs={"parts": parts_of(source), "reading": reading},
+        gen_kwargs={"parts": parts_of(source), "reading": reading, "losses": losses},
     )
 
 
-def rows_of_parts(parts: Sequence[Part], reading: RowReading) -> Iterator[Row]:
-    yield from reading.rows_of(record for part in parts for record in records_of(part))
+def rows_of_parts(parts: Sequence[Part], reading: RowReading, losses: Losses) -> Iterator[Row]:
+    records = (record for part in parts for record in records_of(part))
+    yield from reading.rows_of(records, losses)
 
 
 def mixed(tables: Sequence[Dataset], shares: Sequence[float], *, seed: int) -> Dataset:

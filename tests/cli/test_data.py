@@ -15,7 +15,7 @@ from longctx_patch.data import pack_rows
 from longctx_patch.recipes.trl_data import tables_of_run
 from tests.hf.tiny import featured_model
 from tests.recipes.data.test_reading import CHAT, words
-from tests.recipes.trl_jobs import make_job, patch, write
+from tests.recipes.trl_jobs import invoke, make_job, patch, write
 from tests.trl.cases import rows
 
 pytestmark = [
@@ -88,7 +88,35 @@ def test_cut_rows(job: Path) -> None:
     lengths = np.array([len(text["text"].split()) + 1 for text in rows("text", 8, 4)])
     num_cut = int((lengths - 20).clip(min=0).sum())
     assert num_cut
-    assert re.search(rf"cut off +{num_cut} +of {(lengths > 20).sum()} rows", found.output)
+    assert re.search(rf"cut off +{num_cut} +tokens of {(lengths > 20).sum()} records", found.output)
+
+
+def test_what_vanishes_is_said_and_refused(job: Path) -> None:
+    """By all that see the data: of chats whose answers are beyond the cut, with counts, reason and
+    the first lines; a run starts without them only if it is told to."""
+    ask = {"role": "user", "content": " ".join(["w1"] * 90)}
+    answer = {"role": "assistant", "content": "w2 w3"}
+    chats = [{"messages": [*([ask] * (n % 7 < 6)), answer]} for n in range(40)]
+    write(job / "cut.jsonl", chats)
+    options = ["--data", str(job / "cut.jsonl"), "--too-long", "cut", "--train-on", "assistant"]
+    said = patch(job, *options, "--seq-len", "80")
+    assert "Of the first 20 records of the data:\nleft out 18 of 20 records (" in said
+    assert "The run is refused if all its records are like these. A run leaves" in said
+    why = "nothing is learned in their first 80 tokens (too_long: cut); first: "
+    why += "; ".join(f"{job}/cut.jsonl, line {line}" for line in (1, 2, 3))
+    assert why in said
+    found = data(str(job / "run"), "--no-color").output
+    assert re.search(r"left out +35 +of 40 records \(", found)
+    assert "The run will be refused: 35 of 40 records (87.5%) would be left out" in found
+    run = tables_of_run(job / "run" / "sft.yaml")
+    lines = list[str]()
+    with pytest.raises(ValueError, match=r"train data: 35 of 40 records.*--allow-dropped"):
+        run.say_losses(lines.append)
+    assert lines == [line for line in lines if line.startswith("train data: left out 35 of 40 ")]
+    assert lines
+    change(job / "run" / "sft.yaml", allow_dropped="true")
+    tables_of_run(job / "run" / "sft.yaml").say_losses(lines.append)
+    assert "will be refused" not in data(str(job / "run")).output
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
@@ -136,7 +164,7 @@ def test_shares_of_a_mixture(job: Path, held_out: str) -> None:
     patch(job, "--data", str(many), "--data", str(few), "--sft")
     settings = job / "run" / "sft.yaml"
     plain = settings.read_text() + f"eval_share: {held_out}\n"
-    settings.write_text(plain + "data_shares: [3, 1]\n")
+    settings.write_text(plain.replace("data_shares: []", "data_shares: [3, 1]"))
     said = data(str(job / "run"), "--no-color").output
     shares = [float(each) for each in re.findall(r"([\d.]+)% +of the tokens, ", said)]
     assert sum(shares) == pytest.approx(100, abs=0.11)
@@ -160,17 +188,17 @@ def test_shares_of_a_mixture_of_text(job: Path) -> None:
     """Rows are full, so the shares of tokens are those of rows."""
     for name, number in (("w1", 600), ("w2", 70)):
         write(job / f"{name}.jsonl", [{"text": " ".join([name] * 4)}] * number)
-    patch(job, "--data", str(job / "w1.jsonl"), "--data", str(job / "w2.jsonl"))
-    settings = job / "run" / "finetune.yaml"
-    asked = settings.read_text().replace("data_shares: []", "data_shares: [3, 1]")
-    settings.write_text(asked)
-    rows = data_of_run(settings).rows
+    sources = [f"--data={job}/{name}.jsonl" for name in ("w1", "w2")]
+    found = invoke(job, *sources, "--data-shares", "3")
+    assert "1 data_shares for 2 sources of data: give one for each" in found.output
+    patch(job, *sources, "--data-shares", "3", "--data-shares", "1")
+    rows = data_of_run(job / "run" / "finetune.yaml").rows
     counts = [sum(token in row["input_ids"] for row in rows) for token in words_of("w1", "w2")]
     said = data(str(job / "run"), "--no-color").output
     shares = [float(each) for each in re.findall(r"([\d.]+)% +of the tokens, ", said)]
     assert shares == [round(100 * count / len(rows), 1) for count in counts]
     assert shares == pytest.approx([75, 25], abs=100 / len(rows))
-    assert "left out" not in said
+    assert f"left out {5 * 600 % 96 + 5 * 70 % 96} tokens, which" in " ".join(said.split())
 
 
 def words_of(*names: str) -> list[int]:

@@ -11,6 +11,7 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from longctx_patch.recipes.data.conversations import Template
+from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import BadRecord, Record
 from longctx_patch.recipes.data.token_table import table_of
@@ -32,9 +33,11 @@ def words(template: str | None = CHAT) -> Any:
     return found
 
 
-def read(reading: Reading, *records: dict[str, Any]) -> list[dict[str, Any]]:
+def read(
+    reading: Reading, *records: dict[str, Any], losses: Losses | None = None
+) -> list[dict[str, Any]]:
     named = (Record(fields, f"a.jsonl, line {n}") for n, fields in enumerate(records, start=1))
-    return [row for record in named for row in reading.rows(record)]
+    return list(reading.rows_of(named, losses or Losses()))
 
 
 def chats(kind: str) -> list[dict[str, Any]]:
@@ -87,7 +90,6 @@ def test_rows_are_those_of_trl(
         {name: row[name] for name in ("input_ids", "labels")} for row in trainer.train_dataset
     ]
     found = read(reading, *records)
-    assert all(row.pop("num_cut") == 0 for row in found)
     assert found == wanted
 
 
@@ -105,7 +107,6 @@ def test_pairs_are_those_of_trl(tmp_path: Path, records: list[dict[str, Any]]) -
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     wanted = [{name: row[name] for name in names} for row in trainer.train_dataset]
     found = read(Reading(words(), "preference", WHOLE), *records)
-    assert all(row.pop("num_cut") == 0 for row in found)
     assert found == wanted
 
 
@@ -163,24 +164,41 @@ def test_older_names_of_messages() -> None:
     assert read(reading, older) == read(reading, newer)
 
 
-@pytest.mark.parametrize(
-    ("too_long", "pieces", "num_cut"), [("cut", [10], 7), ("split", [10, 7], 0)]
-)
-def test_long_records_as_asked(too_long: Any, pieces: list[int], num_cut: int) -> None:
+@pytest.mark.parametrize(("too_long", "pieces"), [("cut", [10]), ("split", [10, 7])])
+def test_long_records_as_asked(too_long: Any, pieces: list[int]) -> None:
     record = {"input_ids": list(range(17)), "labels": [-100, *range(1, 17)]}
-    found = read(Reading(words(), "tokens", 10, too_long), record)
+    losses = Losses()
+    found = read(Reading(words(), "tokens", 10, too_long), record, losses=losses)
     assert [len(row["input_ids"]) for row in found] == pieces
     for name, values in record.items():
         joined = [value for row in found for value in row[name]]
         assert joined == values[: sum(pieces)]
-    assert {row["num_cut"] for row in found} == {num_cut}
+    said = "tokens of 1 records, 7 of them to be learned: what is beyond a row's end"
+    facts = [(what, number, text[: len(said)]) for what, number, text in losses.facts()]
+    assert facts == ([("cut off", "7", said)] if too_long == "cut" else [])
 
 
-def test_rows_in_which_nothing_is_learned_are_left_out() -> None:
-    """A part of a long record; a label of a row's first token is nobody's prediction."""
-    labels = [-100] * 10 + [3] + [-100] * 9 + [3, 3]
-    found = read(Reading(words(), "tokens", 10, "split"), {"input_ids": [1] * 22, "labels": labels})
+def test_rows_in_which_nothing_is_learned_are_left_out_and_counted() -> None:
+    """A part of a long record; a label of a row's first token is nobody's prediction. A record
+    without any other row is left out as a whole."""
+    labels, losses = [-100] * 10 + [3] + [-100] * 9 + [3, 3], Losses()
+    record = {"input_ids": [1] * 22, "labels": labels}
+    found = read(Reading(words(), "tokens", 10, "split"), record, losses=losses)
     assert [row["labels"] for row in found] == [[3, 3]]
+    (fact,) = losses.facts()
+    assert fact[:2] == ("cut off", "20")
+    assert fact[2].startswith("tokens of 1 records: pieces in which nothing is learned (too_long")
+    losses = Losses()
+    assert read(Reading(words(), "tokens", 10, "cut"), *[record] * 5, losses=losses) == []
+    (fact,) = losses.facts()
+    assert fact[:2] == ("left out", "5")
+    assert fact[2] == (
+        "of 5 records (110 tokens, 15 of them to be learned): nothing is learned in their first 10 "
+        "tokens (too_long: cut); first: a.jsonl, line 1; a.jsonl, line 2; a.jsonl, line 3"
+    )
+    streamed = Losses(refuses=True)
+    with pytest.raises(BadRecord, match=r"line 1: it would be left out of a stream.*allow-dropped"):
+        read(Reading(words(), "tokens", 10, "cut"), record, losses=streamed)
 
 
 def reading(kind: Any, **more: Any) -> Reading:

@@ -115,6 +115,7 @@ def test_folders_globs_and_other_files(tmp_path: Path) -> None:
         {"": "a text"},
         {"text": "two\nlines", "n": "1"},
         {"text": "x", "n": "2"},
+        {"": ""},
     ]
     assert [record.fields for record in read(f"{tmp_path}/**/*.txt")] == [{"": "a text"}]
     assert str(read(tmp_path / "d.csv")[1].place) == f"{tmp_path / 'd.csv'}, line 4"

@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict
 
 from longctx_patch.processes import run_processes
 from longctx_patch.recipes.data import text_reading
+from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.records import BadRecord
 from longctx_patch.recipes.data.text_reading import TextReading, documents_of
 from longctx_patch.recipes.models import byte_tokenizer
@@ -117,7 +118,7 @@ def test_long_documents_are_pieces_that_say_where_they_end(
 ) -> None:
     monkeypatch.setattr(text_reading, "PIECE_TOKENS", 4)
     made = text_reading.Record({"text": "abcdefghijk"}, "here")
-    rows = list(TextReading(byte_tokenizer()).rows_of([made]))
+    rows = list(TextReading(byte_tokenizer()).rows_of([made], Losses()))
     assert [len(row["input_ids"]) for row in rows] == [4, 4, 4]
     assert [row["ends"] for row in rows] == [False, False, True]
     assert len({row["digest"] for row in rows}) == 3

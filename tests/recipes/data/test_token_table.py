@@ -1,6 +1,8 @@
 """Tables hold the rows of their sources, are made once, and notice what has changed."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,10 @@ import numpy as np
 import pytest
 
 from longctx_patch.recipes.data import sources
+from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.reading import Reading
-from longctx_patch.recipes.data.records import BadRecord
-from longctx_patch.recipes.data.token_table import lengths_of, mixed, stream_of, table_of
+from longctx_patch.recipes.data.records import BadRecord, NoRecords
+from longctx_patch.recipes.data.token_table import lengths_of, losses_of, mixed, stream_of, table_of
 from tests.trl.cases import rows, tokenizer
 
 
@@ -31,8 +34,8 @@ def test_rows_come_in_order_from_any_number_of_processes(
     monkeypatch.setattr(sources, "PART_BYTES", 1000)
     several = table_of(source, reading(), num_proc=3)
     assert several._fingerprint != one._fingerprint
-    assert several[:] == one[:] == {**one[:], "num_cut": [0] * 200}
-    assert list(stream_of(source, reading())) == one.to_list()
+    assert several[:] == one[:]
+    assert list(stream_of(source, reading(), Losses())) == one.to_list()
     wanted = [len(text["text"].split()) + 1 for text in rows("text", 200, 1)]
     assert lengths_of(one).tolist() == wanted
     assert lengths_of(one.select([3, 1])).tolist() == [wanted[3], wanted[1]]
@@ -72,6 +75,58 @@ def test_a_bad_record_is_named(
 def test_a_source_without_records(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no data in"):
         table_of(write(tmp_path / "a.jsonl", []), reading())
+
+
+@pytest.mark.parametrize("num_proc", [1, 2])
+def test_what_is_left_out_is_kept_beside_the_table(
+    tmp_path: Path, num_proc: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of tables that are joined; and by name where nothing else is there."""
+    monkeypatch.setattr(sources, "PART_BYTES", 500)
+    texts = [{"text": "" if number % 9 == 4 else "w1 w2"} for number in range(50)]
+    source = write(tmp_path / "a.jsonl", texts)
+    for _ in range(2):  # made, and found made
+        table = table_of(source, reading(), num_proc=num_proc)
+        joined = mixed(
+            [table, table_of(write(tmp_path / "b.jsonl", texts[:4]), reading())], [1, 1], seed=0
+        )
+        (left_out,) = losses_of(table).facts()
+        assert left_out[:2] == ("left out", "6")
+        assert re.match(
+            r"of 50 records: they are empty; first: .*line 5; .*line 14; .*line 23", left_out[2]
+        )
+        assert losses_of(joined).num_records == 54
+    with pytest.raises(NoRecords, match=r"all its 1 records are left out: they.*a.jsonl, line 1"):
+        table_of(write(tmp_path / "a.jsonl", [{"text": ""}]), reading())
+
+
+def test_a_table_that_was_changed_is_made_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tokens and labels that are others, a file that was cut or removed, damage to what is said of
+    it: none of them stops a run, or reaches it."""
+    source = write(tmp_path / "a.jsonl", rows("text", 200, 1))
+    wanted = table_of(source, reading()).to_dict()
+    (file,) = {Path(found["filename"]) for found in table_of(source, reading()).cache_files}
+    info, whole = file.parent / "dataset_info.json", file.read_bytes()
+    assert capsys.readouterr().out == ""
+    place = whole.index(np.array(wanted["input_ids"][150], np.int32).tobytes())
+    changes: dict[str, Callable[[], object]] = {
+        "holds other bytes": lambda: file.write_bytes(whole[:place] + b"\1" + whole[place + 1 :]),
+        "bytes and had": lambda: file.write_bytes(whole[:-3000]),
+        "is missing": file.unlink,
+        "dataset_info.json holds other": lambda: info.write_text(
+            info.read_text()[:-100] + " " * 100
+        ),
+        "sealed.json is damaged": lambda: (file.parent / "sealed.json").write_text("{"),
+    }
+    for said, change in changes.items():
+        change()
+        assert table_of(source, reading()).to_dict() == wanted
+        out = capsys.readouterr().out
+        assert f"{source}: the cached table was changed ({file.parent}/" in out
+        assert said in out
+        assert out.count("it is made anew") == 1
 
 
 def test_shares_are_those_of_tokens(tmp_path: Path) -> None:

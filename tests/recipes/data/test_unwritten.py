@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.reading import Reading
 from longctx_patch.recipes.data.records import BadRecord, Kind, Record
 from longctx_patch.recipes.data.turns import Message
@@ -80,6 +81,6 @@ def test_answers_that_say_nothing() -> None:
     )
     for fields, kind, message in cases:
         with pytest.raises(BadRecord, match=f"line 3: {message}"):
-            list(Reading(words(), kind, 100).rows(record._replace(fields=fields)))
+            list(Reading(words(), kind, 100).rows(record._replace(fields=fields), Losses()))
     pair = {"prompt": [question], "chosen": [{**answer, "content": "w2"}], "rejected": [answer]}
-    assert list(Reading(words(), "preference", 100).rows(record._replace(fields=pair)))
+    assert list(Reading(words(), "preference", 100).rows(record._replace(fields=pair), Losses()))
