@@ -133,7 +133,7 @@ class ShardLoss:
         Raises on every rank if one has impossible labels, before anything is computed. `tokens`:
         the shape `[B, L]` of what the labels are for, where it is known.
         """
-        problem = _shape_problem(labels, shift_labels, tokens)
+        problem = self._replaced() or _shape_problem(labels, shift_labels, tokens)
         num_labels = 0
         if problem is None:
             num_labels, problem = _read_labels(labels, shift_labels, self.num_words)
@@ -156,6 +156,16 @@ class ShardLoss:
         if any(row[2] for row in everyone):
             raise ValueError(GRADIENTS_IN_EVALUATION)
         return LossPass(shift_labels, num_labels, sum(row[0] for row in everyone))
+
+    def _replaced(self) -> str | None:
+        """What is wrong with a loss function that the model got after `patch`."""
+        if (found := self._model.loss_function) is self:
+            return None
+        return (
+            f"the model's loss_function is {found!r} now, which knows nothing of shards. Leave it "
+            "as patch set it, and compute a loss of your own from handle.token_log_probs(batch), or "
+            "from logits (LongContextConfig(loss='logits'))."
+        )
 
     def _check_virtual_ranks(self) -> None:
         """Refuse a shard where ranks are threads: its loss is scaled by the processes."""
@@ -192,6 +202,8 @@ class ShardLoss:
     def num_words(self) -> int:
         """Size of the head's vocabulary."""
         head = self._model.get_output_embeddings()
+        # PEFT makes a copy of a tied head with its two numbers of features exchanged.
+        head = getattr(head, "original_module", head)
         return getattr(head, "out_features", ModelFacts.of(self._model.config).vocab_size)
 
     def _count_router_loss(self, share: float) -> None:

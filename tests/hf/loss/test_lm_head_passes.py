@@ -117,7 +117,8 @@ def test_a_forward_that_is_called_past_its_hooks_takes_full_logits() -> None:
 
 @pytest.mark.parametrize("loss", ["chunked", "logits"])
 def test_what_can_not_be_right(loss: LossName) -> None:
-    """`logits_to_keep` with labels, and labels outside the vocabulary, are refused."""
+    """`logits_to_keep` with labels, labels outside the vocabulary, and a loss function that came
+    after `patch` are refused."""
     model = tiny_model()
     batch: dict[str, Any] = collated(patch(model, LongContextConfig(loss=loss)))
     for kept, says in ((2, "logits_to_keep=2"), (torch.tensor([0, 1]), r"logits_to_keep=tensor")):
@@ -125,6 +126,9 @@ def test_what_can_not_be_right(loss: LossName) -> None:
             model(**batch, logits_to_keep=kept)
     batch["labels"][0, 3] = batch["shift_labels"][0, 3] = -1
     with pytest.raises(ValueError, match=f"label -1: labels are from 0 to {VOCABULARY - 1}"):
+        model(**batch)
+    model.loss_function = torch.nn.functional.cross_entropy
+    with pytest.raises(ValueError, match=r"loss_function is <function .*token_log_probs\(batch\)"):
         model(**batch)
 
 

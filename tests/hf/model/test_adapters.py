@@ -68,6 +68,15 @@ def test_an_exact_adapter(kind: str) -> None:
         assert found.traffic_as_planned
 
 
+def test_an_adapter_that_trains_a_tied_embedding() -> None:
+    """PEFT's copy of the head says that it has as many words as the model has hidden numbers."""
+    options = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    model = adapted(tiny_model(tie_word_embeddings=True), "LORA", TARGETS | options)
+    assert model.get_base_model().lm_head.out_features == 64  # type: ignore[operator]
+    found = verify_on_virtual_ranks(model, LongContextConfig(ring_degree=2), padded_rows())
+    assert found.ok, str(found)
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "LILY": TARGETS,
     "PVERA": TARGETS,
