@@ -81,7 +81,9 @@ def patch(
             rows are whole, and you take the mean of the copies' gradients.
 
     The first training step proves that attention crossed the ranks, or raises
-    `SequenceParallelismError`.
+    `SequenceParallelismError`. Modules of your own in the decoder, such as an MLP or a norm, must
+    compute each token by itself: that step tries each with one token, where it has neither hooks
+    nor dropout. What your own code mixes elsewhere, in a layer's forward or a hook, is not seen.
 
     Raises:
         UnsupportedModelError: the model has something that would silently go wrong.

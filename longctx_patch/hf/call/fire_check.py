@@ -20,6 +20,7 @@ from longctx_patch.engine.call import AttentionCall
 from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.engine.planned_traffic import predicted_traffic
 from longctx_patch.engine.selective import selection_of
+from longctx_patch.hf.call.token_probe import TokenProbe
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
@@ -47,12 +48,14 @@ class FireCheck:
         group: SequenceGroup,
         layers: Sequence[tuple[nn.Module, LayerPolicy]],
         share: float,
+        probe: TokenProbe,
     ) -> None:
         """`layers` are the modules in which tokens meet, with the policies they run under; `share`
-        is the part of the tokens whose attention is kept by layers that keep it."""
+        is the part of the tokens whose attention is kept by layers that keep it; `probe` tries the
+        other modules in the meantime."""
         self.has_run_forward = False
         self._policies = [policy for _, policy in layers]
-        self._share = share
+        self._share, self.probe = share, probe
         self._group = group
         self._numbers = {id(layer): number for number, (layer, _) in enumerate(layers)}
         self._before = self._sent()
@@ -151,6 +154,7 @@ class FireCheck:
         """Check the forward pass when it is over. Collective: all ranks raise if one does."""
         problem = self._missing_layers()
         problem = problem or self._wrong_traffic("forward", self.planned_forward())
+        problem = self.probe.end() or problem
         self._meet(_END, problem)
         self.has_run_forward = True
         self._before = self._sent()
@@ -258,7 +262,10 @@ class FirstStep:
             (module, policies[number])
             for module, number in transformers_api.mixing_modules(self.model)
         ]
-        self.check = FireCheck(self.group, layers, self.checkpoints.share)
+        if self.check is not None:  # of a try that failed
+            self.check.probe.end()
+        probe = TokenProbe.of(self.model)
+        self.check = FireCheck(self.group, layers, self.checkpoints.share, probe)
         self.note_forwards()
         return self.check
 

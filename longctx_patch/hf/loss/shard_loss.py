@@ -163,7 +163,7 @@ class ShardLoss:
             return None
         return (
             f"the model's loss_function is {found!r} now, which knows nothing of shards. Leave it "
-            "as patch set it, and compute a loss of your own from handle.token_log_probs(batch), or "
+            "as patch set it, and compute a loss of your own from handle.token_log_probs(batch) or "
             "from logits (LongContextConfig(loss='logits'))."
         )
 
