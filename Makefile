@@ -15,6 +15,7 @@
 #   make test-oldest  exactness with the oldest transformers supported, in .venv-oldest
 #   make test-gpu   the tests that need one
 #   make planted-faults  put wrong code into each of fourteen rooms: a test of the room has to notice it
+#   make real-model MODEL=folder  a pretrained model over two processes against one: before a release
 #   make pictures   draw each picture of docs/schedules again
 #   make docs       write the generated pages of docs/reference
 #   make notebook   run the notebook of examples/ and write what its cells show
@@ -71,7 +72,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start hundreds of processes, each of which would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install demo test $(addprefix test-,$(APART)) test-grid test-families test-fault-grid test-oldest test-gpu planted-faults pictures docs notebook check clean
+.PHONY: install demo test $(addprefix test-,$(APART)) test-grid test-families test-fault-grid test-oldest test-gpu real-model planted-faults pictures docs notebook check clean
 
 install: $(STAMP)
 
@@ -124,6 +125,9 @@ test-oldest:
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
+
+real-model: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/real_model.py $(MODEL)
 
 planted-faults: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/planted_faults.py
