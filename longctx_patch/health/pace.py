@@ -30,7 +30,8 @@ LOADING_SHARE = 0.1
 _SIZE = 4096
 """Products of this size take 0.2 ms each on an H100, and 100 MB."""
 _AT_START = 40
-"""Clocks of a GPU rise when it begins to compute, which takes some of its probes."""
+"""Clocks of a GPU rise when it begins to compute, so the first half of so many probes is left out.
+The mean of the others, since another process on a GPU stops some of them, and not the rest."""
 
 Probe = Callable[[], Callable[[], float]]
 """Begins to measure, and returns what waits for the rate, in FLOP/s."""
@@ -78,9 +79,10 @@ class PaceCheck:
         self._rates: deque[float] = deque(maxlen=3)
         self._at_start = ""
         if self._probe is not None:
-            started = [self._probe() for _ in range(_AT_START)]
-            self._rates += (read() for read in started[-3:])
-            everyone = of_all_ranks((_who(device), _median(self._rates)))
+            rates = [read() for read in [self._probe() for _ in range(_AT_START)]]
+            measured = [rate for rate in rates[_AT_START // 2 :] if isfinite(rate)] or [nan]
+            self._rates += 2 * [statistics.harmonic_mean(measured)]
+            everyone = of_all_ranks((_who(device), self._rates[0]))
             self._who = [who for who, _ in everyone]
             self._at_start = self._judged([rate for _, rate in everyone], [0.0] * num_ranks())
 

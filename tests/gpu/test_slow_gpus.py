@@ -5,8 +5,10 @@
 
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,39 +21,40 @@ from longctx_patch.health.pace import EVERY, PaceCheck, probe_of
 from tests.harness import run_distributed
 
 pytestmark = pytest.mark.gpu
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs or more")
 START = 30
 """The step in which a GPU gets slow."""
 
 
-def occupy(gpu: int, go: Path | None = None) -> None:
-    """Compute on a GPU for ever, once the file is there."""
+def occupy(gpu: int, ready: Path | None = None, goes_on: Callable[[], bool] = lambda: True) -> None:
+    """Compute on a GPU, beside what it does otherwise."""
     torch.cuda.set_device(gpu)
-    values = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    out = values @ values
-    torch.cuda.synchronize()
-    if go is not None:
-        go.with_suffix(".ready").touch()
-    while go is not None and not go.exists():
-        time.sleep(0.01)
-    while True:
-        for _ in range(50):
-            torch.mm(values, values, out=out)
-        torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        values = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        out = torch.empty_like(values)
+        while goes_on():
+            for _ in range(20):
+                torch.mm(values, values, out=out)
+            torch.cuda.current_stream().synchronize()
+            if ready is not None:
+                ready.touch()
 
 
-@pytest.fixture
-def go(tmp_path: Path) -> Iterator[Path]:
-    """A file; once it is there, two processes occupy the last GPU."""
-    file = tmp_path / "go"
-    command = [sys.executable, "-m", __name__, str(torch.cuda.device_count() - 1), str(file)]
-    processes = [subprocess.Popen(command) for _ in range(2)]
-    while not file.with_suffix(".ready").exists():
-        assert not any(process.poll() for process in processes)
-        time.sleep(0.1)
-    yield file
-    for process in processes:
-        process.kill()
-        process.wait()
+@contextmanager
+def last_gpu_occupied(folder: Path) -> Iterator[None]:
+    """Within it two processes compute on the last GPU."""
+    places = [folder / f"ready_{number}" for number in range(2)]
+    command = [sys.executable, "-m", "tests.gpu.test_slow_gpus", str(torch.cuda.device_count() - 1)]
+    processes = [subprocess.Popen([*command, str(place)]) for place in places]
+    try:
+        while not all(place.exists() for place in places):
+            assert not any(process.poll() for process in processes)
+            time.sleep(0.1)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_a_probe_leaves_random_numbers_and_memory_as_they_were() -> None:
@@ -65,55 +68,69 @@ def test_a_probe_leaves_random_numbers_and_memory_as_they_were() -> None:
     assert torch.cuda.memory_allocated() == held
 
 
-def test_doctor_names_an_occupied_gpu(go: Path) -> None:
+@TWO
+def test_doctor_and_a_start_name_an_occupied_gpu(tmp_path: Path) -> None:
     found = read_gpus()
-    last = len(found.seen) - 1
-    sound = measure_speeds(len(found.seen))
+    ranks = len(found.seen)
+    sound = measure_speeds(ranks)
     for check in (check_gpu_speed(found, sound), check_link_speed(found, sound)):
         print(check)
         assert check.state != "failed"
-    go.touch()
-    time.sleep(1)
-    check = check_gpu_speed(found, measure_speeds(len(found.seen)))
-    print(check)
-    assert check.state == "failed"
-    assert f"GPU {last} ({found.seen[last].name}, " in check.found
-    assert found.seen[last].pci in check.fix
+    with last_gpu_occupied(tmp_path):
+        check = check_gpu_speed(found, measure_speeds(ranks))
+        print(check)
+        assert check.state == "failed"
+        assert f"GPU {ranks - 1} ({found.seen[-1].name}, " in check.found
+        assert found.seen[-1].pci in check.fix
+        said = run_distributed(at_start, ranks, backend="nccl")
+        print(said[0])
+        assert all(each == said[0] for each in said)
+        assert f"SLOW GPU: all ranks wait in every step for rank {ranks - 1} on " in said[0][0]
 
 
-def steps(rank: int, go: Path) -> tuple[list[str], int, str]:
+def at_start(rank: int) -> list[str]:
+    said = list[str]()
+    PaceCheck(torch.device("cuda", rank), said.append)
+    return said
+
+
+def steps(rank: int, slow: int) -> tuple[list[str], int, str]:
     """What is said at the start, and the step and text of the first slow rank."""
-    device, said = torch.device("cuda", rank), list[str]()
+    device, said, going = torch.device("cuda", rank), list[str](), threading.Event()
     started = time.perf_counter()
     pace = PaceCheck(device, said.append)
     print(f"rank {rank}: the start took {time.perf_counter() - started:.2f} s")
-    at_start, out = list(said), torch.empty(8192, 8192, dtype=torch.bfloat16, device=device)
+    out = torch.empty(8192, 8192, dtype=torch.bfloat16, device=device)
     values = torch.randn_like(out)
-    for step in range(1, START + 4 * EVERY):
+    beside = threading.Thread(target=occupy, args=(rank, None, going.is_set))
+    before, step, found = list(said), 0, ""
+    while not found and step < START + 4 * EVERY:
+        step += 1
         for _ in range(20):
             torch.mm(values, values, out=out)
         dist.all_reduce(out[:1024])
-        if step == START and rank == 0:
-            go.touch()
-        if found := pace.after_step(step):
-            print(f"rank {rank}, step {step}: {found}")
-            return at_start, step, found
+        found = pace.after_step(step)
         torch.cuda.synchronize()  # as a recipe does
-    return at_start, 0, ""
+        if step == START and rank == slow:
+            going.set()
+            beside.start()
+    if going.is_set():
+        going.clear()
+        beside.join()
+    return before, step, found
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs or more")
-def test_a_running_job_names_a_gpu_that_gets_slow(go: Path) -> None:
+@TWO
+def test_a_running_job_names_a_gpu_that_gets_slow() -> None:
     ranks = torch.cuda.device_count()
-    found = run_distributed(steps, ranks, go, backend="nccl")
+    found = run_distributed(steps, ranks, ranks - 1, backend="nccl")
+    print(found[0])
     assert all(each == found[0] for each in found)
-    at_start, step, text = found[0]
-    assert at_start == []
+    before, step, text = found[0]
+    assert before == []
     assert START < step <= START + 50
     assert f"SLOW GPU: all ranks wait in every step for rank {ranks - 1} on " in text
-    again = run_distributed(steps, ranks, go, backend="nccl")  # it is occupied from the start
-    assert f"SLOW GPU: all ranks wait in every step for rank {ranks - 1} on " in again[0][0][0]
 
 
 if __name__ == "__main__":
-    occupy(int(sys.argv[1]), *map(Path, sys.argv[2:]))
+    occupy(int(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)
