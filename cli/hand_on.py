@@ -1,7 +1,7 @@
 """A launcher hands SIGTERM, SIGUSR1 and SIGHUP on to the processes of a run, which save and end.
 
 torch's launcher would end itself on SIGTERM, and kill the processes 30 seconds later. It does so on
-a second one.
+a second one, if it is told to leave the first to this module (`LEFT_TO_TORCH`).
 """
 
 import multiprocessing
@@ -15,6 +15,9 @@ import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from longctx_patch.recipes.saving.signals import stop_signals
+
+LEFT_TO_TORCH = "SIGINT,SIGQUIT"
+"""Signals that torch's launcher handles itself, as its option `signals_to_handle`."""
 
 
 @contextmanager
@@ -31,8 +34,8 @@ def handing_signals_on() -> Iterator[None]:
         for pid in started or [each.pid for each in psutil.Process().children()]:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+                os.kill(pid, signal.SIGCONT)  # one that was stopped would keep all from saving
 
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGINT,SIGQUIT"
     before = {number: signal.signal(number, hand_on) for number in stop_signals()}
     try:
         yield

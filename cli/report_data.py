@@ -10,12 +10,13 @@ from typing import Any
 
 from longctx_patch.checkpoints.names import FLIGHT
 from longctx_patch.cli.verify import SETTINGS_FILES
+from longctx_patch.recipes.metrics import METRICS_FILE, whole_lines
 from longctx_patch.recipes.run_record import FAILURE_FILE
 from longctx_patch.recipes.yaml_file import read_yaml
 
 Points = list[tuple[float, float]]
 """(step, value), by rising step."""
-METRICS_FILE, STATE_FILE, PLAN_FILE = "metrics.jsonl", "trainer_state.json", "plan.json"
+STATE_FILE, PLAN_FILE = "trainer_state.json", "plan.json"
 START_FILE = "start.json"
 SHOWN = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second")
 MEMORY = "peak_memory_bytes"
@@ -65,7 +66,8 @@ def read_run(run: Path) -> RunData:
     sources = [path for name in names[:3] for path in output.glob(name)]
     states = [_json(path) for path in sources if path.name == STATE_FILE]
     trainer = max(states, key=lambda state: state.get("global_step", 0), default={})
-    lines, broken = _metrics(output / METRICS_FILE)
+    metrics = output / METRICS_FILE
+    lines, broken = whole_lines(metrics) if metrics.is_file() else ([], "")
     series, odd = _series([*lines, *trainer.get("log_history", ())])
     recorded = _json(output / "settings.json").get("settings", {})
     settings = recorded or asked or _json(output / "longctx.json").get("config", {})
@@ -79,28 +81,9 @@ def read_run(run: Path) -> RunData:
         decided=plan.get("decided", ()),
         planned_bytes=plan.get("memory_bytes"),
         state=_state(series, total, final, output, sources),
-        notes=[*broken, *odd, *_flights(output)],
+        notes=[*filter(None, [broken]), *odd, *_flights(output)],
         final=final,
     )
-
-
-def _metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The lines that are whole, and what to say of others."""
-    if not path.is_file():
-        return [], []
-    text = path.read_text(encoding="utf-8", errors="replace")
-    lines, bad = [], []
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if line.endswith("\n") and isinstance(value, dict):
-            lines.append(value)
-        else:
-            bad.append(str(number))
-    said = f"{path.name}: line {', '.join(bad)} is incomplete and left out."
-    return lines, [said] if bad else []
 
 
 def _series(lines: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list[str]]:

@@ -239,6 +239,8 @@ def start(launch: Mapping[str, Any], recipe: str, options: list[str], *, forks: 
 def _start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) -> None:
     from accelerate.commands.launch import launch_command_parser
 
+    from longctx_patch.cli.hand_on import LEFT_TO_TORCH
+
     script = str(files("longctx_patch.recipes") / "forked.py")
     given = ["--config_file", str(launch_file), "--main_process_port", "0"]
     arguments = launch_command_parser().parse_args(
@@ -249,6 +251,7 @@ def _start(launch_file: Path, recipe: str, options: list[str], *, forks: bool) -
     arguments.rdzv_backend, arguments.rdzv_endpoint = register_loopback(), "127.0.0.1"
     arguments.run_path = True  # torch then runs the script in children of this process
     arguments.start_method = "fork" if forks else "spawn"
+    arguments.signals_to_handle = LEFT_TO_TORCH
     # The processes say themselves why they end; torch would add the launcher's own traceback.
     for name in ("elastic", "elastic.agent.server.api", "elastic.multiprocessing.api"):
         logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)

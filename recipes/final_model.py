@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from longctx_patch.recipes.exporting import export_model
-from longctx_patch.recipes.model_card import Card, ending, write_card
+from longctx_patch.recipes.model_card import ADAPTER_FILE, Card, ending, write_card
 from longctx_patch.recipes.run_record import mark_ended
 from longctx_patch.recipes.saving.replacing import replaced
+from longctx_patch.recipes.saving.writing import write_run
 
 
 def write_final(
@@ -39,6 +40,8 @@ def write_final(
         export_model(accelerator, model, tokenizer, beside, seed=seed, step=step)
         if accelerator.is_main_process:
             write_card(beside, card(), config, final)
+            if (beside / ADAPTER_FILE).is_file():  # by which `longctx merge` knows its base
+                write_run(beside, step, {"weights": run["weights"]})
     if accelerator.is_main_process:
         mark_ended(output, run)
         print(ending(final), flush=True)

@@ -274,7 +274,7 @@ def go_through_steps(
     """Train and save; returns the checkpoint with which a signal stopped the run, None at the end
     of its last step."""
     settings, state = job.settings, job.state
-    replicas, first = ReplicaCheck(state.model), state.step + 1
+    replicas, first = ReplicaCheck(state.model, state.step), state.step + 1
     for _ in train_steps(job, accelerator, pace, stop):
         watchdog.done(state.step)
         replicas.after_step(state.step)
@@ -282,11 +282,12 @@ def go_through_steps(
         if state.step == first:
             stages.end(Path(settings.output))
         if stop.agreed or (settings.save_every and state.step % settings.save_every == 0):
-            place = keeper.save(state)
+            place = keeper.save(state, replicas)
         if stop.agreed and state.step < settings.max_steps:
             break
     else:
         place = None
+        replicas.require_alike(state.step)
     keeper.settle()
     return place
 

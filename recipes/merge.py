@@ -24,6 +24,9 @@ from longctx_patch.recipes.adapter import AdapterOverBase, load_adapter_config
 from longctx_patch.recipes.model_card import ADAPTER_FILE
 from longctx_patch.recipes.model_config import write_config
 from longctx_patch.recipes.models import is_bare_config
+from longctx_patch.recipes.saving.reading import fingerprint_of
+from longctx_patch.recipes.saving.sources import samples_of
+from longctx_patch.recipes.saving.writing import RUN_FILE
 
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -74,7 +77,8 @@ def merge(
 
     `base` is a hub name or a folder if not the one that the adapter names; `dtype` is that of all
     floating-point weights if not each tensor's own. Sums are made in float32 and rounded once.
-    Raises ValueError, before anything is written, for what can't be merged.
+    Raises ValueError, before anything is written, for what can't be merged, and for a base whose
+    files are not those that the adapter was trained over, unless it is given.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {str(out)!r} holds files. Give a new or empty folder.")
@@ -82,6 +86,8 @@ def merge(
     name = base or adapter.base_model_name_or_path or ""
     source = base_folder(name, None if base else adapter.revision)
     files = _weight_files(source)
+    if not base:
+        _check_base(adapter_folder, source, {*files.values()})
     base_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     if getattr(base_config, "quantization_config", None):
         raise ValueError(
@@ -150,6 +156,21 @@ def _weight_files(source: Path) -> dict[str, str]:
         )
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single.name)
+
+
+def _check_base(adapter_folder: Path, source: Path, names: set[str]) -> None:
+    """Raise ValueError where samples of the base's files differ from those of the run. An adapter
+    that no recipe has written says nothing of them."""
+    runs = [path for path in (adapter_folder, adapter_folder.parent) if (path / RUN_FILE).is_file()]
+    then = fingerprint_of(runs[0]).get("weights", {}) if runs else {}
+    now = samples_of(source / name for name in names) if then else {}
+    odd = next((name for name in sorted(now) if now[name] != then.get(name)), None)
+    if odd is not None:
+        raise ValueError(
+            f"base {str(source)!r} is not the one that the adapter was trained over: {odd} is "
+            f"{now[odd]}, and was {then.get(odd, 'not there')}. Bring that model back, or give its "
+            f"place with --base. (To merge into this one all the same: --base {source}.)"
+        )
 
 
 def _check_names(

@@ -5,9 +5,10 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -19,8 +20,11 @@ class MetricsFile:
         """Lines of later steps than `first_step` are removed: these steps will be run again."""
         self._path = folder / METRICS_FILE if writes else None
         if self._path is not None and self._path.exists():
-            kept = [line for line in read_metrics(folder) if line["step"] <= first_step]
+            lines, said = whole_lines(self._path)
+            kept = [line for line in lines if line.get("step", 0) <= first_step]
             self._path.write_text("".join(map(strict_line, kept)), encoding="utf-8")
+            if said:
+                print(said, flush=True)
 
     def write(self, **values: Any) -> None:
         """Add one line; it is on disk when this returns."""
@@ -42,16 +46,33 @@ def strict_line(values: Mapping[str, Any]) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`, each with a number of its step; a last line cut off by
-    a kill is left out."""
-    lines = (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The lines of a run's `metrics.jsonl` that are whole, each with a number of its step."""
+    return whole_lines(folder / METRICS_FILE)[0]
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def whole_lines(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The lines of a file of metrics that are whole, and what to say of others: a kill cuts the
+    last one off. A loss of power may leave NUL bytes around one, which are dropped."""
+    text = path.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+    lines, bad = [], []
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if line.endswith("\n") and isinstance(value, dict):
+            lines.append(value)
+        else:
+            bad.append(str(number))
+    return lines, f"{path.name}: line {', '.join(bad)} is incomplete and left out." if bad else ""
+
+
+def peak_memory_bytes(device: "torch.device") -> int:
     """The most memory held so far: on the CPU what is resident in the process, on a GPU what torch
     allocated since `checkpoint=auto` last changed what is recomputed."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated(device)
     import resource
 

@@ -1,7 +1,9 @@
-"""Copies of the trained weights that no longer are copies are found within 50 steps.
+"""Detects replicas whose trained weights have diverged: within 50 steps, and before they are saved.
 
 Each step sums the bit patterns of a part of them, on the device; every `PARTS` steps ranks exchange
 these sums, and read them one step later, when they have arrived. So the host waits for nothing.
+Before a checkpoint all of them are summed and exchanged at once, so that no checkpoint holds
+weights that have diverged.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,18 +34,19 @@ class ReplicaCheck:
     each rank has a shard of its own there is nothing to compare.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Collective over the world. The model is wrapped already."""
+    def __init__(self, model: nn.Module, step: int = 0) -> None:
+        """Collective over the world. The model is wrapped already, and has done `step` steps."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         shards = {_shard_of(parameter) for _, parameter in named}
         owners = of_all_ranks(repr(sorted(shards)))
         self._copies = [r for r in range(num_ranks()) if owners.count(owners[r]) > 1]
         self._owners = owners
         self._parts = _parts(named) if self._copies else []
-        self._steps = 0
+        self._next = self._began = 0
         self._pending: tuple[int, OnTheWay] | None = None
         device = named[0][1].device if named else torch.device("cpu")
         self._sums = torch.zeros(PARTS, dtype=torch.int64, device=device)
+        self._alike = step
 
     def after_step(self, step: int) -> None:
         """Call it after each optimizer step, on every rank.
@@ -54,14 +57,32 @@ class ReplicaCheck:
         if not self._parts:
             return
         self._read()
-        part = self._steps % PARTS
-        self._steps += 1
-        if self._parts[part]:
-            self._sums[part] = torch.stack(
-                [bit_sum(weight) for _, weight in self._parts[part]]
-            ).sum()
-        if part == PARTS - 1:
+        if self._next == 0:
+            self._began = step
+        self._sum(self._next)
+        self._next = (self._next + 1) % PARTS
+        if self._next == 0:
             self._send(step)
+
+    def require_alike(self, step: int) -> None:
+        """Compare all weights at once, which waits for the device. Call it before what is left of
+        step number `step` is saved, on every rank.
+
+        Raises:
+            ReplicasDivergedError: on all ranks.
+        """
+        if not self._parts:
+            return
+        self._read()
+        for part in range(PARTS):
+            self._sum(part)
+        self._next, self._began = 0, step
+        self._send(step)
+        self._read()
+
+    def _sum(self, part: int) -> None:
+        if weights := self._parts[part]:
+            self._sums[part] = torch.stack([bit_sum(weight) for _, weight in weights]).sum()
 
     def _send(self, step: int) -> None:
         self._pending = (step, OnTheWay(gathered(self._sums)))
@@ -74,9 +95,10 @@ class ReplicaCheck:
         for owner in dict.fromkeys(self._owners):
             ranks = [rank for rank in self._copies if self._owners[rank] == owner]
             for part, weights in enumerate(self._parts):
-                self._require_alike(step, {rank: rows[rank][part] for rank in ranks}, weights)
+                self._require_equal(step, {rank: rows[rank][part] for rank in ranks}, weights)
+        self._alike = self._began  # what differs once stays different
 
-    def _require_alike(
+    def _require_equal(
         self, step: int, sums: dict[int, int], weights: Sequence[tuple[str, Tensor]]
     ) -> None:
         if len(set(sums.values())) <= 1:
@@ -89,9 +111,9 @@ class ReplicaCheck:
         first = next(rank for rank, value in sums.items() if value == usual)
         raise ReplicasDivergedError(
             f"after step {step} the trained weights of rank {', '.join(map(str, odd))} are not "
-            f"those of rank {first} any more, in {names}{more}. They have differed for "
-            f"{2 * PARTS} steps at most: go on from a checkpoint before step "
-            f"{max(0, step - 2 * PARTS)}, and check that rank's device and memory."
+            f"those of rank {first} any more, in {names}{more}. All of them were alike after step "
+            f"{self._alike}, and nothing has been saved since: go on from the newest checkpoint "
+            "(--resume), and check the devices and memory of these ranks."
         )
 
 

@@ -26,6 +26,7 @@ from longctx_patch.memory.random_state import RandomState
 from longctx_patch.trainer.log_entries import add_entry
 from longctx_patch.trainer.row_names import rows_of_batch
 from longctx_patch.trainer.step_history import read_history, write_history
+from longctx_patch.trainer.watching import HealthCallback
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -68,6 +69,7 @@ class FiniteStepsMixin(_Trainer):
     prompts_tokenizer: Callable[[], Callable[[list[Any]], Any] | None]
     _skip_bad_steps: int
     _max_loss_spike: float
+    _health: HealthCallback
     _guard: FiniteSteps | None = None
     _history: StepHistory | None = None
     """Of the checkpoint that the run goes on from."""
@@ -120,6 +122,7 @@ class FiniteStepsMixin(_Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         check_saved_weights(self.model, self.accelerator.device, self.state.global_step)
+        self._health.require_alike(self.state.global_step)
         self._are_weights_checked = True
         try:
             super()._save_checkpoint(model, trial)

@@ -168,7 +168,8 @@ class LongContextTrainerMixin(
             raise
         leave_out_missing_router_loss(self)
         self.seed_groups()
-        self.add_callback(HealthCallback(self, watchdog))
+        self._health = HealthCallback(self, watchdog)
+        self.add_callback(self._health)
 
     @property
     def _config(self) -> LongContextConfig:

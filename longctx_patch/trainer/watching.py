@@ -72,14 +72,20 @@ class WatchedMixin(_Trainer):
 
 
 class HealthCallback(TrainerCallback):
-    """Marks steps for the watchdog, if there is one, and compares ranks after each."""
+    """Marks steps for the watchdog, if there is one, and compares ranks after each, and before
+    anything is saved."""
 
     def __init__(self, trainer: WatchedMixin, watchdog: Watchdog | None) -> None:
         self._trainer, self._watchdog = trainer, watchdog
         self._replicas: ReplicaCheck | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._replicas = ReplicaCheck(given["model"])
+        self._replicas = ReplicaCheck(given["model"], state.global_step)
+
+    def require_alike(self, step: int) -> None:
+        """Raise ReplicasDivergedError on all ranks if replicas differ. Collective."""
+        if self._replicas is not None:
+            self._replicas.require_alike(step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._watchdog is not None:
@@ -101,6 +107,7 @@ class HealthCallback(TrainerCallback):
             self._watchdog.enter("step")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.require_alike(state.global_step)
         if self._watchdog is not None:
             self._watchdog.enter("end")
 

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from longctx_patch.checkpoints.beside import BesideTraining
 from longctx_patch.checkpoints.names import Series
 from longctx_patch.checkpoints.retention import Retention, delete_old
+from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.weights import check_saved_weights
 from longctx_patch.plugin.together import own_rank
 
@@ -65,16 +66,19 @@ class Keeper:
                 beside=beside,
             )
 
-    def save(self, state: TrainState) -> Path:
-        """Save the step `state.step`; every process calls this. Older checkpoints go only when it
-        is complete on disk. Returns its folder.
+    def save(self, state: TrainState, replicas: ReplicaCheck | None = None) -> Path:
+        """Save the step `state.step`, if `replicas` are alike; every process calls this. Older
+        checkpoints go only when it is complete on disk. Returns its folder.
 
         Raises:
             ValueError: on all ranks, if a weight is not finite.
+            ReplicasDivergedError: on all ranks, if they have different weights.
             OSError: of this checkpoint, or of the one before.
         """
         with self._waiting():
             check_saved_weights(state.model, self._device, state.step)
+            if replicas is not None:
+                replicas.require_alike(state.step)
             snapshot, folder = shared_snapshot(state), self._series.path_of(state.step)
             copy = self._copied(snapshot)
             if self._beside is None or copy is None:

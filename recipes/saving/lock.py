@@ -4,6 +4,8 @@ Process 0 holds the system's lock on the file while it lives, and touches the fi
 seconds. So three things tell that a job is over: on a local disk the lock is free; of a process of
 this machine the system says whether it lives; a job of another machine has not touched the file for
 `STALE_S`. Clocks of machines need to agree to within a minute.
+
+Only a file is taken for a lock: a link, which somebody else may have left there, is not followed.
 """
 
 import fcntl
@@ -27,6 +29,8 @@ BEAT_S = 10.0
 """Seconds between two touches."""
 STALE_S = 120.0
 """A file that was not touched for so long belongs to a job that is over."""
+CLOCKS_S = 60.0
+"""How far clocks of machines may be apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +90,11 @@ def check_free(folder: Path) -> None:
 
 
 def job_of(folder: Path) -> tuple[Job | None, Process | None]:
-    """(the job that the lock file names, a process of it that may still write there)."""
+    """(the job that the lock file names, a process of it that may still write there). Raises
+    ValueError where something else than a file is in its place."""
     path = folder / LOCK_FILE
+    if odd := _no_file(path):
+        raise ValueError(odd)
     job = _read(path)
     return job, job.holder(_silent_s(path)) if job else None
 
@@ -124,6 +131,8 @@ class _Lock:
     def take(self, job: Job) -> str:
         """Take the lock; returns why it can't be had."""
         self._make_folder()
+        if odd := _no_file(self._path):
+            return odd
         self._file = _opened(self._path)
         if self._file is None:
             other = _read(self._path)
@@ -167,7 +176,7 @@ class _Lock:
 def _opened(path: Path) -> IO[bytes] | None:
     """The lock file, with the system's lock on it; None if another process has that."""
     while True:
-        file = path.open("ab")
+        file = open(path, "ab", opener=_no_link)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -181,10 +190,30 @@ def _opened(path: Path) -> IO[bytes] | None:
         file.close()  # a job that ended has removed it meanwhile
 
 
+def _no_link(path: str, flags: int) -> int:
+    """Open a file: neither one that a link leads to, nor a pipe that nobody writes to."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def _no_file(path: Path) -> str:
+    """Why what is in the place of a lock file is none, in words."""
+    if path.is_symlink():
+        what = f"a link to {path.readlink()}"
+    elif path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "no regular file"
+    else:
+        return ""
+    return (
+        f"output {str(path.parent)!r}: {path.name} is {what}, and is left as it is. A run writes a "
+        "file of that name, which says who writes there: remove it, or give another --output."
+    )
+
+
 def _read(path: Path) -> Job | None:
     """Who is named in a lock file; None without one, or where it was cut off by a kill."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8", opener=_no_link) as file:
+            content: dict[str, Any] = json.load(file)
         processes = [Process(**each) for each in content["processes"]]
         return Job(processes=processes, launched=content["launched"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -201,6 +230,13 @@ def _silent_s(path: Path) -> float:
 def _refusal(folder: Path, job: Job | None, holder: Process | None) -> str:
     who = f"process {holder.pid} on {holder.host}" if holder else "another process"
     since = f", of the job {_words(job)}," if job else ""
+    path = folder / LOCK_FILE
+    if (ahead_s := -_silent_s(path)) > CLOCKS_S:
+        return (
+            f"output {str(folder)!r} may be in use: the last sign of {who}{since} is "
+            f"{ahead_s:.0f} seconds ahead of this machine's clock. Set the clocks; if that job is "
+            f"gone, delete {path}."
+        )
     return (
         f"output {str(folder)!r} is in use: {who}{since} writes there. Wait for that job or end "
         f"it, or give another --output. (A job that is gone from another machine is taken over "

@@ -45,6 +45,12 @@ class Output:
         """Raise ValueError for a folder that the run can't begin or go on in. Changes nothing."""
         if (hidden := _no_folder(self.folder)) is not None:
             raise ValueError(f"output {str(self.folder)!r}: {hidden}")
+        for path in (*self.folder.glob("*.json"), *self.folder.glob("*.jsonl")):
+            if not path.is_file():
+                raise ValueError(
+                    f"output {str(self.folder)!r}: {path.name} is no regular file. A run writes "
+                    "files of such names: remove it, or give another output."
+                )
         if self.resume != "no":
             self._refuse_older()
         if self.resume == "yes":

@@ -26,6 +26,7 @@ ACCUSED: dict[Kind, str] = {
         r"rank (\d+) failed in (?:(?!rank \d).)*PlantedError: planted(?: \(while [^)]*\))?"
     ),
     "nan": r".*(?:first on rank|not finite on rank) (\d+)\b.*",
+    "diverge": r".*the trained weights of rank (\d+) are not those of rank 0 .*",
     "full disk": r"rank (\d+) could not write .*",
 }
 """What names a guilty rank. Other ranks say where they were, by name, but not in these words."""
@@ -56,6 +57,7 @@ PLACES_OF_KIND: dict[tuple[Kind, Place], str] = {
     ("nan", "forward"): rf"step {BAD_STEP}: .* first layer .* model\.layers\.\d+\.mlp",
     ("nan", "backward"): rf"step {BAD_STEP}: .* gradient of model\.layers\.\d+\.mlp's output",
     ("nan", "optimizer"): rf"after step {BAD_STEP}\b",
+    ("diverge", "optimizer"): rf"after step {BAD_STEP} .* after step {BAD_STEP - SAVE_EVERY}, and",
     # Trainers have written the largest files of a checkpoint before the disk is full.
     **dict.fromkeys(
         [("full disk", "save"), ("full disk", "writing")],

@@ -24,7 +24,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from longctx_patch.checkpoints.beside import BesideTraining
 
 Kind = Literal[
-    "kill", "stop", "terminate", "exception", "nan", "full disk", "truncate", "flip", "delete"
+    "kill",
+    "stop",
+    "terminate",
+    "exception",
+    "nan",
+    "diverge",
+    "full disk",
+    "truncate",
+    "flip",
+    "delete",
 ]
 Place = Literal["start", "forward", "backward", "optimizer", "save", "writing", "final"]
 """In "writing" a thread writes a checkpoint while the next step is computed."""
@@ -66,12 +75,14 @@ class Fault:
 def faults(num_ranks: int) -> list[Fault]:
     """Every kind at every place where it means something, in every rank.
 
-    Numbers are spoiled where numbers are made, disks are full where a rank writes large files (the
-    final model is rank 0's), and files are damaged after they were written.
+    Numbers are spoiled where numbers are made, weights diverge from those of rank 0, disks are full
+    where a rank writes large files (the final model is rank 0's), and files are damaged after they
+    were written.
     """
     where: dict[Kind, tuple[Place, ...]] = {kind: get_args(Place) for kind in get_args(Kind)}
     where |= {
         "nan": ("start", "forward", "backward", "optimizer"),
+        "diverge": ("optimizer",),
         "full disk": ("save", "writing", "final"),
     }
     where |= dict.fromkeys(DAMAGES, ("save",))
@@ -80,6 +91,7 @@ def faults(num_ranks: int) -> list[Fault]:
         for kind, places in where.items()
         for place in places
         for rank in range(1 if (kind, place) == ("full disk", "final") else num_ranks)
+        if not (kind == "diverge" and rank == 0)
     ]
 
 
@@ -113,7 +125,7 @@ class _Planted:
         elif kind == "full disk":  # Python ignores SIGXFSZ
             allowed = ALLOWED_BYTES_OF_OTHERS if self.fault.rank else ALLOWED_BYTES
             resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, resource.RLIM_INFINITY))
-        return kind == "nan"
+        return kind in ("nan", "diverge")
 
     def _is_time(self, place: Place) -> bool:
         # A bad step is run again after the optimizer, which left it out, was called for it.
@@ -171,7 +183,11 @@ def _save(it: _Planted) -> None:
 
 def _step(it: _Planted, optimizer: torch.optim.Optimizer) -> None:
     if it.strike_at("optimizer"):
-        spoil(optimizer.param_groups[0]["params"][0].grad)
+        weight = optimizer.param_groups[0]["params"][0]
+        if it.fault.kind == "nan":
+            spoil(weight.grad)
+        else:
+            weight.data.view(-1)[0] += 1e-3
     it.steps += 1
 
 

@@ -27,6 +27,7 @@ CHOSEN: dict[Recipe, list[Fault]] = {
         Fault("terminate", "forward", 0),
         Fault("exception", "final", 0),
         Fault("nan", "forward", 1),
+        Fault("diverge", "optimizer", 1),
         Fault("full disk", "save", 0),
         Fault("flip", "save", 1),
     ],
@@ -103,4 +104,4 @@ def test_the_chosen_ones_cover_kinds_places_and_ranks() -> None:
     for names in ("kind", "place", "rank"):
         assert {getattr(f, names) for f in chosen} == {getattr(f, names) for f in faults(2)}
     for num_ranks in (2, 4):
-        assert len(set(faults(num_ranks))) == len(faults(num_ranks)) == 37 * num_ranks + 1
+        assert len(set(faults(num_ranks))) == len(faults(num_ranks)) == 38 * num_ranks

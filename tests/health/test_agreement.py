@@ -90,23 +90,31 @@ def of_one_weight(rank: int, *placements: Placement) -> nn.Module:
 
 def weights_that_drift(rank: int) -> list[tuple[int, str]]:
     model = tiny_model()
-    check = ReplicaCheck(model)
-    assert found_after(check, 1, 3) == (0, "")
+    check, saving = ReplicaCheck(model), ReplicaCheck(model)
+    assert found_after(check, 1, 3 + PARTS) == (0, "")
+    saving.require_alike(2)
     if rank == 1:
         with torch.no_grad():
             model.model.layers[1].mlp.up_proj.weight[3, 4] += 1e-6
+    assert found_after(saving, 3, 3) == (0, "")
+    with pytest.raises(ReplicasDivergedError) as unsaved:
+        saving.require_alike(3)
     shards = ReplicaCheck(of_one_weight(rank, Shard(0)))
     copies = ReplicaCheck(of_one_weight(rank, Replicate()))
-    return [found_after(check, 4, 60), found_after(shards, 1, 60), found_after(copies, 1, 60)]
+    found = [found_after(check, 4 + PARTS, 90), found_after(shards, 1, 60)]
+    return [*found, found_after(copies, 1, 60), (3, str(unsaved.value))]
 
 
-def test_replicas_that_diverge_are_found_within_fifty_steps() -> None:
+def test_replicas_that_diverge_are_found_within_fifty_steps_and_before_they_are_saved() -> None:
     """One value of one weight on one rank; shards of FSDP2 are no copies of each other."""
     mine, other = run_distributed(weights_that_drift, 2)
     assert mine == other
-    (step, error), shards, (_, of_copies) = mine
-    assert 4 < step <= 4 + 50
+    (step, error), shards, (_, of_copies), (_, unsaved) = mine
+    assert 4 + PARTS < step <= 4 + 50
     assert step <= 4 + 2 * PARTS
+    assert "All of them were alike after step 1, and nothing has been saved since" in error
+    assert unsaved.startswith("after step 3 the trained weights of rank 1 are not those of rank 0")
+    assert "All of them were alike after step 2," in unsaved
     assert "the trained weights of rank 1 are not those of rank 0 any more, in " in error
     assert "up_proj" in error
     assert shards == (0, "")

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from longctx_patch.cli.merge import render
+from longctx_patch.recipes import finetune
 from longctx_patch.recipes.merge import find_adapter, merge
 from longctx_patch.recipes.models import byte_tokenizer
 from tests.hf.tiny import VOCABULARY, tiny_config
@@ -158,6 +159,30 @@ def test_a_run_keeps_its_rope_length_tokenizer_and_chat_template(tmp_path: Path)
     expected = merged_by_peft(base, adapter, config=config)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(model(IDS).logits, expected(IDS).logits)
+
+
+def test_another_base_of_the_same_shapes_is_refused_unless_it_is_named(
+    tmp_path: Path, text_file: Path
+) -> None:
+    """A base that was trained on at its place: both the final adapter and a checkpoint's know."""
+    base = make_base(tmp_path / "base", vocab_size=258)
+    run, numbers = tmp_path / "run", ("--seq-len", "64", "--max-steps", "1", "--save-every", "1")
+    places = ("--model", str(base), "--text", str(text_file), "--output", str(run))
+    finetune.main([*places, *numbers])
+    adapters = (run / "final", run / "checkpoints/step_000001/model")
+    whole = [merge(each, tmp_path / f"out{n}").num_changed for n, each in enumerate(adapters)]
+    assert whole[0] == whole[1] > 0
+    other = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        other.model.norm.weight[3] += 1
+    other.save_pretrained(base, max_shard_size="60KB")
+    for adapter in adapters:
+        with pytest.raises(
+            ValueError, match=r"trained over: \S+ is .*, sample \w+, and was .*--base"
+        ):
+            merge(adapter, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+    assert merge(adapters[0], tmp_path / "named", base=str(base)).num_changed == whole[0]
 
 
 def test_an_adapter_over_4_bits_goes_into_the_weights_before_rounding(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from longctx_patch import TimeLimits, Watchdog
+from longctx_patch.checkpoints.choosing import complete
+from longctx_patch.checkpoints.names import trainer_checkpoints_of
 from longctx_patch.health import pace
 from longctx_patch.health.replicas import ReplicasDivergedError
 from longctx_patch.recipes.metrics import read_metrics
@@ -50,9 +52,9 @@ def slow_on_rank_1() -> Callable[[], float]:
     return lambda: 137e12 if dist.get_rank() == 1 else 700e12
 
 
-def odd_trainers(folder: str) -> tuple[list[str], str, int, list[str]]:
-    """What trainers say of rank 1's arguments; the error of replicas that diverge and its step;
-    the watchdog's marks."""
+def odd_trainers(folder: str) -> tuple[list[str], list[tuple[str, int]], list[str]]:
+    """What trainers say of rank 1's arguments; the errors of replicas that diverge and their steps,
+    in a run that saves and in one that doesn't; the watchdog's marks."""
     said = []
     two = {"ring_degree": 2}
     odd = {"learning_rate": (0.02, 0.03), "max_steps": (3, 4), "save_in_background": (True, False)}
@@ -65,13 +67,19 @@ def odd_trainers(folder: str) -> tuple[list[str], str, int, list[str]]:
             trainer.train()
         said.append(str(caught.value))
         trainer.unpatch()
-    case = Case("drifts", config=two, arguments={"max_steps": 60, "max_grad_norm": 0.0})
-    trainer = make_trainer(case, Path(folder) / "drifts", is_patched=True)
-    trainer.add_callback(Perturbs())
-    with pytest.raises(ReplicasDivergedError) as diverged:
-        trainer.train()
-    step = trainer.state.global_step
-    trainer.unpatch()
+    diverged = []
+    for name, saving in {
+        "drifts": {},
+        "saved": {"save_strategy": "steps", "save_steps": 3},
+    }.items():
+        arguments = {"max_steps": 60, "max_grad_norm": 0.0, **saving}
+        case = Case(name, config=two, arguments=arguments)
+        trainer = make_trainer(case, Path(folder) / name, is_patched=True)
+        trainer.add_callback(Perturbs())
+        with pytest.raises(ReplicasDivergedError) as odd_weights:
+            trainer.train()
+        diverged.append((str(odd_weights.value), trainer.state.global_step))
+        trainer.unpatch()
     with Watchdog(TimeLimits()) as watchdog:
         arguments = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
         arguments |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8}
@@ -82,18 +90,24 @@ def odd_trainers(folder: str) -> tuple[list[str], str, int, list[str]]:
         trainer.add_callback(MetricsCallback(2))
         with patch.object(pace, "probe_of", lambda device: slow_on_rank_1):
             trainer.train()
-    return said, str(diverged.value), step, marks.found
+    return said, diverged, marks.found
 
 
 def test_ranks_that_disagree_or_diverge_under_a_trainer(tmp_path: Path) -> None:
     both = run_launched(odd_trainers, 2, str(tmp_path))
     assert both[0] == both[1]
-    (rate, steps, saving), diverged, step, marks = both[0]
+    (rate, steps, saving), [(diverged, step), (unsaved, at)], marks = both[0]
     assert "arguments.learning_rate: 0.02 on rank 0, 0.03 on rank 1" in rate
     assert "arguments.max_steps: 3 on rank 0, 4 on rank 1" in steps
     assert "arguments of the mixin.save_in_background: True on rank 0, False on rank 1" in saving
     assert "weights of rank 1 are not those of rank 0 any more" in diverged
     assert 3 < step <= 4 + 50
+    assert "after step 6 the trained weights of rank 1" in unsaved
+    assert "All of them were alike after step 3, and nothing has been saved since" in unsaved
+    assert at == 6
+    saved = trainer_checkpoints_of(tmp_path / "saved")
+    assert [each.step for each in complete(saved)] == [3]
+    assert not saved.path_of(6).exists()
     evaluation = "an evaluation after step 2"
     (slow,) = (line for line in read_metrics(tmp_path / "marked") if "slow_ranks" in line)
     assert slow["step"] == 1

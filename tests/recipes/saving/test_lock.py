@@ -100,6 +100,29 @@ def test_of_another_machine_the_last_sign_counts(tmp_path: Path) -> None:
     assert "of process 1 on node7" in said
 
 
+def test_a_sign_from_the_future_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    leave(tmp_path, Process(host="node7", pid=1, started=1.0), silent_s=-7300)
+    words = rf"sign of process 1 on node7.* is 7[23]\d\d seconds ahead.*delete {tmp_path}/\.lock"
+    for attempt in (check_free, take):
+        with pytest.raises(ValueError, match=words):
+            attempt(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["a link to", "a folder", "no regular file"])
+def test_what_is_no_file_is_refused_and_left_alone(tmp_path: Path, kind: str) -> None:
+    """A link's target was once emptied and written over, and a pipe waited for."""
+    path, precious = tmp_path / "out" / LOCK_FILE, tmp_path / "precious"
+    path.parent.mkdir()
+    precious.write_text("kept")
+    make = {"a link to": lambda: path.symlink_to(precious), "a folder": path.mkdir}
+    make.get(kind, lambda: os.mkfifo(path))()
+    for attempt in (check_free, take):
+        with pytest.raises(ValueError, match=rf"\.lock is {kind}.*remove it, or give another"):
+            attempt(path.parent)
+    assert precious.read_text() == "kept"
+    assert os.path.lexists(path)
+
+
 def test_the_file_is_touched_while_the_job_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,9 +42,13 @@ def test_one_command_starts_goes_on_and_ends(
     assert [each.step for each in series.found()] == [2, 4, 5]
     shutil.rmtree(output / "final")
     shutil.rmtree(series.path_of(5))
+    metrics = output / "metrics.jsonl"  # as a loss of power leaves it
+    first, second, rest = metrics.read_text().split("\n", 2)
+    metrics.write_text(f"\0\0{first}\n{second}\0\0\0\n{rest[:-20]}\0\0\n" + "\0" * 50)
     (series.path_of(4) / "manifest.json").unlink()  # killed while it was saved
     start(*command)
     said = capsys.readouterr().out
+    assert "metrics.jsonl: line 5 is incomplete and left out." in said
     assert "a checkpoint is incomplete" in said
     assert f"resume: going on from {series.path_of(2)}" in said
     assert numbers(output) == whole
@@ -61,6 +65,17 @@ def test_one_command_starts_goes_on_and_ends(
     assert "resume: the run has ended" in capsys.readouterr().out
     assert (output / "final" / "README.md").stat().st_mtime_ns == before
     assert not list(output.glob(".*"))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_refused(
+    start: Start, tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    """A pipe was read for ever."""
+    (tmp_path / "out").mkdir()
+    make(tmp_path / "out/metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics.jsonl is no regular file.*remove it, or give"):
+        start("--resume", "auto")
 
 
 def test_a_folder_in_the_place_of_the_next_checkpoint_keeps_its_files(

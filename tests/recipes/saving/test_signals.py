@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -154,7 +155,8 @@ TRAIN = [sys.executable, "-m", "longctx_patch.cli.main", "train"]
 def test_longctx_train_hands_signals_on(
     num_processes: int, number: signal.Signals, config_file: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    """The launcher waits until the processes have saved, and ends with their code."""
+    """The launcher waits until the processes have saved, also one that was stopped, and ends with
+    their code."""
     output = run_folder(tmp_path / "a run", num_processes, config_file, text_file)
     job = subprocess.Popen(
         [*TRAIN, str(output.parent), "--resume", "auto"],
@@ -165,6 +167,8 @@ def test_longctx_train_hands_signals_on(
     )
     try:
         wait_for_steps(output, job)
+        if num_processes > 1:
+            psutil.Process(job.pid).children()[1].suspend()
         job.send_signal(number)
         said = job.communicate(timeout=100)[0]
     finally:
