@@ -22,6 +22,7 @@ from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_shar
 from longctx_patch.plugin.gloo_interface import choose_gloo_interface
 from longctx_patch.plugin.parallelism import SequenceParallelismConfig, data_parallel_sizes
 from longctx_patch.plugin.siblings import wait_for_siblings
+from longctx_patch.plugin.together import of_all_ranks
 from longctx_patch.plugin.unread import is_unread, load_sharded
 from longctx_patch.rules.launched import announced_processes, flag
 from longctx_patch.rules.world import require_whole_groups
@@ -92,12 +93,25 @@ def make_accelerator(
     wait_for_siblings()
     accelerator = _Accelerator(cpu=cpu, parallelism_config=parallelism, **accelerator_kwargs)
     _check_ours(accelerator, parallelism)
+    require_one_precision(accelerator)
     read_when_sharded(accelerator)
     settle_when_prepared(accelerator)
     if fsdp2 and accelerator_kwargs.get("gradient_accumulation_plugin") is None:
         keep_gradients_sharded(accelerator)
     _share_cores(accelerator)
     return accelerator
+
+
+def require_one_precision(accelerator: Accelerator) -> None:
+    """Raise ValueError on all ranks unless all compute in the same precision: else messages have
+    other sizes than the ranks that get them expect. Collective over the world."""
+    found = of_all_ranks(str(accelerator.mixed_precision))
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"mixed_precision is {', '.join(found)} on ranks 0 to {len(found) - 1}. Give all "
+            "processes the same: --mixed_precision of `accelerate launch`, or "
+            "ACCELERATE_MIXED_PRECISION on every machine."
+        )
 
 
 def read_when_sharded(accelerator: Accelerator) -> None:

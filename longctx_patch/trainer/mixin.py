@@ -18,7 +18,12 @@ from longctx_patch.health.finite import check_guard_settings
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.hf.handle import PatchHandle
 from longctx_patch.memory.allocator import let_segments_grow
-from longctx_patch.plugin.accelerator import launched_sizes, read_when_sharded, shard_frozen
+from longctx_patch.plugin.accelerator import (
+    launched_sizes,
+    read_when_sharded,
+    require_one_precision,
+    shard_frozen,
+)
 from longctx_patch.plugin.buckets import settle_when_prepared
 from longctx_patch.plugin.fsdp import exact_mixed_precision, keep_gradients_sharded
 from longctx_patch.plugin.parallelism import data_parallel_sizes
@@ -196,6 +201,7 @@ class LongContextTrainerMixin(
         refuse_together(unused_problems(self.args, self.model))
         settle_unused(self.args, self.model)
         super().create_accelerator_and_postprocess()
+        require_one_precision(self.accelerator)
         refuse_together(accelerator_problems(self.accelerator, degree))
         read_when_sharded(self.accelerator)
         settle_when_prepared(self.accelerator)

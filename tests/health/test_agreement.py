@@ -138,12 +138,14 @@ def odd_run(flags: list[str], odd: dict[str, str], folder: str) -> str:
     import os
 
     given = dict(zip(flags[::2], flags[1::2], strict=True))
-    given |= odd if os.environ["RANK"] == "1" else {}
+    if os.environ["RANK"] == "1":
+        given |= {name: value for name, value in odd.items() if name[0] == "-"}
+        os.environ.update(odd.items() - given.items())
     words = [word for pair in given.items() for word in pair]
     return message(lambda: finetune.main([*words, "--full", "--output", folder]))
 
 
-@pytest.mark.parametrize("what", ["settings", "rms_norm_eps"])
+@pytest.mark.parametrize("what", ["settings", "mixed_precision", "rms_norm_eps"])
 def test_the_recipe_refuses_one_rank_that_is_started_otherwise(
     what: str, config_file: Path, text_file: Path, tmp_path: Path
 ) -> None:
@@ -156,6 +158,9 @@ def test_the_recipe_refuses_one_rank_that_is_started_otherwise(
             r".*settings\.gradient_accumulation_steps: 1 on rank 0, 3 on rank 1\n"
             r".*settings\.save_every: 0 on rank 0, 2 on rank 1\n"
         )
+    elif what == "mixed_precision":
+        odd = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+        expected = r"mixed_precision is no, bf16 on ranks 0 to 1\. Give all processes the same"
     else:
         other = tmp_path / "other" / "config.json"
         other.parent.mkdir()

@@ -67,6 +67,10 @@ def odd_trainers(folder: str) -> tuple[list[str], list[tuple[str, int]], list[st
             trainer.train()
         said.append(str(caught.value))
         trainer.unpatch()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = ("no", "bf16")[int(os.environ["RANK"])]
+    with pytest.raises(ValueError, match="mixed_precision is no, bf16 on ranks 0 to 1"):
+        make_trainer(Case("odd", config=two), Path(folder) / "odd", is_patched=True)
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     diverged = []
     for name, saving in {
         "drifts": {},
