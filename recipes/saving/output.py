@@ -1,6 +1,7 @@
 """The folder that a run writes: whether a run may begin or go on in it, and who shares it."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ class Output:
 
     def check(self) -> None:
         """Raise ValueError for a folder that the run can't begin or go on in. Changes nothing."""
+        _require_text(self.folder)
         if (hidden := _no_folder(self.folder)) is not None:
             raise ValueError(f"output {str(self.folder)!r}: {hidden}")
         for path in (*self.folder.glob("*.json"), *self.folder.glob("*.jsonl")):
@@ -117,6 +119,18 @@ class Output:
                 else "resume: starting from the first step"
             )
         return found
+
+
+def _require_text(place: Path) -> None:
+    """Raise ValueError for a path that libraries can't write to: the last of them, which saves the
+    tokenizer, would say so after all steps."""
+    try:
+        os.fsencode(str(place.absolute()).encode().decode())
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"output {str(place.absolute())!a} is no UTF-8 text, or can't be written in this "
+            f"locale ({sys.getfilesystemencoding()}). Give a path that is, or set LC_ALL=C.UTF-8."
+        ) from None
 
 
 def _no_folder(place: Path) -> str | None:

@@ -11,7 +11,7 @@ from longctx_patch.checkpoints.manifest import BEGUN, MANIFEST, problems_of
 from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.recipes import finetune
 from longctx_patch.recipes.metrics import read_metrics
-from longctx_patch.recipes.saving.output import resume_name
+from longctx_patch.recipes.saving.output import Output, resume_name
 from longctx_patch.recipes.settings import parse_settings
 
 Start = Callable[..., Path]
@@ -76,6 +76,13 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_refused(
     make(tmp_path / "out/metrics.jsonl")
     with pytest.raises(ValueError, match=r"metrics.jsonl is no regular file.*remove it, or give"):
         start("--resume", "auto")
+
+
+def test_a_path_that_is_no_text_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """All steps were trained, and then the tokenizer could not be saved."""
+    place = tmp_path / os.fsdecode(b"out\xff")
+    with pytest.raises(ValueError, match=r"out\\udcff' is no UTF-8 text.*set LC_ALL=C.UTF-8"):
+        Output(folder=place, checkpoints=steps_of(place), resume="no", record="r").check()
 
 
 def test_a_folder_in_the_place_of_the_next_checkpoint_keeps_its_files(
