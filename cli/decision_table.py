@@ -9,7 +9,7 @@ from longctx_patch.cli.recurrent_row import kernel_rows, recurrent_rows
 from longctx_patch.cli.units import size_text
 from longctx_patch.hf.model.facts import ModelFacts, Reach
 from longctx_patch.hf.model.family import RECURRENT, SINKS
-from longctx_patch.hf.model.rope import reachable_length
+from longctx_patch.hf.model.rope import reach_problem, reachable_length
 from longctx_patch.hf.model.supported import FAMILIES
 from longctx_patch.memory.policies import POLICIES
 from longctx_patch.recipes import models
@@ -19,6 +19,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
     """(what, value, why) of every decision."""
     settings = decisions.settings
     reach = reachable_length(decisions.old_config)
+    reaches = "any length" if reach is None else f"{reach}"
     unit = "CPU process" if decisions.options.cpu else "GPU"
     random = " (random weights: a bare config)" if models.is_bare_config(settings.model) else ""
     placed = "every rank has the same share of the mask"
@@ -34,7 +35,7 @@ def table(decisions: Decisions) -> list[tuple[str, str, str]]:
         *_evaluation(decisions),
         ("recipe", *_recipe(decisions)),
         ("trained", "LoRA adapter" if settings.uses_lora else "every weight", "--lora or --full"),
-        ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reach}"),
+        ("tokens", f"{settings.seq_len} per sequence", f"the model as published reaches {reaches}"),
         ("rope", settings.rope, _rope_reason(decisions)),
         ("attention", describe_layers(decisions.model_config), _rows(decisions)),
         ("degrees", f"ulysses {settings.ulysses} x ring {settings.ring}", decisions.sharing.why),
@@ -136,7 +137,9 @@ def _rope_reason(decisions: Decisions) -> str:
     if decisions.settings.rope == "none":
         kinds = [rope] if "rope_type" in rope else rope.values()
         types = dict.fromkeys(kind["rope_type"] if kind else "no positions" for kind in kinds)
-        return f"as published ({' and '.join(types)}), long enough"
+        is_long_enough = reach_problem(decisions.model_config, decisions.settings.seq_len) is None
+        reaches = "long enough" if is_long_enough else "too short (--allow-beyond-reach)"
+        return f"as published ({' and '.join(types)}), {reaches}"
     if decisions.settings.rope == "dynamic":
         return f"frozen at this length: rope_theta {rope['rope_theta']:.6g}"
     return f"factor {rope['factor']:g}"

@@ -32,7 +32,7 @@ SAVE_EVERY = 25
 """Steps between checkpoints, so that an interrupted run can be resumed."""
 
 SAME_NAME = (
-    *("seq_len", "rope_factor", "lora", "load_in_4bit", "tokenizer", "pack"),
+    *("seq_len", "rope_factor", "allow_beyond_reach", "lora", "load_in_4bit", "tokenizer", "pack"),
     *("checkpoint", "attention_kept", "mlp_tiles"),
 )
 """Options that are settings of the recipe, under the same name."""

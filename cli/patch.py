@@ -53,6 +53,9 @@ class OneModel(click.Command):
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New run folder.")
 @click.option("--rope", type=Choice(ROPE_KINDS), help="RoPE scaling that reaches seq-len.")
 @click.option("--rope-factor", type=float, help="Its factor [the ratio of the lengths].")
+@click.option(
+    "--allow-beyond-reach", is_flag=True, help="Train rows beyond what its RoPE reaches, as it is."
+)
 @click.option("--lora/--full", default=True, help="Train an adapter or every weight [lora].")
 @click.option(
     "--ulysses",

@@ -23,6 +23,7 @@ class PatchOptions:
     gpus: str
     rope: RopeName | None
     rope_factor: float | None
+    allow_beyond_reach: bool
     lora: bool
     ulysses: int | None
     ring: int | None

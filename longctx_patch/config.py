@@ -109,6 +109,10 @@ class LongContextConfig:
     heads don't divide. The convolution before it takes its few tokens from the ranks before in any
     case."""
 
+    allow_beyond_reach: bool = False
+    """Whether documents may be longer than the model's RoPE reaches (`max_position_embeddings`, or
+    what its scaling makes of it). Otherwise they are refused in training and shared evaluation."""
+
     loss: LossName = "chunked"
     """How a sharded pass with labels computes its loss. `chunked`: from a part of the tokens at a
     time, so that no rank ever holds all its logits; `out.logits` is None then, and the loss can go
@@ -129,7 +133,7 @@ class LongContextConfig:
         ):
             if (value := getattr(self, name)) is not None or name != "layout":
                 require_choice(name, value, choices)
-        for name in ("deterministic", "torch_recurrence"):
+        for name in ("deterministic", "torch_recurrence", "allow_beyond_reach"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r}: give True or False.")
         self._check_share()

@@ -50,6 +50,8 @@ def load_config(settings: Settings) -> PreTrainedConfig:
     check_head(config)
     check_not_fp8(settings.model, config)
     check_text_part(settings)
+    if settings.allow_beyond_reach and settings.rope == "none":
+        return config
     return scale_rope(
         config, kind=settings.rope, target_length=settings.seq_len, factor=settings.rope_factor
     )

@@ -84,6 +84,8 @@ def patch(
     `SequenceParallelismError`. Modules of your own in the decoder, such as an MLP or a norm, must
     compute each token by itself: that step tries each with one token, where it has neither hooks
     nor dropout. What your own code mixes elsewhere, in a layer's forward or a hook, is not seen.
+    The first batch with a document beyond what the model's RoPE reaches raises ValueError on all
+    ranks, unless `allow_beyond_reach` is set.
 
     Raises:
         UnsupportedModelError: the model has something that would silently go wrong.

@@ -76,10 +76,16 @@ def test_steps_leave_nothing_behind(checkpoint: Any) -> None:
     """Memory never grows and stays constant in the end, with a head dim for which Liger Kernel
     prefers another kernel."""
     pytest.importorskip("liger_kernel")
-    model: Any = tiny_model(hidden_size=512, num_attention_heads=4, dtype=torch.bfloat16)
+    length = 2**16
+    sizes: dict[str, Any] = {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "max_position_embeddings": length,
+    }
+    model: Any = tiny_model(**sizes, dtype=torch.bfloat16)
     assert model.config.head_dim == 128
     fuse_layers(model.to(DEVICE).train(), "liger")
-    it = Trained(model, length=2**16, rows=1, checkpoint=checkpoint)
+    it = Trained(model, length=length, rows=1, checkpoint=checkpoint)
     allocated = []
     for _ in range(9):
         it.loss().backward()

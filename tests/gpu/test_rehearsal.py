@@ -36,6 +36,7 @@ class Run(trained.Run):
             intermediate_size=2816,
             num_attention_heads=8,
             num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
             dtype=torch.bfloat16,
         )
         options: dict[str, Any] = {"checkpoint": checkpoint, "mlp_tiles": 1}

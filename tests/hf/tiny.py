@@ -45,7 +45,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": VOCABULARY,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 2048,
         "attn_implementation": "sdpa",
     }
     values |= _EXTRA.get(family, {}) | overrides

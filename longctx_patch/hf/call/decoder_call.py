@@ -25,6 +25,7 @@ from longctx_patch.hf.call.vocabulary import vocabulary_problem
 from longctx_patch.hf.layers.checkpointing import LayerCheckpoints
 from longctx_patch.hf.model import transformers_api
 from longctx_patch.hf.model.checks import UnsupportedModelError, adapter_problem
+from longctx_patch.hf.model.rope import reach_problem
 from longctx_patch.sequence.masks import Mask
 from longctx_patch.transport.meeting import Meeting, SequenceParallelismError
 
@@ -137,7 +138,22 @@ class DecoderCalls:
                 "train on rows of token ids with labels, alone."
             )
         tokens = tokens_of(args, kwargs)
+        self._check_reach(decoder, tokens.shape[1], kwargs.get("position_ids"))
         self.checkpoints.begin(decoder, self.checkpoints.propose(decoder, tokens, tokens.shape[1]))
+
+    def _beyond_reach(self, decoder: nn.Module, num_tokens: int) -> str | None:
+        """Why documents of so many tokens are too long for the model's RoPE."""
+        if self.group.config.allow_beyond_reach:
+            return None
+        return reach_problem(decoder.config, num_tokens)
+
+    def _check_reach(self, decoder: nn.Module, length: int, positions: Tensor | None) -> None:
+        """The same of rows on the stock path; positions, where given, tell their documents."""
+        problem = self._beyond_reach(decoder, length)
+        if problem is not None and positions is not None:
+            problem = self._beyond_reach(decoder, int(positions.max()) + 1)
+        if problem is not None:
+            raise ValueError(problem)
 
     def _uncountable(self, tokens: Tensor) -> str | None:
         """Why transformers' own forward can't compute with `[B, L]` or `[B, L, hidden]`."""
@@ -170,6 +186,7 @@ class DecoderCalls:
         problem = (
             row.problem
             or vocabulary_problem(decoder, 0, row.most_id)
+            or self._beyond_reach(decoder, row.longest)
             or input_problem(kwargs, positions, routed)
         )
         return _Batch(tokens, row, positions, routed, *self._mask(row, problem, spans))

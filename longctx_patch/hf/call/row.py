@@ -28,6 +28,8 @@ class ShardedRow:
     """Of what all ranks of a group have alike: the rows, their documents and their padding."""
     most_id: int = 0
     """The largest token of the whole rows."""
+    longest: int = 0
+    """Tokens of the longest document of all rows."""
     problem: str | None = None
     """What makes the batch unusable, in words."""
 
@@ -45,7 +47,9 @@ class ShardedRow:
                 "masks of their own. Give all rows to one call of SequenceShardCollator, which "
                 "joins them, instead of joining its batches."
             )
-        return cls(documents, tuple(map(sum, lengths)), cut, said.checksum, most_id, problem)
+        longest = max(map(max, lengths))
+        real = tuple(map(sum, lengths))
+        return cls(documents, real, cut, said.checksum, most_id, longest, problem)
 
     def placed(self, group: SequenceGroup) -> "ShardedRow":
         """The same, with the problem that its tokens are not those of this rank, if they aren't."""

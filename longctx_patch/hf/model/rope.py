@@ -11,7 +11,7 @@ ordinary RoPE with a larger base.
 import copy
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.facts import ModelFacts, text_config
 from longctx_patch.rules.names import require_choice
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def scale_rope(
     4.0
     """
     _check_arguments(kind, target_length, factor)
-    if kind == "none" and model_config.model_type in WITHOUT_POSITIONS:
+    if kind == "none" and reachable_length(model_config) is None:
         return _without_positions(model_config, target_length)
     rope = _current_rope(model_config, kind)
     if kind == "none" and rope["rope_type"] == "dynamic":
@@ -69,7 +69,7 @@ def scale_rope(
         )
     if kind == rope["rope_type"] == "dynamic":
         return _frozen_dynamic(model_config, rope, target_length, factor or rope["factor"])
-    if target_length <= reachable_length(model_config):
+    if target_length <= _declared_length(model_config):
         _refuse_unneeded(model_config, rope, kind, target_length)
         return copy.deepcopy(model_config)
     _refuse_unreachable(model_config, rope, kind, target_length, factor)
@@ -93,7 +93,7 @@ def scale_rope(
 
 
 def _without_positions(model_config: "PreTrainedConfig", target_length: int) -> "PreTrainedConfig":
-    """A config whose layers see no positions, so that only a stated length is in the way."""
+    """A config that reaches any length, so that only a stated one is in the way."""
     found = copy.deepcopy(model_config)
     stated = getattr(model_config, "max_position_embeddings", None)
     if stated:
@@ -101,14 +101,71 @@ def _without_positions(model_config: "PreTrainedConfig", target_length: int) -> 
     return found
 
 
-def reachable_length(model_config: "PreTrainedConfig") -> int:
-    """Longest sequence that the config declares, its own scaling included."""
-    longest = int(model_config.max_position_embeddings)
-    rope = getattr(model_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "yarn" and rope.get("factor"):
-        # Published YaRN configs (Qwen2.5, say) keep max_position_embeddings at the original length.
-        longest = max(longest, int(rope["original_max_position_embeddings"] * rope["factor"]))
-    return longest
+def reachable_length(model_config: "PreTrainedConfig") -> int | None:
+    """The longest document, in tokens, that the config declares, its own scaling included.
+
+    None: any. That is so where attention sees no positions, and where every layer has a window or
+    chunks: rotations depend on distances alone, which then stay below it.
+    """
+    config = text_config(model_config)
+    # Granite 4's says "nope" where its attention layers see no positions.
+    is_blind = getattr(config, "position_embedding_type", "rope") != "rope"
+    if is_blind or config.model_type in WITHOUT_POSITIONS:
+        return None
+    if not getattr(config, "rope_parameters", None):
+        return getattr(config, "max_position_embeddings", None)
+    if all(reach.is_local for reach in ModelFacts.of(config).reaches):
+        return None
+    return _declared_length(config)
+
+
+def reach_problem(model_config: "PreTrainedConfig", num_tokens: int) -> str | None:
+    """Why a document of `num_tokens` is beyond the model's reach, and what to type."""
+    stated = getattr(model_config, "max_position_embeddings", None)
+    if stated and num_tokens <= stated:  # without a look at all layers
+        return None
+    reach = reachable_length(model_config)
+    if reach is None or num_tokens <= reach:
+        return None
+    allow = (
+        "allow_beyond_reach (LongContextConfig(allow_beyond_reach=True), --allow-beyond-reach) if "
+        "the model is fine with longer ones"
+    )
+    config = text_config(model_config)
+    rope = _current_rope(config, "none")
+    if rope["rope_type"] != "default":
+        return (
+            f"the model's RoPE is already scaled (rope_type {rope['rope_type']!r}, reaching "
+            f"{reach} tokens) and {num_tokens} are wanted: scaling twice is not defined. Start "
+            "from the unscaled model, take a shorter sequence, or decide what replaces the scaling "
+            f"and write it into its config.json: max_position_embeddings {num_tokens} "
+            f"and{_instead(rope, num_tokens)}. Or set {allow}."
+        )
+    return (
+        f"{num_tokens} tokens, but the model reaches {reach} (max_position_embeddings). "
+        "Use rope kind 'yarn' (--rope yarn; or linear or dynamic; in Python load it with "
+        f"longctx_patch.scale_rope(config, kind='yarn', target_length={num_tokens})), shorter "
+        f"documents, or {allow}."
+    )
+
+
+def _declared_length(config: "PreTrainedConfig") -> int:
+    """The longest of what the config states and of what its kinds of scaling reach."""
+    stated, rope = int(config.max_position_embeddings), config.rope_parameters
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if kind]
+    return max(stated, *(_scaled_length(stated, kind) for kind in kinds))
+
+
+def _scaled_length(stated: int, rope: dict[str, Any]) -> int:
+    """What a kind of scaling makes of the length before it, where that may be the stated one.
+
+    Published YaRN configs (Qwen2.5, say) keep `max_position_embeddings` at it, and dynamic scaling
+    is defined by that. Configs with the scaling of Llama 3 state what the model was trained for,
+    which may be less than the factor reaches.
+    """
+    original = rope.get("original_max_position_embeddings") or stated
+    reaches = ("yarn", "dynamic", *(("llama3",) if original >= stated else ()))
+    return int(original * (rope.get("factor") or 1)) if rope["rope_type"] in reaches else stated
 
 
 def _check_arguments(kind: str, target_length: int, factor: float | None) -> None:
@@ -157,7 +214,7 @@ def _refuse_unneeded(
     if kind not in ("none", rope["rope_type"]) or rope["rope_type"] == "dynamic":
         raise ValueError(
             f"rope kind {kind!r} for {target_length} tokens: the model already reaches "
-            f"{reachable_length(model_config)} (rope_type {rope['rope_type']!r}). "
+            f"{_declared_length(model_config)} (rope_type {rope['rope_type']!r}). "
             "Use rope kind 'none': leave --rope out."
         )
 
@@ -169,21 +226,10 @@ def _refuse_unreachable(
     target_length: int,
     factor: float | None,
 ) -> None:
-    reach = reachable_length(model_config)
-    if rope["rope_type"] != "default":
-        raise ValueError(
-            f"the model's RoPE is already scaled (rope_type {rope['rope_type']!r}, reaching "
-            f"{reach} tokens) and {target_length} are wanted: scaling twice is not defined. Start "
-            "from the unscaled model, take a shorter sequence, or decide what replaces the scaling "
-            f"and write it into its config.json: max_position_embeddings {target_length} "
-            f"and{_instead(rope, target_length)}."
-        )
-    if kind == "none":
-        raise ValueError(
-            f"{target_length} tokens, but the model reaches {reach} (max_position_embeddings). "
-            "Use rope kind 'yarn' (--rope yarn; or linear or dynamic), a shorter sequence, or, if "
-            "the model is fine with longer ones, raise max_position_embeddings in its config.json."
-        )
+    reach = _declared_length(model_config)
+    problem = reach_problem(model_config, target_length)
+    if problem and (kind == "none" or rope["rope_type"] != "default"):
+        raise ValueError(problem)
     if kind != "dynamic" and factor is not None and factor * reach < target_length:
         raise ValueError(
             f"rope factor {factor} times {reach} tokens is {factor * reach:g}, less than the "

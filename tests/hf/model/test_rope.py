@@ -13,10 +13,11 @@ from longctx_patch.hf.model.rope import (
     LONGROPE_ALONE,
     WITHOUT_POSITIONS,
     RopeKind,
+    reach_problem,
     reachable_length,
     scale_rope,
 )
-from tests.hf.tiny import SUPPORTED, featured_config, featured_model
+from tests.hf.tiny import SUPPORTED, featured_config, featured_model, tiny_config
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -109,6 +110,46 @@ def test_a_config_that_reaches_it_passes_unchanged() -> None:
         assert again.to_dict() == yarn.to_dict()
 
 
+def rope(**values: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 5e5, **values}}
+
+
+YARN_4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA_4 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BLIND = {"position_embedding_type": "nope"}
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "reach"),
+    [
+        ("llama", {}, 2048),
+        ("llama", rope(**YARN_4), 2048),
+        ("llama", rope(**YARN_4) | {"max_position_embeddings": 40}, 128),
+        ("llama", rope(**LLAMA_4, original_max_position_embeddings=256), 2048),
+        ("llama", rope(**LLAMA_4, original_max_position_embeddings=2048), 8192),
+        ("llama", rope(rope_type="linear", factor=4.0), 2048),
+        ("llama", rope(rope_type="dynamic", factor=4.0), 8192),
+        ("mistral", {"sliding_window": 16}, None),
+        ("gemma3_text", {}, 2048),
+        ("llama4_text", {}, 2048),
+        ("granitemoehybrid", BLIND, None),
+        ("granitemoehybrid", BLIND | {"position_embedding_type": "rope"}, 2048),
+        ("nemotron_h", {}, None),
+    ],
+)
+def test_reach_of_each_kind_of_rope(family: str, values: dict[str, Any], reach: int | None) -> None:
+    """Windows bound the distances that rotations depend on; layers without positions have none."""
+    config = (
+        featured_config(family, **values) if family != "llama" else tiny_config(family, **values)
+    )
+    assert reachable_length(config) == reach
+    if reach is None:
+        assert scale_rope(config, kind="none", target_length=10**6) is not None
+    else:
+        assert reach_problem(config, reach) is None
+        assert "allow_beyond_reach" in str(reach_problem(config, reach + 1))
+
+
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}
 BY_POSITION = {
@@ -158,17 +199,17 @@ def test_a_scaled_config_of_every_family_is_read_back(kind: RopeKind) -> None:
     assert len(scalable) > 60
     assert scalable >= LONGROPE_ALONE
     for family in scalable - (LONGROPE_ALONE if kind != "dynamic" else frozenset()):
-        scaled = scale_rope(configs[family], kind=kind, target_length=2048)
+        scaled = scale_rope(configs[family], kind=kind, target_length=4096)
         read = type(scaled).from_dict(scaled.to_dict())
         assert read.rope_parameters == scaled.rope_parameters, family
-        assert read.max_position_embeddings == 2048, family
+        assert read.max_position_embeddings == 4096, family
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 @pytest.mark.parametrize("family", sorted(LONGROPE_ALONE))
 def test_scaling_that_a_family_cannot_have_is_refused(family: str, kind: RopeKind) -> None:
     with pytest.raises(ValueError, match=rf"{kind}.*{family}.*longrope.*--rope dynamic"):
-        scale_rope(featured_config(family), kind=kind, target_length=2048)
+        scale_rope(featured_config(family), kind=kind, target_length=4096)
 
 
 @pytest.mark.parametrize("kind", ["none", "yarn"])
@@ -185,7 +226,7 @@ def test_models_without_positions_reach_any_length(family: str) -> None:
     config = featured_model(family).config
     assert scale_rope(config, kind="none", target_length=64).to_dict() == config.to_dict()
     scaled = scale_rope(config, kind="none", target_length=8192)
-    assert reachable_length(scaled) == 8192
+    assert reachable_length(scaled) is None
     scaled.max_position_embeddings = config.max_position_embeddings
     assert scaled.to_dict() == config.to_dict()
     with pytest.raises(ValueError, match="only models with rotary"):
