@@ -6,7 +6,8 @@ nobody knows, and values of another type, are refused.
 
 # ruff: noqa: RUF009  # setting() returns a dataclasses.field, which ruff cannot see
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, get_args, get_type_hints
 
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -138,11 +139,26 @@ def parse(config_class: type, arguments: Sequence[str] | None = None) -> tuple[T
         parser.set_defaults_with_config(**values)
     if unknown := parser.parse_known_args(flags)[1]:
         parser.refuse_unknown(unknown, "--config")
-    settings, args = parser.parse_args_into_dataclasses(flags)
+    with _explained():
+        settings, args = parser.parse_args_into_dataclasses(flags)
     check_together(settings, args)
     check_numbers(args)
     args.max_length = settings.seq_len if getattr(args, "packing", False) else None
     return settings, args
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Say what to type where transformers says only that evaluations and checkpoints don't fit."""
+    try:
+        yield
+    except ValueError as error:
+        if "load_best_model_at_end" not in str(error):
+            raise
+        raise ValueError(
+            f"{error} Run folders keep the best step, which has to be evaluated and saved: give "
+            "--save_steps too, a multiple of --eval_steps; or --load_best_model_at_end false."
+        ) from error
 
 
 def check_together(settings: TrlSettings, args: Any) -> None:

@@ -56,7 +56,13 @@ from longctx_patch.trainer.images import (
     settle_unused,
     unused_problems,
 )
-from longctx_patch.trainer.record import log_changes, record_of, resume_problems, write_record
+from longctx_patch.trainer.record import (
+    format_problems,
+    log_changes,
+    record_of,
+    resume_problems,
+    write_record,
+)
 from longctx_patch.trainer.refusals import (
     accelerator_problems,
     argument_problems,
@@ -330,6 +336,8 @@ class LongContextTrainerMixin(
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
+        is_fsdp = self.is_fsdp_enabled
+        refuse_together(format_problems(resume_from_checkpoint, is_fsdp=is_fsdp))
         refuse_together(resume_problems(resume_from_checkpoint, self._record()))
         if self.is_world_process_zero():
             log_changes(resume_from_checkpoint, self._record())

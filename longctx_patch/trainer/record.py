@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils.constants import FSDP_MODEL_NAME
+
 from longctx_patch.hf.handle import PatchHandle
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,19 @@ def resume_problems(folder: str | Path, now: dict[str, Any]) -> Iterable[str]:
             f"{folder} was trained {way} a mask, so tokens would see others than before. Resume "
             f"{way} one, or load its weights into a run of its own."
         )
+
+
+def format_problems(folder: str | Path, *, is_fsdp: bool) -> Iterable[str]:
+    """Why transformers can't read a checkpoint, whose format depends on who held the weights."""
+    was = any(FSDP_MODEL_NAME in path.name for path in Path(folder).iterdir())
+    if was == is_fsdp:
+        return
+    then, now = ("FSDP", "DDP or one process") if was else ("DDP or one process", "FSDP")
+    weights = "" if was else f", or train a model loaded from {folder} in a run of its own"
+    yield (
+        f"{folder} was saved under {then}, and this run is under {now}: transformers has other "
+        f"files for each. Go on under {then}{weights}."
+    )
 
 
 def log_changes(folder: str | Path, now: dict[str, Any]) -> None:

@@ -126,6 +126,10 @@ FLAGS: dict[str, tuple[list[str], str]] = {
         ["--early-stopping", "2"],
         "early_stopping=2 without load_best_model_at_end",
     ),
+    "best": (
+        ["--eval-strategy", "steps", "--eval-steps", "10", "--load-best-model-at-end", "true"],
+        "not a round multiple of 10. .*give --save_steps too, a multiple of --eval_steps",
+    ),
     "length": (["--max-length", "50"], "max_length=50 with seq_len=96"),
     "shares": (["--data-shares", "1", "2"], "2 data_shares for 1 sources"),
     "share": (["--data-shares", "0"], "each is a number above 0"),

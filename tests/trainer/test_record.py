@@ -1,6 +1,7 @@
 """What a trainer notes of a run needs no installed package of ours."""
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 
@@ -19,3 +20,16 @@ def test_a_copy_that_is_not_installed_is_noted(monkeypatch: pytest.MonkeyPatch) 
     versions = record.record_of(patch(tiny_model(), LongContextConfig()), 1)["versions"]
     assert versions["longctx-patch"] == "not installed"
     assert versions["torch"] == version("torch")
+
+
+@pytest.mark.parametrize("is_fsdp", [False, True])
+def test_a_checkpoint_of_the_other_way_to_hold_weights_is_refused(
+    tmp_path: Path, is_fsdp: bool
+) -> None:
+    """transformers ended in a ValueError without a fix, or in torch's CheckpointException."""
+    (tmp_path / ("pytorch_model_fsdp_0" if is_fsdp else "model.safetensors")).mkdir()
+    assert not [*record.format_problems(tmp_path, is_fsdp=is_fsdp)]
+    (problem,) = record.format_problems(tmp_path, is_fsdp=not is_fsdp)
+    then, now = ("FSDP", "DDP or one process") if is_fsdp else ("DDP or one process", "FSDP")
+    assert f"under {then}, and this run is under {now}" in problem
+    assert ("a model loaded from" in problem) != is_fsdp
