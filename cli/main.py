@@ -1,5 +1,7 @@
 """`longctx`: the group of commands, and how errors are shown."""
 
+import errno
+import signal
 from itertools import chain
 from typing import Any
 
@@ -17,6 +19,7 @@ from longctx_patch.cli.report import report_command
 from longctx_patch.cli.schedule import schedule_command
 from longctx_patch.cli.train import train_command
 from longctx_patch.cli.verify import verify_command
+from longctx_patch.health.last_words import words_of
 from longctx_patch.recipes.quiet import quiet_libraries
 
 GROUPS = {
@@ -37,6 +40,13 @@ class ClearErrors(click.Group):
             return super().invoke(context)
         except (ValueError, FileExistsError) as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE or (words := words_of(error)) is None:
+                raise  # click ends quietly where nobody reads the output
+            raise click.ClickException(words) from error
+        except KeyboardInterrupt:
+            click.echo("Interrupted by Ctrl-C.", err=True)
+            raise SystemExit(128 + signal.SIGINT) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         for title, commands in GROUPS.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.distributed import DistError
 
 from longctx_patch.health.finite import BadStepError
-from longctx_patch.health.last_words import say
+from longctx_patch.health.last_words import say, words_of
 from longctx_patch.health.replicas import ReplicasDivergedError
 from longctx_patch.health.sentinel import DriftError
 from longctx_patch.recipes.memory_report import OutOfMemory
@@ -71,6 +71,11 @@ def one_message(program: str) -> Iterator[None]:
         raise SystemExit(128 + signal.SIGINT) from None
     except (ValueError, OutOfMemory, *WRONG_NUMBERS) as error:
         _say(f"{program}: {error}")
+        raise SystemExit(1) from None
+    except OSError as error:
+        if (words := words_of(error)) is None:
+            raise
+        _say(f"{program}: {words}")
         raise SystemExit(1) from None
     except RuntimeError as error:
         if _lost_another(error):

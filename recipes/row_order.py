@@ -10,6 +10,15 @@ Row = dict[str, list[int]]
 """`input_ids`, and `seq_lengths` where rows are packed: the lengths of the row's documents."""
 
 
+def check_batch(name: str, size: int, num_rows: int) -> None:
+    """Raise ValueError for a batch of more rows than there are. `name`: of its setting."""
+    if size > num_rows:
+        raise ValueError(
+            f"{name}={size}: the data has {num_rows} row(s), and a batch has none twice. Give "
+            f"{num_rows} or fewer; gradient_accumulation_steps makes a step of several batches."
+        )
+
+
 @dataclass(kw_only=True)
 class RowOrder:
     """Which rows each replica takes in each forward: shuffled anew in every pass over the data.

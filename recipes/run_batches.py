@@ -7,7 +7,7 @@ import torch
 
 from longctx_patch import SequenceShardCollator
 from longctx_patch.engine.groups import world_place
-from longctx_patch.recipes.row_order import RowOrder
+from longctx_patch.recipes.row_order import RowOrder, check_batch
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.recipes.text_rows import TextRows
 from longctx_patch.recipes.text_sources import rows_of_run
@@ -49,6 +49,7 @@ def build_data(settings: Settings, tokenizer: Any) -> Data:
     config = settings.sequence_parallelism()
     replica, group_rank, replicas = world_place(config)
     rows = rows_of_run(settings, tokenizer)
+    check_batch("batch_size", settings.batch_size, len(rows))
     order = RowOrder(
         rows=rows,
         replicas=replicas,

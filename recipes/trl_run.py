@@ -30,6 +30,7 @@ from longctx_patch.recipes.identity import check_fingerprint, with_weights
 from longctx_patch.recipes.launch import check_launcher
 from longctx_patch.recipes.model_card import Card, card_of
 from longctx_patch.recipes.quiet import quiet_libraries
+from longctx_patch.recipes.row_order import check_batch
 from longctx_patch.recipes.run_record import (
     noting_failure,
     say_ended,
@@ -201,6 +202,9 @@ def read_inputs(settings: TrlSettings, args: Any, stages: Stages) -> Inputs:
     stages.enter("data")
     data = load_data(settings, args, reading_of(settings, args, tokenizer, config.vocab_size))
     data.say_losses(args.distributed_state.print)
+    size = args.per_device_train_batch_size
+    if not settings.streaming and size != type(args).per_device_train_batch_size:
+        check_batch("per_device_train_batch_size", size, len(data.train))
     run = trl_fingerprint(settings, args, config=config, tokenizer=tokenizer, rows=data.train)
     return Inputs(settings, config, tokenizer, data, run)
 

@@ -1,14 +1,28 @@
 """YAML files of settings, read strictly: a name that is given twice would win in silence."""
 
+import re
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+_OTHER_BASES = re.compile(r"[-+]?(0[0-7_]+|[\d_]+(:[0-5]?\d)+(\.[\d_]*)?)")
+"""Numbers that YAML 1.1 reads to base 8 or 60: 010 is 8, and 1:30 is 90."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Refuses names that a mapping has twice."""
+    """Refuses names that a mapping has twice, and numbers that look like others."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        if is_number and _OTHER_BASES.fullmatch(node.value):
+            line = node.start_mark.line + 1
+            raise ValueError(
+                f"line {line}: YAML reads {node.value} to base 8 or 60. Write the number that is "
+                f"meant in plain digits, or a text in quotes: '{node.value}'."
+            )
+        return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         lines: dict[Hashable, int] = {}
@@ -17,7 +31,10 @@ class _Loader(yaml.SafeLoader):
                 continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
             if isinstance(key, Hashable) and lines.setdefault(key, line) != line:
-                raise ValueError(f"line {line}: {key!r} is given twice, first in line {lines[key]}")
+                raise ValueError(
+                    f"line {line}: {key!r} is given twice, first in line {lines[key]}. Leave one "
+                    "of them out."
+                )
         return super().construct_mapping(node, deep)
 
 
@@ -36,7 +53,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         tab = " YAML is indented by spaces, not by tabs." if "'\\t'" in str(error) else ""
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}.{tab}") from error
     except ValueError as error:
-        raise ValueError(f"{path}, {error}. Leave one of them out.") from None
+        raise ValueError(f"{path}, {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply for settings, which are two deep.") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -1,5 +1,6 @@
 """Says why a process ends: on the screen, and to the launcher, which repeats it in its summary."""
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,24 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+SYSTEM = {
+    errno.ENOSPC: "Make room there, or write to another place.",
+    errno.EDQUOT: "Make room there, or write to another place.",
+    errno.EROFS: "Make it writable, or name another place (TMPDIR for temporary files).",
+    errno.EMFILE: "Raise the limit: ulimit -n 4096.",
+    errno.ENFILE: "End other programs, or raise fs.file-max.",
+    errno.EPIPE: "What reads the output has ended: send it to a file, > run.log 2>&1.",
+}
+"""What to do about errors of the system that are no fault of the program."""
+
+
+def words_of(error: OSError) -> str | None:
+    """One line for such an error; None for another one, whose traceback is of use."""
+    if error.errno not in SYSTEM:
+        return None
+    file = error.filename or "standard output, or a file that the system did not name"
+    return f"{error.strerror}: {file}. {SYSTEM[error.errno]}"
 
 
 def say(message: str) -> None:

@@ -46,9 +46,15 @@ RULES = {
 
 
 def check_numbers(settings: Any) -> None:
-    """Raise ValueError for the first of `number_problems`."""
+    """Raise ValueError for the first of `number_problems`, and for a warm-up beyond the run."""
     if (problem := next(number_problems(settings), None)) is not None:
         raise ValueError(problem)
+    warmup, steps = (getattr(settings, name, None) or 0 for name in ("warmup_steps", "max_steps"))
+    if warmup > steps > 0:
+        raise ValueError(
+            f"warmup_steps={warmup} with max_steps={steps}: the learning rate would never reach "
+            f"its peak. Give {steps} warm-up steps at most, or more steps."
+        )
 
 
 def number_problems(settings: Any, kind: type | None = None) -> Iterator[str]:

@@ -1,6 +1,8 @@
 """Each pass over the data takes every row once."""
 
-from longctx_patch.recipes.row_order import RowOrder
+import pytest
+
+from longctx_patch.recipes.row_order import RowOrder, check_batch
 
 
 def test_each_pass_takes_every_row_once_in_another_order() -> None:
@@ -9,3 +11,9 @@ def test_each_pass_takes_every_row_once_in_another_order() -> None:
     taken = [order.micro_batches(step, 0)[0][0]["input_ids"][0] for step in range(14)]
     assert sorted(taken[:7]) == sorted(taken[7:]) == list(range(7))
     assert taken[:7] != taken[7:]
+
+
+def test_a_batch_of_more_rows_than_there_are_is_refused() -> None:
+    check_batch("batch_size", 7, 7)
+    with pytest.raises(ValueError, match=r"batch_size=1000000000: the data has 7 row.*Give 7 or"):
+        check_batch("batch_size", 10**9, 7)

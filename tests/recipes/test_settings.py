@@ -59,6 +59,7 @@ def test_a_flag_takes_back_its_opposite_in_the_file(tmp_path: Path) -> None:
         (["--load-in-4bit", "--full"], "load_in_4bit with full.*Use --lora --dtype bfloat16"),
         (["--load-in-4bit", "--dtype", "float32"], "load_in_4bit with dtype=float32"),
         (["--scheduler", "constant", "--warmup-steps", "3"], "Use --scheduler constant_with"),
+        (["--max-steps", "3", "--warmup-steps", "4"], "warmup_steps=4 with max_steps=3: .*Give 3"),
         (["--ulysses", "0"], "ulysses_degree=0"),
         (["--mlp-tiles", "0"], "mlp_tiles=0: it counts tiles.*Use mlp_tiles=1"),
         (["--layout", "spiral"], "layout='spiral'"),

@@ -27,6 +27,9 @@ RECIPES: dict[str, tuple[Callable[[list[str]], Any], str, str]] = {
 }
 IN_FILES = {
     "max_steps: 3\nmax_steps: 4\n": r"line \d+: 'max_steps' is given twice, first in line \d",
+    "max_steps: 010\n": r"line \d+: YAML reads 010 to base 8 or 60.*in plain digits",
+    "tokenizer: 1:30\n": r"line \d+: YAML reads 1:30 .*in quotes: '1:30'",
+    "save_steps: " + "[" * 5000: "nested too deeply for settings",
     "maxsteps: 3\n": "unknown setting maxsteps. Did you mean 'max_steps'",
     "max-steps: 3\n": "unknown setting max-steps. Did you mean 'max_steps'",
     "qwertz: 3\n": "unknown setting qwertz. docs/reference/config.md lists all",
