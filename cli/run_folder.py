@@ -44,7 +44,8 @@ def render(decisions: Decisions) -> str:
     if decisions.has_text:
         data = shlex.join(["longctx", "data", str(decisions.options.folder)])
         look = [f"To see what the model will learn: {data}"]
-    lines = [*aligned(table(decisions)), "", *_lost(decisions), *look, written]
+    faster = [decisions.sharing.faster] if decisions.sharing.faster else []
+    lines = [*aligned(table(decisions)), "", *_lost(decisions), *faster, *look, written]
     return "\n".join([*lines, "", f"  {decisions.start_command}"])
 
 

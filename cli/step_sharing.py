@@ -2,12 +2,13 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from longctx_patch.choose.degrees import Way
 from longctx_patch.choose.groups import left_out, possible_degrees
 from longctx_patch.choose.search import Result
 from longctx_patch.choose.sharing import fastest, reason
+from longctx_patch.choose.tie import TIE
 from longctx_patch.cli.degree_options import DegreeChooser, asked_degrees
 from longctx_patch.cli.patch_options import PatchOptions
 from longctx_patch.cli.prediction import prediction, require_fit, why_unpredicted
@@ -35,6 +36,9 @@ class Sharing:
     """One way for each number of GPUs that may share a row, where the number was chosen."""
     not_possible: tuple[str, ...] = ()
     """Other numbers that divide the GPUs, and why they may not."""
+    faster: str = ""
+    """What to add so that another number of GPUs shares each row, where that trains more tokens a
+    second; it trains another number of rows in a step."""
 
 
 def share(
@@ -64,7 +68,52 @@ def share(
             rows_per_step=options.step_rows,
         )
     )
-    return Sharing(settings=decided, why=why, predicted=predicted)
+    faster = ""
+    if predicted is not None and not options.names_degrees:
+        ways = _by_degree(options, settings, config, predicted.job.cluster, chooser)
+        faster = _faster(fastest([way.result for way in ways.values()]), predicted)
+    return Sharing(settings=decided, why=why, predicted=predicted, faster=faster)
+
+
+class _Predicted(NamedTuple):
+    """A way to share rows, and what it takes."""
+
+    settings: Settings
+    why: str
+    result: Result
+
+
+def _by_degree(
+    options: PatchOptions, settings: Settings, config: Any, cluster: Cluster, chooser: DegreeChooser
+) -> dict[int, _Predicted]:
+    """The best way for each number of GPUs that may share a row."""
+    job = job_of(settings, config, cluster, rows_per_step=options.step_rows)
+    found = {}
+    for degree in possible_degrees(job):
+        way, why = chooser.choose(degree)
+        its = _decided(settings, way, job.forwards(degree))
+        result = predict_run(
+            its,
+            config,
+            cluster,
+            states_on_host=options.states_on_host,
+            rows_per_step=options.step_rows,
+        )
+        found[degree] = _Predicted(its, why, result)
+    return found
+
+
+def _faster(best: Result, chosen: Result) -> str:
+    """What to add to the command to train as fast as `best`; empty if it is no faster."""
+    gpus, degree = best.job.cluster.num_gpus, best.candidate.sequence_degree
+    speeds = [each.tokens_per_second_per_gpu * gpus for each in (best, chosen)]
+    if not best.fits or speeds[0] <= speeds[1] * (1 + TIE):
+        return ""
+    return (
+        f"Faster: --sequence-degree {degree} is predicted to train {speeds[0]:,.0f} tokens/s in "
+        f"place of {speeds[1]:,.0f}, with {best.num_rows} row(s) a step in place of "
+        f"{chosen.num_rows}."
+    )
 
 
 def degrees_of(options: PatchOptions) -> tuple[int, Way | None]:
@@ -111,25 +160,15 @@ def _fastest(
     if cluster is None or unpredicted:
         raise ValueError(_not_predicted(options, unpredicted))
     job = job_of(settings, config, cluster, rows_per_step=options.step_rows)
-    ways = {degree: chooser.choose(degree) for degree in possible_degrees(job)}
-    decided = {d: _decided(settings, way, job.forwards(d)) for d, (way, _) in ways.items()}
-    results = {
-        degree: predict_run(
-            its,
-            config,
-            cluster,
-            states_on_host=options.states_on_host,
-            rows_per_step=options.step_rows,
-        )
-        for degree, its in decided.items()
-    }
-    best = require_fit(fastest(list(results.values())))
-    degree = best.candidate.sequence_degree
+    ways = _by_degree(options, settings, config, cluster, chooser)
+    results = [way.result for way in ways.values()]
+    best = require_fit(fastest(results))
+    chosen = ways[best.candidate.sequence_degree]
     return Sharing(
-        settings=decided[degree],
-        why=f"{_why_fastest(best, list(results.values()))}; {ways[degree][1]}",
+        settings=chosen.settings,
+        why=f"{_why_fastest(best, results)}; {chosen.why}",
         predicted=best,
-        compared=tuple(results.values()),
+        compared=tuple(results),
         not_possible=tuple(f"{degree} ({reason})" for degree, reason in left_out(job).items()),
     )
 

@@ -14,9 +14,9 @@ _OTHER_BASES = re.compile(r"[-+]?(0[0-7_]+|[\d_]+(:[0-5]?\d)+(\.[\d_]*)?)")
 class _Loader(yaml.SafeLoader):
     """Refuses names that a mapping has twice, and numbers that look like others."""
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         is_number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
-        if is_number and _OTHER_BASES.fullmatch(node.value):
+        if is_number and _OTHER_BASES.fullmatch(str(node.value)):
             line = node.start_mark.line + 1
             raise ValueError(
                 f"line {line}: YAML reads {node.value} to base 8 or 60. Write the number that is "

@@ -101,6 +101,18 @@ def test_without_them_all_gpus_share_a_row(run: Run, eight_layers: Path, tmp_pat
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["compared"] == []
 
 
+def test_a_faster_number_of_gpus_per_row_is_said(
+    run: Run, eight_layers: Path, tmp_path: Path
+) -> None:
+    words = ["--gpus", "2xH200", "--seq-len", 8192, "--tokenizer", "bytes"]
+    said = run("patch", eight_layers, *words, "--out", tmp_path / "run").output
+    (line,) = (line for line in said.splitlines() if line.startswith("Faster: "))
+    assert line.startswith("Faster: --sequence-degree 1 is predicted to train ")
+    assert line.endswith("with 2 row(s) a step in place of 1.")
+    asked = [*words, "--sequence-degree", 2, "--out", tmp_path / "asked"]
+    assert "Faster" not in run("patch", eight_layers, *asked).output
+
+
 def test_rows_that_few_degrees_divide(run: Run, eight_layers: Path, tmp_path: Path) -> None:
     readme = patched(run, eight_layers, tmp_path / "two", "--rows-per-step", 2)
     assert decided(tmp_path / "two") == (2, 1, 1, 2, 2)
