@@ -1,5 +1,7 @@
 """`longctx data`: what a run's model will see, before GPUs are taken."""
 
+import os
+import sys
 from pathlib import Path
 
 import click
@@ -11,22 +13,29 @@ SETTINGS_FILES = ("sft.yaml", "dpo.yaml", "finetune.yaml")
 @click.argument("run", type=click.Path(path_type=Path, exists=True))
 @click.option("--rows", type=click.IntRange(0), default=2, help="Rows to show [2].")
 @click.option("--seed", type=int, default=0, help="Which rows: any number [0].")
-@click.option("--color/--no-color", default=None, help="Colours [if this is a terminal].")
+@click.option(
+    "--color/--no-color",
+    default=None,
+    help="Learned tokens in green, or in {+ +} [colours, if this is a terminal, without NO_COLOR].",
+)
 def data_command(run: Path, rows: int, seed: int, color: bool | None) -> None:
     """Show the rows that RUN (a run folder, or its settings file) will train on.
 
     Makes the tables of tokens that the run will find in the cache, so that no GPU waits for them,
     and prints how long rows are, how many tokens are learned, what is cut, how well packing fills
-    rows, and some rows, as they are packed, with the tokens that are learned in green.
+    rows, and some rows, as they are packed, with the tokens that are learned in green, or without
+    colours between {+ and +}.
     """
     from longctx_patch.cli.data_report import render
-    from longctx_patch.cli.row_text import shown
+    from longctx_patch.cli.row_text import braced, green, shown
     from longctx_patch.cli.run_data import data_of_run
 
     file = settings_in(run)
     found = data_of_run(file)
     click.echo(render(found, file))
-    for text in shown(found.rows, found.decode, rows, seed):
+    if color is None:
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for text in shown(found.rows, found.decode, rows, seed, green if color else braced):
         click.echo(text, color=color)
 
 

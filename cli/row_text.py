@@ -1,4 +1,4 @@
-"""Rows of tokens as text, the tokens that are learned in green."""
+"""Rows of tokens as text, in which the tokens that are learned stand out."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -16,26 +16,38 @@ SHOWN_DOCUMENTS = 8
 """Most documents of a packed row that are shown."""
 
 Decode = Callable[[Any], str]
+Mark = Callable[[str], str]
 
 
-def shown(rows: Sequence[Any], decode: Decode, number: int, seed: int) -> Iterator[str]:
-    """Some rows, in their order."""
+def green(text: str) -> str:
+    """How learned tokens are marked with colours."""
+    return click.style(text, fg="green")
+
+
+def braced(text: str) -> str:
+    """How learned tokens are marked without colours."""
+    return f"{{+{text}+}}"
+
+
+def shown(rows: Sequence[Any], decode: Decode, number: int, seed: int, mark: Mark) -> Iterator[str]:
+    """Some rows, in their order. `mark`: what learned tokens become."""
     places = np.random.default_rng(seed).permutation(len(rows))[:number]
     for place in sorted(places.tolist()):
-        yield f"\nrow {place}{_text(rows[place], decode)}"
+        yield f"\nrow {place}{_text(rows[place], decode, mark)}"
 
 
-def _text(row: Mapping[str, Any], decode: Decode) -> str:
+def _text(row: Mapping[str, Any], decode: Decode, mark: Mark) -> str:
     if "prompt_ids" in row:
         return f":\n{_pair(row, decode)}"
     ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
     lengths = row.get("seq_lengths") or [len(ids)]
     if len(lengths) == 1:
-        return f":\n{_document(decode, ids, labels, SHOWN_TOKENS)}"
+        return f":\n{_document(decode, ids, labels, SHOWN_TOKENS, mark)}"
     lines = [f", {len(ids):,} tokens of {len(lengths):,} documents:"]
     spans = list(pairwise(accumulate(lengths, initial=0)))[:SHOWN_DOCUMENTS]
     for number, (start, stop) in enumerate(spans, start=1):
-        text = _document(decode, ids[start:stop], labels[start:stop], SHOWN_TOKENS // len(spans))
+        most = SHOWN_TOKENS // len(spans)
+        text = _document(decode, ids[start:stop], labels[start:stop], most, mark)
         lines.append(f"-- document {number}, {stop - start:,} tokens\n{text}")
     if len(lengths) > len(spans):
         lines.append(f"-- {len(lengths) - len(spans):,} more documents")
@@ -52,30 +64,30 @@ def _pair(row: Mapping[str, Any], decode: Decode) -> str:
     )
 
 
-def _document(decode: Decode, ids: list[int], labels: list[int], most: int) -> str:
+def _document(decode: Decode, ids: list[int], labels: list[int], most: int, mark: Mark) -> str:
     """A document's text; of a long one the first and the last `most` tokens."""
     learned = [
         False,
         *(label != IGNORE_INDEX for label in labels[1:]),
     ]  # nothing predicts the first
     if len(ids) <= 2 * most:
-        return _runs(decode, ids, learned)
+        return _runs(decode, ids, learned, mark)
     left_out = f"\n... {len(ids) - 2 * most:,} tokens left out ...\n"
     first, last = slice(most), slice(-most, None)
     return (
-        _runs(decode, ids[first], learned[first])
+        _runs(decode, ids[first], learned[first], mark)
         + left_out
-        + _runs(decode, ids[last], learned[last])
+        + _runs(decode, ids[last], learned[last], mark)
     )
 
 
-def _runs(decode: Decode, ids: list[int], learned: list[bool]) -> str:
+def _runs(decode: Decode, ids: list[int], learned: list[bool], mark: Mark) -> str:
     """Text of neighbouring tokens together, so that words of several tokens are whole."""
     edges = [n for n in range(1, len(ids)) if learned[n] != learned[n - 1]]
     parts = []
     for start, stop in pairwise([0, *edges, len(ids)]):
         text = decode(ids[start:stop])
-        parts.append(click.style(text, fg="green") if learned[start] else text)
+        parts.append(mark(text) if learned[start] else text)
     return " ".join(parts) if _splits_words(decode, ids) else "".join(parts)
 
 

@@ -59,9 +59,10 @@ def test_what_a_chat_run_will_see(job: Path) -> None:
     green = re.findall(GREEN, found.output)
     assert sorted(green) == sorted(f"{answer} <eos>" for answer in answers)
     assert f"Next: longctx train {job}/run\n" in found.output
-    plain = data(str(job / "run" / "sft.yaml"), "--no-color", "--rows", "0")
-    assert "\x1b" not in plain.output
-    assert "\nrow " not in plain.output
+    plain = data(str(job / "run" / "sft.yaml"), "--rows", "12").output  # of no terminal
+    assert "\x1b" not in plain
+    assert re.findall(r"\{\+(.*?)\+\}", plain) == green
+    assert "\nrow " not in data(str(job / "run" / "sft.yaml"), "--rows", "0").output
 
 
 def test_a_chat_template_without_marks(job: Path) -> None:
