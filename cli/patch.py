@@ -144,6 +144,11 @@ class OneModel(click.Command):
     is_flag=True,
     help="Train though more than 1 % of the records are in no row [refuse].",
 )
+@click.option(
+    "--split-special-tokens",
+    is_flag=True,
+    help="Special tokens that records write themselves are read as letters.",
+)
 @click.option("--sft", is_flag=True, help="Train with TRL's SFTTrainer [if --data is no text].")
 @click.option("--dpo", is_flag=True, help="Train with TRL's DPOTrainer, on preference data.")
 @click.option(

@@ -50,6 +50,7 @@ class PatchOptions:
     allow_dropped: bool
     too_long: TooLong | None
     may_leave_out: Sequence[str]
+    split_special_tokens: bool
     sft: bool
     dpo: bool
     train_on: str | None

@@ -100,6 +100,7 @@ def check_first_records(
                 assistant_only=task.assistant_only,
                 too_long=options.too_long or "refuse",
                 may_leave_out=tuple(options.may_leave_out),
+                split_special_tokens=options.split_special_tokens,
                 text_field=options.text_field,
                 vocab_size=vocab_size,
             )
@@ -140,6 +141,7 @@ def trl_settings(task: Task, options: PatchOptions, settings: Settings) -> dict[
         "allow_dropped": options.allow_dropped,
         "too_long": options.too_long or "refuse",
         "may_leave_out": list(options.may_leave_out),
+        "split_special_tokens": options.split_special_tokens,
     }
     found |= _training(task.recipe, options, settings)
     if task.recipe == "sft":

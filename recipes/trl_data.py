@@ -107,6 +107,7 @@ def reading_of(settings: TrlSettings, args: Any, tokenizer: Any, vocab_size: int
         text_field=settings.text_field,
         assistant_only=assistant_only,
         may_leave_out=tuple(settings.may_leave_out),
+        split_special_tokens=settings.split_special_tokens,
         completion_only=getattr(args, "completion_only_loss", None) is not False,
         vocab_size=vocab_size,
     )

@@ -66,6 +66,9 @@ class TrlSettings(Parallelism, ModelSettings):
         f"fields that the chat template need not write: {', '.join(FIELDS)}", default=[]
     )
     allow_dropped: bool = allow_dropped_setting()
+    split_special_tokens: bool = setting(
+        "special tokens that records write themselves are read as letters", default=False
+    )
     streaming: bool = setting("make rows while reading, no table on disk", default=False)
     resume: ResumeName = resume_setting()
     allow_change: list[str] = allow_change_setting()

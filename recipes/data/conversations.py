@@ -18,7 +18,9 @@ from typing import Any, Literal
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.records import Record
+from longctx_patch.recipes.data.specials import MARK, Specials, Tokens, without_marks
 from longctx_patch.recipes.data.turns import Conversation, Message
 from longctx_patch.recipes.data.unwritten import REASONING, Field, unwritten
 
@@ -47,6 +49,8 @@ class Template:
     """TRL's template that marks them; None: the tokenizer's own."""
     may_leave_out: tuple[str, ...] = ()
     """Fields of messages that the template need not write."""
+    split_special_tokens: bool = False
+    """Whether special tokens that messages write themselves are read as letters."""
 
     @cached_property
     def _place(self) -> str:
@@ -54,7 +58,12 @@ class Template:
 
     @classmethod
     def of(
-        cls, tokenizer: Any, *, assistant_only: bool, may_leave_out: Sequence[str] = ()
+        cls,
+        tokenizer: Any,
+        *,
+        assistant_only: bool,
+        may_leave_out: Sequence[str] = (),
+        split_special_tokens: bool = False,
     ) -> "Template":
         """Raises ValueError for a tokenizer that has no template, and where the assistant's tokens
         alone are learned also for a template in which they, or the end of a turn, are not found."""
@@ -72,13 +81,24 @@ class Template:
             )
         for text in own.values() if isinstance(own, dict) else [own]:
             check_template(text, _place_of_template(tokenizer))
+        if split_special_tokens and not tokenizer.is_fast:
+            raise ValueError(
+                "split_special_tokens with a slow tokenizer, which can't tell where in the text a "
+                "token is. Take the fast one (tokenizer.json), or leave it out."
+            )
         if assistant_only and not tokenizer.is_fast:
             raise ValueError(
                 "assistant_only_loss=True with a slow tokenizer, which can't tell where in the "
                 "text a token is. Take the fast one (tokenizer.json), or learn all tokens "
                 "(assistant_only_loss: false)."
             )
-        found = cls(tokenizer, assistant_only, "own", may_leave_out=tuple(may_leave_out))
+        found = cls(
+            tokenizer,
+            assistant_only,
+            "own",
+            may_leave_out=tuple(may_leave_out),
+            split_special_tokens=split_special_tokens,
+        )
         if assistant_only and not has_generation_markers(own):
             try:
                 with _limited(_place_of_template(tokenizer)):
@@ -107,11 +127,13 @@ class Template:
         *,
         ends: bool = True,
         may_be_empty: bool = False,
+        losses: Losses | None = None,
     ) -> tuple[list[int], list[bool]]:
         """Ids of a conversation, and which of them are learned.
 
         `ends`: whether it ends with these messages; else the assistant is about to answer.
-        `may_be_empty`: whether the assistant may say nothing.
+        `may_be_empty`: whether the assistant may say nothing. `losses` counts fields that the
+        template leaves out and may.
 
         Raises BadRecord for messages that the template refuses, for those that it leaves out, as
         many do with roles that they don't know, and for fields that it leaves out.
@@ -121,24 +143,49 @@ class Template:
         self._check_roles(record, messages, text)
         if ends:
             left_out = self._check_fields(record, messages)
+            if losses is not None:
+                for _, name in left_out:
+                    losses.note(record, f"{name} that the chat template leaves out (may_leave_out)")
             if not may_be_empty:
                 _check_answers(record, messages, left_out)
-        if not (self.assistant_only and ends):
+        finds = self.assistant_only and ends
+        if not (finds or self.split_special_tokens):
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return ids, [True] * len(ids)
-        found = self.tokenizer(
+        if self.split_special_tokens:
+            record, messages = self._marked(record, messages)
+            plain, (text, spans) = text, self._rendered(record, messages, ends=ends)
+            if text.replace(MARK, "") != plain:
+                raise record.refused(
+                    "split_special_tokens, and the chat template looks for special tokens in what "
+                    "messages say. Take them out of it."
+                )
+        encoded = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
-        ids, offsets = found["input_ids"], found["offset_mapping"]
-        if self.marks == "none":
+        tokens = Tokens(encoded["input_ids"], encoded["offset_mapping"])
+        if self.marks == "none" and finds:
             spans = Conversation(
                 record,
                 messages,
                 text,
                 lambda part, ends: self._rendered(record, part, ends=ends)[0],
                 self.tokenizer,
-            ).turns(ids, offsets)
-        return ids, _overlapping(offsets, spans)
+            ).turns(*tokens)
+        if self.split_special_tokens:
+            tokens = Specials(self.tokenizer).without_marks(record, text, tokens)
+            spans = without_marks(text, spans)
+        learned = _overlapping(tokens.offsets, spans) if finds else [True] * len(tokens.ids)
+        return tokens.ids, learned
+
+    def _marked(
+        self, record: Record, messages: Sequence[Message]
+    ) -> tuple[Record, Sequence[Message]]:
+        """With a mark in each special token that they write."""
+        specials = Specials(self.tokenizer)
+        tools = specials.marked(record, _tools(record))
+        marked: Sequence[Message] = specials.marked(record, messages)
+        return record._replace(fields={**record.fields, "tools": tools}), marked
 
     def _rendered(
         self, record: Record, messages: Sequence[Message], *, ends: bool

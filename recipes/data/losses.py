@@ -53,6 +53,8 @@ class Losses:
     """All records, those in rows included."""
     left_out: dict[str, Loss] = field(default_factory=dict)
     cut_off: dict[str, Loss] = field(default_factory=dict)
+    in_rows: dict[str, Loss] = field(default_factory=dict)
+    """What else is to be said of records that are in rows."""
     refuses: bool = False
     """Whether to refuse a record that would be left out: a stream can't count them beforehand."""
 
@@ -67,6 +69,10 @@ class Losses:
 
     def cut(self, record: Record, why: str, num_tokens: int, learned: int) -> None:
         _note(self.cut_off, record, why, Loss(1, num_tokens, learned))
+
+    def note(self, record: Record, what: str, number: int = 1) -> None:
+        """Count so many of something that the record has, and that the model sees or not."""
+        _note(self.in_rows, record, what, Loss(1, number))
 
     @property
     def num_left_out(self) -> int:
@@ -92,6 +98,9 @@ class Losses:
         for why, each in self.cut_off.items():
             text = f"tokens of {each.num_records:,} records{each.learned}: {_of(why, each)}"
             found.append(("cut off", f"{each.num_tokens:,}", text))
+        for what, each in self.in_rows.items():
+            text = f"in {each.num_records:,} records: {_of(what, each)}"
+            found.append(("found", f"{each.num_tokens:,}", text))
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -99,11 +108,11 @@ class Losses:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Losses":
-        left_out, cut_off = (
-            {why: Loss(**loss) for why, loss in found[name].items()}
-            for name in ("left_out", "cut_off")
+        left_out, cut_off, in_rows = (
+            {why: Loss(**loss) for why, loss in found.get(name, {}).items()}
+            for name in ("left_out", "cut_off", "in_rows")
         )
-        return cls(found["num_records"], left_out, cut_off)
+        return cls(found["num_records"], left_out, cut_off, in_rows)
 
     @classmethod
     def joined(cls, each: Iterable["Losses"]) -> "Losses":
@@ -114,6 +123,7 @@ class Losses:
             for mine, others in (
                 (found.left_out, losses.left_out),
                 (found.cut_off, losses.cut_off),
+                (found.in_rows, losses.in_rows),
             ):
                 for why, loss in others.items():
                     mine.setdefault(why, Loss()).add(loss)

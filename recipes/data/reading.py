@@ -15,6 +15,7 @@ from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes.data.conversations import Template, is_conversation, messages_of
 from longctx_patch.recipes.data.losses import EMPTY, Losses
 from longctx_patch.recipes.data.records import (
+    CHAT_FIELDS,
     FIELDS,
     TEXT_FILE,
     Kind,
@@ -22,10 +23,15 @@ from longctx_patch.recipes.data.records import (
     is_empty_file,
     kind_of,
 )
+from longctx_patch.recipes.data.specials import Specials
 
 TooLong = Literal["refuse", "cut", "split"]
 Ids = list[int]
 CUT_OFF = "what is beyond a row's end (too_long: cut)"
+SPECIALS = (
+    "special tokens that records write themselves, and that are read as real ones "
+    "(--split-special-tokens reads them as letters)"
+)
 NO_TARGET = "pieces in which nothing is learned (too_long: split)"
 Row = dict[str, Any]
 """`input_ids` and `labels` of SFT; `prompt_ids`, `chosen_ids` and `rejected_ids` of DPO."""
@@ -45,6 +51,8 @@ class Reading:
     completion_only: bool = True
     may_leave_out: tuple[str, ...] = ()
     """Fields of messages that the chat template need not write."""
+    split_special_tokens: bool = False
+    """Whether special tokens that records write themselves are read as letters."""
     vocab_size: int | None = None
     """Ids are below; None: not checked."""
 
@@ -74,12 +82,14 @@ class Reading:
                 "sources whose records are alike."
             )
         if found == "preference":
-            yield self._pair(record)
+            self._note_specials(record, losses)
+            yield self._pair(record, losses)
             return
         if found == "text" and not self._text(record):
             losses.leave_out(record, EMPTY)
             return
-        ids, labels = self._tokens(record)
+        self._note_specials(record, losses)
+        ids, labels = self._tokens(record, losses)
         self._check_ids(record, "input_ids", ids)
         if labels is not ids:
             self._check_ids(record, "labels", labels, ignored=IGNORE_INDEX)
@@ -105,9 +115,20 @@ class Reading:
             self.tokenizer,
             assistant_only=self.assistant_only,
             may_leave_out=self.may_leave_out,
+            split_special_tokens=self.split_special_tokens,
         )
 
-    def _tokens(self, record: Record) -> tuple[Ids, Ids]:
+    def _note_specials(self, record: Record, losses: Losses) -> None:
+        if self.split_special_tokens or self.kind == "tokens":
+            return
+        names = {*CHAT_FIELDS, *("tools", "prompt", "completion", "chosen", "rejected")}
+        texts = [record.fields.get(name) for name in {*names, TEXT_FILE, self.text_field}]
+        end = self.tokenizer.eos_token  # which may end a text
+        texts = [text.removesuffix(end) if isinstance(text, str) else text for text in texts]
+        if number := Specials(self.tokenizer).count(texts):
+            losses.note(record, SPECIALS, number)
+
+    def _tokens(self, record: Record, losses: Losses) -> tuple[Ids, Ids]:
         """`input_ids` and `labels` of all of a record."""
         fields = record.fields
         if self.kind == "tokens":
@@ -118,25 +139,31 @@ class Reading:
                 raise record.refused(f"{len(labels)} labels for {len(ids)} input_ids.")
             return ids, labels
         if self.kind == "text":
-            ids = self._of_text(self._ended(self._text(record)))
+            ids = self._of_ended(record, self._text(record))
             return ids, ids
         start = 0
         if self.kind == "chat":
-            ids, learned = self.template.tokens(record, messages_of(record, "messages"))
+            messages = messages_of(record, "messages")
+            ids, learned = self.template.tokens(record, messages, losses=losses)
         else:
-            prompt, ids, learned = self._completion(record, "completion")
+            prompt, ids, learned = self._completion(record, "completion", losses)
             start = _common_prefix(prompt, ids) if self.completion_only else 0
         places = enumerate(zip(ids, learned, strict=True))
         return ids, [i if yes and n >= start else IGNORE_INDEX for n, (i, yes) in places]
 
-    def _completion(self, record: Record, field: str) -> tuple[Ids, Ids, list[bool]]:
+    def _completion(
+        self, record: Record, field: str, losses: Losses
+    ) -> tuple[Ids, Ids, list[bool]]:
         """(ids of the prompt alone, ids of both, which of these are learned as such)."""
         prompt, answer = record.fields.get("prompt"), record.fields[field]
         if is_conversation(answer):
             before, after = messages_of(record, "prompt"), messages_of(record, field)
             alone, _ = self.template.tokens(record, before, ends=False)
             both = [*before, *after]
-            return alone, *self.template.tokens(record, both, may_be_empty=field != "completion")
+            may_be_empty = field != "completion"
+            return alone, *self.template.tokens(
+                record, both, may_be_empty=may_be_empty, losses=losses
+            )
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise record.refused(
                 f"prompt and {field} must both be texts, or both lists of messages."
@@ -145,10 +172,10 @@ class Reading:
             raise record.refused(
                 "completion is empty, so the model would learn to end at once. Leave it out."
             )
-        ids = self._of_text(prompt + self._ended(answer))
-        return self._of_text(prompt), ids, [True] * len(ids)
+        ids = self._of_ended(record, prompt, answer)
+        return self._of_text(record, prompt), ids, [True] * len(ids)
 
-    def _pair(self, record: Record) -> Row:
+    def _pair(self, record: Record, losses: Losses) -> Row:
         """A row of DPO: what comes after the tokens that prompt and both answers begin with."""
         from trl.data_utils import extract_prompt
 
@@ -159,8 +186,8 @@ class Reading:
                     "chosen and rejected begin differently, so that they have no prompt in common. "
                     "Give both the same prompt, or a field `prompt`."
                 )
-        prompt, chosen, _ = self._completion(record, "chosen")
-        _, rejected, _ = self._completion(record, "rejected")
+        prompt, chosen, _ = self._completion(record, "chosen", losses)
+        _, rejected, _ = self._completion(record, "rejected", Losses())
         start = min(_common_prefix(prompt, chosen), _common_prefix(prompt, rejected))
         for name, ids in (("chosen", chosen), ("rejected", rejected)):
             self._check_ids(record, name, ids)
@@ -206,13 +233,19 @@ class Reading:
         found: str = record.fields.get(TEXT_FILE, record.fields.get(self.text_field))
         return found
 
-    def _of_text(self, text: str) -> Ids:
+    def _of_text(self, record: Record, text: str) -> Ids:
+        if self.split_special_tokens:
+            return Specials(self.tokenizer).letters(record, text)
         found: Ids = self.tokenizer(text=text, verbose=False)["input_ids"]
         return found
 
-    def _ended(self, text: str) -> str:
+    def _of_ended(self, record: Record, text: str, answer: str | None = None) -> Ids:
+        """The tokens of a text, and of what follows it, with the end of texts."""
         end = self.tokenizer.eos_token
-        return text if text.endswith(end) else text + end
+        last, text = (text, text) if answer is None else (answer, text + answer)
+        if self.split_special_tokens:  # an end that the text has is letters
+            return [*self._of_text(record, text), self.tokenizer.eos_token_id]
+        return self._of_text(record, text if last.endswith(end) else text + end)
 
     def _check_ids(self, record: Record, name: str, ids: Ids, *, ignored: int = 0) -> None:
         """Refuse ids that the model has no weights for, whether they are learned or not.

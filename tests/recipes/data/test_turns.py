@@ -204,12 +204,12 @@ def template_of(family: str, text: str | None = None) -> Template:
     """Of a tokenizer whose words are those of the texts above. `text`: in place of its own."""
     texts = [LEARNED.sub(r"\1", text) for _, _, text in CASES.values()]
     words = {piece for text in texts for piece in re.findall(PIECES, text)}
-    ids = {word: n for n, word in enumerate(["?", *sorted(words - {"?"})])}
-    model = Tokenizer(WordLevel(ids, unk_token="?"))
+    ids = {word: n for n, word in enumerate(["<unk>", *sorted(words)])}
+    model = Tokenizer(WordLevel(ids, unk_token="<unk>"))
     model.pre_tokenizer = Split(Regex(PIECES), "isolated")
     bos, eos = FAMILIES[family]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=model, bos_token=bos, eos_token=eos, unk_token="?"
+        tokenizer_object=model, bos_token=bos, eos_token=eos, unk_token="<unk>"
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIALS)})
     tokenizer.chat_template = text or (TEMPLATES / f"{family}.jinja").read_text()
