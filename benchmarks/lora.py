@@ -5,11 +5,12 @@
 
 A model of a published shape (--model) with random weights in bfloat16, an adapter of rank 16 on all
 linear layers, one row of random tokens a step. `ours` is LongContextTrainer with everything chosen
-by itself; `trainer` is transformers' Trainer, `sft` TRL's SFTTrainer, both with Liger Kernel, SDPA
-and checkpointing; `unsloth` is TRL's with Unsloth's model. A system is a launch of its own. Its
-first step, on a small row, has to give the loss and the adapter's gradients of the stock model in
-one process, which the first launch computes; otherwise it is wrong and not timed. Weights are
-written once for all launches, into $TMPDIR. Writes lora.jsonl and lora.md into --out.
+by itself, `ours_fsdp2` the same under FSDP2, as `longctx patch` sets up one GPU; `trainer` is
+transformers' Trainer, `sft` TRL's SFTTrainer, both with Liger Kernel, SDPA and checkpointing;
+`unsloth` is TRL's with Unsloth's model. A system is a launch of its own. Its first step, on a small
+row, has to give the loss and the adapter's gradients of the stock model in one process, which the
+first launch computes; otherwise it is wrong and not timed. Weights are written once for all
+launches, into $TMPDIR. Writes lora.jsonl and lora.md into --out.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from model_shapes import MODELS
 from report import Column, hardware, heading, is_ok, number, spread, table, write_lines
 from step import OUT_OF_MEMORY, without_packages
 
-NAMES = ("ours", "trainer", "sft", "unsloth")
+NAMES = ("ours", "ours_fsdp2", "trainer", "sft", "unsloth")
 PASSED_ON = ("tokens", "check_tokens", "steps", "model", "num_layers")
 COLUMNS = (
     Column("system", lambda row: row["system"]),

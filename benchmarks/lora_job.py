@@ -5,10 +5,12 @@ Started by lora.py with a file that says what to do; appends a line of JSON for 
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,13 +19,15 @@ if __name__ == "__main__" and ".unsloth." in sys.argv[1]:
     import_module("unsloth")  # before the rest, which it changes
 
 import torch
-from measure import Row, dtype_on, own_device, slowest, versions
+from measure import Row, dtype_on, finish, own_device, slowest, versions
 from model_shapes import model_config
 from report import append_line
 from step_job import OUT_OF_MEMORY, compared, largest, peak_bytes, what_is_wrong
 from systems import Job, gradient_norm
 from systems.model import checkpoint_layers, make_model, random_row
+from systems.ours import launch_environment
 from torch import nn
+from torch.distributed.elastic.utils.distributed import get_free_port
 from trainers_job import common_arguments, ours_config, tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
@@ -34,7 +38,7 @@ from longctx_patch.predict.run.shape import shape_of
 RANK, ALPHA = 16, 32
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAPTER_STD = 0.02  # of both matrices: with the usual zeros one of them has no gradient
-WARM_UP_STEPS = {"ours": 4}  # until `checkpoint="auto"` has settled; one of the others
+WARM_UP_STEPS = {"ours": 4, "ours_fsdp2": 4}  # until `auto` has settled; one of the others
 
 
 class WrongResult(Exception):
@@ -118,6 +122,8 @@ class Watch(TrainerCallback):
     ends: list[float] = field(default_factory=list)
     peaks: list[tuple[int, int]] = field(default_factory=list)
     check: Row = field(default_factory=dict)
+    details: Callable[[], Row] = dict
+    """What a system has decided by itself."""
 
     @property
     def num_tokens(self) -> int:
@@ -155,8 +161,8 @@ class Watch(TrainerCallback):
             raise WrongResult(wrong)
 
     def _say_length(self, num_tokens: int, steps: int) -> None:
-        seconds = [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)][-steps:]
-        timing = slowest(seconds)
+        seconds = [after - before for before, after in pairwise(self.ends)]
+        timing = slowest(seconds[-steps:])
         self.say(
             {
                 "num_tokens": num_tokens,
@@ -165,7 +171,9 @@ class Watch(TrainerCallback):
                 "tokens_per_s": num_tokens / timing.seconds,
                 **largest(self.peaks[-steps:]),
                 "losses": self.losses[lengths_of(self.settings).index(num_tokens) :],
+                "steps_s": seconds[lengths_of(self.settings).index(num_tokens) - 1 :],
                 "check": self.check,
+                **self.details(),
             }
         )
 
@@ -203,14 +211,28 @@ def run_trainer(settings: Row, job: Job, watch: Watch, *, is_ours: bool = False)
     else:
         given |= with_liger(job)
         checkpoint_layers(model)  # SFTTrainer does so by itself
-    (LongContextTrainer if is_ours else Trainer)(
+    trainer: Any = (LongContextTrainer if is_ours else Trainer)(
         model=model,
         args=TrainingArguments(**given),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows_of(settings, job)],
         data_collator=default_data_collator,
         callbacks=[watch],
         **more,
-    ).train()
+    )
+    if is_ours:
+        handle = trainer.long_context_handle
+        watch.details = lambda: {"checkpointing": asdict(handle.checkpointing)}
+    trainer.train()
+
+
+def run_sharded(settings: Row, job: Job, watch: Watch) -> None:
+    """Ours as `longctx patch` sets up one GPU: FSDP2 around one process, in place of autocast."""
+    if job.device.type == "cuda":
+        one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+        os.environ.update(one | meeting | launch_environment(1))
+    run_trainer(settings, job, watch, is_ours=True)
+    finish()
 
 
 def run_sft(settings: Row, job: Job, watch: Watch, model: Any = None) -> None:
@@ -258,6 +280,7 @@ def run_unsloth(settings: Row, job: Job, watch: Watch) -> None:
 
 SYSTEMS: dict[str, Callable[[Row, Job, Watch], None]] = {
     "ours": lambda *given: run_trainer(*given, is_ours=True),
+    "ours_fsdp2": run_sharded,
     "trainer": run_trainer,
     "sft": run_sft,
     "unsloth": run_unsloth,

@@ -34,18 +34,18 @@ def test_wrong_steps_are_reported_and_right_ones_timed(
     monkeypatch.setattr(launches, "run_job", in_this_process)
     monkeypatch.setitem(lora_job.SYSTEMS, "sft", run_scaled)
     options = f"--out {tmp_path} --model tiny --num-layers 2 --tokens 32 48 --check-tokens 24"
-    lora.main([*options.split(), *["--steps", "2", "--systems", "ours", "trainer", "sft"]])
+    lora.main([*options.split(), *["--steps", "2", "--systems", "ours_fsdp2", "trainer", "sft"]])
     reference, *timed, wrong = read_lines(tmp_path / "lora.jsonl")
     # The matrices A and B of seven linear layers, in the first and the last of two layers.
     assert len(reference["one_process"]) == 1 + 2 * 2 * 7
     assert all(norm > 0 for norm in reference["one_process"].values())
     assert [(row["system"], row["num_tokens"]) for row in timed] == [
-        (system, tokens) for system in ("ours", "trainer") for tokens in (32, 48)
+        (system, tokens) for system in ("ours_fsdp2", "trainer") for tokens in (32, 48)
     ]
     for row in timed:
         assert row["status"] == "ok"
         assert row["tokens_per_s"] == pytest.approx(row["num_tokens"] / row["seconds"])
-        assert len(row["losses"]) == 2 + (4 if row["system"] == "ours" else 1)
+        assert len(row["losses"]) == 2 + (4 if row["system"] == "ours_fsdp2" else 1)
         assert max(row["check"]["differences"].values()) < 1e-4
     assert wrong["status"] == "wrong"
     assert "0.mlp.down_proj.lora_A.default.weight of 24 tokens" in wrong["reason"]
@@ -54,7 +54,7 @@ def test_wrong_steps_are_reported_and_right_ones_timed(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [("--systems unsloth", "Name another before it"), ("--systems nosuch", "name ours, trainer")],
+    [("--systems unsloth", "Name another before it"), ("--systems nosuch", "name ours, ours_fsdp2")],
 )
 def test_what_cannot_run_is_refused_before_any_launch(
     options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
