@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from longctx_patch.health.agreement import model_facts, require_agreement
     from longctx_patch.health.finite import BadStepError, FiniteSteps, StepHistory
     from longctx_patch.health.limits import TimeLimits
+    from longctx_patch.health.pace import PaceCheck
     from longctx_patch.health.sentinel import DriftError, Sentinel
     from longctx_patch.health.step_numbers import StepNumbers
     from longctx_patch.health.watchdog import Watchdog
@@ -72,6 +73,7 @@ _NAMES_IN = {
     "engine.groups": ("SequenceGroup", "make_sequence_group", "virtual_group", "world_place"),
     "health.agreement": ("model_facts", "require_agreement"),
     "health.finite": ("BadStepError", "FiniteSteps", "StepHistory"),
+    "health.pace": ("PaceCheck",),
     "health.sentinel": ("DriftError", "Sentinel"),
     "health.step_numbers": ("StepNumbers",),
     "health.weights": ("check_weights",),
@@ -116,6 +118,7 @@ __all__ = [
     "LongContextTrainer",
     "LongContextTrainerMixin",
     "Mask",
+    "PaceCheck",
     "PatchHandle",
     "Sentinel",
     "SequenceGroup",
