@@ -264,7 +264,7 @@ class FirstStep:
         ]
         if self.check is not None:  # of a try that failed
             self.check.probe.end()
-        probe = TokenProbe.of(self.model)
+        probe = TokenProbe.of(self.model) if self.group.num_ranks > 1 else TokenProbe()
         self.check = FireCheck(self.group, layers, self.checkpoints.share, probe)
         self.note_forwards()
         return self.check
