@@ -54,7 +54,10 @@ def test_wrong_steps_are_reported_and_right_ones_timed(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [("--systems unsloth", "Name another before it"), ("--systems nosuch", "name ours, ours_fsdp2")],
+    [
+        ("--systems unsloth", "Name another before it"),
+        ("--systems nosuch", "name ours, ours_fsdp2"),
+    ],
 )
 def test_what_cannot_run_is_refused_before_any_launch(
     options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
