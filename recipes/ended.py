@@ -28,7 +28,7 @@ def is_over(output: Output, now: Fingerprint, settings: Any, length: Mapping[str
     """
     problems, over = [], False
     if own_rank() == 0 and output.resume == "auto" and (record := ended_record(output.folder)):
-        over = all(record["settings"].get(n) == value for n, value in length.items())
+        over = all(record.get("settings", length).get(n) == value for n, value in length.items())
         others = _others(record, plain(now), settings)
         if others:
             problems.append(_another(output.folder, others, is_longer=not over))

@@ -58,10 +58,10 @@ def ended_record(output: Path) -> dict[str, Any]:
 
 
 def _read(output: Path) -> dict[str, Any]:
-    """The record; empty where a loss of power has left half of it."""
+    """The record; empty where a loss of power has left half of it, or where it was deleted."""
     try:
         found: dict[str, Any] = json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, FileNotFoundError):
         return {}
     return found
 

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,30 @@ def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_refused(
     make(tmp_path / "out/metrics.jsonl")
     with pytest.raises(ValueError, match=r"metrics.jsonl is no regular file.*remove it, or give"):
         start("--resume", "auto")
+
+
+def test_an_output_that_is_deleted_in_a_run_is_made_again(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """The run ended with an error, and without the weights that it still had."""
+    train_step = finetune.train_step
+
+    def deletes(accelerator: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        if state.step == 2:
+            shutil.rmtree(tmp_path / "out")
+        return train_step(accelerator, state, *args, **kwargs)
+
+    monkeypatch.setattr(finetune, "train_step", deletes)
+    output = start("--save-every", "4")
+    assert f"{output} was deleted while the run goes on" in capsys.readouterr().out
+    assert [line["step"] for line in read_metrics(output)] == [3, 4, 5]
+    assert [each.step for each in steps_of(output).found()] == [4]
+    assert (output / "final/adapter_model.safetensors").is_file()
+    start("--resume", "auto")
+    assert "resume: the run has ended" in capsys.readouterr().out
 
 
 def test_a_path_that_is_no_text_is_refused_before_the_first_step(tmp_path: Path) -> None:
