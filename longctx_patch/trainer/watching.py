@@ -1,8 +1,7 @@
 """What runs beside a trainer's steps: the watchdog's marks, and the comparison of replicas."""
 
 import json
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -13,8 +12,6 @@ from longctx_patch.health.replicas import ReplicaCheck
 from longctx_patch.health.watchdog import Watchdog
 from longctx_patch.trainer.log_entries import add_entry
 from longctx_patch.trainer.row_facts import row_facts
-
-logger = logging.getLogger(__name__)
 
 SLOW_RANKS = "slow_ranks"
 """Key of an entry of the trainer's log: which ranks all others wait for, in words."""
@@ -42,6 +39,8 @@ class WatchedMixin(_Trainer):
 
     _watchdog: Watchdog | None
     _pace: PaceCheck | None = None
+    _say: Callable[[str], None]
+    """Of the trainer: logs a line once for the job."""
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' training. Raises ValueError on all ranks where they would not train the
@@ -49,10 +48,6 @@ class WatchedMixin(_Trainer):
         require_same_training(self)
         self._pace = PaceCheck(self.accelerator.device, self._say)
         return super().train(*args, **kwargs)
-
-    def _say(self, line: str) -> None:
-        if self.args.should_log:
-            logger.warning("%s", line)
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
         """The trainer's, while the time that batches take to come is counted."""
