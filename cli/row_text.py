@@ -1,6 +1,8 @@
 """Rows of tokens as text, in which the tokens that are learned stand out."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,6 +16,9 @@ SHOWN_TOKENS = 400
 ends."""
 SHOWN_DOCUMENTS = 8
 """Most documents of a packed row that are shown."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""All but line ends and tabs; and what turns the direction of writing."""
 
 Decode = Callable[[Any], str]
 Mark = Callable[[str], str]
@@ -33,7 +38,12 @@ def shown(rows: Sequence[Any], decode: Decode, number: int, seed: int, mark: Mar
     """Some rows, in their order. `mark`: what learned tokens become."""
     places = np.random.default_rng(seed).permutation(len(rows))[:number]
     for place in sorted(places.tolist()):
-        yield f"\nrow {place}{_text(rows[place], decode, mark)}"
+        yield f"\nrow {place}{_text(rows[place], partial(_escaped, decode), mark)}"
+
+
+def _escaped(decode: Decode, ids: Any) -> str:
+    """Text that can't change the terminal: its control characters by their codes."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), decode(ids))
 
 
 def _text(row: Mapping[str, Any], decode: Decode, mark: Mark) -> str:

@@ -324,8 +324,12 @@ def _where(failure: Any, logs: Path) -> str:
 
 
 def _hint(failure: Any) -> str:
-    often = " (often the system, when the host's memory is full)"
-    return often if failure.signal_name() == "SIGKILL" else ""
+    often = {
+        "SIGKILL": " (often the system, when the host's memory is full)",
+        "SIGBUS": " (a mapped file was cut or its disk is full, such as a table in the cache of "
+        "`datasets` or a file of weights; the next start makes a damaged table anew)",
+    }
+    return often.get(failure.signal_name(), "")
 
 
 def _trace(failure: Any) -> str | None:

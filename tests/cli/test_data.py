@@ -4,12 +4,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from trl import SFTConfig, SFTTrainer
 
 from longctx_patch.cli.main import main as longctx
+from longctx_patch.cli.row_text import braced, shown
 from longctx_patch.cli.run_data import data_of_run
 from longctx_patch.data import pack_rows
 from longctx_patch.recipes.trl_data import tables_of_run
@@ -266,6 +268,17 @@ def test_long_rows_are_shown_in_part(job: Path) -> None:
     assert "... 2,201 tokens left out ..." in found.output
     assert "row 1, 630 tokens of 30 documents:\n-- document 1, 21 tokens\nw1" in found.output
     assert found.output.rstrip().endswith("-- 22 more documents")
+
+
+def test_control_characters_are_shown_by_their_codes() -> None:
+    """In a document, and in a pair: they would change the terminal."""
+    text = "\x1b[2J\r\x9b\u202ea\tb\nc"
+    plain = list(shown([{"input_ids": [1, 2]}], lambda _: text, 1, 0, braced))
+    pairs = {name: [1] for name in ("prompt_ids", "chosen_ids", "rejected_ids")}
+    pair = list(shown([pairs], lambda _: text, 1, 0, braced))
+    for found in (plain, pair):
+        assert r"\x1b[2J\r\x9b\u202ea" + "\tb\nc" in click.unstyle(found[0])
+        assert not re.search(r"\x1b\[2J|[\r\x9b\u202e]", found[0])
 
 
 def test_what_can_not_be_shown(job: Path) -> None:

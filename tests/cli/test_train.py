@@ -177,6 +177,9 @@ def test_of_a_killed_process_its_launcher_says_where_it_was(
     assert said.startswith("rank 1 was ended by SIGKILL in step 4 (while step_000003 is written)")
     progress.beside("")
     progress.enter("end")
+    said = ending_of({1: failure(tmp_path, 1, -7)}, tmp_path)
+    assert "SIGBUS" in said
+    assert "a mapped file was cut" in said
     said = ending_of({1: failure(tmp_path, 1, -15)}, tmp_path)
     assert said.startswith("rank 1 was ended by SIGTERM in the end, after step 3. `--resume`")
 

@@ -172,6 +172,8 @@ BAD = {
     "packed.jsonl": (gzip.compress(GOOD), "packed.jsonl holds gzip data, not text. Unpack it"),
     "a.PDF": (b"%PDF-1.4", "a.PDF is a document with a layout.*Extract the text"),
     "no_suffix": (b"%PDF-1.4", "no_suffix holds PDF data"),
+    "a.GGUF": (b"", r"a.GGUF is a GGUF file, .* As a model, `longctx patch \S*/a.GGUF` says how"),
+    "quantised": (b"GGUF\3\0\0\0", "quantised is a GGUF file, a model in the format of llama"),
     "a.bin": (b"abc", "a.bin is a file of weights"),
     "a.tsv": (b"text\tn\na\t1\n", r"a.tsv is a table of a form that is not read here.* as .jsonl"),
 }
