@@ -23,6 +23,7 @@ from longctx_patch.recipes.data.records import Record
 from longctx_patch.recipes.data.specials import MARK, Specials, Tokens, without_marks
 from longctx_patch.recipes.data.turns import Conversation, Message
 from longctx_patch.recipes.data.unwritten import REASONING, Field, unwritten
+from longctx_patch.recipes.data.windows import ids_of_text, tokens_of_text
 
 Marks = Literal["own", "trl", "none"]
 MARKED: dict[Marks, str] = {
@@ -150,7 +151,7 @@ class Template:
                 _check_answers(record, messages, left_out)
         finds = self.assistant_only and ends
         if not (finds or self.split_special_tokens):
-            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = ids_of_text(text, self.tokenizer, special=False)
             return ids, [True] * len(ids)
         if self.split_special_tokens:
             record, messages = self._marked(record, messages)
@@ -160,10 +161,7 @@ class Template:
                     "split_special_tokens, and the chat template looks for special tokens in what "
                     "messages say. Take them out of it."
                 )
-        encoded = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        tokens = Tokens(encoded["input_ids"], encoded["offset_mapping"])
+        tokens = Tokens(*(each.tolist() for each in tokens_of_text(text, self.tokenizer)))
         if self.marks == "none" and finds:
             spans = Conversation(
                 record,

@@ -21,6 +21,8 @@ BATCH_RECORDS = 1000
 BLOCK_BYTES = 2**20
 MOST_BYTES = 2**31
 """Of a file that is read whole: .json, or a text."""
+MOST_LINE_BYTES = 2**28
+"""Of a line of a .jsonl file: it takes about 6 times as much while it is read."""
 
 
 class Part(NamedTuple):
@@ -78,7 +80,13 @@ def _jsonl_records(part: Part) -> Iterator[Record]:
         if part.start:
             file.seek(part.start - 1)
             file.readline()  # the line that the part before this one ends with
-        while (start := file.tell()) < part.stop and (line := file.readline()):
+        while (start := file.tell()) < part.stop and (line := file.readline(MOST_LINE_BYTES + 1)):
+            if len(line) > MOST_LINE_BYTES:
+                raise BadRecord(
+                    f"{Line(part.path, start)}: it has more than {MOST_LINE_BYTES:,} bytes (the "
+                    f"file has {part.stamp[0]:,}), and a line is read whole. Split the record; or "
+                    "give a long text a .txt file of its own."
+                )
             if line.strip():
                 yield _parsed(line, Line(part.path, start))
 

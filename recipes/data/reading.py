@@ -24,6 +24,7 @@ from longctx_patch.recipes.data.records import (
     kind_of,
 )
 from longctx_patch.recipes.data.specials import Specials
+from longctx_patch.recipes.data.windows import ids_of_text
 
 TooLong = Literal["refuse", "cut", "split"]
 Ids = list[int]
@@ -236,8 +237,7 @@ class Reading:
     def _of_text(self, record: Record, text: str) -> Ids:
         if self.split_special_tokens:
             return Specials(self.tokenizer).letters(record, text)
-        found: Ids = self.tokenizer(text=text, verbose=False)["input_ids"]
-        return found
+        return ids_of_text(text, self.tokenizer, special=True)
 
     def _of_ended(self, record: Record, text: str, answer: str | None = None) -> Ids:
         """The tokens of a text, and of what follows it, with the end of texts."""

@@ -21,6 +21,7 @@ from longctx_patch.recipes.data.records import (
     no_text,
 )
 from longctx_patch.recipes.data.sources import parts_of
+from longctx_patch.recipes.data.windows import WINDOW, ids_without_special
 
 PIECE_TOKENS = 2**14
 """Most tokens in a row of the table."""
@@ -70,10 +71,14 @@ class TextReading:
 
 def tokens_of(documents: Sequence[str], tokenizer: Any) -> list[np.ndarray]:
     """int32 tokens of each document and the eos token."""
+    ends = np.array([tokenizer.eos_token_id], np.int32)
+    if any(len(document) > WINDOW for document in documents) and tokenizer.is_fast:
+        whole = [ids_without_special(document, tokenizer) for document in documents]
+        return [np.concatenate([ids, ends]) for ids in whole]
     found = tokenizer(
         list(documents), add_special_tokens=False, return_attention_mask=False, verbose=False
     )
-    return [np.array([*ids, tokenizer.eos_token_id], np.int32) for ids in found["input_ids"]]
+    return [np.array([*ids, *ends], np.int32) for ids in found["input_ids"]]
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

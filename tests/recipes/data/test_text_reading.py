@@ -11,10 +11,10 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from longctx_patch.processes import run_processes
-from longctx_patch.recipes.data import text_reading
+from longctx_patch.recipes.data import readers, text_reading, windows
 from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.records import BadRecord
-from longctx_patch.recipes.data.text_reading import TextReading, documents_of
+from longctx_patch.recipes.data.text_reading import TextReading, documents_of, tokens_of
 from longctx_patch.recipes.models import byte_tokenizer
 from longctx_patch.recipes.text_rows import joined_rows
 from longctx_patch.recipes.text_sources import stream_of
@@ -111,6 +111,38 @@ def test_one_process_tokenises_for_all(tmp_path: Path) -> None:
         for found in run_processes(read_rows, processes, str(source), tmp_path, timeout_s=120):
             assert np.array_equal(found, wanted)
         assert len((tmp_path / "calls").read_text().split()) == len(texts)
+
+
+def test_a_long_document_is_tokenised_by_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokenizer never gets more than a window of it, and makes the same tokens."""
+    sizes, asked = list[int](), byte_tokenizer()
+
+    class Recording:
+        is_fast, eos_token_id = True, asked.eos_token_id
+
+        def __call__(self, text: Any, **options: Any) -> Any:
+            sizes.append(len(text) if isinstance(text, str) else max(map(len, text)))
+            return asked(text, **options)
+
+    texts = ["short", "a longer text, äöü " * 500, "b"]
+    wanted = tokens_of(texts, asked)
+    monkeypatch.setattr(text_reading, "WINDOW", 900)
+    monkeypatch.setattr(windows, "WINDOW", 900)
+    monkeypatch.setattr(windows, "OVERLAP", 300)
+    assert all(map(np.array_equal, tokens_of(texts, Recording()), wanted))
+    assert max(sizes) == 900
+
+
+def test_a_line_that_is_too_long_to_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "MOST_LINE_BYTES", 1000)
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": "a" * size}) + "\n" for size in (980, 1200)))
+    with pytest.raises(BadRecord, match=r"a.jsonl, line 2: it has more than 1,000 bytes .*2,2"):
+        stream_of([str(file)], TextReading(byte_tokenizer()))
 
 
 def test_long_documents_are_pieces_that_say_where_they_end(
