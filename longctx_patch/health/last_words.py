@@ -27,8 +27,8 @@ def words_of(error: OSError) -> str | None:
     """One line for such an error; None for another one, whose traceback is of use."""
     if error.errno not in SYSTEM:
         return None
-    file = error.filename or "standard output, or a file that the system did not name"
-    return f"{error.strerror}: {file}. {SYSTEM[error.errno]}"
+    unnamed = "/dev/shm, most likely" if error.errno == errno.EROFS else "most likely the output"
+    return f"{error.strerror}: {error.filename or unnamed}. {SYSTEM[error.errno]}"
 
 
 def say(message: str) -> None:
