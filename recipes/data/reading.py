@@ -23,6 +23,7 @@ from longctx_patch.recipes.data.records import (
     is_empty_file,
     kind_of,
 )
+from longctx_patch.recipes.data.roles import check_roles, with_roles
 from longctx_patch.recipes.data.specials import Specials
 from longctx_patch.recipes.data.windows import ids_of_text
 
@@ -76,6 +77,7 @@ class Reading:
         if is_empty_file(record):
             losses.leave_out(record, EMPTY)
             return
+        record = with_roles(record)
         found = kind_of(record, self.text_field)
         if found != self.kind:
             raise record.refused(
@@ -146,6 +148,8 @@ class Reading:
         if self.kind == "chat":
             messages = messages_of(record, "messages")
             ids, learned = self.template.tokens(record, messages, losses=losses)
+            if self.assistant_only:
+                check_roles(record, messages, self.template.text or self.tokenizer.chat_template)
         else:
             prompt, ids, learned = self._completion(record, "completion", losses)
             start = _common_prefix(prompt, ids) if self.completion_only else 0

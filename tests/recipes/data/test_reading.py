@@ -162,6 +162,13 @@ def test_older_names_of_messages() -> None:
     }
     reading = Reading(words(), "chat", WHOLE, assistant_only=True)
     assert read(reading, older) == read(reading, newer)
+    names = [{"from": "human", "value": "w1"}, {"from": "gpt", "value": "w2", "weight": None}]
+    sharegpt = {"conversations": names, "system": ""}
+    assert read(reading, sharegpt) == read(reading, newer)
+    chatml = CHAT.replace("('user', 'tool')", "('user', 'system')")
+    reading = Reading(words(chatml), "chat", WHOLE, assistant_only=True)
+    newer["messages"].insert(0, {"role": "system", "content": "w3"})
+    assert read(reading, {**sharegpt, "system": "w3"}) == read(reading, newer)
 
 
 @pytest.mark.parametrize(("too_long", "pieces"), [("cut", [10]), ("split", [10, 7])])
@@ -210,11 +217,31 @@ def user(text: str, role: str = "user") -> dict[str, str]:
 
 
 ANSWERED = [user("w1"), user("w2", "assistant")]
+ANY_ROLE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<assistant> {% generation %}"
+    "{{ m.content }} <eos>{% endgeneration %} {% else %}<{{ m.role }}> {{ m.content }} "
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
 REFUSED: dict[str, tuple[Reading, dict[str, Any], str]] = {
     "other kind": (
         reading("chat"),
         {"text": "w1"},
         r"a field of text, among those with `messages`",
+    ),
+    "a mistyped role": (
+        Reading(words(ANY_ROLE), "chat", 100, assistant_only=True),
+        {"messages": [*ANSWERED, user("w1"), user("w2", "asistant")]},
+        r"message 4 has the role 'asistant', which .* Did you mean 'assistant'\?.*of system, dev",
+    ),
+    "a name of ShareGPT's for calls": (
+        reading("chat"),
+        {
+            "conversations": [
+                {"from": "human", "value": "w1"},
+                {"from": "function_call", "value": ""},
+            ]
+        },
+        "message 2 of conversations is from 'function_call'. Of ShareGPT's names `human`",
     ),
     "unknown role": (
         reading("chat"),
