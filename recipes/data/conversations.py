@@ -57,6 +57,15 @@ class Template:
     def _place(self) -> str:
         return _place_of_template(self.tokenizer)
 
+    @cached_property
+    def _added(self) -> Mapping[str, int]:
+        found: Mapping[str, int] = self.tokenizer.get_added_vocab()
+        return found
+
+    @cached_property
+    def _specials(self) -> Specials:
+        return Specials(self.tokenizer)
+
     @classmethod
     def of(
         cls,
@@ -169,9 +178,10 @@ class Template:
                 text,
                 lambda part, ends: self._rendered(record, part, ends=ends)[0],
                 self.tokenizer,
+                self._added,
             ).turns(*tokens)
         if self.split_special_tokens:
-            tokens = Specials(self.tokenizer).without_marks(record, text, tokens)
+            tokens = self._specials.without_marks(record, text, tokens)
             spans = without_marks(text, spans)
         learned = _overlapping(tokens.offsets, spans) if finds else [True] * len(tokens.ids)
         return tokens.ids, learned
@@ -180,9 +190,8 @@ class Template:
         self, record: Record, messages: Sequence[Message]
     ) -> tuple[Record, Sequence[Message]]:
         """With a mark in each special token that they write."""
-        specials = Specials(self.tokenizer)
-        tools = specials.marked(record, _tools(record))
-        marked: Sequence[Message] = specials.marked(record, messages)
+        tools = self._specials.marked(record, _tools(record))
+        marked: Sequence[Message] = self._specials.marked(record, messages)
         return record._replace(fields={**record.fields, "tools": tools}), marked
 
     def _rendered(

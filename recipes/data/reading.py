@@ -112,6 +112,10 @@ class Reading:
         return "the assistant says nothing" if self.assistant_only else "it is too short"
 
     @cached_property
+    def _specials(self) -> Specials:
+        return Specials(self.tokenizer)
+
+    @cached_property
     def template(self) -> Template:
         """How conversations become text. Raises ValueError for one that can't be trained on."""
         return Template.of(
@@ -128,7 +132,7 @@ class Reading:
         texts = [record.fields.get(name) for name in {*names, TEXT_FILE, self.text_field}]
         end = self.tokenizer.eos_token  # which may end a text
         texts = [text.removesuffix(end) if isinstance(text, str) else text for text in texts]
-        if number := Specials(self.tokenizer).count(texts):
+        if number := self._specials.count(texts):
             losses.note(record, SPECIALS, number)
 
     def _tokens(self, record: Record, losses: Losses) -> tuple[Ids, Ids]:
@@ -240,7 +244,7 @@ class Reading:
 
     def _of_text(self, record: Record, text: str) -> Ids:
         if self.split_special_tokens:
-            return Specials(self.tokenizer).letters(record, text)
+            return self._specials.letters(record, text)
         return ids_of_text(text, self.tokenizer, special=True)
 
     def _of_ended(self, record: Record, text: str, answer: str | None = None) -> Ids:

@@ -15,6 +15,7 @@ of the conversation.
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from longctx_patch.recipes.data.records import BadRecord, Record
@@ -45,6 +46,12 @@ class Conversation:
     text: str
     render: Render
     tokenizer: Any
+    added: Mapping[str, int]
+    """The tokens that the tokenizer has added, which part what it reads."""
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self.added.values())
 
     def turns(self, ids: Sequence[int], offsets: Sequence[Span]) -> list[Span]:
         """Where in the text each of the assistant's turns is.
@@ -80,8 +87,7 @@ class Conversation:
         if self.text.startswith(through):
             return len(before), len(through)
         closed = through.removesuffix(self.tokenizer.eos_token)  # which may end conversations alone
-        ends = tuple(self.tokenizer.get_added_vocab())
-        if self.text.startswith(closed) and closed.rstrip().endswith(ends):
+        if self.text.startswith(closed) and closed.rstrip().endswith(tuple(self.added)):
             return len(before), len(closed)
         stop = self._end_by_other_text(place, len(before))
         if stop is None:
@@ -114,13 +120,14 @@ class Conversation:
         the message before it."""
         if rest.startswith(ending):
             return rest[len(ending) :]
-        added = self.tokenizer.get_added_vocab()
-        last = max(added, key=lambda token: (ending.rfind(token), len(token)), default="")
+        last = max(self.added, key=lambda token: (ending.rfind(token), len(token)), default="")
         words, found, blanks = ending.rpartition(last) if last else ("", "", "")
         if not found or not rest.startswith(words):
             return None
         before = self.render(self.messages[:place], True)
-        tokens = (t for t in sorted(added, key=len, reverse=True) if before.endswith(t + blanks))
+        tokens = (
+            t for t in sorted(self.added, key=len, reverse=True) if before.endswith(t + blanks)
+        )
         other = words + next(tokens, last) + blanks
         return rest[len(other) :] if rest.startswith(other) else None
 
@@ -130,8 +137,7 @@ class Conversation:
         Added tokens part the text that is tokenised, so that what follows the last one is enough.
         """
         stop = bisect_left(offsets, border, key=lambda span: span[0])
-        added = self.tokenizer.added_tokens_decoder
-        start = next((n for n in range(stop - 1, -1, -1) if ids[n] in added), 0)
+        start = next((n for n in range(stop - 1, -1, -1) if ids[n] in self._added_ids), 0)
         begin = offsets[start][0] if start else 0
         text = self.text[begin:border]
         alone = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

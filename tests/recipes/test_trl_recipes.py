@@ -24,6 +24,7 @@ from longctx_patch.recipes.trl_saving import StopCallback
 from tests.health.flaw import Flaw
 from tests.launching import run_module
 from tests.plugin.launched import run_launched
+from tests.recipes.data.test_reading import NO_MARKS
 from tests.recipes.test_model_card import Hub
 from tests.recipes.trl_jobs import make_job, patch
 
@@ -50,10 +51,12 @@ def agree(folder: Path, other: Path, *, compared: re.Pattern[str] = COMPARED) ->
 
 @pytest.mark.timeout(600)
 def test_a_chat_job_of_three_epochs(job: Path) -> None:
-    """From `longctx patch` to an adapter that plain PEFT loads: the best by evaluation."""
-    said = patch(
-        job, "--data", str(job / "chats.jsonl"), "--eval-data", str(job / "held_out.jsonl")
-    )
+    """From `longctx patch` to an adapter that plain PEFT loads: the best by evaluation. Its
+    tokenizer has the chat template that was given, which marks no turns."""
+    template = job / "other.jinja"
+    template.write_text(NO_MARKS)
+    data = ["--data", str(job / "chats.jsonl"), "--eval-data", str(job / "held_out.jsonl")]
+    said = patch(job, *data, "--chat-template", str(template))
     command = said.strip().splitlines()[-1].split()
     assert command[:2] == ["longctx", "train"]
     more = ["--num-train-epochs", "3", "--eval-strategy", "epoch", "--save-strategy", "epoch"]
@@ -100,6 +103,7 @@ def test_a_chat_job_of_three_epochs(job: Path) -> None:
     final = training / "final"
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(final))
     PeftModel.from_pretrained(base, str(final))
+    assert (final / "chat_template.jinja").read_text() == NO_MARKS
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
