@@ -6,6 +6,7 @@ the slowest link of a rank carries in one direction. Imports torch.
 """
 
 import re
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longctx_patch.diagnosis.check import Check, State
+from longctx_patch.diagnosis.check import Check
 from longctx_patch.health.rates import slow_ones
 from longctx_patch.processes import ProcessesFailedError, run_processes
 from longctx_patch.transport import Message, ProcessGroupTransport
 
 GB = 10**9
 _GPU_BYTES, _CPU_BYTES = 2**28, 2**22
-_REPEATS = 5
+_WARM, _REPEATS = 5, 15
+"""Calls before those that are timed, and these. NCCL's first calls on a sound host with four H100
+took five times as long as later ones."""
 STAGES = ("init_process_group", "rendezvous", "_all_reduce", "_all_to_all", "_ring")
 """Functions in which a rank may hang, in the order in which it runs them."""
 
@@ -99,13 +102,17 @@ def _require_equal(what: str, arrived: Tensor, wanted: Tensor) -> None:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Mean seconds of a call that has run once already."""
-    _synchronize(device)
-    started = time.perf_counter()
-    for _ in range(_REPEATS):
+    """Median seconds of a call."""
+    for _ in range(_WARM):
         call()
-    _synchronize(device)
-    return (time.perf_counter() - started) / _REPEATS
+    seconds = []
+    for _ in range(_REPEATS):
+        _synchronize(device)
+        started = time.perf_counter()
+        call()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -138,8 +145,7 @@ def success(rates: list[dict[str, float]], who: str, known: float = nan) -> Chec
     for slow in slow_ones([rate], known / GB):
         text += f"; an all-reduce takes {rate:.0f} GB/s, {slow.share:.0%} of {slow.usual:.0f}, "
         text += "which NVLink between such GPUs is known to carry"
-        state: State = "failed" if slow.is_failure else "warning"
-        return Check("exchange", state, text, _SLOW, slowest)
+        return Check("exchange", "warning", text, _SLOW, slowest)
     return Check("exchange", "ok", text, figures=slowest)
 
 

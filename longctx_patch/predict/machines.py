@@ -15,9 +15,8 @@ HardwareName = Literal["h200", "h100", "a100", "a100-40"]
 
 GIB = 2**30
 
-WIDE_HEAD_DIM = 256
-"""Numbers of a head from which on kernels have rates of their own; others were measured with heads
-of 128."""
+HEAD_DIM = 128
+"""Numbers of a head that kernels were measured with, unless their rates say otherwise."""
 
 _FEW_QUERIES = 256
 """Fewer queries than this take a kernel as long as this many: short documents don't fill tiles.
@@ -50,12 +49,16 @@ class KernelRates:
     forward_causal: KernelRate
     backward_full: KernelRate
     backward_causal: KernelRate
-    wide: "KernelRates | None" = None
-    """What is reached with heads of `WIDE_HEAD_DIM` numbers; None: the same."""
+    other_head_dims: tuple[tuple[int, "KernelRates"], ...] = ()
+    """(numbers of a head, what is reached from that size on), narrowest first. The rates of this
+    object are those of heads of `HEAD_DIM`."""
 
     def of(self, head_dim: int) -> "KernelRates":
-        """What is reached with heads of this size."""
-        return self.wide if self.wide is not None and head_dim >= WIDE_HEAD_DIM else self
+        """What is reached with heads of this size: as with the next smaller size that was measured,
+        or with the smallest one."""
+        measured = dict(sorted([*self.other_head_dims, (HEAD_DIM, self)]))
+        smaller = [rates for size, rates in measured.items() if size <= head_dim]
+        return smaller[-1] if smaller else next(iter(measured.values()))
 
     def rate(self, direction: Direction, *, causal: bool) -> KernelRate:
         """The rate of blocks in one direction, causal or full."""
@@ -194,14 +197,38 @@ _CUDNN_WIDE = replace(
     backward_full=KernelRate(382e12, 100, 41e-6),
     backward_causal=KernelRate(378e12, 800, 50e-6),
 )
-_CUDNN_FOR_ALL = replace(_CUDNN, wide=_CUDNN_WIDE)
+# benchmarks/calibrate.py on H100; at the rates that rows of 65,536 tokens reach within a step.
+_CUDNN_64 = KernelRates(
+    kernel="cudnn",
+    forward_full=KernelRate(465e12, 0, 13e-6),
+    forward_causal=KernelRate(450e12, 680, 15e-6),
+    backward_full=KernelRate(440e12, 150, 33e-6),
+    backward_causal=KernelRate(425e12, 1200, 38e-6),
+)
+_CUDNN_96 = KernelRates(
+    kernel="cudnn",
+    forward_full=KernelRate(500e12, 0, 14e-6),
+    forward_causal=KernelRate(475e12, 480, 19e-6),
+    backward_full=KernelRate(435e12, 100, 39e-6),
+    backward_causal=KernelRate(430e12, 1200, 45e-6),
+)
+_CUDNN_OTHERS = ((64, _CUDNN_64), (96, _CUDNN_96), (256, _CUDNN_WIDE))
+_CUDNN_FOR_ALL = replace(_CUDNN, other_head_dims=_CUDNN_OTHERS)
+# Fitted to the two steps of Llama-3.2-1B's shape in docs/results/planner.md.
+_FLASH_ATTN_4_64 = KernelRates(
+    kernel="flash_attn_4",
+    forward_full=KernelRate(565e12, 50, 14e-6),
+    forward_causal=KernelRate(560e12, 430, 18e-6),
+    backward_full=KernelRate(520e12, 100, 41e-6),
+    backward_causal=KernelRate(510e12, 800, 50e-6),
+)
 _FLASH_ATTN_4 = KernelRates(
     kernel="flash_attn_4",
     forward_full=KernelRate(650e12, 50, 14e-6),
     forward_causal=KernelRate(645e12, 430, 18e-6),
     backward_full=KernelRate(595e12, 100, 41e-6),
     backward_causal=KernelRate(583e12, 800, 50e-6),
-    wide=_CUDNN_WIDE,
+    other_head_dims=((64, _FLASH_ATTN_4_64), (256, _CUDNN_WIDE)),
 )
 _FLASH_ATTN_2 = KernelRates(
     kernel="flash_attn_2",

@@ -1,6 +1,6 @@
 """How many GPUs share each row of a step: which numbers may, and which is taken."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
@@ -13,18 +13,7 @@ from longctx_patch.memory.policies import LayerPolicy
 from longctx_patch.predict.run.step_time import StepTime
 from tests.predict.run.jobs import llama_job
 
-PARTS = (
-    "attention",
-    "recurrence",
-    "linear",
-    "elementwise",
-    "loss",
-    "fsdp",
-    "offload",
-    "optimizer",
-    "idle",
-)
-IDLE = StepTime(**dict.fromkeys(PARTS, 0.0))
+IDLE = StepTime(**dict.fromkeys((part.name for part in fields(StepTime)), 0.0))
 
 MEASURED = {1: 28384, 2: 25423, 4: 24117}
 """Tokens per second and GPU of 8 layers and rows of 32,768 tokens, where so many H200 share a row

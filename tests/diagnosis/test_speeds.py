@@ -90,7 +90,7 @@ def test_an_all_reduce_is_compared_with_what_nvlink_is_known_to_carry() -> None:
     assert isnan(known_link(replace(FOUR, links=dict.fromkeys(PAIRS, "PHB"))))
     assert isnan(known_link(Gpus()))
     slow = success([{"all_reduce_gb_per_s": 68.0, "ring_gb_per_s": 60.0}], "4 processes", known)
-    assert slow.state == "failed"
+    assert slow.state == "warning"
     assert "an all-reduce takes 68 GB/s, 28% of 240" in slow.found
     assert success([{"all_reduce_gb_per_s": 200.0}], "4 processes", known).state == "warning"
     assert success([{"all_reduce_gb_per_s": 350.0}], "4 processes", known).state == "ok"

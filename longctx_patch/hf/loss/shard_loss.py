@@ -14,7 +14,7 @@ from longctx_patch.engine.groups import SequenceGroup
 from longctx_patch.hf.call.inputs import short
 from longctx_patch.hf.layers.checkpointing import GRADIENTS_IN_EVALUATION
 from longctx_patch.hf.loss.token_head import TokenFields, shard_log_probs
-from longctx_patch.hf.model.facts import ModelFacts
+from longctx_patch.hf.model.facts import text_config
 from longctx_patch.hf.model.transformers_api import router_weight
 from longctx_patch.loss.law import IGNORE_INDEX, replica_scale, scale_of, sum_of_token_losses
 from longctx_patch.transport import VirtualTransport
@@ -204,7 +204,8 @@ class ShardLoss:
         head = self._model.get_output_embeddings()
         # PEFT makes a copy of a tied head with its two numbers of features exchanged.
         head = getattr(head, "original_module", head)
-        return getattr(head, "out_features", ModelFacts.of(self._model.config).vocab_size)
+        # Each forward asks, so the config's facts, which cost 0.1 ms a layer, are not made for it.
+        return getattr(head, "out_features", text_config(self._model.config).vocab_size)
 
     def _count_router_loss(self, share: float) -> None:
         """Scale the router's coefficient until the pass is closed. It is read anew in each pass,

@@ -100,6 +100,8 @@ class Prediction:
     ulysses_degree: int
     layout: str
     makespan_s: float
+    host_s: float
+    """Seconds that the busiest rank's CPU takes to start kernels and messages, without Ulysses'."""
     idle_fraction: float
     """Imbalance: share of rank-time without work, if only attention's FLOPs counted and each step
     took as long as its busiest rank. It says nothing about a `halo` plan, whose ranks don't go step
@@ -176,6 +178,7 @@ def predict(
         ulysses_degree=setting.ulysses_degree,
         layout=setting.layout,
         makespan_s=makespan_s,
+        host_s=slowest.host_s,
         idle_fraction=1 - (1 - slowest.idle_fraction) * mean / busiest,
         kernel_s=kernel_s,
         copy_s=copy_s,

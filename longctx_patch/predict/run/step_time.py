@@ -8,6 +8,7 @@ FSDP's messages hide behind layers; its copies and its last reduction don't.
 
 from collections import Counter
 from dataclasses import dataclass
+from math import log2
 
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.plans import Direction
@@ -44,6 +45,19 @@ HOST_ADAMW_BYTES_PER_S = 110e9
 """Bytes per second of torch's fused AdamW for each GPU, on 16 cores of a host with one H200."""
 HOST_CLIP_BYTES_PER_S = 8e9
 """Bytes per second of clipping float32 gradients on that host."""
+HOST_LAYER_S = 1.5e-3
+"""Seconds that a host takes to start a layer's kernels beside those of its mixer, forward or
+backward: of steps of SmolLM2-135M's shape on H100 (docs/results/planner.md)."""
+HOST_FSDP_S = 1.25e-3, 2.0e-3
+"""Seconds more where FSDP2 gathers its weights, and reduces its gradients: forward, backward."""
+HOST_IN_STEP = 2.7
+"""How much longer a host takes to start attention's calls and messages within a step than one after
+another: their code and what they allocate are in no cache."""
+HOST_WAVE_S = 1.3e-3
+"""Seconds in which a host starts the exchanges of one of Ulysses' waves within a step."""
+HOST_LATE = 0.15
+"""How much longer a step takes for each doubling of the ranks, since all of them wait for the host
+that is last, which is another one each time."""
 IDLE_S = 7e-3
 """Seconds of a step without work: the optimizer's start, the loss's way to the host."""
 
@@ -62,6 +76,8 @@ class StepTime(Parts):
     offload: float
     """Copies to and from the host that layers don't hide."""
     optimizer: float
+    host: float
+    """Seconds in which GPUs wait for hosts, which start kernels more slowly than they run."""
     idle: float = IDLE_S
 
 
@@ -100,11 +116,16 @@ def predict_time(job: Job, candidate: Candidate, tokens: float, attention: Atten
     head, bandwidth = shape.head_weights, machine.copy_bandwidth
     # FLOPs for each weight: two forward, two for the input's gradient, two more if it is trained.
     each = 4 if job.lora else 6
+    layers = {
+        "attention": _attention_seconds(job, candidate, attention),
+        "recurrence": _recurrence_seconds(job, candidate),
+        "linear": products_s,
+        "elementwise": moved / (ELEMENTWISE_SHARE * bandwidth),
+        "host": 0.0,
+    }
+    layers["host"] = _host_seconds(job, candidate, tokens, attention, sum(layers.values()))
     return StepTime(
-        attention=forwards * _attention_seconds(job, candidate, attention),
-        recurrence=forwards * _recurrence_seconds(job, candidate),
-        linear=forwards * products_s,
-        elementwise=forwards * moved / (ELEMENTWISE_SHARE * bandwidth),
+        **{name: forwards * seconds for name, seconds in layers.items()},
         loss=forwards
         * tokens
         * (each * head / machine.matmul_flops + LOSS_BYTES * shape.vocab_size / bandwidth),
@@ -230,6 +251,37 @@ def _forward_seconds(
     else:
         mixer_s = candidate.recurrence.forward_s if candidate.recurrence is not None else 0.0
     return mixer_s + 2 * tokens * kind.linear_weights / job.cluster.hardware.matmul_flops
+
+
+def _host_seconds(
+    job: Job, candidate: Candidate, tokens: float, attention: Attention, layers_s: float
+) -> float:
+    """Seconds of one forward and its backward in which GPUs wait for hosts, where the layers take
+    GPUs `layers_s` in both."""
+    shape, bandwidth = job.shape, ELEMENTWISE_SHARE * job.cluster.hardware.copy_bandwidth
+    forward_s = sum(
+        number
+        * (
+            _forward_seconds(job, candidate, kind, tokens, attention)
+            + tokens * _elementwise_bytes(job, kind) / bandwidth
+        )
+        for kind, number in shape.kinds.items()
+    )
+    runs = shape.num_layers, shape.num_layers + len(_recomputed(job, candidate))
+    waits_s = 0.0
+    for num_runs, of_fsdp, found, on_gpus_s in zip(
+        runs,
+        HOST_FSDP_S if job.fsdp else (0.0, 0.0),
+        (attention.forward, attention.backward),
+        (forward_s, layers_s - forward_s),
+        strict=True,
+    ):
+        waves_s = candidate.setting.ulysses_waves * HOST_WAVE_S if candidate.ulysses > 1 else 0.0
+        mixers_s = shape.num_attending * (HOST_IN_STEP * found.host_s + waves_s)
+        host_s = num_runs * HOST_LAYER_S + shape.num_layers * of_fsdp + mixers_s
+        late = 1 + HOST_LATE * log2(job.cluster.num_gpus)
+        waits_s += max(0.0, late * host_s - on_gpus_s)
+    return waits_s
 
 
 def _optimizer_seconds(job: Job, candidate: Candidate) -> float:
