@@ -101,7 +101,9 @@ class Prediction:
     layout: str
     makespan_s: float
     host_s: float
-    """Seconds that the busiest rank's CPU takes to start kernels and messages, without Ulysses'."""
+    """Seconds that the busiest rank's CPU takes to start the plan's kernels and messages."""
+    host_waves_s: float
+    """The same of Ulysses' exchanges around the plan."""
     idle_fraction: float
     """Imbalance: share of rank-time without work, if only attention's FLOPs counted and each step
     took as long as its busiest rank. It says nothing about a `halo` plan, whose ranks don't go step
@@ -179,6 +181,7 @@ def predict(
         layout=setting.layout,
         makespan_s=makespan_s,
         host_s=slowest.host_s,
+        host_waves_s=exchanges_s,
         idle_fraction=1 - (1 - slowest.idle_fraction) * mean / busiest,
         kernel_s=kernel_s,
         copy_s=copy_s,

@@ -14,6 +14,7 @@ In a step of several forwards all gradients are there at each of them, from the 
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 from longctx_patch.loss.linear_head import CHUNK_BYTES
 from longctx_patch.memory.limits import AHEAD
@@ -166,7 +167,8 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     """Memory while the loss is computed."""
     shape = job.shape
     weights, gradients, optimizer = _states_on_gpu(job, candidate)
-    chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
+    logits = FP32 * shape.vocab_size * tokens
+    chunk = logits / max(1, ceil(logits / CHUNK_BYTES))  # chunks are equal
     head = 0 if job.lora else FP32 * shape.head_weights
     # FSDP holds the buffer of its last gathering, beside the weights, until the next one.
     buffer: float = BF16 * shape.head_weights if job.fsdp else 0

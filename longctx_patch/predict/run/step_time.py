@@ -8,7 +8,6 @@ FSDP's messages hide behind layers; its copies and its last reduction don't.
 
 from collections import Counter
 from dataclasses import dataclass
-from math import log2
 
 from longctx_patch.memory.policies import POLICIES, LayerPolicy
 from longctx_patch.plans import Direction
@@ -45,19 +44,15 @@ HOST_ADAMW_BYTES_PER_S = 110e9
 """Bytes per second of torch's fused AdamW for each GPU, on 16 cores of a host with one H200."""
 HOST_CLIP_BYTES_PER_S = 8e9
 """Bytes per second of clipping float32 gradients on that host."""
-HOST_LAYER_S = 1.5e-3
+HOST_LAYER_S = 1.1e-3
 """Seconds that a host takes to start a layer's kernels beside those of its mixer, forward or
-backward: of steps of SmolLM2-135M's shape on H100 (docs/results/planner.md)."""
-HOST_FSDP_S = 1.25e-3, 2.0e-3
-"""Seconds more where FSDP2 gathers its weights, and reduces its gradients: forward, backward."""
-HOST_IN_STEP = 2.7
+backward; 1.5 times as much more where the layer is recomputed. From steps of small models on H100."""
+HOST_FSDP_S = 1.8e-3, 2.6e-3
+"""Seconds more where FSDP2 gathers a layer's weights, and reduces its gradients: forward,
+backward."""
+HOST_IN_STEP = 4.7
 """How much longer a host takes to start attention's calls and messages within a step than one after
-another: their code and what they allocate are in no cache."""
-HOST_WAVE_S = 1.3e-3
-"""Seconds in which a host starts the exchanges of one of Ulysses' waves within a step."""
-HOST_LATE = 0.15
-"""How much longer a step takes for each doubling of the ranks, since all of them wait for the host
-that is last, which is another one each time."""
+another, where their code and what they allocate are in its caches."""
 IDLE_S = 7e-3
 """Seconds of a step without work: the optimizer's start, the loss's way to the host."""
 
@@ -267,20 +262,15 @@ def _host_seconds(
         )
         for kind, number in shape.kinds.items()
     )
-    runs = shape.num_layers, shape.num_layers + len(_recomputed(job, candidate))
+    runs_s = (shape.num_layers + 1.5 * len(_recomputed(job, candidate))) * HOST_LAYER_S
     waits_s = 0.0
-    for num_runs, of_fsdp, found, on_gpus_s in zip(
-        runs,
-        HOST_FSDP_S if job.fsdp else (0.0, 0.0),
-        (attention.forward, attention.backward),
-        (forward_s, layers_s - forward_s),
-        strict=True,
+    for of_fsdp, found, on_gpus_s in (
+        (HOST_FSDP_S[0], attention.forward, forward_s),
+        (HOST_FSDP_S[1], attention.backward, layers_s - forward_s),
     ):
-        waves_s = candidate.setting.ulysses_waves * HOST_WAVE_S if candidate.ulysses > 1 else 0.0
-        mixers_s = shape.num_attending * (HOST_IN_STEP * found.host_s + waves_s)
-        host_s = num_runs * HOST_LAYER_S + shape.num_layers * of_fsdp + mixers_s
-        late = 1 + HOST_LATE * log2(job.cluster.num_gpus)
-        waits_s += max(0.0, late * host_s - on_gpus_s)
+        sharding_s = shape.num_layers * of_fsdp if job.fsdp else 0.0
+        mixers_s = shape.num_attending * (HOST_IN_STEP * found.host_s + found.host_waves_s)
+        waits_s += max(0.0, runs_s + sharding_s + mixers_s - on_gpus_s)
     return waits_s
 
 
