@@ -14,7 +14,6 @@ In a step of several forwards all gradients are there at each of them, from the 
 """
 
 from dataclasses import dataclass
-from math import ceil
 
 from longctx_patch.loss.linear_head import CHUNK_BYTES
 from longctx_patch.memory.limits import AHEAD
@@ -167,8 +166,7 @@ def _loss(job: Job, candidate: Candidate, tokens: float) -> Components:
     """Memory while the loss is computed."""
     shape = job.shape
     weights, gradients, optimizer = _states_on_gpu(job, candidate)
-    logits = FP32 * shape.vocab_size * tokens
-    chunk = logits / max(1, ceil(logits / CHUNK_BYTES))  # chunks are equal
+    chunk = min(CHUNK_BYTES, FP32 * shape.vocab_size * tokens)
     head = 0 if job.lora else FP32 * shape.head_weights
     # FSDP holds the buffer of its last gathering, beside the weights, until the next one.
     buffer: float = BF16 * shape.head_weights if job.fsdp else 0
