@@ -46,7 +46,7 @@ HOST_CLIP_BYTES_PER_S = 8e9
 """Bytes per second of clipping float32 gradients on that host."""
 HOST_LAYER_S = 1.1e-3
 """Seconds that a host takes to start a layer's kernels beside those of its mixer, forward or
-backward; 1.5 times as much more where the layer is recomputed. From steps of small models on H100."""
+backward; where the layer is recomputed, 2.5 times as much. From steps of small models on H100."""
 HOST_FSDP_S = 1.8e-3, 2.6e-3
 """Seconds more where FSDP2 gathers a layer's weights, and reduces its gradients: forward,
 backward."""
