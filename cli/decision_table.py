@@ -104,16 +104,13 @@ def _mlp_tiles(tiles: int | None) -> tuple[str, str]:
 
 
 def _recipe(decisions: Decisions) -> tuple[str, str]:
-    recipe, assistant_only, is_text = decisions.task
+    recipe, assistant_only = decisions.task
     if recipe == "finetune":
         return "finetune", "plain text; --sft and --dpo take TRL's trainers"
     if recipe == "dpo":
         return "dpo", "TRL's DPOTrainer (--dpo): chosen answers are learned over rejected ones"
     if assistant_only:
         return "sft", "TRL's SFTTrainer: the assistant's tokens are learned (--train-on)"
-    if is_text:
-        why = "TRL's SFTTrainer evaluates (--eval-data): each record is a row, for one epoch"
-        return "sft", f"{why}; without --eval-data rows are cut from joined text"
     return "sft", "TRL's SFTTrainer: labels are learned, or completions, or else all tokens"
 
 

@@ -172,6 +172,8 @@ def _settings(model: str, options: PatchOptions, cluster: Cluster | None) -> Set
     return Settings(
         model=str(Path(model).expanduser().resolve()) if is_local(model) else model,
         text=options.sources or [NO_TEXT],
+        eval_data=options.eval_sources,
+        eval_steps=SAVE_EVERY if options.eval_data else 0,
         text_field=options.text_field,
         output=str(options.folder / "training"),
         rope=options.rope or "none",

@@ -13,7 +13,7 @@ from longctx_patch.recipes.data.losses import Losses, too_many
 from longctx_patch.recipes.data.token_table import column_lengths, lengths_of, losses_of
 from longctx_patch.recipes.settings import parse_settings
 from longctx_patch.recipes.text_rows import TextRows
-from longctx_patch.recipes.text_sources import rows_of_run
+from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
 from longctx_patch.recipes.trl_data import RunData, packed_rows, tables_of_run
 from longctx_patch.recipes.yaml_file import read_yaml
 
@@ -51,6 +51,10 @@ def _of_text(file: Path) -> SeenData:
     rows = rows_of_run(settings, tokenizer)
     documents = rows.stream.document_lengths()
     facts = {"train": _text_facts(rows, documents)}
+    evaluation = evaluation_rows(settings, tokenizer)
+    if evaluation is not None:
+        facts["eval"] = _text_facts(evaluation, evaluation.stream.document_lengths())
+    each = [rows] if evaluation is None else [rows, evaluation]
     return SeenData(
         "finetune",
         "text",
@@ -59,7 +63,7 @@ def _of_text(file: Path) -> SeenData:
         documents,
         rows,
         tokenizer.decode,
-        _refused([rows.stream.losses], settings.allow_dropped),
+        _refused([found.stream.losses for found in each], settings.allow_dropped),
     )
 
 

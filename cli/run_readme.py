@@ -152,9 +152,8 @@ def render_readme(decisions: Decisions) -> str:
 
 
 def _save_every(decisions: Decisions) -> str:
-    if decisions.task.recipe == "finetune":
-        return "--save-every"
-    return "--save-steps N --eval-steps" if decisions.options.eval_data else "--save-steps"
+    save = "--save-every" if decisions.task.recipe == "finetune" else "--save-steps"
+    return f"{save} N --eval-steps" if decisions.options.eval_data else save
 
 
 def _same(decisions: Decisions) -> str:

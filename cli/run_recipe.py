@@ -30,8 +30,6 @@ class Task(NamedTuple):
     recipe: RecipeName
     assistant_only: bool
     """Whether only the assistant's tokens are learned."""
-    is_text: bool = False
-    """Whether it was chosen for plain text, not asked for."""
 
 
 def choose_task(options: PatchOptions) -> Task:
@@ -61,15 +59,14 @@ def choose_task(options: PatchOptions) -> Task:
         raise ValueError(f"--dpo with records that have {FIELDS[kind]}: {FIELDS['preference']}.")
     if options.train_on == "assistant" and kind in ("text", "tokens"):
         raise ValueError("--train-on assistant with data that is no conversation. Leave it out.")
-    is_text = kind in (None, "text")
-    recipe = asked or ("finetune" if is_text and not options.eval_data else "sft")
+    recipe = asked or ("finetune" if kind in (None, "text") else "sft")
     if recipe == "finetune" and options.too_long:
         raise ValueError(
             f"--too-long {options.too_long} with plain text: rows are cut from the joined text. "
             "Leave it out; or add --sft, where each record is a row."
         )
     only = options.train_on == "assistant" or (options.train_on is None and kind == "chat")
-    return Task(recipe, only and asked != "dpo", is_text and not asked)
+    return Task(recipe, only and asked != "dpo")
 
 
 def first_kind(source: str, text_field: str, option: str = "--data") -> Kind:

@@ -11,8 +11,9 @@ tokens of the step on all processes), checkpoints/ and final/.
 """
 
 import dataclasses
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -53,7 +54,12 @@ from longctx_patch.recipes.metrics import MetricsFile, read_metrics
 from longctx_patch.recipes.model_card import Card, card_of
 from longctx_patch.recipes.quiet import quiet_libraries
 from longctx_patch.recipes.rehearsal import check_memory, states_to_come
-from longctx_patch.recipes.run_batches import Data, build_data, micro_batches
+from longctx_patch.recipes.run_batches import (
+    Data,
+    build_data,
+    evaluation_batches,
+    micro_batches,
+)
 from longctx_patch.recipes.run_record import (
     RECORD_FILE,
     noting_failure,
@@ -69,7 +75,7 @@ from longctx_patch.recipes.saving.signals import StopSignals
 from longctx_patch.recipes.saving.state import TrainState
 from longctx_patch.recipes.settings import Settings, parse_settings, settings_file
 from longctx_patch.recipes.stages import Stages, launched_at
-from longctx_patch.recipes.train_step import train_step
+from longctx_patch.recipes.train_step import evaluate, train_step
 
 
 class Inputs(NamedTuple):
@@ -149,7 +155,7 @@ def train(
     until a signal stops the run after a step that is saved. None where the run has ended before."""
     pace = PaceCheck(accelerator.device, accelerator.print)
     inputs = read_inputs(settings, accelerator, stages)
-    if is_over(output, inputs.run, inputs.settings, {"max_steps": settings.max_steps}):
+    if is_over(output, inputs.run, inputs.settings, {"max_steps": inputs.settings.max_steps}):
         say_ended(output.folder)
         return None
     checkpoint = output.find(accelerator.print)
@@ -195,7 +201,12 @@ def read_inputs(settings: Settings, accelerator: Any, stages: Stages) -> Inputs:
     tokenizer = models.load_tokenizer(settings)
     models.check_vocabulary(tokenizer, config)
     data = build_data(settings, tokenizer)
-    data.rows.say_losses(allowed=settings.allow_dropped, say=accelerator.print)
+    if settings.num_train_epochs:
+        steps = math.ceil(settings.num_train_epochs * data.steps_of_epoch)
+        settings = dataclasses.replace(settings, max_steps=steps)
+    for name, rows in (("train data", data.rows), ("eval data", data.evaluation)):
+        if rows is not None:
+            rows.say_losses(name, allowed=settings.allow_dropped, say=accelerator.print)
     run = fingerprint(
         settings,
         config=config,
@@ -275,7 +286,9 @@ def go_through_steps(
     of its last step."""
     settings, state = job.settings, job.state
     replicas, first = ReplicaCheck(state.model, state.step), state.step + 1
-    for _ in train_steps(job, accelerator, pace, stop):
+    for _ in train_steps(
+        job, accelerator, pace, stop, partial(evaluated, job, accelerator, watchdog)
+    ):
         watchdog.done(state.step)
         replicas.after_step(state.step)
         keeper.look()
@@ -309,7 +322,26 @@ def model_card(settings: Settings, config: Any, processes: int) -> Card:
     )
 
 
-def train_steps(job: Job, accelerator: Any, pace: PaceCheck, stop: StopSignals) -> Iterator[None]:
+def evaluated(job: Job, accelerator: Any, watchdog: Watchdog) -> dict[str, Any]:
+    """The numbers of an evaluation, where one is due after the step that is done. Collective."""
+    settings, step = job.settings, job.state.step
+    is_due = step == settings.max_steps or (settings.eval_steps and step % settings.eval_steps == 0)
+    if job.data.evaluation is None or not is_due:
+        return {}
+    watchdog.enter("evaluate")
+    numbers = evaluate(accelerator, job.state.model, evaluation_batches(job.data))
+    watchdog.enter("step")
+    accelerator.print(f"step {step}: eval_loss {numbers['eval_loss']:.4f}", flush=True)
+    return numbers
+
+
+def train_steps(
+    job: Job,
+    accelerator: Any,
+    pace: PaceCheck,
+    stop: StopSignals,
+    evaluated: Callable[[], dict[str, Any]],
+) -> Iterator[None]:
     """Train every step that is left, and stop after each, when its metrics are written."""
     settings, state, handle, data = job.settings, job.state, job.handle, job.data
     writes = accelerator.is_main_process
@@ -348,6 +380,7 @@ def train_steps(job: Job, accelerator: Any, pace: PaceCheck, stop: StopSignals) 
                 accelerator.print(f"step {state.step}: {drift}")
         if slow := pace.after_step(state.step):
             values["slow_ranks"] = slow
+        values |= evaluated()
         kept = {
             "layers_not_recomputed": handle.checkpointing.num_whole_layers,
             "layers_offloaded": handle.checkpointing.num_offloaded_layers,

@@ -26,6 +26,8 @@ from longctx_patch.recipes.settings import PARALLELISM, ModelSettings
 FREE = {
     *("text", "data", "output", "resume", "allow_change"),
     *("save_every", "keep_last", "keep_every"),
+    *("eval_data", "eval_steps"),  # what is evaluated changes no weight
+    "num_train_epochs",  # max_steps says it
     *("model", "tokenizer", "chat_template", "text_field"),  # what they lead to is compared
     "allow_dropped",  # the rows say what it has led to
     *("one_document_per_row", "pack"),  # the digest of the rows says whether they are the same

@@ -7,10 +7,11 @@ import torch
 
 from longctx_patch import SequenceShardCollator
 from longctx_patch.engine.groups import world_place
+from longctx_patch.loss.law import IGNORE_INDEX
 from longctx_patch.recipes.row_order import RowOrder, check_batch
 from longctx_patch.recipes.settings import Settings
 from longctx_patch.recipes.text_rows import TextRows
-from longctx_patch.recipes.text_sources import rows_of_run
+from longctx_patch.recipes.text_sources import evaluation_rows, rows_of_run
 
 
 class Data(NamedTuple):
@@ -22,6 +23,13 @@ class Data(NamedTuple):
     collator: SequenceShardCollator
     """Cuts this process's shard."""
     replica: int
+    evaluation: TextRows | None = None
+    """What is evaluated on."""
+
+    @property
+    def steps_of_epoch(self) -> float:
+        """How many steps take each row once."""
+        return len(self.rows) / self.order.rows_per_step
 
     def called(self, step: int) -> list[str]:
         """The rows of this process in `step` (from 0), in words, one text per forward."""
@@ -67,7 +75,7 @@ def build_data(settings: Settings, tokenizer: Any) -> Data:
         # The rows of a forward become one row, always of the same length, so that memory is reused.
         pad_to_length=settings.seq_len * settings.batch_size if settings.pack else 0,
     )
-    return Data(rows, order, collator, replica)
+    return Data(rows, order, collator, replica, evaluation_rows(settings, tokenizer))
 
 
 def micro_batches(data: Data, steps: range) -> Iterator[dict[str, torch.Tensor]]:
@@ -75,3 +83,15 @@ def micro_batches(data: Data, steps: range) -> Iterator[dict[str, torch.Tensor]]
     for step in steps:
         for rows in data.order.micro_batches(step, data.replica):
             yield data.collator(rows)
+
+
+def evaluation_batches(data: Data) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield this process's shard for each forward over the evaluation rows, each of which one
+    replica has. All replicas have as many forwards: one without a row left has no labels."""
+    rows, size = data.evaluation, data.order.batch_size
+    assert rows is not None
+    unlabelled = rows[0] | {"labels": [IGNORE_INDEX] * len(rows[0]["input_ids"])}
+    for first in range(0, len(rows), size * data.order.replicas):
+        start = first + size * data.replica
+        mine = [rows[index] for index in range(start, min(start + size, len(rows)))]
+        yield data.collator(mine or [unlabelled])

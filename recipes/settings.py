@@ -257,6 +257,9 @@ class _Text:
         default=[],
     )
     data_shares: list[float] = data_shares_setting()
+    eval_data: list[str] = setting(
+        "sources to evaluate on, of which the split is named: SOURCE:test", default=[]
+    )
     text_field: str = setting("name of the text field in records", default="text")
     allow_dropped: bool = allow_dropped_setting()
     one_document_per_row: bool = setting("rows never join two documents", default=False)
@@ -276,6 +279,12 @@ class Settings(Parallelism, _Text, ModelSettings):
     warmup_steps: int = setting("steps of linear warm-up", default=0)
     weight_decay: float = setting("AdamW's weight decay", default=0.0)
     max_steps: int = setting("optimizer steps", default=100)
+    num_train_epochs: float = setting(
+        "passes over the rows, which then decide max_steps; 0: max_steps says it", default=0.0
+    )
+    eval_steps: int = setting(
+        "steps between evaluations on eval_data; 0: after the last step only", default=0
+    )
     batch_size: int = setting("rows per data-parallel replica and forward", default=1)
     gradient_accumulation_steps: int = setting("forwards per optimizer step", default=1)
     max_grad_norm: float = setting("clip to this gradient norm; 0 never clips", default=1.0)
@@ -304,8 +313,15 @@ class Settings(Parallelism, _Text, ModelSettings):
         require_choice("scheduler", self.scheduler, get_args(FIELD_TYPES["scheduler"]))
         for name in ("max_steps", "batch_size", "gradient_accumulation_steps"):
             self._check_at_least(name, 1)
-        for name in ("warmup_steps", "save_every"):
+        for name in ("warmup_steps", "save_every", "eval_steps"):
             self._check_at_least(name, 0)
+        if not 0 <= self.num_train_epochs < math.inf:
+            raise ValueError(f"num_train_epochs={self.num_train_epochs}: a number from 0.")
+        if self.eval_steps and not self.eval_data:
+            raise ValueError(
+                f"eval_steps={self.eval_steps} without eval_data, which says what to evaluate on. "
+                "Give --eval-data FILE_OR_FOLDER ... too."
+            )
         object.__setattr__(self, "resume", resume_name(self.resume))
         self._check_kept()
         check_numbers(self)

@@ -82,11 +82,12 @@ class TextRows(Sequence[Row]):
         lengths = self.pieces.lengths[which.start : which.stop]
         return {"input_ids": ids.tolist(), "seq_lengths": lengths.tolist()}
 
-    def say_losses(self, *, allowed: bool, say: Callable[[str], object]) -> None:
-        """Print what of the text is in no row. Raises ValueError if that is many records."""
-        say_losses(self.stream.losses, "train data", allowed=allowed, say=say)
+    def say_losses(self, name: str, *, allowed: bool, say: Callable[[str], object]) -> None:
+        """Print what of the text is in no row, by its `name`. Raises ValueError if that is many
+        records."""
+        say_losses(self.stream.losses, name, allowed=allowed, say=say)
         for what, number, text in self.left_out:
-            say(f"train data: {what} {number} {text}")
+            say(f"{name}: {what} {number} {text}")
 
     @property
     def left_out(self) -> list[tuple[str, str, str]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx_patch.recipes.data.evaluation import check_evaluation
 from longctx_patch.recipes.data.losses import Losses
 from longctx_patch.recipes.data.records import NoRecords
 from longctx_patch.recipes.data.shared_arrays import Arrays, shared_arrays
@@ -44,6 +45,22 @@ def rows_of_run(settings: Settings, tokenizer: Any) -> TextRows:
         return cut(stream_of(settings.text, reading))
     rows = [_rows_of_source(source, reading, cut) for source in settings.text]
     return mixed_rows(rows, settings.data_shares, settings.text)
+
+
+def evaluation_rows(settings: Settings, tokenizer: Any) -> TextRows | None:
+    """The rows that a run evaluates on, cut as those that it trains on; None: it has none.
+
+    Raises ValueError as `rows_of_run`, and for sources that are trained on.
+    """
+    if not settings.eval_data:
+        return None
+    check_apart(settings.output, settings.eval_data)
+    check_evaluation(settings.text, settings.eval_data)
+    reading = TextReading(tokenizer, settings.text_field)
+    try:
+        return _cutting(settings)(stream_of(settings.eval_data, reading), settings.seq_len)
+    except ValueError as error:
+        raise ValueError(f"eval_data: {error}") from error
 
 
 def _cutting(settings: Settings) -> Callable[..., TextRows]:

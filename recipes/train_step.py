@@ -2,16 +2,17 @@
 finite."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from longctx_patch.health.finite import FiniteSteps
 from longctx_patch.health.where import Pass, source_of
-from longctx_patch.loss.law import count_valid_tokens
+from longctx_patch.loss.law import IGNORE_INDEX, count_valid_tokens
 from longctx_patch.memory.random_state import RandomState
 from longctx_patch.recipes.metrics import peak_memory_bytes
 from longctx_patch.recipes.saving.signals import StopSignals
@@ -94,6 +95,28 @@ def run_batches(
             accelerator.backward(part)
         loss += part.detach()
     return loss
+
+
+@torch.no_grad()
+def evaluate(accelerator: Any, model: Any, batches: Iterable[Any]) -> dict[str, Any]:
+    """The mean loss over all labels of the evaluation rows: the sum over all processes, divided by
+    their number. Collective; `batches` are this process's. A router's loss is no part of it."""
+    total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+    options: dict[str, Any] = {"num_valid_tokens": 1, "use_cache": False}
+    if getattr(accelerator.unwrap_model(model).config, "output_router_logits", False):
+        options["output_router_logits"] = False
+    model.eval()
+    for batch in batches:
+        batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+        total[0] += model(**batch, **options).loss.double()
+        total[1] += (batch["shift_labels"] != IGNORE_INDEX).sum()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # else some weights stay whole until the next backward, also in saving
+    shares, tokens = accelerator.reduce(total).tolist()
+    # The mean of the processes' shares is the sum of the losses, of which there is one token.
+    return {"eval_loss": shares / accelerator.num_processes / tokens, "eval_tokens": int(tokens)}
 
 
 def gradients_stay_local(

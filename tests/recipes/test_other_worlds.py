@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from longctx_patch.checkpoints.names import steps_of
 from longctx_patch.checkpoints.plain_pickle import MetadataReader
-from longctx_patch.recipes import finetune
+from longctx_patch.recipes import finetune, models
 from longctx_patch.recipes.metrics import read_metrics
+from longctx_patch.recipes.settings import parse_settings
+from longctx_patch.recipes.text_sources import evaluation_rows
 from tests.meeting import held_ports
 from tests.plugin.launched import run_launched, sharding_on_cpus
 from tests.recipes.test_sharded_reading import FSDP2, forget_accelerate
@@ -30,7 +34,10 @@ ALONE = ["--batch-size", "2"]
 
 
 def command(config_file: Path, text_file: Path, output: Path) -> list[str]:
+    held_out = text_file.with_name("held_out.txt")
+    held_out.write_text("".join(f"{n} and {n + 1} are {2 * n + 1}.\n" for n in range(99))[:500])
     pairs = {"model": config_file, "text": text_file, "output": output, "seq-len": 64}
+    pairs["eval-data"] = held_out
     given = [word for name, value in pairs.items() for word in (f"--{name}", str(value))]
     return [*given, "--full", "--scheduler", "constant", "--save-every", "2", "--resume", "auto"]
 
@@ -61,7 +68,8 @@ def is_sharded(checkpoint: Path) -> bool:
 def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
     config_file: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Other numbers of ranks, degrees, layouts, checkpoint policies, replicas and FSDP2."""
+    """Other numbers of ranks, degrees, layouts, checkpoint policies, replicas and FSDP2. So are the
+    losses on seven rows that are held out, which each world evaluates at its end."""
     disturbed = command(config_file, text_file, tmp_path / "disturbed")
     with held_ports(len(WORLDS)) as ports:
         run_launched(go_through_worlds, 2, disturbed, ports)
@@ -73,7 +81,8 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
     for number, (_, shards) in enumerate(WORLDS):
         assert is_sharded(steps_of(tmp_path / "disturbed").path_of(2 * number + 2)) is shards
     whole = command(config_file, text_file, tmp_path / "whole")
-    finetune.main([*whole, *ALONE, "--max-steps", str(steps)])
+    epochs = str((steps - 0.5) * 2 / (5000 // 64))
+    finetune.main([*whole, *ALONE, "--num-train-epochs", epochs, "--eval-steps", "2"])
     ours, theirs = (read_metrics(tmp_path / name) for name in ("disturbed", "whole"))
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     assert len(ours) == steps
@@ -81,3 +90,18 @@ def test_losses_are_those_of_an_undisturbed_run_whatever_the_world(
     for mine, wanted in zip(ours, theirs, strict=True):
         assert mine["tokens"] == wanted["tokens"]
         assert mine["loss"] == pytest.approx(wanted["loss"], rel=0, abs=1e-5)
+        assert mine.get("eval_loss", 0) == pytest.approx(wanted.get("eval_loss", 0), abs=1e-5)
+    assert [line["step"] for line in ours if "eval_loss" in line] == [*range(2, steps + 1, 2)]
+    assert {line.get("eval_tokens", 7 * 63) for line in ours} == {7 * 63}
+    assert theirs[-1]["eval_loss"] == pytest.approx(stock_loss(whole), rel=1e-5)
+
+
+def stock_loss(arguments: list[str]) -> float:
+    """The loss of the final model, without us, on the rows that are held out."""
+    settings = parse_settings(arguments)
+    rows = evaluation_rows(settings, models.load_tokenizer(settings))
+    assert rows is not None
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    model = AutoModelForCausalLM.from_pretrained(Path(settings.output) / "final")
+    with torch.no_grad():
+        return model(input_ids=ids, labels=ids).loss.item()

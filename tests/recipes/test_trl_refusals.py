@@ -1,6 +1,7 @@
 """Recipes over TRL refuse what can't be right before it costs anything."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,16 +87,20 @@ def test_data_that_a_run_folder_is_not_made_for(job: Path, name: str) -> None:
 
 
 def test_what_patch_says_of_text_that_is_evaluated(job: Path) -> None:
-    """--eval-data takes TRL's trainer, for which records are rows: the table says so. --text-field
-    and --too-long reach the settings file."""
+    """Texts stay with the recipe for texts, also with --eval-data, and with --sft records are rows.
+    --text-field, --eval-data and --too-long reach the settings file."""
     texts = [{"body": " ".join(f"w{n}" for n in range(number))} for number in (60, 150, 20)]
     data = str(write(job / "learned.jsonl", texts))
     held_out = str(write(job / "bodies.jsonl", texts))
     options = ["--data", data, "--eval-data", held_out, "--text-field", "body"]
-    assert "--too-long cut drops the end" in refused(job, *options)
-    said = patch(job, *options, "--too-long", "split")
-    assert "without --eval-data rows are cut from joined text" in said
+    assert "--too-long cut drops the end" in refused(job, *options, "--sft")
+    said = patch(job, *options)
     assert re.search(r"evaluation +\S+bodies.jsonl", said)
+    settings = yaml.safe_load((job / "run" / "finetune.yaml").read_text())
+    assert (settings["eval_data"], settings["eval_steps"]) == ([held_out], 25)
+    assert "--save-every N --eval-steps N" in (job / "run" / "README.md").read_text()
+    shutil.rmtree(job / "run")
+    patch(job, *options, "--sft", "--too-long", "split")
     settings = yaml.safe_load((job / "run" / "sft.yaml").read_text())
     assert (settings["text_field"], settings["too_long"]) == ("body", "split")
     assert "--save-steps N --eval-steps N" in (job / "run" / "README.md").read_text()
