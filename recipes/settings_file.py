@@ -21,9 +21,8 @@ _ALIKE = (
     *(("text", "data"), ("settings", "config"), ("pack", "packing")),
     *(("batch_size", "per_device_train_batch_size"), ("scheduler", "lr_scheduler_type")),
     *(("save_every", "save_steps"), ("keep_last", "save_total_limit"), ("seq_len", "max_length")),
-    *(("max_steps", "num_train_epochs"), ("checkpoint", "gradient_checkpointing")),
-    *(("seq_len", "max_seq_length"), ("push_to_hub", "hub_model_id")),
-    *(("epochs", "num_train_epochs"), ("epochs", "max_steps"), ("lr", "learning_rate")),
+    *(("checkpoint", "gradient_checkpointing"), ("seq_len", "max_seq_length")),
+    *(("push_to_hub", "hub_model_id"), ("epochs", "num_train_epochs"), ("lr", "learning_rate")),
 )
 """Names of one setting in different recipes, or in TRL."""
 _SIMPLE = (int, float, bool, str)

@@ -57,7 +57,7 @@ ELSEWHERE = {
         "--per-device-train-batch-size 2": "Here it is called --batch_size",
         "--data x": "Here it is called --text",
         "--config x.yaml": "Here it is called --settings",
-        "--epochs 3": "Here it is called --max_steps",
+        "--epochs 3": "Here it is called --num_train_epochs",
     },
     "sft": {
         "--batch-size 2": "Here it is called --per_device_train_batch_size",
