@@ -32,6 +32,8 @@ MARKED: dict[Marks, str] = {
     "none": "the template marks none: the assistant's turns, found by rendering parts",
 }
 """How the assistant's tokens are found."""
+MOST_CHARACTERS = 2**25
+"""Of a conversation: while its turns are found, each takes about 66 bytes."""
 MOST_SECONDS = 20.0
 """Of computing for what a template writes of one conversation."""
 _SEEN = ("image", "images", "video", "videos", "audio")
@@ -150,6 +152,11 @@ class Template:
         """
         _check_kinds(record, messages)
         text, spans = self._rendered(record, messages, ends=ends)
+        if len(text) > MOST_CHARACTERS:
+            raise record.refused(
+                f"a conversation of {len(text):,} characters, and {MOST_CHARACTERS:,} are read at "
+                "most. Leave it out, or split it into several records."
+            )
         self._check_roles(record, messages, text)
         if ends:
             left_out = self._check_fields(record, messages)
