@@ -37,7 +37,7 @@ def test_what_needs_no_hub_runs(text: str) -> None:
 def test_readmes_script_gives_the_loss_of_one_process(tmp_path: Path) -> None:
     (script,) = blocks(ROOT / "README.md", "python")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
+    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA | {"max_position_embeddings": 128}))
     model.save_pretrained(tmp_path / "model")
     row = torch.arange(100)[None]
     with torch.no_grad():
