@@ -102,9 +102,9 @@ def _template_in(file: Path) -> str:
 
 
 def _tokenizer_at(source: str) -> PreTrainedTokenizerBase:
-    if not Path(source).expanduser().exists():
-        require_reachable(source, "tokenizer_config.json", "tokenizer")
     try:
+        if not Path(source).expanduser().exists():
+            require_reachable(source, "tokenizer_config.json", "tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of broken files readers raise anything
         said = next(iter(str(error).splitlines()), type(error).__name__)
